@@ -1,0 +1,1 @@
+"""Espalier trains large models on the hardware you actually have."""

@@ -1,0 +1,18 @@
+"""What survives? Every part that has state is a Stateful; a checkpoint is a name -> Stateful table."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A part whose state is saved and restored (the same two methods as torch's own Stateful)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values; tensors that are sharded are DTensors."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave, possibly from another number of ranks."""
+        ...

@@ -1,0 +1,202 @@
+"""Every option of the product: one tree of frozen structs. Imports no torch.
+
+A field that defaults to None is *derived*: `config.derive` fills it in and says why. A choice is a tagged union on
+`kind`, so the options of what you did not choose do not exist.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+Precision = Literal["fp32", "bf16", "fp64"]
+Recompute = Literal["none", "selective", "block"]
+
+
+class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all option structs: frozen, keyword only, unknown keys are errors."""
+
+
+class Choice(Options, frozen=True, tag_field="kind"):
+    """Base of the alternatives of a tagged union; the key `kind` says which one is meant."""
+
+
+# --- [model] -----------------------------------------------------------------------------------------------------
+
+
+class Decoder(Choice, frozen=True):
+    """What the language decoders share. Give `depth`, or `shape`, or the numbers themselves."""
+
+    depth: int | None = None
+    shape: str | None = None
+    width: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    feed_forward: int | None = None
+    vocabulary: int | None = None
+    context: int | None = None
+    tied: bool | None = None
+    rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-5
+    initial: str | None = None
+
+
+class Gpt(Decoder, frozen=True, tag="gpt"):
+    """A dense decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU)."""
+
+
+class Moe(Decoder, frozen=True, tag="moe"):
+    """The same decoder with a mixture of experts in place of each feed-forward block."""
+
+    experts: int = 8
+    active: int = 2
+    balance: float = 0.01
+
+
+class Module(Choice, frozen=True, tag="module"):
+    """Anybody's `nn.Module`: `build = "package.module:function"` returns (model, dataset, loss)."""
+
+    build: str
+    arguments: dict[str, bool | int | float | str] = {}
+
+
+Model = Gpt | Moe | Module
+
+
+# --- [data] ------------------------------------------------------------------------------------------------------
+
+
+class Data(Options, frozen=True):
+    """One source of training data; several `[[data]]` tables make a weighted mixture."""
+
+    path: str
+    weight: float = 1.0
+    field: str = "text"
+    split: str = "train"
+    tokenizer: str = "bytes"
+    validation: float = 0.01
+    cache: str | None = None
+
+
+# --- [train] -----------------------------------------------------------------------------------------------------
+
+
+class Adamw(Choice, frozen=True, tag="adamw"):
+    """AdamW (fused) on every parameter."""
+
+    learning_rate: float | None = None
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+
+
+class Muon(Choice, frozen=True, tag="muon"):
+    """Muon on the hidden matrices, AdamW on embeddings, norms and the head."""
+
+    learning_rate: float | None = None
+    momentum: float = 0.95
+    weight_decay: float = 0.1
+    iterations: int = 5
+    adamw: Adamw = Adamw(weight_decay=0.0)
+
+
+class Stable(Choice, frozen=True, tag="stable"):
+    """Warmup, stable, decay (WSD): linear up, constant, linear down to `floor`. Shares of all steps."""
+
+    warmup: float = 0.02
+    decay: float = 0.4
+    floor: float = 0.0
+
+
+class Cosine(Choice, frozen=True, tag="cosine"):
+    """Linear warmup, then half a cosine down to `floor`. Shares of all steps."""
+
+    warmup: float = 0.02
+    floor: float = 0.1
+
+
+class Constant(Choice, frozen=True, tag="constant"):
+    """The same rate at every step."""
+
+
+class Train(Options, frozen=True):
+    """How long, with what batch, at which precision."""
+
+    steps: int | None = None
+    sequence: int | None = None
+    batch_tokens: int | None = None
+    seed: int = 1
+    precision: Precision = "fp32"
+    compile: bool = False
+    recompute: Recompute | None = None
+    optimizer: Muon | Adamw = Muon()
+    schedule: Stable | Cosine | Constant = Stable()
+    clip: float = 1.0
+    validate_every: int | None = None
+    validate_tokens: int = 65_536
+
+
+# --- [plan] ------------------------------------------------------------------------------------------------------
+
+
+class Pin(Options, frozen=True):
+    """Decisions taken out of the planner's hands."""
+
+    ranks: int | None = None
+    threads: int | None = None
+    micro_batch: int | None = None
+    recompute: Recompute | None = None
+
+
+class Planning(Options, frozen=True):
+    """Where the plan comes from."""
+
+    cluster: str | None = None
+    trial: bool = True
+    pin: Pin = Pin()
+
+
+# --- the rest ----------------------------------------------------------------------------------------------------
+
+
+class Checkpoint(Options, frozen=True):
+    """When the state is saved, and where. `target` is a folder or any fsspec URL."""
+
+    every: int | None = None
+    keep: int = 2
+    keep_best: bool = True
+    target: str | None = None
+
+
+class Comm(Options, frozen=True):
+    """What every exchange obeys."""
+
+    timeout: str = "60s"
+    bucket: str = "25MiB"
+
+
+class Track(Options, frozen=True):
+    """What is recorded beside the run log. `profile = [from, to]` writes a Chrome trace of those steps."""
+
+    tensorboard: bool = False
+    profile: tuple[int, int] | None = None
+    sample: str | None = None
+
+
+class Recipe(Options, frozen=True):
+    """One recipe. `[[data]]` may repeat; one `[data]` table is a mixture of one."""
+
+    model: Model
+    data: tuple[Data, ...] = ()
+    name: str = "run"
+    train: Train = Train()
+    plan: Planning = Planning()
+    checkpoint: Checkpoint = Checkpoint()
+    comm: Comm = Comm()
+    track: Track = Track()
+
+
+# Keys that may differ when an existing run folder is taken up again: they say how the run is carried out, not what
+# it means. `train.steps` may only grow.
+RESUMABLE = ("plan", "checkpoint", "comm", "track", "train.steps", "train.validate_every", "train.compile", "name")

@@ -1,0 +1,58 @@
+"""Every error a user can see: what happened, why, and what to do next. Imports nothing of ours."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EspalierError(Exception):
+    """Base of all errors meant for people. `str()` is the whole message, ready to print."""
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, why: str = "", do: str = "") -> None:
+        self.what, self.why, self.do = what, why, do
+        lines = [what]
+        if why:
+            lines.append(f"  why: {why}")
+        if do:
+            lines.append(f"  try: {do}")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_restore, (type(self), self.what, self.why, self.do))
+
+
+def _restore(kind: type[EspalierError], what: str, why: str, do: str) -> EspalierError:
+    return kind(what, why=why, do=do)
+
+
+class UserError(EspalierError):
+    """The input (recipe, data, cluster, command line, folder) is at fault. Exit code 2."""
+
+
+class RunFailed(EspalierError):
+    """The run itself went wrong: a rank died, the loss is not a number. Exit code 1."""
+
+    exit_code = 1
+
+
+class Interrupted(EspalierError):
+    """Stopped by the user (Ctrl-C or SIGTERM) after saving. Exit code 130."""
+
+    exit_code = 130
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word closest in spelling to `word`, or None when nothing is close."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def missing_extra(library: str, extra: str, purpose: str) -> UserError:
+    """The error for an optional library that is not installed."""
+    return UserError(
+        f"{purpose} needs the library '{library}', which is not installed.",
+        do=f"pip install 'espalier[{extra}]'",
+    )

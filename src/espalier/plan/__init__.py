@@ -1,0 +1,1 @@
+"""Who does what? Decides; touches no tensor and no process group."""

@@ -1,0 +1,204 @@
+"""The plan file: which rank holds, computes and sends what, what it should cost, and why. Data only; no torch.
+
+A plan can say unequal pipelines, waves, ring placement, expert maps, optimizer nodes and unequal shares; `layout` is the
+shorthand people read, derived from the rest.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from espalier.errors import UserError
+
+VERSION = 1
+
+
+class Part(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=False):
+    """Base of all plan structs."""
+
+
+class Rank(Part, frozen=True):
+    """One process: its role, the device it computes on, and its share of each global batch (samples `[start, stop)`)."""
+
+    role: Literal["trainer", "optimizer", "evaluator", "spare"] = "trainer"
+    device: str = "cpu"
+    node: int = 0
+    threads: int = 1
+    share: tuple[int, int] = (0, 0)
+
+
+class Unit(Part, frozen=True):
+    """A group of parameters placed together. Each list names the ranks over which that state is split in order;
+    an empty list means every trainer rank holds all of it."""
+
+    pattern: str = "*"
+    params: tuple[int, ...] = ()
+    grads: tuple[int, ...] = ()
+    optimizer: tuple[int, ...] = ()
+    whole: bool = False
+
+
+class Stage(Part, frozen=True):
+    """One stage of one pipeline: its ranks and its layers `[first, last)`."""
+
+    pipeline: int = 0
+    ranks: tuple[int, ...] = ()
+    layers: tuple[int, int] = (0, 0)
+    micro_batches: int = 1
+
+
+class Exchange(Part, frozen=True):
+    """How one class of traffic crosses one level of links."""
+
+    traffic: str
+    level: Literal["inside", "between", "all"] = "all"
+    codec: str = "exact"
+    agreement: str = "every_step"
+
+
+class Rule(Part, frozen=True):
+    """A value that may change while running: where it starts, its bounds, and the signal that moves it."""
+
+    name: str
+    start: float
+    low: float
+    high: float
+    signal: str
+
+
+class Layout(Part, frozen=True):
+    """The shorthand: degrees of parallelism, sharding factors (numbers of ranks), and the shape of a step."""
+
+    dp: int = 1
+    tp: int = 1
+    sp: int = 1
+    pp: int = 1
+    algorithm: str = "data"
+    shard: dict[str, int] = msgspec.field(default_factory=lambda: {"params": 1, "grads": 1, "optimizer": 1})
+    micro_batch: int = 1
+    accumulate: int = 1
+    recompute: str = "none"
+    precision: str = "fp32"
+
+
+class Predicted(Part, frozen=True):
+    """What the plan should cost on its slowest rank. Seconds, bytes, tokens; `terms` sum to `step_seconds`."""
+
+    step_seconds: float
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    mfu: float
+    terms: dict[str, float]
+    memory_bytes: dict[str, float]
+    """By kind, with their sum at the worst moment under `peak`."""
+    memory_limit: float
+    sent_bytes: dict[str, float]
+    """Payload bytes each rank sends per step, by traffic class (the ledger's figure)."""
+    sources: dict[str, str] = {}
+    """Term or coefficient -> formula or where the number comes from."""
+
+
+class RunnerUp(Part, frozen=True):
+    """A plan not taken, and what it loses."""
+
+    layout: Layout
+    ranks: int
+    threads: int
+    step_seconds: float
+    peak_bytes: float
+    loses: str
+
+
+class Plan(Part, frozen=True):
+    """Every decision about one run."""
+
+    version: int = VERSION
+    planner: str = "uniform"
+    ranks: tuple[Rank, ...] = (Rank(),)
+    units: tuple[Unit, ...] = (Unit(),)
+    stages: tuple[Stage, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    micro_batch: int = 1
+    recompute: str = "none"
+    precision: str = "fp32"
+    compile: bool = False
+    predicted: Predicted | None = None
+    executable: bool = True
+    missing: str = ""
+    why: tuple[str, ...] = ()
+    runners_up: tuple[RunnerUp, ...] = ()
+
+    @property
+    def trainers(self) -> tuple[int, ...]:
+        """Indices of the ranks that compute the loss."""
+        return tuple(index for index, rank in enumerate(self.ranks) if rank.role == "trainer")
+
+    @property
+    def layout(self) -> Layout:
+        """The shorthand view of this plan."""
+        trainers = self.trainers
+        unit = self.units[0]
+        first = self.ranks[trainers[0]]
+        return Layout(
+            dp=len(trainers) // max(1, len({stage.layers for stage in self.stages})),
+            pp=max(1, len({stage.layers for stage in self.stages if stage.pipeline == 0})),
+            shard={
+                "params": len(unit.params) or 1,
+                "grads": len(unit.grads) or 1,
+                "optimizer": len(unit.optimizer) or 1,
+            },
+            micro_batch=self.micro_batch,
+            accumulate=max(1, -(-(first.share[1] - first.share[0]) // self.micro_batch)),
+            recompute=self.recompute,
+            precision=self.precision,
+        )
+
+
+class Explanation(Part, frozen=True):
+    """A plan with the sentences that defend it."""
+
+    plan: Plan
+    sentences: tuple[str, ...]
+
+
+class Planner(Protocol):
+    """Decides a plan. Touches no tensor and no process group."""
+
+    name: str
+
+    def plan(self, request: Any, cluster: Any) -> Plan:
+        """The best plan for `request` (a `plan.estimate.Request`) on `cluster`. Raises UserError when nothing fits."""
+        ...
+
+
+def dumps(plan: Plan) -> str:
+    """The plan as indented JSON with its derived `layout`; equal plans give equal text."""
+    table = msgspec.to_builtins(plan)
+    table["layout"] = msgspec.to_builtins(plan.layout)
+    return msgspec.json.format(msgspec.json.encode(table, order="deterministic"), indent=2).decode() + "\n"
+
+
+def loads(text: str | bytes, origin: str = "plan.json") -> Plan:
+    """The plan in `text`. Raises UserError naming the field at fault."""
+    try:
+        table = msgspec.json.decode(text)
+        if isinstance(table, dict):
+            table.pop("layout", None)
+        return msgspec.convert(table, Plan)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise UserError(
+            f"{origin} is not a plan: {error}.", do="espalier plan recipe.toml --json > plan.json"
+        ) from None
+
+
+def read(path: str | Path) -> Plan:
+    """The plan in file `path`."""
+    try:
+        return loads(Path(path).read_bytes(), str(path))
+    except FileNotFoundError:
+        raise UserError(f"No plan at {path}.", do="espalier plan recipe.toml --json > plan.json") from None

@@ -1,0 +1,1 @@
+"""Which rank runs which part of the model, when?"""

@@ -1,0 +1,26 @@
+"""Which rank runs which part of the model, when? A Schedule owns forward and backward of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Loss = Callable[["nn.Module", Any], "tuple[Tensor, Tensor]"]
+
+
+class Outcome(NamedTuple):
+    """What a schedule computed on this rank: sums over its micro-batches, detached scalars."""
+
+    loss: Tensor
+    weight: Tensor
+
+
+class Schedule(Protocol):
+    """Runs forward and backward over the micro-batches of one step; gradients are left in `.grad`."""
+
+    def run(self, model: nn.Module, batches: Sequence[Any], loss: Loss) -> Outcome:
+        """Forward and backward of all `batches`. Gradients are of the sum of losses divided by the nominal weight."""
+        ...

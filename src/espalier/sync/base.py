@@ -1,0 +1,29 @@
+"""When do replicas agree? An Agreement owns the optimizer step and everything exchanged round it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from espalier.stages.base import Outcome
+
+
+class Agreed(NamedTuple):
+    """What all ranks know after a step."""
+
+    loss: float
+    """Loss over the global batch: total sum / total weight."""
+    weight: float
+    gradient_norm: float
+    stop: bool
+    """Some rank asked to stop; all stop after this same step."""
+    faulty: tuple[int, ...]
+    """Ranks whose own loss or gradient was not finite; the parameters were then left untouched."""
+
+
+class Agreement(Protocol):
+    """Makes the ranks' gradients one, moves the parameters, and says what all ranks then know."""
+
+    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
+        """Ends the step begun by the schedule. `learning_rate` is the schedule's factor of each group's own rate."""
+        ...

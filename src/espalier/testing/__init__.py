@@ -1,0 +1,1 @@
+"""Tools for tests, ours and users': many ranks on one CPU, faults, slow links."""

@@ -1,0 +1,96 @@
+"""The Workload Protocol: what is trained. A workload builds a model, gives batches, a loss and an evaluation.
+
+A workload knows nothing of ranks beyond the `Shard` it is asked for, and keeps no position: the batches of a step are a
+pure function of (seed, step, shard), so a run resumes exactly without any reader state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from espalier.cost import Cost
+
+Batch = Any  # what `batches` yields and `loss` takes: a NamedTuple of tensors
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of each global batch one rank computes: samples `[start, stop)` in micro-batches of `micro_batch`.
+
+    `sequence_slot` of `sequence_slots` says which part of the sequence it holds (one slot: all of it).
+    """
+
+    start: int
+    stop: int
+    micro_batch: int
+    sequence_slot: int = 0
+    sequence_slots: int = 1
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps `[start, stop)` in which the model keeps its shape; a plan is made anew at each boundary."""
+
+    start: int
+    stop: int
+    name: str = "train"
+
+
+class Workload(Protocol):
+    """One family of models. Built by `language.workload.open(...)` and its like."""
+
+    global_batch: int
+    """Samples in the global batch of one step."""
+
+    nominal_weight: float
+    """The usual total weight of a global batch (tokens, for language). Losses are divided by it before backward."""
+
+    def build(self, device: torch.device) -> nn.Module:
+        """The whole model with its initial weights, the same on every rank (seeded)."""
+        ...
+
+    def batches(self, step: int, shard: Shard) -> Sequence[Batch]:
+        """The micro-batches of `step` for `shard`, on the CPU. Pure in (seed, step, shard)."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(sum of losses, weight): scalars; never a mean. Their totals over the global batch give the loss."""
+        ...
+
+    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+        """Held-out figures of this shard as name to (sum, weight); ranks add them up before dividing."""
+        ...
+
+    def validation_samples(self) -> int:
+        """How many held-out samples `evaluate` divides among the ranks."""
+        ...
+
+    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+        """Figures people read, from the divided totals of `evaluate` (for language: adds bits_per_byte)."""
+        ...
+
+    def documents(self, step: int, shard: Shard) -> Sequence[str]:
+        """Names of the documents in that shard's batch, for error messages."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Hash of the data's content; ranks compare it at start."""
+        ...
+
+    def phases(self) -> Sequence[Phase]:
+        """The phases of the run, in order (one by default)."""
+        ...
+
+    def tasks(self) -> Sequence[str]:
+        """The tasks trained together (one by default)."""
+        ...
+
+    def cost(self, micro_batch: Any, recompute: str, precision: str) -> Cost:
+        """Operations and bytes of one micro-batch of `micro_batch` samples; see `plan.estimate`."""
+        ...
