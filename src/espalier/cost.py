@@ -14,6 +14,55 @@ Terms = Mapping[str, Number]
 
 
 @dataclass(frozen=True)
+class Product:
+    """A dense matrix product [rows, inner] x [inner, columns], done `count` times in one forward pass."""
+
+    rows: Number
+    inner: Number
+    columns: Number
+    count: Number = 1
+
+    @property
+    def flops(self) -> Number:
+        """Multiplications and additions of all `count` products."""
+        return 2.0 * self.rows * self.inner * self.columns * self.count
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one micro-batch asks of a device, before the device is named.
+
+    Attributes:
+        products: dense products of the forward pass; the backward pass does each of them twice.
+        attention: FLOPs of the attention core in the forward pass (causal: half of the square); backward 2.5 times.
+        moved: bytes read and written in the forward pass by everything else (norms, elementwise, softmax of the head).
+        kept: bytes of activations kept until backward.
+        transient: further bytes at the worst moment (logits and their gradient).
+        again: products and attention run once more in backward because of recomputation, as a share of forward (0..1).
+        samples: samples (sequences) in the micro-batch; tokens: tokens (or nodes, rays) in it.
+    """
+
+    products: tuple[Product, ...]
+    attention: Number
+    moved: Number
+    kept: Number
+    transient: Number
+    again: Number
+    samples: Number
+    tokens: Number
+
+    @property
+    def forward_flops(self) -> Number:
+        """FLOPs of one forward pass."""
+        return sum((product.flops for product in self.products), 0.0) + self.attention
+
+    @property
+    def model_flops(self) -> Number:
+        """FLOPs that count for MFU: forward and backward once, recomputation not counted (attention 2x in backward)."""
+        return 3.0 * self.forward_flops
+
+
+@dataclass(frozen=True)
 class Cost:
     """Costs of one part of one step on one rank, by name of the part.
 

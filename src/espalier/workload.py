@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from espalier.cost import Cost
+    from espalier.cost import Work
 
 Batch = Any  # what `batches` yields and `loss` takes: a NamedTuple of tensors
 
@@ -91,6 +91,6 @@ class Workload(Protocol):
         """The tasks trained together (one by default)."""
         ...
 
-    def cost(self, micro_batch: Any, recompute: str, precision: str) -> Cost:
-        """Operations and bytes of one micro-batch of `micro_batch` samples; see `plan.estimate`."""
+    def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
+        """Operations and bytes of one micro-batch of `micro_batch` samples (NumPy arrays allowed)."""
         ...

@@ -174,8 +174,11 @@ def _unknown(path: tuple[str, ...], struct: Any, origin: str) -> UserError:
     key = ".".join(path)
     known = known_keys()
     same_name = [other for other in known if other.split(".")[-1] == path[-1] and other != key]
-    siblings = [".".join((*path[:-1], name)) for name in get_type_hints(struct)]
-    near = nearest(key, siblings) or (same_name[0] if same_name else nearest(key, known))
+    sibling = nearest(path[-1], get_type_hints(struct))
+    if sibling:
+        near: str | None = ".".join((*path[:-1], sibling))
+    else:
+        near = same_name[0] if same_name else nearest(key, known)
     section = "[" + ".".join(path[:-1]) + "]" if len(path) > 1 else "the top of the recipe"
     return UserError(
         f"{origin}: unknown key {key}.",

@@ -1,7 +1,7 @@
 """The plan file: which rank holds, computes and sends what, what it should cost, and why. Data only; no torch.
 
-A plan can say unequal pipelines, waves, ring placement, expert maps, optimizer nodes and unequal shares; `layout` is the
-shorthand people read, derived from the rest.
+A plan can say unequal pipelines, waves, ring placement, expert maps, optimizer nodes and unequal shares; `layout` is
+the shorthand people read, derived from the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Part(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_d
 
 
 class Rank(Part, frozen=True):
-    """One process: its role, the device it computes on, and its share of each global batch (samples `[start, stop)`)."""
+    """One process: its role, its device, and its share of each global batch: samples `[start, stop)`."""
 
     role: Literal["trainer", "optimizer", "evaluator", "spare"] = "trainer"
     device: str = "cpu"
