@@ -1,1 +1,41 @@
-"""Espalier trains large models on the hardware you actually have."""
+"""Espalier trains large language models, large graphs and radiance fields on the hardware you actually have.
+
+The public names load on first use, so `import espalier` costs nothing and needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from espalier.cluster import Cluster
+    from espalier.config import Recipe
+    from espalier.config.load import load
+    from espalier.cost import Cost
+    from espalier.errors import EspalierError
+    from espalier.plan.base import Plan
+    from espalier.track.tables import open_run as open
+
+_HOME = {
+    "Cluster": ("espalier.cluster", "Cluster"),
+    "Cost": ("espalier.cost", "Cost"),
+    "EspalierError": ("espalier.errors", "EspalierError"),
+    "Plan": ("espalier.plan.base", "Plan"),
+    "Recipe": ("espalier.config", "Recipe"),
+    "load": ("espalier.config.load", "load"),
+    "open": ("espalier.track.tables", "open_run"),
+}
+
+__all__ = ["Cluster", "Cost", "EspalierError", "Plan", "Recipe", "load", "open"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'espalier' has no attribute {name!r}")
+    module, attribute = _HOME[name]
+    return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return __all__

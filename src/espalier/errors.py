@@ -38,6 +38,10 @@ class RunFailed(EspalierError):
     exit_code = 1
 
 
+class PeerLost(RunFailed):
+    """A wait for other ranks ended without them. Some other rank usually knows the cause. Exit code 1."""
+
+
 class Interrupted(EspalierError):
     """Stopped by the user (Ctrl-C or SIGTERM) after saving. Exit code 130."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from espalier.errors import UserError, nearest
@@ -55,13 +56,15 @@ def show_flops(per_second: float) -> str:
 
 def show_seconds(value: float) -> str:
     """A duration at the scale people think in: `350 µs`, `12.0 ms`, `3.2 s`, `4 min 05 s`, `2 h 10 min`."""
+    if not math.isfinite(value):
+        return f"{value} s"
     if value < 0:
         return "-" + show_seconds(-value)
-    if value < 1e-3:
+    if value < 0.9995e-3:
         return f"{value * 1e6:.0f} µs"
-    if value < 1:
+    if value < 0.9995:
         return f"{value * 1e3:.3g} ms"
-    if value < 60:
+    if value < 59.95:
         return f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
     if minutes < 60:
@@ -71,8 +74,8 @@ def show_seconds(value: float) -> str:
 
 def _parse(text: str | float, units: dict[str, float], where: str, example: str) -> float:
     if isinstance(text, int | float) and not isinstance(text, bool):
-        if text < 0:
-            raise UserError(f"{where} is negative: {text}.", do=f'write it like "{example}"')
+        if not 0 <= text < math.inf:
+            raise UserError(f"{where} is not a quantity: {text}.", do=f'write it like "{example}"')
         return float(text)
     found = _NUMBER.match(str(text))
     if not found:
@@ -80,10 +83,14 @@ def _parse(text: str | float, units: dict[str, float], where: str, example: str)
     number, unit = float(found[1].replace("_", "")), found[2]
     if unit == "" and "s" in units:
         return number
+    if unit == "":
+        raise UserError(f"{where} has no unit: {text!r}.", do=f'write it like "{example}"')
     if unit not in units:
-        near = nearest(unit, units)
+        near = nearest(unit, units) or next((known for known in units if known.lower() == unit.lower()), None)
         hint = f'write it like "{example}"' + (f" (did you mean {near}?)" if near else "")
         raise UserError(f"{where} has an unknown unit {unit!r} in {text!r}.", do=hint)
+    if not math.isfinite(number * units[unit]):
+        raise UserError(f"{where} is too large: {text!r}.", do=f'write it like "{example}"')
     return number * units[unit]
 
 

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from espalier.cost import Work
 
@@ -51,8 +53,20 @@ class Workload(Protocol):
     nominal_weight: float
     """The usual total weight of a global batch (tokens, for language). Losses are divided by it before backward."""
 
-    def build(self, device: torch.device) -> nn.Module:
+    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The whole model with its initial weights, the same on every rank (seeded)."""
+        ...
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The repeated blocks of `model` in forward order: the units of recomputation, compilation and sharding."""
+        ...
+
+    def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
+        """Tables and heads: matrices that are not hidden layers, so Muon leaves them to AdamW."""
+        ...
+
+    def recompute(self, model: nn.Module, mode: str) -> None:
+        """Makes `model` keep less for backward (`none | selective | block`). Raises UserError if it cannot."""
         ...
 
     def batches(self, step: int, shard: Shard) -> Sequence[Batch]:
@@ -79,6 +93,10 @@ class Workload(Protocol):
         """Names of the documents in that shard's batch, for error messages."""
         ...
 
+    def sample(self, model: nn.Module) -> str:
+        """A glimpse of what the model does now, for people (text for language); empty when there is none."""
+        ...
+
     def fingerprint(self) -> str:
         """Hash of the data's content; ranks compare it at start."""
         ...
@@ -94,3 +112,16 @@ class Workload(Protocol):
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
         """Operations and bytes of one micro-batch of `micro_batch` samples (NumPy arrays allowed)."""
         ...
+
+
+def to_device(batch: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
+    """`batch` with its tensors on `device`, the floating ones in `dtype`; tuples, lists and dicts keep their form."""
+    if isinstance(batch, Tensor):
+        return batch.to(device=device, dtype=dtype if batch.is_floating_point() else None, non_blocking=True)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(item, device, dtype) for item in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(item, device, dtype) for item in batch)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device, dtype) for key, value in batch.items()}
+    return batch

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import tomli_w
@@ -29,12 +31,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> config.Recipe:
 
 def from_table(table: Table, origin: str = "recipe") -> config.Recipe:
     """The recipe a TOML table says; `origin` names the table in messages."""
+    _refuse_odd_values(table, origin)
     table = _normalise(table)
     _refuse_unknown(table, config.Recipe, origin, ())
     try:
         return msgspec.convert(table, config.Recipe, strict=True)
     except msgspec.ValidationError as error:
-        raise UserError(f"{origin}: {_say(error)}", do="see `espalier train --help` and docs/recipe.md") from None
+        raise _invalid(error, origin) from None
 
 
 def to_table(recipe: config.Recipe) -> Table:
@@ -53,7 +56,7 @@ def changed(before: config.Recipe, after: config.Recipe) -> list[tuple[str, Any,
     left, right = dict(_leaves(to_table(before))), dict(_leaves(to_table(after)))
     found = []
     for key in sorted({*left, *right}):
-        if left.get(key) == right.get(key):
+        if _same(left.get(key), right.get(key)):
             continue
         if any(key == free or key.startswith(free + ".") for free in config.RESUMABLE):
             continue
@@ -87,7 +90,7 @@ def _read(file: Path) -> Table:
         return tomllib.loads(text.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 text (byte {error.start}).", do="save the recipe as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # a number of more than 4300 digits is a plain ValueError
         raise UserError(f"{file} is not valid TOML: {error}.") from None
     except RecursionError:
         raise UserError(f"{file} nests its tables too deeply.") from None
@@ -101,10 +104,12 @@ def _override(table: Table, text: str) -> None:
     node = table
     for position, part in enumerate(parts[:-1]):
         child = node.setdefault(part, {})
+        taken = ".".join(parts[: position + 1])
         if isinstance(child, list) and len(child) == 1:
             child = child[0]
+        elif isinstance(child, str) and f"{taken}.kind" in known_keys():
+            child = node[part] = {"kind": child}
         if not isinstance(child, dict):
-            taken = ".".join(parts[: position + 1])
             why = "it stands for several tables" if isinstance(child, list) else "it is a value, not a table"
             raise UserError(f"{key.strip()} cannot be set: {taken} has no such part.", why=why)
         node = child
@@ -113,15 +118,18 @@ def _override(table: Table, text: str) -> None:
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+        table = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
+    return table["value"] if len(table) == 1 else text
 
 
 def _normalise(table: Table) -> Table:
     table = dict(table)
     if isinstance(table.get("data"), dict):
         table["data"] = [table["data"]]
+    if isinstance(table.get("model"), str):
+        table["model"] = {"kind": table["model"]}
     if isinstance(table.get("model"), dict):
         table["model"] = {"kind": "module" if "build" in table["model"] else "gpt", **table["model"]}
     for name, default in (("optimizer", "muon"), ("schedule", "stable")):
@@ -136,6 +144,26 @@ def _normalise(table: Table) -> Table:
 # --- naming what is wrong ----------------------------------------------------------------------------------------
 
 
+def _refuse_odd_values(table: Table, origin: str) -> None:
+    """Refuses what TOML's text form cannot carry, wherever it stands: such a recipe could not be written to the run."""
+    for key, value in _leaves(table):
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, float) and math.isnan(item):
+                raise UserError(f"{origin}: {key} is not a number (nan).", do="give a number or leave the key out")
+            if isinstance(item, int) and not -(2**63) <= item < 2**63:
+                raise UserError(f"{origin}: {key} is a number of more than 64 bits.")
+            if isinstance(item, str) and not _is_text(item):
+                raise UserError(f"{origin}: {key} is not UTF-8 text: {item!r}.")
+
+
+def _is_text(item: str) -> bool:
+    try:
+        item.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _refuse_unknown(table: Mapping[str, Any], kind: Any, origin: str, path: tuple[str, ...]) -> None:
     structs = _structs(kind)
     if not structs:
@@ -147,7 +175,7 @@ def _refuse_unknown(table: Mapping[str, Any], kind: Any, origin: str, path: tupl
     for key, value in table.items():
         here = (*path, key)
         if key not in hints and not (key == "kind" and struct.__struct_config__.tag is not None):
-            raise _unknown(here, struct, origin)
+            raise _misplaced(key, structs, origin, path) or _unknown(here, struct, origin)
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, dict) and key in hints:
                 _refuse_unknown(item, hints[key], origin, here)
@@ -172,8 +200,8 @@ def _chosen(structs: list[Any], table: Mapping[str, Any], origin: str, path: tup
 
 def _unknown(path: tuple[str, ...], struct: Any, origin: str) -> UserError:
     key = ".".join(path)
-    known = known_keys()
-    same_name = [other for other in known if other.split(".")[-1] == path[-1] and other != key]
+    known = [other for other in known_keys() if other != key]
+    same_name = [other for other in known if other.split(".")[-1] == path[-1]]
     sibling = nearest(path[-1], get_type_hints(struct))
     if sibling:
         near: str | None = ".".join((*path[:-1], sibling))
@@ -187,10 +215,43 @@ def _unknown(path: tuple[str, ...], struct: Any, origin: str) -> UserError:
     )
 
 
-def _say(error: msgspec.ValidationError) -> str:
+def _misplaced(key: str, structs: list[Any], origin: str, path: tuple[str, ...]) -> UserError | None:
+    """The error for a key that belongs to another alternative of the same choice, if it does."""
+    kinds = [str(other.__struct_config__.tag) for other in structs if key in get_type_hints(other)]
+    if not kinds:
+        return None
+    where = ".".join(path)
+    return UserError(
+        f"{origin}: {where}.{key} does not belong to the chosen kind.",
+        why=f"{where} has it only with kind = {' | '.join(kinds)}",
+        do=f'{where}.kind = "{kinds[0]}", or leave {key} out',
+    )
+
+
+def _invalid(error: msgspec.ValidationError, origin: str) -> UserError:
     text, _, where = str(error).partition(" - at `$")
     key = where.rstrip("`").lstrip(".").replace("[...]", "").replace("[0]", "")
-    return f"{key}: {text}." if key else f"{text}."
+    text = text.replace(" | null", "").replace("Object missing required field", "The recipe lacks the key")
+    found = re.fullmatch(r"Invalid enum value '(.*)'", text, re.DOTALL)
+    choices = _choices(key.split(".")) if found else []
+    if found and choices:
+        near = nearest(found[1], choices)
+        why, do = f"the choices are {', '.join(choices)}", f'{key} = "{near or choices[0]}"'
+        return UserError(f"{origin}: {key} = {found[1]!r} is not a choice.", why=why, do=do)
+    return UserError(
+        f"{origin}: {key + ': ' if key else ''}{text}.", do="see `espalier train --help` and docs/recipe.md"
+    )
+
+
+def _choices(path: list[str]) -> list[str]:
+    """The words that the key at `path` may take, empty when it takes others."""
+    kinds: list[Any] = [config.Recipe]
+    for part in path:
+        kinds = [
+            hints[part] for kind in kinds for struct in _structs(kind) if part in (hints := get_type_hints(struct))
+        ]
+    alternatives = [part for kind in kinds for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+    return [str(word) for part in alternatives for word in get_args(part)]
 
 
 def _structs(kind: Any) -> list[Any]:
@@ -210,12 +271,19 @@ def _drop_none(value: Any) -> Any:
     return value
 
 
-def _leaves(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    items = table.items() if isinstance(table, dict) else enumerate(table)
-    for key, value in items:
-        name = f"{prefix}{key}"
-        holds_tables = isinstance(value, list) and value and isinstance(value[0], dict)
-        if isinstance(value, dict) or holds_tables:
-            yield from _leaves(value, name + ".")
+def _same(left: Any, right: Any) -> bool:
+    """Equal, and of one type: to a model's `arguments`, true and 1 are different things."""
+    return type(left) is type(right) and bool(left == right)
+
+
+def _leaves(table: Any) -> Iterator[tuple[str, Any]]:
+    """Each value that is not itself a table, with its dotted key. Not recursive: a recipe may nest very deeply."""
+    waiting: list[tuple[str, Any]] = [("", table)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting.extend((f"{name}.{key}" if name else str(key), item) for key, item in value.items())
+        elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+            waiting.extend((f"{name}.{position}", item) for position, item in enumerate(value))
         else:
             yield name, value

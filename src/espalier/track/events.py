@@ -1,1 +1,219 @@
-"""The run log: one JSON line per event; every view of a run is made from it."""
+"""The run log: one JSON line per event, in `events.jsonl`; every view of a run is made from it. Imports no torch.
+
+Every line has `event` (its name) and `time` (unix seconds). Bytes are counts, durations are seconds. The trainer
+writes these; a reader ignores names and fields it does not know:
+
+| event      | fields |
+|------------|--------|
+| run        | step (already done: 0, or the checkpoint resumed from), steps (wanted), name, workload, parameters, |
+|            | ranks, threads (per rank), versions {name: text}, host {name: text}, pid, |
+|            | derivations [{key, value, why}] |
+| plan       | predicted: as `plan.base.Predicted` |
+| step       | step, loss, tokens, seconds, mfu, learning_rate, gradient_norm, memory (resident bytes of the rank), |
+|            | bytes {traffic class: bytes sent by the rank}, exposed (seconds waiting for communication) |
+| validation | step, loss, bits_per_byte (language) and whatever else the workload's `summary` says |
+| checkpoint | step, seconds (in the background), blocked (seconds training stood still), bytes, path |
+| incident   | kind, what, rank, step, action |
+| rule       | name, step, value, why: a value of the plan that may change while running has changed |
+| sample     | step, text |
+| end        | reason (finished, interrupted, failed), what, step, steps, seconds |
+
+A run that resumes appends to the same file. Steps after the one resumed from then come twice: the later wins.
+A number that is not finite is written as null beside a text field (`"loss": null, "loss_is": "nan"`), and `read`
+gives the number back.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from espalier.errors import UserError
+
+Event = dict[str, Any]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MARK = b'_is":"'
+
+
+class Log:
+    """Appends events to the run log at `path`. Has state: an open file. One writer at a time, from any thread.
+
+    Each event is one `write` call, so a process killed at any moment leaves at most one torn last line; opening the
+    log again cuts it off. Raises UserError when the folder cannot be written or the disk is full.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+        _mend(self._file)
+
+    def write(self, event: str, **fields: Any) -> Event:
+        """Appends one event, at once visible to readers, and returns it as readers will see it."""
+        entry: Event = {"event": event, "time": time.time(), **fields}
+        line = msgspec.json.encode(_plain(entry)) + b"\n"
+        with self._lock:
+            try:
+                written = os.write(self._file, line)
+                if written < len(line):  # the disk filled up within the line
+                    _mend(self._file)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                raise unwritable(self.path, error) from error
+        return entry
+
+    def close(self) -> None:
+        """Closes the file. Writing afterwards is an error; closing twice is not."""
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read(path: str | Path) -> Iterator[Event]:
+    """The events in the file `path`, in order. A torn last line is left out; any other line that is not an event is
+    given as an incident that names it. Raises UserError when there is no such file."""
+    try:
+        with Path(path).open("rb") as file:
+            lines = file.read().split(b"\n")
+    except OSError as error:
+        raise UserError(
+            f"No run log at {path}.", why=error.strerror or "", do="name the folder of a run (runs/NAME)"
+        ) from None
+    last = len(lines) - 1
+    for number, line in enumerate(lines):
+        if line:
+            event = _parse(line)
+            if event is not None:
+                yield event
+            elif number < last:
+                yield _unreadable(path, number + 1)
+
+
+def follow(path: str | Path, poll: float = 0.25, idle: float = 60.0) -> Iterator[Event]:
+    """The events in `path` and those appended later, as they come.
+
+    Looks every `poll` seconds; ends when the last event is `end`, or when nothing came for `idle` seconds.
+    """
+    rest, offset, number, last = b"", 0, 0, ""
+    since = time.monotonic()
+    while True:
+        fresh = _tail(path, offset)
+        offset += len(fresh)
+        *lines, rest = (rest + fresh).split(b"\n")
+        for line in lines:
+            number += 1
+            event = _parse(line) or _unreadable(path, number)
+            last = event["event"]
+            yield event
+        if fresh:
+            since = time.monotonic()
+        elif last == "end" or time.monotonic() - since > idle:
+            return
+        else:
+            time.sleep(poll)
+
+
+def unwritable(path: str | Path, error: OSError) -> UserError:
+    """The error for a file or folder that cannot be written, with what to do about its cause."""
+    if error.errno in _FULL:
+        return UserError(
+            f"The disk is full: could not write {path}.",
+            why=error.strerror or "",
+            do="free space there and run the same command again; it resumes from the last checkpoint",
+        )
+    return UserError(
+        f"Cannot write {path}.", why=error.strerror or str(error), do="choose another folder with --run FOLDER"
+    )
+
+
+def _mend(file: int) -> None:
+    """Cuts a torn last line off; ends a whole one that only lacks its newline."""
+    size = os.fstat(file).st_size
+    start, tail = size, b""
+    while start > 0 and b"\n" not in tail:
+        step = min(1 << 16, start)
+        start -= step
+        tail = os.pread(file, step, start) + tail
+    rest = tail.rpartition(b"\n")[2]
+    if not rest:
+        return
+    if _parse(rest) is not None:
+        os.write(file, b"\n")
+    else:
+        os.ftruncate(file, size - len(rest))
+
+
+def _tail(path: str | Path, offset: int) -> bytes:
+    try:
+        with Path(path).open("rb") as file:
+            file.seek(offset)
+            return file.read()
+    except FileNotFoundError:
+        return b""
+
+
+def _parse(line: bytes) -> Event | None:
+    try:
+        event = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return None
+    if not isinstance(event, dict) or "event" not in event:
+        return None
+    return _restored(event) if _MARK in line.replace(b'": "', b'":"') else event
+
+
+def _unreadable(path: str | Path, number: int) -> Event:
+    what = f"line {number} of {Path(path).name} is not an event and was left out"
+    return {"event": "incident", "time": 0.0, "kind": "log", "what": what, "action": "read on"}
+
+
+def _plain(value: Any) -> Any:
+    """`value` in what JSON has; numbers that are not finite become null beside `NAME_is`."""
+    if isinstance(value, dict):
+        plain = {}
+        for key, given in value.items():
+            item = plain[str(key)] = _plain(given)
+            if isinstance(item, float) and not isfinite(item):
+                plain[str(key)], plain[f"{key}_is"] = None, repr(item)
+        return plain
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [_plain(item) for item in value]
+        return [repr(item) if isinstance(item, float) and not isfinite(item) else item for item in items]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # NumPy and torch scalars
+        return _plain(value.item())
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, msgspec.Struct):
+        return _plain(msgspec.to_builtins(value))
+    return str(value)
+
+
+def _restored(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    restored = {key: _restored(item) for key, item in value.items()}
+    for key in [key for key, item in restored.items() if item is None and f"{key}_is" in restored]:
+        restored[key] = float(restored.pop(f"{key}_is"))
+    return restored

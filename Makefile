@@ -1,0 +1,57 @@
+# make setup | train | test | check | bench | docs
+#
+#   make setup TORCH=keep   uses the PyTorch that is already installed (vendor containers)
+#   make train RECIPE=my.toml ARGS="train.steps=50"
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+RECIPE ?= examples/language.toml
+ARGS   ?=
+
+ifeq ($(TORCH),keep)
+VENV_FLAGS := --system-site-packages
+PIP_FLAGS  :=
+else
+VENV_FLAGS :=
+PIP_FLAGS  := -c constraints.txt
+endif
+
+.PHONY: setup setup-dev train test check bench docs clean
+
+setup: $(VENV)/.installed
+setup-dev: $(VENV)/.installed-dev
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Espalier needs Python 3.11 or newer; this is $$($(PYTHON) --version). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+train: setup
+	$(BIN)/espalier train $(RECIPE) $(ARGS)
+
+test: setup-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup-dev
+	$(BIN)/python bench/language.py $(ARGS)
+
+docs: setup-dev
+	$(BIN)/python -m espalier.records > docs/systems.md
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

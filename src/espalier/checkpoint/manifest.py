@@ -1,0 +1,94 @@
+"""The manifest of a checkpoint: what belongs to it, how large it is, and its checksums. A checkpoint is good when its
+manifest is, and every file in it has the size and XXH3-128 hash the manifest says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import xxhash
+
+from espalier.errors import UserError
+
+VERSION = 1
+NAME = "manifest.json"
+
+
+class Bad(Exception):
+    """A checkpoint that cannot be used, and why."""
+
+
+class File(msgspec.Struct, frozen=True):
+    """One file: its bytes and its XXH3-128 in hex."""
+
+    bytes: int
+    xxh3: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What one checkpoint is. `seal` is the hash of the rest."""
+
+    version: int = VERSION
+    step: int
+    loss: float | None
+    ranks: int
+    time: float
+    meta: dict[str, Any]
+    files: dict[str, File]
+    seal: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.bytes for file in self.files.values())
+
+
+def dumps(manifest: Manifest) -> bytes:
+    """The manifest as indented JSON, sealed. Raises UserError when `meta` holds what JSON has not."""
+    try:
+        sealed = msgspec.structs.replace(manifest, seal=_seal(manifest))
+        return msgspec.json.format(msgspec.json.encode(sealed), indent=2) + b"\n"
+    except TypeError as error:
+        raise UserError(
+            f"The checkpoint's meta of step {manifest.step} cannot be written as JSON.",
+            why=str(error),
+            do="put tensors and objects in a part's state_dict",
+        ) from None
+
+
+def loads(text: bytes) -> Manifest:
+    """The manifest in `text`. Raises Bad when it is damaged, UserError when it is of a later format."""
+    try:
+        manifest = msgspec.json.decode(text, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise Bad(f"{NAME} is damaged ({error})") from None
+    if manifest.version > VERSION:
+        raise UserError(
+            f"The checkpoint of step {manifest.step} has format {manifest.version}.",
+            why=f"this program reads formats up to {VERSION}",
+            do="pip install --upgrade espalier",
+        )
+    if manifest.seal != _seal(manifest):
+        raise Bad(f"{NAME} is damaged (its seal does not match)")
+    return manifest
+
+
+def digest(file: IO[bytes]) -> File:
+    """Size and hash of an open file, read to its end."""
+    state, count = xxhash.xxh3_128(), 0
+    while block := file.read(1 << 22):
+        state.update(block)
+        count += len(block)
+    return File(count, state.hexdigest())
+
+
+def digest_path(path: Path) -> File:
+    """Size and hash of the file at `path`."""
+    with path.open("rb") as file:
+        return digest(file)
+
+
+def _seal(manifest: Manifest) -> str:
+    body = msgspec.json.encode(msgspec.structs.replace(manifest, seal=""), order="deterministic")
+    return xxhash.xxh3_128_hexdigest(body)

@@ -1,0 +1,251 @@
+"""Checkpoints of any number of ranks: written behind training's back, whole or not at all, read by any other number.
+
+The tensors and their resharding are `torch.distributed.checkpoint`'s (its planners, writer and reader). Ours is what
+stands round it: the CPU copy with kept buffers, the exchange between ranks (so that an error on one is an error on
+all), checksums, the manifest, the rename, and what to do about a damaged file.
+
+Files are pickles inside (torch's format): load only checkpoints you would also run.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from espalier.checkpoint import manifest, tree
+from espalier.checkpoint.base import Stateful
+from espalier.checkpoint.place import folder_name, open_place, step_of
+from espalier.checkpoint.reading import restore
+from espalier.checkpoint.team import Team
+from espalier.checkpoint.writing import Job, Write
+from espalier.errors import EspalierError, RunFailed, UserError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class Loaded(NamedTuple):
+    """What `load` restored."""
+
+    step: int
+    meta: dict[str, Any]
+    skipped: list[tuple[str, str]]
+    """Newer checkpoints that could not be used, each with the reason."""
+    absent: list[str]
+    """Parts that the checkpoint does not have; they were left as they are."""
+
+
+class Entry(NamedTuple):
+    """One checkpoint there is. `why` says what is wrong with its manifest; empty when nothing is."""
+
+    step: int
+    loss: float | None
+    bytes: int
+    path: str
+    why: str = ""
+
+
+class Checkpoints:
+    """The checkpoints at `target` (a folder or an fsspec URL). Has state: staging buffers and one save in flight.
+
+    Args:
+        target: folder on storage all ranks share, or a URL.
+        keep: how many of the newest stay (at least 1).
+        keep_best: whether the one of lowest validation loss stays as well.
+        group: a Gloo process group used for nothing else, over the ranks that save; None for one rank. Its timeout
+            must be longer than writing one rank's share takes.
+        on_event: called as `on_event(name, **fields)` on rank 0 (`Log.write` fits), also from the writing thread.
+    """
+
+    def __init__(
+        self,
+        target: str | Path,
+        *,
+        keep: int = 2,
+        keep_best: bool = True,
+        group: dist.ProcessGroup | None = None,
+        on_event: Callable[..., Any] | None = None,
+    ) -> None:
+        if keep < 1:
+            raise UserError(f"checkpoint.keep = {keep} keeps nothing to resume from.", do="checkpoint.keep=1")
+        self.place = open_place(target)
+        self.keep, self.keep_best = keep, keep_best
+        self._team = Team(group)
+        self._event = on_event if on_event is not None and self._team.rank == 0 else _ignore
+        self._stage = tree.Stage()
+        self._thread: threading.Thread | None = None
+        self._failure: EspalierError | None = None
+
+    def save(
+        self,
+        step: int,
+        parts: Mapping[str, Stateful],
+        meta: dict[str, Any],
+        loss: float | None = None,
+        wait: bool = False,
+    ) -> float:
+        """Saves `parts` as checkpoint `step` in the background; returns the seconds training stood still.
+
+        All ranks call it. Plain tensors and values must be the same on all ranks (they are written once); sharded
+        ones are DTensors; what differs by rank goes into a part whose name does too. `meta` is JSON. Waits for an
+        earlier save first, and raises its error if it failed: UserError for a full disk or an unwritable folder.
+        With `wait`, returns when the checkpoint is on the disk.
+        """
+        began = time.monotonic()
+        self.wait()
+        tensors, skeletons = tree.flatten(parts)
+        state = {**self._stage.copy(tensors), **skeletons}
+        loss = None if loss is None or not math.isfinite(loss) else loss
+        job = Job(step, state, dict(meta), loss)
+        blocked = time.monotonic() - began
+        self._thread = threading.Thread(target=self._run, args=(job, blocked), name=f"checkpoint-{step}")
+        self._thread.start()
+        if wait:
+            self.wait()
+        return time.monotonic() - began
+
+    def wait(self, timeout: float = 1800.0) -> None:
+        """Waits until no save is in flight; raises what went wrong with the last one. `timeout` in seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise RunFailed(
+                    f"Rank {self._team.rank} waited {timeout:.0f} s for {self._thread.name} to be written.",
+                    do="look at the disk or network that checkpoint.target names",
+                )
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def close(self) -> None:
+        """Same as `wait`."""
+        self.wait()
+
+    def entries(self) -> list[Entry]:
+        """The checkpoints there are, oldest first, by their manifests (files are not checked)."""
+        return [self._entry(name) for name in self.place.names()]
+
+    def load(self, parts: Mapping[str, Stateful], step: int | None = None) -> Loaded | None:
+        """Restores `parts` from the newest good checkpoint, or from that of `step`; None when there is none at all.
+
+        All ranks call it and take the same one. Every file is checked first (each by one rank); a damaged checkpoint
+        is reported as an incident and the one before it is taken. Sharded tensors must be in the parts' state as
+        DTensors, at any number of ranks; a plain tensor the part does not have yet is made.
+
+        Raises UserError when no checkpoint is good, when `step` is not there or damaged, or when a part refuses.
+        """
+        self.wait()
+        found = self._team.agree("listing checkpoints", lambda: None, lambda _: [self._wanted(step)] * self._team.world)
+        skipped: list[tuple[str, str]] = []
+        for name in found:
+            why = self._team.agree("checking a checkpoint", partial(self._damage, name), _first_reason)
+            if why:
+                skipped.append((name, why))
+                continue
+            self._report(skipped, name)
+            return self._take(name, parts, skipped)
+        if skipped:
+            raise _nothing_good(skipped, self.place.path(""))
+        return None
+
+    def _take(self, name: str, parts: Mapping[str, Stateful], skipped: list[tuple[str, str]]) -> Loaded:
+        def share() -> Loaded:
+            absent = restore(self.place, name, parts)
+            content = self._manifest(name)
+            return Loaded(content.step, content.meta, skipped, absent)
+
+        return self._team.agree("restoring", share, lambda loaded: loaded)
+
+    def _wanted(self, step: int | None) -> list[str]:
+        names = self.place.names()
+        if step is None:
+            return names[::-1]
+        if folder_name(step) not in names:
+            there = ", ".join(str(step_of(name)) for name in names) or "none"
+            raise UserError(f"No checkpoint of step {step} at {self.place.path('')}.", why=f"there: {there}")
+        return [folder_name(step)]
+
+    def _damage(self, name: str) -> str:
+        """What is wrong with this rank's share of `name`'s files; empty when nothing is."""
+        try:
+            content = self._manifest(name)
+            for file in sorted(content.files)[self._team.rank :: self._team.world]:
+                with self.place.open(name, file) as opened:
+                    if manifest.digest(opened) != content.files[file]:
+                        return f"{file} is damaged (its checksum does not match)"
+        except manifest.Bad as bad:
+            return str(bad)
+        except OSError as error:
+            return f"a file is missing or unreadable ({error})"
+        return ""
+
+    def _manifest(self, name: str) -> manifest.Manifest:
+        try:
+            with self.place.open(name, manifest.NAME) as file:
+                return manifest.loads(file.read())
+        except FileNotFoundError:
+            raise manifest.Bad(f"{manifest.NAME} is missing") from None
+
+    def _entry(self, name: str) -> Entry:
+        try:
+            content = self._manifest(name)
+        except (manifest.Bad, OSError) as error:
+            return Entry(step_of(name) or 0, None, 0, self.place.path(name), str(error))
+        return Entry(content.step, content.loss, content.bytes, self.place.path(name))
+
+    def _report(self, skipped: list[tuple[str, str]], taken: str) -> None:
+        for name, why in skipped:
+            what = f"checkpoint {name} is unusable: {why}"
+            self._event("incident", kind="checkpoint", what=what, rank=0, step=step_of(name), action=f"took {taken}")
+
+    def _run(self, job: Job, blocked: float) -> None:
+        began = time.monotonic()
+        name = folder_name(job.step)
+        try:
+            count = Write(self.place, self._team, job).run()
+            self._prune(name)
+        except EspalierError as error:
+            self._failure = error
+        except Exception as error:
+            what = f"The checkpoint of step {job.step} was not written: {type(error).__name__}: {error}"
+            self._failure = RunFailed(what, do="run the same command again; it resumes from the last checkpoint")
+        else:
+            took, path = time.monotonic() - began, self.place.path(name)
+            self._event("checkpoint", step=job.step, seconds=took, blocked=blocked, bytes=count, path=path)
+
+    def _prune(self, newest: str) -> None:
+        """Deletes what `keep` and `keep_best` do not hold, and steps after `newest`: an abandoned attempt's."""
+        if self._team.rank != 0:
+            return
+        names = self.place.names()
+        ours = names[: names.index(newest) + 1]
+        kept = set(ours[-self.keep :])
+        if self.keep_best:
+            losses = {name: loss for name in ours if (loss := self._entry(name).loss) is not None}
+            if losses:
+                kept.add(min(losses, key=losses.__getitem__))
+        for name in names:
+            if name not in kept:
+                self.place.remove(name)
+
+
+def _first_reason(reasons: list[str]) -> list[str]:
+    return [next((why for why in reasons if why), "")] * len(reasons)
+
+
+def _ignore(event: str, **fields: Any) -> None:
+    """Where events go when nobody listens."""
+
+
+def _nothing_good(skipped: list[tuple[str, str]], where: str) -> UserError:
+    return UserError(
+        f"No checkpoint at {where} can be used.",
+        why="; ".join(f"{name}: {why}" for name, why in skipped),
+        do="restore the folder from a backup, or start anew in another one with --run FOLDER",
+    )

@@ -1,0 +1,117 @@
+"""A part's state as flat tensors and a skeleton of everything else, and back; and the CPU copy that is written.
+
+torch's own flattening turns integer keys into text and loses empty tables, which an optimizer's state does not
+survive; here the skeleton keeps every plain value as it was, with a `Hole` where each tensor stood.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from espalier.checkpoint.base import Stateful
+
+SKELETON = "skeleton:"
+"""Begins the flat name of a part's skeleton."""
+
+
+class Hole(NamedTuple):
+    """Where a tensor stood in a skeleton, and under which flat name it is kept."""
+
+    name: str
+
+
+def flatten(parts: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, bytes]]:
+    """(tensors by flat name, pickled skeletons by `SKELETON` + part) of what `parts` hold now.
+
+    The tensors are the parts' own; the skeletons are copies, so a part may go on changing its lists and tables.
+    """
+    tensors: dict[str, Tensor] = {}
+    skeletons = {SKELETON + name: pickle.dumps(split(part.state_dict(), name, tensors)) for name, part in parts.items()}
+    return tensors, skeletons
+
+
+def split(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """The skeleton of `state`; its tensors go into `tensors` under names that begin with `name`.
+
+    Tables, lists and tuples are walked; any other value belongs to the skeleton.
+    """
+    if isinstance(state, Tensor):
+        assert name not in tensors, f"two tensors are called {name}"
+        tensors[name] = state.detach()
+        return Hole(name)
+    if isinstance(state, Mapping):
+        return {key: split(value, f"{name}/{_word(key)}", tensors) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(split(value, f"{name}/{index}", tensors) for index, value in enumerate(state))
+    return state
+
+
+def join(skeleton: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """The state again: each hole filled with `tensor(name)`."""
+    if isinstance(skeleton, Hole):
+        return tensor(skeleton.name)
+    if isinstance(skeleton, dict):
+        return {key: join(value, tensor) for key, value in skeleton.items()}
+    if type(skeleton) in (list, tuple):
+        return type(skeleton)(join(value, tensor) for value in skeleton)
+    return skeleton
+
+
+def holes(skeleton: Any) -> Iterator[str]:
+    """The flat names of the tensors that belong into `skeleton`."""
+    if isinstance(skeleton, Hole):
+        yield skeleton.name
+    elif isinstance(skeleton, dict):
+        for value in skeleton.values():
+            yield from holes(value)
+    elif type(skeleton) in (list, tuple):
+        for value in skeleton:
+            yield from holes(value)
+
+
+class Stage:
+    """CPU copies of tensors. Has state: the buffers, kept from one save to the next (pinned for CUDA tensors)."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of `tensors` (for a DTensor: of this rank's part) that stay as they are until the next call."""
+        copies: dict[str, Tensor] = {}
+        fresh: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            buffer = fresh[name] = self._buffer(name, local)
+            buffer.copy_(local, non_blocking=local.is_cuda)
+            copies[name] = _like(tensor, buffer) if isinstance(tensor, DTensor) else buffer
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        self._buffers = fresh
+        return copies
+
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
+        kept = self._buffers.get(name)
+        if kept is not None and kept.shape == like.shape and kept.dtype == like.dtype:
+            return kept
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+
+
+def _like(tensor: DTensor, local: Tensor) -> DTensor:
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def _word(key: Any) -> str:
+    return key if isinstance(key, str) else f"#{key!r}"

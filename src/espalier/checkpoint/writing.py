@@ -1,0 +1,122 @@
+"""One checkpoint being written: the ranks' plans joined, each rank's file, then the manifest and the commit."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from espalier.checkpoint import manifest
+from espalier.checkpoint.place import Place, folder_name
+from espalier.checkpoint.team import Team
+from espalier.errors import EspalierError
+from espalier.track.events import unwritable
+
+_METADATA = ".metadata"
+
+
+class Job(NamedTuple):
+    """What to write: flat names to CPU tensors (or DTensors of them) and bytes."""
+
+    step: int
+    state: dict[str, Any]
+    meta: dict[str, Any]
+    loss: float | None
+
+
+class _Share(NamedTuple):
+    """What one rank wrote."""
+
+    results: list[Any]
+    files: dict[str, manifest.File]
+
+
+class Write:
+    """One save of one rank, run once on the writing thread. Has state between its phases."""
+
+    def __init__(self, place: Place, team: Team, job: Job) -> None:
+        self.place, self.team, self.job = place, team, job
+        self.name = folder_name(job.step)
+        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._metadata: Metadata | None = None
+        self._folder: Path | None = None
+
+    def run(self) -> int:
+        """Writes and commits; bytes of the whole checkpoint. On an error nothing of it stays."""
+        try:
+            plan = self.team.agree("planning the checkpoint", self._plan, self._join)
+            return self.team.agree("writing the checkpoint", lambda: self._write(plan), self._commit)
+        finally:
+            # After a commit only a temporary copy is left to abandon.
+            self.place.abandon(self.name)
+
+    def _plan(self) -> SavePlan:
+        self._planner.set_up_planner(self.job.state, is_coordinator=self.team.rank == 0)
+        return self._planner.create_local_plan()
+
+    def _join(self, plans: list[SavePlan]) -> list[SavePlan]:
+        with _Explained(self.place.path(self.name)):
+            self.place.clean(self.name)
+            writer = self._writer()
+        joined, self._metadata = self._planner.create_global_plan(plans)
+        return writer.prepare_global_plan(joined)
+
+    def _write(self, plan: SavePlan) -> _Share:
+        with _Explained(self.place.path(self.name)):
+            writer = self._writer()
+            results = writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
+            files = sorted({result.storage_data.relative_path for result in results})
+            return _Share(results, self._publish(files))
+
+    def _commit(self, shares: list[_Share]) -> list[int]:
+        assert self._metadata is not None, "rank 0 joins the plans before it commits"
+        with _Explained(self.place.path(self.name)):
+            self._writer().finish(self._metadata, [share.results for share in shares])
+            files = self._publish([_METADATA])
+            for share in shares:
+                files.update(share.files)
+            content = manifest.Manifest(
+                step=self.job.step,
+                loss=self.job.loss,
+                ranks=self.team.world,
+                time=time.time(),
+                meta=self.job.meta,
+                files=files,
+            )
+            self.place.commit(self.name, content)
+        return [content.bytes] * self.team.world
+
+    def _writer(self) -> FileSystemWriter:
+        if self._folder is None:
+            self._folder = self.place.begin(self.name)
+        writer = FileSystemWriter(self._folder)
+        writer.set_up_storage_writer(self.team.rank == 0)
+        return writer
+
+    def _publish(self, files: list[str]) -> dict[str, manifest.File]:
+        assert self._folder is not None, "files are written before they are published"
+        digests = {file: manifest.digest_path(self._folder / file) for file in files}
+        self.place.publish(self.name, files)
+        return digests
+
+
+class _Explained:
+    """Turns an OSError, also one that torch wrapped, into the error that says what to do about it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        seen = error
+        while seen is not None and not isinstance(error, EspalierError):
+            if isinstance(seen, OSError):
+                raise unwritable(self.path, seen) from error
+            seen = seen.__cause__ or seen.__context__

@@ -1,0 +1,100 @@
+"""The command line: verbs only. Imports no torch; each verb's own file is imported when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+from espalier.errors import EspalierError
+
+VERBS = {
+    "probe": "measure this machine and write cluster.toml",
+    "plan": "say how a recipe would run, what it would cost, and why",
+    "train": "train a recipe; the same command again resumes",
+    "eval": "evaluate the newest checkpoint of a run on its held-out data",
+    "predict": "let a trained run answer an input",
+    "report": "write report.html for a run, or show a running one live",
+    "export": "write a run's model in another program's format",
+    "explain": "what each system in Espalier is, when it is chosen, and its state",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="espalier", description="Trains large models on the hardware you actually have.", allow_abbrev=False
+    )
+    top.add_argument("--version", action="store_true", help="print versions and end")
+    verbs = top.add_subparsers(dest="verb", metavar="VERB")
+    made = {
+        name: verbs.add_parser(name, help=text, description=text, allow_abbrev=False) for name, text in VERBS.items()
+    }
+    for verb in made.values():
+        verb.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    for name in ("plan", "train"):
+        made[name].add_argument("recipe", help="a recipe file (TOML)")
+        made[name].add_argument("overrides", nargs="*", metavar="key=value", help="changes, such as train.steps=50")
+    for name in ("eval", "predict", "report", "export"):
+        made[name].add_argument("run", help="a run folder, such as runs/language")
+    _options(made)
+    return top
+
+
+def _options(made: dict[str, argparse.ArgumentParser]) -> None:
+    made["probe"].add_argument("--out", default="cluster.toml", help="file to write (default cluster.toml)")
+    made["probe"].add_argument("--disk", default=".", help="folder whose disk is measured (default: here)")
+    made["plan"].add_argument("--cluster", help="a cluster file instead of this machine")
+    made["train"].add_argument("--run", help="run folder (default runs/<recipe name>)")
+    made["predict"].add_argument("input", help="text to go on from, or a file holding it (@FILE)")
+    made["predict"].add_argument("--tokens", type=int, default=200, help="tokens to generate (default 200)")
+    made["predict"].add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest (default)")
+    made["predict"].add_argument("--top-k", type=int, help="sample among the k likeliest only")
+    made["predict"].add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
+    made["report"].add_argument("--serve", action="store_true", help="show the run live on this machine's loopback")
+    made["report"].add_argument("--port", type=int, default=0, help="port for --serve (default: any free one)")
+    made["export"].add_argument("--to", choices=("hf",), default="hf", help="format: hf (Llama-format safetensors)")
+    made["export"].add_argument("--out", help="folder to write (default RUN/export-hf)")
+    made["explain"].add_argument("name", nargs="?", help="a system, such as amsp; without it, all twenty")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb. Returns the exit code: 0 good, 1 found something, 2 the user's mistake, 130 interrupted."""
+    top = parser()
+    arguments = top.parse_args(argv)
+    if arguments.version:
+        print(_versions())
+        return 0
+    if arguments.verb is None:
+        top.print_help()
+        return 2
+    try:
+        run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.verbs.{arguments.verb}").run
+        return run(arguments)
+    except EspalierError as error:
+        if arguments.json:
+            print(json.dumps({"error": error.what, "why": error.why, "try": error.do}))
+        else:
+            print(f"espalier: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("espalier: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) went away; point stdout at nothing so that the interpreter's last flush is quiet.
+        sys.stdout = open("/dev/null", "w")  # noqa: SIM115
+        return 0
+
+
+def _versions() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for name in ("espalier", "torch", "numpy"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} (not installed)")
+    return "  ".join(found)

@@ -1,0 +1,29 @@
+"""Cluster: devices, memory, cores, disks and links; the value all planners read. Imports no torch.
+
+Written by `espalier probe` (measured) or by hand (`[[nodes]]` and `[links]`, see docs/cluster.md); named devices come
+from `devices.toml`, where each constant has its source.
+"""
+
+from __future__ import annotations
+
+from espalier.cluster.catalogue import default_link, device, known_devices
+from espalier.cluster.file import dumps, loads, read
+from espalier.cluster.values import Cluster, Copy, Device, Disk, Link, Node, Pair, Place, Rate
+
+__all__ = [
+    "Cluster",
+    "Copy",
+    "Device",
+    "Disk",
+    "Link",
+    "Node",
+    "Pair",
+    "Place",
+    "Rate",
+    "default_link",
+    "device",
+    "dumps",
+    "known_devices",
+    "loads",
+    "read",
+]

@@ -1,0 +1,240 @@
+"""Reads and writes cluster files (TOML): by hand with `[[nodes]]` and `[links]`, or as `espalier probe` writes them."""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli_w
+from msgspec import Struct
+
+from espalier import units
+from espalier.cluster import catalogue
+from espalier.cluster.values import Cluster, Device, Disk, Link, Node, Pair
+from espalier.errors import UserError, nearest
+
+HELP = "docs/cluster.md shows the format; `espalier probe` writes one for this machine"
+Quantity = str | int | float
+
+
+class _Line(Struct, forbid_unknown_fields=True):
+    bandwidth: Quantity
+    latency: Quantity | None = None
+    launch: Quantity | None = None
+    measured: bool = False
+    source: str = "declared"
+
+
+class _Latencies(Struct, forbid_unknown_fields=True):
+    inside: Quantity | None = None
+    between: Quantity | None = None
+
+
+class _Links(Struct, forbid_unknown_fields=True):
+    inside: str | int | float | _Line | None = None
+    between: str | int | float | _Line | None = None
+    latency: str | int | float | _Latencies | None = None
+
+
+class _Table(Struct, forbid_unknown_fields=True):
+    device: str | Device
+    count: int = 1
+    devices: int = 1
+    cores: int = 0
+    memory: Quantity = 0
+    inside: str | int | float | _Line | None = None
+    disks: tuple[Disk, ...] = ()
+    name: str = ""
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    nodes: tuple[_Table, ...] = ()
+    links: _Links = msgspec.field(default_factory=_Links)
+    pairs: tuple[Pair, ...] = ()
+    machine: str = ""
+    notes: tuple[str, ...] = ()
+
+
+# --- reading and writing -----------------------------------------------------------------------------------------
+
+
+def read(path: str | Path) -> Cluster:
+    """The cluster in file `path`. Raises UserError, never anything else."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise UserError(f"No cluster file at {path}.", do=HELP) from None
+    except OSError as error:
+        raise UserError(f"The cluster file {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}).", do=HELP) from None
+    return loads(text, str(path))
+
+
+def loads(text: str, origin: str = "cluster.toml") -> Cluster:
+    """The cluster that TOML `text` says; `origin` names it in messages. Raises UserError naming the key at fault."""
+    try:
+        file = msgspec.convert(tomllib.loads(text), _File)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UserError(f"{origin} is not valid TOML: {error}.", do=HELP) from None
+    except msgspec.ValidationError as error:
+        raise _refusal(error, origin) from None
+    if not file.nodes:
+        raise UserError(f"{origin} has no nodes.", do='[[nodes]]\n       count = 2\n       device = "A100-80GB"')
+    nodes = tuple(_node(table, file.links, f"{origin}: nodes[{i}]") for i, table in enumerate(file.nodes))
+    between = _between(file.links, nodes[0].device, origin)
+    cluster = Cluster(nodes=nodes, between=between, pairs=file.pairs, machine=file.machine, notes=file.notes)
+    _check_links(cluster, origin)
+    return cluster
+
+
+def dumps(cluster: Cluster) -> str:
+    """The cluster as TOML; `loads` of it gives an equal cluster. Plain numbers: bytes, bytes/s, seconds, FLOP/s."""
+    table: dict[str, Any] = {"nodes": [_dump_node(node) for node in cluster.nodes]}
+    if cluster.between:
+        table["links"] = {"between": msgspec.to_builtins(cluster.between)}
+    for key in ("pairs", "machine", "notes"):
+        if getattr(cluster, key):
+            table[key] = msgspec.to_builtins(getattr(cluster, key))
+    head: dict[str, Any] = {key: table.pop(key) for key in ("machine", "notes", "pairs") if key in table}
+    units_line = "# bytes, bytes/s, seconds, FLOP/s; see docs/cluster.md\n"
+    return units_line + tomli_w.dumps(head) + ("\n" if head else "") + tomli_w.dumps(table)
+
+
+def _dump_node(node: Node) -> dict[str, Any]:
+    known = node.device.name in catalogue.known_devices()
+    named = known and catalogue.device(node.device.name, max(1, node.cores), max(1, node.memory)) == node.device
+    table: dict[str, Any] = {
+        "device": node.device.name if named else msgspec.to_builtins(node.device),
+        "count": node.count,
+        "devices": node.devices,
+        "cores": node.cores,
+        "memory": node.memory,
+        "inside": msgspec.to_builtins(node.inside),
+        "disks": msgspec.to_builtins(node.disks),
+        "name": node.name,
+    }
+    return {key: value for key, value in table.items() if value not in ("", 0, [], ())}
+
+
+def _node(table: _Table, links: _Links, where: str) -> Node:
+    for key in ("count", "devices"):
+        if getattr(table, key) < 1:
+            raise UserError(f"{where}.{key} is {getattr(table, key)}.", do=f"{key} = 1 or more")
+    if table.cores < 0:
+        raise UserError(f"{where}.cores is {table.cores}.", do="leave it out when unknown")
+    if table.name and table.count > 1:
+        raise UserError(
+            f"{where} names {table.count} machines {table.name!r}.", do="a name is one machine's: count = 1"
+        )
+    memory = units.size(_finite(table.memory, f"{where}.memory"), f"{where}.memory")
+    it = table.device
+    if isinstance(it, str):
+        it = catalogue.device(it, table.cores, memory, where)
+    _check_device(it, where)
+    for disk in table.disks:
+        for key in ("write", "read", "iops"):
+            _positive(getattr(disk, key), f"{where}.disks.{key}")
+    latency = links.latency.inside if isinstance(links.latency, _Latencies) else None
+    default = catalogue.default_link(it.name, it.kind)
+    chosen = table.inside if table.inside is not None else links.inside
+    inside = default if chosen is None else _line(chosen, f"{where}: links.inside", default)
+    if latency is not None:
+        inside = msgspec.structs.replace(inside, latency=units.seconds(latency, "links.latency.inside"))
+    return Node(
+        device=it, inside=inside, count=table.count, devices=table.devices, cores=table.cores, memory=memory,
+        disks=table.disks, name=table.name,
+    )  # fmt: skip
+
+
+def _between(links: _Links, first: Device, origin: str) -> Link | None:
+    if links.between is None:
+        return None
+    latency, launch = catalogue.network(first.kind)
+    default = Link(bandwidth=1.0, latency=latency, launch=launch)
+    link = _line(links.between, f"{origin}: links.between", default)
+    said = links.latency.between if isinstance(links.latency, _Latencies) else links.latency
+    if said is None:
+        return link
+    return msgspec.structs.replace(link, latency=units.seconds(said, f"{origin}: links.latency"))
+
+
+def _line(said: Quantity | _Line, where: str, default: Link) -> Link:
+    line = said if isinstance(said, _Line) else _Line(bandwidth=said)
+    latency = units.seconds(line.latency, f"{where}.latency") if line.latency is not None else None
+    launch = units.seconds(line.launch, f"{where}.launch") if line.launch is not None else None
+    bandwidth = units.rate(_finite(line.bandwidth, where), where)
+    return Link(
+        bandwidth=_positive(bandwidth, where),
+        latency=latency if latency is not None else default.latency,
+        launch=launch if launch is not None else default.launch,
+        measured=line.measured,
+        source=line.source,
+    )
+
+
+# --- refusing ----------------------------------------------------------------------------------------------------
+
+
+def _check_device(it: Device, where: str) -> None:
+    if not it.flops:
+        raise UserError(f"{where}.device.flops is empty.", do="flops = { fp32 = 80e9 }")
+    for precision, rate in it.flops.items():
+        _positive(rate, f"{where}.device.flops.{precision}")
+    for measured in it.rates:
+        _positive(measured.flops, f"{where}.device.rates")
+        for count in (measured.rows, measured.inner, measured.columns, measured.threads, measured.processes):
+            _positive(count, f"{where}.device.rates")
+    for copy in it.copies:
+        for value in (copy.threads, copy.processes, copy.bandwidth):
+            _positive(value, f"{where}.device.copies")
+    _positive(it.memory, f"{where}.device.memory")
+    _positive(it.memory_bandwidth, f"{where}.device.memory_bandwidth")
+
+
+def _check_links(cluster: Cluster, origin: str) -> None:
+    places = cluster.devices()
+    for pair in cluster.pairs:
+        if not (0 <= pair.a < len(places) and 0 <= pair.b < len(places)) or pair.a == pair.b:
+            raise UserError(f"{origin}: pairs has a link from {pair.a} to {pair.b}.", why=f"{len(places)} devices")
+        _positive(pair.bandwidth, f"{origin}: pairs ({pair.a}, {pair.b})")
+    if cluster.between is not None or cluster.machines == 1:
+        return
+    there = {frozenset((pair.a, pair.b)) for pair in cluster.pairs}
+    if len(places) > 1000 or any(
+        frozenset((a.rank, b.rank)) not in there for a in places for b in places if a.node < b.node
+    ):
+        raise UserError(
+            f"{origin}: links.between is missing.",
+            why=f"{cluster.machines} machines exchange data, at a speed the file does not say",
+            do='[links]\n       between = "400Gbit/s"',
+        )
+
+
+def _positive(value: float, where: str) -> float:
+    if not (value > 0 and math.isfinite(value)):
+        raise UserError(f"{where} is {value}.", why="it must be more than zero", do=HELP)
+    return value
+
+
+def _finite(value: Quantity, where: str) -> Quantity:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where} is {value}.", why="it must be a finite number", do=HELP)
+    return value
+
+
+def _refusal(error: msgspec.ValidationError, origin: str) -> UserError:
+    text, _, where = str(error).partition(" - at `$")
+    where = re.sub(r"\[\.\.\.\]", "", where.rstrip("`").lstrip("."))
+    unknown = re.search(r"unknown field `(.*)`", text)
+    do = HELP
+    if unknown:
+        fields = {f for kind in (_File, _Table, _Links, _Line, Device, Link, Disk) for f in kind.__struct_fields__}
+        near = nearest(unknown[1], fields)
+        text = f"unknown key {unknown[1]!r}"
+        do = f"did you mean {near}?" if near else HELP
+    return UserError(f"{origin}: {where + ': ' if where else ''}{text}.", do=do)

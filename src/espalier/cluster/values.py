@@ -1,0 +1,187 @@
+"""The values a cluster is made of: devices, links, disks, machines. Frozen data; no torch, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+
+class Rate(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One measurement: `processes` processes of `threads` threads at once multiply [rows, inner] by [inner, columns].
+
+    `what = "attention"`: causal attention over `rows` positions with heads `inner` wide. `flops`: of one process.
+    """
+
+    what: Literal["product", "attention"]
+    precision: str
+    rows: int
+    inner: int
+    columns: int
+    threads: int
+    processes: int
+    flops: float
+
+
+class Copy(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Measured memory traffic, bytes/s read plus written by one of `processes` processes of `threads` threads."""
+
+    threads: int
+    processes: int
+    bandwidth: float
+
+
+class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One compute device. `flops`: precision -> sustained or peak FLOP/s of dense matrix products, per device."""
+
+    name: str
+    kind: Literal["cpu", "cuda"]
+    memory: int
+    """Bytes all ranks on the device may use together."""
+    memory_bandwidth: float
+    """Bytes/s, read plus written."""
+    flops: dict[str, float]
+    peak: bool = True
+    """True when `flops` are the vendor's peak, False when measured (then the best measured)."""
+    dispatch: float = 0.0
+    """Seconds the host needs to issue one operation; 0 when not measured."""
+    runtime: int = 0
+    """Bytes a rank holds before it holds anything of the model; 0 when not measured."""
+    rates: tuple[Rate, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    source: str = ""
+
+
+class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """alpha-beta plus a price per launch: seconds = launch + latency·hops + bytes / bandwidth.
+
+    `bandwidth` is of one direction: per device inside a node, per node between nodes.
+    """
+
+    bandwidth: float  # bytes/s
+    latency: float = 0.0  # seconds
+    launch: float = 0.0  # seconds per collective call, whatever its size
+    measured: bool = False
+    source: str = ""
+
+
+class Disk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One disk, as a program that writes under `path` finds it. Bytes/s; 4 KiB reads/s at depth 1 and with threads."""
+
+    path: str
+    write: float
+    read: float
+    iops: float
+    iops_parallel: float = 0.0
+    direct: bool = True
+    """Measured with O_DIRECT; False: through the page cache, because the file system refused it."""
+
+
+class Node(Struct, frozen=True, kw_only=True):
+    """`count` equal machines with `devices` equal devices each. Tables of one `name` are parts of one machine."""
+
+    device: Device
+    inside: Link
+    count: int = 1
+    devices: int = 1
+    cores: int = 0
+    """Processor cores a program may use; 0 when unknown."""
+    memory: int = 0
+    """Host memory in bytes; 0 when unknown."""
+    disks: tuple[Disk, ...] = ()
+    name: str = ""
+
+
+class Pair(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The measured link between devices `a` and `b`, both ways: bytes/s, seconds, seconds."""
+
+    a: int
+    b: int
+    bandwidth: float
+    latency: float
+    launch: float = 0.0
+
+
+class Place(NamedTuple):
+    """Where a device is: its number in the cluster, its machine, its number there, and its table."""
+
+    rank: int
+    node: int
+    slot: int
+    table: Node
+
+
+class Cluster(Struct, frozen=True, kw_only=True):
+    """Machines and the links among them. `machine` identifies a probed machine; `notes`: what the probe had to say."""
+
+    nodes: tuple[Node, ...]
+    between: Link | None = None
+    pairs: tuple[Pair, ...] = ()
+    machine: str = ""
+    notes: tuple[str, ...] = ()
+
+    def devices(self) -> list[Place]:
+        """All devices in rank order, each with its machine."""
+        places: list[Place] = []
+        named: dict[str, tuple[int, int]] = {}  # name -> machine, devices so far
+        machines = 0
+        for table in self.nodes:
+            for _ in range(table.count):
+                node, first = named.get(table.name, (machines, 0)) if table.name else (machines, 0)
+                machines = max(machines, node + 1)
+                places += [Place(len(places) + s, node, first + s, table) for s in range(table.devices)]
+                if table.name:
+                    named[table.name] = (node, first + table.devices)
+        return places
+
+    @property
+    def machines(self) -> int:
+        """How many machines there are."""
+        return 1 + max(place.node for place in self.devices())
+
+    @property
+    def same_speed(self) -> bool:
+        """True when no device is faster than another."""
+        first = self.nodes[0].device
+        return all(_speed(table.device) == _speed(first) for table in self.nodes)
+
+    def link(self, a: int, b: int) -> Link:
+        """The link between devices `a` and `b` (indices into `devices()`): the measured pair, else by level."""
+        for pair in self.pairs:
+            if {pair.a, pair.b} == {a, b}:
+                return _measured(pair)
+        places = self.devices()
+        if places[a].node != places[b].node:
+            assert self.between is not None, "reading refuses a cluster without it"
+            return self.between
+        return min((places[i].table.inside for i in (a, b)), key=lambda link: link.bandwidth)
+
+    def level(self, ranks: Iterable[int]) -> Literal["inside", "between"]:
+        """`inside` when all these devices are in one machine."""
+        places = self.devices()
+        return "between" if len({places[rank].node for rank in ranks}) > 1 else "inside"
+
+    def slowest(self, ranks: Iterable[int], level: Literal["inside", "between"]) -> Link:
+        """The worst bandwidth, latency and launch price of that level among these devices: what a ring goes at."""
+        places = self.devices()
+        chosen = set(ranks)
+        links = {id(places[r].table): places[r].table.inside for r in chosen}.values() if level == "inside" else ()
+        found = [*links, *([self.between] if level == "between" and self.between else [])]
+        near = level == "inside"
+        pairs = [p for p in self.pairs if {p.a, p.b} <= chosen and (places[p.a].node == places[p.b].node) == near]
+        found = [_measured(pair) for pair in pairs] or found
+        slow = min(found, key=lambda link: link.bandwidth)
+        return msgspec.structs.replace(
+            slow, latency=max(link.latency for link in found), launch=max(link.launch for link in found)
+        )
+
+
+def _speed(device: Device) -> tuple[Any, ...]:
+    return (device.flops, device.memory_bandwidth, device.rates)
+
+
+def _measured(pair: Pair) -> Link:
+    source = f"measured between {pair.a} and {pair.b}"
+    return Link(bandwidth=pair.bandwidth, latency=pair.latency, launch=pair.launch, measured=True, source=source)

@@ -1,0 +1,353 @@
+"""The Channel: the only way training bytes leave a rank. It is a torch ProcessGroup round a Gloo, NCCL or MPI one.
+
+DTensor, FSDP2, pipelining and foreign code call it like any group; it books the bytes of every operation by traffic
+class, sends through the class's codec, and puts a deadline on every wait.
+
+Reduce-scatter: Gloo implements it as a whole all-reduce. Here it is an all-to-all and a sum in rank order, which
+sends half as much and gives each rank the same bits whatever the timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
+
+from espalier.comm.base import Codec, Ledger, Traffic, current_traffic, sent_bytes
+from espalier.comm.exact import EXACT
+from espalier.comm.watch import Entry, Watch
+from espalier.comm.work import Pending
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ReduceOp = dist.ReduceOp
+
+# Sum of `rows` [ranks, elements] into `out` [elements], for the reductions that a reduce-scatter can do by itself.
+_REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
+    ReduceOp.SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
+    ReduceOp.AVG: lambda rows: rows.sum(0, dtype=rows.dtype) / len(rows),
+    ReduceOp.MIN: lambda rows: rows.amin(0),
+    ReduceOp.MAX: lambda rows: rows.amax(0),
+    ReduceOp.PRODUCT: lambda rows: rows.prod(0, dtype=rows.dtype),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """What all Channels of one rank share: the ledger, the record of its collectives, and the deadline's default."""
+
+    ledger: Ledger
+    watch: Watch
+    inner: str
+    """A name in `rendezvous.INNER`: how the groups inside the Channels are made."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one group is made from, and the global ranks in it."""
+
+    store: dist.Store
+    rank: int
+    size: int
+    timeout: timedelta
+    members: tuple[int, ...]
+    name: str
+
+
+class Channel(dist.ProcessGroup):
+    """A process group that keeps a byte ledger, applies codecs, and never waits without end. Has state.
+
+    Made by `connect`, `torch.distributed.new_group` or a DeviceMesh, not by hand.
+
+    Attributes:
+        ledger: payload bytes that left this rank, shared by all its Channels.
+        default_traffic: the class of operations outside any `traffic` block.
+        timeout: the deadline of every wait.
+    """
+
+    def __init__(self, asked: Asked, inner: dict[str, Any], line: Line) -> None:
+        super().__init__(asked.rank, asked.size)  # the form with a store makes no trampoline for a Python subclass
+        self._store = asked.store
+        self.line, self.ledger = line, line.ledger
+        self.members = asked.members
+        self.default_traffic = Traffic.ACTIVATIONS
+        self.timeout = asked.timeout
+        self._inner = inner
+        self._codecs: dict[Traffic, Codec] = {}
+        self._carriers: dict[tuple[Traffic, str], Any] = {}
+        self._rank, self._size, self._label = asked.rank, asked.size, asked.name
+        for device, backend in inner.items():
+            if isinstance(backend, torch._C._distributed_c10d.Backend):
+                # Lets torch find a backend for its queries, and carries the few calls that C++ makes past this class.
+                self._register_backend(torch.device(device), _type_of(backend), backend)
+                self._set_default_backend(_type_of(backend))
+
+    def use(self, kind: Traffic, codec: Codec) -> None:
+        """From now on, what is of class `kind` crosses this Channel as `codec` writes it. Same call on every rank."""
+        self._codecs[kind] = codec
+        for device, inner in self._inner.items():
+            self._carriers[kind, device] = codec.carrier(inner)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Changes the deadline of later waits."""
+        self.timeout = timeout
+        for inner in self._inner.values():
+            inner.set_timeout(timeout)
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        """`espalier`."""
+        return "espalier"
+
+    def get_group_store(self) -> dist.Store:
+        """The store this group met in."""
+        return self._store
+
+    # --- one path for all operations -----------------------------------------------------------------------------
+
+    def _begin(self, operation: str, tensors: Sequence[Tensor], sent: float | None = None, root: int = -1) -> _Begun:
+        """Books the operation on `tensors` (the whole payload) and finds what carries it."""
+        kind = current_traffic(self.default_traffic)
+        codec = self._codecs.get(kind, EXACT)
+        size = sum(codec.wire_bytes(tensor.numel(), tensor.element_size()) for tensor in tensors)
+        if sent is None:
+            sent = sent_bytes(operation, size, self._size, root=root == self._rank)
+        self.ledger.add(kind.value, operation, sent)
+        device = tensors[0].device.type if tensors else next(iter(self._inner))
+        carrier = self._carriers.get((kind, device)) or self._inner[device]
+        return _Begun(carrier, Entry(self._label, operation, kind.value, size, self.members))
+
+    def _message(self, operation: str, tensors: Sequence[Tensor], peer: int, tag: int) -> _Begun:
+        """The same for a message to or from `peer` (rank in this group): numbered by its direction."""
+        begun = self._begin(operation, tensors)
+        me, other = self.members[self._rank], self.members[peer]
+        source, target = (me, other) if operation == "send" else (other, me)
+        begun.entry.expected = (me, other)
+        begun.entry.key = f"{self._label}:{source}>{target}#{tag}"
+        return begun
+
+    def _end(
+        self, begun: _Begun, launch: Callable[[], Any], finish: Callable[[], None] | None = None
+    ) -> Pending:
+        entry = self.line.watch.enter(begun.entry)
+        try:
+            works = launch()
+        except RuntimeError as error:
+            if _is_connection(str(error)):
+                raise self.line.watch.failure(entry, str(error)) from None
+            raise
+        works = works if isinstance(works, list) else [works]
+        limit = None if self._is_stream(begun.carrier) else self.timeout
+        return Pending(works, entry, self.line.watch, limit, finish)
+
+    def _is_stream(self, carrier: Any) -> bool:
+        return carrier is self._inner.get("cuda") and self.line.inner == "nccl"
+
+    # --- reductions ----------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Pending:
+        """Every rank gets the reduction of all ranks' `tensors`, in place."""
+        tensors = _many(tensors)
+        options = _reducing(AllreduceOptions, opts)
+        begun = self._begin("all_reduce", tensors)
+        average = options.reduceOp == ReduceOp.AVG and not self._is_stream(begun.carrier)
+        if average:
+            options = _reducing(AllreduceOptions, ReduceOp.SUM)
+        finish = (lambda: torch._foreach_div_(list(tensors), self._size)) if average else None
+        return self._end(begun, lambda: [begun.carrier.allreduce([tensor], options) for tensor in tensors], finish)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Pending:
+        """`allreduce` of several tensors. Each travels alone: Gloo's coalesced form copies everything twice."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> Pending:
+        """The root gets the reduction of all ranks' `tensors`."""
+        tensors = _many(tensors)
+        begun = self._begin("reduce", tensors, root=opts.rootRank)
+        return self._end(begun, lambda: begun.carrier.reduce(tensors, opts))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:  # noqa: A002
+        """Rank r gets the reduction of all ranks' r-th part of `input`."""
+        return self._reduce_scatter([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Pending:
+        """`reduce_scatter_single` of several tensors."""
+        return self._reduce_scatter(list(outputs), list(inputs), opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Pending:
+        """`reduce_scatter_single` with the parts of the input as a list."""
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        whole = [torch.cat([part.reshape(-1) for part in parts]) for parts in inputs]
+        return self._reduce_scatter(list(outputs), whole, opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Pending:
+        options = _reducing(ReduceScatterOptions, opts)
+        reduction = _REDUCTIONS.get(options.reduceOp.op if hasattr(options.reduceOp, "op") else options.reduceOp)
+        native = self._inner.get(outputs[0].device.type)
+        if self._is_stream(native):
+            begun = self._begin("reduce_scatter", inputs)
+            pairs = list(zip(outputs, inputs, strict=True))
+            return self._end(begun, lambda: [begun.carrier._reduce_scatter_base(o, i, options) for o, i in pairs])
+        if reduction is None:
+            return self._reduce_and_slice(outputs, inputs, options)
+        begun = self._begin("reduce_scatter", inputs)
+        flat = [tensor.detach().reshape(-1) for tensor in inputs]
+        rows = [torch.empty_like(tensor) for tensor in flat]
+        pairs = list(zip(rows, flat, strict=True))
+
+        def finish() -> None:
+            for output, parts in zip(outputs, rows, strict=True):
+                output.detach().copy_(reduction(parts.view(self._size, -1)).view(output.shape))
+
+        return self._end(
+            begun, lambda: [begun.carrier.alltoall_base(r, i, [], [], AllToAllOptions()) for r, i in pairs], finish
+        )
+
+    def _reduce_and_slice(self, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> Pending:
+        """For reductions that are not arithmetic: a whole all-reduce, and its bytes."""
+        begun = self._begin("all_reduce", inputs)
+        whole = [tensor.detach().reshape(-1).clone() for tensor in inputs]
+        plain = _reducing(AllreduceOptions, options.reduceOp)
+
+        def finish() -> None:
+            for output, total in zip(outputs, whole, strict=True):
+                output.detach().copy_(total.view(self._size, -1)[self._rank].view(output.shape))
+
+        return self._end(begun, lambda: [begun.carrier.allreduce([tensor], plain) for tensor in whole], finish)
+
+    # --- moves ---------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Any, opts: Any) -> Pending:
+        """Every rank gets the root's `tensors`."""
+        tensors = _many(tensors)
+        begun = self._begin("broadcast", tensors, root=opts.rootRank)
+        return self._end(begun, lambda: begun.carrier.broadcast(tensors, opts))
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:  # noqa: A002
+        """Every rank gets all ranks' `input`, one after the other."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Pending:
+        """`all_gather_single` of several tensors."""
+        options = opts or AllgatherOptions()
+        begun = self._begin("all_gather", outputs)
+        pairs = [(output, input_.contiguous()) for output, input_ in zip(outputs, inputs, strict=True)]
+        return self._end(begun, lambda: [begun.carrier._allgather_base(o, i, options) for o, i in pairs])
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Pending:
+        """`all_gather_single` with the parts of the output as lists."""
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        begun = self._begin("all_gather", [part for parts in outputs for part in parts])
+        return self._end(begun, lambda: begun.carrier.allgather(outputs, inputs, opts or AllgatherOptions()))
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Pending:
+        """`allgather` of several tensors."""
+        begun = self._begin("all_gather", [part for parts in outputs for part in parts])
+        return self._end(begun, lambda: begun.carrier.allgather_coalesced(outputs, inputs, opts or AllgatherOptions()))
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Pending:
+        """The root gets all ranks' input."""
+        sent = 0 if opts.rootRank == self._rank else _bytes(inputs)
+        begun = self._begin("gather", inputs, sent)
+        return self._end(begun, lambda: begun.carrier.gather(outputs, inputs, opts))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Pending:
+        """Rank r gets the root's r-th tensor."""
+        others = [part for parts in inputs for rank, part in enumerate(parts) if rank != self._rank]
+        begun = self._begin("scatter", outputs, _bytes(others) if opts.rootRank == self._rank else 0)
+        return self._end(begun, lambda: begun.carrier.scatter(outputs, inputs, opts))
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, opts: Any = None  # noqa: A002
+    ) -> Pending:
+        """Rank r gets every rank's r-th part of `input`; parts are equal where no splits of dim 0 are given."""
+        sent = None
+        if input_splits:
+            elements = input.numel() // max(1, input.size(0)) * (sum(input_splits) - input_splits[self._rank])
+            sent = float(elements * input.element_size())
+        begun = self._begin("all_to_all", [input], sent)
+        options = opts or AllToAllOptions()
+        splits = list(output_splits or []), list(input_splits or [])
+        return self._end(begun, lambda: begun.carrier.alltoall_base(output, input, *splits, options))
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Pending:
+        """`all_to_all_single` with the parts as lists, sent as one tensor (Gloo has no list form)."""
+        sent = _bytes(part for rank, part in enumerate(inputs) if rank != self._rank)
+        begun = self._begin("all_to_all", inputs, sent)
+        source = torch.cat([part.detach().reshape(-1) for part in inputs])
+        splits = [[part.numel() for part in parts] for parts in (outputs, inputs)]
+        target = source.new_empty(sum(splits[0]))
+
+        def finish() -> None:
+            for output, part in zip(outputs, target.split(splits[0]), strict=True):
+                output.detach().copy_(part.view(output.shape))
+
+        options = opts or AllToAllOptions()
+        return self._end(begun, lambda: begun.carrier.alltoall_base(target, source, *splits, options), finish)
+
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> Pending:
+        """Sends `tensors` to rank `peer` of this group."""
+        begun = self._message("send", tensors, peer, tag)
+        return self._end(begun, lambda: begun.carrier.send(tensors, peer, tag))
+
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> Pending:
+        """Receives into `tensors` from rank `peer` of this group."""
+        begun = self._message("recv", tensors, peer, tag)
+        return self._end(begun, lambda: begun.carrier.recv(tensors, peer, tag))
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Pending:
+        """Receives into `tensors` from whoever sends first. Who is missing cannot be known."""
+        begun = self._begin("recv", tensors)
+        begun.entry.expected, begun.entry.key = (), f"{self._label}:any>{self.members[self._rank]}#{tag}"
+        return self._end(begun, lambda: begun.carrier.recv_anysource(tensors, tag))
+
+    def barrier(self, opts: Any = None) -> Pending:
+        """Returns when all ranks have come. Carries no payload."""
+        begun = self._begin("barrier", [])
+        return self._end(begun, lambda: begun.carrier.barrier(opts or dist.BarrierOptions()))
+
+
+class _Begun:
+    __slots__ = ("carrier", "entry")
+
+    def __init__(self, carrier: Any, entry: Entry) -> None:
+        self.carrier, self.entry = carrier, entry
+
+
+def _type_of(backend: Any) -> dist.ProcessGroup.BackendType:
+    return getattr(dist.ProcessGroup.BackendType, backend.name().upper(), dist.ProcessGroup.BackendType.CUSTOM)
+
+
+def _many(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _bytes(tensors: Any) -> float:
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+
+
+def _reducing(kind: Any, given: Any) -> Any:
+    """Options of class `kind` for `given`: options of any reducing operation, a ReduceOp, or None (SUM)."""
+    options = kind()
+    if given is not None:
+        options.reduceOp = getattr(given, "reduceOp", given)
+    return options
+
+
+def _is_connection(message: str) -> bool:
+    return any(word in message.lower() for word in ("connect", "closed", "timed out", "timeout", "broken pipe", "reset by peer"))

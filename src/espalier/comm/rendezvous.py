@@ -1,0 +1,138 @@
+"""How ranks find each other: `connect`, `disconnect`, and the torch backend `espalier` behind them.
+
+With the backend registered, `new_group` and DeviceMesh make Channels too, sharing the ledger and the record of the
+first one. `init_process_group("espalier", ...)` by foreign code works as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+from espalier.comm.base import Ledger
+from espalier.comm.channel import Asked, Channel, Line
+from espalier.comm.watch import Watch
+from espalier.errors import RunFailed, UserError, nearest
+from espalier.units import show_seconds
+
+def _gloo(asked: Asked) -> dict[str, Any]:
+    inner = ProcessGroupGloo(dist.PrefixStore("gloo", asked.store), asked.rank, asked.size, asked.timeout)
+    return {"cpu": inner, "cuda": inner}
+
+
+def _nccl(asked: Asked) -> dict[str, Any]:
+    if not (dist.is_nccl_available() and torch.cuda.is_available()):
+        raise UserError("inner = 'nccl' needs a CUDA device and a PyTorch with NCCL.", do="use inner = 'gloo'")
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = asked.timeout
+    options.global_ranks_in_group = list(asked.members)
+    options.group_name = asked.name
+    inner = ProcessGroupNCCL(dist.PrefixStore("nccl", asked.store), asked.rank, asked.size, options)
+    return {**_gloo(asked), "cuda": inner}
+
+
+def _mpi(asked: Asked) -> dict[str, Any]:
+    if not dist.is_mpi_available():
+        raise UserError(
+            "inner = 'mpi' needs a PyTorch built with MPI.", do="use inner = 'gloo', or build PyTorch on the cluster"
+        )
+    from torch.distributed import ProcessGroupMPI
+
+    inner = ProcessGroupMPI.create(list(asked.members))
+    return {"cpu": inner, "cuda": inner}
+
+
+INNER: dict[str, Callable[[Asked], dict[str, Any]]] = {"gloo": _gloo, "nccl": _nccl, "mpi": _mpi}
+
+
+def connect(
+    store: dist.Store, rank: int, world: int, *, timeout: float, inner: str = "gloo", attempt: int = 0
+) -> Channel:
+    """Joins `world` ranks into torch's default group and returns it as a Channel.
+
+    Args:
+        store: where the ranks meet (a TCPStore, FileStore …).
+        rank: this process, 0 <= rank < world.
+        world: the number of ranks.
+        timeout: seconds; the deadline of this call and of every later wait.
+        inner: `gloo`, `nccl` (CUDA tensors by NCCL, host tensors by Gloo) or `mpi`.
+        attempt: counts restarts; each attempt has keys of its own, so none meets the addresses of a dead one.
+
+    Raises:
+        UserError: `inner` is unknown or not available here.
+        RunFailed: not all ranks came in time; names those that did not.
+    """
+    if inner not in INNER:
+        near = nearest(inner, INNER)
+        raise UserError(f"inner is unknown: {inner!r}.", do=f"use {near!r}" if near else f"use one of {sorted(INNER)}")
+    space = dist.PrefixStore(f"attempt{attempt}", store)
+    limit = timedelta(seconds=timeout)
+    space.set(f"here/{rank}", "")
+    space.set_timeout(limit)
+    try:
+        dist.init_process_group(
+            "espalier", store=space, rank=rank, world_size=world, timeout=limit, pg_options=inner
+        )
+    except RuntimeError as error:
+        absent = [other for other in range(world) if not space.check([f"here/{other}"])]
+        who = f"ranks {absent} never came" if absent else "all came, but a connection between them failed"
+        raise RunFailed(
+            f"Rank {rank} waited {show_seconds(timeout)} for {world} ranks to connect: {who}.",
+            why=str(error).strip().splitlines()[0],
+            do="look at the logs of those ranks; check that they reach the store's host",
+        ) from None
+    channel = dist.group.WORLD
+    assert isinstance(channel, Channel)
+    return channel
+
+
+def disconnect() -> None:
+    """Leaves torch's default group and all others. The other ranks are told; nobody is waited for."""
+    channel = dist.group.WORLD if dist.is_initialized() else None
+    if isinstance(channel, Channel):
+        channel.line.watch.close()
+    if channel is not None:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Names what this rank does inside the block (`forward`, `backward` …) in the message of a failed wait.
+
+    >>> with phase("backward"):
+    ...     loss.backward()  # doctest: +SKIP
+    """
+    channel = dist.group.WORLD if dist.is_initialized() else None
+    if not isinstance(channel, Channel):
+        yield
+        return
+    watch = channel.line.watch
+    before, watch.phase = watch.phase, name
+    yield
+    watch.phase = before  # after an error the phase stays: it is where the rank was
+
+
+def _create(options: Any, inner: Any) -> Channel:
+    """What torch calls for each new group of backend `espalier`; `inner` is `pg_options`."""
+    parent = dist.group.WORLD if dist.is_initialized() else None
+    members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    if isinstance(parent, Channel):
+        line = parent.line
+    else:
+        kind = inner or ("nccl" if torch.cuda.is_available() else "gloo")
+        line = Line(Ledger(), Watch(options.store, members[options.group_rank]), kind)
+    asked = Asked(
+        options.store, options.group_rank, options.group_size, options.timeout, members, str(options.group_id)
+    )
+    return Channel(asked, INNER[line.inner](asked), line)
+
+
+dist.Backend.register_backend("espalier", _create, extended_api=True, devices=["cpu", "cuda"])

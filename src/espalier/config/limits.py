@@ -1,0 +1,124 @@
+"""Refuses option values that cannot mean anything, naming the option. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from espalier import config
+from espalier.errors import UserError
+
+Limit = tuple[Callable[[Any], bool], str]
+
+_POSITIVE: Limit = (lambda value: value > 0, "above 0")
+_NOT_NEGATIVE: Limit = (lambda value: value >= 0, "0 or more")
+_SHARE: Limit = (lambda value: 0 <= value <= 1, "between 0 and 1")
+_BELOW_ONE: Limit = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+_SPLIT: Limit = (lambda value: 0 < value <= 0.5, "above 0 and at most 0.5")
+
+_LIMITS: dict[Limit, tuple[str, ...]] = {
+    _POSITIVE: (
+        *(f"model.{name}" for name in ("depth", "width", "heads", "kv_heads", "feed_forward", "vocabulary", "context")),
+        *(f"model.{name}" for name in ("rope_theta", "norm_epsilon", "experts", "active")),
+        *(
+            f"train.{name}"
+            for name in ("steps", "sequence", "batch_tokens", "clip", "validate_every", "validate_tokens")
+        ),
+        *(f"train.optimizer.{name}" for name in ("learning_rate", "iterations", "epsilon")),
+        *(f"train.optimizer.adamw.{name}" for name in ("learning_rate", "epsilon")),
+        *(f"plan.pin.{name}" for name in ("ranks", "threads", "micro_batch")),
+        "data.weight",
+        "checkpoint.every",
+        "checkpoint.keep",
+    ),
+    _NOT_NEGATIVE: (
+        "model.balance",
+        "train.seed",
+        "train.optimizer.weight_decay",
+        "train.optimizer.adamw.weight_decay",
+    ),
+    _BELOW_ONE: ("train.optimizer.momentum", "train.optimizer.betas", "train.optimizer.adamw.betas"),
+    _SHARE: ("train.schedule.warmup", "train.schedule.decay", "train.schedule.floor"),
+    _SPLIT: ("data.validation",),
+}
+
+
+def check(recipe: config.Recipe) -> None:
+    """Raises UserError for the first value out of bounds or that contradicts another. None is not looked at."""
+    for (holds, words), keys in _LIMITS.items():
+        for key in keys:
+            for value in _values(recipe, key.split(".")):
+                if not (math.isfinite(value) and holds(value)):
+                    raise UserError(
+                        f"{key} = {value} is not possible.", why=f"it has to be {words}", do=f"correct {key}"
+                    )
+    if not isinstance(recipe.model, config.Module):
+        _decoder(recipe.model)
+        _lengths(recipe.model, recipe.train)
+    _batch(recipe.train)
+
+
+def _values(struct: Any, path: list[str]) -> list[Any]:
+    """The values at a dotted path: none where an alternative lacks the option or it is open, several in a tuple."""
+    if isinstance(struct, tuple):
+        return [value for item in struct for value in _values(item, path)]
+    if not path:
+        return [] if struct is None else [struct]
+    return _values(getattr(struct, path[0]), path[1:]) if hasattr(struct, path[0]) else []
+
+
+def _decoder(model: config.Gpt | config.Moe) -> None:
+    if model.width and model.heads and model.width % model.heads:
+        why = f"model.width = {model.width} is not a multiple of it"
+        raise UserError(f"model.heads = {model.heads} does not divide the width.", why=why, do=_divisors(model.width))
+    if model.heads and model.kv_heads and model.heads % model.kv_heads:
+        why = f"model.heads = {model.heads} is not a multiple of it"
+        raise UserError(
+            f"model.kv_heads = {model.kv_heads} does not divide the heads.",
+            why=why,
+            do=f"model.kv_heads = {model.heads}",
+        )
+    if model.width and model.heads and model.width // model.heads % 2:
+        size = model.width // model.heads
+        why = f"rotary positions turn pairs of columns, and {model.width} / {model.heads} = {size} is odd"
+        raise UserError(f"model.heads = {model.heads} gives heads of odd size.", why=why, do=_divisors(model.width))
+    if isinstance(model, config.Moe) and model.active > model.experts:
+        why = f"there are only model.experts = {model.experts}"
+        raise UserError(
+            f"model.active = {model.active} is not possible.", why=why, do=f"model.active = {model.experts}"
+        )
+
+
+def _divisors(width: int) -> str:
+    fitting = [str(heads) for heads in range(1, min(width, 1024) + 1) if width % heads == 0 and width // heads % 2 == 0]
+    if not fitting:
+        return "an even model.width"
+    return f"model.heads = one of {', '.join(fitting[:12])}"
+
+
+def _lengths(model: config.Gpt | config.Moe, train: config.Train) -> None:
+    context, sequence = model.context, train.sequence
+    if context and sequence and sequence > context:
+        raise UserError(
+            f"train.sequence = {sequence} is longer than the model.",
+            why=f"model.context = {context}",
+            do=f"train.sequence = {context}",
+        )
+
+
+def _batch(train: config.Train) -> None:
+    if train.batch_tokens and train.sequence and train.batch_tokens % train.sequence:
+        below = train.batch_tokens // train.sequence * train.sequence or train.sequence
+        raise UserError(
+            f"train.batch_tokens = {train.batch_tokens} is not a whole number of sequences.",
+            why=f"train.sequence = {train.sequence}",
+            do=f"train.batch_tokens = {below}",
+        )
+    schedule = train.schedule
+    if isinstance(schedule, config.Stable) and schedule.warmup + schedule.decay > 1:
+        raise UserError(
+            "train.schedule.warmup and train.schedule.decay together are longer than the run.",
+            why=f"they are shares of all steps: {schedule.warmup} + {schedule.decay}",
+            do=f"train.schedule.decay = {1 - schedule.warmup:g}",
+        )

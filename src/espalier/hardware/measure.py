@@ -1,0 +1,287 @@
+"""Measures this machine's processor, devices and loopback; run as a program of its own by `hardware.probe`.
+
+A program, so that the caller's threads and its CUDA stay untouched. It forks one set of processes per setting
+(processes x threads) before it ever used a second thread, which is the only time at which forking PyTorch is safe, and
+each of them touches CUDA only after the fork. Prints one JSON object per line: `say` at work, `result` at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Products [rows, inner] x [inner, columns] of small decoders: forward, then the two that backward does.
+SHAPES = (
+    (256, 128, 384), (256, 384, 128), (512, 192, 192), (1024, 192, 512), (2048, 256, 768), (1024, 512, 1536),
+    (2048, 1024, 1024), (4096, 192, 256), (192, 1024, 192), (512, 2048, 192), (768, 2048, 256),
+)  # fmt: skip
+OTHER = ((512, 192, 192), (512, 512, 512))
+"""For precisions whose products are slow on processors."""
+ATTENTION = (256, 1024)
+CUDA_SHAPES = ((512, 512, 512), (2048, 1024, 1024), (2048, 4096, 4096), (8192, 8192, 8192), (1024, 8192, 1024))
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64, "fp16": torch.float16}
+WAIT = 40.0
+"""Seconds after which a measuring process that does not answer is given up."""
+
+Table = dict[str, Any]
+Gate = Callable[[], None]
+
+
+def settings(cores: int) -> list[tuple[int, int]]:
+    """(processes, threads) to measure: one of one, one per core, all cores in one, and a middle where cores are many."""
+    found = [(1, 1)]
+    if cores > 1:
+        found += [(cores, 1), (1, cores)]
+    middle = [d for d in range(2, cores) if cores % d == 0 and d * d >= cores]
+    if cores >= 8 and middle:
+        found.append((middle[0], cores // middle[0]))
+    return found
+
+
+def main(cores: int, seconds: float) -> Table:
+    """Everything measured, as a table that `hardware.probe` makes a cluster of. `seconds`: time for each product."""
+    torch.set_num_threads(1)
+    result: Table = {"rates": [], "copies": [], "notes": [], "torch": torch.__version__}
+    if torch.version.cuda is not None:
+        _say("measuring CUDA devices")
+        result |= _together(1, lambda _gate, _index: _cuda(seconds))[0]
+    if not result.get("cuda"):
+        for processes, threads in settings(cores):
+            _say(f"multiplying matrices in {processes} process(es) of {threads} thread(s)")
+            _add(result, processes, threads, seconds)
+    _say("timing messages between two processes on this machine")
+    result["link"], notes = _loopback()
+    result["notes"] += notes
+    return result
+
+
+def _add(result: Table, processes: int, threads: int, seconds: float) -> None:
+    """Runs one setting and puts the mean of its processes into `result`."""
+    parts = _together(processes, lambda gate, _index: _processor(gate, processes, threads, seconds))
+    for rows in zip(*(part["rates"] for part in parts), strict=True):
+        mean = sum(row[-1] for row in rows) / len(rows)
+        result["rates"].append([*rows[0][:5], threads, processes, mean])
+    mean = sum(part["copy"] for part in parts) / processes
+    result["copies"].append([threads, processes, mean])
+    if processes == threads == 1:
+        result |= {"dispatch": parts[0]["dispatch"], "runtime": parts[0]["runtime"]}
+
+
+# --- one process -------------------------------------------------------------------------------------------------
+
+
+def _processor(gate: Gate, processes: int, threads: int, seconds: float) -> Table:
+    import psutil
+
+    torch.set_num_threads(threads)
+    runtime = psutil.Process().memory_info().rss
+    warm = torch.ones(256, 256)
+    _median(lambda: torch.mm(warm, warm), 0.05)  # threads start, clocks rise
+    rates = []
+    for precision, shapes in (("fp32", SHAPES), ("bf16", OTHER), ("fp64", OTHER)):
+        for shape in shapes:
+            gate()
+            rates.append(["product", precision, *shape, _product(shape, DTYPES[precision], seconds)])
+    for length in ATTENTION:
+        gate()
+        rates.append(["attention", "fp32", length, 64, length, _attention(length, seconds)])
+    gate()
+    copy = _copy(max(2**22, 2**25 // processes), seconds)
+    return {"rates": rates, "copy": copy, "dispatch": _dispatch(), "runtime": runtime}
+
+
+def _product(shape: Sequence[int], dtype: torch.dtype, seconds: float) -> float:
+    """FLOP/s of a product whose right side lies transposed, as weights do."""
+    rows, inner, columns = shape
+    left, right = torch.full((rows, inner), 0.5, dtype=dtype), torch.full((columns, inner), 0.5, dtype=dtype)
+    return 2.0 * rows * inner * columns / _median(lambda: torch.mm(left, right.t()), seconds)
+
+
+def _attention(length: int, seconds: float) -> float:
+    """FLOP/s of causal attention, four heads of 64, counting half of the square."""
+    query = torch.full((1, 4, length, 64), 0.5)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    flops = 4.0 * length * length * 64 * 4 / 2
+    return flops / _median(lambda: attend(query, query, query, is_causal=True), seconds)
+
+
+def _copy(elements: int, seconds: float) -> float:
+    """Bytes/s read plus written while copying float32; far larger than a cache."""
+    source, target = torch.ones(elements), torch.ones(elements)
+    return 8.0 * elements / _median(lambda: target.copy_(source), 2 * seconds)
+
+
+def _dispatch() -> float:
+    """Seconds to issue one small operation with its gradient recorded."""
+    left, right = torch.ones(16, requires_grad=True), torch.ones(16)
+
+    def many() -> None:
+        for _ in range(500):
+            torch.mul(left, right)
+
+    return _median(many, 0.01) / 500
+
+
+def _median(run: Callable[[], Any], seconds: float) -> float:
+    """Median seconds of `run` over at least three runs and about `seconds`, after one warm-up."""
+    run()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < end:
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[len(times) // 2]
+
+
+# --- CUDA --------------------------------------------------------------------------------------------------------
+
+
+def _cuda(seconds: float) -> Table:
+    """Measured tables of the CUDA devices, one for each, in their order; empty when none can be used."""
+    if not torch.cuda.is_available():
+        return {}
+    count = torch.cuda.device_count()
+    return {"cuda": [_cuda_device(index, seconds) for index in range(count)], "peer": _peer() if count > 1 else None}
+
+
+def _cuda_device(index: int, seconds: float) -> Table:
+    properties = torch.cuda.get_device_properties(index)
+    torch.cuda.set_device(index)
+    rates = []
+    for precision in ("fp32", "bf16", "fp16"):
+        if precision == "bf16" and properties.major < 8:
+            continue  # emulated before Ampere
+        for shape in CUDA_SHAPES:
+            rates.append(["product", precision, *shape, 1, 1, _cuda_product(shape, DTYPES[precision], seconds)])
+    source = torch.ones(2**26, device="cuda")
+    target = torch.empty_like(source)
+    bandwidth = 8.0 * source.numel() / _cuda_seconds(lambda: target.copy_(source), 10)
+    return {
+        "name": properties.name,
+        "memory": properties.total_memory,
+        "memory_bandwidth": bandwidth,
+        "rates": rates,
+        "dispatch": _dispatch(),
+    }
+
+
+def _cuda_product(shape: Sequence[int], dtype: torch.dtype, seconds: float) -> float:
+    """FLOP/s; random values, because a GPU multiplies constants faster (they cost less power)."""
+    rows, inner, columns = shape
+    left = torch.randn(rows, inner, device="cuda", dtype=dtype)
+    right = torch.randn(columns, inner, device="cuda", dtype=dtype)
+
+    def run() -> None:
+        torch.mm(left, right.t())
+
+    once = _cuda_seconds(run, 3)
+    return 2.0 * rows * inner * columns / _cuda_seconds(run, max(3, min(200, int(seconds / once))))
+
+
+def _cuda_seconds(run: Callable[[], Any], repeats: int) -> float:
+    run()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / repeats
+
+
+def _peer() -> float:
+    """Bytes/s of a copy from device 0 to device 1."""
+    source = torch.ones(2**26, device="cuda:0")
+    target = torch.empty(2**26, device="cuda:1")
+    torch.cuda.set_device(0)
+    return 4.0 * source.numel() / _cuda_seconds(lambda: target.copy_(source), 10)
+
+
+# --- many processes ----------------------------------------------------------------------------------------------
+
+
+def _together(processes: int, job: Callable[[Gate, int], Table]) -> list[Table]:
+    """What `job(gate, index)` returns in each of `processes` forked processes; `gate()` waits for all of them."""
+    context = mp.get_context("fork")
+    barrier = context.Barrier(processes)
+    ends = [context.Pipe(duplex=False) for _ in range(processes)]
+
+    def gate() -> None:
+        barrier.wait(WAIT)
+
+    def run(index: int, answer: Connection) -> None:
+        answer.send(job(gate, index))
+
+    workers = [context.Process(target=run, args=(i, ends[i][1]), daemon=True) for i in range(processes)]
+    for worker in workers:
+        worker.start()
+    for _, writing in ends:
+        writing.close()
+    try:
+        return [_receive(reading, index) for index, (reading, _) in enumerate(ends)]
+    finally:
+        for worker in workers:
+            worker.join(1.0)
+            if worker.is_alive():
+                worker.kill()
+
+
+def _receive(reading: Connection, index: int) -> Table:
+    if not reading.poll(WAIT):
+        raise TimeoutError(f"measuring process {index} gave no answer within {WAIT:.0f} s")
+    answer: Table = reading.recv()
+    return answer
+
+
+def _loopback() -> tuple[Table | None, list[str]]:
+    """The link between two gloo ranks on this machine; None with a note when gloo cannot start here."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return _together(2, lambda _gate, index: _gloo(folder, index))[0], []
+        except (EOFError, OSError) as error:  # a rank that died closes its pipe
+            return None, [f"link: gloo over loopback could not be measured ({error or 'its process ended'})"]
+
+
+def _gloo(folder: str, rank: int) -> Table:
+    import torch.distributed as dist
+
+    from espalier.hardware import link
+
+    loopback = [name for name in os.listdir("/sys/class/net") if name.startswith("lo")]
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback[0] if loopback else "lo"
+    address = (Path(folder) / "store").as_uri()
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=10))
+    matrix = link.measure()
+    dist.destroy_process_group()
+    found = matrix.link(0, 1)
+    return {
+        "bandwidth": found.bandwidth,
+        "latency": found.latency,
+        "launch": found.launch,
+        "notes": list(matrix.notes()),
+    }
+
+
+def _say(text: str) -> None:
+    _print({"say": text})
+
+
+def _print(table: Table) -> None:
+    sys.stdout.write(json.dumps(table) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _print({"result": main(int(sys.argv[1]), float(sys.argv[2]))})

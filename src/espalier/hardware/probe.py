@@ -1,0 +1,275 @@
+"""What do I have? Measures this machine into a `Cluster` within a few seconds, and keeps the answer for next time.
+
+Cores and memory are read from the kernel here; everything that needs PyTorch runs in a program of its own
+(`hardware.measure`), so that calling this changes nothing in the caller's process. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from hashlib import blake2b
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from espalier import cluster as clusters
+from espalier.cluster import Cluster, Copy, Device, Link, Node, Rate
+from espalier.errors import RunFailed, UserError
+from espalier.hardware import disk as disks
+from espalier.hardware import limits
+
+Say = Callable[[str], None]
+Table = dict[str, Any]
+
+QUIET = 2.0
+"""Seconds before the first progress line: a quick probe says nothing."""
+TIMEOUT = 120.0
+"""Seconds after which the measuring program is stopped."""
+
+
+def probe(*, quick: bool = True, progress: Say | None = None, disk: str | Path | None = None) -> Cluster:
+    """Measures this machine: cores, memory, matrix products, copies, loopback, the disk under `disk` (default: here).
+
+    `quick` takes about five seconds on two cores, otherwise about twenty. `progress` gets a line now and then once two
+    seconds are over. What could not be measured is in the cluster's `notes`. Raises RunFailed when measuring fails.
+    """
+    begin = time.monotonic()
+
+    def say(text: str) -> None:
+        if progress is not None and time.monotonic() - begin >= QUIET:
+            progress(text)
+
+    cores, memory = limits.cores(), limits.memory()
+    result = _measured(cores, 0.02 if quick else 0.15, say)
+    say("reading and writing the disk")
+    found, notes = disks.measure(Path(disk or "."), (64 if quick else 512) * 2**20, 0.2 if quick else 1.0)
+    inside = _inside(result)
+    machine = identity()
+    nodes = tuple(
+        Node(device=device, devices=count, inside=inside, cores=cores, memory=memory, name=name,
+             disks=(found,) if found is not None else ())
+        for device, count, name in _devices(result, memory)
+    )  # fmt: skip
+    link_notes = (result.get("link") or {}).get("notes", [])
+    return Cluster(nodes=nodes, machine=machine, notes=(*result["notes"], *link_notes, *notes))
+
+
+def ready(*, folder: Path | None = None, say: Say | None = None, disk: str | Path | None = None) -> Cluster:
+    """This machine from the cache, else probed and cached; `say` gets what there is to tell."""
+    found = cached(folder, say=say)
+    if found is None:
+        found = probe(progress=say, disk=disk)
+        save(found, folder, say=say)
+    return found
+
+
+# --- the cache ---------------------------------------------------------------------------------------------------
+
+
+def identity() -> str:
+    """What a measurement is valid for: processor, cores, memory limit, torch version, GPUs."""
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = "none"
+    parts = [limits.processor(), f"{limits.cores()} cores", f"{limits.memory()} bytes", f"torch {torch}"]
+    return "; ".join([*parts, *limits.gpus()])
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/espalier`, by default `~/.cache/espalier`."""
+    base = os.environ.get("XDG_CACHE_HOME") or ""
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "espalier"
+
+
+def cache_file(folder: Path | None = None) -> Path:
+    """Where this machine's cluster is kept; hosts that share a home folder have a file each."""
+    try:
+        machine = Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        machine = ""
+    name = blake2b(f"{machine}/{socket.gethostname()}".encode(), digest_size=6).hexdigest()
+    return (folder or cache_folder()) / f"cluster-{name}.toml"
+
+
+def cached(folder: Path | None = None, *, say: Say | None = None) -> Cluster | None:
+    """The kept cluster, or None when there is none, or it is of other hardware or unreadable (which `say` is told)."""
+    file = cache_file(folder)
+    if not file.exists():
+        return None
+    try:
+        found = clusters.read(file)
+    except UserError as error:
+        if say is not None:
+            say(f"The kept measurement {file} cannot be used ({error.what}); measuring again.")
+        return None
+    if found.machine != identity():
+        if say is not None:
+            say(f"The kept measurement is of other hardware ({found.machine}); measuring again.")
+        return None
+    return found
+
+
+def save(cluster: Cluster, folder: Path | None = None, *, say: Say | None = None) -> Path | None:
+    """Keeps `cluster` for `cached`; None when the folder cannot be written, which `say` is told. Replaces atomically."""
+    file = cache_file(folder)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=file.name, dir=file.parent)
+        try:
+            with os.fdopen(handle, "w") as stream:
+                stream.write(clusters.dumps(cluster))
+            os.replace(name, file)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        if say is not None:
+            say(f"The measurement cannot be kept in {file.parent}: {error.strerror}.")
+        return None
+    return file
+
+
+# --- the measuring program ---------------------------------------------------------------------------------------
+
+
+def _measured(cores: int, seconds: float, say: Say) -> Table:
+    """Runs `hardware.measure` and returns its table."""
+    command = [sys.executable, "-m", "espalier.hardware.measure", str(cores), str(seconds)]
+    package = str(Path(__file__).parents[2])
+    path = os.pathsep.join(part for part in (package, os.environ.get("PYTHONPATH", "")) if part)
+    with tempfile.TemporaryFile("w+") as errors:
+        program = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, "PYTHONPATH": path}
+        )
+        watch = threading.Timer(TIMEOUT, program.kill)
+        watch.start()
+        try:
+            assert program.stdout is not None
+            result = _listen(program.stdout, say)
+            program.wait(TIMEOUT)
+        finally:
+            watch.cancel()
+            program.kill()
+            program.wait(TIMEOUT)
+            if program.stdout is not None:
+                program.stdout.close()
+        if result is None:
+            errors.seek(0)
+            lines = errors.read().strip().splitlines()
+            raise RunFailed(
+                f"Measuring this machine failed (exit {program.returncode}).",
+                why=lines[-1] if lines else f"no answer within {TIMEOUT:.0f} s",
+                do="write the machine down by hand (docs/cluster.md) and set plan.cluster",
+            )
+    return result
+
+
+def _listen(lines: Iterable[str], say: Say) -> Table | None:
+    for line in lines:
+        try:
+            table = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # a library that prints
+        if "say" in table:
+            say(table["say"])
+        if "result" in table:
+            result: Table = table["result"]
+            return result
+    return None
+
+
+# --- tables to values --------------------------------------------------------------------------------------------
+
+
+def _inside(result: Table) -> Link:
+    """The link between two devices of this machine."""
+    cuda = result.get("cuda") or []
+    if cuda:
+        link = clusters.default_link(_known(cuda[0]["name"]), "cuda")
+        if not result.get("peer"):
+            return link
+        return Link(bandwidth=result["peer"], latency=link.latency, launch=link.launch, measured=True,
+                    source="probe: copy from device 0 to device 1; latency: " + link.source)  # fmt: skip
+    measured = result["link"]
+    if measured is None:
+        return clusters.default_link("cpu", "cpu")
+    return Link(
+        bandwidth=measured["bandwidth"],
+        latency=measured["latency"],
+        launch=measured["launch"],
+        measured=True,
+        source="probe: two gloo ranks over loopback",
+    )
+
+
+def _devices(result: Table, memory: int) -> list[tuple[Device, int, str]]:
+    """(device, count, machine name) for each kind of device; neighbours of one name are one kind."""
+    if not result.get("cuda"):
+        return [(_processor(result, memory), 1, "")]
+    kinds: list[list[Table]] = []
+    for one in result["cuda"]:
+        if kinds and kinds[-1][0]["name"] == one["name"]:
+            kinds[-1].append(one)
+        else:
+            kinds.append([one])
+    name = socket.gethostname() if len(kinds) > 1 else ""
+    return [(_gpu(same[0]), len(same), name) for same in kinds]
+
+
+def _processor(result: Table, memory: int) -> Device:
+    return Device(
+        name="cpu",
+        kind="cpu",
+        memory=memory,
+        memory_bandwidth=max(processes * bandwidth for _, processes, bandwidth in result["copies"]),
+        flops=_best(result["rates"]),
+        peak=False,
+        dispatch=result["dispatch"],
+        runtime=result["runtime"],
+        rates=tuple(Rate(*row) for row in result["rates"]),
+        copies=tuple(Copy(*row) for row in result["copies"]),
+        source=f"probe: {limits.processor()}, torch {result['torch']}",
+    )
+
+
+def _gpu(table: Table) -> Device:
+    return Device(
+        name=_known(table["name"]),
+        kind="cuda",
+        memory=table["memory"],
+        memory_bandwidth=table["memory_bandwidth"],
+        flops=_best(table["rates"]),
+        peak=False,
+        dispatch=table["dispatch"],
+        rates=tuple(Rate(*row) for row in table["rates"]),
+        source=f"probe: {table['name']}",
+    )
+
+
+def _best(rates: Iterable[list[Any]]) -> dict[str, float]:
+    """Precision -> the best FLOP/s that all processes of a setting reached together in a product."""
+    best: dict[str, float] = {}
+    for what, precision, _rows, _inner, _columns, _threads, processes, flops in rates:
+        if what == "product":
+            best[precision] = max(best.get(precision, 0.0), processes * flops)
+    return best
+
+
+def _known(name: str) -> str:
+    """The catalogue's name for a driver's name such as `NVIDIA A100-SXM4-80GB`, else the driver's own."""
+    words = name.upper().replace("-", " ").split()
+    fits = [
+        known for known in clusters.known_devices() if all(w in words for w in known.upper().replace("-", " ").split())
+    ]
+    return max(fits, key=len) if fits else name

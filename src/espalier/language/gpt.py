@@ -1,0 +1,221 @@
+"""A decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no bias (the architecture of Llama 2, arXiv
+2307.09288). It knows nothing of ranks: what `attend` does, and what stands in the place of a block's feed-forward, can
+be replaced from outside.
+
+Projections that share an input are one matrix (`qkv`, `gate_up`): one product instead of three.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from espalier import config
+from espalier.config.shapes import Sizes, sizes
+from espalier.language.cache import Cache, Past
+from espalier.language.elementwise import rms_norm, rotate, swiglu
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+IGNORED = -100
+"""A target with this value has no loss."""
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`attend(query, key, value)`: query `[batch, heads, seq, head]`, key and value `[batch, kv_heads, keys, head]`, already
+turned by their positions; the queries are the last `seq` of the `keys`. Returns `[batch, heads, seq, head]`."""
+
+Turn = tuple[Tensor, Tensor]
+"""Cosines and sines `[seq, head / 2]` of the positions at hand."""
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The plain `attend`: each query sees its own key and those before it (PyTorch's fused attention)."""
+    queries, keys = query.shape[2], key.shape[2]
+    grouped = query.shape[1] != key.shape[1]
+    mask = None
+    if 1 < queries < keys:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    whole = queries == keys
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=whole, enable_gqa=grouped)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last dim (arXiv 1910.07467)."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        """The normalised x, in x's dtype."""
+        return rms_norm(x, self.weight, self.epsilon)
+
+
+class Rotation(nn.Module):
+    """Cosines and sines of every position up to the context. Not state: filled again after every move or cast."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, size: Sizes) -> None:
+        super().__init__()
+        self.theta, self.head_size = size.rope_theta, size.head_size
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(size.context, size.head_size // 2), persistent=False)
+        self._fill()
+
+    def forward(self, start: int, stop: int) -> Turn:
+        """The turns of positions `[start, stop)`."""
+        return self.cos[start:stop], self.sin[start:stop]
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        if self.cos.is_meta:
+            return
+        place: dict[str, Any] = {"dtype": torch.float64, "device": self.cos.device}
+        rates = self.theta ** (-torch.arange(0, self.head_size, 2, **place) / self.head_size)
+        angles = torch.outer(torch.arange(self.cos.shape[0], **place), rates)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotation:
+        super()._apply(fn, recurse)
+        self._fill()
+        return self
+
+
+class Attention(nn.Module):
+    """Causal self-attention with `kv_heads` keys and values shared by groups of query heads (arXiv 2305.13245)."""
+
+    def __init__(self, size: Sizes) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_size = size.heads, size.kv_heads, size.head_size
+        self.qkv = nn.Linear(size.width, size.width + 2 * size.kv_width, bias=False)
+        self.out = nn.Linear(size.width, size.width, bias=False)
+        self.attend: Attend = causal
+
+    def forward(
+        self, x: Float[Tensor, "batch seq width"], turn: Turn, past: Past | None = None
+    ) -> Float[Tensor, "batch seq width"]:
+        """Attention over x, and over what `past` remembers of earlier positions."""
+        batch, seq, _ = x.shape
+        joint = self.qkv(x).view(batch, seq, self.heads + 2 * self.kv_heads, self.head_size)
+        rows = rotate(joint, *turn, self.heads, self.kv_heads)
+        query, key, value = (part.transpose(1, 2) for part in rows)
+        if past is not None:
+            key, value = past.extend(key, value)
+        mixed = self.attend(query, key, value)
+        return self.out(mixed.transpose(1, 2).reshape(batch, seq, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, size: Sizes) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(size.width, 2 * size.feed_forward, bias=False)
+        self.down = nn.Linear(size.feed_forward, size.width, bias=False)
+
+    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        """Each token by itself."""
+        return self.down(swiglu(self.gate_up(x)))
+
+
+class Block(nn.Module):
+    """One layer: attention, then feed-forward, each on the normalised residual stream and added to it."""
+
+    def __init__(self, size: Sizes, feed_forward: nn.Module | None = None) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(size.width, size.norm_epsilon)
+        self.attention = Attention(size)
+        self.feed_forward_norm = RMSNorm(size.width, size.norm_epsilon)
+        self.feed_forward = feed_forward or FeedForward(size)
+
+    def forward(self, x: Float[Tensor, "batch seq width"], turn: Turn, past: Past | None = None) -> Any:
+        """The residual stream after this layer."""
+        x = x + self.attention(self.attention_norm(x), turn, past)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+Through = Callable[[nn.Module, Tensor, Turn, Past | None], Any]
+"""How a block is run; `recompute` puts checkpointing here."""
+
+
+def plainly(block: nn.Module, x: Tensor, turn: Turn, past: Past | None) -> Any:
+    """Runs `block` and keeps what autograd keeps."""
+    return block(x, turn, past)
+
+
+class GPT(nn.Module):
+    """The decoder of `options` (resolved). Weights are those of `nn.Linear` until `initialise` is called."""
+
+    def __init__(self, options: config.Gpt | config.Moe) -> None:
+        super().__init__()
+        self.size = size = sizes(options)
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.rotation = Rotation(size)
+        self.blocks = nn.ModuleList(self.block() for _ in range(size.layers))
+        self.norm = RMSNorm(size.width, size.norm_epsilon)
+        # Tied: no second name for the table, so that moving from the meta device cannot tear the two apart.
+        self.head = None if size.tied else nn.Linear(size.width, size.vocabulary, bias=False)
+        self.through: Through = plainly
+
+    def block(self) -> Block:
+        """A new layer."""
+        return Block(self.size)
+
+    def forward(
+        self, tokens: Int[Tensor, "batch seq"], cache: Cache | None = None
+    ) -> Float[Tensor, "batch seq vocabulary"]:
+        """Logits of the token after each of `tokens`. With a cache, `tokens` continue what it remembers."""
+        x = self.embedding(tokens)
+        turn = self._turn(tokens, cache)
+        for layer, block in enumerate(self.blocks):
+            x = self.through(block, x, turn, cache and cache.layer(layer))
+        return self.logits(x)
+
+    def loss_sum(self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
+        """Sum of the cross entropies (nats) of `targets`; those equal to -100 are left out."""
+        return cross_entropy_sum(self(tokens), targets)
+
+    def logits(self, x: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq vocabulary"]:
+        """Logits from the residual stream after the last block."""
+        x = self.norm(x)
+        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+
+    def _turn(self, tokens: Tensor, cache: Cache | None) -> Turn:
+        start = 0 if cache is None else cache.length
+        stop = start + tokens.shape[1]
+        assert stop <= self.size.context, f"{stop} positions, but the context is {self.size.context}"
+        return self.rotation(start, stop)
+
+
+def cross_entropy_sum(
+    logits: Float[Tensor, "batch seq vocabulary"], targets: Int[Tensor, "batch seq"]
+) -> Float[Tensor, ""]:
+    """Sum of cross entropies, in at least fp32."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> None:
+    """Fills the weights: normal with deviation 0.02, matrices that write into the residual stream 0.02 / sqrt(2 layers)
+    (GPT-2), norms 1. Every weight has a generator of its own on the CPU, from `seed` and its name: the same values on
+    every device, and whatever else the model holds."""
+    layers = getattr(model, "size").layers
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        residual = name.endswith(("attention.out.weight", "down.weight", "feed_forward.down"))
+        deviation = 0.02 / (2 * layers) ** 0.5 if residual else 0.02
+        parameter.copy_(torch.empty(parameter.shape, dtype=torch.float32, device="cpu").normal_(0.0, deviation, generator=generator))

@@ -1,0 +1,374 @@
+"""Memory-mapped token shards with an index, built once per corpus and shared by all ranks and runs of a machine.
+
+Each document is a boundary token and its text. Which documents are held out depends on their content alone, so no text
+is ever on both sides.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from espalier.config import Data
+from espalier.errors import UserError
+from espalier.language import shards, sources
+from espalier.language.shards import Damaged, Index, SplitIndex
+from espalier.language.tokenizer import SAMPLE, Ids, Tokenizer, open_tokenizer, trained
+from espalier.units import show_size
+
+Progress = Callable[[int, int], None]
+"""Called with (source bytes done, source bytes in all), ten times a second at most, and once at the end."""
+
+CHECKED_AT_OPEN = 256 << 20
+"""Stores up to this many bytes are hashed at every opening (under 0.1 s); larger ones by `verify`."""
+
+_BATCH = 1 << 20  # bytes of documents encoded together
+_SKIPPED_KEPT = 1000
+_HASHES = 1 << 64
+
+
+class Split:
+    """One side of a store, read through memory maps.
+
+    `tokens` and `documents` count, `bytes` is the size of the documents' text; `fingerprint` hashes the tokens.
+    """
+
+    def __init__(self, folder: Path, index: SplitIndex, dtype: str, shard_tokens: int) -> None:
+        self.tokens, self.documents, self.bytes = index.tokens, index.documents, index.bytes
+        self.fingerprint = xxhash.xxh3_128_hexdigest(msgspec.json.encode([shard.hash for shard in index.shards]))
+        self._shards = [_map(folder / shard.name, dtype) for shard in index.shards]
+        self._shard_tokens = shard_tokens
+        self._starts = _map(folder / index.starts.name, "<i8")
+        self._names = _map(folder / index.names.name, "|u1")
+        self._ends = _map(folder / index.ends.name, "<i8")
+
+    def read(self, start: int, count: int) -> Ids:
+        """Tokens `[start, start + count)`; a read-only view of the file unless they lie in two shards."""
+        assert 0 <= start <= start + count <= self.tokens, f"tokens {start}+{count} of {self.tokens}"
+        first, offset = divmod(start, self._shard_tokens)
+        if offset + count <= self._shard_tokens:
+            return self._shards[first][offset : offset + count] if count else self._shards[0][:0]
+        last = (start + count - 1) // self._shard_tokens
+        parts = self._shards[first : last + 1]
+        end = start + count - last * self._shard_tokens
+        return np.concatenate([parts[0][offset:], *parts[1:-1], parts[-1][:end]])
+
+    def document_at(self, position: int) -> str:
+        """Name of the document that token `position` belongs to."""
+        return self.documents_in(position, position + 1)[0]
+
+    def documents_in(self, start: int, stop: int) -> list[str]:
+        """Names of the documents that tokens `[start, stop)` belong to, in order."""
+        assert 0 <= start < stop <= self.tokens, f"tokens {start} to {stop} of {self.tokens}"
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        after = int(np.searchsorted(self._starts, stop, side="left"))
+        return [self._name(number) for number in range(first, after)]
+
+    def _name(self, number: int) -> str:
+        start = int(self._ends[number - 1]) if number else 0
+        return self._names[start : int(self._ends[number])].tobytes().decode()
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """The tokens of one `[data]` table: `train` and `validation`.
+
+    `fingerprint` is equal on all machines that hold the same text in the same order. `skipped` lists (name, reason) of
+    the first thousand of `skipped_documents` texts left out; `notes` are sentences the user should see.
+    """
+
+    path: Path
+    origin: str
+    tokenizer: Tokenizer
+    train: Split
+    validation: Split
+    fingerprint: str
+    skipped: tuple[tuple[str, str], ...]
+    skipped_documents: int
+    notes: tuple[str, ...]
+
+    def verify(self) -> None:
+        """Reads every file and compares its hash. Raises UserError naming the file at fault."""
+        try:
+            shards.check(self.path, shards.read_index(self.path), hashes=True)
+        except Damaged as damage:
+            raise UserError(
+                f"The token shards in {self.path} are damaged: {damage}.",
+                do=f"remove {self.path}; it is built again from {self.origin}",
+            ) from None
+
+
+def default_cache() -> Path:
+    """`$XDG_CACHE_HOME/espalier`, else `~/.cache/espalier`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "espalier"
+
+
+def build(
+    data: Data, cache: Path | None = None, progress: Progress | None = None, tokenizer: Tokenizer | None = None
+) -> TokenStore:
+    """The store of `data`: opened where it was built before, else built once, whoever comes first.
+
+    `data.cache` goes before `cache`; `tokenizer` replaces `data.tokenizer` (a mixture shares one). Raises UserError for
+    bad data, a corpus too small to be split, a full disk or an unwritable cache.
+    """
+    if not 0 < data.validation < 1:
+        raise UserError(
+            f"data.validation = {data.validation}: it is the share of the text held out, between 0 and 1.",
+            do="data.validation = 0.01",
+        )
+    listed = sources.listing(data)
+    root = _root(data, cache)
+    tokenizer = tokenizer or _tokenizer([data], [listed], root)
+    facts = [shards.VERSION, shards.SHARD_TOKENS, listed.key, tokenizer.fingerprint, data.validation]
+    final = root / "tokens" / xxhash.xxh3_128_hexdigest(msgspec.json.encode(facts))
+    try:
+        return _open(final, data.path, tokenizer)
+    except Damaged:
+        pass  # looked at again under the lock: somebody may be repairing it
+    with shards.locked(final) as alive:
+        shards.sweep(final.parent)
+        damage = ""
+        try:
+            return _open(final, data.path, tokenizer)
+        except Damaged as found:
+            damage = str(found)
+        note = (f"The token shards were damaged ({damage}) and were built again.",) if final.exists() else ()
+        with shards.placed(final) as folder:
+            _write(_Job(data, listed, tokenizer, note, _paced(progress, alive)), folder)
+        return _open(final, data.path, tokenizer)
+
+
+def build_all(
+    data: Sequence[Data], cache: Path | None = None, progress: Progress | None = None
+) -> tuple[TokenStore, ...]:
+    """The stores of a mixture, all with one tokenizer (a BPE is trained on all sources together).
+
+    Raises UserError when the tables name different tokenizers, and what `build` raises.
+    """
+    if not data:
+        raise UserError("The recipe has no [data] table.", do='[data]\npath = "python:stdlib"')
+    specs = sorted({table.tokenizer for table in data})
+    if len(specs) > 1:
+        raise UserError(
+            f"The [[data]] tables name different tokenizers: {', '.join(specs)}.",
+            why="one model reads them all, so ids must mean the same",
+            do=f"tokenizer = {data[0].tokenizer!r} in each",
+        )
+    tokenizer = _tokenizer(data, [sources.listing(table) for table in data], _root(data[0], cache))
+    return tuple(build(table, cache, progress, tokenizer) for table in data)
+
+
+# Opening
+
+
+def _open(folder: Path, origin: str, tokenizer: Tokenizer) -> TokenStore:
+    index = shards.read_index(folder)
+    if index.tokenizer != tokenizer.fingerprint:
+        raise Damaged(f"{shards.INDEX} is of another tokenizer")
+    size = sum(file.bytes for split in (index.train, index.validation) for file in split.files)
+    try:
+        shards.check(folder, index, hashes=size <= CHECKED_AT_OPEN)
+        train, validation = (
+            Split(folder, split, index.dtype, index.shard_tokens) for split in (index.train, index.validation)
+        )
+    except (OSError, ValueError) as error:  # swapped by another process between two looks
+        raise Damaged(str(error)) from None
+    facts = (index.fingerprint, index.skipped, index.skipped_documents, index.notes)
+    return TokenStore(folder, origin, tokenizer, train, validation, *facts)
+
+
+def _map(path: Path, dtype: str) -> NDArray[Any]:
+    # A plain array over the map: slicing np.memmap itself costs several microseconds a time.
+    return np.asarray(np.memmap(path, np.dtype(dtype), mode="r"))
+
+
+# Building
+
+
+@dataclass(frozen=True)
+class _Job:
+    data: Data
+    listed: sources.Listing
+    tokenizer: Tokenizer
+    notes: tuple[str, ...]
+    progress: Progress
+
+
+Sided = Iterator[tuple[bool, sources.Document]]
+
+
+def _write(job: _Job, folder: Path) -> None:
+    """Writes both splits and the index into `folder`."""
+    threshold, note = _threshold(job)
+    skipped: sources.Skipped = []
+    documents = sources.documents(job.data, job.listed, skipped)
+    sided = (
+        _cut(next(documents), job.data.validation)
+        if threshold is None
+        else ((xxhash.xxh3_64_intdigest(document.data) < threshold, document) for document in documents)
+    )
+    train, validation = _write_splits(job, folder, sided)
+    for _ in documents:  # a cut document leaves the iterator before its last skipped names
+        raise _changed(job)
+    if sources.listing(job.data).key != job.listed.key:
+        raise _changed(job)
+    index = Index(
+        version=shards.VERSION,
+        tokenizer=job.tokenizer.fingerprint,
+        dtype=job.tokenizer.dtype.newbyteorder("<").str,
+        shard_tokens=shards.SHARD_TOKENS,
+        train=train,
+        validation=validation,
+        fingerprint=shards.fingerprint(job.tokenizer, train, validation),
+        skipped=tuple(skipped[:_SKIPPED_KEPT]),
+        skipped_documents=len(skipped),
+        notes=(*job.notes, *note),
+    )
+    with open(folder / shards.INDEX, "wb") as file:
+        file.write(shards.text_of(index))
+        file.flush()
+        os.fsync(file.fileno())
+    job.progress(job.listed.bytes, job.listed.bytes)
+
+
+def _write_splits(job: _Job, folder: Path, sided: Sided) -> tuple[SplitIndex, SplitIndex]:
+    writers = [shards.SplitWriter(folder, name, job.tokenizer, shards.SHARD_TOKENS) for name in ("train", "validation")]
+    try:
+        for batch in _batches(sided):
+            encoded = job.tokenizer.encode_many([document.data for _, document in batch])
+            for (held_out, document), ids in zip(batch, encoded, strict=True):
+                writers[held_out].add(document.name, ids, len(document.data))
+            job.progress(batch[-1][1].read, job.listed.bytes)
+        return writers[0].finish(), writers[1].finish()
+    finally:
+        for writer in writers:
+            writer.close()
+
+
+def _batches(sided: Sided) -> Iterator[list[tuple[bool, sources.Document]]]:
+    batch: list[tuple[bool, sources.Document]] = []
+    size = 0
+    for held_out, document in sided:
+        batch.append((held_out, document))
+        size += len(document.data)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _threshold(job: _Job) -> tuple[int | None, tuple[str, ...]]:
+    """The content hash below which a document is held out, or None for a single document, and what to say of it.
+
+    Reads only until both sides are known to have a document.
+    """
+    threshold = round(job.data.validation * _HASHES)
+    low, high, count, size = _HASHES, -1, 0, 0
+    for document in sources.documents(job.data, job.listed):
+        value = xxhash.xxh3_64_intdigest(document.data)
+        low, high, count, size = min(low, value), max(high, value), count + 1, size + len(document.data)
+        if low < threshold <= high:
+            return threshold, ()
+    if count == 1:
+        return None, (f"{job.data.path} is a single document: its end is held out, from a line end on.",)
+    if low == high:
+        raise UserError(
+            f"The corpus is too small: {job.data.path} holds {count} documents ({show_size(size)}) that are all equal.",
+            why="nothing else is left to be held out for validation",
+            do="add another document to data.path",
+        )
+    side, threshold = ("training", high) if high < threshold else ("validation", low + 1)
+    share = f"data.validation = {job.data.validation}"
+    return threshold, (f"{share} left no document of {count} ({show_size(size)}) for {side}; one was moved there.",)
+
+
+def _cut(document: sources.Document, validation: float) -> Sided:
+    """One document as two, cut at the line end next before the share held out, else after it, else anywhere."""
+    text = document.data
+    aim = min(max(round(len(text) * (1 - validation)), 1), len(text) - 1)
+    place = text.rfind(b"\n", 0, aim) + 1 or text.find(b"\n", aim, len(text) - 1) + 1 or aim
+    while place < len(text) and text[place] & 0xC0 == 0x80:  # not inside a character
+        place += 1
+    if not 0 < place < len(text):
+        raise UserError(
+            f"The corpus is too small: {document.name} has {show_size(len(text))}.",
+            why="it is the only document, and it cannot be cut in two",
+            do="add text to data.path",
+        )
+    yield False, document._replace(data=text[:place])
+    yield True, document._replace(data=text[place:])
+
+
+def _changed(job: _Job) -> UserError:
+    return UserError(
+        f"The files of data.path = {job.data.path!r} changed while they were read.",
+        do="start again when nothing writes to them, or copy them elsewhere first",
+    )
+
+
+def _paced(progress: Progress | None, alive: Callable[[], None]) -> Progress:
+    last = 0.0
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= 0.1 or done >= total:
+            last = now
+            alive()
+            if progress:
+                progress(done, total)
+
+    return report
+
+
+# Tokenizers
+
+
+def _root(data: Data, cache: Path | None) -> Path:
+    return Path(data.cache).expanduser() if data.cache else cache or default_cache()
+
+
+def _tokenizer(data: Sequence[Data], listed: Sequence[sources.Listing], root: Path) -> Tokenizer:
+    spec = data[0].tokenizer
+    if not spec.startswith("bpe:"):
+        return open_tokenizer(spec)
+    facts = [[one.key, table.validation] for one, table in zip(listed, data, strict=True)]
+    folder = root / "tokenizers" / xxhash.xxh3_128_hexdigest(msgspec.json.encode(facts))
+
+    def corpus() -> Iterator[str]:
+        for table, one in zip(data, listed, strict=True):
+            yield from _sample(table, one, SAMPLE // len(data))
+
+    if trained(spec, folder).is_file():
+        return open_tokenizer(spec, corpus, folder)
+    with shards.locked(folder):
+        try:
+            return open_tokenizer(spec, corpus, folder)
+        except OSError as error:
+            raise shards.unwritable(folder, error) from error
+
+
+def _sample(data: Data, listed: sources.Listing, size: int) -> Iterator[str]:
+    """About `size` bytes of the documents that are trained on, spread evenly over them by hash; if those are none (a
+    corpus of few large documents), the documents in order."""
+    threshold = round(data.validation * _HASHES)
+    taken = min(1.0, size / max(1, listed.bytes)) * (_HASHES - threshold)
+    found = False
+    for document in sources.documents(data, listed):
+        if 0 <= xxhash.xxh3_64_intdigest(document.data) - threshold <= taken:
+            found = True
+            yield document.data.decode()
+    if not found:
+        for document in sources.documents(data, listed):
+            yield document.data.decode()

@@ -1,0 +1,173 @@
+"""The Workload Protocol's answer for language: token windows in a global order, next-token loss, bits per byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from espalier import config
+from espalier.config import Gpt, Moe, Recipe
+from espalier.cost import Work
+from espalier.errors import UserError
+from espalier.language import generate, gpt, hf, mixture, moe, tokens
+from espalier.language.tokenizer import Tokenizer
+from espalier.workload import Phase, Shard
+
+Progress = Callable[[int, int], None]
+
+
+class Windows(NamedTuple):
+    """A micro-batch: tokens int64 [batch, sequence] and what follows each of them, int64 [batch, sequence]."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+class LanguageWorkload:
+    """One decoder, one mixture of corpora."""
+
+    def __init__(self, recipe: Recipe, stores: Sequence[tokens.TokenStore]) -> None:
+        assert isinstance(recipe.model, Gpt | Moe)
+        assert recipe.train.sequence is not None
+        assert recipe.train.batch_tokens is not None
+        self.recipe = recipe
+        self.options = recipe.model
+        self.stores = stores
+        self.sequence = recipe.train.sequence
+        self.global_batch = recipe.train.batch_tokens // self.sequence
+        self.nominal_weight = float(self.global_batch * self.sequence)
+        self.tokenizer: Tokenizer = stores[0].tokenizer
+        weights = [source.weight for source in recipe.data]
+        self.order = mixture.Order([s.train for s in stores], weights, self.sequence, recipe.train.seed)
+        self.held_out = mixture.held_out([s.validation for s in stores], self.sequence, recipe.train.validate_tokens)
+        self._byte_lengths = torch.from_numpy(np.asarray(self.tokenizer.byte_lengths, dtype=np.float64))
+
+    # --- the model -----------------------------------------------------------------------------------------------
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The decoder, initialised from the seed or from `model.initial` (a Llama-format folder)."""
+        model = self._new(device)
+        if self.options.initial is not None:
+            hf.load_into(model, Path(self.options.initial))
+        return model.to(dtype)
+
+    def _new(self, device: torch.device) -> gpt.GPT:
+        if isinstance(self.options, Moe):
+            return moe.build(self.options, seed=self.recipe.train.seed, device=device)
+        return gpt.build(self.options, seed=self.recipe.train.seed, device=device)
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The decoder's layers."""
+        assert isinstance(model, gpt.GPT)
+        return list(model.blocks)
+
+    def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
+        """The token table and the head."""
+        assert isinstance(model, gpt.GPT)
+        return [model.embedding.weight, model.head.weight]
+
+    def recompute(self, model: nn.Module, mode: str) -> None:
+        """Activation checkpointing of the layers."""
+        assert isinstance(model, gpt.GPT)
+        gpt.recompute(model, mode)
+
+    # --- the data ------------------------------------------------------------------------------------------------
+
+    def batches(self, step: int, shard: Shard) -> list[Windows]:
+        """Windows of the global order, cut into micro-batches."""
+        first = step * self.global_batch
+        rows = self.order.read(first + shard.start, first + shard.stop)
+        windows = torch.from_numpy(rows)
+        cut = shard.micro_batch
+        return [_window(windows[at : at + cut]) for at in range(0, len(windows), cut)]
+
+    def documents(self, step: int, shard: Shard) -> list[str]:
+        """Names of the documents those windows cover."""
+        first = step * self.global_batch
+        return self.order.documents(first + shard.start, first + shard.stop)
+
+    def loss(self, model: nn.Module, batch: Windows) -> tuple[Tensor, Tensor]:
+        """Sum of cross entropies in nats, and the number of tokens."""
+        assert isinstance(model, gpt.GPT)
+        return model.loss_sum(batch.tokens, batch.targets), torch.tensor(batch.targets.numel())
+
+    def validation_samples(self) -> int:
+        """Held-out windows."""
+        return len(self.held_out)
+
+    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+        """`loss` in nats per token, and `nats_per_byte`: the same sum over the bytes those tokens stand for."""
+        assert isinstance(model, gpt.GPT)
+        device = next(model.parameters()).device
+        nats = count = length = 0.0
+        for at in range(shard.start, shard.stop, shard.micro_batch):
+            batch = _window(torch.from_numpy(self.held_out.read(at, min(at + shard.micro_batch, shard.stop))))
+            nats += float(model.loss_sum(batch.tokens.to(device), batch.targets.to(device)))
+            count += batch.targets.numel()
+            length += float(self._byte_lengths[batch.targets].sum())
+        return {"loss": (nats, count), "nats_per_byte": (nats, length)}
+
+    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+        """Loss, bits per byte and perplexity."""
+        loss = totals["loss"]
+        return {
+            "loss": loss,
+            "bits_per_byte": totals["nats_per_byte"] / math.log(2),
+            "perplexity": math.exp(min(loss, 700.0)),
+        }
+
+    def sample(self, model: nn.Module) -> str:
+        """A short continuation of `track.sample` (or of the first held-out words)."""
+        assert isinstance(model, gpt.GPT)
+        prompt = self.recipe.track.sample
+        start = self.tokenizer.encode(prompt.encode()) if prompt else self.held_out.read(0, 1)[0, :32]
+        fresh = generate.generate(
+            model, torch.from_numpy(np.asarray(start, dtype=np.int64)), tokens=200, temperature=0.8, top_k=40, seed=1
+        )
+        return self.tokenizer.decode([*map(int, start), *fresh])
+
+    def fingerprint(self) -> str:
+        """Of every corpus and its tokenizer."""
+        return "-".join(store.fingerprint for store in self.stores)
+
+    def phases(self) -> Sequence[Phase]:
+        """One."""
+        return [Phase(0, self.recipe.train.steps or 0)]
+
+    def tasks(self) -> Sequence[str]:
+        """One."""
+        return ["main"]
+
+    def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
+        """See the model's own `work`."""
+        kind = moe if isinstance(self.options, Moe) else gpt
+        return kind.work(self.options, self.sequence, micro_batch, recompute, precision)
+
+
+def open_language(recipe: Recipe, progress: Progress | None = None) -> LanguageWorkload:
+    """Builds (or finds) the token shards of every source. `recipe` must be resolved. Raises UserError."""
+    if not recipe.data:
+        raise UserError("The recipe has no [data].", do='[data] path = "python:stdlib"')
+    stores = [tokens.build(source, progress=progress) for source in recipe.data]
+    odd = {store.tokenizer.name for store in stores}
+    if len(odd) > 1:
+        raise UserError(
+            f"The [[data]] tables use different tokenizers: {', '.join(sorted(odd))}.",
+            do="give every [[data]] table the same tokenizer",
+        )
+    return LanguageWorkload(recipe, stores)
+
+
+def vocabulary(data: config.Data, progress: Progress | None = None) -> int:
+    """Tokens in the vocabulary that `data.tokenizer` has (training one if it must be)."""
+    return tokens.build(data, progress=progress).tokenizer.vocabulary
+
+
+def _window(rows: Tensor) -> Windows:
+    return Windows(rows[:, :-1], rows[:, 1:])

@@ -1,0 +1,62 @@
+"""How do the ranks start? A Place is what one process needs to know of itself to join the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+ROLES = ("trainer", "optimizer", "evaluator", "spare")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process of a run.
+
+    Attributes:
+        rank, world: its number among all processes, and how many there are.
+        local_rank: its number on this host.
+        role: what it does (trainer, later optimizer node, evaluator, spare).
+        device: `cpu` or `cuda:N`.
+        threads: compute threads it may use.
+        attempt: how often the run was started before in this job; each attempt has its own key space.
+        host, port: where the rendezvous store listens; a `listen_fd` >= 0 makes this process its server.
+        log: file its standard error goes to (None: left where it is).
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    role: str = "trainer"
+    device: str = "cpu"
+    threads: int = 1
+    attempt: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+    listen_fd: int = -1
+    log: Path | None = None
+
+
+class Task(Protocol):
+    """What each process runs. What it returns is handed back by launchers that can (must be picklable)."""
+
+    def __call__(self, place: Place) -> Any:
+        """Runs in the process at `place`."""
+        ...
+
+
+def store(place: Place, timeout: float) -> Any:
+    """The rendezvous store (a torch TCPStore) seen from `place`. Waits at most `timeout` seconds."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        place.host,
+        place.port,
+        world_size=None,
+        is_master=place.listen_fd >= 0,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=place.listen_fd if place.listen_fd >= 0 else None,
+    )

@@ -1,0 +1,59 @@
+"""Before the first step all ranks compare who they are: versions, recipe, data. The odd one is named."""
+
+from __future__ import annotations
+
+import platform
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from espalier.comm.base import Traffic, traffic
+from espalier.errors import UserError
+
+
+def identity(**hashes: str) -> dict[str, str]:
+    """What all ranks must share: versions of Python and PyTorch, and the given hashes. Plus the host's name."""
+    return {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "torch": torch.__version__.split("+")[0],
+        **hashes,
+    }
+
+
+def compare(own: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
+    """Gathers every rank's identity over `group` and raises UserError on all ranks when they differ."""
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    gathered: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    with traffic(Traffic.CONTROL):
+        dist.all_gather_object(gathered, dict(own), group=group)
+    check(gathered)
+
+
+def check(identities: Sequence[Mapping[str, str]]) -> None:
+    """Raises UserError naming the ranks and hosts that disagree with most. Pure; `host` itself may differ."""
+    keys = [key for key in identities[0] if key != "host"]
+    for key in keys:
+        values = [one.get(key, "?") for one in identities]
+        usual, count = Counter(values).most_common(1)[0]
+        odd = [rank for rank, value in enumerate(values) if value != usual]
+        if not odd:
+            continue
+        named = ", ".join(f"rank {rank} on {identities[rank]['host']} has {values[rank]}" for rank in odd[:4])
+        raise UserError(
+            f"The ranks do not agree on {key}: {named}; {count} of {len(values)} have {usual}.",
+            why="every rank must run the same code on the same recipe and data",
+            do=_REMEDY.get(key, f"make {key} the same everywhere"),
+        )
+
+
+_REMEDY = {
+    "data": "copy the corpus to every host, or delete the token cache on the odd one so that it is built again",
+    "recipe": "use the same recipe file and overrides on every host",
+    "python": "use the same Python version on every host",
+    "torch": "install the same PyTorch on every host",
+}

@@ -1,0 +1,46 @@
+"""Ranks somebody else has started: torchrun, Slurm, Kubernetes or Ray set PyTorch's own variables."""
+
+from __future__ import annotations
+
+import os
+
+from espalier.errors import UserError
+from espalier.launch.base import Place
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def place(threads: int | None = None) -> Place | None:
+    """This process's place by PyTorch's `env://` variables, or None when nobody has set them.
+
+    Raises UserError when only some of them are set, or are not numbers.
+    """
+    present = [name for name in _NEEDED if name in os.environ]
+    if "RANK" not in present and "WORLD_SIZE" not in present:
+        return None
+    missing = [name for name in _NEEDED if name not in present]
+    if missing:
+        raise UserError(
+            f"The environment names a rank but lacks {', '.join(missing)}.",
+            why=f"{', '.join(present)} are set, as a launcher would",
+            do="start with torchrun, or unset them to run on this machine alone",
+        )
+    rank, world, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    local = _number("LOCAL_RANK", 0)
+    return Place(
+        rank=rank,
+        world=world,
+        local_rank=local,
+        threads=threads or max(1, len(os.sched_getaffinity(0)) // _number("LOCAL_WORLD_SIZE", 1)),
+        attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
+        host=os.environ["MASTER_ADDR"],
+        port=port,
+    )
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{name}={text!r} is not a number.", why="launchers set it to a whole number") from None

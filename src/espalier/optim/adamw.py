@@ -1,0 +1,40 @@
+"""AdamW (torch's own, fused): the plain answer. After Loshchilov and Hutter, arXiv 1711.05101.
+
+Matrices decay, vectors (norms, biases) do not, as in GPT-3 (arXiv 2005.14165).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from espalier.compose import Claim
+from espalier.config import Adamw
+from espalier.optim.base import Group, zeros_like
+
+CLAIM = Claim("adamw", question="optimizer", needs=frozenset({"gradients are summed"}))
+
+
+def build(options: Adamw, names: Mapping[nn.Parameter, str]) -> Group:
+    """AdamW over the parameters in `names`; its state exists from the start. `learning_rate` must be resolved."""
+    assert options.learning_rate is not None, "derive.resolve fills the learning rate"
+    groups = [
+        {"params": [p for p in names if p.ndim >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in names if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=options.learning_rate,
+        betas=options.betas,
+        eps=options.epsilon,
+        fused=True,
+    )
+    for parameter in names:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": zeros_like(parameter),
+            "exp_avg_sq": zeros_like(parameter),
+        }
+    return Group(optimizer, names)

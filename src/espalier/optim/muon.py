@@ -1,0 +1,94 @@
+"""Muon: momentum whose matrices are made orthogonal before they are applied, for hidden matrices.
+
+After Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024): Nesterov momentum, then five
+quintic Newton-Schulz iterations that bring every singular value near one. The update is scaled by
+sqrt(max(1, rows / columns)) so that wide and tall matrices move alike.
+
+We deviate in two ways: the iteration runs in the parameter's own precision on CPUs (bfloat16 products are slower there)
+and in bfloat16 on GPUs; and matrices of one shape go through it as one batched product.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from espalier.compose import Claim
+from espalier.config import Muon
+from espalier.optim.adamw import build as build_adamw
+from espalier.optim.base import Group, Together, zeros_like
+
+CLAIM = Claim("muon", question="optimizer", needs=frozenset({"gradients are summed", "whole matrices"}))
+
+# Coefficients of the quintic p(s) = a·s + b·s³ + c·s⁵, chosen by Jordan et al. for the steepest slope at zero.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+
+
+def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
+    """The nearest (semi-)orthogonal matrices, roughly: singular values end in about [0.7, 1.2].
+
+    Args:
+        matrices: [count, rows, columns], any float dtype; left unchanged.
+        iterations: Newton-Schulz steps; five suffice.
+    """
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    if x.is_cuda:
+        x = x.bfloat16()
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C)
+        x = torch.baddbmm(x, polynomial, x, beta=_A)
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+class MuonStep(torch.optim.Optimizer):
+    """Muon over matrices (2-D parameters only). Has state: one momentum buffer per matrix."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], options: Muon) -> None:
+        super().__init__(parameters, {"lr": options.learning_rate})
+        self.options = options
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"momentum": zeros_like(parameter)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One update of every matrix that has a gradient."""
+        assert closure is None, "closures are not supported"
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_shape[parameter.shape].append(parameter)
+            for parameters in by_shape.values():
+                self._move(parameters, group["lr"])
+
+    def _move(self, parameters: list[nn.Parameter], rate: float) -> None:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        buffers = [self.state[parameter]["momentum"] for parameter in parameters]
+        momentum = self.options.momentum
+        torch._foreach_lerp_(buffers, gradients, 1.0 - momentum)
+        nesterov = torch._foreach_lerp(gradients, buffers, momentum)
+        updates = orthogonalize(torch.stack(list(nesterov)), self.options.iterations)
+        rows, columns = parameters[0].shape
+        torch._foreach_mul_(parameters, 1.0 - rate * self.options.weight_decay)
+        torch._foreach_add_(parameters, list(updates), alpha=-rate * max(1.0, rows / columns) ** 0.5)
+
+
+def build(options: Muon, names: Mapping[nn.Parameter, str], embeddings: frozenset[nn.Parameter]) -> Together:
+    """Muon on the hidden matrices in `names`, AdamW on the rest (vectors, and the tables in `embeddings`)."""
+    assert options.learning_rate is not None, "derive.resolve fills the learning rate"
+    hidden = {p: name for p, name in names.items() if p.ndim == 2 and p not in embeddings}
+    others = {p: name for p, name in names.items() if p not in hidden}
+    members = []
+    if hidden:
+        members.append(Group(MuonStep(hidden, options), hidden))
+    if others:
+        members.append(build_adamw(options.adamw, others))
+    return Together(list(members))

@@ -1,0 +1,156 @@
+"""The run folder: opened, locked, compared, taken up again. Imports no torch.
+
+run.toml  cluster.toml  plan.json  events.jsonl  report.html  checkpoints/  logs/
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from espalier import cluster as clusters
+from espalier import config
+from espalier.config import load
+from espalier.errors import UserError
+from espalier.plan import base as plans
+
+
+@dataclass
+class RunFolder:
+    """A run's files. Has state: the lock, held until the process ends."""
+
+    path: Path
+    lock: int = -1
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "run.toml"
+
+    @property
+    def cluster(self) -> Path:
+        """The machines."""
+        return self.path / "cluster.toml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan."""
+        return self.path / "plan.json"
+
+    @property
+    def events(self) -> Path:
+        """The run log."""
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The saved states, unless `checkpoint.target` names another place."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """What each rank wrote to its standard error."""
+        return self.path / "logs"
+
+    def exists(self) -> bool:
+        """Whether a run was begun here."""
+        return self.recipe.exists()
+
+    def write(self, recipe: config.Recipe, cluster: clusters.Cluster, plan: plans.Plan) -> None:
+        """Writes the three files that say what this run is, each whole or not at all."""
+        replace(self.recipe, load.dump(recipe))
+        replace(self.cluster, clusters.dumps(cluster))
+        replace(self.plan, plans.dumps(plan))
+
+    def read(self) -> tuple[config.Recipe, plans.Plan]:
+        """The resolved recipe and the plan of the run in this folder."""
+        return load.load(self.recipe), plans.read(self.plan)
+
+
+def find(path: str | Path) -> RunFolder:
+    """The run in an existing folder. Raises UserError when there is none."""
+    folder = RunFolder(Path(path))
+    if folder.exists():
+        return folder
+    beside = Path(path).parent if Path(path).parent.is_dir() else Path(".")
+    runs = sorted(str(found.parent) for found in beside.glob("*/run.toml"))
+    raise UserError(
+        f"There is no run in {path}.",
+        why="a run folder holds run.toml, plan.json and events.jsonl",
+        do=f"runs here: {', '.join(runs[:5])}" if runs else "espalier train examples/language.toml",
+    )
+
+
+def open_folder(path: str | Path) -> RunFolder:
+    """The folder at `path`, made if need be and locked against other processes. Raises UserError when it cannot be."""
+    folder = RunFolder(Path(path))
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.lock = os.open(folder.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise cannot_write(folder.path, error) from None
+    try:
+        fcntl.flock(folder.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = os.pread(folder.lock, 64, 0).decode(errors="replace").strip() or "unknown"
+        raise UserError(
+            f"The run folder {path} is in use by another process (pid {owner}).",
+            do="wait for it, stop it, or give another folder with --run",
+        ) from None
+    os.ftruncate(folder.lock, 0)
+    os.pwrite(folder.lock, str(os.getpid()).encode(), 0)
+    return folder
+
+
+def refuse_other_meaning(folder: RunFolder, recipe: config.Recipe) -> None:
+    """Raises UserError when `recipe` (resolved) means another run than the one in `folder`."""
+    before, _ = folder.read()
+    changed = load.changed(before, recipe)
+    if changed:
+        key, old, new = changed[0]
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise UserError(
+            f"{folder.path} holds a run with {key} = {old!r}, not {new!r}{more}.",
+            why="taking it up again would mix two different runs",
+            do=f"--run {folder.path}-2 for a new run, or set {key} back",
+        )
+    old_steps, new_steps = before.train.steps or 0, recipe.train.steps or 0
+    if new_steps < old_steps:
+        raise UserError(
+            f"{folder.path} holds a run of train.steps = {old_steps}, not {new_steps}.",
+            why="steps may grow, not shrink",
+            do=f"train.steps={old_steps} or more, or --run for a new run",
+        )
+
+
+def replace(path: Path, text: str) -> None:
+    """Writes `text` to `path` whole or not at all (temporary file, fsync, rename). Raises UserError on a full disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise cannot_write(path, error) from None
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """The UserError for an OSError met while writing `path`."""
+    if error.errno == errno.ENOSPC:
+        return UserError(f"The disk is full: {path} could not be written.", do="free some space, then run again")
+    return UserError(f"{path} cannot be written: {error.strerror}.", do="give another folder with --run")
+
+
+def hashed(value: Any) -> str:
+    """A short hash of any plain value, the same on every machine."""
+    import hashlib
+
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,42 @@
+"""The plain schedule: every rank runs the whole model, one micro-batch after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from espalier.compose import Claim
+from espalier.stages.base import Loss, Outcome
+
+CLAIM = Claim("whole", question="stages")
+
+Accumulate = Callable[[bool], AbstractContextManager[None]]
+"""Given whether this is the last micro-batch, the context in which its backward runs (gradients travel on the last)."""
+
+
+class Whole:
+    """Forward and backward of each micro-batch in turn; gradients add up in `.grad`."""
+
+    def __init__(
+        self, nominal_weight: float, accumulate: Accumulate, context: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self.nominal_weight = nominal_weight
+        self.accumulate = accumulate
+        self.context = context
+
+    def run(self, model: nn.Module, batches: Sequence[Any], loss: Loss) -> Outcome:
+        """See `Schedule.run`. `context` (autocast, say) holds round the forward pass only."""
+        losses: list[Tensor] = []
+        weights: list[Tensor] = []
+        for index, batch in enumerate(batches):
+            with self.accumulate(index == len(batches) - 1):
+                with self.context():
+                    value, weight = loss(model, batch)
+                torch.autograd.backward(value / self.nominal_weight)
+            losses.append(value.detach().double())
+            weights.append(weight.detach().double())
+        return Outcome(torch.stack(losses).sum(), torch.stack(weights).sum())

@@ -1,0 +1,92 @@
+"""Replicas agree at every step: plain data parallel. The reference all other agreements are measured against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from espalier.comm.base import Traffic, traffic
+from espalier.compose import Claim
+from espalier.optim.base import Optimizer
+from espalier.stages.base import Outcome
+from espalier.sync.base import Agreed
+
+CLAIM = Claim(
+    "every_step",
+    question="sync",
+    needs=frozenset({"gradients are summed"}),
+    changes=frozenset({"owns the optimizer step", "replicas equal after each step"}),
+)
+
+
+class EveryStep:
+    """Waits for the summed gradients, clips them by their global norm, and takes one optimizer step. Has no state."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizer: Optimizer,
+        wait: Callable[[], None],
+        totals: Totals,
+        *,
+        nominal_weight: float,
+        clip: float,
+    ) -> None:
+        self.parameters = parameters
+        self.optimizer = optimizer
+        self.wait = wait
+        self.totals = totals
+        self.nominal_weight = nominal_weight
+        self.clip = clip
+
+    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
+        """See `Agreement.step`. Nothing moves when a loss or the gradient is not finite."""
+        summed = self.totals.start(outcome, stop)
+        self.wait()
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        loss, weight, stopping, faulty = summed()
+        scale = self.nominal_weight / weight if weight else 0.0
+        size = float(norm) * scale
+        if not faulty and math.isfinite(size):
+            self._scale(gradients, scale, size)
+            self.optimizer.step(learning_rate)
+        return Agreed(loss / weight if weight else math.nan, weight, size, stopping, faulty)
+
+    def _scale(self, gradients: list[Tensor], scale: float, size: float) -> None:
+        if self.clip > 0 and size > self.clip:
+            scale *= self.clip / size
+        if scale != 1.0:
+            torch._foreach_mul_(gradients, scale)
+
+
+class Totals:
+    """Adds the ranks' losses, weights, stop flags and not-a-number flags in one small all-reduce."""
+
+    def __init__(self, group: torch.distributed.ProcessGroup | None, rank: int, world: int) -> None:
+        self.group, self.rank, self.world = group, rank, world
+
+    def start(self, outcome: Outcome, stop: bool) -> Callable[[], tuple[float, float, bool, tuple[int, ...]]]:
+        """Launches the sum; the returned function waits for it: (loss sum, weight sum, stop, faulty ranks)."""
+        values = torch.zeros(3 + self.world, dtype=torch.float64)
+        loss = float(outcome.loss)
+        values[0] = loss if math.isfinite(loss) else 0.0
+        values[1] = float(outcome.weight)
+        values[2] = float(stop)
+        values[3 + self.rank] = float(not math.isfinite(loss))
+        work = None
+        if self.group is not None:
+            with traffic(Traffic.CONTROL):
+                work = torch.distributed.all_reduce(values, group=self.group, async_op=True)
+
+        def summed() -> tuple[float, float, bool, tuple[int, ...]]:
+            if work is not None:
+                work.wait()
+            numbers = values.tolist()
+            faulty = tuple(rank for rank in range(self.world) if numbers[3 + rank])
+            return numbers[0], numbers[1], numbers[2] > 0, faulty
+
+        return summed

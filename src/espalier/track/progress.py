@@ -1,0 +1,248 @@
+"""Progress of a run for people: a bar on a terminal, else one plain line a minute. Fed with the run log's events."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+from espalier.track.events import Event
+from espalier.units import show_count, show_seconds, show_size
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
+
+_WINDOW = 50
+"""Steps over which the rate and the time left are averaged."""
+_EVERY = 60.0
+_PATIENCE = 2.0
+
+
+class Progress:
+    """Shows a run of `total_steps` that begins after `first_step`. Has state: recent steps and the bar.
+
+    Args:
+        total_steps: steps of the whole run.
+        first_step: steps done before (a resumed run).
+        out: where to write; stdout when None.
+        terminal: whether to draw a bar; None asks `out`.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        first_step: int = 0,
+        out: TextIO | None = None,
+        terminal: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total, self.step = total_steps, first_step
+        self._out = out if out is not None else sys.stdout
+        self._clock = clock
+        self._began = self._said = clock()
+        self._recent: deque[tuple[float, int, Event]] = deque(maxlen=_WINDOW)
+        self._peak = 0.0
+        self._open = True
+        self._bar = _Bar(self._out, total_steps, first_step) if _is_terminal(self._out, terminal) else None
+        self._line(f"training to step {total_steps:,}" + (f", from step {first_step:,}" if first_step else ""))
+
+    def event(self, event: Event) -> None:
+        """Takes one event of the run log."""
+        kind = event.get("event")
+        if kind == "step":
+            self._take(event)
+        elif kind == "validation":
+            self._line(_validation(event))
+        elif kind == "incident":
+            self._line(_incident(event))
+        elif kind == "end":
+            self._end(event)
+
+    def close(self) -> None:
+        """Leaves the terminal as it was; without an `end` event, says how far it came."""
+        if self._open:
+            self._end({"reason": "stopped"})
+
+    def _take(self, event: Event) -> None:
+        now = self._clock()
+        first = not self._recent
+        self.step = event["step"]
+        self._peak = max(self._peak, event.get("memory") or 0.0)
+        self._recent.append((now, self.step, event))
+        if self._bar:
+            self._bar.show(self.step, self._figures())
+        elif first or now - self._said >= _EVERY:
+            self._line(f"step {self.step:,}/{self.total:,} · {' · '.join(self._figures())}")
+
+    def _end(self, event: Event) -> None:
+        if not self._open:
+            return
+        self._open = False
+        if self._bar:
+            self._bar.stop()
+        loss = self._recent[-1][2].get("loss") if self._recent else None
+        parts = [f"{event.get('reason', 'ended')} at step {self.step:,} of {self.total:,}"]
+        parts += [event["what"]] if event.get("what") else []
+        parts += [f"loss {loss:.4g}"] if loss is not None else []
+        parts += [show_seconds(event.get("seconds") or self._clock() - self._began)]
+        self._line(" · ".join(parts))
+
+    def _figures(self) -> list[str]:
+        _, _, last = self._recent[-1]
+        figures = [f"loss {last['loss']:.4g}"] if last.get("loss") is not None else []
+        seconds = sum(event.get("seconds") or 0.0 for _, _, event in self._recent)
+        if seconds > 0:
+            figures.append(
+                f"{show_count(sum(event.get('tokens') or 0 for _, _, event in self._recent) / seconds)} tok/s"
+            )
+        if last.get("mfu"):
+            figures.append(f"MFU {last['mfu']:.1%}")
+        if self._peak:
+            figures.append(show_size(self._peak))
+        left = self._left()
+        return figures + ([f"{show_seconds(left)} left"] if left is not None else [])
+
+    def _left(self) -> float | None:
+        """Seconds to go at the recent rate by the clock, so that validation and checkpoints count; None at first."""
+        (then, before, first), (now, step, _) = self._recent[0], self._recent[-1]
+        if step <= before:
+            seconds = first.get("seconds")
+            return float(seconds) * (self.total - step) if seconds else None
+        return (now - then) / (step - before) * (self.total - step)
+
+    def _line(self, text: str) -> None:
+        self._said = self._clock()
+        if self._bar:
+            self._bar.say(text)
+        else:
+            self._out.write(text + "\n")
+            self._out.flush()
+
+
+class _Bar:
+    """rich's bar with our figures after it. Has state."""
+
+    def __init__(self, out: TextIO, total: int, first: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+
+        columns = (MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[figures]}"))
+        self._bars, self._task = _bars(out, columns, total, figures="")
+        self._bars.update(self._task, completed=first)
+
+    def show(self, step: int, figures: list[str]) -> None:
+        self._bars.update(self._task, completed=step, figures=" · ".join(figures))
+
+    def say(self, text: str) -> None:
+        self._bars.console.print(text, markup=False, highlight=False)
+
+    def stop(self) -> None:
+        self._bars.refresh()
+        self._bars.stop()
+
+
+class Waiting:
+    """Shows that something long is under way, once it has taken two seconds. Has state.
+
+    `with Waiting("Tokenizing", total_bytes, show_size) as waiting: … waiting.advance(n)`. `show` writes amounts.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: float,
+        show: Callable[[float], str] = show_count,
+        out: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.what, self.total, self.done = what, total, 0.0
+        self._show, self._clock = show, clock
+        self._out = out if out is not None else sys.stdout
+        self._began = clock()
+        self._said: float | None = None
+        self._bars: tuple[Bars, TaskID] | None = None
+
+    def advance(self, amount: float = 1.0) -> None:
+        """`amount` more is done."""
+        self.done += amount
+        now = self._clock()
+        if now - self._began < _PATIENCE:
+            return
+        if _is_terminal(self._out, None):
+            self._draw()
+        elif self._said is None or now - self._said >= _EVERY:
+            self._said = now
+            share = f"{self.done / self.total:.0%} of " if self.total else ""
+            self._write(f"{self.what}: {share}{self._show(self.total or self.done)}")
+
+    def close(self) -> None:
+        """Takes the bar away; says how long it took if it was long."""
+        took = self._clock() - self._began
+        if self._bars:
+            self._bars[0].stop()
+        if self._bars or self._said is not None:
+            self._bars, self._said = None, None
+            self._write(f"{self.what}: {self._show(self.done)} in {show_seconds(took)}")
+
+    def __enter__(self) -> Waiting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _draw(self) -> None:
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        if self._bars is None:
+            columns = (TextColumn(self.what), BarColumn(bar_width=24), TaskProgressColumn(), TimeRemainingColumn())
+            self._bars = _bars(self._out, columns, self.total, transient=True)
+        bars, task = self._bars
+        bars.update(task, completed=self.done)
+
+    def _write(self, text: str) -> None:
+        self._out.write(text + "\n")
+        self._out.flush()
+
+
+@contextmanager
+def showing(progress: Progress) -> Iterator[Progress]:
+    """Closes `progress` at the end of the block, however it ends."""
+    try:
+        yield progress
+    finally:
+        progress.close()
+
+
+def _bars(
+    out: TextIO, columns: tuple[Any, ...], total: float, transient: bool = False, **fields: Any
+) -> tuple[Bars, TaskID]:
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
+    bars = Bars(*columns, console=Console(file=out, force_terminal=True), transient=transient, refresh_per_second=4)
+    bars.start()
+    return bars, bars.add_task("", total=total or None, **fields)
+
+
+def _is_terminal(out: TextIO, wanted: bool | None) -> bool:
+    return out.isatty() if wanted is None else wanted
+
+
+def _validation(event: Event) -> str:
+    skipped = ("event", "time", "step", "seconds")
+    figures = [
+        f"{key.replace('_', ' ')} {value:.4g}"
+        for key, value in event.items()
+        if key not in skipped and isinstance(value, int | float)
+    ]
+    return f"validation at step {event.get('step', 0):,} · {' · '.join(figures)}"
+
+
+def _incident(event: Event) -> str:
+    where = f" at step {event['step']:,}" if event.get("step") is not None else ""
+    action = f" -> {event['action']}" if event.get("action") else ""
+    return f"incident{where}: {event.get('what', event.get('kind', 'unknown'))}{action}"

@@ -1,0 +1,430 @@
+"""The training loop, and the only place where parts are wired together. One loop for every workload.
+
+`build` shows the order in which the mechanisms of a plan wrap a model; `Trainer.run` is the whole run, top to bottom.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from espalier import comm, compose, units
+from espalier.checkpoint import sharded as checkpoints
+from espalier.comm.base import Traffic, traffic
+from espalier.config import Muon, Recipe
+from espalier.errors import Interrupted, RunFailed, UserError
+from espalier.launch import base as launch
+from espalier.launch import handshake
+from espalier.optim import adamw, muon, schedules
+from espalier.optim.base import Optimizer, names_of
+from espalier.plan.base import Plan
+from espalier.shard import replicate
+from espalier.shard.base import Sharding
+from espalier.stages import whole
+from espalier.stages.base import Schedule
+from espalier.sync import every_step
+from espalier.sync.base import Agreed, Agreement
+from espalier.workload import Shard, Workload, to_device
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+"""Precision of the parameters. With bf16 they stay fp32 (the master weights); autocast computes in bf16."""
+
+BF16 = compose.Claim("bf16", question="precision")
+COMPILE = compose.Claim("compile", question="compile", after=frozenset({"recompute"}))
+
+Emit = Callable[..., None]
+
+
+class Built(NamedTuple):
+    """A model with everything its plan wraps round it."""
+
+    model: nn.Module
+    sharding: Sharding
+    optimizer: Optimizer
+    schedule: Schedule
+    agreement: Agreement
+
+
+@dataclass
+class Setting:
+    """What one rank needs to know to train: the run's recipe and plan, its own place, and where things go."""
+
+    recipe: Recipe
+    plan: Plan
+    workload: Workload
+    place: launch.Place
+    folder: Path | None = None
+    """None: nothing is written (a trial, a test)."""
+    emit: Emit = field(default=lambda event, **fields: None)
+    stop_after: int | None = None
+    """Ends the run after this step as if it had been interrupted."""
+    flops_per_second: float = 0.0
+    """Peak (or best measured) of all devices together, for MFU."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return torch.device(self.place.device)
+
+    @property
+    def shard(self) -> Shard:
+        """This rank's part of every global batch."""
+        start, stop = self.plan.ranks[self.place.rank].share
+        return Shard(start, stop, self.plan.micro_batch)
+
+
+def claims(recipe: Recipe, plan: Plan) -> list[compose.Claim]:
+    """What the mechanisms chosen by `recipe` and `plan` need and change."""
+    chosen = [replicate.CLAIM, whole.CLAIM, every_step.CLAIM]
+    chosen.append(muon.CLAIM if isinstance(recipe.train.optimizer, Muon) else adamw.CLAIM)
+    if plan.recompute != "none":
+        chosen.append(compose.Claim(f"recompute_{plan.recompute}", question="recompute"))
+    if plan.precision == "bf16":
+        chosen.append(BF16)
+    if plan.compile:
+        chosen.append(COMPILE)
+    return chosen
+
+
+def build(setting: Setting, channel: dist.ProcessGroup | None) -> Built:
+    """Wraps the workload's model in the mechanisms of the plan, in this order."""
+    recipe, plan, workload = setting.recipe, setting.plan, setting.workload
+    compose.require(claims(recipe, plan))
+    model = workload.build(setting.device, DTYPES[plan.precision])
+    workload.recompute(model, plan.recompute)
+    if plan.compile:
+        compile_blocks(workload.blocks(model))
+    sharding = replicate.Replicate(model, channel, bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"))
+    optimizer = build_optimizer(recipe, model, workload.embeddings(model))
+    schedule = whole.Whole(workload.nominal_weight, sharding.accumulate, _context(plan, setting.device))
+    agreement = every_step.EveryStep(
+        list(names_of(model)),
+        optimizer,
+        sharding.wait,
+        every_step.Totals(channel, setting.place.rank, setting.place.world),
+        nominal_weight=workload.nominal_weight,
+        clip=recipe.train.clip,
+    )
+    return Built(model, sharding, optimizer, schedule, agreement)
+
+
+def build_optimizer(recipe: Recipe, model: nn.Module, embeddings: Sequence[nn.Parameter]) -> Optimizer:
+    """The recipe's optimizer over the trainable parameters of `model`."""
+    options, names = recipe.train.optimizer, names_of(model)
+    if isinstance(options, Muon):
+        return muon.build(options, names, frozenset(embeddings))
+    return adamw.build(options, names)
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Compiles each block in place. Raises UserError when there is no compiler to do it with."""
+    import shutil
+
+    if not torch.cuda.is_available() and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+        raise UserError(
+            "train.compile = true needs a C++ compiler, and none is on the PATH.",
+            do="apt-get install g++, or train.compile = false",
+        )
+    for block in blocks:
+        block.compile()
+
+
+def _context(plan: Plan, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    if plan.precision == "bf16":
+        return lambda: torch.autocast(device.type, torch.bfloat16)
+    return contextlib.nullcontext
+
+
+class Trainer:
+    """One run on one rank. Has state: the model, the optimizer and the number of the next step."""
+
+    def __init__(self, setting: Setting, channel: dist.ProcessGroup | None) -> None:
+        self.setting = setting
+        self.channel = channel
+        self.workload = setting.workload
+        self.steps = setting.recipe.train.steps or 0
+        self.step = 0
+        self.tokens = 0
+        self.built = build(setting, channel)
+        self.stopping = False
+        one = self.workload.work(setting.plan.micro_batch, "none", setting.plan.precision)
+        self.step_flops = one.model_flops / setting.plan.micro_batch * self.workload.global_batch
+        self.step_tokens = one.tokens / setting.plan.micro_batch * self.workload.global_batch
+
+    # --- one step ------------------------------------------------------------------------------------------------
+
+    def train_step(self, batches: Sequence[Any]) -> Agreed:
+        """Forward, backward, exchange, update. Randomness is a pure function of (seed, step, rank)."""
+        recipe, rank = self.setting.recipe, self.setting.place.rank
+        torch.manual_seed(hash((recipe.train.seed, self.step, rank)) & 0x7FFF_FFFF_FFFF_FFFF)
+        self.built.model.train()
+        with comm.phase("forward and backward"):
+            for parameter in self.built.model.parameters():
+                parameter.grad = None
+            outcome = self.built.schedule.run(self.built.model, batches, self.workload.loss)
+        with comm.phase("agreement"):
+            rate = schedules.factor(recipe.train.schedule, self.step, self.steps)
+            agreed = self.built.agreement.step(outcome, rate, self.stopping)
+        if agreed.faulty or not math.isfinite(agreed.gradient_norm):
+            self._not_a_number(agreed, batches)
+        self.step += 1
+        self.tokens += round(self.step_tokens)
+        return agreed
+
+    def _not_a_number(self, agreed: Agreed, batches: Sequence[Any]) -> None:
+        """Finds out whose batch it was and ends the run. Nothing was updated in this step."""
+        faulty, what = agreed.faulty, "loss"
+        if not faulty:
+            faulty, what = self._ranks_with_bad_gradients(batches), "gradient"
+        start, stop = self.setting.plan.ranks[faulty[0]].share if faulty else (0, self.workload.global_batch)
+        names = self.workload.documents(self.step, Shard(start, stop, self.setting.plan.micro_batch))
+        shown = ", ".join(list(dict.fromkeys(names))[:5])
+        who = f"rank {', '.join(map(str, faulty))}" if faulty else "the sum over ranks"
+        raise RunFailed(
+            f"The {what} is not finite in step {self.step + 1} on {who}.",
+            why=f"that batch came from {shown}",
+            do="lower the learning rate, look at those documents, or resume from the last checkpoint with another rate",
+        )
+
+    def _ranks_with_bad_gradients(self, batches: Sequence[Any]) -> tuple[int, ...]:
+        for parameter in self.built.model.parameters():
+            parameter.grad = None
+        apart = whole.Whole(
+            self.workload.nominal_weight,
+            lambda last: self.built.sharding.accumulate(False),
+            _context(self.setting.plan, self.setting.device),
+        )
+        apart.run(self.built.model, batches, self.workload.loss)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.built.model.parameters() if p.grad is not None])
+        flags = torch.zeros(self.setting.place.world)
+        flags[self.setting.place.rank] = float(not torch.isfinite(norm))
+        self._sum(flags)
+        return tuple(int(rank) for rank in flags.nonzero().flatten())
+
+    def _sum(self, values: torch.Tensor) -> None:
+        if self.channel is not None:
+            with traffic(Traffic.CONTROL):
+                dist.all_reduce(values, group=self.channel)
+
+    # --- the run -------------------------------------------------------------------------------------------------
+
+    def run(self, saved: checkpoints.Checkpoints | None = None) -> None:
+        """Trains from `self.step` to the end, validating and saving on the way. Raises Interrupted after Ctrl-C."""
+        recipe = self.setting.recipe
+        with self._hearing_signals(), self._profile() as profile, self._feed() as feed:
+            for batches, waited in feed:
+                begun = time.perf_counter()
+                agreed = self.train_step(batches)
+                profile()
+                self._report(agreed, time.perf_counter() - begun + waited)
+                loss = self.validate() if self._due(recipe.train.validate_every) else None
+                stop = agreed.stop or self.step == self.setting.stop_after
+                if saved is not None and (stop or self._due(recipe.checkpoint.every)):
+                    self.save(saved, loss, wait=stop)
+                if stop and self.step < self.steps:
+                    raise self._interrupted(saved)
+
+    def _due(self, every: int | None) -> bool:
+        return self.step == self.steps or (every is not None and every > 0 and self.step % every == 0)
+
+    @contextlib.contextmanager
+    def _feed(self) -> Iterator[Iterator[tuple[Sequence[Any], float]]]:
+        """(batches, seconds waited for them) of each remaining step, made ready one step ahead in a thread."""
+        shard, device = self.setting.shard, self.setting.device
+
+        def make(step: int) -> Sequence[Any]:
+            return self.workload.batches(step, shard)
+
+        def all_of_them(pool: ThreadPoolExecutor) -> Iterator[tuple[Sequence[Any], float]]:
+            ahead = pool.submit(make, self.step) if self.step < self.steps else None
+            while ahead is not None:
+                begun = time.perf_counter()
+                batches = [to_device(batch, device) for batch in ahead.result()]
+                waited = time.perf_counter() - begun
+                following = self.step + 1
+                ahead = pool.submit(make, following) if following < self.steps else None
+                yield batches, waited
+
+        with ThreadPoolExecutor(1, thread_name_prefix="feed") as pool:
+            yield all_of_them(pool)
+
+    def _report(self, agreed: Agreed, seconds: float) -> None:
+        recipe, setting = self.setting.recipe, self.setting
+        fields: dict[str, Any] = {
+            "step": self.step,
+            "loss": agreed.loss,
+            "tokens": self.tokens,
+            "seconds": seconds,
+            "mfu": self.step_flops / seconds / setting.flops_per_second if setting.flops_per_second else None,
+            "learning_rate": schedules.factor(recipe.train.schedule, self.step - 1, self.steps),
+            "gradient_norm": agreed.gradient_norm,
+            "memory": peak_memory(setting.device),
+            "bytes": comm.sent_bytes(),
+        }
+        setting.emit("step", **fields)
+
+    @torch.no_grad()
+    def validate(self) -> float | None:
+        """Held-out loss over all ranks, or None when there is nothing held out."""
+        samples, world = self.workload.validation_samples(), self.setting.place.world
+        if samples == 0:
+            return None
+        self.built.model.eval()
+        rank = self.setting.place.rank
+        cuts = [samples * index // world for index in (rank, rank + 1)]
+        with comm.phase("validation"), _context(self.setting.plan, self.setting.device)():
+            found = self.workload.evaluate(self.built.model, Shard(cuts[0], cuts[1], self.setting.plan.micro_batch))
+            names = sorted(found)
+            totals = torch.tensor([found[name] for name in names], dtype=torch.float64)
+            self._sum(totals)
+        means = {name: float(totals[i, 0] / totals[i, 1]) for i, name in enumerate(names)}
+        self.setting.emit("validation", step=self.step, **self.workload.summary(means))
+        return means.get("loss")
+
+    def sample(self) -> str:
+        """What the model says now (rank 0 asks)."""
+        self.built.model.eval()
+        with torch.no_grad():
+            return self.workload.sample(self.built.model)
+
+    # --- saving --------------------------------------------------------------------------------------------------
+
+    def parts(self) -> Mapping[str, Any]:
+        """Everything that has state, by name."""
+        return {"model": self.built.model, "optimizer": self.built.optimizer}
+
+    def save(self, saved: checkpoints.Checkpoints, loss: float | None, wait: bool) -> None:
+        """Saves the state after `self.step` steps."""
+        with comm.phase("saving"):
+            begun = time.perf_counter()
+            meta = {"step": self.step, "tokens": self.tokens}
+            saved.save(self.step, self.parts(), meta, loss, wait=wait or self.step == self.steps)
+            self.setting.emit("checkpoint", step=self.step, seconds=time.perf_counter() - begun)
+
+    def restore(self, saved: checkpoints.Checkpoints) -> None:
+        """Takes up the newest good checkpoint, if there is one."""
+        with comm.phase("restoring"):
+            loaded = saved.load(self.parts())
+        if loaded is not None:
+            self.step, self.tokens = int(loaded.meta["step"]), int(loaded.meta["tokens"])
+
+    # --- signals and profile -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _hearing_signals(self) -> Iterator[None]:
+        def hear(number: int, frame: Any) -> None:
+            self.stopping = True
+
+        before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def _profile(self) -> Iterator[Callable[[], None]]:
+        wanted, folder = self.setting.recipe.track.profile, self.setting.folder
+        if wanted is None or folder is None or self.setting.place.rank != 0:
+            yield lambda: None
+            return
+        from espalier.track.trace import Profile
+
+        with Profile(wanted[0], wanted[1], folder / "trace.json", first_step=self.step) as profile:
+            yield profile.step
+
+    def _interrupted(self, saved: checkpoints.Checkpoints | None) -> Interrupted:
+        where = "saved" if saved is not None else "not saved"
+        return Interrupted(
+            f"Stopped after step {self.step} of {self.steps}; the state is {where}.",
+            do="run the same command again to go on",
+        )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this rank ever held: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# --- one rank's whole life -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def joined(place: launch.Place, timeout: float) -> Iterator[dist.ProcessGroup | None]:
+    """This rank's Channel to the others, or None when it is alone."""
+    torch.set_num_threads(place.threads)
+    if place.device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(place.device))
+    if place.world == 1:
+        yield None
+        return
+    inner = "nccl" if place.device.startswith("cuda") else "gloo"
+    channel = comm.connect(
+        launch.store(place, timeout), place.rank, place.world, timeout=timeout, inner=inner, attempt=place.attempt
+    )
+    try:
+        yield channel
+    finally:
+        comm.disconnect()
+
+
+def train(setting: Setting, identity: Mapping[str, str]) -> dict[str, Any]:
+    """Trains on this rank from the newest checkpoint (if any) to the end. Returns the steps and tokens done."""
+    recipe, place = setting.recipe, setting.place
+    timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
+    with joined(place, timeout) as channel:
+        handshake.compare(identity, channel)
+        trainer = Trainer(setting, channel)
+        saved = None
+        if setting.folder is not None:
+            target = recipe.checkpoint.target or str(setting.folder / "checkpoints")
+            saved = checkpoints.Checkpoints(
+                target,
+                keep=recipe.checkpoint.keep,
+                keep_best=recipe.checkpoint.keep_best,
+                rank=place.rank,
+                world=place.world,
+                on_event=setting.emit,
+            )
+            trainer.restore(saved)
+        setting.emit("start", step=trainer.step, pid=os.getpid())
+        trainer.run(saved)
+        if saved is not None:
+            saved.wait()
+        text = trainer.sample() if place.rank == 0 else ""
+        if text:
+            setting.emit("sample", step=trainer.step, text=text)
+        return {"step": trainer.step, "tokens": trainer.tokens}
+
+
+def trial(setting: Setting, seconds: float) -> float:
+    """Median seconds per step over about `seconds` of real steps, after one to warm up. Writes nothing."""
+    with joined(setting.place, units.seconds(setting.recipe.comm.timeout, "comm.timeout")) as channel:
+        trainer = Trainer(setting, channel)
+        batches = [to_device(batch, setting.device) for batch in setting.workload.batches(0, setting.shard)]
+        times: list[float] = []
+        budget = torch.tensor(seconds)
+        while len(times) < 2 or (float(budget) > 0 and len(times) < 50):
+            begun = time.perf_counter()
+            trainer.train_step(batches)
+            times.append(time.perf_counter() - begun)
+            budget = torch.tensor(seconds - sum(times))
+            if channel is not None:
+                dist.broadcast(budget, 0, group=channel)
+        return statistics.median(times[1:])

@@ -1,0 +1,1 @@
+"""What can a user ask for? One file per verb of the command line."""

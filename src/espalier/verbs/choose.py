@@ -1,0 +1,100 @@
+"""Chooses a run's plan: the plain planner's candidates, tried for a second or two each where guessing is no good.
+
+On a CPU, whether one rank of N threads or N ranks of one thread is faster depends on the model's sizes in ways that no
+short formula catches, so the candidates run a few real steps; what was measured is kept for the next run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from espalier import cluster as clusters
+from espalier import run as runs
+from espalier import trainer
+from espalier.config import load
+from espalier.hardware import probe
+from espalier.launch import base as launch
+from espalier.launch import local
+from espalier.plan import base as plans
+from espalier.plan import uniform
+from espalier.verbs import ready
+from espalier.workload import Workload
+
+TRIAL_SECONDS = 1.5
+"""How long each candidate runs, warm-up not counted."""
+
+Measured = dict[tuple[int, int], float]
+
+
+def choose(
+    resolved: ready.Resolved, workload: Workload, cluster: clusters.Cluster, world: int | None = None
+) -> plans.Plan:
+    """The plan for this recipe on these machines; with `world`, for exactly that many ranks."""
+    request = ready.request(resolved.recipe, ranks=world)
+    candidates = uniform.candidates(request, cluster)
+    if world is None and _worth_trying(candidates, resolved):
+        return uniform.plan(request, cluster, _measured(candidates, resolved, workload, cluster))
+    return uniform.plan(request, cluster)
+
+
+def _worth_trying(candidates: list[plans.Plan], resolved: ready.Resolved) -> bool:
+    local_cpu = all(rank.device == "cpu" and rank.node == 0 for plan in candidates for rank in plan.ranks)
+    return resolved.recipe.plan.trial and local_cpu and len(_first_of_each(candidates)) > 1
+
+
+def _first_of_each(candidates: list[plans.Plan]) -> Mapping[tuple[int, int], plans.Plan]:
+    """The best candidate for each (ranks, threads); candidates come best first."""
+    found: dict[tuple[int, int], plans.Plan] = {}
+    for plan in candidates:
+        found.setdefault((len(plan.ranks), plan.ranks[0].threads), plan)
+    return found
+
+
+def _measured(
+    candidates: list[plans.Plan], resolved: ready.Resolved, workload: Workload, cluster: clusters.Cluster
+) -> Measured:
+    recipe = resolved.recipe
+    table = load.to_table(recipe)
+    asked = {key: table[key] for key in ("model", "comm")} | {
+        key: table["train"].get(key) for key in ("sequence", "batch_tokens", "precision", "compile", "optimizer")
+    }
+    key = runs.hashed([clusters.dumps(cluster), asked])
+    file = probe.cache_folder() / "trials.json"
+    known = _read(file)
+    measured: Measured = {}
+    for (ranks, threads), plan in _first_of_each(candidates).items():
+        name = f"{key}/{ranks}x{threads}/{plan.micro_batch}/{plan.recompute}"
+        if name not in known:
+            known[name] = _try(plan, resolved, workload)
+            _write(file, known)
+        measured[ranks, threads] = known[name]
+    return measured
+
+
+def _try(plan: plans.Plan, resolved: ready.Resolved, workload: Workload) -> float:
+    """Seconds per step of `plan`, from real steps in real ranks."""
+    world = len(plan.ranks)
+    places = [
+        launch.Place(rank=index, world=world, local_rank=index, device=rank.device, threads=rank.threads)
+        for index, rank in enumerate(plan.ranks)
+    ]
+
+    def task(place: launch.Place) -> float:
+        return trainer.trial(trainer.Setting(resolved.recipe, plan, workload, place), TRIAL_SECONDS)
+
+    return max(local.run(task, places))
+
+
+def _read(file: Path) -> dict[str, float]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(file: Path, known: Mapping[str, float]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    runs.replace(file, json.dumps(dict(known), indent=1))

@@ -1,0 +1,29 @@
+"""`espalier eval RUN`: the newest checkpoint on all of the run's held-out data."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import torch
+
+from espalier.errors import UserError
+from espalier.verbs.trained import open_trained
+from espalier.workload import Shard
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the held-out figures."""
+    trained = open_trained(arguments.run)
+    samples = trained.workload.validation_samples()
+    if samples == 0:
+        raise UserError(f"The run in {arguments.run} holds nothing out.", do="data.validation = 0.01, in a new run")
+    with torch.no_grad():
+        found = trained.workload.evaluate(trained.model, Shard(0, samples, micro_batch=16))
+    figures = trained.workload.summary({name: total / weight for name, (total, weight) in found.items()})
+    if arguments.json:
+        print(json.dumps({"run": arguments.run, "step": trained.step, **figures}))
+    else:
+        shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
+        print(f"After step {trained.step}, on {samples} held-out samples: {shown}")
+    return 0

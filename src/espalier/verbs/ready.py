@@ -1,0 +1,112 @@
+"""A recipe made ready for the verbs: resolved, its data opened, its machines known, its plan chosen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from espalier import cluster as clusters
+from espalier import config, units
+from espalier.config import Gpt, Moe, Muon, Recipe, derive, load
+from espalier.cost import Work
+from espalier.hardware import probe
+from espalier.language import gpt, moe
+from espalier.language import workload as language
+from espalier.module import open_module
+from espalier.optim.base import names_of
+from espalier.plan.estimate import Request
+from espalier.track.progress import Waiting
+from espalier.workload import Workload
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe with nothing left open, and why each derived value is what it is."""
+
+    recipe: Recipe
+    derivations: Sequence[derive.Derivation]
+
+
+def resolve(path: str | Path, overrides: Sequence[str]) -> Resolved:
+    """Reads a recipe and derives what it leaves open."""
+    recipe = load.load(path, overrides)
+    vocabulary = None
+    if isinstance(recipe.model, Gpt | Moe) and recipe.data and recipe.model.vocabulary is None:
+        vocabulary = language.vocabulary(recipe.data[0])
+    resolved, derivations = derive.resolve(recipe, vocabulary=vocabulary)
+    return Resolved(resolved, derivations)
+
+
+def open_workload(recipe: Recipe) -> Workload:
+    """The workload of a resolved recipe, its data opened (built on first use, with a progress bar)."""
+    if isinstance(recipe.model, config.Module):
+        return open_module(recipe)
+    with Waiting("Reading the corpus", out=sys.stderr) as waiting:
+        return language.open_language(recipe, progress=waiting.update)
+
+
+def machines(recipe: Recipe, cluster: str | None = None) -> clusters.Cluster:
+    """The cluster file that was named, else this machine (probed once, then from the cache)."""
+    named = cluster or recipe.plan.cluster
+    if named is not None:
+        return clusters.read(named)
+    found = probe.cached()
+    if found is None:
+        with Waiting("Measuring this machine (kept for next time)", out=sys.stderr) as waiting:
+            found = probe.probe(progress=waiting.update)
+        probe.save(found)
+    return found
+
+
+def request(recipe: Recipe, ranks: int | None = None) -> Request:
+    """What the planner is asked, from a resolved recipe; allocates nothing and opens no corpus."""
+    train = recipe.train
+    if isinstance(recipe.model, config.Module):
+        workload = open_module(recipe)
+        model = workload.build(torch.device("cpu"), torch.float32)
+        batch, tokens, work = workload.global_batch, 1.0, workload.work
+        layers, embeddings = 1, set(workload.embeddings(model))
+    else:
+        assert train.sequence is not None
+        assert train.batch_tokens is not None
+        model = language.new_model(recipe.model, train.seed, torch.device("meta"))
+        batch, tokens = train.batch_tokens // train.sequence, float(train.sequence)
+        work = _language_work(recipe)
+        layers, embeddings = recipe.model.depth or 1, set(language.embeddings(model))
+    trainable = names_of(model)
+    hidden = [p for p in trainable if p.ndim == 2 and p not in embeddings]
+    is_muon = isinstance(train.optimizer, Muon)
+    shapes: dict[tuple[int, int], int] = {}
+    for matrix in hidden:
+        shapes[matrix.shape[0], matrix.shape[1]] = shapes.get((matrix.shape[0], matrix.shape[1]), 0) + 1
+    return Request(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trainable=sum(parameter.numel() for parameter in trainable),
+        layers=layers,
+        global_batch=batch,
+        tokens_per_sample=tokens,
+        work=work,
+        optimizer="muon" if is_muon else "adamw",
+        matrix_parameters=sum(matrix.numel() for matrix in hidden) if is_muon else 0,
+        matrix_shapes=tuple((rows, columns, count) for (rows, columns), count in sorted(shapes.items())),
+        precision=train.precision,
+        compile=train.compile,
+        recompute=recipe.plan.pin.recompute or train.recompute,
+        pin=recipe.plan.pin if ranks is None else msgspec.structs.replace(recipe.plan.pin, ranks=ranks),
+        bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"),
+    )
+
+
+def _language_work(recipe: Recipe):  # type: ignore[no-untyped-def]
+    options, sequence = recipe.model, recipe.train.sequence
+
+    def work(micro_batch: float, recompute: str, precision: str) -> Work:
+        kind = moe if isinstance(options, Moe) else gpt
+        return kind.work(options, sequence, micro_batch, recompute, precision)
+
+    return work

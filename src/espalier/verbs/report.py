@@ -1,0 +1,21 @@
+"""`espalier report RUN`: writes report.html anew, or serves it live while the run goes on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from espalier import run as runs
+from espalier.track import report, serve
+from espalier.verbs import show
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the report and says where it is."""
+    folder = runs.find(arguments.run)
+    if arguments.serve:
+        serve.serve(folder.path, port=arguments.port)
+        return 0
+    page = report.write(folder.path)
+    print(json.dumps({"report": str(page), **show.results(folder.path)}) if arguments.json else str(page))
+    return 0

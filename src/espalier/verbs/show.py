@@ -1,0 +1,100 @@
+"""How plans and results are printed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from espalier import units
+from espalier.config.derive import Derivation
+from espalier.plan.base import Plan
+from espalier.track import tables
+
+
+def plan(plan: Plan, derivations: Sequence[Derivation] = ()) -> None:
+    """The plan as people read it: what was derived, what runs where, what it should cost, and why."""
+    console = Console(highlight=False)
+    if derivations:
+        derived = Table("derived", "value", "because", box=None, pad_edge=False)
+        for one in derivations:
+            derived.add_row(one.key, str(one.value), one.reason)
+        console.print(derived)
+        console.print()
+    devices = sorted({rank.device.split(":")[0] for rank in plan.ranks})
+    count = len(plan.ranks)
+    console.print(
+        f"Plan ({plan.planner}): {count} rank{'s' * (count != 1)} x {plan.ranks[0].threads} "
+        f"thread{'s' * (plan.ranks[0].threads != 1)} on {', '.join(devices)}, micro-batch {plan.micro_batch}, "
+        f"accumulate {plan.layout.accumulate}, recompute {plan.recompute}, {plan.precision}"
+    )
+    if plan.predicted is not None:
+        _predicted(console, plan)
+    for sentence in plan.why:
+        console.print(f"  - {sentence}")
+    for other in plan.runners_up:
+        console.print(f"  - not taken: {other.ranks} x {other.threads} threads: {other.loses}")
+    if not plan.executable:
+        console.print(f"  - `train` cannot run this plan yet: {plan.missing}")
+    console.print()
+    sys.stdout.flush()
+
+
+def _predicted(console: Console, plan: Plan) -> None:
+    predicted = plan.predicted
+    assert predicted is not None
+    terms = ", ".join(f"{name} {units.show_seconds(value)}" for name, value in predicted.terms.items() if value)
+    memory = ", ".join(
+        f"{name} {units.show_size(value)}" for name, value in predicted.memory_bytes.items() if value and name != "peak"
+    )
+    sent = ", ".join(f"{name} {units.show_size(value)}" for name, value in predicted.sent_bytes.items() if value)
+    console.print(
+        f"  predicted step {units.show_seconds(predicted.step_seconds)} ({terms})\n"
+        f"  predicted speed {units.show_count(predicted.tokens_per_second)} tokens/s, MFU {predicted.mfu:.0%}\n"
+        f"  predicted memory per rank {units.show_size(predicted.memory_bytes.get('peak', 0))} of "
+        f"{units.show_size(predicted.memory_limit)} ({memory})\n"
+        f"  predicted traffic per rank and step: {sent or 'none'}"
+    )
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """The figures of a finished run, from its log."""
+    run = tables.open_run(folder)
+    found: dict[str, Any] = {}
+    if len(run.steps["step"]):
+        found |= {"steps": int(run.steps["step"][-1]), "loss": float(run.steps["loss"][-1])}
+    for name in ("loss", "bits_per_byte"):
+        if name in run.validations and len(run.validations[name]):
+            found["validation_" + name] = float(run.validations[name][-1])
+    return found
+
+
+def finished(folder: Path, page: Path, seconds: float) -> None:
+    """What a person wants to read when a run has ended, and what to do next."""
+    console = Console(highlight=False)
+    run = tables.open_run(folder)
+    if run.samples:
+        console.rule("sample", align="left")
+        console.print(run.samples[-1]["text"], markup=False)
+        console.rule()
+    found = results(folder)
+    figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in found.items())
+    console.print(f"\nDone in {units.show_seconds(seconds)}: {figures}.")
+    console.print(f"  report    {page}")
+    console.print(f"  go on     espalier predict {folder} 'def '")
+    console.print(f"  evaluate  espalier eval {folder}")
+    console.print(f"  export    espalier export {folder} --to hf")
+
+
+def sources(plan: Plan) -> None:
+    """Where each number of the prediction comes from."""
+    if plan.predicted is None or not plan.predicted.sources:
+        return
+    table = Table("number", "formula or source", box=None, pad_edge=False)
+    for name, source in plan.predicted.sources.items():
+        table.add_row(name, source)
+    Console(highlight=False).print(table)

@@ -1,0 +1,46 @@
+"""A run's trained model, taken from its newest good checkpoint onto this one process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from espalier import run as runs
+from espalier.checkpoint.sharded import Checkpoints
+from espalier.config import Recipe
+from espalier.errors import UserError
+from espalier.trainer import DTYPES
+from espalier.verbs import ready
+from espalier.workload import Workload
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model in evaluation mode, what it was trained on, and after how many steps it was saved."""
+
+    folder: runs.RunFolder
+    recipe: Recipe
+    workload: Workload
+    model: nn.Module
+    step: int
+
+
+def open_trained(path: str) -> Trained:
+    """The newest good checkpoint of the run in `path`. Raises UserError when there is none."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    folder = runs.find(path)
+    recipe, _ = folder.read()
+    workload = ready.open_workload(recipe)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = workload.build(device, DTYPES[recipe.train.precision])
+    target = recipe.checkpoint.target or str(folder.checkpoints)
+    keep = recipe.checkpoint.keep
+    loaded = Checkpoints(target, keep=keep, keep_best=recipe.checkpoint.keep_best).load({"model": model})
+    if loaded is None:
+        raise UserError(
+            f"The run in {path} has no checkpoint yet.", do="let it train on, or set checkpoint.every lower"
+        )
+    return Trained(folder, recipe, workload, model.eval(), int(loaded.meta["step"]))

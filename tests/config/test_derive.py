@@ -1,0 +1,213 @@
+"""What a recipe leaves open is filled with a reason; what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from espalier import config
+from espalier.config import derive, load, shapes
+from espalier.errors import UserError
+
+pytestmark = pytest.mark.quick
+
+
+def recipe(model=None, **train) -> config.Recipe:
+    return config.Recipe(model=model or config.Gpt(), train=config.Train(**train))
+
+
+def none_left(struct, path="") -> list[str]:
+    """Dotted keys that are still None among those that resolve has to fill."""
+    free = {"model.shape", "model.initial"}
+    names = [f"{path}{name}" for name in struct.__struct_fields__]
+    found = []
+    for key in names:
+        value = getattr(struct, key.split(".")[-1])
+        if isinstance(value, msgspec.Struct):
+            found += none_left(value, key + ".")
+        elif value is None and key not in free:
+            found.append(key)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    depth=st.integers(1, 96),
+    kind=st.sampled_from([config.Gpt, config.Moe]),
+    optimizer=st.sampled_from([config.Muon(), config.Adamw()]),
+    sequence=st.none() | st.integers(1, 5000),
+    steps=st.none() | st.integers(1, 10**6),
+)
+def test_every_option_is_filled_and_resolving_again_changes_nothing(depth, kind, optimizer, sequence, steps):
+    resolved, found = derive.resolve(recipe(kind(depth=depth), optimizer=optimizer, sequence=sequence, steps=steps))
+    assert none_left(resolved.model, "model.") == []
+    assert none_left(resolved.train, "train.") == []
+    assert resolved.checkpoint.every is not None
+    assert resolved.train.batch_tokens % resolved.train.sequence == 0
+    assert all(derivation.reason for derivation in found)
+    assert derive.resolve(resolved) == (resolved, [])
+    assert load.from_table(load.to_table(resolved)) == resolved
+
+
+def test_each_derivation_says_what_was_open_and_what_it_became():
+    before = recipe(config.Gpt(depth=3, heads=6), sequence=128)
+    resolved, found = derive.resolve(before)
+    for derivation in found:
+        old = new = None
+        for name in derivation.key.split("."):
+            old = getattr(before if old is None else old, name)
+            new = getattr(resolved if new is None else new, name)
+        assert old is None
+        assert new == derivation.value
+    assert not {"model.depth", "model.heads", "train.sequence"} & {derivation.key for derivation in found}
+
+
+def test_depth_3_is_192_wide_with_heads_of_64():
+    model = derive.resolve(recipe(config.Gpt(depth=3)))[0].model
+    assert (model.width, model.heads, model.kv_heads, model.feed_forward) == (192, 3, 3, 512)
+    assert model.vocabulary == 256
+
+
+def test_neither_depth_nor_shape_means_depth_4():
+    assert derive.resolve(recipe())[0].model.depth == 4
+
+
+@pytest.mark.parametrize("name", list(shapes.SHAPES))
+def test_a_shape_gives_what_the_recipe_does_not(name):
+    published = shapes.SHAPES[name]
+    resolved = derive.resolve(recipe(config.Gpt(shape=name, vocabulary=1000)))[0].model
+    assert (resolved.depth, resolved.width, resolved.kv_heads) == (published.depth, published.width, published.kv_heads)
+    assert resolved.vocabulary == 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    # Parameters as counted in the released weights (Llama 2: 6,738,415,616 / 13,015,864,320 / 68,976,648,192).
+    [("llama-7b", 6_738_415_616), ("llama-13b", 13_015_864_320), ("llama-70b", 68_976_648_192)],
+)
+def test_llama_shapes_count_the_published_parameters(name, published):
+    assert derive.parameter_count(derive.resolve(recipe(config.Gpt(shape=name)))[0].model) == published
+
+
+@pytest.mark.parametrize(("name", "about"), [("gpt2-124m", 124e6), ("gpt3-175b", 175e9)])
+def test_gpt_shapes_come_within_half_a_percent_of_their_name(name, about):
+    count = derive.parameter_count(derive.resolve(recipe(config.Gpt(shape=name)))[0].model)
+    assert count == pytest.approx(about, rel=5e-3)
+
+
+def test_a_token_passes_through_the_active_experts_only():
+    model = derive.resolve(recipe(config.Moe(depth=2, experts=8, active=2)))[0].model
+    experts = model.depth * 3 * model.width * model.feed_forward
+    assert derive.parameter_count(model) - derive.active_parameter_count(model) == 6 * experts
+
+
+def test_batch_and_tokens_grow_with_the_model():
+    trains = [derive.resolve(recipe(config.Gpt(depth=depth)))[0].train for depth in (2, 4, 8, 16, 32)]
+    batches = [train.batch_tokens for train in trains]
+    assert batches == sorted(batches)
+    assert batches[0] < batches[-1]
+    rates = [train.optimizer.adamw.learning_rate for train in trains]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_twenty_tokens_for_each_parameter():
+    resolved = derive.resolve(recipe(config.Gpt(depth=4)))[0]
+    tokens = resolved.train.steps * resolved.train.batch_tokens
+    assert tokens == pytest.approx(20 * derive.parameter_count(resolved.model), rel=0.01)
+
+
+def test_a_short_run_gets_a_smaller_batch():
+    long = derive.resolve(recipe(config.Gpt(depth=4)))[0].train.batch_tokens
+    assert derive.resolve(recipe(config.Gpt(depth=4), steps=100))[0].train.batch_tokens < long
+
+
+def test_another_tokenizer_fills_the_vocabulary_in_a_second_call():
+    data = (config.Data(path="x", tokenizer="tokenizer.json"),)
+    first, _ = derive.resolve(config.Recipe(model=config.Gpt(depth=4), data=data))
+    assert first.model.vocabulary is None
+    assert first.train.steps is None
+    assert first.model.width == 256
+    second, found = derive.resolve(first, vocabulary=8000)
+    assert second.model.vocabulary == 8000
+    assert second.model.tied is True
+    assert second.train.steps > 0
+    assert second == derive.resolve(config.Recipe(model=config.Gpt(depth=4), data=data), vocabulary=8000)[0]
+    assert {"model.vocabulary", "train.steps"} <= {derivation.key for derivation in found}
+
+
+def test_a_module_recipe_is_filled_too():
+    resolved, _ = derive.resolve(recipe(config.Module(build="a:b")))
+    assert none_left(resolved.train, "train.") == []
+
+
+BAD = {
+    "heads": config.Gpt(width=192, heads=5),
+    "kv_heads": config.Gpt(width=192, heads=6, kv_heads=4),
+    "odd size": config.Gpt(width=192, heads=64),
+    "is odd": config.Gpt(width=97),
+    "model.depth": config.Gpt(depth=0),
+    "model.width": config.Gpt(width=-64),
+    "contradict": config.Gpt(depth=3, shape="llama-7b"),
+    'shape = "llama-7b"': config.Gpt(shape="lama-7b"),
+    "model.active": config.Moe(experts=2, active=3),
+    "model.experts": config.Moe(experts=0),
+    "model.rope_theta": config.Gpt(rope_theta=float("nan")),
+    "model.vocabulary": config.Gpt(vocabulary=200),
+}
+
+
+@pytest.mark.parametrize("named", list(BAD))
+def test_a_model_that_does_not_fit_is_refused_by_name(named):
+    with pytest.raises(UserError) as refused:
+        derive.resolve(recipe(BAD[named]))
+    assert named in str(refused.value)
+    assert refused.value.do
+
+
+@pytest.mark.parametrize(
+    ("named", "train"),
+    [
+        ("longer than the model", {"sequence": 512}),
+        ("train.batch_tokens", {"sequence": 256, "batch_tokens": 1000}),
+        ("train.steps", {"steps": 0}),
+        ("train.sequence", {"sequence": -1}),
+        ("train.clip", {"clip": float("inf")}),
+        ("train.validate_every", {"validate_every": 0}),
+        ("learning_rate", {"optimizer": config.Adamw(learning_rate=0.0)}),
+        ("adamw.learning_rate", {"optimizer": config.Muon(adamw=config.Adamw(learning_rate=-1.0))}),
+        ("betas", {"optimizer": config.Adamw(betas=(0.9, 1.0))}),
+        ("warmup", {"schedule": config.Cosine(warmup=2.0)}),
+        ("decay", {"schedule": config.Stable(warmup=0.7, decay=0.7)}),
+    ],
+)
+def test_training_numbers_that_do_not_fit_are_refused_by_name(named, train):
+    with pytest.raises(UserError, match=named):
+        derive.resolve(recipe(config.Gpt(depth=3, context=256), **train))
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 0.6, 1.0])
+def test_the_held_out_share_is_above_0_and_at_most_a_half(share):
+    data = (config.Data(path="a"), config.Data(path="b", validation=share))
+    with pytest.raises(UserError, match=r"data\.validation"):
+        derive.resolve(config.Recipe(model=config.Gpt(), data=data))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["depth", "width", "heads", "kv_heads", "feed_forward", "vocabulary", "context"]),
+        st.integers(-4, 5000),
+    )
+)
+def test_any_numbers_either_resolve_or_are_refused(numbers):
+    try:
+        resolved, _ = derive.resolve(recipe(config.Gpt(**numbers)))
+    except UserError:
+        return
+    size = shapes.sizes(resolved.model)
+    assert size.head_size * size.heads == size.width
+    assert size.head_size % 2 == 0
+    assert size.heads % size.kv_heads == 0
+    assert derive.parameter_count(resolved.model) > 0

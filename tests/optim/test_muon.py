@@ -1,0 +1,76 @@
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from espalier.config import Adamw, Muon
+from espalier.optim import muon
+from espalier.optim.base import names_of
+
+OPTIONS = Muon(learning_rate=0.02, adamw=Adamw(learning_rate=1e-3))
+
+
+@settings(deadline=None, max_examples=25)
+@given(rows=st.integers(1, 40), columns=st.integers(1, 40), seed=st.integers(0, 99))
+def test_orthogonalized_singular_values_are_near_one(rows, columns, seed):
+    matrix = torch.randn(2, rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    before = matrix.clone()
+    values = torch.linalg.svdvals(muon.orthogonalize(matrix, 9))
+    assert torch.equal(matrix, before)
+    # Square Gaussian matrices have tiny singular values, which five-term polynomials lift only slowly.
+    start = torch.linalg.svdvals(matrix / torch.linalg.matrix_norm(matrix, keepdim=True))
+    assert values.max() < 1.3
+    assert values[start > 1e-2].min() > 0.6
+
+
+def test_orthogonalize_keeps_the_singular_vectors():
+    u, _, vt = torch.linalg.svd(torch.randn(6, 9, dtype=torch.float64), full_matrices=False)
+    matrix = u @ torch.diag(torch.linspace(0.3, 1.0, 6, dtype=torch.float64)) @ vt
+    result = muon.orthogonalize(matrix[None], 5)[0]
+    rotated = u.T @ result @ vt.T
+    assert (rotated - torch.diag(rotated.diagonal())).abs().max() < 1e-10
+    assert rotated.diagonal().min() > 0.6
+
+
+def test_batched_matrices_move_as_each_would_alone():
+    torch.manual_seed(0)
+    matrices = torch.randn(3, 8, 5, dtype=torch.float64)
+    together = muon.orthogonalize(matrices, 5)
+    for index in range(3):
+        torch.testing.assert_close(together[index], muon.orthogonalize(matrices[index : index + 1], 5)[0])
+
+
+def model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Embedding(13, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 13))
+
+
+def test_only_hidden_matrices_go_to_muon():
+    net = model()
+    state = muon.build(OPTIONS, names_of(net), frozenset({net[0].weight, net[3].weight})).state_dict()
+    assert [key for key in state if key.endswith("/momentum")] == ["1.weight/momentum"]
+    assert {key.split("/")[0] for key in state} == {name for name, _ in net.named_parameters()}
+
+
+def test_training_with_muon_lowers_the_loss_and_resumes_bit_for_bit():
+    def run(net, optimizer, steps):
+        x = torch.arange(13)
+        losses = []
+        for _ in range(steps):
+            net.zero_grad()
+            loss = nn.functional.cross_entropy(net(x), (x + 1) % 13)
+            loss.backward()
+            optimizer.step(1.0)
+            losses.append(loss.item())
+        return losses
+
+    net = model()
+    tables = frozenset({net[0].weight, net[3].weight})
+    optimizer = muon.build(OPTIONS, names_of(net), tables)
+    losses = run(net, optimizer, 10)
+    other = model()
+    other.load_state_dict(net.state_dict())
+    second = muon.build(OPTIONS, names_of(other), frozenset({other[0].weight, other[3].weight}))
+    second.load_state_dict({key: value.clone() for key, value in optimizer.state_dict().items()})
+    assert run(net, optimizer, 10) == run(other, second, 10)
+    assert losses[-1] < losses[0]

@@ -1,0 +1,274 @@
+"""Recipes: any TOML loads or gives the user error, what is written reads back, and every mistake is named."""
+
+from __future__ import annotations
+
+import tomllib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from espalier import config
+from espalier.config import load
+from espalier.errors import UserError
+
+LEAST = {"model": {"kind": "gpt"}}
+KEYS = load.known_keys()
+WORDS = sorted({part for key in KEYS for part in key.split(".")})
+
+scalars = (
+    st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.dates()
+    | st.sampled_from(["gpt", "moe", "module", "muon", "adamw", "stable", "cosine", "fp32", "none", "a:b", "5ms"])
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> dict[str, Any]:
+    """A recipe's table, mostly of known keys with any value."""
+    table: dict[str, Any] = {}
+    for key in draw(st.lists(st.sampled_from([*KEYS, "train.step", "modle.depth"]), max_size=6)):
+        node = table
+        *above, last = key.split(".")
+        for part in above:
+            node = node.setdefault(part, {}) if isinstance(node.get(part, {}), dict) else {}
+        node[last] = draw(values)
+    return table
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> config.Recipe:
+    """A recipe that loads."""
+    number = st.none() | st.integers(1, 10**6)
+    name = st.text(max_size=12)
+    model = draw(
+        st.builds(config.Gpt, depth=number, width=number, shape=st.none() | name, rope_theta=st.floats(1, 1e7))
+        | st.builds(config.Moe, depth=number, experts=st.integers(1, 64))
+        | st.builds(
+            config.Module, build=name, arguments=st.dictionaries(name, st.booleans() | st.integers(-9, 9) | name)
+        )
+    )
+    train = st.builds(
+        config.Train,
+        steps=number,
+        compile=st.booleans(),
+        precision=st.sampled_from(["fp32", "bf16", "fp64"]),
+        optimizer=st.builds(config.Muon) | st.builds(config.Adamw, betas=st.just((0.5, 0.75))),
+        schedule=st.builds(config.Stable)
+        | st.builds(config.Cosine, floor=st.floats(0, 1))
+        | st.builds(config.Constant),
+    )
+    data = st.lists(st.builds(config.Data, path=name, weight=st.floats(0, 1e9)), max_size=3).map(tuple)
+    track = st.builds(config.Track, profile=st.none() | st.just((3, 5)), sample=st.none() | name)
+    return config.Recipe(model=model, data=draw(data), train=draw(train), track=draw(track), name=draw(name))
+
+
+def problem(table: dict[str, Any], *overrides: str) -> str:
+    with pytest.raises(UserError) as error:
+        reload(table, *overrides)
+    return str(error.value)
+
+
+def reload(table: dict[str, Any], *overrides: str) -> config.Recipe:
+    """`table` through `load.load`, by way of its text without a file."""
+    table = tomllib.loads(tomli_w.dumps(table))
+    for override in overrides:
+        load._override(table, override)
+    return load.from_table(table)
+
+
+@given(tables())
+def test_any_table_loads_or_gives_the_user_error(table: dict[str, Any]) -> None:
+    try:
+        recipe = load.from_table(table)
+    except UserError:
+        return
+    assert load.from_table(tomllib.loads(load.dump(recipe))) == recipe
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text() | tables().map(tomli_w.dumps), st.lists(st.text(max_size=20), max_size=2))
+def test_any_text_and_any_override_load_or_give_the_user_error(tmp_path: Path, text: str, overrides: list[str]) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(text, encoding="utf-8")
+    with suppress(UserError):
+        load.load(file, overrides)
+
+
+@given(st.sampled_from(KEYS), values)
+def test_any_value_of_any_known_key_loads_or_gives_the_user_error(key: str, value: Any) -> None:
+    table: dict[str, Any] = {"model": {"kind": "gpt"}, "data": {"path": "a"}}
+    node = table
+    *above, last = key.split(".")
+    for part in above:
+        node = node.setdefault(part, {})
+    node[last] = value
+    with suppress(UserError):
+        load.from_table(table)
+
+
+@given(recipes())
+def test_a_recipe_that_is_written_reads_back_the_same(recipe: config.Recipe) -> None:
+    back = load.from_table(tomllib.loads(load.dump(recipe)))
+    assert back == recipe
+    assert load.changed(recipe, back) == []
+
+
+@given(recipes())
+def test_any_change_of_meaning_is_seen_and_named(recipe: config.Recipe) -> None:
+    other = msgspec.structs.replace(recipe, train=msgspec.structs.replace(recipe.train, seed=recipe.train.seed + 1))
+    assert load.changed(recipe, other) == [("train.seed", recipe.train.seed, recipe.train.seed + 1)]
+    longer = config.Data(path="more", weight=2.0)
+    found = load.changed(recipe, msgspec.structs.replace(recipe, data=(*recipe.data, longer)))
+    assert any(key.startswith("data") and after == "more" for key, _, after in found)
+
+
+@given(recipes())
+def test_what_only_says_how_a_run_is_carried_out_changes_no_meaning(recipe: config.Recipe) -> None:
+    train = msgspec.structs.replace(recipe.train, steps=7, compile=not recipe.train.compile, validate_every=3)
+    other = msgspec.structs.replace(
+        recipe,
+        name="other",
+        train=train,
+        plan=config.Planning(cluster="c.toml", pin=config.Pin(ranks=2)),
+        checkpoint=config.Checkpoint(every=9),
+        comm=config.Comm(timeout="5s"),
+        track=config.Track(tensorboard=True),
+    )
+    assert load.changed(recipe, other) == []
+
+
+def test_true_and_one_are_different_arguments() -> None:
+    first, second = (config.Recipe(model=config.Module(build="a:b", arguments={"deep": value})) for value in (True, 1))
+    assert load.changed(first, second) == [("model.arguments.deep", True, 1)]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_slip_in_any_known_key_is_an_error_that_names_it(key: str) -> None:
+    *above, last = key.split(".")
+    slip = [*above, last + last[-1]]
+    table: dict[str, Any] = {"model": {"kind": "gpt"}, "data": {"path": "a"}}
+    owners = {"model.experts": "moe", "model.active": "moe", "model.balance": "moe"}
+    owners |= {"model.build": "module", "model.arguments": "module"}
+    if key in owners:
+        table["model"] = {"kind": owners[key]}
+    if key.startswith("train.optimizer.") and last in ("betas", "epsilon") and "adamw" not in above:
+        table["train"] = {"optimizer": {"kind": "adamw"}}
+    if key.startswith("train.schedule."):
+        table["train"] = {"schedule": {"kind": "cosine" if last != "decay" else "stable"}}
+    node = table
+    for part in slip[:-1]:
+        node = node.setdefault(part, {})
+    node[slip[-1]] = 1
+    said = problem(table)
+    assert ".".join(slip) in said
+    assert f"did you mean {key}?" in said or (last == "kind" and "did you mean" in said)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.steps=many", "train.steps: Expected `int`, got `str`"),
+        ("train.steps=1.5", "train.steps: Expected `int`, got `float`"),
+        ("train.compile=1", "train.compile: Expected `bool`, got `int`"),
+        ("model.depth=[1]", "model.depth: Expected `int`"),
+        ("data=3", "data: Expected `array`"),
+        ("train=3", "train: Expected `object`"),
+        ("track.profile=[1]", "track.profile: Expected `array` of length 2"),
+        ("train.precision=fp16", "train.precision = 'fp16' is not a choice"),
+        ("train.recompute=blok", 'train.recompute = "block"'),
+        ("model.kind=gtp", 'model.kind = "gpt"'),
+        ("model.kind=3", "model.kind = 3 is not a choice"),
+        ("train.optimizer=adam", 'train.optimizer.kind = "adamw"'),
+        ("model.experts=4", 'model.kind = "moe", or leave experts out'),
+        ("steps=5", "did you mean train.steps?"),
+        ("comm.codec.ratio=0.05", "unknown key comm.codec"),
+        ("train.clip=nan", "train.clip is not a number"),
+        ("train.seed=0x10000000000000000", "more than 64 bits"),
+        ("track.sample=\udcff", "not UTF-8"),
+        ("train.steps.more=1", "it is a value, not a table"),
+    ],
+)
+def test_a_mistake_is_named_with_its_key_and_something_to_try(override: str, says: str) -> None:
+    assert says in problem({**LEAST, "train": {"steps": 5}}, override)
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", "a..b=3", ".=1", ""])
+def test_what_is_not_an_override_is_refused(override: str) -> None:
+    assert "write key=value" in problem(LEAST, override)
+
+
+def test_overrides_win_in_their_order_and_are_read_as_toml_or_as_text() -> None:
+    recipe = reload(LEAST, "train.steps=5", "train.steps=6", "data.path=python:stdlib", 'name="a b"', "model.tied=true")
+    assert (recipe.train.steps, recipe.data[0].path, recipe.name, recipe.model.tied) == (
+        6,
+        "python:stdlib",
+        "a b",
+        True,
+    )
+    assert reload(LEAST, "name=1\nx = 2").name == "1\nx = 2"
+
+
+def test_an_override_reaches_into_the_only_source_but_not_into_one_of_several() -> None:
+    one = {**LEAST, "data": {"path": "a"}}
+    assert reload(one, "data.weight=2.0").data == (config.Data(path="a", weight=2.0),)
+    assert "it stands for several tables" in problem({**LEAST, "data": [{"path": "a"}, {"path": "b"}]}, "data.weight=2")
+
+
+def test_a_choice_may_be_named_by_its_kind_alone() -> None:
+    recipe = reload({"model": "gpt"}, "train.schedule=cosine", "train.schedule.floor=0.5", "train.optimizer=adamw")
+    assert recipe.train.schedule == config.Cosine(floor=0.5)
+    assert isinstance(recipe.train.optimizer, config.Adamw)
+    assert isinstance(reload({"model": {"build": "a:b"}}).model, config.Module)
+
+
+def test_the_second_of_several_sources_is_named() -> None:
+    assert "data[1].path" in problem({**LEAST, "data": [{"path": "a"}, {"path": 3}]})
+    assert "did you mean data.path?" in problem({**LEAST, "data": [{"path": "a"}, {"pth": "b"}]})
+
+
+def test_a_recipe_without_a_model_says_so() -> None:
+    assert "lacks the key `model`" in problem({})
+
+
+def test_files_that_cannot_be_read_are_the_users_mistake(tmp_path: Path) -> None:
+    def said(content: bytes | None, name: str = "recipe.toml") -> str:
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError) as error:
+            load.load(tmp_path / name)
+        return str(error.value)
+
+    assert "No recipe at" in said(None, "absent.toml")
+    assert "not UTF-8" in said(b"name = '\xff'")
+    assert "not valid TOML" in said(b"name = ")
+    assert "not valid TOML" in said(b"name = " + b"1" * 5000)
+    assert "too deeply" in said(b"x = " + b"[" * 5000)
+    assert "unknown key a" in said(b"a" + b".a" * 3000 + b" = 1")
+    with pytest.raises(UserError, match="cannot be read"):
+        load.load(tmp_path)
+
+
+def test_the_file_gives_the_run_its_name(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text("[model]\nkind = 'gpt'\n")
+    assert load.load(tmp_path / "small.toml").name == "small"
+    assert load.load(tmp_path / "small.toml", ["name=other"]).name == "other"
+
+
+def test_known_keys_are_the_leaves_of_the_tree() -> None:
+    assert {"model.kind", "model.experts", "data.path", "train.optimizer.adamw.betas", "plan.pin.ranks"} <= set(KEYS)
+    assert sorted(set(KEYS)) == KEYS
+    assert not any(other.startswith(key + ".") for key in KEYS for other in KEYS)

@@ -1,0 +1,128 @@
+"""Records: all twenty systems, under every spelling, and none that claims more than the repository holds."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from espalier import records
+from espalier.errors import UserError
+from espalier.records import Record
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "espalier"
+ALL = {record.name: record for record in records.all_records()}
+# The nineteen that own a file, and the survey that is the map.
+SYSTEMS = ["a2q", "acme", "amsp", "buff", "cbm", "co2", "diskgnn", "flashflex", "flashmoe", "hybrid", "loongtrain"]
+SYSTEMS += ["luwu", "mega", "rcmpp", "rtopk", "spikingnerf", "spindle", "survey", "sylvie", "torchgt"]
+
+
+def is_test(identifier: str) -> bool:
+    """Whether `tests/path.py::test_name` exists."""
+    file, _, name = identifier.partition("::")
+    path = ROOT / file
+    if not path.is_file():
+        return False
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.parse(path.read_text()).body)
+
+
+def test_all_twenty_systems_have_a_record() -> None:
+    assert list(ALL) == SYSTEMS
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_record_claims_no_more_than_there_is(name: str) -> None:
+    record = ALL[name]
+    there = [(PACKAGE / file).exists() for file in record.files]
+    assert record.files
+    if record.state == "works":
+        assert all(there)
+        assert record.law_test, f"{name} works, so a test shows its law"
+        assert record.bench, f"{name} works, so a script measures it"
+    if record.state == "partly":
+        assert any(there)
+        assert record.remark, f"{name} is there in part: say which"
+    if record.state == "not yet":
+        assert not any(there), f"{name} has code, so its state is works or partly"
+    assert not record.law_test or is_test(record.law_test), record.law_test
+    assert not record.bench or (ROOT / record.bench).is_file(), record.bench
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_record_is_complete(name: str) -> None:
+    record = ALL[name]
+    assert all((record.title, record.paper, record.question.endswith("?"), record.chosen, record.cost, record.law))
+    assert re.search(r"arXiv \d{4}\.\d{5}\b", record.paper)
+    assert "`" not in record.cost
+    folder = PACKAGE / record.files[0].split("/")[0] / "__init__.py"
+    if folder.is_file():
+        said = ast.get_docstring(ast.parse(folder.read_text())) or ""
+        assert said.startswith(record.question), f"{folder.parent.name}/ asks another question"
+
+
+def test_every_spelling_leads_to_its_system_and_to_one_only() -> None:
+    spellings = [(word, record) for record in ALL.values() for word in (record.name, *record.aliases)]
+    for word, record in spellings:
+        for form in (word, word.upper(), word.replace("-", " ")):
+            assert records.get(form) is record
+    plain = [records._plain(word) for word, _ in spellings]
+    assert len({(word, record.name) for word, record in spellings}) == len(spellings)
+    owners = {word: {record.name for other, record in spellings if records._plain(other) == word} for word in plain}
+    assert all(len(names) == 1 for names in owners.values())
+
+
+@pytest.mark.parametrize(("slip", "meant"), [("amps", "amsp"), ("torchgtt", "torchgt"), ("RTop-L", "rtopk")])
+def test_a_slip_is_answered_with_the_nearest_name(slip: str, meant: str) -> None:
+    with pytest.raises(UserError) as error:
+        records.get(slip)
+    assert error.value.do == f"espalier explain {meant}"
+
+
+def test_nonsense_is_answered_with_all_the_names() -> None:
+    with pytest.raises(UserError) as error:
+        records.get("qqqqqq")
+    assert "amsp" in error.value.why
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_explaining_says_everything_that_is_recorded(name: str) -> None:
+    text = records.explain(name)
+    record = ALL[name]
+    for said in (record.title, record.paper, record.question, record.chosen, record.cost, record.law, record.state):
+        assert said in text
+    assert records.get(name).gpu in text
+    table = records.as_dict(record)
+    assert json.loads(json.dumps(table)) == table
+    assert table["name"] == name
+
+
+def test_the_page_is_what_the_records_say() -> None:
+    page = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
+    assert page == records.table_markdown(), "python -m espalier.records > docs/systems.md"
+
+
+def test_the_record_beside_the_code_wins_over_the_table(tmp_path: Path) -> None:
+    (tmp_path / "records.toml").write_bytes((PACKAGE / "records.toml").read_bytes())
+    (tmp_path / "shard").mkdir()
+    (tmp_path / "shard" / "amsp.py").write_text(
+        '"""AMSP."""\n\nimport a_library_that_is_not_there\n\n'
+        'RECORD = Record(\n    name="amsp",\n    title="T",\n    paper="arXiv 2311.00257",\n    question="Q?",\n'
+        '    files=("shard/amsp.py",),\n    chosen="c",\n    cost="a "\n    "b",\n    law="l",\n    state="works",\n)\n'
+    )
+    found = records.read(tmp_path)
+    assert found["amsp"] == Record(
+        name="amsp",
+        title="T",
+        paper="arXiv 2311.00257",
+        question="Q?",
+        files=("shard/amsp.py",),
+        chosen="c",
+        cost="a b",
+        law="l",
+        state="works",
+    )
+    assert found["co2"] == records.read(PACKAGE)["co2"]

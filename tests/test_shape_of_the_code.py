@@ -1,0 +1,203 @@
+"""The house keeps its shape: sizes, first lines, names, who imports whom, what is light to import, what is counted."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from espalier import cli
+from espalier.config import load
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "espalier"
+
+# The surface of the product. A change here is a decision: each new one needs a reason in CHANGELOG.md.
+SURFACE = {"option keys": 66, "verbs": 8, "flags": 14, "public names": 9}
+
+# Modules that must answer before torch could be loaded.
+LIGHT = """espalier espalier.cli espalier.config espalier.config.load espalier.cost espalier.errors espalier.units
+espalier.cluster espalier.compose espalier.records espalier.plan.base espalier.track.events"""
+
+# Environment variables of torch, its launchers and libraries, Slurm and the XDG folders; options are never read there.
+ENVIRONMENT = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|OMP_NUM_THREADS|HOME"
+    r"|(TORCH|TORCHELASTIC|PYTORCH|CUDA|NCCL|GLOO|SLURM|XDG)_\w+"
+)
+
+COMPILED = {"jit", "njit", "vectorize", "guvectorize", "intrinsic", "overload"}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def functions(path: Path) -> Iterator[Function]:
+    """Every function that is not the body of a compiled kernel."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, Function):
+            words = {word for decorator in node.decorator_list for word in re.findall(r"\w+", ast.unparse(decorator))}
+            if not words & COMPILED:
+                yield node
+
+
+def length(function: Function) -> int:
+    """Lines from `def` to the end, the docstring left out."""
+    first = function.body[0]
+    docstring = ast.get_docstring(function, clean=False) is not None
+    skipped = (first.end_lineno or 0) - first.lineno + 1 if docstring else 0
+    return (function.end_lineno or 0) - function.lineno + 1 - skipped
+
+
+def parameters(function: Function) -> int:
+    words = function.args
+    names = [word.arg for word in (*words.posonlyargs, *words.args, *words.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls", "ctx")])  # ctx: autograd's self
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    long = {shown(path): n for path in python_files("src", "tests", "bench") if (n := lines(path)) > 400}
+    assert not long
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_no_function_is_longer_than_50_lines() -> None:
+    found = [(shown(path), one) for path in python_files("src", "bench") for one in functions(path)]
+    assert not {f"{path}:{one.name}": length(one) for path, one in found if length(one) > 50}
+
+
+def test_no_function_takes_more_than_five_parameters() -> None:
+    found = [(shown(path), one) for path in python_files("src") for one in functions(path)]
+    long = {f"{path}:{one.name}": parameters(one) for path, one in found if parameters(one) > 5}
+    assert not long, "make a struct of what belongs together"
+
+
+def test_every_module_says_its_purpose_in_its_first_line() -> None:
+    silent = []
+    for path in python_files("src", "bench"):
+        first = path.read_text(encoding="utf-8").splitlines()[:1]
+        if not (first and re.match(r'r?"""\S.{9,}', first[0])):
+            silent.append(shown(path))
+    assert not silent
+
+
+def test_file_names_are_words_for_what_is_inside() -> None:
+    vague = re.compile(r"(utils?|helpers?|common|misc|.*manager.*)\.py")
+    assert not [shown(path) for path in python_files("src", "tests", "bench") if vague.fullmatch(path.name)]
+
+
+def test_no_room_is_empty() -> None:
+    rooms = {path.parent for path in python_files("src")}
+    empty = [shown(room) for room in rooms if not [path for path in room.glob("*.py") if path.stem != "__init__"]]
+    assert not empty
+
+
+def test_nothing_is_left_for_later() -> None:
+    later = re.compile(r"NotImplementedError|\b(TODO|FIXME|XXX)\b")
+    files = python_files("src", "bench")
+    assert not [shown(path) for path in files if later.search(path.read_text(encoding="utf-8"))]
+
+
+def test_imports_point_downwards() -> None:
+    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-logo"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_module_has_its_line_in_the_contract() -> None:
+    """A name that stands on no line could import anything. `testing` stands apart, `api` serves the package's face."""
+    contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("layers = [")[2].partition("]")[0]
+    named = set(re.findall(r"\w+", contract))
+    names = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
+    modules = {name for name in names if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()}
+    assert not modules - named - {"__init__", "testing"}
+
+
+def test_what_must_be_light_loads_no_torch() -> None:
+    script = f"import sys, importlib\nfor name in {LIGHT.split()!r}: importlib.import_module(name)\n"
+    script += "heavy = {'torch', 'numba', 'transformers', 'rich'} & set(sys.modules)\nassert not heavy, heavy\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_answers_within_0_4_seconds_of_cpu() -> None:
+    assert min(cpu_seconds(sys.executable, "-m", "espalier", "--help") for _ in range(5)) < 0.4
+
+
+def cpu_seconds(*command: str) -> float:
+    """CPU seconds of a program: unlike wall time, other processes change them little."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_utime + usage.ru_stime
+
+
+def test_the_surface_grows_only_on_purpose() -> None:
+    flags = re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", (PACKAGE / "cli.py").read_text(encoding="utf-8"))
+    names = next(node for node in tree(PACKAGE / "__init__.py").body if "__all__" in ast.unparse(node))
+    assert isinstance(names, ast.Assign)
+    found = {
+        "option keys": len(load.known_keys()),
+        "verbs": len(cli.VERBS),
+        "flags": len(flags),
+        "public names": len(ast.literal_eval(names.value)),
+    }
+    assert found == SURFACE
+
+
+def test_no_option_hides_in_the_environment() -> None:
+    found = []
+    for path in python_files("src"):
+        if re.search(r"\benviron\b|\bgetenv\b", path.read_text(encoding="utf-8")):
+            strings = {node.value for node in ast.walk(tree(path)) if isinstance(node, ast.Constant)}
+            names = {text for text in strings if isinstance(text, str) and re.fullmatch(r"[A-Z][A-Z0-9_]{2,}", text)}
+            found += [f"{shown(path)}: {name}" for name in names if not ENVIRONMENT.fullmatch(name)]
+    assert not found
+
+
+def test_only_the_command_line_and_the_progress_print() -> None:
+    speaking = [PACKAGE / "cli.py", PACKAGE / "verbs", PACKAGE / "track"]
+    found = []
+    for path in python_files("src"):
+        calls = [node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+        prints = any(isinstance(call, ast.Name) and call.id == "print" for call in calls)
+        if prints and not any(path.is_relative_to(place) for place in speaking):
+            found.append(shown(path))
+    assert not found
+
+
+def test_no_file_knows_the_machine_it_was_written_on() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    places = [re.escape(str(place)) for place in (ROOT, Path.home()) if len(place.parts) > 1]
+    pattern = re.compile(r"(?<![\w.~$}-])(" + "|".join([*places, "/home/[a-z]+", "/Users/[a-z]+"]) + r")(/|\b)")
+    found = []
+    for name in listed.stdout.splitlines():
+        path = ROOT / name
+        text = path.read_bytes().decode("utf-8", "replace") if path.is_file() else ""
+        found += [f"{name}: {match[0]}" for match in [pattern.search(text)] if match]
+    assert not found
