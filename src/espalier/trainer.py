@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -46,7 +48,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 BF16 = compose.Claim("bf16", question="precision")
 COMPILE = compose.Claim("compile", question="compile", after=frozenset({"recompute"}))
 
-Emit = Callable[..., None]
+SAVING = timedelta(minutes=30)
+"""How long ranks wait for each other while a checkpoint is written."""
+
+Emit = Callable[..., Any]
 
 
 class Built(NamedTuple):
@@ -72,6 +77,8 @@ class Setting:
     emit: Emit = field(default=lambda event, **fields: None)
     stop_after: int | None = None
     """Ends the run after this step as if it had been interrupted."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What the run's first event says of it besides the step it starts from."""
     flops_per_second: float = 0.0
     """Peak (or best measured) of all devices together, for MFU."""
 
@@ -161,6 +168,7 @@ class Trainer:
         self.tokens = 0
         self.built = build(setting, channel)
         self.stopping = False
+        self.sent: dict[str, float] = {}
         one = self.workload.work(setting.plan.micro_batch, "none", setting.plan.precision)
         self.step_flops = one.model_flops / setting.plan.micro_batch * self.workload.global_batch
         self.step_tokens = one.tokens / setting.plan.micro_batch * self.workload.global_batch
@@ -273,9 +281,19 @@ class Trainer:
             "learning_rate": schedules.factor(recipe.train.schedule, self.step - 1, self.steps),
             "gradient_norm": agreed.gradient_norm,
             "memory": peak_memory(setting.device),
-            "bytes": comm.sent_bytes(),
+            "bytes": self._sent(),
+            "exposed": agreed.exposed,
         }
         setting.emit("step", **fields)
+
+    def _sent(self) -> dict[str, float]:
+        """Payload bytes this rank has sent since the last report, by traffic class."""
+        if not isinstance(self.channel, comm.Channel):
+            return {}
+        totals = self.channel.ledger.by_class()
+        fresh = {kind: count - self.sent.get(kind, 0.0) for kind, count in totals.items()}
+        self.sent = totals
+        return {kind: count for kind, count in fresh.items() if count}
 
     @torch.no_grad()
     def validate(self) -> float | None:
@@ -310,10 +328,8 @@ class Trainer:
     def save(self, saved: checkpoints.Checkpoints, loss: float | None, wait: bool) -> None:
         """Saves the state after `self.step` steps."""
         with comm.phase("saving"):
-            begun = time.perf_counter()
             meta = {"step": self.step, "tokens": self.tokens}
             saved.save(self.step, self.parts(), meta, loss, wait=wait or self.step == self.steps)
-            self.setting.emit("checkpoint", step=self.step, seconds=time.perf_counter() - begun)
 
     def restore(self, saved: checkpoints.Checkpoints) -> None:
         """Takes up the newest good checkpoint, if there is one."""
@@ -384,6 +400,11 @@ def joined(place: launch.Place, timeout: float) -> Iterator[dist.ProcessGroup | 
         comm.disconnect()
 
 
+def saving_group(channel: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A Gloo group of its own for checkpoints, also beside NCCL: they lie in host memory, and writing may take long."""
+    return None if channel is None else dist.new_group(backend="gloo", timeout=SAVING)
+
+
 def train(setting: Setting, identity: Mapping[str, str]) -> dict[str, Any]:
     """Trains on this rank from the newest checkpoint (if any) to the end. Returns the steps and tokens done."""
     recipe, place = setting.recipe, setting.place
@@ -398,12 +419,13 @@ def train(setting: Setting, identity: Mapping[str, str]) -> dict[str, Any]:
                 target,
                 keep=recipe.checkpoint.keep,
                 keep_best=recipe.checkpoint.keep_best,
-                rank=place.rank,
-                world=place.world,
+                group=saving_group(channel),
                 on_event=setting.emit,
             )
             trainer.restore(saved)
-        setting.emit("start", step=trainer.step, pid=os.getpid())
+        setting.emit("run", step=trainer.step, steps=trainer.steps, pid=os.getpid(), **setting.about)
+        predicted = setting.plan.predicted
+        setting.emit("plan", predicted=msgspec.to_builtins(predicted) if predicted else None)
         trainer.run(saved)
         if saved is not None:
             saved.wait()

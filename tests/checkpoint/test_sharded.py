@@ -197,6 +197,39 @@ def test_the_last_k_and_the_best_stay(tmp_path: Path, scheme: str) -> None:
     assert [entry.step for entry in checkpoints.entries()] == [2, 5, 6]
 
 
+def test_a_damaged_checkpoint_does_not_count_as_one_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2, keep_best=False)
+    for step in (1, 2, 3, 4):
+        checkpoints.save(step, {"box": Box(x=torch.ones(2))}, {}, wait=True)
+        if step == 2:
+            damage(tmp_path / "step-00000002", "cut manifest")
+    assert [(entry.step, entry.why == "") for entry in checkpoints.entries()] == [(3, True), (4, True)]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_an_incident_and_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> None:
+        raise OSError("stale file handle")
+
+    events = Events()
+    checkpoints = Checkpoints(tmp_path, keep=1, on_event=events)
+    checkpoints.save(1, {"box": Box()}, {}, wait=True)
+    monkeypatch.setattr(checkpoints.place, "remove", refuse)
+    checkpoints.save(2, {"box": Box()}, {}, wait=True)
+    assert [event["event"] for event in events] == ["checkpoint", "checkpoint", "incident"]
+    assert "step-00000001" in events[-1]["what"]
+
+
+def test_a_log_that_cannot_be_written_surfaces_too(tmp_path: Path) -> None:
+    def full(event: str, **fields: Any) -> None:
+        raise UserError("The disk is full.")
+
+    checkpoints = Checkpoints(tmp_path, on_event=full)
+    with pytest.raises(UserError, match="disk is full"):
+        checkpoints.save(1, {"box": Box()}, {}, wait=True)
+
+
 def test_saving_after_taking_an_older_step_forgets_the_abandoned_ones(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=3, keep_best=False)
     for step in (1, 2, 3):

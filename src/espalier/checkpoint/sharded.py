@@ -209,30 +209,39 @@ class Checkpoints:
         name = folder_name(job.step)
         try:
             count = Write(self.place, self._team, job).run()
+            took, path = time.monotonic() - began, self.place.path(name)
+            self._event("checkpoint", step=job.step, seconds=took, blocked=blocked, bytes=count, path=path)
             self._prune(name)
         except EspalierError as error:
             self._failure = error
         except Exception as error:
             what = f"The checkpoint of step {job.step} was not written: {type(error).__name__}: {error}"
             self._failure = RunFailed(what, do="run the same command again; it resumes from the last checkpoint")
-        else:
-            took, path = time.monotonic() - began, self.place.path(name)
-            self._event("checkpoint", step=job.step, seconds=took, blocked=blocked, bytes=count, path=path)
 
     def _prune(self, newest: str) -> None:
-        """Deletes what `keep` and `keep_best` do not hold, and steps after `newest`: an abandoned attempt's."""
+        """Deletes what `keep` and `keep_best` do not hold, and steps after `newest`: an abandoned attempt's.
+
+        A checkpoint whose manifest cannot be read does not count as one kept, and goes when it is older than those.
+        """
         if self._team.rank != 0:
             return
         names = self.place.names()
-        ours = names[: names.index(newest) + 1]
-        kept = set(ours[-self.keep :])
-        if self.keep_best:
-            losses = {name: loss for name in ours if (loss := self._entry(name).loss) is not None}
-            if losses:
-                kept.add(min(losses, key=losses.__getitem__))
+        ours = {name: self._entry(name) for name in names[: names.index(newest) + 1]}
+        good = [name for name, entry in ours.items() if not entry.why]
+        kept = {name for name in ours if name >= min(good[-self.keep :], default=newest)}
+        losses = {name: entry.loss for name, entry in ours.items() if entry.loss is not None}
+        if self.keep_best and losses:
+            kept.add(min(losses, key=losses.__getitem__))
         for name in names:
             if name not in kept:
-                self.place.remove(name)
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        try:
+            self.place.remove(name)
+        except OSError as error:
+            what = f"the old checkpoint {name} could not be deleted: {error}"
+            self._event("incident", kind="checkpoint", what=what, rank=0, step=step_of(name), action="left it")
 
 
 def _first_reason(reasons: list[str]) -> list[str]:

@@ -18,8 +18,8 @@ class Team:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self.world = dist.get_world_size(group) if group else 1
-        self.rank = dist.get_rank(group) if group else 0
+        self.world = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
 
     def agree(
         self, phase: str, share: Callable[[], Given], combine: Callable[[list[Given]], Sequence[Answer]]
@@ -41,7 +41,7 @@ class Team:
         self, phase: str, given: tuple[Any, Any], combine: Callable[[list[Any]], Sequence[Any]]
     ) -> tuple[Any, Any]:
         lead = self.rank == 0
-        root = dist.get_global_rank(self.group, 0) if self.group else 0
+        root = dist.get_global_rank(self.group, 0) if self.group is not None else 0
         gathered: list[Any] | None = [None] * self.world if lead else None
         answers: list[Any] = [None] * self.world
         dist.gather_object(given, gathered, dst=root, group=self.group)

@@ -101,8 +101,13 @@ def dumps(cluster: Cluster) -> str:
         if getattr(cluster, key):
             table[key] = msgspec.to_builtins(getattr(cluster, key))
     head: dict[str, Any] = {key: table.pop(key) for key in ("machine", "notes", "pairs") if key in table}
-    units_line = "# bytes, bytes/s, seconds, FLOP/s; see docs/cluster.md\n"
-    return units_line + tomli_w.dumps(head) + ("\n" if head else "") + tomli_w.dumps(table)
+    text = tomli_w.dumps(head) + ("\n" if head else "") + tomli_w.dumps(table)
+    innermost = re.compile(r"\[\n([^\[\]]*)\n\s*\]")  # tomli_w gives each number of a list a line of its own
+    return "# bytes, bytes/s, seconds, FLOP/s; see docs/cluster.md\n" + innermost.sub(_one_line, text)
+
+
+def _one_line(found: re.Match[str]) -> str:
+    return "[" + ", ".join(line.strip().rstrip(",") for line in found[1].splitlines()) + "]"
 
 
 def _dump_node(node: Node) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 
 from espalier.comm.base import Codec, Ledger, Traffic, current_traffic, sent_bytes
-from espalier.comm.exact import EXACT
 from espalier.comm.watch import Entry, Watch
 from espalier.comm.work import Pending
 
@@ -80,7 +79,9 @@ class Channel(dist.ProcessGroup):
         self.timeout = asked.timeout
         self._inner = inner
         self._codecs: dict[Traffic, Codec] = {}
-        self._carriers: dict[tuple[Traffic, str], Any] = {}
+        self._carriers: dict[tuple[Traffic, Any], Any] = {}
+        self._alone = next(iter(inner.values())) if len(set(inner.values())) == 1 else None
+        self._stream = inner["cuda"] if line.inner == "nccl" else None
         self._rank, self._size, self._label = asked.rank, asked.size, asked.name
         for device, backend in inner.items():
             if isinstance(backend, torch._C._distributed_c10d.Backend):
@@ -91,8 +92,8 @@ class Channel(dist.ProcessGroup):
     def use(self, kind: Traffic, codec: Codec) -> None:
         """From now on, what is of class `kind` crosses this Channel as `codec` writes it. Same call on every rank."""
         self._codecs[kind] = codec
-        for device, inner in self._inner.items():
-            self._carriers[kind, device] = codec.carrier(inner)
+        for inner in self._inner.values():
+            self._carriers[kind, inner] = codec.carrier(inner)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Changes the deadline of later waits."""
@@ -108,45 +109,51 @@ class Channel(dist.ProcessGroup):
         """The store this group met in."""
         return self._store
 
+    @property
+    def group_name(self) -> Any:
+        """The name torch gave this group."""
+        return self._label
+
     # --- one path for all operations -----------------------------------------------------------------------------
 
-    def _begin(self, operation: str, tensors: Sequence[Tensor], sent: float | None = None, root: int = -1) -> _Begun:
-        """Books the operation on `tensors` (the whole payload) and finds what carries it."""
+    def _begin(
+        self, operation: str, tensors: Sequence[Tensor], sent: float | None = None, root: int = -1
+    ) -> tuple[Any, Entry]:
+        """Books the operation on `tensors` (the whole payload). Returns what carries it, and its record."""
         kind = current_traffic(self.default_traffic)
-        codec = self._codecs.get(kind, EXACT)
-        size = sum(codec.wire_bytes(tensor.numel(), tensor.element_size()) for tensor in tensors)
+        codec = self._codecs.get(kind)
+        size = _bytes(tensors) if codec is None else _wire(codec, tensors)
         if sent is None:
             sent = sent_bytes(operation, size, self._size, root=root == self._rank)
-        self.ledger.add(kind.value, operation, sent)
-        device = tensors[0].device.type if tensors else next(iter(self._inner))
-        carrier = self._carriers.get((kind, device)) or self._inner[device]
-        return _Begun(carrier, Entry(self._label, operation, kind.value, size, self.members))
+        self.ledger.add(kind._value_, operation, sent)
+        carrier = self._alone or self._inner[tensors[0].device.type if tensors else "cpu"]
+        if codec is not None:
+            carrier = self._carriers[kind, carrier]
+        entry = Entry(self._label, operation, kind._value_, size, self.members)
+        entry.stream = self._stream is not None and carrier is self._stream
+        return carrier, entry
 
-    def _message(self, operation: str, tensors: Sequence[Tensor], peer: int, tag: int) -> _Begun:
+    def _message(self, operation: str, tensors: Sequence[Tensor], peer: int, tag: int) -> tuple[Any, Entry]:
         """The same for a message to or from `peer` (rank in this group): numbered by its direction."""
-        begun = self._begin(operation, tensors)
+        carrier, entry = self._begin(operation, tensors)
         me, other = self.members[self._rank], self.members[peer]
         source, target = (me, other) if operation == "send" else (other, me)
-        begun.entry.expected = (me, other)
-        begun.entry.key = f"{self._label}:{source}>{target}#{tag}"
-        return begun
+        entry.expected = (me, other)
+        entry.key = f"{self._label}:{source}>{target}#{tag}"
+        return carrier, entry
 
-    def _end(
-        self, begun: _Begun, launch: Callable[[], Any], finish: Callable[[], None] | None = None
-    ) -> Pending:
-        entry = self.line.watch.enter(begun.entry)
+    def _end(self, entry: Entry, launch: Callable[[], Any], finish: Callable[[], None] | None = None) -> Pending:
+        watch = self.line.watch
+        watch.enter(entry)
         try:
             works = launch()
         except RuntimeError as error:
             if _is_connection(str(error)):
-                raise self.line.watch.failure(entry, str(error)) from None
+                raise watch.failure(entry, str(error)) from None
             raise
-        works = works if isinstance(works, list) else [works]
-        limit = None if self._is_stream(begun.carrier) else self.timeout
-        return Pending(works, entry, self.line.watch, limit, finish)
-
-    def _is_stream(self, carrier: Any) -> bool:
-        return carrier is self._inner.get("cuda") and self.line.inner == "nccl"
+        # NCCL keeps the deadline itself; its wait with a timeout would block the host instead of the stream.
+        limit = None if entry.stream else self.timeout
+        return Pending(works if type(works) is list else [works], entry, watch, limit, finish)
 
     # --- reductions ----------------------------------------------------------------------------------------------
 
@@ -154,12 +161,10 @@ class Channel(dist.ProcessGroup):
         """Every rank gets the reduction of all ranks' `tensors`, in place."""
         tensors = _many(tensors)
         options = _reducing(AllreduceOptions, opts)
-        begun = self._begin("all_reduce", tensors)
-        average = options.reduceOp == ReduceOp.AVG and not self._is_stream(begun.carrier)
-        if average:
-            options = _reducing(AllreduceOptions, ReduceOp.SUM)
-        finish = (lambda: torch._foreach_div_(list(tensors), self._size)) if average else None
-        return self._end(begun, lambda: [begun.carrier.allreduce([tensor], options) for tensor in tensors], finish)
+        carrier, entry = self._begin("all_reduce", tensors)
+        if len(tensors) == 1:
+            return self._end(entry, lambda: carrier.allreduce(tensors, options))
+        return self._end(entry, lambda: [carrier.allreduce([tensor], options) for tensor in tensors])
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Pending:
         """`allreduce` of several tensors. Each travels alone: Gloo's coalesced form copies everything twice."""
@@ -168,8 +173,8 @@ class Channel(dist.ProcessGroup):
     def reduce(self, tensors: Any, opts: Any) -> Pending:
         """The root gets the reduction of all ranks' `tensors`."""
         tensors = _many(tensors)
-        begun = self._begin("reduce", tensors, root=opts.rootRank)
-        return self._end(begun, lambda: begun.carrier.reduce(tensors, opts))
+        carrier, entry = self._begin("reduce", tensors, root=opts.rootRank)
+        return self._end(entry, lambda: carrier.reduce(tensors, opts))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:  # noqa: A002
         """Rank r gets the reduction of all ranks' r-th part of `input`."""
@@ -192,14 +197,13 @@ class Channel(dist.ProcessGroup):
     def _reduce_scatter(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Pending:
         options = _reducing(ReduceScatterOptions, opts)
         reduction = _REDUCTIONS.get(options.reduceOp.op if hasattr(options.reduceOp, "op") else options.reduceOp)
-        native = self._inner.get(outputs[0].device.type)
-        if self._is_stream(native):
-            begun = self._begin("reduce_scatter", inputs)
+        if self._stream is not None and outputs[0].is_cuda:
+            carrier, entry = self._begin("reduce_scatter", inputs)
             pairs = list(zip(outputs, inputs, strict=True))
-            return self._end(begun, lambda: [begun.carrier._reduce_scatter_base(o, i, options) for o, i in pairs])
+            return self._end(entry, lambda: [carrier._reduce_scatter_base(o, i, options) for o, i in pairs])
         if reduction is None:
             return self._reduce_and_slice(outputs, inputs, options)
-        begun = self._begin("reduce_scatter", inputs)
+        carrier, entry = self._begin("reduce_scatter", inputs)
         flat = [tensor.detach().reshape(-1) for tensor in inputs]
         rows = [torch.empty_like(tensor) for tensor in flat]
         pairs = list(zip(rows, flat, strict=True))
@@ -209,12 +213,12 @@ class Channel(dist.ProcessGroup):
                 output.detach().copy_(reduction(parts.view(self._size, -1)).view(output.shape))
 
         return self._end(
-            begun, lambda: [begun.carrier.alltoall_base(r, i, [], [], AllToAllOptions()) for r, i in pairs], finish
+            entry, lambda: [carrier.alltoall_base(r, i, [], [], AllToAllOptions()) for r, i in pairs], finish
         )
 
     def _reduce_and_slice(self, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> Pending:
         """For reductions that are not arithmetic: a whole all-reduce, and its bytes."""
-        begun = self._begin("all_reduce", inputs)
+        carrier, entry = self._begin("all_reduce", inputs)
         whole = [tensor.detach().reshape(-1).clone() for tensor in inputs]
         plain = _reducing(AllreduceOptions, options.reduceOp)
 
@@ -222,15 +226,15 @@ class Channel(dist.ProcessGroup):
             for output, total in zip(outputs, whole, strict=True):
                 output.detach().copy_(total.view(self._size, -1)[self._rank].view(output.shape))
 
-        return self._end(begun, lambda: [begun.carrier.allreduce([tensor], plain) for tensor in whole], finish)
+        return self._end(entry, lambda: [carrier.allreduce([tensor], plain) for tensor in whole], finish)
 
     # --- moves ---------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any) -> Pending:
         """Every rank gets the root's `tensors`."""
         tensors = _many(tensors)
-        begun = self._begin("broadcast", tensors, root=opts.rootRank)
-        return self._end(begun, lambda: begun.carrier.broadcast(tensors, opts))
+        carrier, entry = self._begin("broadcast", tensors, root=opts.rootRank)
+        return self._end(entry, lambda: carrier.broadcast(tensors, opts))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:  # noqa: A002
         """Every rank gets all ranks' `input`, one after the other."""
@@ -239,9 +243,9 @@ class Channel(dist.ProcessGroup):
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Pending:
         """`all_gather_single` of several tensors."""
         options = opts or AllgatherOptions()
-        begun = self._begin("all_gather", outputs)
+        carrier, entry = self._begin("all_gather", outputs)
         pairs = [(output, input_.contiguous()) for output, input_ in zip(outputs, inputs, strict=True)]
-        return self._end(begun, lambda: [begun.carrier._allgather_base(o, i, options) for o, i in pairs])
+        return self._end(entry, lambda: [carrier._allgather_base(o, i, options) for o, i in pairs])
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -250,25 +254,25 @@ class Channel(dist.ProcessGroup):
         """`all_gather_single` with the parts of the output as lists."""
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        begun = self._begin("all_gather", [part for parts in outputs for part in parts])
-        return self._end(begun, lambda: begun.carrier.allgather(outputs, inputs, opts or AllgatherOptions()))
+        carrier, entry = self._begin("all_gather", [part for parts in outputs for part in parts])
+        return self._end(entry, lambda: carrier.allgather(outputs, inputs, opts or AllgatherOptions()))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Pending:
         """`allgather` of several tensors."""
-        begun = self._begin("all_gather", [part for parts in outputs for part in parts])
-        return self._end(begun, lambda: begun.carrier.allgather_coalesced(outputs, inputs, opts or AllgatherOptions()))
+        carrier, entry = self._begin("all_gather", [part for parts in outputs for part in parts])
+        return self._end(entry, lambda: carrier.allgather_coalesced(outputs, inputs, opts or AllgatherOptions()))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Pending:
         """The root gets all ranks' input."""
         sent = 0 if opts.rootRank == self._rank else _bytes(inputs)
-        begun = self._begin("gather", inputs, sent)
-        return self._end(begun, lambda: begun.carrier.gather(outputs, inputs, opts))
+        carrier, entry = self._begin("gather", inputs, sent)
+        return self._end(entry, lambda: carrier.gather(outputs, inputs, opts))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Pending:
         """Rank r gets the root's r-th tensor."""
         others = [part for parts in inputs for rank, part in enumerate(parts) if rank != self._rank]
-        begun = self._begin("scatter", outputs, _bytes(others) if opts.rootRank == self._rank else 0)
-        return self._end(begun, lambda: begun.carrier.scatter(outputs, inputs, opts))
+        carrier, entry = self._begin("scatter", outputs, _bytes(others) if opts.rootRank == self._rank else 0)
+        return self._end(entry, lambda: carrier.scatter(outputs, inputs, opts))
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, opts: Any = None  # noqa: A002
@@ -277,18 +281,18 @@ class Channel(dist.ProcessGroup):
         sent = None
         if input_splits:
             elements = input.numel() // max(1, input.size(0)) * (sum(input_splits) - input_splits[self._rank])
-            sent = float(elements * input.element_size())
-        begun = self._begin("all_to_all", [input], sent)
+            sent = elements * input.element_size()
+        carrier, entry = self._begin("all_to_all", [input], sent)
         options = opts or AllToAllOptions()
         splits = list(output_splits or []), list(input_splits or [])
-        return self._end(begun, lambda: begun.carrier.alltoall_base(output, input, *splits, options))
+        return self._end(entry, lambda: carrier.alltoall_base(output, input, *splits, options))
 
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Pending:
         """`all_to_all_single` with the parts as lists, sent as one tensor (Gloo has no list form)."""
-        sent = _bytes(part for rank, part in enumerate(inputs) if rank != self._rank)
-        begun = self._begin("all_to_all", inputs, sent)
+        sent = _bytes([part for rank, part in enumerate(inputs) if rank != self._rank])
+        carrier, entry = self._begin("all_to_all", inputs, sent)
         source = torch.cat([part.detach().reshape(-1) for part in inputs])
         splits = [[part.numel() for part in parts] for parts in (outputs, inputs)]
         target = source.new_empty(sum(splits[0]))
@@ -298,35 +302,28 @@ class Channel(dist.ProcessGroup):
                 output.detach().copy_(part.view(output.shape))
 
         options = opts or AllToAllOptions()
-        return self._end(begun, lambda: begun.carrier.alltoall_base(target, source, *splits, options), finish)
+        return self._end(entry, lambda: carrier.alltoall_base(target, source, *splits, options), finish)
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Pending:
         """Sends `tensors` to rank `peer` of this group."""
-        begun = self._message("send", tensors, peer, tag)
-        return self._end(begun, lambda: begun.carrier.send(tensors, peer, tag))
+        carrier, entry = self._message("send", tensors, peer, tag)
+        return self._end(entry, lambda: carrier.send(tensors, peer, tag))
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> Pending:
         """Receives into `tensors` from rank `peer` of this group."""
-        begun = self._message("recv", tensors, peer, tag)
-        return self._end(begun, lambda: begun.carrier.recv(tensors, peer, tag))
+        carrier, entry = self._message("recv", tensors, peer, tag)
+        return self._end(entry, lambda: carrier.recv(tensors, peer, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Pending:
         """Receives into `tensors` from whoever sends first. Who is missing cannot be known."""
-        begun = self._begin("recv", tensors)
-        begun.entry.expected, begun.entry.key = (), f"{self._label}:any>{self.members[self._rank]}#{tag}"
-        return self._end(begun, lambda: begun.carrier.recv_anysource(tensors, tag))
+        carrier, entry = self._begin("recv", tensors)
+        entry.expected, entry.key = (), f"{self._label}:any>{self.members[self._rank]}#{tag}"
+        return self._end(entry, lambda: carrier.recv_anysource(tensors, tag))
 
     def barrier(self, opts: Any = None) -> Pending:
         """Returns when all ranks have come. Carries no payload."""
-        begun = self._begin("barrier", [])
-        return self._end(begun, lambda: begun.carrier.barrier(opts or dist.BarrierOptions()))
-
-
-class _Begun:
-    __slots__ = ("carrier", "entry")
-
-    def __init__(self, carrier: Any, entry: Entry) -> None:
-        self.carrier, self.entry = carrier, entry
+        carrier, entry = self._begin("barrier", [])
+        return self._end(entry, lambda: carrier.barrier(opts or dist.BarrierOptions()))
 
 
 def _type_of(backend: Any) -> dist.ProcessGroup.BackendType:
@@ -337,12 +334,20 @@ def _many(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _bytes(tensors: Any) -> float:
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    if len(tensors) == 1:
+        return tensors[0].nbytes
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _wire(codec: Codec, tensors: Sequence[Tensor]) -> float:
+    return sum(codec.wire_bytes(tensor.numel(), tensor.element_size()) for tensor in tensors)
 
 
 def _reducing(kind: Any, given: Any) -> Any:
     """Options of class `kind` for `given`: options of any reducing operation, a ReduceOp, or None (SUM)."""
+    if isinstance(given, kind):
+        return given
     options = kind()
     if given is not None:
         options.reduceOp = getattr(given, "reduceOp", given)

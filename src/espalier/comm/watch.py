@@ -25,9 +25,12 @@ SILENCE = 2.5  # beats after which a rank whose record stands still counts as de
 
 
 class Entry:
-    """One collective this rank entered. `expected` are the global ranks that must enter it too."""
+    """One collective this rank entered. `expected` are the global ranks that must enter it too.
 
-    __slots__ = ("done", "expected", "group", "key", "kind", "number", "operation", "size", "started")
+    `key` says what it is numbered in: its group, or for a message its group, direction and tag.
+    """
+
+    __slots__ = ("done", "expected", "group", "key", "kind", "number", "operation", "size", "started", "stream")
 
     def __init__(self, group: str, operation: str, kind: str, size: float, expected: Sequence[int]) -> None:
         self.group, self.operation, self.kind, self.size = group, operation, kind, size
@@ -36,6 +39,7 @@ class Entry:
         self.number = 0
         self.started = time.monotonic()
         self.done = False
+        self.stream = False  # ordered on a device's stream, where a wait does not block this process
 
     def __str__(self) -> str:
         group = f" of group {self.group}" if self.group else ""
@@ -60,14 +64,11 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="espalier-watch", daemon=True)
         self._thread.start()
 
-    def enter(self, entry: Entry, key: str | None = None) -> Entry:
-        """Books `entry` as begun and numbers it within `key` (its group; for a message, group and direction)."""
-        if key is not None:
-            entry.key = key
+    def enter(self, entry: Entry) -> None:
+        """Books `entry` as begun and numbers it within its key."""
         with self._lock:
             entry.number = self._counts[entry.key] = self._counts.get(entry.key, 0) + 1
             self._last.append(entry)
-        return entry
 
     def close(self) -> None:
         """Tells the others that this rank left on purpose, and ends the publisher."""

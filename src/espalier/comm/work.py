@@ -25,8 +25,7 @@ class Pending(Work):
         works: the inner group's works, all of which must end.
         entry: the record of this collective; its `done` is set here.
         watch: composes the message of a failure.
-        limit: the deadline of a wait that names none; None leaves it to the inner group (NCCL, whose wait with a
-            timeout would block the host instead of the stream).
+        limit: the deadline of a wait that names none; None where the inner group keeps it by itself (NCCL).
         finish: what is left to do on this rank once the bytes are here; run exactly once.
     """
 
@@ -83,11 +82,7 @@ class Pending(Work):
 
     def synchronize(self) -> None:
         """Orders later operations after this one; a plain wait on CPU."""
-        if self._finish is not None or self._limit is not None:
-            self.wait()
-        else:
-            for work in self._works:
-                work.synchronize()
+        self.wait()
 
     def get_future(self) -> Future[Any]:
         """A future of the result tensors. It fails with the inner group's own error; only `wait` explains it."""

@@ -100,8 +100,11 @@ def bimodal(times: Sequence[float]) -> bool:
 
 
 def _fit(small: Sequence[float], large: Sequence[float], size: int) -> tuple[float, float, float]:
-    """(latency, bandwidth, two speeds) from round trips of a small and of a large message."""
-    latency = float(np.median(small)) / 2
+    """(latency, bandwidth, two speeds) from round trips of a small and of a large message.
+
+    Latency is the least seen, since waiting for a busy processor is no link; bandwidth is the usual one.
+    """
+    latency = float(np.min(small)) / 2
     whole = float(np.median(large)) / 2
     return latency, size / max(whole - latency, 1e-9), float(bimodal(large))
 

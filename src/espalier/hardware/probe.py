@@ -120,7 +120,7 @@ def cached(folder: Path | None = None, *, say: Say | None = None) -> Cluster | N
 
 
 def save(cluster: Cluster, folder: Path | None = None, *, say: Say | None = None) -> Path | None:
-    """Keeps `cluster` for `cached`; None when the folder cannot be written, which `say` is told. Replaces atomically."""
+    """Keeps `cluster` for `cached`, atomically; None when the folder cannot be written, which `say` is told."""
     file = cache_file(folder)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -267,9 +267,13 @@ def _best(rates: Iterable[list[Any]]) -> dict[str, float]:
 
 
 def _known(name: str) -> str:
-    """The catalogue's name for a driver's name such as `NVIDIA A100-SXM4-80GB`, else the driver's own."""
-    words = name.upper().replace("-", " ").split()
-    fits = [
-        known for known in clusters.known_devices() if all(w in words for w in known.upper().replace("-", " ").split())
-    ]
+    """The catalogue's name for a driver's name such as `NVIDIA A100-SXM4-80GB`, else the driver's own.
+
+    Variants with other rates or links than the catalogue's (PCIe cards, Ti, laptops) keep their own name.
+    """
+    words = set(name.upper().replace("-", " ").split())
+    if words & {"TI", "SUPER", "LAPTOP", "D", "PCIE", "NVL"}:
+        return name
+    known = {entry: set(entry.upper().replace("-", " ").split()) for entry in clusters.known_devices()}
+    fits = [entry for entry, needed in known.items() if needed <= words]
     return max(fits, key=len) if fits else name

@@ -39,13 +39,9 @@ class Cache:
     """The pasts of all layers of one model. Has state. For generation only: gradients do not pass through it."""
 
     def __init__(self, layers: int, context: int) -> None:
-        self._layers = [Past(context) for _ in range(layers)]
+        self.layers = [Past(context) for _ in range(layers)]
 
     @property
     def length(self) -> int:
         """Tokens remembered."""
-        return self._layers[0].length
-
-    def layer(self, index: int) -> Past:
-        """What layer `index` remembers."""
-        return self._layers[index]
+        return self.layers[0].length

@@ -1,7 +1,7 @@
-"""The decoder's elementwise operations with backward passes written by hand: fewer passes over memory, fewer kept bytes.
+"""The decoder's elementwise operations with backward passes written by hand: less traffic, fewer bytes kept.
 
 PyTorch's CPU build composes RMSNorm from eight kernels, and autograd keeps every factor of a product. Each function
-here keeps only its input; its plain form is the first line of its docstring and the test's reference.
+here keeps only its inputs; its plain form stands in the first line of its docstring and is the test's reference.
 """
 
 from __future__ import annotations
@@ -23,24 +23,20 @@ def rms_norm(x: Float[Tensor, "*batch width"], weight: Float[Tensor, " width"], 
     return F.rms_norm(x, weight.shape, weight, epsilon)
 
 
-def swiglu(gate_up: Float[Tensor, "*batch both"]) -> Tensor:
-    """`F.silu(gate) * up`, where `gate_up` holds the gate in its first half of columns, `up` in its second."""
-    return _Swiglu.apply(gate_up)
+def swiglu(gate: Float[Tensor, "*batch inner"], up: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch inner"]:
+    """`F.silu(gate) * up`; silu(gate) is computed again in backward instead of kept."""
+    return _Swiglu.apply(gate, up)
 
 
 def rotate(
-    joint: Float[Tensor, "batch seq joint head"],
-    cos: Float[Tensor, "seq half"],
-    sin: Float[Tensor, "seq half"],
-    heads: int,
-    kv_heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key, value `[batch, seq, heads, head]` of the joint projection, query and key turned by their positions.
+    heads: Float[Tensor, "batch seq heads head"], cos: Float[Tensor, "seq half"], sin: Float[Tensor, "seq half"]
+) -> Float[Tensor, "batch seq heads head"]:
+    """`cat(a * cos - b * sin, b * cos + a * sin)` with a, b the halves of each head.
 
-    Rotary positions (RoFormer, arXiv 2104.09864) in the half-split order of Hugging Face's Llama: with a, b the halves
-    of a head, `cat(a cos - b sin, b cos + a sin)`. One copy serves all three, and the joint projection is not kept.
+    Rotary positions (RoFormer, arXiv 2104.09864) in the half-split order of Hugging Face's Llama, so that its weights
+    and ours are the same numbers in the same order.
     """
-    return _Rotate.apply(joint, cos.unsqueeze(1), sin.unsqueeze(1), heads, kv_heads)
+    return _Rotate.apply(heads, cos.unsqueeze(1).to(heads.dtype), sin.unsqueeze(1).to(heads.dtype))
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -63,45 +59,32 @@ class _RmsNorm(torch.autograd.Function):
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, -1)
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, -1)
-        result = torch.empty_like(gate_up)
-        of_gate, of_up = result.chunk(2, -1)
-        torch.mul(F.silu(gate), gradient, out=of_up)
-        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
-        return result
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(gradient * up, gate), F.silu(gate).mul_(gradient)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, joint: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.turned = heads + kv_heads
-        result = joint.clone()
-        _turn(result[:, :, : ctx.turned], cos, sin)
-        query, key, value = result.split([heads, kv_heads, kv_heads], 2)
-        return query, key, value
+        return _turned(heads, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        result = torch.cat(gradients, 2)
-        _turn(result[:, :, : ctx.turned], cos, -sin)
-        return result, None, None, None, None
+        return _turned(gradient, cos, -sin), None, None
 
 
-def _turn(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turns `[batch, seq, heads, head]` in place."""
-    first, second = heads.chunk(2, -1)
+def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    result = heads.clone(memory_format=torch.contiguous_format)
+    first, second = result.chunk(2, -1)
     crossed = first * sin
     first.mul_(cos).addcmul_(second, sin, value=-1)
     second.mul_(cos).add_(crossed)
+    return result

@@ -121,7 +121,7 @@ def read_windows(splits: Sequence[Split], order: Order, start: int, stop: int) -
 
 
 def documents(splits: Sequence[Split], order: Order, start: int, stop: int) -> list[str]:
-    """Names of the documents in samples `[start, stop)`, each once, in order; after their source if it is one of many."""
+    """Names of the documents in samples `[start, stop)`, each once, in order; of a mixture, with their source."""
     chosen = order.samples(start, stop)
     found: dict[str, None] = {}
     for source, first in zip(chosen.source.tolist(), chosen.start.tolist(), strict=True):

@@ -314,7 +314,9 @@ def _hub(data: Data) -> Listing:
 def _load(datasets: Any, data: Data) -> Any:
     parts = data.path.removeprefix("hf:").split("/")
     # On the hub NAME is usually OWNER/NAME; two parts may also be an old plain name and its configuration.
-    tries = {1: [parts], 2: [["/".join(parts)], parts], 3: [["/".join(parts[:2]), parts[2]]]}.get(len(parts), [])
+    tries = [["/".join(parts[:2]), *parts[2:]]] if len(parts) <= 3 else []
+    if len(parts) == 2:
+        tries.append(parts)
     last: Exception | None = None
     for names in tries:
         try:

@@ -298,9 +298,10 @@ def _cut(document: sources.Document, validation: float) -> Sided:
     text = document.data
     aim = min(max(round(len(text) * (1 - validation)), 1), len(text) - 1)
     place = text.rfind(b"\n", 0, aim) + 1 or text.find(b"\n", aim, len(text) - 1) + 1 or aim
-    while place < len(text) and text[place] & 0xC0 == 0x80:  # not inside a character
-        place += 1
-    if not 0 < place < len(text):
+    place = next((back for back in range(place, 0, -1) if _starts_character(text, back)), 0) or next(
+        (on for on in range(place, len(text)) if _starts_character(text, on)), 0
+    )
+    if not place:
         raise UserError(
             f"The corpus is too small: {document.name} has {show_size(len(text))}.",
             why="it is the only document, and it cannot be cut in two",
@@ -308,6 +309,10 @@ def _cut(document: sources.Document, validation: float) -> Sided:
         )
     yield False, document._replace(data=text[:place])
     yield True, document._replace(data=text[place:])
+
+
+def _starts_character(text: bytes, place: int) -> bool:
+    return place < len(text) and text[place] & 0xC0 != 0x80
 
 
 def _changed(job: _Job) -> UserError:

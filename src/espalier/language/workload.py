@@ -43,24 +43,22 @@ class LanguageWorkload:
         self.global_batch = recipe.train.batch_tokens // self.sequence
         self.nominal_weight = float(self.global_batch * self.sequence)
         self.tokenizer: Tokenizer = stores[0].tokenizer
+        self.splits = [store.train for store in stores]
         weights = [source.weight for source in recipe.data]
-        self.order = mixture.Order([s.train for s in stores], weights, self.sequence, recipe.train.seed)
-        self.held_out = mixture.held_out([s.validation for s in stores], self.sequence, recipe.train.validate_tokens)
+        names = [source.path for source in recipe.data]
+        counts = [split.tokens for split in self.splits]
+        self.order = mixture.Order(counts, weights, self.sequence, recipe.train.seed, names)
+        self.held_out = _held_out(stores, recipe, weights)
         self._byte_lengths = torch.from_numpy(np.asarray(self.tokenizer.byte_lengths, dtype=np.float64))
 
     # --- the model -----------------------------------------------------------------------------------------------
 
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The decoder, initialised from the seed or from `model.initial` (a Llama-format folder)."""
-        model = self._new(device)
+        model = new_model(self.options, self.recipe.train.seed, device)
         if self.options.initial is not None:
             hf.load_into(model, Path(self.options.initial))
         return model.to(dtype)
-
-    def _new(self, device: torch.device) -> gpt.GPT:
-        if isinstance(self.options, Moe):
-            return moe.build(self.options, seed=self.recipe.train.seed, device=device)
-        return gpt.build(self.options, seed=self.recipe.train.seed, device=device)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The decoder's layers."""
@@ -70,7 +68,7 @@ class LanguageWorkload:
     def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """The token table and the head."""
         assert isinstance(model, gpt.GPT)
-        return [model.embedding.weight, model.head.weight]
+        return embeddings(model)
 
     def recompute(self, model: nn.Module, mode: str) -> None:
         """Activation checkpointing of the layers."""
@@ -82,7 +80,7 @@ class LanguageWorkload:
     def batches(self, step: int, shard: Shard) -> list[Windows]:
         """Windows of the global order, cut into micro-batches."""
         first = step * self.global_batch
-        rows = self.order.read(first + shard.start, first + shard.stop)
+        rows = mixture.read_windows(self.splits, self.order, first + shard.start, first + shard.stop)
         windows = torch.from_numpy(rows)
         cut = shard.micro_batch
         return [_window(windows[at : at + cut]) for at in range(0, len(windows), cut)]
@@ -90,7 +88,7 @@ class LanguageWorkload:
     def documents(self, step: int, shard: Shard) -> list[str]:
         """Names of the documents those windows cover."""
         first = step * self.global_batch
-        return self.order.documents(first + shard.start, first + shard.stop)
+        return mixture.documents(self.splits, self.order, first + shard.start, first + shard.stop)
 
     def loss(self, model: nn.Module, batch: Windows) -> tuple[Tensor, Tensor]:
         """Sum of cross entropies in nats, and the number of tokens."""
@@ -107,11 +105,16 @@ class LanguageWorkload:
         device = next(model.parameters()).device
         nats = count = length = 0.0
         for at in range(shard.start, shard.stop, shard.micro_batch):
-            batch = _window(torch.from_numpy(self.held_out.read(at, min(at + shard.micro_batch, shard.stop))))
+            batch = _window(self._read_held_out(at, min(at + shard.micro_batch, shard.stop)))
             nats += float(model.loss_sum(batch.tokens.to(device), batch.targets.to(device)))
             count += batch.targets.numel()
             length += float(self._byte_lengths[batch.targets].sum())
         return {"loss": (nats, count), "nats_per_byte": (nats, length)}
+
+    def _read_held_out(self, start: int, stop: int) -> Tensor:
+        chosen = self.held_out[start:stop]
+        rows = [split.read(first, self.sequence + 1).astype(np.int64) for split, first in chosen]
+        return torch.from_numpy(np.stack(rows))
 
     def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
         """Loss, bits per byte and perplexity."""
@@ -126,7 +129,7 @@ class LanguageWorkload:
         """A short continuation of `track.sample` (or of the first held-out words)."""
         assert isinstance(model, gpt.GPT)
         prompt = self.recipe.track.sample
-        start = self.tokenizer.encode(prompt.encode()) if prompt else self.held_out.read(0, 1)[0, :32]
+        start = self.tokenizer.encode(prompt.encode()) if prompt else self._read_held_out(0, 1)[0, :32].numpy()
         fresh = generate.generate(
             model, torch.from_numpy(np.asarray(start, dtype=np.int64)), tokens=200, temperature=0.8, top_k=40, seed=1
         )
@@ -154,19 +157,39 @@ def open_language(recipe: Recipe, progress: Progress | None = None) -> LanguageW
     """Builds (or finds) the token shards of every source. `recipe` must be resolved. Raises UserError."""
     if not recipe.data:
         raise UserError("The recipe has no [data].", do='[data] path = "python:stdlib"')
-    stores = [tokens.build(source, progress=progress) for source in recipe.data]
-    odd = {store.tokenizer.name for store in stores}
-    if len(odd) > 1:
-        raise UserError(
-            f"The [[data]] tables use different tokenizers: {', '.join(sorted(odd))}.",
-            do="give every [[data]] table the same tokenizer",
-        )
-    return LanguageWorkload(recipe, stores)
+    return LanguageWorkload(recipe, tokens.build_all(recipe.data, progress=progress))
 
 
-def vocabulary(data: config.Data, progress: Progress | None = None) -> int:
-    """Tokens in the vocabulary that `data.tokenizer` has (training one if it must be)."""
-    return tokens.build(data, progress=progress).tokenizer.vocabulary
+def vocabulary(data: Sequence[config.Data], progress: Progress | None = None) -> int:
+    """Tokens in the vocabulary of a mixture's tokenizer (which may have to be trained first)."""
+    return tokens.build_all(data, progress=progress)[0].tokenizer.vocabulary
+
+
+def new_model(options: Gpt | Moe, seed: int, device: torch.device) -> gpt.GPT:
+    """The decoder of resolved `options`; its weights are filled from `seed` unless `device` is meta."""
+    with torch.device(device):
+        model = moe.MOE(options) if isinstance(options, Moe) else gpt.GPT(options)
+    if device.type != "meta":
+        gpt.initialise(model, seed)
+    return model
+
+
+def embeddings(model: gpt.GPT) -> list[nn.Parameter]:
+    """The token table and, unless tied to it, the head."""
+    return [model.embedding.weight] + ([model.head.weight] if model.head is not None else [])
+
+
+def _held_out(
+    stores: Sequence[tokens.TokenStore], recipe: Recipe, weights: Sequence[float]
+) -> list[tuple[tokens.Split, int]]:
+    """(split, first token) of every held-out window, each corpus by its weight."""
+    train, found = recipe.train, []
+    assert train.sequence is not None
+    for store, source, weight in zip(stores, recipe.data, weights, strict=True):
+        limit = round(train.validate_tokens * weight / sum(weights))
+        starts = mixture.held_out(store.validation, train.sequence, limit, source.path)
+        found += [(store.validation, int(start)) for start in starts]
+    return found
 
 
 def _window(rows: Tensor) -> Windows:

@@ -17,6 +17,8 @@ class Agreed(NamedTuple):
     gradient_norm: float
     stop: bool
     """Some rank asked to stop; all stop after this same step."""
+    exposed: float
+    """Seconds this rank stood still for the exchange, after its own backward pass was done."""
     faulty: tuple[int, ...]
     """Ranks whose own loss or gradient was not finite; the parameters were then left untouched."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -45,16 +46,18 @@ class EveryStep:
     def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
         """See `Agreement.step`. Nothing moves when a loss or the gradient is not finite."""
         summed = self.totals.start(outcome, stop)
+        begun = time.perf_counter()
         self.wait()
+        loss, weight, stopping, faulty = summed()
+        exposed = time.perf_counter() - begun
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        loss, weight, stopping, faulty = summed()
         scale = self.nominal_weight / weight if weight else 0.0
         size = float(norm) * scale
         if not faulty and math.isfinite(size):
             self._scale(gradients, scale, size)
             self.optimizer.step(learning_rate)
-        return Agreed(loss / weight if weight else math.nan, weight, size, stopping, faulty)
+        return Agreed(loss / weight if weight else math.nan, weight, size, stopping, exposed, faulty)
 
     def _scale(self, gradients: list[Tensor], scale: float, size: float) -> None:
         if self.clip > 0 and size > self.clip:

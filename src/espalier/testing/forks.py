@@ -151,6 +151,7 @@ class _Run:
         lines = [f"{len(late)} of {self.n} ranks did not end in time ({self.timeout:g} s)."]
         for rank in late:
             trace = (Path(self.traces.name) / str(rank)).read_text()
+            trace = trace.partition(f'  File "{__file__}"')[0]  # below is whoever called forks
             lines.append(f"rank {rank} was at:\n{trace or '  (it did not answer: stopped?)'}")
         return "\n".join(lines)
 

@@ -6,19 +6,21 @@ A run may have been taken up several times; what a later attempt did anew replac
 from __future__ import annotations
 
 import html
+import importlib
 import json
 import os
 import socket
 import time
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from espalier.errors import UserError, missing_extra, nearest
+from espalier.errors import UserError, nearest
 from espalier.track.events import Event, read
 from espalier.units import show_count, show_seconds, show_size
 
@@ -57,6 +59,7 @@ class Run:
         self.finish: Event = {}
         self.attempts = 0
         self.last_time = 0.0
+        self._reached = 0
         self._rows: dict[str, list[Event]] = {kind: [] for kind in _NAMES.values()}
         self._tables: dict[str, Table] = {}
         for event in events:
@@ -114,10 +117,11 @@ class Run:
     def frame(self, name: str) -> Any:
         """The table `name` as a pandas DataFrame. Raises UserError when pandas is not installed."""
         try:
-            import pandas
+            pandas = importlib.import_module("pandas")
         except ImportError:
-            error = missing_extra("pandas", "track", "Run.frame")
-            raise UserError(error.what, do="pip install pandas, or use Run.table(name)") from None
+            raise UserError(
+                "Run.frame needs pandas, which is not installed.", do="pip install pandas, or use Run.table(name)"
+            ) from None
         return pandas.DataFrame(self.table(name))
 
     def speed(self, last: int = 50) -> float:
@@ -164,7 +168,9 @@ class Run:
             self.finish = event
         elif kind in self._rows:
             if kind == "step":
-                self._forget(event.get("step"), after=False)
+                if event["step"] <= self._reached:
+                    self._forget(event["step"], after=False)
+                self._reached = event["step"]
             self._rows[kind].append(event)
 
     def _forget(self, step: int | None, after: bool) -> None:
@@ -207,29 +213,32 @@ def _siblings(path: Path) -> list[str]:
 
 
 def _columns(rows: list[Event]) -> Table:
-    flat = [_flat(row) for row in rows]
-    names = dict.fromkeys(name for row in flat for name in row)
-    return {name: _array(name, [row.get(name) for row in flat]) for name in names}
-
-
-def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in row.items():
-        if isinstance(value, dict):
-            flat.update({f"{key}.{name}": item for name, item in value.items()})
-        elif key != "event":
-            flat[key] = value
-    return flat
+    names = dict.fromkeys(chain.from_iterable(rows))
+    names.pop("event", None)
+    table: Table = {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        if isinstance(_first(values), dict):
+            tables = [value if isinstance(value, dict) else {} for value in values]
+            table.update({f"{name}.{key}": column for key, column in _columns(tables).items()})
+        else:
+            table[name] = _array(name, values)
+    return table
 
 
 def _array(name: str, values: list[Any]) -> NDArray[Any]:
-    if any(value is not None and not isinstance(value, int | float) for value in values):
-        array = np.empty(len(values), object)
-        array[:] = values
-        return array
-    if name == "step" and None not in values:
-        return np.array(values, np.int64)
-    return np.array([np.nan if value is None else value for value in values], np.float64)
+    if isinstance(_first(values), int | float):
+        try:
+            return np.array(values, np.int64 if name == "step" and None not in values else np.float64)
+        except (TypeError, ValueError):
+            pass  # numbers and other things under one name
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
+
+
+def _first(values: list[Any]) -> Any:
+    return next((value for value in values if value is not None), None)
 
 
 def _alive(start: Event) -> bool | None:
@@ -247,7 +256,7 @@ def _alive(start: Event) -> bool | None:
 
 
 def _toml(path: Path) -> dict[str, Any]:
-    return _parsed(path, lambda text: tomllib.loads(text))
+    return _parsed(path, tomllib.loads)
 
 
 def _json(path: Path) -> dict[str, Any]:

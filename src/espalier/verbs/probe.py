@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import msgspec
@@ -13,14 +12,14 @@ import torch
 from espalier import cluster as clusters
 from espalier import run as runs
 from espalier.hardware import probe
-from espalier.track.progress import Waiting
+from espalier.verbs import ready
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Probes anew, whatever is cached."""
     torch.set_num_threads(1)
-    with Waiting("Measuring this machine", out=sys.stderr) as waiting:
-        found = probe.probe(progress=waiting.update, disk=Path(arguments.disk))
+    with ready.waiting("Measuring this machine") as progress:
+        found = probe.probe(progress=progress, disk=Path(arguments.disk))
     probe.save(found)
     out = Path(arguments.out)
     runs.replace(out, clusters.dumps(found))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def resolve(path: str | Path, overrides: Sequence[str]) -> Resolved:
     recipe = load.load(path, overrides)
     vocabulary = None
     if isinstance(recipe.model, Gpt | Moe) and recipe.data and recipe.model.vocabulary is None:
-        vocabulary = language.vocabulary(recipe.data[0])
+        with waiting("Reading the corpus") as progress:
+            vocabulary = language.vocabulary(recipe.data, progress)
     resolved, derivations = derive.resolve(recipe, vocabulary=vocabulary)
     return Resolved(resolved, derivations)
 
@@ -46,8 +48,8 @@ def open_workload(recipe: Recipe) -> Workload:
     """The workload of a resolved recipe, its data opened (built on first use, with a progress bar)."""
     if isinstance(recipe.model, config.Module):
         return open_module(recipe)
-    with Waiting("Reading the corpus", out=sys.stderr) as waiting:
-        return language.open_language(recipe, progress=waiting.update)
+    with waiting("Reading the corpus") as progress:
+        return language.open_language(recipe, progress=progress)
 
 
 def machines(recipe: Recipe, cluster: str | None = None) -> clusters.Cluster:
@@ -57,10 +59,29 @@ def machines(recipe: Recipe, cluster: str | None = None) -> clusters.Cluster:
         return clusters.read(named)
     found = probe.cached()
     if found is None:
-        with Waiting("Measuring this machine (kept for next time)", out=sys.stderr) as waiting:
-            found = probe.probe(progress=waiting.update)
+        with waiting("Measuring this machine (kept for next time)") as progress:
+            found = probe.probe(progress=progress)
         probe.save(found)
     return found
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows `what` on standard error once it has taken two seconds; called with (done, total)."""
+    with Waiting(what, total=0, out=sys.stderr) as bar:
+
+        def update(done: float, total: float) -> None:
+            bar.total = total
+            bar.advance(done - bar.done)
+
+        yield update
+
+
+def parameters(recipe: Recipe) -> int:
+    """How many parameters the recipe's model has."""
+    if isinstance(recipe.model, config.Module):
+        return sum(parameter.numel() for parameter in open_module(recipe).parts.model.parameters())
+    return derive.parameter_count(recipe.model)
 
 
 def request(recipe: Recipe, ranks: int | None = None) -> Request:

@@ -21,6 +21,7 @@ from espalier import run as runs
 from espalier import trainer
 from espalier.config import load
 from espalier.errors import EspalierError, Interrupted, UserError
+from espalier.hardware import probe
 from espalier.launch import base as launch
 from espalier.launch import handshake, local, torchrun
 from espalier.plan import base as plans
@@ -39,6 +40,7 @@ class Job:
     workload: Workload
     cluster: clusters.Cluster
     plan: plans.Plan
+    parameters: int
     folder: runs.RunFolder
     quiet: bool
 
@@ -46,7 +48,7 @@ class Job:
         """What the rank at `place` needs to know."""
         recipe = self.resolved.recipe
         peak = clusters.peak_flops(self.cluster, self.plan, recipe.train.precision)
-        return trainer.Setting(recipe, self.plan, self.workload, place, self.folder.path, flops_per_second=peak)
+        return trainer.Setting(recipe, self.plan, self.workload, place, self.folder.path, about=_about(self), flops_per_second=peak)
 
     def identity(self) -> dict[str, str]:
         """What all ranks must have in common."""
@@ -62,7 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_as_rank(arguments, place)
     job = _prepare(arguments)
     log = Log(job.folder.events)
-    _begin(job, log)
     begun = time.monotonic()
     try:
         local.run(_rank(job), _places(job))
@@ -90,7 +91,7 @@ def _prepare(arguments: argparse.Namespace, world: int | None = None) -> Job:
     if not arguments.json:
         show.plan(plan, resolved.derivations)
     folder.write(recipe, cluster, plan)
-    return Job(resolved, workload, cluster, plan, folder, arguments.json)
+    return Job(resolved, workload, cluster, plan, ready.parameters(recipe), folder, arguments.json)
 
 
 def _resumed_plan(folder: runs.RunFolder, resolved: ready.Resolved, cluster: clusters.Cluster) -> plans.Plan | None:
@@ -103,20 +104,20 @@ def _resumed_plan(folder: runs.RunFolder, resolved: ready.Resolved, cluster: clu
     return plan if same_recipe and same_machines else None
 
 
-def _begin(job: Job, log: Log) -> None:
-    recipe = job.resolved.recipe
-    log.write(
-        "run",
-        name=recipe.name,
-        host=socket.gethostname(),
-        versions={"python": platform.python_version(), "torch": torch.__version__, "espalier": _version()},
-        ranks=len(job.plan.ranks),
-        threads=job.plan.ranks[0].threads,
-        steps=recipe.train.steps,
-        data=job.workload.fingerprint(),
-        derivations=[msgspec.to_builtins(derived) for derived in job.resolved.derivations],
-    )
-    log.write("plan", **msgspec.to_builtins(job.plan.predicted) if job.plan.predicted else {})
+def _about(job: Job) -> dict[str, Any]:
+    """What the run's first event says of it."""
+    derivations = job.resolved.derivations
+    return {
+        "name": job.resolved.recipe.name,
+        "workload": type(job.workload).__name__.removesuffix("Workload").lower(),
+        "parameters": job.parameters,
+        "ranks": len(job.plan.ranks),
+        "threads": job.plan.ranks[0].threads,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "espalier": _version()},
+        "host": {"name": socket.gethostname(), "system": platform.platform(), "processor": probe.processor()},
+        "data": job.workload.fingerprint(),
+        "derivations": [{"key": one.key, "value": one.value, "why": one.reason} for one in derivations],
+    }
 
 
 def _places(job: Job) -> list[launch.Place]:
@@ -159,8 +160,6 @@ class Recording:
 
     def __enter__(self) -> Callable[..., None]:
         recipe = self.job.resolved.recipe
-        if not self.job.quiet:
-            self.views.append(Progress(recipe.train.steps or 0))
         if recipe.track.tensorboard:
             from espalier.track.tensorboard import TensorBoard
 
@@ -168,6 +167,8 @@ class Recording:
 
         def emit(event: str, **fields: Any) -> None:
             self.log.write(event, **fields)
+            if event == "run" and not self.job.quiet:
+                self.views.append(Progress(fields["steps"], first_step=fields["step"]))
             for view in self.views:
                 view.event({"event": event, **fields})
 
@@ -191,7 +192,6 @@ def _run_as_rank(arguments: argparse.Namespace, place: launch.Place) -> int:
             store.set("espalier/plan", b"!" + str(error.what).encode())
             raise
         store.set("espalier/plan", plans.dumps(job.plan))
-        _begin(job, Log(job.folder.events))
         begun = time.monotonic()
         _rank(job)(place)
         return _finished(job, Log(job.folder.events), time.monotonic() - begun, arguments.json)
@@ -201,7 +201,7 @@ def _run_as_rank(arguments: argparse.Namespace, place: launch.Place) -> int:
     resolved = ready.resolve(arguments.recipe, arguments.overrides)
     workload = ready.open_workload(resolved.recipe)
     folder = runs.RunFolder(Path(arguments.run or Path("runs") / resolved.recipe.name))
-    job = Job(resolved, workload, ready.machines(resolved.recipe), plans.loads(text), folder, True)
+    job = Job(resolved, workload, ready.machines(resolved.recipe), plans.loads(text), 0, folder, True)
     trainer.train(job.setting(place), job.identity())
     return 0
 

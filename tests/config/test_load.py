@@ -1,4 +1,4 @@
-"""Recipes: any TOML loads or gives the user error, what is written reads back, and every mistake is named."""
+"""Reading recipes: any TOML loads or gives the user error, what is written reads back, every mistake is named."""
 
 from __future__ import annotations
 

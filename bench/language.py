@@ -1,0 +1,335 @@
+"""The planned language run beside what a user would write or take instead: same model, same data, same machine.
+
+    python bench/language.py [--quick] [--json FILE]
+
+Peers: a plain DistributedDataParallel loop (fused AdamW, gradient_as_bucket_view), FSDP2, one process with all threads,
+and the Hugging Face Trainer with its own Llama of the same shape. All train fp32 with AdamW and clip at 1.0. Each
+measurement is a fresh set of forked ranks that runs a few steps; ours and every peer take turns, so that the machine's
+mood strikes all alike. Also measured: peak memory, and the time from command to first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+from espalier import trainer
+from espalier.config import derive, load
+from espalier.errors import Interrupted
+from espalier.launch import base as launch
+from espalier.launch import local
+from espalier.verbs import choose, ready
+from table import Row, arguments, compare, publish
+
+CORES = len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One case: a decoder and a batch."""
+
+    name: str
+    depth: int
+    width: int
+    sequence: int
+    batch_tokens: int
+
+
+SHAPES = (
+    Shape("1M-128", 2, 192, 128, 4096),
+    Shape("2M-256", 4, 192, 256, 4096),
+    Shape("5M-512", 6, 256, 512, 4096),
+    Shape("10M-256", 6, 384, 256, 4096),
+    Shape("20M-1024", 6, 512, 1024, 4096),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measurement: median tokens per second over its steps, and the most memory all its ranks held, in bytes."""
+
+    tokens_per_second: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape made ready: recipe, corpus, and the plan Espalier chose."""
+
+    shape: Shape
+    resolved: ready.Resolved
+    workload: Any
+    plan: Any
+
+    def batches(self, rank: int, world: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The (tokens, targets) of `count` steps for one of `world` equal ranks: the same data ours reads."""
+        from espalier.workload import Shard
+
+        total = self.workload.global_batch
+        cuts = [total * one // world for one in (rank, rank + 1)]
+        shard = Shard(cuts[0], cuts[1], cuts[1] - cuts[0])
+        return [tuple(self.workload.batches(step, shard)[0]) for step in range(count)]
+
+
+def make_case(shape: Shape, cache: Path) -> Case:
+    """Derives the recipe, opens the corpus and lets Espalier plan (trials included)."""
+    table = {
+        "name": shape.name,
+        "model": {"depth": shape.depth, "width": shape.width},
+        "data": {"path": "python:stdlib"},
+        "train": {
+            "steps": 1000,
+            "sequence": shape.sequence,
+            "batch_tokens": shape.batch_tokens,
+            "optimizer": {"kind": "adamw"},
+        },
+    }
+    recipe, derivations = derive.resolve(load.from_table(table))
+    resolved = ready.Resolved(recipe, derivations)
+    workload = ready.open_workload(recipe)
+    plan = choose.choose(resolved, workload, ready.machines(recipe))
+    return Case(shape, resolved, workload, plan)
+
+
+# --- the contestants ---------------------------------------------------------------------------------------------
+
+
+def ours(case: Case, steps: int) -> Measured:
+    """The run as `espalier train` does it, without checkpoints and validation."""
+    plan, world = case.plan, len(case.plan.ranks)
+
+    def life(place: launch.Place) -> tuple[list[float], float]:
+        seconds: list[float] = []
+
+        def emit(event: str, **fields: Any) -> None:
+            if event == "step":
+                seconds.append(fields["seconds"])
+
+        setting = trainer.Setting(case.resolved.recipe, plan, case.workload, place, emit=emit, stop_after=steps)
+        with trainer.joined(place, 60.0) as channel:
+            one = trainer.Trainer(setting, channel)
+            with contextlib.suppress(Interrupted):
+                one.run()
+        return seconds, trainer.peak_memory(torch.device("cpu"))
+
+    places = [
+        launch.Place(rank=index, world=world, local_rank=index, threads=rank.threads)
+        for index, rank in enumerate(plan.ranks)
+    ]
+    return _summary(case, local.run(life, places))
+
+
+def plain_ddp(case: Case, steps: int) -> Measured:
+    """DistributedDataParallel with everything PyTorch recommends, one rank per core."""
+
+    def wrap(model: torch.nn.Module) -> torch.nn.Module:
+        return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    return _loop(case, steps, CORES, 1, wrap)
+
+
+def fsdp2(case: Case, steps: int) -> Measured:
+    """FSDP2: every block sharded, then the root."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def wrap(model: torch.nn.Module) -> torch.nn.Module:
+        mesh = init_device_mesh("cpu", (CORES,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    return _loop(case, steps, CORES, 1, wrap)
+
+
+def one_process(case: Case, steps: int) -> Measured:
+    """One process with a thread per core."""
+    return _loop(case, steps, 1, CORES, lambda model: model)
+
+
+def _loop(case: Case, steps: int, world: int, threads: int, wrap: Callable[..., Any]) -> Measured:
+    """The training loop of the tutorials: forward, backward, clip, step."""
+
+    def life(place: launch.Place) -> tuple[list[float], float]:
+        torch.set_num_threads(place.threads)
+        if world > 1:
+            dist.init_process_group("gloo", store=launch.store(place, 60.0), rank=place.rank, world_size=world)
+        workload = case.workload
+        model = workload.build(torch.device("cpu"), torch.float32)
+        wrapped = wrap(model)
+        options = case.resolved.recipe.train.optimizer
+        optimizer = torch.optim.AdamW(
+            wrapped.parameters(), lr=options.learning_rate, betas=options.betas, weight_decay=0.1, fused=True
+        )
+        batches = case.batches(place.rank, world, steps)
+        seconds = []
+        for tokens, targets in batches:
+            begun = time.perf_counter()
+            optimizer.zero_grad(set_to_none=True)
+            logits = wrapped(tokens)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
+            optimizer.step()
+            loss.item()  # a loop that logs its loss
+            seconds.append(time.perf_counter() - begun)
+        if world > 1:
+            dist.destroy_process_group()
+        return seconds, trainer.peak_memory(torch.device("cpu"))
+
+    places = [launch.Place(rank=index, world=world, local_rank=index, threads=threads) for index in range(world)]
+    return _summary(case, local.run(life, places))
+
+
+def hf_trainer(case: Case, steps: int) -> Measured:
+    """The Hugging Face Trainer with its Llama of the same shape, one process with a thread per core."""
+    program = Path(__file__).parent / "peers" / "hf_trainer.py"
+    options = case.resolved.recipe.model
+    shape = {
+        "hidden_size": options.width,
+        "num_hidden_layers": options.depth,
+        "num_attention_heads": options.heads,
+        "num_key_value_heads": options.kv_heads,
+        "intermediate_size": options.feed_forward,
+        "vocab_size": options.vocabulary,
+        "tie_word_embeddings": bool(options.tied),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "batches.pt"
+        rows = [torch.cat([tokens, targets[:, -1:]], dim=1) for tokens, targets in case.batches(0, 1, steps)]
+        torch.save(torch.cat(rows), data)
+        request = {
+            "shape": shape,
+            "data": str(data),
+            "batch": len(rows[0]),
+            "steps": steps,
+            "threads": CORES,
+            "learning_rate": case.resolved.recipe.train.optimizer.learning_rate,
+            "folder": folder,
+        }
+        done = subprocess.run(
+            [sys.executable, program, json.dumps(request)], capture_output=True, text=True, check=False, timeout=600
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
+        answer = json.loads(done.stdout.strip().splitlines()[-1])
+    return _summary(case, [(answer["seconds"], answer["memory"])])
+
+
+def _summary(case: Case, ranks: list[tuple[list[float], float]]) -> Measured:
+    """Step time is the slowest rank's; the first two steps warm up."""
+    steps = [max(times) for times in zip(*(seconds for seconds, _ in ranks), strict=True)][2:]
+    return Measured(case.shape.batch_tokens / statistics.median(steps), sum(memory for _, memory in ranks))
+
+
+PEERS = {"ddp": plain_ddp, "fsdp2": fsdp2, "one-process": one_process, "hf-trainer": hf_trainer}
+
+
+# --- the measurements --------------------------------------------------------------------------------------------
+
+
+def throughput(case: Case, pairs: int, steps: int, note: str) -> list[Row]:
+    """Ours beside every peer in turn, `pairs` times."""
+    found: dict[str, list[Measured]] = {name: [] for name in ("ours", *PEERS)}
+    for _ in range(pairs):
+        found["ours"].append(ours(case, steps))
+        for name, peer in PEERS.items():
+            found[name].append(peer(case, steps))
+        print(f"  {case.shape.name}: " + ", ".join(f"{n} {v[-1].tokens_per_second:,.0f}" for n, v in found.items()))
+    plan = f"{len(case.plan.ranks)}x{case.plan.ranks[0].threads}"
+    label = f"{case.shape.name} (ours {plan}){note}"
+    rows = [
+        compare(label, name, "tokens/s", [(a.tokens_per_second, b.tokens_per_second) for a, b in _zip(found, name)])
+        for name in PEERS
+    ]
+    memory = [(a.memory / 2**20, b.memory / 2**20) for a, b in _zip(found, "ddp")]
+    rows.append(compare(label, "ddp", "MiB peak, all ranks", memory, higher_is_better=False))
+    return rows
+
+
+def _zip(found: dict[str, list[Measured]], name: str) -> list[tuple[Measured, Measured]]:
+    return list(zip(found["ours"], found[name], strict=True))
+
+
+def first_step(pairs: int, note: str) -> list[Row]:
+    """Seconds from the command to its first step: with nothing cached (limit 20), then with everything (limit 8)."""
+    recipe = Path(__file__).parent.parent / "examples" / "language.toml"
+    rows = []
+    for label, limit, fresh in (("first time", 20.0, True), ("cached probe", 8.0, False)):
+        seconds = []
+        cache = Path(tempfile.mkdtemp())
+        for number in range(pairs + (not fresh)):
+            if fresh:
+                shutil.rmtree(cache)
+            taken = _until_first_step(recipe, cache)
+            if fresh or number:
+                seconds.append(taken)
+        shutil.rmtree(cache)
+        rows.append(
+            compare(
+                f"command to first step, {label}{note}",
+                "limit",
+                "s",
+                [(value, limit) for value in seconds],
+                higher_is_better=False,
+            )
+        )
+    return rows
+
+
+def _until_first_step(recipe: Path, cache: Path) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        begun = time.time()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "espalier", "train", recipe, "--run", f"{folder}/run", "--json"],
+            env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        log = Path(folder) / "run" / "events.jsonl"
+        try:
+            while process.poll() is None and time.time() - begun < 120:
+                if log.exists():
+                    for line in log.read_text().splitlines():
+                        if '"event":"step"' in line:
+                            return float(json.loads(line)["time"]) - begun
+                time.sleep(0.02)
+        finally:
+            process.kill()
+            process.wait()
+    raise RuntimeError("no step was taken")
+
+
+def main() -> None:
+    """Runs everything and prints the table."""
+    wanted = arguments(__doc__ or "")
+    torch.set_num_threads(1)
+    note = ", quick" if wanted.quick else ""
+    shapes = SHAPES[:3] if wanted.quick else SHAPES
+    rows = []
+    for shape in shapes:
+        case = make_case(shape, Path())
+        rows += throughput(case, 5 if wanted.quick else 15, 6 if wanted.quick else 8, note)
+    rows += first_step(3 if wanted.quick else 5, note)
+    command = "python bench/language.py" + (" --quick" if wanted.quick else "")
+    publish(rows, command, wanted.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What every bench script shares: rows, medians with their spread, the machine's name, the printed table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison. `ratio` > 1 means ours is better; `spread` is the 95 % interval of the paired ratio."""
+
+    case: str
+    peer: str
+    peer_value: float
+    ours: float
+    ratio: float
+    unit: str
+    spread: str
+
+
+def compare(
+    case: str, peer: str, unit: str, pairs: Sequence[tuple[float, float]], higher_is_better: bool = True
+) -> Row:
+    """A row from interleaved (ours, peer) pairs: medians of both, and the median of the paired ratios."""
+    ratios = [(ours / theirs) if higher_is_better else (theirs / ours) for ours, theirs in pairs]
+    low, high = interval(ratios)
+    return Row(
+        case,
+        peer,
+        statistics.median(theirs for _, theirs in pairs),
+        statistics.median(ours for ours, _ in pairs),
+        statistics.median(ratios),
+        unit,
+        f"{low:.3f}-{high:.3f} (n={len(ratios)})",
+    )
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """A 95 % interval of the median by order statistics (binomial); the whole range for fewer than six values."""
+    ordered = sorted(values)
+    count = len(ordered)
+    if count < 6:
+        return ordered[0], ordered[-1]
+    low = int(count / 2 - 1.96 * count**0.5 / 2)
+    return ordered[max(0, low)], ordered[min(count - 1, count - 1 - low)]
+
+
+def machine() -> str:
+    """Processor, cores and versions, for the line under a table."""
+    import torch
+
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        name = models[0] if models else name
+    cores = len(os.sched_getaffinity(0))
+    return f"{name}, {cores} cores, Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """`--quick` and `--json FILE`, as every bench script takes them."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="reduced sizes, at most five minutes; said in each row")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
+    return parser.parse_args()
+
+
+def publish(rows: Sequence[Row], command: str, json_file: str | None) -> None:
+    """Prints the Markdown table with the machine's name; writes the JSON if asked."""
+    print("| case | peer | peer's value | ours | ratio | unit | spread of the ratio |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        print(
+            f"| {row.case} | {row.peer} | {row.peer_value:.4g} | {row.ours:.4g} | {row.ratio:.2f} "
+            f"| {row.unit} | {row.spread} |"
+        )
+    print(f"\nMachine: {machine()}. Command: `{command}`.")
+    if json_file:
+        table = {"machine": machine(), "command": command, "rows": [asdict(row) for row in rows]}
+        Path(json_file).write_text(json.dumps(table, indent=1))

@@ -1,0 +1,107 @@
+"""The decoder with a mixture of experts in place of each feed-forward (Mixtral, arXiv 2401.04088): a router picks
+`active` of `experts` SwiGLU blocks for each token and weighs them by a softmax over the picked ones.
+
+A penalty keeps the experts evenly used: Switch's E · sum_e f_e · P_e (arXiv 2101.03961, equation 4), taken over each
+sequence by itself as in DeepSeek-V3 (arXiv 2412.19437, equations 17-20). Taken over a batch it would depend on how the
+batch is cut into micro-batches and ranks; over sequences it is a sum over samples, like the cross entropy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from espalier.experts.base import Route
+from espalier.experts.local import local
+from espalier.language.cache import Cache, Past
+from espalier.language.gpt import GPT, IGNORED, Block, FeedForward, Turn, cross_entropy_sum
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+    from espalier.config.shapes import Sizes
+
+
+class Experts(nn.Module):
+    """A router and its experts. `route` is the seam: how tokens reach the experts that were chosen for them."""
+
+    def __init__(self, size: Sizes) -> None:
+        super().__init__()
+        self.active = size.active
+        self.router = nn.Linear(size.width, size.experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(size) for _ in range(size.experts))
+        self.route: Route = local
+
+    def forward(
+        self, x: Float[Tensor, "batch seq width"]
+    ) -> tuple[Float[Tensor, "batch seq width"], Float[Tensor, " batch"]]:
+        """What the experts say of each token, and how unevenly each sequence used them (1 is even)."""
+        scores = self.router(x)
+        scores = scores if scores.dtype == torch.float64 else scores.float()
+        best, chosen = scores.topk(self.active, -1)
+        flat = x.flatten(0, 1), chosen.flatten(0, 1), best.softmax(-1).flatten(0, 1)
+        return self.route(*flat, list(self.experts)).view_as(x), imbalance(scores, chosen)
+
+
+def imbalance(
+    scores: Float[Tensor, "batch seq experts"], chosen: Int[Tensor, "batch seq active"]
+) -> Float[Tensor, " batch"]:
+    """E · sum over experts of (share of a sequence's choices) x (mean probability): 1 when even, E when all one."""
+    batch, seq, experts = scores.shape
+    ones = torch.ones((), dtype=scores.dtype, device=scores.device).expand(batch, chosen[0].numel())
+    shares = scores.new_zeros(batch, experts).scatter_add_(1, chosen.flatten(1), ones) / chosen[0].numel()
+    return experts * (shares * scores.softmax(-1).mean(1)).sum(-1)
+
+
+class MoeBlock(Block):
+    """One layer with experts. Gives the residual stream and the layer's imbalance `[batch]`."""
+
+    def __init__(self, size: Sizes) -> None:
+        super().__init__(size, Experts(size))
+
+    def forward(
+        self, x: Float[Tensor, "batch seq width"], turn: Turn, past: Past | None = None
+    ) -> tuple[Float[Tensor, "batch seq width"], Float[Tensor, " batch"]]:
+        """The residual stream after this layer, and its imbalance."""
+        x = x + self.attention(self.attention_norm(x), turn, past)
+        answer, uneven = self.feed_forward(self.feed_forward_norm(x))
+        return x + answer, uneven
+
+
+class MOE(GPT):
+    """The decoder of resolved `config.Moe` options."""
+
+    def block(self) -> Block:
+        """A new layer."""
+        return MoeBlock(self.size)
+
+    def forward(
+        self, tokens: Int[Tensor, "batch seq"], cache: Cache | None = None
+    ) -> Float[Tensor, "batch seq vocabulary"]:
+        """Logits of the token after each of `tokens`. With a cache, `tokens` continue what it remembers."""
+        return self.logits(self._through_blocks(tokens, cache)[0])
+
+    def loss_sum(self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
+        """Sum of cross entropies; while training also `balance` x imbalance, summed over layers and over the targets.
+
+        Each target carries the imbalance of its sequence, so the whole is a sum over samples whose weight is the
+        number of targets: it does not matter how a batch is cut.
+        """
+        x, uneven = self._through_blocks(tokens, None)
+        loss = cross_entropy_sum(self.logits(x), targets)
+        if not self.training:
+            return loss
+        counted = (targets != IGNORED).sum(1)
+        return loss + self.size.balance * (uneven * counted).sum()
+
+    def _through_blocks(self, tokens: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor]:
+        """The residual stream after the last block, and the sum of the layers' imbalances `[batch]`."""
+        x, turn = self.embedding(tokens), self._turn(tokens, cache)
+        total = torch.zeros((), device=x.device)
+        for block, past in zip(self.blocks, self._pasts(cache), strict=True):
+            x, uneven = self.through(block, x, turn, past)
+            total = total + uneven
+        return x, total

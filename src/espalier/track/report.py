@@ -1,0 +1,289 @@
+"""One self-contained `report.html` of a run: no script, no outside resource, made from the run folder alone."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from espalier.track import draw
+from espalier.track.events import unwritable
+from espalier.track.tables import Run, open_run
+from espalier.units import show_count, show_seconds, show_size
+
+NAME = "report.html"
+
+
+class Figure(NamedTuple):
+    """One headline figure."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+class Row(NamedTuple):
+    """One line of predicted beside measured. `error` is measured / predicted - 1, or None."""
+
+    label: str
+    predicted: str
+    measured: str
+    error: float | None
+
+
+def write(folder: str | Path) -> Path:
+    """Writes `report.html` into the run folder and returns its path.
+
+    Raises UserError when there is no run in `folder`, or it cannot be written.
+    """
+    path = Path(folder) / NAME
+    text = render(open_run(folder))
+    unfinished = path.with_suffix(".html.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise unwritable(path, error) from error
+    return path
+
+
+def render(run: Run, live: bool = False) -> str:
+    """The page as text. `live` adds the few lines of script that renew it while the run goes on."""
+    return str(_template().render(run=run, live=live, **_context(run)))
+
+
+@cache
+def _template() -> Any:
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["moment"] = _moment
+    environment.filters["percent"] = _signed
+    return environment.get_template("report.html.j2")
+
+
+def _context(run: Run) -> dict[str, Any]:
+    predicted = _predicted(run)
+    return {
+        "name": run.start.get("name") or run.recipe.get("name") or run.folder.absolute().name,
+        "subtitle": _subtitle(run),
+        "figures": _figures(run),
+        "charts": _charts(run),
+        "memory": _memory(run, predicted),
+        "time": draw.shares(predicted.get("terms") or {}, show_seconds),
+        "step_seconds": predicted.get("step_seconds") or 0.0,
+        "traffic": _traffic(run, predicted),
+        "compared": _compared(run, predicted),
+        "plan": run.plan,
+        "layout": _layout(run.plan),
+        "draw": draw,
+        "show_seconds": show_seconds,
+        "show_size": show_size,
+        "incidents": _rows(run.incidents),
+        "samples": _rows(run.samples)[-4:][::-1],
+        "checkpoints": _rows(run.checkpoints)[-5:][::-1],
+        "derivations": run.start.get("derivations") or [],
+        "about": {**(run.start.get("versions") or {}), **(run.start.get("host") or {})},
+        "recipe": _flat(run.recipe),
+    }
+
+
+def _predicted(run: Run) -> dict[str, Any]:
+    return run.plan.get("predicted") or {}
+
+
+def _subtitle(run: Run) -> list[str]:
+    start, model = run.start, run.recipe.get("model") or {}
+    said = [str(model["kind"])] if "kind" in model else []
+    if start.get("parameters"):
+        said.append(f"{show_count(start['parameters'])} parameters")
+    if start.get("ranks"):
+        ranks, threads = start["ranks"], start.get("threads", 1)
+        said.append(f"{ranks} rank{'s' * (ranks != 1)} × {threads} thread{'s' * (threads != 1)}")
+    host = start.get("host") or {}
+    said += [str(host[key]) for key in ("cpu", "device") if host.get(key)][:1]
+    return said + ([_moment(start["time"])] if start.get("time") else [])
+
+
+def _figures(run: Run) -> list[Figure]:
+    latest, wanted = run.latest, run.start.get("steps") or (run.recipe.get("train") or {}).get("steps")
+    figures = [Figure("step", f"{latest.get('step', 0):,}", f"of {wanted:,}" if wanted else "")]
+    if latest.get("loss") is not None:
+        figures.append(Figure("training loss", f"{latest['loss']:.3f}"))
+    figures += _validated(run)
+    if latest.get("tokens"):
+        figures.append(Figure("tokens per second", show_count(run.speed())))
+    if latest.get("mfu"):
+        mfu = np.nanmedian(run.steps["mfu"][-50:])
+        figures.append(Figure("MFU", f"{mfu:.1%}"))
+    if _peak(run):
+        figures.append(Figure("memory", show_size(_peak(run)), "peak, per rank"))
+    attempts = f"in {run.attempts} attempts" if run.attempts > 1 else ""
+    figures.append(Figure("time", show_seconds(run.seconds()), attempts))
+    return figures
+
+
+def _validated(run: Run) -> list[Figure]:
+    table = run.validations
+    name = "bits_per_byte" if "bits_per_byte" in table else "loss"
+    values = table.get(name, np.empty(0))
+    if not np.isfinite(values).any():
+        return []
+    best = int(np.nanargmin(values))
+    label = "bits per byte" if name == "bits_per_byte" else "validation loss"
+    note = "held out" if best == len(values) - 1 else f"best {values[best]:.3f} at {table['step'][best]:,}"
+    return [Figure(label, f"{values[-1]:.3f}", note)]
+
+
+def _charts(run: Run) -> list[tuple[str, str, Any]]:
+    """(title, remark, drawing) of each chart that has something to show."""
+    steps, x = run.steps, run.steps.get("step", np.empty(0))
+    charts = [("Loss", "per token, in nats", draw.line_chart("Loss", _losses(run), _three))]
+    if "tokens" in steps and "seconds" in steps:
+        speed = steps["tokens"] / np.maximum(steps["seconds"], 1e-9)
+        charts.append(("Speed", "tokens per second", _trend("Speed", x, speed, show_count)))
+    if "memory" in steps:
+        unit = 1024.0 ** math.floor(math.log(max(_peak(run), 1.0), 1024))
+        line = draw.Series("memory", x, steps["memory"], colour=3)
+        chart = draw.line_chart("Memory", [line], show_size, zero=True, unit=unit)
+        charts.append(("Memory", "resident, per rank", chart))
+    if "gradient_norm" in steps:
+        charts.append(("Gradient norm", "before clipping", _trend("Gradient norm", x, steps["gradient_norm"], _three)))
+    if "learning_rate" in steps:
+        series = draw.Series("learning rate", x, steps["learning_rate"], colour=5)
+        charts.append(
+            ("Learning rate", "", draw.line_chart("Learning rate", [series], lambda v: f"{v:.2g}", zero=True))
+        )
+    return [chart for chart in charts if chart[2]]
+
+
+def _losses(run: Run) -> list[draw.Series]:
+    steps, validations = run.steps, run.validations
+    series = []
+    if "loss" in steps:
+        series += _smoothed("training", steps["step"], steps["loss"])
+    if "loss" in validations:
+        kind = "dots" if len(validations["loss"]) <= 60 else "line"
+        series.append(draw.Series("validation", validations["step"], validations["loss"], kind, 4))
+    return series
+
+
+def _trend(title: str, x: Any, y: Any, show: Any) -> Any:
+    return draw.line_chart(title, _smoothed(title.lower(), x, y), show, zero=True)
+
+
+def _smoothed(name: str, x: Any, y: Any) -> list[draw.Series]:
+    good = np.isfinite(y)
+    x, y = x[good], y[good]
+    if len(x) < 20:
+        return [draw.Series(name, x, y)]
+    window = max(5, len(y) // 60)
+    return [draw.Series(name, x, y, "thin"), draw.Series(f"{name} (smoothed)", x, draw.smooth(y, window))]
+
+
+def _memory(run: Run, predicted: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = dict(predicted.get("memory_bytes") or {})
+    whole = kinds.pop("peak", 0.0) or sum(kinds.values())
+    peak, limit = _peak(run), predicted.get("memory_limit") or 0.0
+    return {
+        "kinds": draw.shares(kinds, show_size),
+        "predicted": whole,
+        "measured": peak,
+        "whole": max(whole, sum(kinds.values()), peak),
+        "limit": limit if math.isfinite(limit) else 0.0,
+    }
+
+
+def _traffic(run: Run, predicted: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """(class, predicted, measured) bytes per step and rank, largest first."""
+    measured = {
+        name.removeprefix("bytes."): float(np.nanmean(column))
+        for name, column in run.steps.items()
+        if name.startswith("bytes.")
+    }
+    expected = predicted.get("sent_bytes") or {}
+    names = [name for name in {**expected, **measured} if expected.get(name) or measured.get(name)]
+    rows = [(name.replace("_", " "), float(expected.get(name, 0)), measured.get(name, 0.0)) for name in names]
+    return sorted(rows, key=lambda row: -max(row[1:]))
+
+
+def _compared(run: Run, predicted: Mapping[str, Any]) -> list[Row]:
+    steps = run.steps
+    if not predicted or not len(steps.get("step", ())):
+        return []
+    seconds = float(np.nanmedian(steps["seconds"])) if "seconds" in steps else math.nan
+    tokens = float(np.nanmedian(steps["tokens"])) if "tokens" in steps else math.nan
+    mfu = float(np.nanmedian(steps["mfu"])) if "mfu" in steps else math.nan
+    sent = sum(row[2] for row in _traffic(run, predicted))
+    return [
+        _row("Seconds per step", predicted.get("step_seconds"), seconds, show_seconds),
+        _row("Tokens per second", predicted.get("tokens_per_second"), tokens / seconds, show_count),
+        _row("MFU", predicted.get("mfu"), mfu, lambda value: f"{value:.1%}"),
+        _row("Memory at the peak", (predicted.get("memory_bytes") or {}).get("peak"), _peak(run), show_size),
+        _row("Bytes sent per step", sum((predicted.get("sent_bytes") or {}).values()), sent, show_size),
+    ]
+
+
+def _row(label: str, predicted: float | None, measured: float, show: Any) -> Row:
+    if predicted is None or not math.isfinite(measured):
+        return Row(label, "–" if predicted is None else show(predicted), "–", None)
+    error = measured / predicted - 1 if predicted else (0.0 if not measured else None)
+    return Row(label, show(predicted), show(measured), error)
+
+
+def _peak(run: Run) -> float:
+    memory = run.steps.get("memory", np.empty(0))
+    return float(np.nanmax(memory)) if np.isfinite(memory).any() else 0.0
+
+
+def _layout(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    layout = {"planner": plan["planner"]} if "planner" in plan else {}
+    layout |= plan.get("layout") or {}
+    return [
+        (
+            key.replace("_", " "),
+            ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
+        )
+        for key, value in layout.items()
+    ]
+
+
+def _rows(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    names = list(table)
+    rows = zip(*(table[name].tolist() for name in names), strict=True)
+    return [{"what": "", "action": "", "step": None, "kind": "", **dict(zip(names, row, strict=True))} for row in rows]
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for key, value in table.items():
+        if isinstance(value, dict):
+            rows += _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for index, item in enumerate(value):
+                rows += _flat(item, f"{prefix}{key}[{index}].")
+        else:
+            rows.append((prefix + key, str(value)))
+    return rows
+
+
+def _three(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.0%}" if abs(value) >= 0.095 else f"{value:+.1%}"
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%-d %B %Y, %H:%M")

@@ -1,0 +1,200 @@
+"""The laws of the loop: ranks, micro-batches and interruptions change nothing but rounding."""
+
+import math
+
+import msgspec
+import pytest
+import torch
+
+from espalier import trainer
+from espalier.checkpoint.sharded import Checkpoints
+from espalier.config import derive, load
+from espalier.errors import Interrupted, RunFailed
+from espalier.language.workload import open_language
+from espalier.launch import base as launch
+from espalier.launch import local
+from espalier.plan import base as plans
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(12):
+        text = "".join(f"def f{i * number}(x):\n    return x * {i} + {number}\n" for i in range(60))
+        (folder / f"{number}.py").write_text(text)
+    return folder
+
+
+def recipe_of(corpus, tmp_path, **train):
+    table = {
+        "model": {"depth": 2, "width": 32, "heads": 2, "feed_forward": 64},
+        "data": {"path": str(corpus), "cache": str(tmp_path / "cache"), "validation": 0.2},
+        "train": {"steps": STEPS, "sequence": 32, "batch_tokens": 256, "validate_tokens": 512, **train},
+    }
+    return derive.resolve(load.from_table(table))[0]
+
+
+def plan_of(recipe, ranks, micro_batch, **changes):
+    samples = recipe.train.batch_tokens // recipe.train.sequence
+    cuts = [samples * rank // ranks for rank in range(ranks + 1)]
+    shares = tuple(plans.Rank(share=(cuts[rank], cuts[rank + 1])) for rank in range(ranks))
+    return plans.Plan(ranks=shares, micro_batch=micro_batch, precision=recipe.train.precision, **changes)
+
+
+def train(recipe, plan, folder=None, stop_after=None):
+    """(losses by step, parameters at the end) of rank 0."""
+    workload = open_language(recipe)
+
+    def life(place):
+        losses = []
+
+        def emit(event, **fields):
+            if event == "step":
+                losses.append(fields["loss"])
+
+        setting = trainer.Setting(recipe, plan, workload, place, folder, emit, stop_after=stop_after)
+        saved = None
+        with trainer.joined(place, 20.0) as channel:
+            one = trainer.Trainer(setting, channel)
+            if folder is not None:
+                saved = Checkpoints(folder / "checkpoints", keep=2, group=trainer.saving_group(channel))
+                one.restore(saved)
+            try:
+                one.run(saved)
+            except Interrupted:
+                assert stop_after is not None
+            return losses, {name: value.clone() for name, value in one.built.model.state_dict().items()}
+
+    world = len(plan.ranks)
+    return local.run(life, [launch.Place(rank=rank, world=world, local_rank=rank) for rank in range(world)])[0]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-4)])
+def test_one_two_and_four_ranks_give_the_same_curve(corpus, tmp_path, precision, tolerance):
+    recipe = recipe_of(corpus, tmp_path, precision=precision)
+    whole, _ = train(recipe, plan_of(recipe, 1, 8))
+    assert len(whole) == STEPS
+    assert whole[-1] < whole[0]
+    for ranks in (2, 4):
+        split, _ = train(recipe, plan_of(recipe, ranks, 2))
+        assert split == pytest.approx(whole, rel=tolerance)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 8])
+def test_micro_batches_change_only_rounding(corpus, tmp_path, micro_batch):
+    recipe = recipe_of(corpus, tmp_path, precision="fp64")
+    whole, _ = train(recipe, plan_of(recipe, 1, 8))
+    assert train(recipe, plan_of(recipe, 1, micro_batch))[0] == pytest.approx(whole, rel=1e-10)
+
+
+def test_unequal_shares_equal_the_whole_batch(corpus, tmp_path):
+    recipe = recipe_of(corpus, tmp_path, precision="fp64")
+    whole, _ = train(recipe, plan_of(recipe, 1, 8))
+    plan = msgspec.structs.replace(plan_of(recipe, 2, 1), ranks=(plans.Rank(share=(0, 5)), plans.Rank(share=(5, 8))))
+    assert train(recipe, plan)[0] == pytest.approx(whole, rel=1e-10)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_interrupted_and_resumed_equals_unbroken_bit_for_bit(corpus, tmp_path, ranks, optimizer):
+    recipe = recipe_of(corpus, tmp_path, optimizer={"kind": optimizer})
+    plan = plan_of(recipe, ranks, 2)
+    unbroken, expected = train(recipe, plan)
+    first, _ = train(recipe, plan, tmp_path / "run", stop_after=3)
+    second, resumed = train(recipe, plan, tmp_path / "run")
+    assert first + second == unbroken
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+
+
+def test_grown_steps_equal_one_long_run_where_the_schedule_is_constant(corpus, tmp_path):
+    options = {"schedule": {"kind": "constant"}}
+    long = recipe_of(corpus, tmp_path, **options)
+    short = recipe_of(corpus, tmp_path, **options | {"steps": STEPS // 2})
+    unbroken, expected = train(long, plan_of(long, 1, 4))
+    first, _ = train(short, plan_of(short, 1, 4), tmp_path / "run")
+    second, resumed = train(long, plan_of(long, 1, 4), tmp_path / "run")
+    assert first + second == unbroken
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+
+
+def test_four_ranks_resumed_on_two_meet_the_unbroken_curve(corpus, tmp_path):
+    recipe = recipe_of(corpus, tmp_path, precision="fp64")
+    unbroken, _ = train(recipe, plan_of(recipe, 4, 2))
+    first, _ = train(recipe, plan_of(recipe, 4, 2), tmp_path / "run", stop_after=3)
+    second, _ = train(recipe, plan_of(recipe, 2, 2), tmp_path / "run")
+    assert first + second == pytest.approx(unbroken, rel=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["selective", "block"])
+def test_recomputation_changes_no_bit_of_the_curve(corpus, tmp_path, mode):
+    recipe = recipe_of(corpus, tmp_path)
+    plain, _ = train(recipe, plan_of(recipe, 1, 4))
+    assert train(recipe, plan_of(recipe, 1, 4, recompute=mode))[0] == plain
+
+
+def test_bf16_keeps_fp32_weights_and_follows_the_fp32_curve(corpus, tmp_path):
+    recipe = recipe_of(corpus, tmp_path)
+    exact, _ = train(recipe, plan_of(recipe, 1, 4))
+    half = recipe_of(corpus, tmp_path, precision="bf16")
+    losses, parameters = train(half, plan_of(half, 1, 4))
+    assert {value.dtype for value in parameters.values()} == {torch.float32}
+    assert losses != exact
+    assert losses == pytest.approx(exact, rel=2e-2)
+
+
+class Poisoned:
+    """A workload whose loss is infinite in one step on one rank's samples."""
+
+    def __init__(self, inner, step, sample):
+        self.inner, self.step, self.sample = inner, step, sample
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def batches(self, step, shard):
+        found = self.inner.batches(step, shard)
+        bad = step == self.step and shard.start <= self.sample < shard.stop
+        return [(batch, bad) for batch in found]
+
+    def loss(self, model, batch):
+        value, weight = self.inner.loss(model, batch[0])
+        return value * (math.inf if batch[1] else 1.0), weight
+
+
+def test_a_loss_that_is_not_finite_names_step_rank_and_documents(corpus, tmp_path):
+    recipe = recipe_of(corpus, tmp_path)
+    plan = plan_of(recipe, 2, 4)
+    workload = Poisoned(open_language(recipe), step=2, sample=6)
+
+    def life(place):
+        with trainer.joined(place, 20.0) as channel:
+            trainer.Trainer(trainer.Setting(recipe, plan, workload, place), channel).run()
+
+    with pytest.raises(RunFailed, match=r"The loss is not finite in step 3 on rank 1") as caught:
+        local.run(life, [launch.Place(rank=rank, world=2, local_rank=rank) for rank in range(2)])
+    assert ".py" in caught.value.why
+
+
+def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
+    recipe = recipe_of(corpus, tmp_path)
+    workload = open_language(recipe)
+    plan = plan_of(recipe, 4, 2)
+
+    def life(place):
+        sent = []
+
+        def emit(event, **fields):
+            if event == "step":
+                sent.append(fields["bytes"])
+
+        with trainer.joined(place, 20.0) as channel:
+            one = trainer.Trainer(trainer.Setting(recipe, plan, workload, place, emit=emit), channel)
+            one.run()
+        return sent, sum(p.numel() for p in one.built.model.parameters())
+
+    for sent, parameters in local.run(life, [launch.Place(rank=r, world=4, local_rank=r) for r in range(4)]):
+        assert sent[1]["gradients"] == pytest.approx(2 * 3 / 4 * 4 * parameters, abs=0)
+        assert {step["gradients"] for step in sent[1:]} == {sent[1]["gradients"]}
+

@@ -1,0 +1,99 @@
+"""Progress: a bar on a terminal, else few plain lines."""
+
+from __future__ import annotations
+
+import io
+
+from espalier.track.progress import Progress, Waiting, showing
+from espalier.units import show_size
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def step(number: int) -> dict[str, object]:
+    return {
+        "event": "step",
+        "step": number,
+        "loss": 2.5,
+        "tokens": 4096,
+        "seconds": 1.0,
+        "mfu": 0.31,
+        "memory": 1 << 30,
+    }
+
+
+def test_without_a_terminal_there_is_one_line_a_minute() -> None:
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(300, out=out, clock=clock)
+    for number in range(1, 301):
+        clock.now += 1.0
+        progress.event(step(number))
+    progress.event({"event": "end", "reason": "finished", "seconds": 300.0})
+    progress.close()
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "training to step 300"
+    assert lines[-1] == "finished at step 300 of 300 · loss 2.5 · 5 min 00 s"
+    assert [line.split(" · ")[0] for line in lines[1:-1]] == [f"step {n}/300" for n in (1, 61, 121, 181, 241)]
+    assert lines[2] == "step 61/300 · loss 2.5 · 4.10 k tok/s · MFU 31.0% · 1.00 GiB · 3 min 59 s left"
+
+
+def test_validations_and_incidents_always_have_a_line() -> None:
+    out = io.StringIO()
+    with showing(Progress(10, first_step=4, out=out, clock=Clock())) as progress:
+        progress.event({"event": "validation", "time": 1.0, "step": 5, "loss": 1.5, "bits_per_byte": 2.164})
+        progress.event({"event": "incident", "kind": "nan", "what": "loss is nan", "step": 6, "action": "stopped"})
+    assert out.getvalue().splitlines() == [
+        "training to step 10, from step 4",
+        "validation at step 5 · loss 1.5 · bits per byte 2.164",
+        "incident at step 6: loss is nan -> stopped",
+        "stopped at step 4 of 10 · 0 µs",
+    ]
+
+
+def test_a_terminal_gets_a_bar_with_the_figures() -> None:
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(3, out=out, terminal=True, clock=clock)
+    for number in (1, 2, 3):
+        clock.now += 1.0
+        progress.event(step(number))
+    progress.event({"event": "end", "reason": "finished", "seconds": 3.0})
+    progress.close()
+    assert "\x1b[" in out.getvalue()
+    assert "3/3" in out.getvalue()
+    assert "MFU 31.0%" in out.getvalue()
+
+
+def test_steps_without_all_fields_still_show() -> None:
+    out = io.StringIO()
+    progress = Progress(3, out=out, clock=Clock())
+    progress.event({"event": "step", "step": 1, "loss": None})
+    progress.event({"event": "a name of tomorrow"})
+    progress.close()
+    assert "step 1/3" in out.getvalue()
+
+
+def waited(seconds: float) -> list[str]:
+    out, clock = io.StringIO(), Clock()
+    with Waiting("Tokenizing", 100_000, show_size, out, clock) as waiting:
+        for _ in range(100):
+            clock.now += seconds / 100
+            waiting.advance(1000)
+    return out.getvalue().splitlines()
+
+
+def test_waiting_says_nothing_about_what_is_short() -> None:
+    assert waited(1.0) == []
+
+
+def test_waiting_says_once_a_minute_how_far_what_is_long_has_come() -> None:
+    assert waited(100.0) == [
+        "Tokenizing: 2% of 97.7 KiB",
+        "Tokenizing: 62% of 97.7 KiB",
+        "Tokenizing: 97.7 KiB in 1 min 40 s",
+    ]

@@ -1,0 +1,133 @@
+"""The report: one self-contained page for every kind of run, that browsers lay out without overflow or error."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import subprocess
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import made
+import pytest
+
+from espalier.errors import UserError
+from espalier.track import report
+
+_EMPTY = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Tidy(HTMLParser):
+    """Fails on tags that do not nest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in _EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def checked(path: Path) -> str:
+    text = path.read_text()
+    tidy = Tidy()
+    tidy.feed(text)
+    assert tidy.open == []
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!data:)|url\(|@import|<script""", text), "an outside resource"
+    return text
+
+
+def test_a_finished_run_shows_all_it_has(tmp_path: Path) -> None:
+    text = checked(report.write(made.make(tmp_path, 450, resumed=200)))
+    for said in (
+        "finished", "450", "bits per byte", "Predicted beside measured", "Incidents", "resumed from step 200",
+        "Two ranks with one thread each", "heads are 48 wide", "2.13.0+cpu", "def read_lines", "gradients",
+        "in 2 attempts", "prefers-color-scheme", "width=device-width",
+    ):  # fmt: skip
+        assert said in text, said
+
+
+@pytest.mark.parametrize("end", ["", "failed", "interrupted"])
+@pytest.mark.parametrize("steps", [0, 1, 2, 30])
+def test_every_state_and_length_makes_a_page(tmp_path: Path, steps: int, end: str) -> None:
+    text = checked(report.write(made.make(tmp_path, steps, end=end)))
+    assert (end or "silent") in text
+    assert ("No step has been done yet" in text) == (steps == 0)
+    if end == "failed":
+        assert "the loss was not a number at step 1204" in text
+
+
+def test_a_folder_with_a_bare_log_makes_a_page(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"event":"step","step":1}\n{"event":"validation","step":1}\n')
+    checked(report.write(tmp_path))
+    (tmp_path / "events.jsonl").write_text("")
+    checked(report.write(tmp_path))
+
+
+def test_what_others_wrote_is_escaped(tmp_path: Path) -> None:
+    folder = made.make(tmp_path, 3, end="")
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"event":"sample","time":1,"step":3,"text":"<script>alert(1)</script>"}\n')
+        file.write('{"event":"incident","time":1,"step":3,"what":"<img src=x>","action":""}\n')
+    text = checked(report.write(folder))
+    assert "&lt;script&gt;" in text
+
+
+def test_the_error_is_measured_over_predicted(tmp_path: Path) -> None:
+    row = report._row("x", 2.0, 3.0, str)
+    assert (row.error, report._signed(row.error)) == (0.5, "+50%")
+    assert report._row("x", 0.0, 0.0, str).error == 0.0
+    assert report._row("x", None, 1.0, str).error is None
+
+
+def test_a_huge_run_is_quick_and_small(tmp_path: Path) -> None:
+    folder = made.make(tmp_path, 100_000)
+    began = time.process_time()
+    path = report.write(folder)
+    assert time.process_time() - began < 3.0  # 1.6 s on one core of a quiet machine
+    assert path.stat().st_size < 1_000_000
+
+
+def test_a_folder_without_a_run_and_one_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a run folder"):
+        report.write(tmp_path)
+    folder = made.make(tmp_path / "run", 2)
+    (folder / report.NAME).mkdir()
+    with pytest.raises(UserError, match="Cannot write"):
+        report.write(folder)
+    assert not (folder / "report.html.tmp").exists()
+
+
+FRAMES = """<body style="margin:0">{frames}<script>
+addEventListener("load", () => {{
+  document.title = [...document.querySelectorAll("iframe")].map(f =>
+    f.contentDocument.documentElement.scrollWidth + "/" + f.contentWindow.innerWidth + "/" +
+    f.contentDocument.querySelectorAll("svg").length).join(" ");
+}});
+</script></body>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_a_browser_lays_it_out_without_overflow_or_error(tmp_path: Path) -> None:
+    text = report.write(made.make(tmp_path / "run", 450, resumed=200)).read_text()
+    widths = (360, 390, 768, 1280)
+    frames = "".join(
+        f'<iframe style="border:0" width={w} height=900 srcdoc="{html.escape(text)}"></iframe>' for w in widths
+    )
+    page = tmp_path / "frames.html"
+    page.write_text(FRAMES.format(frames=frames))
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+               "--hide-scrollbars", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+               "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
+               page.as_uri()]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    found = re.search(r"<title>([^<]*)</title>", done.stdout.split("<iframe")[0] + done.stdout.split("</iframe>")[-1])
+    assert found is not None, done.stderr[-2000:]
+    assert found[1].split() == [f"{w}/{w}/5" for w in widths]
+    assert "CONSOLE" not in done.stderr
