@@ -236,8 +236,8 @@ class Trainer:
         with self._hearing_signals(), self._profile() as profile, self._feed() as feed:
             for batches, waited in feed:
                 begun = time.perf_counter()
-                agreed = self.train_step(batches)
-                profile()
+                with profile(self.step + 1):
+                    agreed = self.train_step(batches)
                 self._report(agreed, time.perf_counter() - begun + waited)
                 loss = self.validate() if self._due(recipe.train.validate_every) else None
                 stop = agreed.stop or self.step == self.setting.stop_after
@@ -275,10 +275,10 @@ class Trainer:
         fields: dict[str, Any] = {
             "step": self.step,
             "loss": agreed.loss,
-            "tokens": self.tokens,
+            "tokens": round(self.step_tokens),
             "seconds": seconds,
             "mfu": self.step_flops / seconds / setting.flops_per_second if setting.flops_per_second else None,
-            "learning_rate": schedules.factor(recipe.train.schedule, self.step - 1, self.steps),
+            "learning_rate": (recipe.train.optimizer.learning_rate or 0.0) * agreed.rate,
             "gradient_norm": agreed.gradient_norm,
             "memory": peak_memory(setting.device),
             "bytes": self._sent(),
@@ -353,15 +353,18 @@ class Trainer:
                 signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def _profile(self) -> Iterator[Callable[[], None]]:
+    def _profile(self) -> Iterator[Callable[[int], contextlib.AbstractContextManager[None]]]:
         wanted, folder = self.setting.recipe.track.profile, self.setting.folder
         if wanted is None or folder is None or self.setting.place.rank != 0:
-            yield lambda: None
+            yield lambda step: contextlib.nullcontext()
             return
         from espalier.track.trace import Profile
 
-        with Profile(wanted[0], wanted[1], folder / "trace.json", first_step=self.step) as profile:
+        profile = Profile(*wanted, folder / "trace.json")
+        try:
             yield profile.step
+        finally:
+            profile.close()
 
     def _interrupted(self, saved: checkpoints.Checkpoints | None) -> Interrupted:
         where = "saved" if saved is not None else "not saved"

@@ -7,42 +7,20 @@ import random
 import resource
 import signal
 import time
-import traceback
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from parts import Box, Events, forked
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from espalier.checkpoint import manifest
 from espalier.checkpoint.sharded import Checkpoints
-from espalier.errors import EspalierError, RunFailed, UserError
+from espalier.errors import UserError
+from espalier.testing.forks import Died, outcomes
 
 torch.set_num_threads(1)
-
-
-class Box:
-    """A part that holds any state."""
-
-    def __init__(self, **state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
-class Events(list[dict[str, Any]]):
-    def __call__(self, event: str, **fields: Any) -> None:
-        self.append({"event": event, **fields})
 
 
 def same(left: Any, right: Any) -> bool:
@@ -53,43 +31,6 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, list | tuple):
         return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)
-
-
-def forked(count: int, work: Callable[[int], None], folder: Path) -> None:
-    """Runs `work(rank)` on `count` forked Gloo ranks and fails when one of them does."""
-    store = folder / f"store-{time.monotonic_ns()}"
-    children = []
-    for rank in range(count):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                signal.alarm(30)
-                dist.init_process_group(
-                    "gloo",
-                    init_method=f"file://{store}",
-                    rank=rank,
-                    world_size=count,
-                    timeout=timedelta(seconds=20),
-                )
-                work(rank)
-                dist.destroy_process_group()
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            os._exit(code)
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert codes == [0] * count
-
-
-@pytest.fixture(scope="module", autouse=True)
-def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """DTensor used once before the first fork: its imports then are paid for once."""
-    folder = tmp_path_factory.mktemp("warm")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    distribute_tensor(torch.zeros(2), init_device_mesh("cpu", (1,)), [Shard(0)])
-    dist.destroy_process_group()
 
 
 def trained(steps: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -349,7 +290,7 @@ def test_a_full_disk_surfaces_at_the_next_call_and_spoils_nothing(tmp_path: Path
         assert loaded.step == 1
         checkpoints.save(4, {"box": Box(x=torch.ones(10))}, {}, wait=True)
 
-    forked(1, work, tmp_path)
+    forked(1, work)
 
 
 def test_a_target_that_is_a_file_is_the_users_error(tmp_path: Path) -> None:
@@ -361,14 +302,13 @@ def test_a_target_that_is_a_file_is_the_users_error(tmp_path: Path) -> None:
 def test_a_killed_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     Checkpoints(tmp_path).save(1, {"box": Box(x=torch.zeros(1 << 20))}, {}, wait=True)
     for pause in (0.0, 0.002, 0.005, 0.01, 0.02):
-        child = os.fork()
-        if child == 0:
+
+        def work(_: object, pause: float = pause) -> None:
             Checkpoints(tmp_path).save(2, {"box": Box(x=torch.ones(1 << 20))}, {})
-            time.sleep(30)
-            os._exit(0)
-        time.sleep(pause)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+            time.sleep(pause)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        assert outcomes(1, work) == [Died(signal.SIGKILL)]
         box = Box()
         loaded = Checkpoints(tmp_path).load({"box": box})
         assert loaded is not None
@@ -386,99 +326,3 @@ def test_the_event_says_what_was_written(tmp_path: Path) -> None:
     assert (event["event"], event["step"], event["bytes"], event["path"]) == ("checkpoint", 4, entry.bytes, entry.path)
     assert 0 < event["blocked"] <= blocked
     assert entry.bytes >= 4000
-
-
-WHOLE = torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6)
-
-
-def sharded(scale: float) -> Box:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return Box(
-        rows=distribute_tensor(WHOLE * scale, mesh, [Shard(0)]),
-        columns=distribute_tensor(WHOLE * scale, mesh, [Shard(1)]),
-        all=distribute_tensor(WHOLE * scale, mesh, [Replicate()]),
-        plain=WHOLE * scale,
-        count=3,
-    )
-
-
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 1), (1, 4), (2, 2)])
-def test_sharded_state_is_whole_again_at_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
-    def save(rank: int) -> None:
-        parts = {"box": sharded(1.0), f"own-{rank}": Box(rank=rank)}
-        Checkpoints(tmp_path / "run", group=dist.new_group()).save(5, parts, {"n": 5}, wait=True)
-
-    def load(rank: int) -> None:
-        box, own = sharded(0.0), Box()
-        loaded = Checkpoints(tmp_path / "run", group=dist.new_group()).load({"box": box, f"own-{rank}": own})
-        assert loaded is not None
-        assert (loaded.step, loaded.meta) == (5, {"n": 5})
-        for name in ("rows", "columns", "all"):
-            assert isinstance(box.state[name], DTensor)
-            assert torch.equal(box.state[name].full_tensor(), WHOLE)
-        assert torch.equal(box.state["plain"], WHOLE)
-        assert own.state == ({"rank": rank} if rank < before else {})
-        assert loaded.absent == ([] if rank < before else [f"own-{rank}"])
-
-    forked(before, save, tmp_path)
-    forked(after, load, tmp_path)
-
-
-def test_replicated_tensors_are_written_once_and_shared_among_the_ranks(tmp_path: Path) -> None:
-    def work(rank: int) -> None:
-        box = Box(**{f"w{index}": torch.full((50_000,), index) for index in range(4)})
-        checkpoints = Checkpoints(tmp_path / "run", group=dist.new_group())
-        checkpoints.save(1, {"box": box}, {}, wait=True)
-        (entry,) = checkpoints.entries()
-        assert 4 * 50_000 * 8 <= entry.bytes < 1.1 * 4 * 50_000 * 8
-
-    forked(2, work, tmp_path)
-    sizes = [path.stat().st_size for path in (tmp_path / "run").glob("*/*.distcp")]
-    assert len(sizes) == 2
-    assert min(sizes) > 0.9 * max(sizes)
-
-
-def test_all_ranks_skip_the_same_damaged_checkpoint(tmp_path: Path) -> None:
-    def work(rank: int) -> None:
-        checkpoints = Checkpoints(tmp_path / "run", group=dist.new_group())
-        for step in (1, 2):
-            checkpoints.save(step, {"box": sharded(step)}, {}, wait=True)
-        if rank == 0:
-            file = tmp_path / "run" / "step-00000002" / "__1_0.distcp"
-            file.write_bytes(file.read_bytes()[:-1] + b"!")
-        dist.barrier()
-        box = sharded(0.0)
-        loaded = checkpoints.load({"box": box})
-        assert loaded is not None
-        assert loaded.step == 1
-        assert torch.equal(box.state["rows"].full_tensor(), WHOLE)
-
-    forked(2, work, tmp_path)
-
-
-def test_an_error_on_one_rank_is_an_error_on_all_and_leaves_nothing(tmp_path: Path) -> None:
-    def work(rank: int) -> None:
-        checkpoints = Checkpoints(tmp_path / "run", group=dist.new_group())
-        if rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, resource.RLIM_INFINITY))
-        box = Box(**{f"w{index}": torch.ones(50_000) for index in range(4)})
-        with pytest.raises(UserError, match="disk is full"):
-            checkpoints.save(1, {"box": box}, {}, wait=True)
-        dist.barrier()
-        assert list((tmp_path / "run").iterdir()) == []
-
-    forked(2, work, tmp_path)
-
-
-def test_a_dead_rank_is_an_error_after_the_groups_timeout(tmp_path: Path) -> None:
-    def work(rank: int) -> None:
-        checkpoints = Checkpoints(tmp_path / "run", group=dist.new_group(timeout=timedelta(seconds=1)))
-        if rank == 0:
-            checkpoints.save(1, {"box": Box(x=1)}, {})
-            with pytest.raises(EspalierError, match="was not written") as caught:
-                checkpoints.wait()
-            assert isinstance(caught.value, RunFailed)
-        else:
-            time.sleep(2.5)
-
-    forked(2, work, tmp_path)

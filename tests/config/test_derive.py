@@ -137,6 +137,11 @@ def test_another_tokenizer_fills_the_vocabulary_in_a_second_call():
     assert {"model.vocabulary", "train.steps"} <= {derivation.key for derivation in found}
 
 
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
+    with pytest.raises(UserError, match=r"model\.vocabulary = 200"):
+        derive.resolve(config.Recipe(model=config.Gpt(vocabulary=200), data=(config.Data(path="x"),)))
+
+
 def test_a_module_recipe_is_filled_too():
     resolved, _ = derive.resolve(recipe(config.Module(build="a:b")))
     assert none_left(resolved.train, "train.") == []
@@ -153,8 +158,9 @@ BAD = {
     'shape = "llama-7b"': config.Gpt(shape="lama-7b"),
     "model.active": config.Moe(experts=2, active=3),
     "model.experts": config.Moe(experts=0),
+    "model.experts = 1": config.Moe(experts=1, active=1),
     "model.rope_theta": config.Gpt(rope_theta=float("nan")),
-    "model.vocabulary": config.Gpt(vocabulary=200),
+    "model.vocabulary": config.Gpt(vocabulary=-2),
 }
 
 

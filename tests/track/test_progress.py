@@ -97,3 +97,11 @@ def test_waiting_says_once_a_minute_how_far_what_is_long_has_come() -> None:
         "Tokenizing: 62% of 97.7 KiB",
         "Tokenizing: 97.7 KiB in 1 min 40 s",
     ]
+
+
+def test_closing_after_the_last_step_is_a_finish() -> None:
+    out = io.StringIO()
+    with showing(Progress(2, out=out, clock=Clock())) as progress:
+        progress.event(step(1))
+        progress.event(step(2))
+    assert out.getvalue().splitlines()[-1].startswith("finished at step 2 of 2")

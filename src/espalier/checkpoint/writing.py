@@ -53,7 +53,7 @@ class Write:
             return self.team.agree("writing the checkpoint", lambda: self._write(plan), self._commit)
         finally:
             # After a commit only a temporary copy is left to abandon.
-            pass
+            self.place.abandon(self.name)
 
     def _plan(self) -> SavePlan:
         self._planner.set_up_planner(self.job.state, is_coordinator=self.team.rank == 0)

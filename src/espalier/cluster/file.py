@@ -107,7 +107,7 @@ def dumps(cluster: Cluster) -> str:
 
 
 def _one_line(found: re.Match[str]) -> str:
-    return "[" + ", ".join(line.strip().rstrip(",") for line in found[1].splitlines()) + "]"
+    return "[" + ", ".join(line.strip().rstrip(",") for line in found[1].split("\n")) + "]"
 
 
 def _dump_node(node: Node) -> dict[str, Any]:

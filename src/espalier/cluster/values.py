@@ -54,7 +54,7 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     source: str = ""
 
 
-class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """alpha-beta plus a price per launch: seconds = launch + latency·hops + bytes / bandwidth.
 
     `bandwidth` is of one direction: per device inside a node, per node between nodes.

@@ -127,11 +127,9 @@ class Channel(dist.ProcessGroup):
             sent = sent_bytes(operation, size, self._size, root=root == self._rank)
         self.ledger.add(kind._value_, operation, sent)
         carrier = self._alone or self._inner[tensors[0].device.type if tensors else "cpu"]
-        if codec is not None:
-            carrier = self._carriers[kind, carrier]
         entry = Entry(self._label, operation, kind._value_, size, self.members)
-        entry.stream = self._stream is not None and carrier is self._stream
-        return carrier, entry
+        entry.stream = carrier is self._stream
+        return carrier if codec is None else self._carriers[kind, carrier], entry
 
     def _message(self, operation: str, tensors: Sequence[Tensor], peer: int, tag: int) -> tuple[Any, Entry]:
         """The same for a message to or from `peer` (rank in this group): numbered by its direction."""

@@ -91,7 +91,7 @@ class Watch:
         )
         lines = [f"rank {self.rank}: {self._describe(self._record())}"]
         lines += [f"rank {rank}: {self._describe(seen.records.get(rank))}" for rank in others[:KEPT]]
-        reason = cause.strip().splitlines()[0] if cause.strip() else "no reason given"
+        reason = cause.strip().partition("\n")[0].partition(" This is typically")[0] or "no reason given"
         return RunFailed(
             what,
             why="\n       ".join([reason, *lines]),
@@ -172,7 +172,9 @@ def _verdict(entry: Entry, others: Sequence[int], seen: _Reading) -> str:
         return "the store does not answer, so its host is probably dead; it cannot be said who else is missing."
     absent = [r for r in others if seen.records.get(r, {}).get("counts", {}).get(entry.key, 0) < entry.number]
     silent = sorted(seen.silent)
-    left = [rank for rank in absent if seen.records.get(rank, {}).get("state") == "left"]
+    state = {rank: seen.records.get(rank, {}).get("state") for rank in others}
+    left = [rank for rank in absent if state[rank] == "left"]
+    failed = [rank for rank in others if state[rank] == "failed"]
     parts = []
     if absent:
         parts.append(f"{_ranks(absent)} not entered it")
@@ -180,6 +182,8 @@ def _verdict(entry: Entry, others: Sequence[int], seen: _Reading) -> str:
         parts.append(f"{_ranks(silent)} given no sign of life for {SILENCE * BEAT:g} s (dead or stopped)")
     if left:
         parts.append(f"{_ranks(left)} left the run")
+    if failed and not absent:
+        parts.append(f"{_ranks(failed)} failed before")
     if not parts:
         parts.append("every rank has entered it and is alive, so the link is stuck or too slow")
     return "; ".join(parts) + "."

@@ -147,9 +147,11 @@ def _heads(width: int) -> int:
 
 def _vocabulary(draft: _Draft, vocabulary: int | None) -> None:
     tokenizers = {data.tokenizer for data in draft.recipe.data}
-    if vocabulary is None and tokenizers <= {"bytes"}:
+    if vocabulary is None and tokenizers == {"bytes"}:
         vocabulary = 256
     if vocabulary is None:
+        if not tokenizers:
+            draft.fill("model.vocabulary", 256, "bytes, as nothing is said of the data")
         return
     draft.fill("model.vocabulary", vocabulary, "the tokenizer's tokens")
     if draft.get("model.vocabulary") < vocabulary:

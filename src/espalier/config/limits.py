@@ -83,6 +83,8 @@ def _decoder(model: config.Gpt | config.Moe) -> None:
         size = model.width // model.heads
         why = f"rotary positions turn pairs of columns, and {model.width} / {model.heads} = {size} is odd"
         raise UserError(f"model.heads = {model.heads} gives heads of odd size.", why=why, do=_divisors(model.width))
+    if isinstance(model, config.Moe) and model.experts == 1:
+        raise UserError("model.experts = 1 leaves nothing to choose.", do='model.kind = "gpt", or two experts or more')
     if isinstance(model, config.Moe) and model.active > model.experts:
         why = f"there are only model.experts = {model.experts}"
         raise UserError(

@@ -1,8 +1,8 @@
 """All experts on this rank: tokens are sorted by expert, each expert works on its run of rows, and rows go back.
 
-After MegaBlocks (arXiv 2211.15841): no capacity and no padding, so no token is dropped. We loop over the experts instead of
-one grouped product: their matrices stay separate parameters, so that they can be placed, exchanged and orthogonalised
-one by one, and on the CPU a grouped product is the same loop.
+After MegaBlocks (arXiv 2211.15841): no capacity and no padding, so no token is dropped. We loop over the experts
+instead of one grouped product: their matrices stay separate parameters, so that they can be placed, exchanged and
+orthogonalised one by one, and on the CPU a grouped product is the same loop.
 """
 
 from __future__ import annotations

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from espalier import config
 from espalier.config.shapes import Sizes, sizes
+from espalier.cost import Product, Work
 from espalier.language.cache import Cache, Past
 from espalier.language.elementwise import rms_norm, rotate, swiglu
+from espalier.language.work import Feed, Setting, decoder_work
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -227,3 +231,54 @@ def initialise(model: GPT, seed: int) -> None:
         deviation = 0.02 / (2 * model.size.layers) ** 0.5 if residual else 0.02
         values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         parameter.copy_(values.normal_(0.0, deviation, generator=generator))
+
+
+# --- activation recomputation ------------------------------------------------------------------------------------
+
+_aten = torch.ops.aten
+ATTENTION_CORES = [
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+]
+"""What PyTorch's fused attention becomes on each device. Another `attend` is recomputed with the rest."""
+
+
+def recompute(model: GPT, mode: str) -> None:
+    """Sets what the blocks of `model` keep for backward; the gradients are the same in every mode.
+
+    `none`: everything; `block`: their inputs (Chen et al., arXiv 1604.06174); `selective`: their inputs and the
+    output of the attention core, the one thing that is dear to compute and cheap to keep.
+    """
+    model.through = _MODES[mode]
+
+
+def _block(block: nn.Module, x: Tensor, turn: Turn, past: Past | None) -> Any:
+    if not torch.is_grad_enabled():
+        return block(x, turn, past)
+    return checkpoint(block, x, turn, past, use_reentrant=False, preserve_rng_state=False)
+
+
+def _selective(block: nn.Module, x: Tensor, turn: Turn, past: Past | None) -> Any:
+    if not torch.is_grad_enabled():
+        return block(x, turn, past)
+    keep = partial(create_selective_checkpoint_contexts, ATTENTION_CORES)
+    return checkpoint(block, x, turn, past, use_reentrant=False, preserve_rng_state=False, context_fn=keep)
+
+
+_MODES: dict[str, Through] = {"none": plainly, "block": _block, "selective": _selective}
+
+
+# --- cost --------------------------------------------------------------------------------------------------------
+
+
+def work(options: config.Gpt, sequence: int, micro_batch: Any, recompute: str, precision: str) -> Work:
+    """Operations and bytes of one micro-batch (see `language.work`)."""
+    setting = Setting(sizes(options), sequence, micro_batch, recompute, precision)
+    size, compute = setting.size, setting.compute
+    gate_up = Product(setting.tokens, size.width, size.feed_forward, 2 * size.layers)
+    down = Product(setting.tokens, size.feed_forward, size.width, size.layers)
+    # swiglu keeps gate and up, `down` keeps their product; recomputation stops where `down` would begin.
+    inner = size.feed_forward * compute
+    return decoder_work(setting, Feed((gate_up, down), (gate_up,), moved=5 * inner, kept=3 * inner, working=2 * inner))

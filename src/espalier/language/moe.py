@@ -8,16 +8,19 @@ batch is cut into micro-batches and ranks; over sequences it is a sum over sampl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from espalier import config
+from espalier.config.shapes import sizes
+from espalier.cost import Product, Work
 from espalier.experts.base import Route
 from espalier.experts.local import local
 from espalier.language.cache import Cache, Past
 from espalier.language.gpt import GPT, IGNORED, Block, FeedForward, Turn, cross_entropy_sum
+from espalier.language.work import Feed, Setting, decoder_work
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -50,9 +53,10 @@ def imbalance(
     scores: Float[Tensor, "batch seq experts"], chosen: Int[Tensor, "batch seq active"]
 ) -> Float[Tensor, " batch"]:
     """E · sum over experts of (share of a sequence's choices) x (mean probability): 1 when even, E when all one."""
-    batch, seq, experts = scores.shape
-    ones = torch.ones((), dtype=scores.dtype, device=scores.device).expand(batch, chosen[0].numel())
-    shares = scores.new_zeros(batch, experts).scatter_add_(1, chosen.flatten(1), ones) / chosen[0].numel()
+    batch, _, experts = scores.shape
+    choices = chosen.flatten(1)
+    counts = scores.new_zeros(batch, experts).scatter_add_(1, choices, scores.new_ones(choices.shape))
+    shares = counts / choices.shape[1]
     return experts * (shares * scores.softmax(-1).mean(1)).sum(-1)
 
 
@@ -105,3 +109,23 @@ class MOE(GPT):
             x, uneven = self.through(block, x, turn, past)
             total = total + uneven
         return x, total
+
+
+def work(options: config.Moe, sequence: int, micro_batch: Any, recompute: str, precision: str) -> Work:
+    """Operations and bytes of one micro-batch (see `language.work`), all experts on this rank."""
+    setting = Setting(sizes(options), sequence, micro_batch, recompute, precision)
+    return decoder_work(setting, _feed(setting))
+
+
+def _feed(setting: Setting) -> Feed:
+    size, compute = setting.size, setting.compute
+    width, inner, experts, active, layers = size.width, size.feed_forward, size.experts, size.active, size.layers
+    rows = setting.tokens * active
+    router = Product(setting.tokens, width, experts, layers)
+    gate_up, down = Product(rows, width, inner, 2 * layers), Product(rows, inner, width, layers)
+    # Kept: the rows as sorted, gate, up and their product, the answers by token; int64 indices (picked experts, which
+    # token each row is, where its answer goes); the router's two softmaxes.
+    kept = active * (2 * width + 3 * inner) * compute + 3 * 8 * active + (experts + 2 * active) * setting.whole
+    moved = active * (6 * width + 5 * inner) * compute
+    # The answers by token are kept (the weights' gradient needs them), so recomputation repeats `down` as well.
+    return Feed((router, gate_up, down), (router, gate_up, down), moved, kept, working=2 * active * width * compute)

@@ -176,7 +176,8 @@ def new_model(options: Gpt | Moe, seed: int, device: torch.device) -> gpt.GPT:
 
 def embeddings(model: gpt.GPT) -> list[nn.Parameter]:
     """The token table and, unless tied to it, the head."""
-    return [model.embedding.weight] + ([model.head.weight] if model.head is not None else [])
+    layers = [model.embedding, model.head]
+    return [parameter for layer in layers if layer is not None for parameter in layer.parameters()]
 
 
 def _held_out(

@@ -40,7 +40,7 @@ class Place:
 class Task(Protocol):
     """What each process runs. What it returns is handed back by launchers that can (must be picklable)."""
 
-    def __call__(self, place: Place) -> Any:
+    def __call__(self, place: Place, /) -> Any:
         """Runs in the process at `place`."""
         ...
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from espalier import cost
-from espalier.cluster import Cluster, Link, Place
+from espalier.cluster import Cluster, Device, Link, Place
 from espalier.config import Pin
 from espalier.cost import Cost, Number, Product, Work
 from espalier.plan import speed
@@ -356,19 +356,28 @@ def estimate(request: Request, cluster: Cluster, candidate: Candidate) -> Predic
     terms = {name: float(value) for name, value in slow.seconds.items()}
     held = {name: float(value) for name, value in costs[tight].held.items()}
     step = sum(terms.values())
-    used = {place.rank: place.table.device for place in seats(cluster, candidate.ranks)}
+    used = _devices(cluster, candidate.ranks)
     tokens = request.global_batch * request.tokens_per_sample
     return Predicted(
         step_seconds=step,
         tokens_per_second=tokens / step,
         tokens_per_second_per_device=tokens / step / len(used),
-        mfu=_model_flops(request) / step / sum(speed.peak(device, request.precision) for device in used.values()),
+        mfu=_model_flops(request) / step / peak_flops(cluster, candidate.ranks, request.precision),
         terms=terms,
         memory_bytes={**held, "peak": sum(held.values())},
         memory_limit=kinds[tight].limit,
         sent_bytes={name: float(value) for name, value in slow.sent.items()},
         sources=dict(slow.sources),
     )
+
+
+def peak_flops(cluster: Cluster, ranks: int, precision: str) -> float:
+    """FLOP/s that count for MFU of the devices `ranks` ranks use together."""
+    return sum(speed.peak(device, precision) for device in _devices(cluster, ranks).values())
+
+
+def _devices(cluster: Cluster, ranks: int) -> dict[int, Device]:
+    return {place.rank: place.table.device for place in seats(cluster, ranks)}
 
 
 def _model_flops(request: Request) -> float:

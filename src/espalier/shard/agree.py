@@ -22,7 +22,7 @@ def same_start(model: nn.Module, channel: dist.ProcessGroup) -> bool:
     tensors = _tensors(model)
     with torch.no_grad():
         looks = [_look(name, tensor) for name, tensor in tensors]
-        form = xxhash.xxh64("\n".join(looks)).intdigest() >> 1  # 63 bits: fits int64
+        form = xxhash.xxh64("\n".join(looks).encode()).intdigest() >> 1  # 63 bits: fits int64
         values = _hash([tensor for _, tensor in tensors]) >> 1
         forms, hashes = _all([form, values], channel, _host(channel, tensors))
         if len(set(forms)) > 1:

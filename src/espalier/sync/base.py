@@ -15,6 +15,8 @@ class Agreed(NamedTuple):
     """Loss over the global batch: total sum / total weight."""
     weight: float
     gradient_norm: float
+    rate: float
+    """The factor of the learning rates in this step."""
     stop: bool
     """Some rank asked to stop; all stop after this same step."""
     exposed: float

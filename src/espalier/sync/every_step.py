@@ -57,7 +57,7 @@ class EveryStep:
         if not faulty and math.isfinite(size):
             self._scale(gradients, scale, size)
             self.optimizer.step(learning_rate)
-        return Agreed(loss / weight if weight else math.nan, weight, size, stopping, exposed, faulty)
+        return Agreed(loss / weight if weight else math.nan, weight, size, learning_rate, stopping, exposed, faulty)
 
     def _scale(self, gradients: list[Tensor], scale: float, size: float) -> None:
         if self.clip > 0 and size > self.clip:

@@ -54,20 +54,23 @@ def forks(n: int, function: Callable[..., Any], *args: Any, timeout: float = 30.
     >>> forks(2, lambda channel: channel.rank() * 10)
     [0, 10]
     """
-    results = outcomes(n, function, *args, timeout=timeout)
-    failed = [(rank, result) for rank, result in enumerate(results) if isinstance(result, Exception | Died)]
-    if not failed:
-        return results
-    for rank, result in failed:
+    run, results = _outcomes(n, function, args, timeout)
+    for rank, result in enumerate(results):
         if isinstance(result, Died):
-            raise ChildProcessError(f"rank {rank} of {n} ended without a result (signal {result.signal})")
-    first = min(failed, key=lambda item: getattr(item[1], "moment", 0.0))[1]
-    assert isinstance(first, Exception)
-    raise first
+            raise ChildProcessError(f"rank {rank} of {n} ended without a result ({result})")
+    if run.failed:
+        raise results[run.failed[0]]
+    return results
 
 
 def outcomes(n: int, function: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
     """Like `forks`, but a rank that raised gives its exception as its result, and one that was killed gives `Died`."""
+    return _outcomes(n, function, args, timeout)[1]
+
+
+def _outcomes(
+    n: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+) -> tuple[_Run, list[Any]]:
     if torch.get_num_threads() > 1:
         raise UserError(
             f"forks needs a parent of one thread, and torch uses {torch.get_num_threads()}.",
@@ -77,7 +80,7 @@ def outcomes(n: int, function: Callable[..., Any], *args: Any, timeout: float = 
     run = _Run(n, timeout)
     try:
         run.start(function, args)
-        return run.collect()
+        return run, run.collect()
     finally:
         run.end()
 
@@ -91,6 +94,7 @@ class _Run:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pids: list[int] = []
         self.pipes: list[Connection] = []
+        self.failed: list[int] = []  # in order of time
         self.hold_read, self.hold_write = os.pipe()
         self.traces = tempfile.TemporaryDirectory(prefix="espalier-forks-")
 
@@ -134,14 +138,15 @@ class _Run:
 
     def _receive(self, rank: int, pipe: Connection) -> Any:
         try:
-            result = pickle.loads(pipe.recv_bytes())
+            result, note = pickle.loads(pipe.recv_bytes())
         except EOFError:
             _, status = os.waitpid(self.pids[rank], 0)
             self.pids[rank] = 0
             code = os.waitstatus_to_exitcode(status)
             return Died(signal=-code) if code < 0 else Died(signal=0, code=code)
         if isinstance(result, Exception):
-            result.moment = time.monotonic()  # type: ignore[attr-defined]
+            result.__notes__ = [note]
+            self.failed.append(rank)
         return result
 
     def _where(self, late: list[int]) -> str:
@@ -180,15 +185,17 @@ class _Run:
 
 
 def _pickled(result: Any) -> bytes:
+    """(`result`, traceback), or the error that says why it cannot travel."""
     try:
-        data = pickle.dumps(result)
-        if isinstance(result, Exception):
-            pickle.loads(data)  # some exceptions pickle and do not unpickle
+        if not isinstance(result, Exception):
+            return pickle.dumps((result, ""))
+        data = pickle.dumps((result, result.__notes__[-1]))
+        pickle.loads(data)  # some exceptions pickle and do not unpickle
         return data
     except Exception as error:
         if isinstance(result, Exception):
-            return pickle.dumps(RuntimeError("".join(traceback.format_exception(result))))
-        return pickle.dumps(TypeError(f"the result cannot travel back: {error}"))
+            return pickle.dumps((RuntimeError(f"{type(result).__name__}: {result}"), result.__notes__[-1]))
+        return pickle.dumps((TypeError(f"the result of a rank cannot travel back: {error}"), ""))
 
 
 def _kill(pid: int) -> None:

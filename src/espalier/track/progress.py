@@ -66,7 +66,7 @@ class Progress:
     def close(self) -> None:
         """Leaves the terminal as it was; without an `end` event, says how far it came."""
         if self._open:
-            self._end({"reason": "stopped"})
+            self._end({"reason": "finished" if self.step >= self.total else "stopped"})
 
     def _take(self, event: Event) -> None:
         now = self._clock()
@@ -201,7 +201,7 @@ class Waiting:
             columns = (TextColumn(self.what), BarColumn(bar_width=24), TaskProgressColumn(), TimeRemainingColumn())
             self._bars = _bars(self._out, columns, self.total, transient=True)
         bars, task = self._bars
-        bars.update(task, completed=self.done)
+        bars.update(task, completed=self.done, total=self.total or None)
 
     def _write(self, text: str) -> None:
         self._out.write(text + "\n")

@@ -43,7 +43,8 @@ class Run:
     """What a run folder holds. Made by `open_run`.
 
     Tables are dicts of equally long NumPy arrays: numbers as float64 (`step` as int64; what an event lacks is NaN),
-    the rest as objects. Fields that are tables themselves become `bytes.gradients` and the like.
+    the rest as objects. Fields that are tables themselves become `bytes.gradients` and the like. A table without rows
+    has the column `step` alone.
 
     Attributes:
         folder: the run folder.
@@ -111,7 +112,7 @@ class Run:
             near = nearest(name, _NAMES)
             raise UserError(f"A run has no table {name!r}.", do=f"ask for {near!r}" if near else ", ".join(_NAMES))
         if name not in self._tables:
-            self._tables[name] = _columns(self._rows[_NAMES[name]])
+            self._tables[name] = _columns(self._rows[_NAMES[name]]) or {"step": np.empty(0, np.int64)}
         return self._tables[name]
 
     def frame(self, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class TensorBoard:
         if not values:
             return
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values])
-        self._writer.add_event(Record(wall_time=event.get("time") or 0.0, step=event["step"], summary=summary))
+        self._writer.add_event(Record(wall_time=event.get("time") or time.time(), step=event["step"], summary=summary))
 
     def close(self) -> None:
         """Writes out what is buffered."""

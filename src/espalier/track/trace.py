@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,40 +10,59 @@ from espalier.errors import UserError
 from espalier.track.events import unwritable
 
 if TYPE_CHECKING:
-    from torch.profiler import profile
+    from torch.profiler import profile, record_function
 
 
 class Profile:
     """Traces steps `from_step` to `to_step`, both included, into `path`. Has state: the profiler while it runs.
 
-    Wrap each step: `with profile.step(n): …`. The file is written after `to_step`, or by `close` when the run ends
-    before. Raises UserError when the range is empty or the file cannot be written.
+    `with Profile(10, 12, "trace.json") as profile:` round the loop, `profile.step()` after every step; `first_step`
+    steps were done before (a resumed run). The file is written after `to_step`, or at the end of the block when the
+    run ends before. Raises UserError when the range is empty or the file cannot be written.
     """
 
-    def __init__(self, from_step: int, to_step: int, path: str | Path) -> None:
-        if not 0 <= from_step <= to_step:
+    def __init__(self, from_step: int, to_step: int, path: str | Path, first_step: int = 0) -> None:
+        if not 1 <= from_step <= to_step:
             raise UserError(f"track.profile = [{from_step}, {to_step}] names no step.", do="track.profile=[10,12]")
         self.first, self.last, self.path = from_step, to_step, Path(path)
+        self.done = first_step
         self._profiler: profile | None = None
+        self._mark: record_function | None = None
 
-    @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Step `step` happens inside the block, and is traced when it is within the range."""
-        if not self.first <= step <= self.last:
+    def __enter__(self) -> Profile:
+        self._begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def step(self) -> None:
+        """One more step is done."""
+        self._end()
+        self.done += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        """Marks the coming step when it is to be traced; a trace under way ends when it is not."""
+        coming = self.done + 1
+        if not self.first <= coming <= self.last:
             self.close()
-            yield
             return
         from torch.profiler import record_function
 
         if self._profiler is None:
             self._profiler = _started()
-        with record_function(f"step {step}"):
-            yield
-        if step == self.last:
-            self.close()
+        self._mark = record_function(f"step {coming}")
+        self._mark.__enter__()
+
+    def _end(self) -> None:
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
 
     def close(self) -> None:
         """Ends a trace under way and writes it; otherwise does nothing."""
+        self._end()
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None

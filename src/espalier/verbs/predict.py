@@ -26,12 +26,11 @@ def run(arguments: argparse.Namespace) -> int:
             why="only its author knows what an input is",
             do="load runs/…/checkpoints with torch.distributed.checkpoint in your own code",
         )
-    ids = workload.tokenizer.encode(prompt.encode())
-    if len(ids) == 0:
-        ids = [workload.tokenizer.boundary]
+    tokenizer = workload.tokenizer
+    ids = [tokenizer.boundary, *(int(token) for token in tokenizer.encode(prompt.encode()))]
     fresh = generate.generate(
         trained.model,
-        torch.as_tensor([int(token) for token in ids]),
+        torch.tensor(ids),
         tokens=arguments.tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,

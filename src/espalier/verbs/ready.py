@@ -57,12 +57,12 @@ def machines(recipe: Recipe, cluster: str | None = None) -> clusters.Cluster:
     named = cluster or recipe.plan.cluster
     if named is not None:
         return clusters.read(named)
-    found = probe.cached()
-    if found is None:
-        with waiting("Measuring this machine (kept for next time)") as progress:
-            found = probe.probe(progress=progress)
-        probe.save(found)
-    return found
+    return probe.ready(say=say)
+
+
+def say(text: str) -> None:
+    """A line of progress on standard error."""
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from espalier import units
+from espalier.cluster import Cluster, Disk, Link
 from espalier.config.derive import Derivation
 from espalier.plan.base import Plan
 from espalier.track import tables
@@ -18,12 +19,12 @@ from espalier.track import tables
 
 def plan(plan: Plan, derivations: Sequence[Derivation] = ()) -> None:
     """The plan as people read it: what was derived, what runs where, what it should cost, and why."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     if derivations:
-        derived = Table("derived", "value", "because", box=None, pad_edge=False)
+        console.print("Derived:")
+        width = max(len(one.key) for one in derivations)
         for one in derivations:
-            derived.add_row(one.key, str(one.value), one.reason)
-        console.print(derived)
+            console.print(f"  {one.key:<{width}}  {one.value!s:<8}  {one.reason}")
         console.print()
     devices = sorted({rank.device.split(":")[0] for rank in plan.ranks})
     count = len(plan.ranks)
@@ -61,6 +62,32 @@ def _predicted(console: Console, plan: Plan) -> None:
     )
 
 
+def cluster(found: Cluster) -> str:
+    """A cluster in a few lines."""
+    lines = []
+    for node in found.nodes:
+        device = node.device
+        rates = ", ".join(f"{name} {units.show_flops(rate)}" for name, rate in device.flops.items())
+        count = f"{node.count} x " if node.count > 1 else ""
+        lines.append(f"{count}{node.devices} x {device.name}: {rates}")
+        lines.append(f"  memory {units.show_size(device.memory)} at {units.show_rate(device.memory_bandwidth)}")
+        lines.append(f"  {node.cores} cores, host memory {units.show_size(node.memory)}")
+        lines += [f"  disk {disk}" for disk in map(_disk, node.disks)]
+        lines.append(f"  between its ranks: {_link(node.inside)}")
+    if found.between is not None:
+        lines.append(f"between nodes: {_link(found.between)}")
+    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+
+
+def _disk(disk: Disk) -> str:
+    rates = f"reads {units.show_rate(disk.read)}, writes {units.show_rate(disk.write)}"
+    return f"{disk.path}: {rates}, {disk.iops:,.0f} random 4 KiB reads/s"
+
+
+def _link(link: Link) -> str:
+    return f"{units.show_rate(link.bandwidth)}, {units.show_seconds(link.latency)}"
+
+
 def results(folder: Path) -> dict[str, Any]:
     """The figures of a finished run, from its log."""
     run = tables.open_run(folder)
@@ -77,9 +104,9 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
     """What a person wants to read when a run has ended, and what to do next."""
     console = Console(highlight=False)
     run = tables.open_run(folder)
-    if run.samples:
+    if run.samples and len(run.samples["text"]):
         console.rule("sample", align="left")
-        console.print(run.samples[-1]["text"], markup=False)
+        console.print(str(run.samples["text"][-1]), markup=False)
         console.rule()
     found = results(folder)
     figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in found.items())

@@ -21,10 +21,11 @@ from espalier import run as runs
 from espalier import trainer
 from espalier.config import load
 from espalier.errors import EspalierError, Interrupted, UserError
-from espalier.hardware import probe
+from espalier.hardware import limits
 from espalier.launch import base as launch
 from espalier.launch import handshake, local, torchrun
 from espalier.plan import base as plans
+from espalier.plan.estimate import peak_flops
 from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Progress
@@ -47,7 +48,7 @@ class Job:
     def setting(self, place: launch.Place) -> trainer.Setting:
         """What the rank at `place` needs to know."""
         recipe = self.resolved.recipe
-        peak = clusters.peak_flops(self.cluster, self.plan, recipe.train.precision)
+        peak = peak_flops(self.cluster, len(self.plan.ranks), recipe.train.precision)
         return trainer.Setting(recipe, self.plan, self.workload, place, self.folder.path, about=_about(self), flops_per_second=peak)
 
     def identity(self) -> dict[str, str]:
@@ -113,8 +114,8 @@ def _about(job: Job) -> dict[str, Any]:
         "parameters": job.parameters,
         "ranks": len(job.plan.ranks),
         "threads": job.plan.ranks[0].threads,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "espalier": _version()},
-        "host": {"name": socket.gethostname(), "system": platform.platform(), "processor": probe.processor()},
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__), "espalier": _version()},
+        "host": {"name": socket.gethostname(), "system": platform.platform(), "processor": limits.processor()},
         "data": job.workload.fingerprint(),
         "derivations": [{"key": one.key, "value": one.value, "why": one.reason} for one in derivations],
     }

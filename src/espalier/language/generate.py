@@ -1,0 +1,102 @@
+"""Continues a prompt token by token, with a key-value cache.
+
+When the context is full, the older half of it is forgotten and the rest is read again from position 0. (Dropping one
+token at a time from the cache would keep what the dropped ones had already told the layers above: no plain model
+computes that.) So the cache changes speed, never a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from espalier.errors import UserError
+from espalier.language.cache import Cache
+from espalier.language.gpt import GPT
+
+
+class Sampling(TypedDict, total=False):
+    """How `generate` picks tokens; every key may be left out."""
+
+    temperature: float
+    """0 (the default) takes the likeliest token; above, tokens are drawn from softmax(logits / temperature)."""
+    top_k: int | None
+    """Draws among this many likeliest tokens only."""
+    seed: int | None
+    """Makes the draw repeatable."""
+    stop: int | None
+    """Ends before this token."""
+
+
+def generate(model: GPT, prompt: Sequence[int] | Tensor, *, tokens: int, **sampling: Unpack[Sampling]) -> Iterator[int]:
+    """Yields up to `tokens` token ids that follow `prompt` (ids, not empty; its last `context` count).
+
+    Raises UserError before the first token for values that mean nothing.
+    """
+    ids = [int(token) for token in prompt]
+    temperature, top_k = sampling.get("temperature", 0.0), sampling.get("top_k")
+    _check(model, ids, temperature, top_k)
+    generator, seed = torch.Generator(), sampling.get("seed")
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return _tokens(model, ids, tokens, _Choice(temperature, top_k, generator), sampling.get("stop"))
+
+
+class _Choice:
+    """Picks a token from logits. Has state: the random generator (on the CPU, so that devices draw alike)."""
+
+    def __init__(self, temperature: float, top_k: int | None, generator: torch.Generator) -> None:
+        self.temperature, self.top_k, self.generator = temperature, top_k, generator
+
+    def __call__(self, logits: Tensor) -> int:
+        """The next token of `logits` `[vocabulary]`."""
+        if self.temperature == 0.0:
+            return int(logits.argmax())
+        logits = logits.cpu().double() / self.temperature
+        if self.top_k is not None and self.top_k < len(logits):
+            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[-1], -torch.inf)
+        return int(torch.multinomial(logits.softmax(-1), 1, generator=self.generator))
+
+
+@torch.no_grad()
+def _tokens(model: GPT, ids: list[int], tokens: int, choose: _Choice, stop: int | None) -> Iterator[int]:
+    context, device = model.size.context, next(model.parameters()).device
+    window = ids[-context:]
+    cache, fresh = Cache(model.size.layers, context), window
+    for _ in range(tokens):
+        logits = model(torch.tensor([fresh], device=device), cache)
+        token = choose(logits[0, -1])
+        if token == stop:
+            return
+        yield token
+        window, fresh = [*window, token], [token]
+        if len(window) > context:
+            window = after_forgetting(window, context)
+            cache, fresh = Cache(model.size.layers, context), window
+
+
+def after_forgetting(window: list[int], context: int) -> list[int]:
+    """What is still read of a window that has outgrown the context: its newer half."""
+    return window[-max(1, context // 2) :]
+
+
+def _check(model: GPT, ids: list[int], temperature: float, top_k: int | None) -> None:
+    if not ids:
+        raise UserError("The prompt is empty.", do="give at least one token to go on from")
+    outside = [token for token in ids if not 0 <= token < model.size.vocabulary]
+    if outside:
+        why = f"the model's vocabulary has {model.size.vocabulary} tokens"
+        raise UserError(
+            f"The prompt holds the token {outside[0]}.", why=why, do="use the tokenizer it was trained with"
+        )
+    if not 0.0 <= temperature < float("inf"):
+        raise UserError(
+            f"temperature = {temperature} is not possible.", do="0 for the likeliest token, about 0.8 to sample"
+        )
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top_k = {top_k} is not possible.", do="1 or more, or leave it out")

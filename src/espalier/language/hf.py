@@ -1,0 +1,322 @@
+"""Hugging Face weights in and out: a Llama-format folder (Mixtral format for a mixture of experts).
+
+The tensors are ours under other names, bit for bit. An export is written beside its place, reloaded, compared, and only
+then moved there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from espalier import config
+from espalier.config.shapes import Sizes
+from espalier.errors import UserError
+from espalier.language.gpt import GPT
+
+FILE_BYTES = 5 * 10**9
+"""Most bytes in one weights file, as `save_pretrained` splits them."""
+
+INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+
+# Ours, theirs. `{}` stands for the number of a layer, then of an expert.
+_NAMES = (
+    ("embedding.weight", "model.embed_tokens.weight"),
+    ("norm.weight", "model.norm.weight"),
+    ("head.weight", "lm_head.weight"),
+    ("blocks.{}.attention_norm.weight", "model.layers.{}.input_layernorm.weight"),
+    ("blocks.{}.feed_forward_norm.weight", "model.layers.{}.post_attention_layernorm.weight"),
+    ("blocks.{}.attention.query.weight", "model.layers.{}.self_attn.q_proj.weight"),
+    ("blocks.{}.attention.key.weight", "model.layers.{}.self_attn.k_proj.weight"),
+    ("blocks.{}.attention.value.weight", "model.layers.{}.self_attn.v_proj.weight"),
+    ("blocks.{}.attention.out.weight", "model.layers.{}.self_attn.o_proj.weight"),
+    ("blocks.{}.feed_forward.gate.weight", "model.layers.{}.mlp.gate_proj.weight"),
+    ("blocks.{}.feed_forward.up.weight", "model.layers.{}.mlp.up_proj.weight"),
+    ("blocks.{}.feed_forward.down.weight", "model.layers.{}.mlp.down_proj.weight"),
+    ("blocks.{}.feed_forward.router.weight", "model.layers.{}.block_sparse_moe.gate.weight"),
+    ("blocks.{}.feed_forward.experts.{}.gate.weight", "model.layers.{}.block_sparse_moe.experts.{}.w1.weight"),
+    ("blocks.{}.feed_forward.experts.{}.down.weight", "model.layers.{}.block_sparse_moe.experts.{}.w2.weight"),
+    ("blocks.{}.feed_forward.experts.{}.up.weight", "model.layers.{}.block_sparse_moe.experts.{}.w3.weight"),
+)
+_THEIRS = dict(_NAMES)
+_OURS = {theirs: ours for ours, theirs in _NAMES}
+
+
+class Tokenizer(Protocol):
+    """What of a tokenizer an export needs."""
+
+    def save(self, folder: Path) -> None:
+        """Writes its files into `folder`."""
+        ...
+
+
+# --- out ---------------------------------------------------------------------------------------------------------
+
+
+def export(model: GPT, tokenizer: Tokenizer, folder: str | Path) -> None:
+    """Writes `model` as a folder that `transformers` loads, reloads it and compares every tensor bit for bit.
+
+    An earlier export in `folder` is replaced. Raises UserError when the folder holds something else or cannot be
+    written.
+    """
+    target = Path(folder)
+    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG).exists())):
+        raise UserError(f"{target} is there already and is not an export.", do="name a folder that does not exist")
+    partial = target.with_name(target.name + ".partial")
+    tensors = {_renamed(name, _THEIRS): value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write(partial, tensors, _config(model.size, tensors, getattr(tokenizer, "boundary", None)))
+        tokenizer.save(partial)
+        _compare(partial, tensors)
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"The export to {target} failed: {error}.", do="free some space or name another folder"
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(folder: Path, tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> None:
+    files = _split(tensors)
+    for name, part in files.items():
+        save_file(part, folder / name, metadata={"format": "pt"})
+    if len(files) > 1:
+        total = sum(_bytes(tensor) for tensor in tensors.values())
+        where = {key: name for name, part in files.items() for key in part}
+        _json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    _json(folder / CONFIG, table)
+    special = {key: table[key] for key in ("bos_token_id", "eos_token_id") if table[key] is not None}
+    _json(folder / "generation_config.json", {"_from_model_config": True, **special})
+
+
+def _split(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """File name to tensors, in order, each file up to FILE_BYTES (or one tensor)."""
+    parts: list[dict[str, Tensor]] = [{}]
+    room = FILE_BYTES
+    for name, tensor in tensors.items():
+        if parts[-1] and _bytes(tensor) > room:
+            parts.append({})
+            room = FILE_BYTES
+        parts[-1][name] = tensor
+        room -= _bytes(tensor)
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{i:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts, 1)}
+
+
+def _config(size: Sizes, tensors: Mapping[str, Tensor], boundary: int | None) -> dict[str, Any]:
+    sparse = size.experts > 1
+    table = {
+        "architectures": ["MixtralForCausalLM" if sparse else "LlamaForCausalLM"],
+        "model_type": "mixtral" if sparse else "llama",
+        "hidden_size": size.width,
+        "intermediate_size": size.feed_forward,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_size,
+        "vocab_size": size.vocabulary,
+        "max_position_embeddings": size.context,
+        "rms_norm_eps": size.norm_epsilon,
+        "rope_theta": size.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": size.rope_theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": size.tied,
+        "bos_token_id": boundary,
+        "eos_token_id": boundary,
+        "torch_dtype": str(tensors["model.norm.weight"].dtype).removeprefix("torch."),
+    }
+    if not sparse:
+        return table | {"mlp_bias": False}
+    experts = {"num_local_experts": size.experts, "num_experts_per_tok": size.active, "sliding_window": None}
+    return table | experts | {"router_aux_loss_coef": size.balance}
+
+
+def _compare(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Reads the folder back. A difference is the disk's fault: raises OSError naming the tensor."""
+    seen = set()
+    for name, tensor in _stored(folder):
+        seen.add(name)
+        wanted = tensors.get(name)
+        same = wanted is not None and (wanted.shape, wanted.dtype) == (tensor.shape, tensor.dtype)
+        if wanted is None or not same or not torch.equal(wanted.view(torch.uint8), tensor.view(torch.uint8)):
+            raise OSError(f"{name} was read back changed")
+    if seen != set(tensors):
+        raise OSError(f"not read back: {', '.join(sorted(set(tensors) - seen))}")
+
+
+# --- in ----------------------------------------------------------------------------------------------------------
+
+
+def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Gpt | config.Moe, dict[str, Tensor]]:
+    """The options a Llama- or Mixtral-format folder stands for, and its weights under our names, as `dtype`.
+
+    Raises UserError naming the file or setting that this decoder cannot take over.
+    """
+    found = options(folder)
+    state = {}
+    for name, tensor in _stored(Path(folder)):
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and found.tied):
+            continue  # positions are computed; a tied head is the embedding itself
+        state[_renamed(name, _OURS)] = tensor.to(dtype)
+    return found, state
+
+
+def load_into(model: GPT, folder: str | Path) -> None:
+    """Fills `model` with the weights of `folder`. Raises UserError naming every option that differs."""
+    weight = model.embedding.weight
+    found, state = load(folder, weight.dtype)
+    require_same(_options_of(model.size), found, str(folder))
+    missing, unknown = model.load_state_dict(state, strict=False)
+    if missing or unknown:
+        named = ", ".join([f"{name} is missing" for name in missing] + [f"{name} is not known" for name in unknown])
+        raise UserError(
+            f"{folder} does not hold the weights its {CONFIG} describes.", why=named, do="download it again"
+        )
+
+
+def require_same(wanted: config.Gpt | config.Moe, found: config.Gpt | config.Moe, origin: str) -> None:
+    """Raises UserError naming each option of `wanted` (open ones left out) that the weights in `origin` contradict.
+
+    The context may differ: nothing in the weights depends on it.
+    """
+    free = {"shape", "initial", "context", "balance"}
+    names = [name for name in wanted.__struct_fields__ if name not in free and getattr(wanted, name) is not None]
+    differing = [
+        f"model.{name} = {getattr(wanted, name)}, but {getattr(found, name)} there"
+        for name in names
+        if type(wanted) is type(found) and getattr(wanted, name) != getattr(found, name)
+    ]
+    if type(wanted) is not type(found):
+        differing = [f"one of the two has experts: {type(wanted).__name__} here, {type(found).__name__} there"]
+    if differing:
+        do = "leave those options out of [model] or give the values there"
+        raise UserError(f"The weights in {origin} do not fit the model.", why="; ".join(differing), do=do)
+
+
+def options(folder: str | Path) -> config.Gpt | config.Moe:
+    """The model options that the `config.json` in `folder` says, every one of them set."""
+    table = _read_json(Path(folder) / CONFIG)
+    kind = table.get("model_type")
+    if kind not in ("llama", "mixtral"):
+        why = "Llama and Mixtral formats can be loaded"
+        raise UserError(f"{folder} holds a {kind!r} model.", why=why, do="convert it, or leave model.initial out")
+    _refuse_foreign(table, str(folder))
+    try:
+        shared: dict[str, Any] = {
+            "depth": table["num_hidden_layers"],
+            "width": table["hidden_size"],
+            "heads": table["num_attention_heads"],
+            "kv_heads": table.get("num_key_value_heads") or table["num_attention_heads"],
+            "feed_forward": table["intermediate_size"],
+            "vocabulary": table["vocab_size"],
+            "context": table["max_position_embeddings"],
+            "tied": bool(table.get("tie_word_embeddings", False)),
+            "rope_theta": float(_rope(table).get("rope_theta", table.get("rope_theta", 10_000.0))),
+            "norm_epsilon": float(table.get("rms_norm_eps", 1e-6)),
+        }
+        if kind == "llama":
+            return config.Gpt(**shared)
+        return config.Moe(**shared, experts=table["num_local_experts"], active=table["num_experts_per_tok"])
+    except KeyError as missing:
+        raise UserError(f"{folder}/{CONFIG} does not say {missing}.", do="download the folder again") from None
+
+
+def _rope(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    return table.get("rope_parameters") or table.get("rope_scaling") or {}
+
+
+def _refuse_foreign(table: Mapping[str, Any], folder: str) -> None:
+    """Settings this decoder does not have."""
+    rope = _rope(table).get("rope_type", _rope(table).get("type", "default"))
+    odd_heads = table.get("head_dim") and table["head_dim"] * table["num_attention_heads"] != table["hidden_size"]
+    refused = {
+        "attention_bias": bool(table.get("attention_bias")),
+        "mlp_bias": bool(table.get("mlp_bias")),
+        "hidden_act": table.get("hidden_act", "silu") != "silu",
+        "sliding_window": table.get("sliding_window") is not None,
+        "head_dim": bool(odd_heads),
+        "rope_parameters": rope != "default",
+    }
+    for name, foreign in refused.items():
+        if foreign:
+            value = rope if name == "rope_parameters" else table[name]
+            why = "this decoder has no such thing"
+            raise UserError(f"{folder}/{CONFIG} says {name} = {value!r}.", why=why, do="start from another model")
+
+
+def _options_of(size: Sizes) -> config.Gpt | config.Moe:
+    names = (
+        "width",
+        "heads",
+        "kv_heads",
+        "feed_forward",
+        "vocabulary",
+        "context",
+        "tied",
+        "rope_theta",
+        "norm_epsilon",
+    )
+    shared: dict[str, Any] = {"depth": size.layers} | {name: getattr(size, name) for name in names}
+    if size.experts == 1:
+        return config.Gpt(**shared)
+    return config.Moe(**shared, experts=size.experts, active=size.active, balance=size.balance)
+
+
+def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a folder, in one file or in several with an index, under its stored name."""
+    files = [folder / "model.safetensors"]
+    if (folder / INDEX).exists():
+        files = sorted({folder / name for name in _read_json(folder / INDEX)["weight_map"].values()})
+    for file in files:
+        if not file.exists():
+            raise UserError(f"No weights at {file}.", do="download the folder again; only safetensors are read")
+        try:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a dict
+                    yield name, opened.get_tensor(name)
+        except SafetensorError as error:
+            raise UserError(f"{file} is damaged: {error}.", do="download it again") from None
+
+
+def _renamed(name: str, table: Mapping[str, str]) -> str:
+    numbers = re.findall(r"(?<=\.)\d+(?=\.)", name)
+    pattern = re.sub(r"(?<=\.)\d+(?=\.)", "{}", name)
+    return table[pattern].format(*numbers) if pattern in table else name
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _json(path: Path, table: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        why, do = str(error.strerror), "give a folder with config.json and safetensors"
+        raise UserError(f"{path} cannot be read.", why=why, do=do) from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}.", do="download it again") from None
+    if not isinstance(table, dict):
+        raise UserError(f"{path} does not hold a table.", do="download it again")
+    return table

@@ -1,0 +1,101 @@
+"""What a decoder asks of a device: operations and bytes of one micro-batch, counted from the code beside it. No torch.
+
+Causal attention is counted as half of the square (PyTorch's own counter takes the whole). Bytes kept are those autograd
+holds on the CPU in eager mode; PyTorch's fused GPU kernels keep the same. With bf16 the residual stream and the norms'
+inputs stay fp32 (autocast); copies of the weights are not counted here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from espalier.config.shapes import Sizes
+from espalier.cost import Number, Product, Work
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One micro-batch of a decoder; `micro_batch` (sequences) may be a NumPy array."""
+
+    size: Sizes
+    sequence: int
+    micro_batch: Any
+    recompute: str
+    precision: str
+
+    @property
+    def tokens(self) -> Number:
+        """Tokens of the micro-batch."""
+        return self.micro_batch * self.sequence
+
+    @property
+    def compute(self) -> int:
+        """Bytes of a value that products read and write."""
+        return {"fp32": 4, "fp64": 8, "bf16": 2}[self.precision]
+
+    @property
+    def whole(self) -> int:
+        """Bytes of a value of the residual stream, the norms and the softmax."""
+        return max(4, self.compute)
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The feed-forward part: products of all layers, and those that recomputation repeats; bytes per token and layer
+    moved in forward, kept for backward, and held beyond that while backward works on it."""
+
+    products: tuple[Product, ...]
+    again: tuple[Product, ...]
+    moved: int
+    kept: int
+    working: int
+
+
+def decoder_work(setting: Setting, feed: Feed) -> Work:
+    """The work of a decoder with that feed-forward part."""
+    size, tokens, whole = setting.size, setting.tokens, setting.whole
+    attention_products = (
+        Product(tokens, size.width, size.width, 2 * size.layers),  # query, out
+        Product(tokens, size.width, size.kv_width, 2 * size.layers),  # key, value
+    )
+    head = Product(tokens, size.width, size.vocabulary)
+    core = 2.0 * tokens * setting.sequence * size.width * size.layers  # 2 products x 2 FLOPs, half of the square
+    products = (*attention_products, *feed.products, head)
+    forward = sum(product.flops for product in products) + core
+    repeated = sum(product.flops for product in (*attention_products, *feed.again))
+    again = {"none": 0.0 * forward, "selective": repeated, "block": repeated + core}[setting.recompute] / forward
+    kept = _kept(setting, feed)
+    tail = (size.width + 1) * whole + size.width * setting.compute  # the last norm's input, scale and output
+    # The worst moment is in the head (the log-softmax and two gradients of its size) or in the last layer, when the
+    # head's share is gone, the stream's gradient has come, and what was not kept has been computed again.
+    in_layer = kept["none"] - kept[setting.recompute] + feed.working + size.width * whole - tail
+    return Work(
+        products=products,
+        attention=core,
+        moved=tokens * _moved(setting, feed),
+        kept=tokens * (size.layers * kept[setting.recompute] + tail),
+        transient=tokens * max(3 * size.vocabulary * whole, in_layer),
+        again=again,
+        samples=setting.micro_batch,
+        tokens=tokens,
+    )
+
+
+def _kept(setting: Setting, feed: Feed) -> dict[str, int]:
+    """Bytes per token that one layer keeps in each mode of recomputation."""
+    size, whole, compute = setting.size, setting.whole, setting.compute
+    norms = 2 * ((size.width + 1) * whole + size.width * compute)  # input, scale, output of both
+    core = size.width * compute + size.heads * whole  # its output and log-sum-exp
+    everything = norms + (size.width + 2 * size.kv_width) * compute + core + feed.kept
+    return {"none": everything, "selective": size.width * whole + core, "block": size.width * whole}
+
+
+def _moved(setting: Setting, feed: Feed) -> int:
+    """Bytes per token that the forward pass reads and writes outside products and attention."""
+    size, whole, compute = setting.size, setting.whole, setting.compute
+    norms = 5 * size.width * whole  # read for the scale; read, written; read, written with the weight
+    residual = 2 * 3 * size.width * whole
+    turns = 8 * (size.width + size.kv_width) * compute  # a copy, then five passes over halves
+    head = norms + 2 * size.width * whole + 2 * size.vocabulary * whole  # norm, embedding, log-softmax
+    return size.layers * (2 * norms + residual + turns + feed.moved) + head

@@ -1,0 +1,79 @@
+"""Cores and memory are what the kernel grants this process, not what the machine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from espalier.hardware import limits
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MACHINE = {"proc/meminfo": "MemTotal:       16384 kB\nMemFree: 1 kB\n", "proc/self/cgroup": "0::/\n"}
+FOUR = frozenset(range(4))
+
+
+def test_without_limits_the_whole_machine_is_granted(tmp_path: Path) -> None:
+    root = write(tmp_path, MACHINE)
+    assert limits.memory(root) == 16384 * 1024
+    assert limits.cores(root, FOUR) == 4
+
+
+def test_a_v2_limit_of_any_group_above_holds(tmp_path: Path) -> None:
+    root = write(tmp_path, MACHINE | {
+        "proc/self/cgroup": "0::/a/b\n",
+        "sys/fs/cgroup/a/memory.max": "4194304\n", "sys/fs/cgroup/a/b/memory.max": "max\n",
+        "sys/fs/cgroup/a/b/cpu.max": "150000 100000\n", "sys/fs/cgroup/a/cpu.max": "max 100000\n",
+    })  # fmt: skip
+    assert limits.memory(root) == 4194304
+    assert limits.cores(root, FOUR) == 2  # one and a half cores' worth
+
+
+def test_a_v1_limit_holds(tmp_path: Path) -> None:
+    root = write(tmp_path, MACHINE | {
+        "proc/self/cgroup": "4:memory:/job\n3:cpu,cpuacct:/job\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "8388608\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "100000\n",
+        "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
+        "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "-1\n", "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
+    })  # fmt: skip
+    assert limits.memory(root) == 8388608
+    assert limits.cores(root, FOUR) == 1
+
+
+def test_inside_a_container_the_mount_s_own_root_holds(tmp_path: Path) -> None:
+    """The group's path in /proc is the host's; only the root of the mount is visible."""
+    root = write(tmp_path, MACHINE | {
+        "proc/self/cgroup": "0::/../../kubepods/pod1\n", "sys/fs/cgroup/memory.max": "1048576\n",
+    })  # fmt: skip
+    assert limits.memory(root) == 1048576
+
+
+def test_threads_of_one_core_count_once(tmp_path: Path) -> None:
+    pairs = {
+        f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 2},{cpu % 2 + 2}" for cpu in FOUR
+    }
+    assert limits.cores(write(tmp_path, MACHINE | pairs), FOUR) == 2
+    assert limits.cores(tmp_path, frozenset({1, 3})) == 1
+
+
+def test_models_are_read_from_the_kernel(tmp_path: Path) -> None:
+    root = write(tmp_path, {
+        "proc/cpuinfo": "processor\t: 0\nmodel name\t: Some CPU @ 3GHz\n",
+        "proc/driver/nvidia/gpus/0000:01/information": "Model: \t NVIDIA L4\nIRQ: 3\n",
+    })  # fmt: skip
+    assert limits.processor(root) == "Some CPU @ 3GHz"
+    assert limits.gpus(root) == ("NVIDIA L4",)
+    assert limits.gpus(tmp_path / "none") == ()
+
+
+def test_this_machine_grants_something() -> None:
+    assert limits.cores() >= 1
+    assert limits.memory() > 2**26

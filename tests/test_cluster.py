@@ -1,0 +1,208 @@
+"""Cluster files: what is written is what is read, and every mistake is named."""
+
+from __future__ import annotations
+
+import tomllib
+from contextlib import suppress
+
+import pytest
+import tomli_w
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from espalier import cluster as clusters
+from espalier.cluster import Cluster, Copy, Device, Disk, Link, Node, Pair, Rate
+from espalier.errors import UserError
+
+HAND = """
+[[nodes]]
+count = 128
+device = "A100-80GB"
+devices = 8
+[links]
+inside = "300GB/s"
+between = "400Gbit/s"
+"""
+
+positive = st.floats(1e-9, 1e18, allow_nan=False)
+few = st.integers(1, 64)
+words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
+links = st.builds(Link, bandwidth=positive, latency=positive, launch=positive, measured=st.booleans(), source=words)
+rates = st.builds(
+    Rate, what=st.sampled_from(["product", "attention"]), precision=st.sampled_from(["fp32", "bf16"]),
+    rows=few, inner=few, columns=few, threads=few, processes=few, flops=positive,
+)  # fmt: skip
+measured_devices = st.builds(
+    Device, name=words.filter(lambda name: name not in clusters.known_devices()), kind=st.sampled_from(["cpu", "cuda"]),
+    memory=st.integers(1, 2**50), memory_bandwidth=positive,
+    flops=st.dictionaries(st.sampled_from(["fp32", "bf16", "fp64"]), positive, min_size=1), peak=st.booleans(),
+    dispatch=positive, runtime=st.integers(0, 2**40), rates=st.lists(rates, max_size=3).map(tuple),
+    copies=st.lists(st.builds(Copy, threads=few, processes=few, bandwidth=positive), max_size=2).map(tuple),
+    source=words,
+)  # fmt: skip
+named_devices = st.sampled_from([name for name in clusters.known_devices() if name != "cpu"]).map(clusters.device)
+disks = st.builds(Disk, path=words, write=positive, read=positive, iops=positive, direct=st.booleans())
+nodes = st.builds(
+    Node, device=measured_devices | named_devices, inside=links, count=few, devices=few, cores=st.integers(0, 256),
+    memory=st.integers(0, 2**50), disks=st.lists(disks, max_size=2).map(tuple),
+)  # fmt: skip
+
+
+written = st.builds(
+    Cluster, nodes=st.lists(nodes, min_size=1, max_size=2).map(tuple), between=links, machine=words,
+    notes=st.lists(words, max_size=2).map(tuple), pairs=st.just((Pair(0, 1, 1e9, 1e-5, 1e-6),)),
+).filter(lambda cluster: len(cluster.devices()) > 1)  # fmt: skip
+
+
+@settings(max_examples=50, deadline=None)
+@given(written)
+def test_a_written_cluster_reads_back_equal(cluster: Cluster) -> None:
+    assert clusters.loads(clusters.dumps(cluster)) == cluster
+
+
+def test_a_file_by_hand_says_devices_and_links() -> None:
+    cluster = clusters.loads(HAND)
+    assert len(cluster.devices()) == 1024
+    assert cluster.machines == 128
+    assert cluster.link(0, 7).bandwidth == 300e9
+    assert cluster.link(7, 8).bandwidth == 50e9
+    assert cluster.level([0, 7]) == "inside"
+    assert cluster.level([7, 8]) == "between"
+    assert cluster.same_speed
+    assert clusters.loads(clusters.dumps(cluster)) == cluster
+
+
+def test_links_not_said_are_the_catalogue_s() -> None:
+    inside = clusters.loads('[[nodes]]\ndevice = "H100"\ndevices = 8').link(0, 1)
+    assert inside.bandwidth == 450e9
+    assert inside.latency == pytest.approx(3.4e-6)
+    assert "NVLink" in inside.source
+
+
+def test_latency_may_be_one_for_the_network_or_a_table_or_of_one_link() -> None:
+    one = HAND + 'latency = "5ms"'
+    table = HAND + 'latency = { inside = "1us", between = "2us" }'
+    own = HAND.replace('"400Gbit/s"', '{ bandwidth = "400Gbit/s", latency = "7us", launch = "1us" }')
+    assert clusters.loads(one).link(0, 8).latency == pytest.approx(5e-3)
+    assert clusters.loads(one).link(0, 1).latency == pytest.approx(3.4e-6)
+    assert clusters.loads(table).link(0, 1).latency == pytest.approx(1e-6)
+    assert clusters.loads(table).link(0, 8).latency == pytest.approx(2e-6)
+    assert clusters.loads(own).link(0, 8).latency == pytest.approx(7e-6)
+    assert clusters.loads(own).link(0, 8).launch == pytest.approx(1e-6)
+
+
+def test_mixed_tables_keep_their_order_and_differ_in_speed() -> None:
+    cluster = clusters.loads(
+        '[[nodes]]\ndevice = "A100-40GB"\ndevices = 2\n[[nodes]]\ndevice = "T4"\n[links]\nbetween = "10Gbit/s"'
+    )
+    assert [(place.rank, place.node, place.slot) for place in cluster.devices()] == [(0, 0, 0), (1, 0, 1), (2, 1, 0)]
+    assert not cluster.same_speed
+
+
+def test_tables_of_one_name_are_one_machine() -> None:
+    cluster = clusters.loads(
+        '[[nodes]]\nname = "desk"\ndevice = "RTX 4090"\n[[nodes]]\nname = "desk"\ndevice = "RTX 3060"\n'
+    )
+    assert [(place.node, place.slot) for place in cluster.devices()] == [(0, 0), (0, 1)]
+    assert cluster.level([0, 1]) == "inside"
+
+
+def test_a_measured_pair_wins_over_its_level() -> None:
+    pairs = "pairs = [[0, 1, 1e9, 1e-5, 2e-6], [0, 2, 5e8, 3e-5, 0.0]]\n"
+    cluster = clusters.loads(pairs + '[[nodes]]\ndevice = "T4"\ncount = 3\n[links]\nbetween = "100Gbit/s"')
+    assert cluster.link(1, 0).bandwidth == 1e9
+    assert cluster.link(1, 2).bandwidth == 12.5e9
+    slow = cluster.slowest([0, 1, 2], "between")
+    assert (slow.bandwidth, slow.latency, slow.launch) == (5e8, 3e-5, 2e-6)
+
+
+def test_pairs_alone_are_links_enough() -> None:
+    pairs = "pairs = [[0, 1, 1e9, 1e-5, 2e-6]]\n"
+    assert clusters.loads(pairs + '[[nodes]]\ndevice = "T4"\ncount = 2').link(0, 1).latency == 1e-5
+
+
+def test_a_cpu_is_made_of_its_cores() -> None:
+    four = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"').nodes[0].device
+    eight = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 8\nmemory = "8GiB"').nodes[0].device
+    assert eight.flops["fp32"] == 2 * four.flops["fp32"]
+    assert four.memory == 8 * 2**30
+
+
+@pytest.mark.parametrize("name", clusters.known_devices())
+def test_every_known_device_is_whole(name: str) -> None:
+    it = clusters.device(name, cores=2, memory=2**30)
+    assert it.source
+    assert it.flops["fp32"] > 0
+    assert it.memory_bandwidth > 0
+    assert clusters.default_link(name, it.kind).source
+    if "fp16" in it.flops and "bf16" in it.flops:
+        assert it.flops["fp16"] == it.flops["bf16"] >= it.flops["tf32"] >= it.flops["fp32"]
+
+
+def test_catalogue_rates_are_dense() -> None:
+    """The figures people know, without the factor two of structured sparsity."""
+    assert clusters.device("A100-80GB").flops["bf16"] == 312e12
+    assert clusters.device("H100").flops["bf16"] == clusters.device("H200").flops["bf16"] == 989.4e12
+    assert clusters.device("L4").flops["bf16"] == 121e12
+
+
+BAD = {
+    "": "has no nodes",
+    '[[nodes]]\ndevice = "A100"': 'device = "A100-80GB"',
+    '[[nodes]]\ndevice = "rtx4090"': 'device = "RTX 4090"',
+    '[[nodes]]\ndevice = "H100"\ncount = 0': "count is 0",
+    '[[nodes]]\ndevice = "H100"\ndevices = -1': "devices is -1",
+    '[[nodes]]\ndevice = "H100"\ncount = 2': "links.between is missing",
+    '[[nodes]]\ndevice = "H100"\n[links]\ninside = "0GB/s"': "must be more than zero",
+    '[[nodes]]\ndevice = "H100"\n[links]\ninside = -3': "not a quantity: -3",
+    '[[nodes]]\ndevice = "H100"\n[links]\ninside = inf': "finite",
+    '[[nodes]]\ndevice = "H100"\n[links]\ninside = "5ms"': "unknown unit 'ms'",
+    '[[nodes]]\ndevice = "H100"\n[links]\nbetween = { bandwidth = "1GB/s", latency = "3GB" }': "unknown unit 'GB'",
+    '[[nodes]]\ndevice = "H100"\nmemry = "3GB"': "did you mean memory",
+    '[[nodes]]\ndevice = "H100"\ncount = "two"': "nodes[0].count",
+    '[[nodes]]\ndevice = "cpu"\nmemory = "1GiB"': "does not say its cores",
+    '[[nodes]]\ndevice = "cpu"\ncores = 2': "does not say its memory",
+    '[[nodes]]\ndevice = "H100"\nname = "a"\ncount = 2': "a name is one machine's",
+    'pairs = [[0, 9, 1e9, 1e-5, 0.0]]\n[[nodes]]\ndevice = "H100"': "link from 0 to 9",
+    "[[nodes]": "not valid TOML",
+}
+
+
+@pytest.mark.parametrize(("text", "said"), BAD.items(), ids=list(BAD.values()))
+def test_a_mistake_is_named(text: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        clusters.loads(text, "mine.toml")
+    assert said in str(caught.value)
+    assert "mine.toml" in str(caught.value)
+
+
+values = st.recursive(
+    st.booleans() | st.integers(-(2**62), 2**62) | st.floats() | st.sampled_from(["H100", "cpu", "3GB/s", ""]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["nodes", "links", "device", "count", "devices", "inside", "between", "bandwidth", "latency",
+                         "pairs", "memory", "cores", "flops", "name", "kind", "rates"]), inner, max_size=4),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from(["nodes", "links", "pairs", "machine", "notes", "x"]), values, max_size=4))
+def test_any_toml_loads_or_is_refused(table: dict[str, object]) -> None:
+    try:
+        text = tomli_w.dumps(table)
+        tomllib.loads(text)
+    except (TypeError, tomllib.TOMLDecodeError):
+        return
+    with suppress(UserError):
+        assert clusters.loads(text).nodes
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path) -> None:
+    with pytest.raises(UserError, match="No cluster file"):
+        clusters.read(tmp_path / "none.toml")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="not UTF-8"):
+        clusters.read(tmp_path / "bytes.toml")
+    (tmp_path / "good.toml").write_text(HAND)
+    assert clusters.read(tmp_path / "good.toml") == clusters.loads(HAND)
