@@ -236,8 +236,8 @@ class Trainer:
         with self._hearing_signals(), self._profile() as profile, self._feed() as feed:
             for batches, waited in feed:
                 begun = time.perf_counter()
-                with profile(self.step + 1):
-                    agreed = self.train_step(batches)
+                agreed = self.train_step(batches)
+                profile()
                 self._report(agreed, time.perf_counter() - begun + waited)
                 loss = self.validate() if self._due(recipe.train.validate_every) else None
                 stop = agreed.stop or self.step == self.setting.stop_after
@@ -353,18 +353,15 @@ class Trainer:
                 signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def _profile(self) -> Iterator[Callable[[int], contextlib.AbstractContextManager[None]]]:
+    def _profile(self) -> Iterator[Callable[[], None]]:
         wanted, folder = self.setting.recipe.track.profile, self.setting.folder
         if wanted is None or folder is None or self.setting.place.rank != 0:
-            yield lambda step: contextlib.nullcontext()
+            yield lambda: None
             return
         from espalier.track.trace import Profile
 
-        profile = Profile(*wanted, folder / "trace.json")
-        try:
+        with Profile(*wanted, folder / "trace.json", first_step=self.step) as profile:
             yield profile.step
-        finally:
-            profile.close()
 
     def _interrupted(self, saved: checkpoints.Checkpoints | None) -> Interrupted:
         where = "saved" if saved is not None else "not saved"

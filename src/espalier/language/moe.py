@@ -122,10 +122,12 @@ def _feed(setting: Setting) -> Feed:
     width, inner, experts, active, layers = size.width, size.feed_forward, size.experts, size.active, size.layers
     rows = setting.tokens * active
     router = Product(setting.tokens, width, experts, layers)
+    combine = Product(setting.tokens, active, width, layers)
     gate_up, down = Product(rows, width, inner, 2 * layers), Product(rows, inner, width, layers)
     # Kept: the rows as sorted, gate, up and their product, the answers by token; int64 indices (picked experts, which
     # token each row is, where its answer goes); the router's two softmaxes.
     kept = active * (2 * width + 3 * inner) * compute + 3 * 8 * active + (experts + 2 * active) * setting.whole
     moved = active * (6 * width + 5 * inner) * compute
-    # The answers by token are kept (the weights' gradient needs them), so recomputation repeats `down` as well.
-    return Feed((router, gate_up, down), (router, gate_up, down), moved, kept, working=2 * active * width * compute)
+    products = (router, gate_up, down, combine)
+    # Recomputation repeats them all: the last thing kept is the imbalance's softmax, after them.
+    return Feed(products, products, moved, kept, working=2 * active * width * compute)

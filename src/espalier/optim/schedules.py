@@ -19,7 +19,7 @@ def factor(schedule: Stable | Cosine | Constant, step: int, steps: int) -> float
         return (step + 1) / (warmup + 1)
     if isinstance(schedule, Cosine):
         share = (step - warmup) / max(1, steps - warmup)
-        return schedule.floor + (1.0 - schedule.floor) * 0.5 * (1.0 + math.cos(math.pi * share))
-    left = steps - step
-    decay = max(1, math.ceil(schedule.decay * steps))
-    return 1.0 if left > decay else schedule.floor + (1.0 - schedule.floor) * left / decay
+        height = 0.5 * (1.0 + math.cos(math.pi * share))
+    else:
+        height = min(1.0, (steps - step) / max(1, math.ceil(schedule.decay * steps)))
+    return schedule.floor * (1.0 - height) + height
