@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import tomli_w
@@ -206,3 +208,12 @@ def test_a_file_that_is_not_there_is_said(tmp_path) -> None:
         clusters.read(tmp_path / "bytes.toml")
     (tmp_path / "good.toml").write_text(HAND)
     assert clusters.read(tmp_path / "good.toml") == clusters.loads(HAND)
+
+
+def test_every_example_in_the_docs_loads() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "cluster.md").read_text()
+    examples = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == 4
+    for example in examples:
+        cluster = clusters.loads(example)
+        assert clusters.loads(clusters.dumps(cluster)) == cluster

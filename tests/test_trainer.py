@@ -192,9 +192,10 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
         with trainer.joined(place, 20.0) as channel:
             one = trainer.Trainer(trainer.Setting(recipe, plan, workload, place, emit=emit), channel)
             one.run()
-        return sent, sum(p.numel() for p in one.built.model.parameters())
+        return sent, [p.numel() for p in one.built.model.parameters()]
 
-    for sent, parameters in local.run(life, [launch.Place(rank=r, world=4, local_rank=r) for r in range(4)]):
-        assert sent[1]["gradients"] == pytest.approx(2 * 3 / 4 * 4 * parameters, abs=0)
-        assert {step["gradients"] for step in sent[1:]} == {sent[1]["gradients"]}
-
+    for sent, sizes in local.run(life, [launch.Place(rank=r, world=4, local_rank=r) for r in range(4)]):
+        # A ring all-reduce of every fp32 gradient, and of one flag per parameter that says whether it was used.
+        assert {step["gradients"] for step in sent} == {2 * 3 / 4 * 4 * (sum(sizes) + len(sizes))}
+        # The step's totals: loss, weight and stop flag, and one not-a-number flag per rank, in float64.
+        assert {step["control"] for step in sent[1:]} == {2 * 3 / 4 * 8 * (3 + 4)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,13 @@ class Phase:
     start: int
     stop: int
     name: str = "train"
+
+
+class Outcome(NamedTuple):
+    """What a rank computed in one step: sums over its micro-batches, detached float64 scalars."""
+
+    loss: Tensor
+    weight: Tensor
 
 
 class Workload(Protocol):

@@ -124,15 +124,13 @@ def _create(options: Any, inner: Any) -> Channel:
     """What torch calls for each new group of backend `espalier`; `inner` is `pg_options`."""
     parent = dist.group.WORLD if dist.is_initialized() else None
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    name, limit = str(options.group_id), options.timeout
+    asked = Asked(options.store, options.group_rank, options.group_size, limit, members, name)
     if isinstance(parent, Channel):
-        line = parent.line
-    else:
-        kind = inner or ("nccl" if torch.cuda.is_available() else "gloo")
-        line = Line(Ledger(), Watch(options.store, members[options.group_rank]), kind)
-    asked = Asked(
-        options.store, options.group_rank, options.group_size, options.timeout, members, str(options.group_id)
-    )
-    return Channel(asked, INNER[line.inner](asked), line)
+        return Channel(asked, INNER[parent.line.inner](asked), parent.line)
+    kind = inner or ("nccl" if torch.cuda.is_available() else "gloo")
+    groups = INNER[kind](asked)  # first: it may fail, and the watch has a thread
+    return Channel(asked, groups, Line(Ledger(), Watch(asked.store, members[asked.rank]), kind))
 
 
 dist.Backend.register_backend("espalier", _create, extended_api=True, devices=["cpu", "cuda"])

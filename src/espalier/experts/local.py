@@ -31,5 +31,5 @@ def local(
     # An expert without tokens still runs, on no rows: its gradients are then zeros, which an all-reduce can wait for.
     answers = torch.cat([expert(part) for expert, part in zip(experts, rows, strict=True)])
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    by_token = answers.index_select(0, places).view(tokens, active, -1)
+    by_token = answers.index_select(0, places).unflatten(0, (tokens, active))
     return torch.bmm(weights.to(by_token.dtype).unsqueeze(1), by_token).squeeze(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -150,20 +151,24 @@ def _measured(cores: int, seconds: float, say: Say) -> Table:
     path = os.pathsep.join(part for part in (package, os.environ.get("PYTHONPATH", "")) if part)
     with tempfile.TemporaryFile("w+") as errors:
         program = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, "PYTHONPATH": path}
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # so that its forked processes can be stopped with it
         )
-        watch = threading.Timer(TIMEOUT, program.kill)
+        assert program.stdout is not None
+        watch = threading.Timer(TIMEOUT, _stop, (program,))
         watch.start()
         try:
-            assert program.stdout is not None
             result = _listen(program.stdout, say)
-            program.wait(TIMEOUT)
+            if result is None:
+                program.wait(TIMEOUT)
         finally:
             watch.cancel()
-            program.kill()
-            program.wait(TIMEOUT)
-            if program.stdout is not None:
-                program.stdout.close()
+            _stop(program)
+            program.stdout.close()
         if result is None:
             errors.seek(0)
             lines = errors.read().strip().splitlines()
@@ -173,6 +178,13 @@ def _measured(cores: int, seconds: float, say: Say) -> Table:
                 do="write the machine down by hand (docs/cluster.md) and set plan.cluster",
             )
     return result
+
+
+def _stop(program: subprocess.Popen[str]) -> None:
+    """Ends the program and all it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(program.pid, signal.SIGKILL)
+    program.wait(TIMEOUT)
 
 
 def _listen(lines: Iterable[str], say: Say) -> Table | None:

@@ -217,8 +217,8 @@ def options(folder: str | Path) -> config.Gpt | config.Moe:
     if kind not in ("llama", "mixtral"):
         why = "Llama and Mixtral formats can be loaded"
         raise UserError(f"{folder} holds a {kind!r} model.", why=why, do="convert it, or leave model.initial out")
-    _refuse_foreign(table, str(folder))
     try:
+        _refuse_foreign(table, str(folder))
         shared: dict[str, Any] = {
             "depth": table["num_hidden_layers"],
             "width": table["hidden_size"],
@@ -236,6 +236,8 @@ def options(folder: str | Path) -> config.Gpt | config.Moe:
         return config.Moe(**shared, experts=table["num_local_experts"], active=table["num_experts_per_tok"])
     except KeyError as missing:
         raise UserError(f"{folder}/{CONFIG} does not say {missing}.", do="download the folder again") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{folder}/{CONFIG} holds something odd: {error}.", do="download the folder again") from None
 
 
 def _rope(table: Mapping[str, Any]) -> Mapping[str, Any]:

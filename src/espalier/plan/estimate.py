@@ -6,7 +6,6 @@ the price of a launch, the optimizer's own time, and an overlap that is never fr
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from espalier.config import Pin
 from espalier.cost import Cost, Number, Product, Work
 from espalier.plan import speed
 from espalier.plan.base import Predicted
+from espalier.plan.seats import seats, shares
 
 OPERATIONS = {False: 6.0, True: 2.0}
 """Operations issued per matrix product in forward, eager and compiled: a decoder block has 7 products among about 40
@@ -94,23 +94,6 @@ class Candidate:
 
 
 # --- where ranks sit ---------------------------------------------------------------------------------------------
-
-
-def seats(cluster: Cluster, ranks: int) -> list[Place]:
-    """The device of each rank: GPUs in order where there are any, else equally many ranks on each processor."""
-    places = cluster.devices()
-    gpus = [place for place in places if place.table.device.kind == "cuda"]
-    if gpus:
-        assert ranks <= len(gpus), "planners refuse more ranks than GPUs"
-        return gpus[:ranks]
-    each, over = divmod(ranks, len(places))
-    return [place for index, place in enumerate(places) for _ in range(each + (index < over))]
-
-
-def shares(global_batch: int, ranks: int) -> list[tuple[int, int]]:
-    """Samples `[start, stop)` of each rank: in order, and of sizes that differ by at most one."""
-    cuts = [global_batch * rank // ranks for rank in range(ranks + 1)]
-    return list(itertools.pairwise(cuts))
 
 
 @dataclass(frozen=True)
@@ -290,12 +273,16 @@ def _held(request: Request, candidate: Candidate, seat: _Seat, size: Number) -> 
 
 
 def orthogonal_bytes(request: Request) -> int:
-    """Bytes Muon needs beside its state: all matrices of one shape at once, the old and the new of two products."""
+    """Bytes Muon needs beside its state: the matrices it takes at once, the old and the new of two products."""
     if request.optimizer != "muon":
         return 0
-    return (
-        4 * request.width * max((rows * columns * count for rows, columns, count in request.matrix_shapes), default=0)
+    from espalier.optim.muon import LARGEST_BATCH
+
+    at_once = (
+        rows * columns * min(count, max(1, LARGEST_BATCH // (rows * columns)))
+        for rows, columns, count in request.matrix_shapes
     )
+    return 4 * request.width * max(at_once, default=0)
 
 
 def _sources(request: Request, seat: _Seat, link: Link | None) -> dict[str, str]:

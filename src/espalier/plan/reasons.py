@@ -140,13 +140,16 @@ def other_size(best: Plan, size: int, priced: Predicted) -> RunnerUp:
         threads=best.ranks[0].threads,
         step_seconds=priced.step_seconds,
         peak_bytes=priced.memory_bytes["peak"],
-        loses=f"micro-batch {size}: {_change(priced.step_seconds, here)} (estimated)",
+        loses=f"micro-batch {size}: {_change(priced.step_seconds, here)} (estimated)"
+        + (", but holds more memory" if priced.step_seconds <= here else ""),
     )
 
 
 def _change(there: float, here: float) -> str:
-    percent = 100 * (there / here - 1)
-    return f"{percent:.0f} % slower" if percent >= 0 else f"{-percent:.0f} % faster"
+    percent = round(100 * (there / here - 1))
+    if percent == 0:
+        return "as fast"
+    return f"{percent} % slower" if percent > 0 else f"{-percent} % faster"
 
 
 def _of(plan: Plan) -> str:
@@ -209,7 +212,8 @@ _CURES = {
 
 def too_large(request: Request, cluster: Cluster, candidates: Sequence[Candidate]) -> UserError:
     """The error when nothing fits: bytes missing for the closest candidate, of which kind, and what would help."""
-    priced = [(pricing.estimate(request, cluster, one), one) for one in candidates]
+    asked = candidates[:1] if gpus(cluster) else candidates  # fewer GPUs need as much each
+    priced = [(pricing.estimate(request, cluster, one), one) for one in asked]
     predicted, closest = min(priced, key=lambda two: two[0].memory_bytes["peak"] - two[0].memory_limit)
     held = {kind: value for kind, value in predicted.memory_bytes.items() if kind != "peak"}
     peak, limit = predicted.memory_bytes["peak"], predicted.memory_limit

@@ -18,6 +18,7 @@ from espalier.plan import reasons
 from espalier.plan.base import Exchange, Plan, Rank, Stage, Unit
 from espalier.plan.estimate import Candidate, Request
 from espalier.plan.reasons import Choice, key
+from espalier.plan.seats import seats, shares
 
 name = "uniform"
 
@@ -142,7 +143,7 @@ def _sizes(request: Request, ranks: int) -> Any:
 def _plan(request: Request, cluster: Cluster, chosen: Choice, note: str) -> Plan:
     candidate = chosen.candidate
     predicted = pricing.estimate(request, cluster, candidate)
-    shares = pricing.shares(request.global_batch, candidate.ranks)
+    cuts = shares(request.global_batch, candidate.ranks)
     ranks = tuple(
         Rank(
             device="cpu" if place.table.device.kind == "cpu" else f"cuda:{place.slot}",
@@ -150,9 +151,9 @@ def _plan(request: Request, cluster: Cluster, chosen: Choice, note: str) -> Plan
             threads=candidate.threads,
             share=share,
         )
-        for place, share in zip(pricing.seats(cluster, candidate.ranks), shares, strict=True)
+        for place, share in zip(seats(cluster, candidate.ranks), cuts, strict=True)
     )
-    most = max(stop - start for start, stop in shares)
+    most = max(stop - start for start, stop in cuts)
     accumulate = -(-most // int(candidate.micro_batch))
     stage = Stage(ranks=tuple(range(len(ranks))), layers=(0, request.layers), micro_batches=accumulate)
     made = Plan(

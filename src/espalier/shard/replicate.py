@@ -293,9 +293,8 @@ def _piece(parameter: Tensor) -> Piece:
 
 def _like(flat: Tensor, parameter: Tensor) -> Tensor:
     """`flat` [elements] in `parameter`'s shape, and in its strides where these leave no holes."""
-    if torch._prims_common.is_non_overlapping_and_dense(parameter):
-        return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset())
-    return flat.view(parameter.shape)
+    stride = torch.empty_like(parameter, device="meta").stride()  # the parameter's own where it leaves no holes
+    return flat.as_strided(parameter.size(), stride, flat.storage_offset())
 
 
 def _twice(name: str) -> UserError:

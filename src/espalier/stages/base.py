@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from espalier.workload import Outcome
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Loss = Callable[["nn.Module", Any], "tuple[Tensor, Tensor]"]
-
-
-class Outcome(NamedTuple):
-    """What a schedule computed on this rank: sums over its micro-batches, detached scalars."""
-
-    loss: Tensor
-    weight: Tensor
 
 
 class Schedule(Protocol):

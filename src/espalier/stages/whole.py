@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from espalier.compose import Claim
-from espalier.stages.base import Loss, Outcome
+from espalier.stages.base import Loss
+from espalier.workload import Outcome
 
 CLAIM = Claim("whole", question="stages")
 

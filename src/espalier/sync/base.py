@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from espalier.stages.base import Outcome
+    from espalier.workload import Outcome
 
 
 class Agreed(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from espalier.comm.base import Traffic, traffic
 from espalier.compose import Claim
 from espalier.optim.base import Optimizer
-from espalier.stages.base import Outcome
+from espalier.workload import Outcome
 from espalier.sync.base import Agreed
 
 CLAIM = Claim(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -91,18 +92,19 @@ class _Run:
     def __init__(self, n: int, timeout: float) -> None:
         self.n, self.timeout = n, timeout
         self.deadline = time.monotonic() + timeout
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store: dist.TCPStore | None = None
         self.pids: list[int] = []
         self.pipes: list[Connection] = []
         self.failed: list[int] = []  # in order of time
         self.hold_read, self.hold_write = os.pipe()
+        self.port_read, self.port_write = os.pipe()
         self.traces = tempfile.TemporaryDirectory(prefix="espalier-forks-")
 
     def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         for rank in range(self.n):
             ours, theirs = Pipe(duplex=False)
             with warnings.catch_warnings():
-                # Python 3.12 warns of forking with threads; ours are the store's, which the child does not use.
+                # Python 3.12 warns when the process has threads. None of them is ours: see below.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
@@ -110,6 +112,9 @@ class _Run:
             theirs.close()
             self.pids.append(pid)
             self.pipes.append(ours)
+        # Only now: a fork while the store's thread looks up an address would leave the child with a held lock.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(self.port_write, self.store.port.to_bytes(4, "big") * self.n)
 
     def collect(self) -> list[Any]:
         results: dict[int, Any] = {}
@@ -127,14 +132,15 @@ class _Run:
         return [results[rank] for rank in range(self.n)]
 
     def end(self) -> None:
-        os.close(self.hold_write)
-        os.close(self.hold_read)
+        for descriptor in (self.hold_write, self.hold_read, self.port_write, self.port_read):
+            os.close(descriptor)
         for pid in self.pids:
             if pid:
                 _kill(pid)
         for pipe in self.pipes:
             pipe.close()
         self.traces.cleanup()
+        self.store = None  # ends its thread now, not when some traceback is forgotten
 
     def _receive(self, rank: int, pipe: Connection) -> Any:
         try:
@@ -156,14 +162,18 @@ class _Run:
         lines = [f"{len(late)} of {self.n} ranks did not end in time ({self.timeout:g} s)."]
         for rank in late:
             trace = (Path(self.traces.name) / str(rank)).read_text()
-            trace = trace.partition(f'  File "{__file__}"')[0]  # below is whoever called forks
+            trace = trace.partition("in _result\n")[0]  # below is whoever called forks
             lines.append(f"rank {rank} was at:\n{trace or '  (it did not answer: stopped?)'}")
         return "\n".join(lines)
 
     def _child(self, rank: int, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
         code = 1
+        # What the parent left behind must not be collected here: stores and groups would wait for threads that only
+        # the parent has.
+        gc.freeze()
         try:
             os.close(self.hold_write)
+            os.close(self.port_write)
             trace = (Path(self.traces.name) / str(rank)).open("w")
             faulthandler.register(signal.SIGUSR1, file=trace, all_threads=False)
             result = self._result(rank, function, args)
@@ -176,7 +186,10 @@ class _Run:
 
     def _result(self, rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         try:
-            store = dist.TCPStore("127.0.0.1", self.store.port, is_master=False)
+            port = os.read(self.port_read, 4)
+            if not port:
+                raise EOFError("the parent gave up before all ranks were forked")
+            store = dist.TCPStore("127.0.0.1", int.from_bytes(port, "big"), is_master=False)
             channel = comm.connect(store, rank, self.n, timeout=self.timeout)
             return function(channel, *args)
         except Exception as error:

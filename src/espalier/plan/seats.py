@@ -1,0 +1,25 @@
+"""Where do equal ranks sit, and which samples are theirs?"""
+
+from __future__ import annotations
+
+import itertools
+
+from espalier.cluster import Cluster, Place
+
+
+def seats(cluster: Cluster, ranks: int) -> list[Place]:
+    """The device of each rank: GPUs in order where there are any, else equally many ranks on each processor."""
+    places = cluster.devices()
+    gpus = [place for place in places if place.table.device.kind == "cuda"]
+    if gpus:
+        assert ranks <= len(gpus), "planners refuse more ranks than GPUs"
+        return gpus[:ranks]
+    each, over = divmod(ranks, len(places))
+    return [place for index, place in enumerate(places) for _ in range(each + (index < over))]
+
+
+def shares(global_batch: int, ranks: int) -> list[tuple[int, int]]:
+    """Samples `[start, stop)` of each rank: in order, of sizes that differ by at most one, the larger first."""
+    each, over = divmod(global_batch, ranks)
+    cuts = [each * rank + min(rank, over) for rank in range(ranks + 1)]
+    return list(itertools.pairwise(cuts))

@@ -1,0 +1,54 @@
+"""Requests and clusters for the planner's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from espalier import cluster as clusters
+from espalier.cluster import Cluster
+from espalier.cost import Product, Work
+from espalier.plan.estimate import Request
+
+KEPT = {"none": 16.0, "selective": 12.0, "block": 1.0}
+AGAIN = {"none": 0.0, "selective": 0.9, "block": 1.0}
+
+
+def decoder(width: int = 64, layers: int = 2, sequence: int = 128, batch: int = 16, **more: Any) -> Request:
+    """A made-up decoder: per layer one [width, 12 width] product; activations by the table above."""
+
+    def work(micro_batch: Any, recompute: str, precision: str) -> Work:
+        rows, size = micro_batch * sequence, {"bf16": 2, "fp64": 8}.get(precision, 4)
+        each = rows * width * size
+        return Work(
+            products=(Product(rows, width, 12 * width, layers), Product(rows, width, 256)),
+            attention=2.0 * layers * micro_batch * sequence**2 * width,
+            moved=30.0 * layers * each,
+            kept=KEPT[recompute] * layers * each,
+            transient=rows * 256 * size,
+            again=AGAIN[recompute],
+            samples=micro_batch,
+            tokens=rows,
+        )
+
+    matrices = 12 * width * width * layers
+    parameters = matrices + 2 * 256 * width
+    return Request(**{
+        "parameters": parameters, "trainable": parameters, "layers": layers, "global_batch": batch,
+        "tokens_per_sample": float(sequence), "work": work, **more,
+    })  # fmt: skip
+
+
+def processor(cores: int = 2, memory: str = "8GiB", count: int = 1, between: str = "1Gbit/s") -> Cluster:
+    return clusters.loads(
+        f'[[nodes]]\ndevice = "cpu"\ncores = {cores}\nmemory = "{memory}"\ncount = {count}\n'
+        f'[links]\nbetween = "{between}"'
+    )
+
+
+def gpus(
+    device: str = "A100-80GB", count: int = 1, devices: int = 8, between: str = "400Gbit/s", inside: str = ""
+) -> Cluster:
+    return clusters.loads(
+        f'[[nodes]]\ndevice = "{device}"\ncount = {count}\ndevices = {devices}\n[links]\nbetween = "{between}"\n'
+        + (f'inside = "{inside}"' if inside else "")
+    )
