@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier import trainer
+from espalier import rank, trainer
 from espalier.config import derive, load
 from espalier.errors import Interrupted
 from espalier.launch import base as launch
@@ -121,7 +121,7 @@ def ours(case: Case, steps: int) -> Measured:
                 seconds.append(fields["seconds"])
 
         setting = trainer.Setting(case.resolved.recipe, plan, case.workload, place, emit=emit, stop_after=steps)
-        with trainer.joined(place, 60.0) as channel:
+        with rank.joined(place, 60.0) as channel:
             one = trainer.Trainer(setting, channel)
             with contextlib.suppress(Interrupted):
                 one.run()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from espalier import trainer
+from espalier import cluster, rank, trainer
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import derive, load
 from espalier.errors import Interrupted, RunFailed
@@ -14,6 +14,8 @@ from espalier.language.workload import open_language
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
+from espalier.plan import estimate
+from espalier.verbs import ready
 
 STEPS = 6
 
@@ -56,10 +58,10 @@ def train(recipe, plan, folder=None, stop_after=None):
 
         setting = trainer.Setting(recipe, plan, workload, place, folder, emit, stop_after=stop_after)
         saved = None
-        with trainer.joined(place, 20.0) as channel:
+        with rank.joined(place, 20.0) as channel:
             one = trainer.Trainer(setting, channel)
             if folder is not None:
-                saved = Checkpoints(folder / "checkpoints", keep=2, group=trainer.saving_group(channel))
+                saved = Checkpoints(folder / "checkpoints", keep=2, group=rank.saving_group(channel))
                 one.restore(saved)
             try:
                 one.run(saved)
@@ -169,7 +171,7 @@ def test_a_loss_that_is_not_finite_names_step_rank_and_documents(corpus, tmp_pat
     workload = Poisoned(open_language(recipe), step=2, sample=6)
 
     def life(place):
-        with trainer.joined(place, 20.0) as channel:
+        with rank.joined(place, 20.0) as channel:
             trainer.Trainer(trainer.Setting(recipe, plan, workload, place), channel).run()
 
     with pytest.raises(RunFailed, match=r"The loss is not finite in step 3 on rank 1") as caught:
@@ -181,6 +183,8 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
     recipe = recipe_of(corpus, tmp_path)
     workload = open_language(recipe)
     plan = plan_of(recipe, 4, 2)
+    machine = cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
+    predicted = estimate.estimate(ready.request(recipe), machine, estimate.Candidate(4, 1, 2)).sent_bytes
 
     def life(place):
         sent = []
@@ -189,7 +193,7 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
             if event == "step":
                 sent.append(fields["bytes"])
 
-        with trainer.joined(place, 20.0) as channel:
+        with rank.joined(place, 20.0) as channel:
             one = trainer.Trainer(trainer.Setting(recipe, plan, workload, place, emit=emit), channel)
             one.run()
         return sent, [p.numel() for p in one.built.model.parameters()]
@@ -199,3 +203,4 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
         assert {step["gradients"] for step in sent} == {2 * 3 / 4 * 4 * (sum(sizes) + len(sizes))}
         # The step's totals: loss, weight and stop flag, and one not-a-number flag per rank, in float64.
         assert {step["control"] for step in sent[1:]} == {2 * 3 / 4 * 8 * (3 + 4)}
+        assert sent[1] == predicted

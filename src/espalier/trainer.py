@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import resource
 import signal
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,7 +26,6 @@ from espalier.comm.base import Traffic, traffic
 from espalier.config import Muon, Recipe
 from espalier.errors import Interrupted, RunFailed, UserError
 from espalier.launch import base as launch
-from espalier.launch import handshake
 from espalier.optim import adamw, muon, schedules
 from espalier.optim.base import Optimizer, names_of
 from espalier.plan.base import Plan
@@ -47,9 +42,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 BF16 = compose.Claim("bf16", question="precision")
 COMPILE = compose.Claim("compile", question="compile", after=frozenset({"recompute"}))
-
-SAVING = timedelta(minutes=30)
-"""How long ranks wait for each other while a checkpoint is written."""
 
 Emit = Callable[..., Any]
 
@@ -376,77 +368,3 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-# --- one rank's whole life -------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def joined(place: launch.Place, timeout: float) -> Iterator[dist.ProcessGroup | None]:
-    """This rank's Channel to the others, or None when it is alone."""
-    torch.set_num_threads(place.threads)
-    if place.device.startswith("cuda"):
-        torch.cuda.set_device(torch.device(place.device))
-    if place.world == 1:
-        yield None
-        return
-    inner = "nccl" if place.device.startswith("cuda") else "gloo"
-    channel = comm.connect(
-        launch.store(place, timeout), place.rank, place.world, timeout=timeout, inner=inner, attempt=place.attempt
-    )
-    try:
-        yield channel
-    finally:
-        comm.disconnect()
-
-
-def saving_group(channel: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """A Gloo group of its own for checkpoints, also beside NCCL: they lie in host memory, and writing may take long."""
-    return None if channel is None else dist.new_group(backend="gloo", timeout=SAVING)
-
-
-def train(setting: Setting, identity: Mapping[str, str]) -> dict[str, Any]:
-    """Trains on this rank from the newest checkpoint (if any) to the end. Returns the steps and tokens done."""
-    recipe, place = setting.recipe, setting.place
-    timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
-    with joined(place, timeout) as channel:
-        handshake.compare(identity, channel)
-        trainer = Trainer(setting, channel)
-        saved = None
-        if setting.folder is not None:
-            target = recipe.checkpoint.target or str(setting.folder / "checkpoints")
-            saved = checkpoints.Checkpoints(
-                target,
-                keep=recipe.checkpoint.keep,
-                keep_best=recipe.checkpoint.keep_best,
-                group=saving_group(channel),
-                on_event=setting.emit,
-            )
-            trainer.restore(saved)
-        setting.emit("run", step=trainer.step, steps=trainer.steps, pid=os.getpid(), **setting.about)
-        predicted = setting.plan.predicted
-        setting.emit("plan", predicted=msgspec.to_builtins(predicted) if predicted else None)
-        trainer.run(saved)
-        if saved is not None:
-            saved.wait()
-        text = trainer.sample() if place.rank == 0 else ""
-        if text:
-            setting.emit("sample", step=trainer.step, text=text)
-        return {"step": trainer.step, "tokens": trainer.tokens}
-
-
-def trial(setting: Setting, seconds: float) -> float:
-    """Median seconds per step over about `seconds` of real steps, after one to warm up. Writes nothing."""
-    with joined(setting.place, units.seconds(setting.recipe.comm.timeout, "comm.timeout")) as channel:
-        trainer = Trainer(setting, channel)
-        batches = [to_device(batch, setting.device) for batch in setting.workload.batches(0, setting.shard)]
-        times: list[float] = []
-        budget = torch.tensor(seconds)
-        while len(times) < 2 or (float(budget) > 0 and len(times) < 50):
-            begun = time.perf_counter()
-            trainer.train_step(batches)
-            times.append(time.perf_counter() - begun)
-            budget = torch.tensor(seconds - sum(times))
-            if channel is not None:
-                dist.broadcast(budget, 0, group=channel)
-        return statistics.median(times[1:])

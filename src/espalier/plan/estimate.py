@@ -19,6 +19,7 @@ from espalier.config import Pin
 from espalier.cost import Cost, Number, Product, Work
 from espalier.plan import speed
 from espalier.plan.base import Predicted
+from espalier.sync.base import TOTAL_BYTES, TOTALS
 from espalier.plan.seats import seats, shares
 
 OPERATIONS = {False: 6.0, True: 2.0}
@@ -54,7 +55,7 @@ class Request:
     """What is asked of a planner: the model's sizes, one step's batch, and what is pinned.
 
     Attributes:
-        parameters, trainable: numbers of parameters; layers: of blocks.
+        parameters, trainable: numbers of parameters; layers: of blocks; tensors: of trainable tensors.
         global_batch: samples per step; tokens_per_sample: tokens (nodes, rays) in one.
         work: (micro_batch, recompute, precision) -> Work; micro_batch may be a NumPy array.
         matrix_parameters: parameters that Muon moves; matrix_shapes: (rows, columns, count) of them.
@@ -69,6 +70,7 @@ class Request:
     tokens_per_sample: float
     work: Callable[[Any, str, str], Work]
     optimizer: Literal["adamw", "muon"] = "adamw"
+    tensors: int = 0
     matrix_parameters: int = 0
     matrix_shapes: Sequence[tuple[int, int, int]] = ()
     precision: str = "fp32"
@@ -244,8 +246,16 @@ def _price(request: Request, cluster: Cluster, candidate: Candidate, seat: _Seat
     )
     seconds["optimizer"] = _optimizer(request, seat) + 0.0 * size
     seconds["all_reduce"] = _exposed(bucket, buckets, last["backward"] + last["recompute"], INTERFERENCE[kind])
-    gradients = cost.ring_bytes("all_reduce", request.trainable * request.width, candidate.ranks)
-    return Cost(seconds, _held(request, candidate, seat, size), {"gradients": gradients}, _sources(request, seat, link))
+    return Cost(seconds, _held(request, candidate, seat, size), _sent(request, candidate), _sources(request, seat, link))
+
+
+def _sent(request: Request, candidate: Candidate) -> dict[str, Number]:
+    """Payload bytes a rank sends per step: what `shard.replicate` and `sync.every_step` put on the ledger."""
+    gradients = (request.trainable + request.tensors) * request.width
+    return {
+        "gradients": cost.ring_bytes("all_reduce", gradients, candidate.ranks),
+        "control": cost.ring_bytes("all_reduce", TOTAL_BYTES * (TOTALS + candidate.ranks), candidate.ranks),
+    }
 
 
 def _used(cluster: Cluster, candidate: Candidate) -> set[int]:

@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     from espalier.workload import Outcome
 
 
+TOTALS, TOTAL_BYTES = 3, 8
+"""What ranks add up beside the gradients at every step: loss, weight and stop flag, then a flag per rank; float64."""
+
+
 class Agreed(NamedTuple):
     """What all ranks know after a step."""
 

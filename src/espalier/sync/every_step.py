@@ -13,7 +13,7 @@ from espalier.comm.base import Traffic, traffic
 from espalier.compose import Claim
 from espalier.optim.base import Optimizer
 from espalier.workload import Outcome
-from espalier.sync.base import Agreed
+from espalier.sync.base import TOTALS, Agreed
 
 CLAIM = Claim(
     "every_step",
@@ -74,12 +74,12 @@ class Totals:
 
     def start(self, outcome: Outcome, stop: bool) -> Callable[[], tuple[float, float, bool, tuple[int, ...]]]:
         """Launches the sum; the returned function waits for it: (loss sum, weight sum, stop, faulty ranks)."""
-        values = torch.zeros(3 + self.world, dtype=torch.float64)
+        values = torch.zeros(TOTALS + self.world, dtype=torch.float64)
         loss = float(outcome.loss)
         values[0] = loss if math.isfinite(loss) else 0.0
         values[1] = float(outcome.weight)
         values[2] = float(stop)
-        values[3 + self.rank] = float(not math.isfinite(loss))
+        values[TOTALS + self.rank] = float(not math.isfinite(loss))
         work = None
         if self.group is not None:
             with traffic(Traffic.CONTROL):
@@ -89,7 +89,7 @@ class Totals:
             if work is not None:
                 work.wait()
             numbers = values.tolist()
-            faulty = tuple(rank for rank in range(self.world) if numbers[3 + rank])
+            faulty = tuple(rank for rank in range(self.world) if numbers[TOTALS + rank])
             return numbers[0], numbers[1], numbers[2] > 0, faulty
 
         return summed

@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -162,7 +163,7 @@ class _Run:
         lines = [f"{len(late)} of {self.n} ranks did not end in time ({self.timeout:g} s)."]
         for rank in late:
             trace = (Path(self.traces.name) / str(rank)).read_text()
-            trace = trace.partition("in _result\n")[0]  # below is whoever called forks
+            trace = "\n".join(takewhile(lambda line: __file__ not in line, trace.splitlines()))  # above: who called forks
             lines.append(f"rank {rank} was at:\n{trace or '  (it did not answer: stopped?)'}")
         return "\n".join(lines)
 

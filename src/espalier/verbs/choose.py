@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from espalier import cluster as clusters
+from espalier import rank, trainer
 from espalier import run as runs
-from espalier import trainer
 from espalier.config import load
 from espalier.hardware import probe
 from espalier.launch import base as launch
@@ -82,7 +82,7 @@ def _try(plan: plans.Plan, resolved: ready.Resolved, workload: Workload) -> floa
     ]
 
     def task(place: launch.Place) -> float:
-        return trainer.trial(trainer.Setting(resolved.recipe, plan, workload, place), TRIAL_SECONDS)
+        return rank.trial(trainer.Setting(resolved.recipe, plan, workload, place), TRIAL_SECONDS)
 
     return max(local.run(task, places))
 

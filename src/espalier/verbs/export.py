@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from espalier.errors import UserError
-from espalier.language import hf
+from espalier.language import gpt, hf
 from espalier.language.workload import LanguageWorkload
 from espalier.verbs.trained import open_trained
 
@@ -17,6 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
     trained = open_trained(arguments.run)
     if not isinstance(trained.workload, LanguageWorkload):
         raise UserError(f"The run in {arguments.run} is not a language model; there is no `hf` form of it.")
+    assert isinstance(trained.model, gpt.GPT)
     out = Path(arguments.out) if arguments.out else trained.folder.path / "export-hf"
     hf.export(trained.model, trained.workload.tokenizer, out)
     if arguments.json:

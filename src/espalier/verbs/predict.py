@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from espalier.errors import UserError
-from espalier.language import generate
+from espalier.language import generate, gpt
 from espalier.language.workload import LanguageWorkload
 from espalier.verbs.trained import open_trained
 
@@ -28,6 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     tokenizer = workload.tokenizer
     ids = [tokenizer.boundary, *(int(token) for token in tokenizer.encode(prompt.encode()))]
+    assert isinstance(trained.model, gpt.GPT)
     fresh = generate.generate(
         trained.model,
         torch.tensor(ids),

@@ -109,6 +109,7 @@ def request(recipe: Recipe, ranks: int | None = None) -> Request:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         trainable=sum(parameter.numel() for parameter in trainable),
         layers=layers,
+        tensors=len(trainable),
         global_batch=batch,
         tokens_per_sample=tokens,
         work=work,

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from espalier import cluster as clusters
+from espalier import rank, trainer
 from espalier import run as runs
-from espalier import trainer
 from espalier.config import load
 from espalier.errors import EspalierError, Interrupted, UserError
 from espalier.hardware import limits
@@ -49,7 +48,9 @@ class Job:
         """What the rank at `place` needs to know."""
         recipe = self.resolved.recipe
         peak = peak_flops(self.cluster, len(self.plan.ranks), recipe.train.precision)
-        return trainer.Setting(recipe, self.plan, self.workload, place, self.folder.path, about=_about(self), flops_per_second=peak)
+        return trainer.Setting(
+            recipe, self.plan, self.workload, place, self.folder.path, about=_about(self), flops_per_second=peak
+        )
 
     def identity(self) -> dict[str, str]:
         """What all ranks must have in common."""
@@ -144,9 +145,9 @@ def _rank(job: Job) -> Callable[[launch.Place], Any]:
     def live(place: launch.Place) -> Any:
         setting = job.setting(place)
         if place.rank != 0:
-            return trainer.train(setting, job.identity())
+            return rank.train(setting, job.identity())
         with Recording(job) as emit:
-            return trainer.train(replace(setting, emit=emit), job.identity())
+            return rank.train(replace(setting, emit=emit), job.identity())
 
     return live
 
@@ -203,7 +204,7 @@ def _run_as_rank(arguments: argparse.Namespace, place: launch.Place) -> int:
     workload = ready.open_workload(resolved.recipe)
     folder = runs.RunFolder(Path(arguments.run or Path("runs") / resolved.recipe.name))
     job = Job(resolved, workload, ready.machines(resolved.recipe), plans.loads(text), 0, folder, True)
-    trainer.train(job.setting(place), job.identity())
+    rank.train(job.setting(place), job.identity())
     return 0
 
 

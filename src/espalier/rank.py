@@ -1,0 +1,96 @@
+"""One rank's whole life: join the others, take up the newest checkpoint, train, say something, leave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from espalier import comm, units
+from espalier.checkpoint.sharded import Checkpoints
+from espalier.launch import base as launch
+from espalier.launch import handshake
+from espalier.trainer import Setting, Trainer
+from espalier.workload import to_device
+
+SAVING = timedelta(minutes=30)
+"""How long ranks wait for each other while a checkpoint is written."""
+
+
+@contextlib.contextmanager
+def joined(place: launch.Place, timeout: float) -> Iterator[dist.ProcessGroup | None]:
+    """This rank's Channel to the others, or None when it is alone."""
+    torch.set_num_threads(place.threads)
+    if place.device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(place.device))
+    if place.world == 1:
+        yield None
+        return
+    inner = "nccl" if place.device.startswith("cuda") else "gloo"
+    channel = comm.connect(
+        launch.store(place, timeout), place.rank, place.world, timeout=timeout, inner=inner, attempt=place.attempt
+    )
+    try:
+        yield channel
+    finally:
+        comm.disconnect()
+
+
+def saving_group(channel: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A Gloo group of its own for checkpoints, also beside NCCL: they lie in host memory, and writing may take long."""
+    return None if channel is None else dist.new_group(backend="gloo", timeout=SAVING)
+
+
+def train(setting: Setting, identity: Mapping[str, str]) -> dict[str, Any]:
+    """Trains on this rank from the newest checkpoint (if any) to the end. Returns the steps and tokens done."""
+    recipe, place = setting.recipe, setting.place
+    timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
+    with joined(place, timeout) as channel:
+        handshake.compare(identity, channel)
+        trainer = Trainer(setting, channel)
+        saved = None
+        if setting.folder is not None:
+            target = recipe.checkpoint.target or str(setting.folder / "checkpoints")
+            saved = Checkpoints(
+                target,
+                keep=recipe.checkpoint.keep,
+                keep_best=recipe.checkpoint.keep_best,
+                group=saving_group(channel),
+                on_event=setting.emit,
+            )
+            trainer.restore(saved)
+        setting.emit("run", step=trainer.step, steps=trainer.steps, pid=os.getpid(), **setting.about)
+        predicted = setting.plan.predicted
+        setting.emit("plan", predicted=msgspec.to_builtins(predicted) if predicted else None)
+        trainer.run(saved)
+        if saved is not None:
+            saved.wait()
+        text = trainer.sample() if place.rank == 0 else ""
+        if text:
+            setting.emit("sample", step=trainer.step, text=text)
+        return {"step": trainer.step, "tokens": trainer.tokens}
+
+
+def trial(setting: Setting, seconds: float) -> float:
+    """Median seconds per step over about `seconds` of real steps, after one to warm up. Writes nothing."""
+    with joined(setting.place, units.seconds(setting.recipe.comm.timeout, "comm.timeout")) as channel:
+        trainer = Trainer(setting, channel)
+        batches = [to_device(batch, setting.device) for batch in setting.workload.batches(0, setting.shard)]
+        times: list[float] = []
+        budget = torch.tensor(seconds)
+        while len(times) < 2 or (float(budget) > 0 and len(times) < 50):
+            begun = time.perf_counter()
+            trainer.train_step(batches)
+            times.append(time.perf_counter() - begun)
+            budget = torch.tensor(seconds - sum(times))
+            if channel is not None:
+                dist.broadcast(budget, 0, group=channel)
+        return statistics.median(times[1:])
