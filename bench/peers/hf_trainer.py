@@ -6,36 +6,58 @@ import json
 import resource
 import sys
 import time
+from typing import Any
 
 import torch
+
+
+class Rows(torch.utils.data.Dataset):
+    """One sample per row of tokens. The model shifts the labels by one itself."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index, :-1], "labels": self.rows[index, :-1]}
+
+
+def model_of(shape: dict[str, Any], length: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = LlamaConfig(**shape, **none, max_position_embeddings=length, attn_implementation="sdpa", use_cache=False)
+    torch.manual_seed(1)
+    return LlamaForCausalLM(config)
+
+
+def options_of(wanted: dict[str, Any]) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=wanted["folder"],
+        per_device_train_batch_size=wanted["batch"],
+        max_steps=wanted["steps"],
+        learning_rate=wanted["learning_rate"],
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        optim="adamw_torch_fused",
+        lr_scheduler_type="constant",
+        use_cpu=True,
+        report_to=[],
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
 
 
 def main() -> None:
     wanted = json.loads(sys.argv[1])
     torch.set_num_threads(wanted["threads"])
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-
-    rows = torch.load(wanted["data"])
-    length = rows.shape[1]
-    config = LlamaConfig(
-        **wanted["shape"],
-        max_position_embeddings=length,
-        attn_implementation="sdpa",
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(config)
-
-    class Rows(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return len(rows)
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            # The model shifts labels by one itself: sequence + 1 tokens would be one more than ours computes.
-            return {"input_ids": rows[index, :-1], "labels": rows[index, :-1]}
+    from transformers import Trainer, TrainerCallback
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:
@@ -47,30 +69,10 @@ def main() -> None:
         def on_step_end(self, *args: object, **kwargs: object) -> None:
             self.seconds.append(time.perf_counter() - self.begun)
 
+    rows = torch.load(wanted["data"])
     clock = Clock()
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(
-            output_dir=wanted["folder"],
-            per_device_train_batch_size=wanted["batch"],
-            max_steps=wanted["steps"],
-            learning_rate=wanted["learning_rate"],
-            weight_decay=0.1,
-            adam_beta2=0.95,
-            max_grad_norm=1.0,
-            optim="adamw_torch_fused",
-            lr_scheduler_type="constant",
-            use_cpu=True,
-            report_to=[],
-            logging_steps=1,
-            save_strategy="no",
-            disable_tqdm=True,
-            dataloader_num_workers=0,
-        ),
-        train_dataset=Rows(),
-        callbacks=[clock],
-    )
-    trainer.train()
+    model = model_of(wanted["shape"], rows.shape[1])
+    Trainer(model=model, args=options_of(wanted), train_dataset=Rows(rows), callbacks=[clock]).train()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps({"seconds": clock.seconds, "memory": memory}))
 

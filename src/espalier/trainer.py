@@ -40,6 +40,10 @@ from espalier.workload import Shard, Workload, to_device
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 """Precision of the parameters. With bf16 they stay fp32 (the master weights); autocast computes in bf16."""
 
+RECOMPUTE = {
+    "selective": compose.Claim("recompute_selective", question="recompute", instead=("recompute_block",)),
+    "block": compose.Claim("recompute_block", question="recompute", instead=("recompute_selective",)),
+}
 BF16 = compose.Claim("bf16", question="precision")
 COMPILE = compose.Claim("compile", question="compile", after=frozenset({"recompute"}))
 
@@ -91,7 +95,7 @@ def claims(recipe: Recipe, plan: Plan) -> list[compose.Claim]:
     chosen = [replicate.CLAIM, whole.CLAIM, every_step.CLAIM]
     chosen.append(muon.CLAIM if isinstance(recipe.train.optimizer, Muon) else adamw.CLAIM)
     if plan.recompute != "none":
-        chosen.append(compose.Claim(f"recompute_{plan.recompute}", question="recompute"))
+        chosen.append(RECOMPUTE[plan.recompute])
     if plan.precision == "bf16":
         chosen.append(BF16)
     if plan.compile:
@@ -114,9 +118,8 @@ def build(setting: Setting, channel: dist.ProcessGroup | None) -> Built:
         list(names_of(model)),
         optimizer,
         sharding.wait,
-        every_step.Totals(channel, setting.place.rank, setting.place.world),
-        nominal_weight=workload.nominal_weight,
-        clip=recipe.train.clip,
+        every_step.Totals(channel, workload.nominal_weight),
+        recipe.train.clip,
     )
     return Built(model, sharding, optimizer, schedule, agreement)
 

@@ -43,7 +43,7 @@ def none_left(struct, path="") -> list[str]:
 def test_every_option_is_filled_and_resolving_again_changes_nothing(depth, kind, optimizer, sequence, steps):
     resolved, found = derive.resolve(recipe(kind(depth=depth), optimizer=optimizer, sequence=sequence, steps=steps))
     assert none_left(resolved.model, "model.") == []
-    assert none_left(resolved.train, "train.") == []
+    assert none_left(resolved.train, "train.") == ["train.recompute"]  # the planner's to choose
     assert resolved.checkpoint.every is not None
     assert resolved.train.batch_tokens % resolved.train.sequence == 0
     assert all(derivation.reason for derivation in found)
@@ -144,7 +144,14 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
 
 def test_a_module_recipe_is_filled_too():
     resolved, _ = derive.resolve(recipe(config.Module(build="a:b")))
-    assert none_left(resolved.train, "train.") == []
+    assert none_left(resolved.train, "train.") == ["train.recompute"]
+
+
+def test_derived_validation_takes_at_most_a_twentieth_of_the_time():
+    resolved, _ = derive.resolve(recipe(config.Gpt(depth=3), steps=300, batch_tokens=4096))
+    forward_only = resolved.train.validate_tokens / 3
+    assert forward_only / (resolved.train.validate_every * 4096) <= 0.05
+    assert resolved.train.validate_every < 300
 
 
 BAD = {

@@ -256,14 +256,6 @@ def test_a_share_that_is_none_is_refused(data, share):
         build(msgspec.structs.replace(data, validation=share))
 
 
-def test_the_default_cache_follows_xdg(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tokens.default_cache() == tmp_path / "espalier"
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert tokens.default_cache() == tmp_path / ".cache" / "espalier"
-
-
 def test_a_mixture_shares_one_tokenizer_trained_on_all(tmp_path):
     tables = []
     for number, word in enumerate(("alpha ", "omega ")):

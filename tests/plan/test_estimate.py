@@ -39,7 +39,10 @@ def test_terms_add_up_to_the_step(ranks: int) -> None:
 def test_sent_bytes_are_the_ring_s(ranks: int, bucket: int) -> None:
     request = decoder(batch=64, bucket_bytes=bucket)
     found = estimate(request, gpus(count=8), Candidate(ranks, 1, 1))
-    assert found.sent_bytes == {"gradients": cost.ring_bytes("all_reduce", request.trainable * 4, ranks)}
+    assert found.sent_bytes == {
+        "gradients": cost.ring_bytes("all_reduce", (request.trainable + request.tensors) * 4, ranks),
+        "control": cost.ring_bytes("all_reduce", 8 * (3 + ranks), ranks),
+    }
 
 
 def test_one_rank_waits_for_nobody() -> None:

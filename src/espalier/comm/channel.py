@@ -174,7 +174,7 @@ class Channel(dist.ProcessGroup):
         carrier, entry = self._begin("reduce", tensors, root=opts.rootRank)
         return self._end(entry, lambda: carrier.reduce(tensors, opts))
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:  # noqa: A002
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:
         """Rank r gets the reduction of all ranks' r-th part of `input`."""
         return self._reduce_scatter([output], [input], opts)
 
@@ -234,7 +234,7 @@ class Channel(dist.ProcessGroup):
         carrier, entry = self._begin("broadcast", tensors, root=opts.rootRank)
         return self._end(entry, lambda: carrier.broadcast(tensors, opts))
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:  # noqa: A002
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:
         """Every rank gets all ranks' `input`, one after the other."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
@@ -273,7 +273,7 @@ class Channel(dist.ProcessGroup):
         return self._end(entry, lambda: carrier.scatter(outputs, inputs, opts))
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, opts: Any = None  # noqa: A002
+        self, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Pending:
         """Rank r gets every rank's r-th part of `input`; parts are equal where no splits of dim 0 are given."""
         sent = None

@@ -21,6 +21,7 @@ from espalier.comm.watch import Watch
 from espalier.errors import RunFailed, UserError, nearest
 from espalier.units import show_seconds
 
+
 def _gloo(asked: Asked) -> dict[str, Any]:
     inner = ProcessGroupGloo(dist.PrefixStore("gloo", asked.store), asked.rank, asked.size, asked.timeout)
     return {"cpu": inner, "cuda": inner}

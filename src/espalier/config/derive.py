@@ -25,6 +25,10 @@ TOKENS_PER_PARAMETER = 20  # Chinchilla, arXiv 2203.15556, table 3: compute-opti
 SMALLEST_BATCH, LARGEST_BATCH = 2_048, 4_194_304  # tokens; 4 Mi is Llama 2's (arXiv 2307.09288)
 
 
+VALIDATION_SHARE = 0.05
+"""Most of a run's time that derived validation may take."""
+
+
 class Derivation(Struct, frozen=True):
     """One option the recipe left open: its dotted key, the value it got, and why."""
 
@@ -217,9 +221,19 @@ def _rates(draft: _Draft, adamw: float, reason: str) -> None:
 
 
 def _common(draft: _Draft) -> None:
-    draft.fill("train.recompute", "none", "recomputing costs time; the planner chooses it when memory is short")
     steps = draft.get("train.steps")
     if steps is None:
         return
-    draft.fill("train.validate_every", max(1, min(1000, steps // 10)), "ten times a run, at least every 1000 steps")
+    _validation(draft, steps)
     draft.fill("checkpoint.every", max(1, min(1000, steps // 5)), "five times a run, at least every 1000 steps")
+
+
+def _validation(draft: _Draft, steps: int) -> None:
+    """A validation reads forward only, which costs a third of training on as many tokens."""
+    cost = 0.0
+    if not isinstance(draft.recipe.model, config.Module) and draft.get("train.batch_tokens"):
+        cost = draft.get("train.validate_tokens") / 3 / draft.get("train.batch_tokens")
+    seldom = math.ceil(cost / VALIDATION_SHARE)
+    every = max(1, min(1000, steps // 10), min(seldom, steps))
+    reason = f"ten times a run or at least every 1000 steps, for at most {VALIDATION_SHARE:.0%} of the time"
+    draft.fill("train.validate_every", every, reason)

@@ -25,6 +25,7 @@ from typing import Any
 from espalier import cluster as clusters
 from espalier.cluster import Cluster, Copy, Device, Link, Node, Rate
 from espalier.errors import RunFailed, UserError
+from espalier.folders import cache_folder
 from espalier.hardware import disk as disks
 from espalier.hardware import limits
 
@@ -84,12 +85,6 @@ def identity() -> str:
         torch = "none"
     parts = [limits.processor(), f"{limits.cores()} cores", f"{limits.memory()} bytes", f"torch {torch}"]
     return "; ".join([*parts, *limits.gpus()])
-
-
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/espalier`, by default `~/.cache/espalier`."""
-    base = os.environ.get("XDG_CACHE_HOME") or ""
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "espalier"
 
 
 def cache_file(folder: Path | None = None) -> Path:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from espalier.config import Data
 from espalier.errors import UserError
+from espalier.folders import cache_folder
 from espalier.language import shards, sources
 from espalier.language.shards import Damaged, Index, SplitIndex
 from espalier.language.tokenizer import SAMPLE, Ids, Tokenizer, open_tokenizer, trained
@@ -105,12 +106,6 @@ class TokenStore:
                 f"The token shards in {self.path} are damaged: {damage}.",
                 do=f"remove {self.path}; it is built again from {self.origin}",
             ) from None
-
-
-def default_cache() -> Path:
-    """`$XDG_CACHE_HOME/espalier`, else `~/.cache/espalier`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "espalier"
 
 
 def build(
@@ -341,7 +336,7 @@ def _paced(progress: Progress | None, alive: Callable[[], None]) -> Progress:
 
 
 def _root(data: Data, cache: Path | None) -> Path:
-    return Path(data.cache).expanduser() if data.cache else cache or default_cache()
+    return Path(data.cache).expanduser() if data.cache else cache or cache_folder()
 
 
 def _tokenizer(data: Sequence[Data], listed: Sequence[sources.Listing], root: Path) -> Tokenizer:

@@ -22,7 +22,9 @@ from espalier.config import Muon
 from espalier.optim.adamw import build as build_adamw
 from espalier.optim.base import Group, Together, zeros_like
 
-CLAIM = Claim("muon", question="optimizer", needs=frozenset({"gradients are summed", "whole matrices"}))
+CLAIM = Claim(
+    "muon", question="optimizer", needs=frozenset({"gradients are summed", "whole matrices"}), instead=("adamw",)
+)
 
 
 LARGEST_BATCH = 2**24

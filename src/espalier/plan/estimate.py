@@ -19,8 +19,8 @@ from espalier.config import Pin
 from espalier.cost import Cost, Number, Product, Work
 from espalier.plan import speed
 from espalier.plan.base import Predicted
-from espalier.sync.base import TOTAL_BYTES, TOTALS
 from espalier.plan.seats import seats, shares
+from espalier.sync.base import TOTAL_BYTES, TOTALS
 
 OPERATIONS = {False: 6.0, True: 2.0}
 """Operations issued per matrix product in forward, eager and compiled: a decoder block has 7 products among about 40
@@ -246,7 +246,8 @@ def _price(request: Request, cluster: Cluster, candidate: Candidate, seat: _Seat
     )
     seconds["optimizer"] = _optimizer(request, seat) + 0.0 * size
     seconds["all_reduce"] = _exposed(bucket, buckets, last["backward"] + last["recompute"], INTERFERENCE[kind])
-    return Cost(seconds, _held(request, candidate, seat, size), _sent(request, candidate), _sources(request, seat, link))
+    held, sent = _held(request, candidate, seat, size), _sent(request, candidate)
+    return Cost(seconds, held, sent, _sources(request, seat, link))
 
 
 def _sent(request: Request, candidate: Candidate) -> dict[str, Number]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from espalier.comm.base import Traffic, sent_bytes, traffic
+from espalier.compose import Claim
 from espalier.cost import Cost
 from espalier.errors import UserError
 from espalier.shard.agree import same_start
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 FIRST_BUCKET = 2**20  # bytes; DistributedDataParallel's figure: the first exchange should begin early
 BUCKET = 25 * 2**20  # bytes; likewise
+
+
+CLAIM = Claim("replicate", question="shard", changes=frozenset({"gradients are summed", "whole matrices"}))
 
 
 class Piece(NamedTuple):

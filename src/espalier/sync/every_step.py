@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from espalier.comm.base import Traffic, traffic
 from espalier.compose import Claim
 from espalier.optim.base import Optimizer
-from espalier.workload import Outcome
 from espalier.sync.base import TOTALS, Agreed
+from espalier.workload import Outcome
 
 CLAIM = Claim(
     "every_step",
     question="sync",
     needs=frozenset({"gradients are summed"}),
     changes=frozenset({"owns the optimizer step", "replicas equal after each step"}),
+    forbids=frozenset({"owns the optimizer step"}),
 )
 
 
@@ -32,15 +33,12 @@ class EveryStep:
         optimizer: Optimizer,
         wait: Callable[[], None],
         totals: Totals,
-        *,
-        nominal_weight: float,
         clip: float,
     ) -> None:
         self.parameters = parameters
         self.optimizer = optimizer
         self.wait = wait
         self.totals = totals
-        self.nominal_weight = nominal_weight
         self.clip = clip
 
     def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
@@ -52,7 +50,7 @@ class EveryStep:
         exposed = time.perf_counter() - begun
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        scale = self.nominal_weight / weight if weight else 0.0
+        scale = self.totals.nominal_weight / weight if weight else 0.0
         size = float(norm) * scale
         if not faulty and math.isfinite(size):
             self._scale(gradients, scale, size)
@@ -69,8 +67,9 @@ class EveryStep:
 class Totals:
     """Adds the ranks' losses, weights, stop flags and not-a-number flags in one small all-reduce."""
 
-    def __init__(self, group: torch.distributed.ProcessGroup | None, rank: int, world: int) -> None:
-        self.group, self.rank, self.world = group, rank, world
+    def __init__(self, group: torch.distributed.ProcessGroup | None, nominal_weight: float) -> None:
+        self.group, self.nominal_weight = group, nominal_weight
+        self.rank, self.world = (0, 1) if group is None else (group.rank(), group.size())
 
     def start(self, outcome: Outcome, stop: bool) -> Callable[[], tuple[float, float, bool, tuple[int, ...]]]:
         """Launches the sum; the returned function waits for it: (loss sum, weight sum, stop, faulty ranks)."""

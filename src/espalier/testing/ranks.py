@@ -7,6 +7,7 @@ so results are exact and repeatable.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ def ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float = 30.
         try:
             channel = comm.connect(store, rank, n, timeout=timeout, inner="threads")
             results[rank] = function(channel, *args)
-        except BaseException as error:  # noqa: BLE001 (handed to the caller below)
+        except BaseException as error:
             errors.append((rank, error))
             building.abort()
         finally:
@@ -149,7 +150,7 @@ class ThreadGroup:
         """From the root."""
         return self._collect(tensors, lambda all_: [tensor.clone() for tensor in all_[opts.rootRank]], tensors)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> Work:
         return self._collect(input, lambda all_: [torch.cat([part.reshape(-1) for part in all_])], [output])
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
@@ -169,7 +170,7 @@ class ThreadGroup:
         return self._collect(inputs, lambda all_: [all_[opts.rootRank][0][self._rank].clone()], outputs)
 
     def alltoall_base(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any  # noqa: A002
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any
     ) -> Work:
         """Parts of dim 0."""
         sizes = input_splits or [input.size(0) // self._size] * self._size
@@ -284,7 +285,7 @@ INNER["threads"] = _threads
 
 @contextmanager
 def _worlds() -> Iterator[None]:
-    before = dist.distributed_c10d._world
+    before, hook = dist.distributed_c10d._world, sys.excepthook
     dist.distributed_c10d._world = _World()
     _set_thread_isolation_mode(True)
     try:
@@ -292,3 +293,4 @@ def _worlds() -> Iterator[None]:
     finally:
         _set_thread_isolation_mode(False)
         dist.distributed_c10d._world = before
+        sys.excepthook = hook  # every init_process_group wraps it in one more "[rank0]:"

@@ -14,7 +14,7 @@ from espalier import cluster as clusters
 from espalier import rank, trainer
 from espalier import run as runs
 from espalier.config import load
-from espalier.hardware import probe
+from espalier.folders import cache_folder
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
@@ -61,7 +61,7 @@ def _measured(
         key: table["train"].get(key) for key in ("sequence", "batch_tokens", "precision", "compile", "optimizer")
     }
     key = runs.hashed([clusters.dumps(cluster), asked])
-    file = probe.cache_folder() / "trials.json"
+    file = cache_folder() / "trials.json"
     known = _read(file)
     measured: Measured = {}
     for (ranks, threads), plan in _first_of_each(candidates).items():

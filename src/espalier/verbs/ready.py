@@ -15,8 +15,9 @@ from espalier import cluster as clusters
 from espalier import config, units
 from espalier.config import Gpt, Moe, Muon, Recipe, derive, load
 from espalier.cost import Work
+from espalier.errors import UserError
 from espalier.hardware import probe
-from espalier.language import gpt, moe
+from espalier.language import gpt, hf, moe
 from espalier.language import workload as language
 from espalier.module import open_module
 from espalier.optim.base import names_of
@@ -35,13 +36,28 @@ class Resolved:
 
 def resolve(path: str | Path, overrides: Sequence[str]) -> Resolved:
     """Reads a recipe and derives what it leaves open."""
-    recipe = load.load(path, overrides)
+    recipe = _with_initial(load.load(path, overrides))
     vocabulary = None
     if isinstance(recipe.model, Gpt | Moe) and recipe.data and recipe.model.vocabulary is None:
         with waiting("Reading the corpus") as progress:
             vocabulary = language.vocabulary(recipe.data, progress)
     resolved, derivations = derive.resolve(recipe, vocabulary=vocabulary)
     return Resolved(resolved, derivations)
+
+
+def _with_initial(recipe: Recipe) -> Recipe:
+    """Sizes that the recipe leaves open are those of the weights it starts from."""
+    model = recipe.model
+    if isinstance(model, config.Module) or model.initial is None:
+        return recipe
+    found = hf.options(Path(model.initial))
+    if type(found) is not type(model):
+        kind = "moe" if isinstance(found, Moe) else "gpt"
+        raise UserError(f"model.initial = {model.initial!r} holds another kind of model.", do=f'model.kind = "{kind}"')
+    plain = type(model)()
+    given = {name: getattr(model, name) for name in model.__struct_fields__}
+    kept = {name: value for name, value in given.items() if value != getattr(plain, name)}
+    return msgspec.structs.replace(recipe, model=msgspec.structs.replace(found, **kept))
 
 
 def open_workload(recipe: Recipe) -> Workload:
