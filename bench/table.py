@@ -59,12 +59,11 @@ def machine() -> str:
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        models = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        name = models[0] if models else name
+        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = models[0].split(":", 1)[1].strip() if models else name
     cores = len(os.sched_getaffinity(0))
-    return f"{name}, {cores} cores, Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{name}, {cores} cores, Linux {platform.release()}, {versions}"
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -80,10 +79,8 @@ def publish(rows: Sequence[Row], command: str, json_file: str | None) -> None:
     print("| case | peer | peer's value | ours | ratio | unit | spread of the ratio |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
-        print(
-            f"| {row.case} | {row.peer} | {row.peer_value:.4g} | {row.ours:.4g} | {row.ratio:.2f} "
-            f"| {row.unit} | {row.spread} |"
-        )
+        values = f"{row.peer_value:.4g} | {row.ours:.4g} | {row.ratio:.2f}"
+        print(f"| {row.case} | {row.peer} | {values} | {row.unit} | {row.spread} |")
     print(f"\nMachine: {machine()}. Command: `{command}`.")
     if json_file:
         table = {"machine": machine(), "command": command, "rows": [asdict(row) for row in rows]}

@@ -63,7 +63,12 @@ class ModuleWorkload:
 
     def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """Tables, and the last matrix, which is taken for the head."""
-        tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+        tables = [
+            parameter
+            for module in model.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            for parameter in module.parameters(recurse=False)
+        ]
         matrices = [p for p in model.parameters() if p.ndim == 2]
         return [*tables, *matrices[-1:]]
 
@@ -138,6 +143,10 @@ class ModuleWorkload:
             for tensor in _tensors(default_collate([dataset[int(index)]])):
                 digest.update(tensor.detach().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
+
+    def notes(self) -> list[str]:
+        """None: a foreign dataset speaks for itself."""
+        return []
 
     def phases(self) -> Sequence[Phase]:
         """One."""
@@ -234,7 +243,7 @@ def _import(text: str) -> Callable[..., Any]:
         raise UserError(f"model.build = {text!r}: {name} has no {attribute!r}.") from None
     if not callable(found):
         raise UserError(f"model.build = {text!r} is not a function.")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _tensors(batch: Any) -> list[Tensor]:

@@ -108,6 +108,10 @@ class Workload(Protocol):
         """Hash of the data's content; ranks compare it at start."""
         ...
 
+    def notes(self) -> Sequence[str]:
+        """What the user should know of the data: what was skipped, cut or mended."""
+        ...
+
     def phases(self) -> Sequence[Phase]:
         """The phases of the run, in order (one by default)."""
         ...

@@ -47,7 +47,7 @@ def test_timeout_names_rank_phase_operation_class_and_who_is_missing() -> None:
 
 
 def _killed(channel: Channel, do: str) -> None:
-    channel.set_timeout(timedelta(seconds=6))
+    channel.set_timeout(timedelta(seconds=20))
     for step in range(100):
         strike([Fault(rank=1, step=5, do=do)], channel.rank(), step)  # type: ignore[arg-type]
         _reduce()
@@ -55,8 +55,8 @@ def _killed(channel: Channel, do: str) -> None:
 
 def test_a_killed_peer_is_named_within_seconds() -> None:
     began = time.monotonic()
-    results = outcomes(3, _killed, "kill", timeout=25)
-    assert time.monotonic() - began < 5
+    results = outcomes(3, _killed, "kill", timeout=40)
+    assert time.monotonic() - began < 12  # well before the deadline
     assert results[1] == Died(signal=signal.SIGKILL)
     for rank in (0, 2):
         assert isinstance(results[rank], RunFailed)

@@ -95,8 +95,8 @@ def test_a_scripted_error_names_rank_and_step() -> None:
 def test_a_timeout_kills_all_and_says_where_each_was(do: Any) -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="1 of 2 ranks") as caught:
-        forks(2, _scripted, [Fault(rank=1, step=1, do=do)], timeout=1.5)
-    assert time.monotonic() - began < 5
+        forks(2, _scripted, [Fault(rank=1, step=1, do=do)], timeout=2.5)
+    assert time.monotonic() - began < 10
     assert ("faults.py" if do == "hang" else "did not answer") in str(caught.value)
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)  # nobody is left

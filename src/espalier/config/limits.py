@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from espalier import config
+from espalier import config, units
 from espalier.errors import UserError
 
 Limit = tuple[Callable[[Any], bool], str]
@@ -57,6 +57,8 @@ def check(recipe: config.Recipe) -> None:
         _decoder(recipe.model)
         _lengths(recipe.model, recipe.train)
     _batch(recipe.train)
+    units.seconds(recipe.comm.timeout, "comm.timeout")
+    units.size(recipe.comm.bucket, "comm.bucket")
 
 
 def _values(struct: Any, path: list[str]) -> list[Any]:

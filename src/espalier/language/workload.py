@@ -129,15 +129,28 @@ class LanguageWorkload:
         """A short continuation of `track.sample` (or of the first held-out words)."""
         assert isinstance(model, gpt.GPT)
         prompt = self.recipe.track.sample
-        start = self.tokenizer.encode(prompt.encode()) if prompt else self._read_held_out(0, 1)[0, :32].numpy()
-        fresh = generate.generate(
-            model, torch.from_numpy(np.asarray(start, dtype=np.int64)), tokens=200, temperature=0.8, top_k=40, seed=1
-        )
-        return self.tokenizer.decode([*map(int, start), *fresh])
+        boundary = self.tokenizer.boundary
+        if prompt:
+            start = [boundary, *(int(token) for token in self.tokenizer.encode(prompt.encode()))]
+        else:
+            start = self._read_held_out(0, 1)[0, :32].tolist()
+        fresh = generate.generate(model, torch.tensor(start), tokens=200, temperature=0.8, top_k=40, seed=1)
+        return self.tokenizer.decode([token for token in (*start, *fresh) if token != boundary])
 
     def fingerprint(self) -> str:
         """Of every corpus and its tokenizer."""
         return "-".join(store.fingerprint for store in self.stores)
+
+    def notes(self) -> list[str]:
+        """What the stores say, and which documents they skipped."""
+        found = [note for store in self.stores for note in store.notes]
+        for store in self.stores:
+            count = store.skipped_documents
+            if count:
+                named = "; ".join(f"{name}: {why}" for name, why in store.skipped[:3])
+                was = "file was" if count == 1 else "files were"
+                found.append(f"{count} {was} skipped in {store.origin} ({named}{'; …' if count > 3 else ''})")
+        return found
 
     def phases(self) -> Sequence[Phase]:
         """One."""

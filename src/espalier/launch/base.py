@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,8 @@ class Place:
         device: `cpu` or `cuda:N`.
         threads: compute threads it may use.
         attempt: how often the run was started before in this job; each attempt has its own key space.
-        host, port: where the rendezvous store listens; a `listen_fd` >= 0 makes this process its server.
+        host, port: where the rendezvous store listens.
+        serves: whether this process is the store's server; it listens on `listen_fd` if that is >= 0.
         log: file its standard error goes to (None: left where it is).
     """
 
@@ -33,6 +35,7 @@ class Place:
     attempt: int = 0
     host: str = "127.0.0.1"
     port: int = 0
+    serves: bool = False
     listen_fd: int = -1
     log: Path | None = None
 
@@ -45,17 +48,18 @@ class Task(Protocol):
         ...
 
 
+@cache
 def store(place: Place, timeout: float) -> Any:
-    """The rendezvous store (a torch TCPStore) seen from `place`. Waits at most `timeout` seconds."""
+    """The rendezvous store (a torch TCPStore) seen from `place`, one per process. Waits at most `timeout` seconds."""
     from datetime import timedelta
 
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(
         place.host,
         place.port,
         world_size=None,
-        is_master=place.listen_fd >= 0,
+        is_master=place.serves,
         timeout=timedelta(seconds=timeout),
         wait_for_workers=False,
         master_listen_fd=place.listen_fd if place.listen_fd >= 0 else None,

@@ -80,7 +80,7 @@ def _seat(places: Sequence[Place], listener: socket.socket) -> list[Place]:
     port = listener.getsockname()[1]
     seated = [replace(place, host="127.0.0.1", port=port) for place in places]
     if len(seated) > 1:
-        seated[0] = replace(seated[0], listen_fd=listener.fileno())
+        seated[0] = replace(seated[0], serves=True, listen_fd=listener.fileno())
     return seated
 
 

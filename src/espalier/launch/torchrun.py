@@ -35,6 +35,8 @@ def place(threads: int | None = None) -> Place | None:
         attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
         host=os.environ["MASTER_ADDR"],
         port=port,
+        # torchrun's agent serves a store for all its attempts; other launchers leave that to rank 0.
+        serves=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
     )
 
 

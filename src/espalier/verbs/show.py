@@ -45,6 +45,12 @@ def plan(plan: Plan, derivations: Sequence[Derivation] = ()) -> None:
     sys.stdout.flush()
 
 
+def notes(lines: Sequence[str]) -> None:
+    """What the user should know of the data."""
+    for line in lines:
+        print(f"note: {line}")
+
+
 def _predicted(console: Console, plan: Plan) -> None:
     predicted = plan.predicted
     assert predicted is not None

@@ -91,6 +91,7 @@ def _prepare(arguments: argparse.Namespace, world: int | None = None) -> Job:
     if plan is None or (world is not None and len(plan.ranks) != world):
         plan = choose.choose(resolved, workload, cluster, world)
     if not arguments.json:
+        show.notes(workload.notes())
         show.plan(plan, resolved.derivations)
     folder.write(recipe, cluster, plan)
     return Job(resolved, workload, cluster, plan, ready.parameters(recipe), folder, arguments.json)

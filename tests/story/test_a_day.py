@@ -1,0 +1,194 @@
+"""A user's day through the command line: plan, train, stop, go on, look, ask, export. Programs are really started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+RECIPE = """
+[model]
+depth = 1
+width = 32
+heads = 2
+
+[data]
+path = "corpus"
+validation = 0.2
+
+[train]
+steps = 8
+sequence = 32
+batch_tokens = 256
+validate_tokens = 1024
+
+[plan]
+trial = false
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a recipe, a corpus, a machine already measured, and a finished run."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "recipe.toml").write_text(RECIPE)
+    (folder / "corpus").mkdir()
+    for number in range(12):
+        (folder / "corpus" / f"{number}.txt").write_text(f"The number {number} comes before {number + 1}.\n" * 40)
+    (folder / "corpus" / "picture.bin").write_bytes(b"\x00\x01\x02" * 100)
+    probed = espalier(folder, "probe", "--json")
+    assert probed.returncode == 0, probed.stderr
+    done = espalier(folder, "train", "recipe.toml", "plan.pin.ranks=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "output.txt").write_text(done.stdout)
+    return folder
+
+
+def environment(folder):
+    return {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "100"}
+
+
+def espalier(folder, *arguments, timeout=50):
+    return subprocess.run(
+        [sys.executable, "-m", "espalier", *arguments],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def events(folder, run="recipe"):
+    return [json.loads(line) for line in (folder / "runs" / run / "events.jsonl").read_text().splitlines()]
+
+
+def test_training_leaves_the_whole_run_folder(home):
+    run = home / "runs" / "recipe"
+    assert {"run.toml", "cluster.toml", "plan.json", "events.jsonl", "report.html", "checkpoints"} <= {
+        path.name for path in run.iterdir()
+    }
+    assert [event["step"] for event in events(home) if event["event"] == "step"] == list(range(1, 9))
+    last = [event for event in events(home) if event["event"] == "validation"][-1]
+    assert last["step"] == 8
+    assert 0 < last["bits_per_byte"] < 9
+    assert len(json.loads((run / "plan.json").read_text())["ranks"]) == 2
+
+
+def test_training_prints_derivations_plan_progress_sample_and_what_to_do_next(home):
+    output = (home / "output.txt").read_text()
+    for words in ("Derived:", "model.feed_forward", "Plan (uniform): 2 ranks", "predicted step", "step 1/8", "sample"):
+        assert words in output
+    assert "espalier predict runs/recipe" in output
+
+
+def test_skipped_files_are_counted_and_named(home):
+    assert "1 file was skipped" in (home / "output.txt").read_text()
+    assert "picture.bin" in (home / "output.txt").read_text()
+
+
+def test_the_same_command_with_more_steps_goes_on(home):
+    done = espalier(home, "train", "recipe.toml", "plan.pin.ranks=2", "train.steps=10", "--json")
+    assert done.returncode == 0, done.stderr
+    steps = [event["step"] for event in events(home) if event["event"] == "step"]
+    assert steps == list(range(1, 11))
+    assert json.loads(done.stdout)["steps"] == 10
+
+
+def test_eval_and_predict_and_export_answer_in_json(home):
+    figures = json.loads(espalier(home, "eval", "runs/recipe", "--json").stdout)
+    assert figures["bits_per_byte"] > 0
+    text = json.loads(espalier(home, "predict", "runs/recipe", "The number", "--tokens", "9", "--json").stdout)
+    assert text["prompt"] == "The number"
+    assert 0 < text["tokens"] <= 9
+    exported = json.loads(espalier(home, "export", "runs/recipe", "--to", "hf", "--out", "hf", "--json").stdout)
+    assert (home / exported["folder"] / "model.safetensors").exists()
+    # What was exported can be the beginning of another run.
+    again = ("model.initial=hf", "name=again", "train.steps=1", "plan.pin.ranks=1", "model.width=32")
+    second = espalier(home, "train", "recipe.toml", *again, "--json")
+    assert second.returncode == 0, second.stderr
+    assert json.loads(second.stdout)["validation_bits_per_byte"] < 7.9
+
+
+def test_interrupting_saves_and_the_same_command_resumes(home):
+    command = [sys.executable, "-m", "espalier", "train", "recipe.toml", "name=long", "train.steps=100000"]
+    command += ["train.validate_every=100000", "checkpoint.every=100000"]
+    process = subprocess.Popen(
+        command, cwd=home, env=environment(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    log = home / "runs" / "long" / "events.jsonl"
+    deadline = time.monotonic() + 40
+    while not (log.exists() and '"step":3,' in log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert "run the same command again to go on" in output
+    reached = [event["step"] for event in events(home, "long") if event["event"] == "step"][-1]
+    process = subprocess.Popen(command, cwd=home, env=environment(home), stdout=subprocess.DEVNULL)
+    while f'"step":{reached + 2},' not in log.read_text() and time.monotonic() < deadline + 40:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 130
+    steps = [event["step"] for event in events(home, "long") if event["event"] == "step"]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_torchrun_gives_the_same_curve_as_local_ranks(home):
+    common = ("name=elastic", "train.steps=8")  # torchrun takes --run for an option of its own
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "-m"]
+    done = subprocess.run(
+        [*command, "espalier", "train", "recipe.toml", *common],
+        cwd=home,
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = {event["step"]: event["loss"] for event in events(home) if event["event"] == "step"}
+    found = {event["step"]: event["loss"] for event in events(home, "elastic") if event["event"] == "step"}
+    assert set(found) == set(range(1, 9))
+    assert [found[step] for step in sorted(found)] == [expected[step] for step in sorted(found)]
+
+
+def test_a_foreign_module_trains_and_resumes(home):
+    Path(home / "mine.py").write_text(
+        """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+def build(classes):
+    torch.manual_seed(0)
+    images = torch.randn(64, 3, 8, 8)
+    labels = images.mean(dim=(1, 2, 3)).argsort().argsort() * classes // 64
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, classes))
+
+    def loss(model, batch):
+        x, y = batch
+        return nn.functional.cross_entropy(model(x), y, reduction="sum"), torch.tensor(len(y))
+
+    return model, TensorDataset(images, labels), loss, TensorDataset(images[:8], labels[:8])
+"""
+    )
+    (home / "module.toml").write_text(
+        '[model]\nbuild = "mine:build"\narguments = { classes = 2 }\n'
+        "[train]\nsteps = 20\nbatch_tokens = 16\n[plan]\ntrial = false\n[plan.pin]\nranks = 2\n"
+    )
+    first = espalier(home, "train", "module.toml", "--json")
+    assert first.returncode == 0, first.stderr
+    losses = [event["loss"] for event in events(home, "module") if event["event"] == "step"]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0]
+    more = espalier(home, "train", "module.toml", "train.steps=22", "--json")
+    assert json.loads(more.stdout)["steps"] == 22

@@ -1,0 +1,215 @@
+"""Every mistake gets one clear error: what, where, what to try; exit code 2; nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from espalier import cli, comm, run
+from espalier.config import load
+from espalier.errors import UserError
+from espalier.hardware import probe
+from espalier.launch import handshake
+from espalier.testing import forks
+
+RECIPE = {
+    "name": "small",
+    "model": {"depth": 1, "width": 32, "heads": 2},
+    "data": {"path": "corpus", "validation": 0.2, "cache": "cache"},
+    "train": {"steps": 2, "sequence": 32, "batch_tokens": 64, "validate_tokens": 64},
+    "plan": {"trial": False, "cluster": "machine.toml", "pin": {"ranks": 1}},
+}
+
+MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A folder with a good recipe, a machine file and a corpus; the current folder."""
+    (tmp_path / "corpus").mkdir()
+    for number in range(9):
+        (tmp_path / "corpus" / f"{number}.txt").write_text(f"{number} and {number}\n" * 30)
+    (tmp_path / "machine.toml").write_text(MACHINE)
+    (tmp_path / "recipe.toml").write_text(load.dump(load.from_table(RECIPE)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    return tmp_path
+
+
+def refused(capsys, *arguments):
+    """What a refused command prints; it must end with exit code 2 and say something to try or why."""
+    code = cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    assert code == 2, captured
+    assert captured.err.startswith("espalier: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+MISTAKES = {
+    "unknown key": (["model.dept=3"], "model.dept", "model.depth"),
+    "misplaced key": (["model.steps=3"], "model.steps", "train.steps"),
+    "unknown choice": (["model.kind=gtp"], "model.kind = 'gtp'", "gpt"),
+    "wrong type": (["train.steps=many"], "train.steps", "int"),
+    "not an override": (["train.steps"], "train.steps", "key=value"),
+    "missing path": (["data.path=nowhere"], "nowhere", "data.path"),
+    "unknown source": (["data.path=pyhton:stdlib"], "pyhton", "python:stdlib"),
+    "sequence longer than the model": (["model.context=16"], "train.sequence = 32", "16"),
+    "heads that do not divide": (["model.heads=5"], "model.heads = 5", "32"),
+    "sequence longer than the corpus": (["train.sequence=100000", "train.batch_tokens=100000"], "100000", "tokens"),
+    "more ranks than samples": (["plan.pin.ranks=64"], "64", "ranks"),
+    "unknown shape": (["model.shape=lama-7b", "model.depth=32"], "lama-7b", "llama-7b"),
+    "missing cluster": (["plan.cluster=none.toml"], "none.toml", ""),
+    "bad time": (["comm.timeout=5parsecs"], "comm.timeout", "ms"),
+    "module without a function": (['model={build="nothing"}'], "nothing", "package.module:function"),
+    "module that is not there": (['model={build="not_there:build"}'], "not_there", "install"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_the_recipe_is_named_and_leaves_no_run(home, capsys, name):
+    overrides, named, tried = MISTAKES[name]
+    text = refused(capsys, "train", "recipe.toml", *overrides)
+    assert named in text
+    assert tried in text
+    assert not (home / "runs" / "small" / "run.toml").exists()
+
+
+def test_a_missing_recipe_is_named(home, capsys):
+    assert "none.toml" in refused(capsys, "train", "none.toml")
+
+
+def test_an_empty_corpus_is_named(home, capsys):
+    (home / "empty").mkdir()
+    assert "empty" in refused(capsys, "train", "recipe.toml", "data.path=empty")
+
+
+def test_a_corpus_of_binary_files_only_is_refused(home, capsys):
+    (home / "binary").mkdir()
+    (home / "binary" / "a").write_bytes(b"\0\1\2")
+    assert "binary" in refused(capsys, "train", "recipe.toml", "data.path=binary")
+
+
+def test_a_run_of_another_meaning_is_refused_by_key_and_another_folder_suggested(home, capsys):
+    assert cli.main(["train", "recipe.toml", "--json"]) == 0
+    before = (home / "runs/small/run.toml").read_bytes()
+    capsys.readouterr()
+    text = refused(capsys, "train", "recipe.toml", "train.seed=7")
+    assert "train.seed = 1, not 7" in text
+    assert "--run" in text
+    assert "train.steps = 2, not 1" in refused(capsys, "train", "recipe.toml", "train.steps=1")
+    assert (home / "runs/small/run.toml").read_bytes() == before
+
+
+def test_a_run_folder_in_use_names_the_process(home, capsys):
+    held = run.open_folder("runs/small")
+    program = "import sys; from espalier import cli; sys.exit(cli.main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", "recipe.toml"], capture_output=True, text=True, check=False
+    )
+    os.close(held.lock)
+    assert done.returncode == 2
+    assert f"in use by another process (pid {os.getpid()})" in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_named(home, capsys):
+    (home / "file").write_text("in the way")
+    text = refused(capsys, "train", "recipe.toml", "--run", "file/run")
+    assert "file/run" in text
+    assert "--run" in text
+
+
+def test_a_full_disk_is_named_and_nothing_half_written_stays(home):
+    path = home / "plan.json"
+    path.write_text("before")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write then fails with an error, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(UserError, match=r"plan.json"):
+            run.replace(path, "x" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert path.read_text() == "before"
+    assert [found.name for found in home.glob(".plan*")] == []
+
+
+def test_a_port_in_use_is_named(home, capsys):
+    assert cli.main(["train", "recipe.toml", "--json"]) == 0
+    capsys.readouterr()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert str(port) in refused(capsys, "report", "runs/small", "--serve", "--port", port)
+
+
+def test_ranks_whose_data_differ_name_the_odd_one():
+    def task(channel):
+        data = "other" if channel.rank() == 2 else "usual"
+        with comm.phase("handshake"):
+            try:
+                handshake.compare(handshake.identity(data=data), channel)
+            except UserError as error:
+                return str(error)
+        return ""
+
+    messages = forks(3, task)
+    assert len(set(messages)) == 1
+    assert "rank 2 on" in messages[0]
+    assert "has other" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("library", "overrides", "extra"),
+    [
+        ("tokenizers", ["data.tokenizer=bpe:300"], "llm"),
+        ("datasets", ["data.path=hf:some/name"], "hub"),
+        ("tensorboard", ["track.tensorboard=true"], "track"),
+    ],
+)
+def test_a_missing_library_names_its_extra(home, capsys, monkeypatch, library, overrides, extra):
+    for name in [name for name in sys.modules if name.split(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    text = refused(capsys, "train", "recipe.toml", *overrides)
+    assert f"espalier[{extra}]" in text
+
+
+def test_no_run_and_no_checkpoint_are_told_apart(home, capsys):
+    assert "There is no run in runs/none" in refused(capsys, "eval", "runs/none")
+    assert cli.main(["train", "recipe.toml", "--json"]) == 0
+    capsys.readouterr()
+    for found in (home / "runs/small/checkpoints").iterdir():
+        for file in found.iterdir():
+            file.unlink()
+        found.rmdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "espalier", "eval", "runs/small"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "no checkpoint" in done.stderr
+
+
+def test_errors_come_as_json_when_asked(home, capsys):
+    assert cli.main(["plan", "recipe.toml", "model.dept=3", "--json"]) == 2
+    answer = json.loads(capsys.readouterr().out)
+    assert "model.dept" in answer["error"]
+    assert "model.depth" in answer["try"]
+
+
+def test_a_corrupt_cache_of_the_probe_is_said_and_measured_anew(home):
+    probe.cache_file().parent.mkdir(parents=True, exist_ok=True)
+    probe.cache_file().write_text("not = [toml")
+    said: list[str] = []
+    assert probe.cached(say=said.append) is None
+    assert said
