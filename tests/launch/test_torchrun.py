@@ -38,3 +38,9 @@ def test_a_rank_that_is_no_number_is_refused(monkeypatch):
     set_all(monkeypatch, RANK="zero", WORLD_SIZE="2", MASTER_ADDR="h", MASTER_PORT="1")
     with pytest.raises(UserError, match="RANK='zero'"):
         torchrun.place()
+
+
+def test_a_port_nobody_can_meet_at_is_refused(monkeypatch):
+    set_all(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    with pytest.raises(UserError, match="MASTER_PORT=0"):
+        torchrun.place()

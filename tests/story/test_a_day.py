@@ -143,7 +143,7 @@ def test_interrupting_saves_and_the_same_command_resumes(home):
 
 def test_torchrun_gives_the_same_curve_as_local_ranks(home):
     common = ("name=elastic", "train.steps=8")  # torchrun takes --run for an option of its own
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "-m"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     done = subprocess.run(
         [*command, "espalier", "train", "recipe.toml", *common],
         cwd=home,

@@ -26,6 +26,8 @@ def place(threads: int | None = None) -> Place | None:
             do="start with torchrun, or unset them to run on this machine alone",
         )
     rank, world, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if not 0 < port < 65536:
+        raise UserError(f"MASTER_PORT={port} is no port that ranks could meet at.", do="torchrun --standalone …")
     local = _number("LOCAL_RANK", 0)
     return Place(
         rank=rank,

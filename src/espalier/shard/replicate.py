@@ -3,8 +3,8 @@
 After DistributedDataParallel (Li et al., arXiv 2006.15704): buckets in reverse order of the parameters, a small first
 one, launched from gradient hooks in a fixed order. It deviates where that is simpler or exact:
 - The sum is a sum, not a mean: losses are divided by the weight of the whole batch before backward.
-- A bucket's gradients are copied into it by one call when it is complete, in the first micro-batch already; later
-  micro-batches then add in place, so no second set of gradients is kept.
+- Small gradients are copied into their bucket by one call when it is complete, and in the first micro-batch already;
+  later micro-batches then add in place, so no second set of gradients is kept.
 - One flag per parameter travels with its bucket, so a parameter that no rank used keeps `.grad = None`, just as on one
   rank, and one that some ranks used never waits.
 """
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 FIRST_BUCKET = 2**20  # bytes; DistributedDataParallel's figure: the first exchange should begin early
 BUCKET = 25 * 2**20  # bytes; likewise
+LARGE = 2**18  # bytes; a larger gradient is copied as it comes: still in cache, and its memory serves the next one
 
 
 CLAIM = Claim("replicate", question="shard", changes=frozenset({"gradients are summed", "whole matrices"}))
@@ -150,8 +151,13 @@ class Replicate:
         self._last = last
 
     def _hook(self, bucket: _Bucket, slot: _Slot) -> Any:
-        def arrived(_: Tensor) -> None:
+        view = slot.view
+        large = view.nbytes >= LARGE
+
+        def arrived(parameter: Tensor) -> None:
             bucket.missing -= 1
+            if large and parameter.grad is not view:
+                slot.move()
             if bucket.missing == 0:
                 bucket.gather()
                 if self._armed:
@@ -177,6 +183,14 @@ class _Slot:
     def __init__(self, name: str, parameter: Tensor) -> None:
         self.name, self.parameter = name, parameter
         self.view = parameter
+
+    def move(self) -> None:
+        """Copies the gradient into its place in the bucket and lets the old memory go."""
+        grad = self.parameter.grad
+        assert grad is not None
+        with torch.no_grad():
+            self.view.copy_(grad.to_dense() if grad.is_sparse else grad)
+        self.parameter.grad = self.view
 
 
 class _Bucket:
