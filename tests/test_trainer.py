@@ -1,6 +1,8 @@
 """The laws of the loop: ranks, micro-batches and interruptions change nothing but rounding."""
 
+import json
 import math
+import shutil
 
 import msgspec
 import pytest
@@ -9,7 +11,7 @@ import torch
 from espalier import cluster, rank, trainer
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import derive, load
-from espalier.errors import Interrupted, RunFailed
+from espalier.errors import Interrupted, RunFailed, UserError
 from espalier.language.workload import open_language
 from espalier.launch import base as launch
 from espalier.launch import local
@@ -204,3 +206,30 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
         # The step's totals: loss, weight and stop flag, and one not-a-number flag per rank, in float64.
         assert {step["control"] for step in sent[1:]} == {2 * 3 / 4 * 8 * (3 + 4)}
         assert sent[1] == predicted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler")
+def test_compiled_blocks_follow_the_eager_curve(corpus, tmp_path):
+    recipe = recipe_of(corpus, tmp_path, steps=3, precision="fp64")
+    eager, _ = train(recipe, plan_of(recipe, 1, 8))
+    compiled, _ = train(recipe, plan_of(recipe, 1, 8, compile=True))
+    assert compiled == pytest.approx(eager, rel=1e-9)
+
+
+def test_compiling_without_a_compiler_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"train\.compile = true needs a C\+\+ compiler"):
+        trainer.compile_blocks([torch.nn.Linear(2, 2)])
+
+
+def test_a_profile_of_some_steps_is_written(corpus, tmp_path):
+    recipe = recipe_of(corpus, tmp_path)
+    table = load.to_table(recipe) | {"track": {"profile": [2, 3]}}
+    train(load.from_table(table), plan_of(recipe, 1, 8), tmp_path / "run")
+    names = {event.get("name") for event in json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]}
+    assert {"step 2", "step 3"} <= names
+    assert not {"step 1", "step 4"} & names

@@ -215,7 +215,7 @@ def test_every_operation_gives_what_its_name_says() -> None:
         same(found["all_reduce PRODUCT"], everyone[0] * everyone[1] * everyone[2])
         same(found["reduce_scatter SUM"], sum(everyone) + 3 * rank)
         same(found["reduce_scatter AVG"], sum(everyone) / 3 + rank)
-        same(found["reduce_scatter BOR"], torch.tensor([2 * rank | 0b1110000, 2 * rank + 1 | 0b1110000]) )
+        same(found["reduce_scatter BOR"], torch.tensor([2 * rank | 0b1110000, 2 * rank + 1 | 0b1110000]))
         same(found["all_gather"], torch.cat(everyone))
         same(found["broadcast"], everyone[2])
         same(found["scatter"], base + rank)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions, Store
 
 from espalier.comm.base import Codec, Ledger, Traffic, current_traffic, sent_bytes
 from espalier.comm.watch import Entry, Watch
@@ -51,7 +51,7 @@ class Line:
 class Asked:
     """What one group is made from, and the global ranks in it."""
 
-    store: dist.Store
+    store: Store
     rank: int
     size: int
     timeout: timedelta
@@ -59,7 +59,11 @@ class Asked:
     name: str
 
 
-class Channel(dist.ProcessGroup):
+# Torch's stubs type every overload of every method; a trampoline takes only the forms that torch itself calls.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class Channel(_ProcessGroup):
     """A process group that keeps a byte ledger, applies codecs, and never waits without end. Has state.
 
     Made by `connect`, `torch.distributed.new_group` or a DeviceMesh, not by hand.
@@ -105,7 +109,7 @@ class Channel(dist.ProcessGroup):
         """`espalier`."""
         return "espalier"
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         """The store this group met in."""
         return self._store
 
@@ -353,4 +357,7 @@ def _reducing(kind: Any, given: Any) -> Any:
 
 
 def _is_connection(message: str) -> bool:
-    return any(word in message.lower() for word in ("connect", "closed", "timed out", "timeout", "broken pipe", "reset by peer"))
+    return any(
+        word in message.lower()
+        for word in ("connect", "closed", "timed out", "timeout", "broken pipe", "reset by peer")
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from espalier.comm.base import Ledger
 from espalier.comm.channel import Asked, Channel, Line
@@ -23,7 +23,7 @@ from espalier.units import show_seconds
 
 
 def _gloo(asked: Asked) -> dict[str, Any]:
-    inner = ProcessGroupGloo(dist.PrefixStore("gloo", asked.store), asked.rank, asked.size, asked.timeout)
+    inner = ProcessGroupGloo(PrefixStore("gloo", asked.store), asked.rank, asked.size, asked.timeout)
     return {"cpu": inner, "cuda": inner}
 
 
@@ -35,8 +35,8 @@ def _nccl(asked: Asked) -> dict[str, Any]:
     options = ProcessGroupNCCL.Options()
     options._timeout = asked.timeout
     options.global_ranks_in_group = list(asked.members)
-    options.group_name = asked.name
-    inner = ProcessGroupNCCL(dist.PrefixStore("nccl", asked.store), asked.rank, asked.size, options)
+    options.group_name = dist.distributed_c10d.GroupName(asked.name)
+    inner = ProcessGroupNCCL(PrefixStore("nccl", asked.store), asked.rank, asked.size, options)
     return {**_gloo(asked), "cuda": inner}
 
 
@@ -54,9 +54,7 @@ def _mpi(asked: Asked) -> dict[str, Any]:
 INNER: dict[str, Callable[[Asked], dict[str, Any]]] = {"gloo": _gloo, "nccl": _nccl, "mpi": _mpi}
 
 
-def connect(
-    store: dist.Store, rank: int, world: int, *, timeout: float, inner: str = "gloo", attempt: int = 0
-) -> Channel:
+def connect(store: Store, rank: int, world: int, *, timeout: float, inner: str = "gloo", attempt: int = 0) -> Channel:
     """Joins `world` ranks into torch's default group and returns it as a Channel.
 
     Args:
@@ -74,14 +72,12 @@ def connect(
     if inner not in INNER:
         near = nearest(inner, INNER)
         raise UserError(f"inner is unknown: {inner!r}.", do=f"use {near!r}" if near else f"use one of {sorted(INNER)}")
-    space = dist.PrefixStore(f"attempt{attempt}", store)
+    space = PrefixStore(f"attempt{attempt}", store)
     limit = timedelta(seconds=timeout)
     space.set(f"here/{rank}", "")
     space.set_timeout(limit)
     try:
-        dist.init_process_group(
-            "espalier", store=space, rank=rank, world_size=world, timeout=limit, pg_options=inner
-        )
+        dist.init_process_group("espalier", store=space, rank=rank, world_size=world, timeout=limit, pg_options=inner)
     except RuntimeError as error:
         absent = [other for other in range(world) if not space.check([f"here/{other}"])]
         who = f"ranks {absent} never came" if absent else "all came, but a connection between them failed"

@@ -17,7 +17,7 @@ from espalier.errors import RunFailed
 from espalier.units import show_seconds, show_size
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 KEPT = 16  # collectives remembered per rank
 BEAT = 1.0  # seconds between two published records
@@ -52,7 +52,7 @@ class Watch:
     def __init__(self, store: Store, rank: int) -> None:
         self.rank = rank
         self.phase = "start"
-        self._store = store.clone()
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._counts: dict[str, int] = {}
         self._last: deque[Entry] = deque(maxlen=KEPT)
         self._lock = threading.Lock()
@@ -101,8 +101,10 @@ class Watch:
     def _record(self) -> dict[str, Any]:
         now = time.monotonic()
         with self._lock:
-            last = [f"{entry}{'' if entry.done else ' waiting ' + show_seconds(now - entry.started)}"
-                    for entry in self._last]
+            last = [
+                f"{entry}{'' if entry.done else ' waiting ' + show_seconds(now - entry.started)}"
+                for entry in self._last
+            ]
             counts = dict(self._counts)
         return {"beat": self._beat, "phase": self.phase, "state": self._state, "counts": counts, "last": last}
 

@@ -46,7 +46,7 @@ def _hash(tensors: list[Tensor]) -> int:
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         if tensor.numel():
-            digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+            digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
     return digest.intdigest()
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from espalier import comm
 from espalier.errors import UserError
@@ -70,9 +70,7 @@ def outcomes(n: int, function: Callable[..., Any], *args: Any, timeout: float = 
     return _outcomes(n, function, args, timeout)[1]
 
 
-def _outcomes(
-    n: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
-) -> tuple[_Run, list[Any]]:
+def _outcomes(n: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> tuple[_Run, list[Any]]:
     if torch.get_num_threads() > 1:
         raise UserError(
             f"forks needs a parent of one thread, and torch uses {torch.get_num_threads()}.",
@@ -93,7 +91,7 @@ class _Run:
     def __init__(self, n: int, timeout: float) -> None:
         self.n, self.timeout = n, timeout
         self.deadline = time.monotonic() + timeout
-        self.store: dist.TCPStore | None = None
+        self.store: TCPStore | None = None
         self.pids: list[int] = []
         self.pipes: list[Connection] = []
         self.failed: list[int] = []  # in order of time
@@ -114,7 +112,7 @@ class _Run:
             self.pids.append(pid)
             self.pipes.append(ours)
         # Only now: a fork while the store's thread looks up an address would leave the child with a held lock.
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.write(self.port_write, self.store.port.to_bytes(4, "big") * self.n)
 
     def collect(self) -> list[Any]:
@@ -163,7 +161,9 @@ class _Run:
         lines = [f"{len(late)} of {self.n} ranks did not end in time ({self.timeout:g} s)."]
         for rank in late:
             trace = (Path(self.traces.name) / str(rank)).read_text()
-            trace = "\n".join(takewhile(lambda line: __file__ not in line, trace.splitlines()))  # above: who called forks
+            trace = "\n".join(
+                takewhile(lambda line: __file__ not in line, trace.splitlines())
+            )  # above: who called forks
             lines.append(f"rank {rank} was at:\n{trace or '  (it did not answer: stopped?)'}")
         return "\n".join(lines)
 
@@ -190,7 +190,7 @@ class _Run:
             port = os.read(self.port_read, 4)
             if not port:
                 raise EOFError("the parent gave up before all ranks were forked")
-            store = dist.TCPStore("127.0.0.1", int.from_bytes(port, "big"), is_master=False)
+            store = TCPStore("127.0.0.1", int.from_bytes(port, "big"), is_master=False)
             channel = comm.connect(store, rank, self.n, timeout=self.timeout)
             return function(channel, *args)
         except Exception as error:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _set_thread_isolation_mode
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import Work
 
 from espalier import comm
@@ -48,7 +49,7 @@ def ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float = 30.
     """
     results: list[Any] = [None] * n
     errors: list[tuple[int, BaseException]] = []
-    store, building = dist.HashStore(), _Building(n, timeout)
+    store, building = HashStore(), _Building(n, timeout)
 
     def run(rank: int) -> None:
         _BUILDING.here = building
@@ -69,7 +70,9 @@ def ranks(n: int, function: Callable[..., Any], *args: Any, timeout: float = 30.
             thread.join(timeout)
         late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if errors:
-        rank, error = next((item for item in errors if not isinstance(item[1], threading.BrokenBarrierError)), errors[0])
+        rank, error = next(
+            (item for item in errors if not isinstance(item[1], threading.BrokenBarrierError)), errors[0]
+        )
         error.add_note(f"raised in rank {rank} of {n}")
         raise error
     if late:
@@ -144,7 +147,9 @@ class ThreadGroup:
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         """To the root only."""
         root = self._rank == opts.rootRank
-        return self._collect(tensors, lambda all_: _reduced(all_, opts.reduceOp) if root else [], tensors if root else [])
+        return self._collect(
+            tensors, lambda all_: _reduced(all_, opts.reduceOp) if root else [], tensors if root else []
+        )
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         """From the root."""
@@ -286,11 +291,11 @@ INNER["threads"] = _threads
 @contextmanager
 def _worlds() -> Iterator[None]:
     before, hook = dist.distributed_c10d._world, sys.excepthook
-    dist.distributed_c10d._world = _World()
-    _set_thread_isolation_mode(True)
+    dist.distributed_c10d._world = _World()  # type: ignore[assignment]
+    c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        _set_thread_isolation_mode(False)
+        c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
         dist.distributed_c10d._world = before
         sys.excepthook = hook  # every init_process_group wraps it in one more "[rank0]:"

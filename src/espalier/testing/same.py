@@ -45,7 +45,9 @@ def _compare(left: Any, right: Any, path: str, bitwise: bool, relative: float | 
         double = torch.tensor([left, right], dtype=torch.float64)
         _tensors(double[0], double[1], path, bitwise, relative)
         return
-    assert type(left) is type(right) or (_plain(left) and _plain(right)), f"{where}: {_name(left)} is not {_name(right)}"
+    assert type(left) is type(right) or (_plain(left) and _plain(right)), (
+        f"{where}: {_name(left)} is not {_name(right)}"
+    )
     for key, one, other in _children(left, right, where):
         _compare(one, other, f"{path}{key}", bitwise, relative)
 

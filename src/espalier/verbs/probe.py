@@ -8,18 +8,30 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from espalier import cluster as clusters
+from espalier import rank
 from espalier import run as runs
-from espalier.hardware import probe
+from espalier.cluster import Cluster
+from espalier.hardware import hosts, probe
+from espalier.launch import base as launch
+from espalier.launch import torchrun
 from espalier.verbs import ready, show
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Probes anew, whatever is cached."""
     torch.set_num_threads(1)
-    found = probe.probe(progress=ready.say, disk=Path(arguments.disk))
-    probe.save(found, say=ready.say)
+    place = torchrun.place()
+    if place is None:
+        found = probe.probe(progress=ready.say, disk=Path(arguments.disk))
+        probe.save(found, say=ready.say)
+    else:
+        with rank.joined(place, timeout=120.0) as channel:
+            found = _all(channel, place, arguments)
+        if place.rank != 0:
+            return 0
     out = Path(arguments.out)
     runs.replace(out, clusters.dumps(found))
     if arguments.json:
@@ -28,3 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(show.cluster(found))
         print(f"\nWritten to {out}; plans use it from now on (espalier plan RECIPE --cluster {out} elsewhere).")
     return 0
+
+
+def _all(channel: dist.ProcessGroup | None, place: launch.Place, arguments: argparse.Namespace) -> Cluster:
+    """Under torchrun and its like: every machine, and the links between all ranks."""
+
+    def measure() -> Cluster:
+        return probe.probe(progress=ready.say, disk=Path(arguments.disk))
+
+    return measure() if channel is None else hosts.probe_ranks(channel, place.local_rank, measure)

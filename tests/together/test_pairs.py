@@ -1,0 +1,113 @@
+"""Every pair of mechanisms that exists: a short run with both equals the run with neither, or is refused by name.
+
+The reference is one rank, whole micro-batch, nothing recomputed, float64. A later mechanism adds its row to `ALONE`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from espalier import compose, rank, trainer
+from espalier.config import derive, load
+from espalier.language.workload import open_language
+from espalier.launch import base as launch
+from espalier.launch import local
+from espalier.plan import base as plans
+
+STEPS = 4
+
+# name -> (changes of the recipe's [train], changes of the plan, tolerance of the curve against the reference)
+ALONE = {
+    "ranks": ({}, {"ranks": 2}, 1e-9),
+    "unequal shares": ({}, {"cuts": (0, 3, 8)}, 1e-9),
+    "accumulation": ({}, {"micro_batch": 1}, 1e-9),
+    "recompute selective": ({}, {"recompute": "selective"}, 1e-9),
+    "recompute block": ({}, {"recompute": "block"}, 1e-9),
+    "muon": ({"optimizer": {"kind": "muon"}}, {}, 1e-9),
+    "clip": ({"clip": 0.05}, {}, 1e-9),
+    "cosine": ({"schedule": {"kind": "cosine"}}, {}, 1e-9),
+    "bf16": ({"precision": "bf16"}, {}, 2e-2),
+}
+
+# Choices that answer one question exclude each other; all other pairs must run.
+SAME_QUESTION = [{"recompute selective", "recompute block"}, {"ranks", "unequal shares"}]
+
+PAIRS = [pair for pair in itertools.combinations(ALONE, 2) if set(pair) not in SAME_QUESTION]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(9):
+        (folder / f"{number}.txt").write_text("".join(f"{number} plus {i} is {number + i}\n" for i in range(80)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def curves():
+    """Curves of references already run, by their [train] table."""
+    return {}
+
+
+def recipe_of(corpus, train):
+    table = {
+        "model": {"depth": 1, "width": 32, "heads": 2, "feed_forward": 64},
+        "data": {"path": str(corpus), "cache": str(corpus.parent / "cache"), "validation": 0.2},
+        "train": {"steps": STEPS, "sequence": 32, "batch_tokens": 256, "precision": "fp64"}
+        | {"optimizer": {"kind": "adamw"}}
+        | train,
+    }
+    return derive.resolve(load.from_table(table))[0]
+
+
+def curve(recipe, micro_batch=8, recompute="none", ranks=1, cuts=None):
+    cuts = cuts or tuple(8 * one // ranks for one in range(ranks + 1))
+    shares = tuple(plans.Rank(share=share) for share in itertools.pairwise(cuts))
+    plan = plans.Plan(ranks=shares, micro_batch=micro_batch, recompute=recompute, precision=recipe.train.precision)
+    workload = open_language(recipe)
+
+    def life(place):
+        losses = []
+
+        def emit(event, **fields):
+            if event == "step":
+                losses.append(fields["loss"])
+
+        with rank.joined(place, 20.0) as channel:
+            trainer.Trainer(trainer.Setting(recipe, plan, workload, place, emit=emit), channel).run()
+        return losses
+
+    world = len(shares)
+    return local.run(life, [launch.Place(rank=one, world=world, local_rank=one) for one in range(world)])[0]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)
+def test_the_pair_changes_nothing_but_rounding(corpus, curves, pair):
+    train, plan, tolerance = {}, {}, 0.0
+    for name in pair:
+        its_train, its_plan, its_tolerance = ALONE[name]
+        train |= its_train
+        plan |= its_plan
+        tolerance = max(tolerance, its_tolerance)
+    recipe = recipe_of(corpus, train)
+    # What the optimizer, the clip and the schedule do is meant; how the work is cut and computed must not show.
+    meant = {key: value for key, value in train.items() if key != "precision"}
+    if str(meant) not in curves:
+        curves[str(meant)] = curve(recipe_of(corpus, meant))
+    assert curve(recipe, **plan) == pytest.approx(curves[str(meant)], rel=tolerance)
+
+
+def test_what_differs_in_meaning_differs_in_its_curve(corpus):
+    """The references are not all one curve, so the comparison above can fail."""
+    plain = curve(recipe_of(corpus, {}))
+    for name in ("muon", "clip", "cosine"):
+        assert curve(recipe_of(corpus, ALONE[name][0])) != pytest.approx(plain, rel=1e-6)
+
+
+def test_two_answers_to_one_question_are_refused_by_name():
+    claims = [trainer.RECOMPUTE["selective"], trainer.RECOMPUTE["block"]]
+    refusal = compose.compose(claims)
+    assert isinstance(refusal, compose.Refusal)
+    assert set(refusal.pair) == {"recompute_selective", "recompute_block"}
