@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from espalier import comm, units
 from espalier.checkpoint.sharded import Checkpoints
@@ -35,9 +36,9 @@ def joined(place: launch.Place, timeout: float) -> Iterator[dist.ProcessGroup | 
         yield None
         return
     inner = "nccl" if place.device.startswith("cuda") else "gloo"
-    channel = comm.connect(
-        launch.store(place, timeout), place.rank, place.world, timeout=timeout, inner=inner, attempt=place.attempt
-    )
+    # Keys of a dead attempt would lead to its addresses.
+    store = PrefixStore(f"attempt{place.attempt}", launch.store(place, timeout))
+    channel = comm.connect(store, place.rank, place.world, timeout=timeout, inner=inner)
     try:
         yield channel
     finally:

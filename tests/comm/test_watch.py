@@ -134,7 +134,8 @@ def _twice(channel: Channel) -> Any:
     comm.disconnect()
     totals = []
     for attempt in range(2):
-        again = comm.connect(store, channel.rank(), channel.size(), timeout=10, attempt=attempt)
+        space = dist.PrefixStore(f"attempt{attempt}", store)
+        again = comm.connect(space, channel.rank(), channel.size(), timeout=10)
         value = torch.ones(1)
         dist.all_reduce(value, group=again)
         totals.append(value.item())

@@ -84,8 +84,8 @@ def sent_bytes(operation: str, size: Any, ranks: Any, *, root: bool = False) -> 
         ranks: ranks in the group. Alone, a rank sends nothing.
         root: whether this rank is the root of a broadcast, scatter, gather or reduce.
 
-    Gloo's own traffic was compared on a loopback of its own: all-reduce, all-gather, all-to-all, gather and scatter
-    send what is written here. Its broadcast is a tree, so ranks other than the root forward copies too; only the
+    Gloo's own traffic was compared on a loopback of its own: all-reduce, all-to-all, gather and scatter send what is
+    written here. Its broadcast is a tree, so ranks other than the root forward copies too; only the
     root's one copy is counted.
     """
     others = (ranks - 1) / ranks

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from espalier.comm.base import Ledger
 from espalier.comm.channel import Asked, Channel, Line
 from espalier.comm.watch import Watch
-from espalier.errors import RunFailed, UserError, nearest
+from espalier.errors import PeerLost, UserError, nearest
 from espalier.units import show_seconds
 
 
@@ -54,25 +54,25 @@ def _mpi(asked: Asked) -> dict[str, Any]:
 INNER: dict[str, Callable[[Asked], dict[str, Any]]] = {"gloo": _gloo, "nccl": _nccl, "mpi": _mpi}
 
 
-def connect(store: Store, rank: int, world: int, *, timeout: float, inner: str = "gloo", attempt: int = 0) -> Channel:
+def connect(store: Store, rank: int, world: int, *, timeout: float, inner: str = "gloo") -> Channel:
     """Joins `world` ranks into torch's default group and returns it as a Channel.
 
     Args:
-        store: where the ranks meet (a TCPStore, FileStore …).
+        store: where the ranks meet (a TCPStore, FileStore …). A restarted attempt needs a key space of its own, such
+            as `PrefixStore(f"attempt{n}", store)`, or it meets the addresses of the dead one.
         rank: this process, 0 <= rank < world.
         world: the number of ranks.
         timeout: seconds; the deadline of this call and of every later wait.
         inner: `gloo`, `nccl` (CUDA tensors by NCCL, host tensors by Gloo) or `mpi`.
-        attempt: counts restarts; each attempt has keys of its own, so none meets the addresses of a dead one.
 
     Raises:
         UserError: `inner` is unknown or not available here.
-        RunFailed: not all ranks came in time; names those that did not.
+        PeerLost: not all ranks came in time; names those that did not.
     """
     if inner not in INNER:
         near = nearest(inner, INNER)
         raise UserError(f"inner is unknown: {inner!r}.", do=f"use {near!r}" if near else f"use one of {sorted(INNER)}")
-    space = PrefixStore(f"attempt{attempt}", store)
+    space = PrefixStore("ranks", store)
     limit = timedelta(seconds=timeout)
     space.set(f"here/{rank}", "")
     space.set_timeout(limit)
@@ -81,7 +81,7 @@ def connect(store: Store, rank: int, world: int, *, timeout: float, inner: str =
     except RuntimeError as error:
         absent = [other for other in range(world) if not space.check([f"here/{other}"])]
         who = f"ranks {absent} never came" if absent else "all came, but a connection between them failed"
-        raise RunFailed(
+        raise PeerLost(
             f"Rank {rank} waited {show_seconds(timeout)} for {world} ranks to connect: {who}.",
             why=str(error).strip().splitlines()[0],
             do="look at the logs of those ranks; check that they reach the store's host",

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from espalier.errors import RunFailed
+from espalier.errors import PeerLost
 from espalier.units import show_seconds, show_size
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Watch:
         self._wake.set()
         self._thread.join(timeout=2 * BEAT)
 
-    def failure(self, entry: Entry, cause: str) -> RunFailed:
+    def failure(self, entry: Entry, cause: str) -> PeerLost:
         """The error of a wait on `entry` that ended with `cause`: names this rank, the phase and who is missing."""
         waited = time.monotonic() - entry.started
         self._state = "failed"
@@ -92,7 +92,7 @@ class Watch:
         lines = [f"rank {self.rank}: {self._describe(self._record())}"]
         lines += [f"rank {rank}: {self._describe(seen.records.get(rank))}" for rank in others[:KEPT]]
         reason = cause.strip().partition("\n")[0].partition(" This is typically")[0] or "no reason given"
-        return RunFailed(
+        return PeerLost(
             what,
             why="\n       ".join([reason, *lines]),
             do="look at the log of the missing rank; if it was only slow, raise comm.timeout",

@@ -43,7 +43,7 @@ class Pending(Work):
         self._finishing = threading.Lock() if finish else None
 
     def wait(self, timeout: timedelta = _DEFAULT) -> bool:
-        """Returns when the result is there. Raises RunFailed at the deadline or when a peer is gone."""
+        """Returns when the result is there. Raises PeerLost at the deadline or when a peer is gone."""
         limit = timeout or self._limit
         try:
             for work in self._works:
