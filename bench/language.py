@@ -111,7 +111,7 @@ def make_case(shape: Shape, cache: Path) -> Case:
 
 def ours(case: Case, steps: int) -> Measured:
     """The run as `espalier train` does it, without checkpoints and validation."""
-    plan, world = case.plan, len(case.plan.ranks)
+    plan = case.plan
 
     def life(place: launch.Place) -> tuple[list[float], float]:
         seconds: list[float] = []
@@ -127,11 +127,7 @@ def ours(case: Case, steps: int) -> Measured:
                 one.run()
         return seconds, trainer.peak_memory(torch.device("cpu"))
 
-    places = [
-        launch.Place(rank=index, world=world, local_rank=index, threads=rank.threads)
-        for index, rank in enumerate(plan.ranks)
-    ]
-    return _summary(case, local.run(life, places))
+    return _summary(case, local.run(life, launch.places(plan)))
 
 
 def plain_ddp(case: Case, steps: int) -> Measured:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+import signal
 
 import msgspec
 import pytest
@@ -71,8 +73,7 @@ def train(recipe, plan, folder=None, stop_after=None):
                 assert stop_after is not None
             return losses, {name: value.clone() for name, value in one.built.model.state_dict().items()}
 
-    world = len(plan.ranks)
-    return local.run(life, [launch.Place(rank=rank, world=world, local_rank=rank) for rank in range(world)])[0]
+    return local.run(life, launch.places(plan))[0]
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-4)])
@@ -177,7 +178,7 @@ def test_a_loss_that_is_not_finite_names_step_rank_and_documents(corpus, tmp_pat
             trainer.Trainer(trainer.Setting(recipe, plan, workload, place), channel).run()
 
     with pytest.raises(RunFailed, match=r"The loss is not finite in step 3 on rank 1") as caught:
-        local.run(life, [launch.Place(rank=rank, world=2, local_rank=rank) for rank in range(2)])
+        local.run(life, launch.places(plan))
     assert ".py" in caught.value.why
 
 
@@ -200,7 +201,7 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
             one.run()
         return sent, [p.numel() for p in one.built.model.parameters()]
 
-    for sent, sizes in local.run(life, [launch.Place(rank=r, world=4, local_rank=r) for r in range(4)]):
+    for sent, sizes in local.run(life, launch.places(plan)):
         # A ring all-reduce of every fp32 gradient, and of one flag per parameter that says whether it was used.
         assert {step["gradients"] for step in sent} == {2 * 3 / 4 * 4 * (sum(sizes) + len(sizes))}
         # The step's totals: loss, weight and stop flag, and one not-a-number flag per rank, in float64.
@@ -233,3 +234,19 @@ def test_a_profile_of_some_steps_is_written(corpus, tmp_path):
     names = {event.get("name") for event in json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]}
     assert {"step 2", "step 3"} <= names
     assert not {"step 1", "step 4"} & names
+
+
+def test_a_killed_rank_is_named_though_its_peer_only_saw_it_go(corpus, tmp_path):
+    recipe = recipe_of(corpus, tmp_path)
+    plan, workload = plan_of(recipe, 2, 4), open_language(recipe)
+
+    def life(place):
+        def emit(event, **fields):
+            if event == "step" and fields["step"] == 2 and place.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with rank.joined(place, 20.0) as channel:
+            trainer.Trainer(trainer.Setting(recipe, plan, workload, place, emit=emit), channel).run()
+
+    with pytest.raises(RunFailed, match=r"Rank 1 was killed \(SIGKILL\)"):
+        local.run(life, launch.places(plan))

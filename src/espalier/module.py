@@ -1,16 +1,22 @@
 """Anybody's `nn.Module` as a workload: `[model] kind = "module", build = "package.module:function"`.
 
 The function is called with `[model.arguments]` and returns `Parts`: a model, a dataset, a loss, and maybe a held-out
-dataset. It runs on every rank and must give the same model and data on each (seed what is random).
+dataset. It must give the same model and data whenever it is called (seed what is random). Whatever its author's code
+raises becomes a UserError that names the line.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
+import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +27,7 @@ from torch.utils.data import Dataset, default_collate
 from espalier.config import Module as Options
 from espalier.config import Recipe
 from espalier.cost import Product, Work
-from espalier.errors import UserError
+from espalier.errors import EspalierError, UserError
 from espalier.workload import Phase, Shard, to_device
 
 
@@ -38,17 +44,52 @@ class Parts(NamedTuple):
     held_out: Dataset[Any] | None = None
 
 
+class Author(NamedTuple):
+    """Whose code is called: `build` as the recipe names it, and the file that holds it (empty when not known)."""
+
+    build: str
+    file: str
+
+    @contextmanager
+    def answers(self, doing: str) -> Iterator[None]:
+        """Makes any exception of the block, SystemExit too, the author's: a UserError naming it and its line."""
+        try:
+            yield
+        except EspalierError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise self.failure(doing, error) from error
+
+    def failure(self, doing: str, error: BaseException) -> UserError:
+        """The UserError for `error`, raised by this author's code while `doing`."""
+        said = f"{type(error).__name__}: {error}".rstrip(" .:")
+        return UserError(
+            f"model.build = {self.build!r} failed {doing}: {said}.",
+            why=self.place(error),
+            do="correct it there; docs/module.md shows what is expected",
+        )
+
+    def place(self, error: BaseException) -> str:
+        """`file:line` of the last call in the author's file on the way to `error`, empty when there is none."""
+        if isinstance(error, SyntaxError) and error.filename:
+            return f"{error.filename}:{error.lineno}"
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.file]
+        return f"{self.file}:{lines[-1]}" if lines else ""
+
+
 class ModuleWorkload:
     """The Protocol's answer for a foreign module. `train.batch_tokens` counts samples here."""
 
-    def __init__(self, recipe: Recipe, parts: Parts) -> None:
+    def __init__(self, recipe: Recipe, parts: Parts, author: Author) -> None:
         self.recipe = recipe
         self.parts = parts
+        self.author = author
+        self._counted = _trial(parts, author)
         self.size = _length(parts.dataset)
         self.global_batch = recipe.train.batch_tokens or min(32, self.size)
         self.nominal_weight = float(self.global_batch)
         self._dtype = torch.float32
-        self._given = {name: value.clone() for name, value in parts.model.state_dict().items()}
+        self._given = copy.deepcopy(parts.model.state_dict())
 
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The module as `build` gave it, every time anew."""
@@ -86,9 +127,9 @@ class ModuleWorkload:
     def batches(self, step: int, shard: Shard) -> list[Any]:
         """Samples of a seeded permutation per epoch, collated."""
         indices = self._indices(step, shard)
-        dataset: Any = self.parts.dataset
         cuts = range(0, len(indices), shard.micro_batch)
-        return [default_collate([dataset[i] for i in indices[at : at + shard.micro_batch]]) for at in cuts]
+        with self.author.answers(_READING):
+            return [_collated(self.parts.dataset, indices[at : at + shard.micro_batch]) for at in cuts]
 
     def _indices(self, step: int, shard: Shard) -> list[int]:
         found = []
@@ -105,16 +146,17 @@ class ModuleWorkload:
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """The module's own loss; floating inputs take the precision of the run."""
-        return self.parts.loss(model, to_device(batch, dtype=self._dtype))
+        with self.author.answers("in its loss"):
+            return self.parts.loss(model, to_device(batch, dtype=self._dtype))
 
     def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
         """Loss on the held-out samples of `shard`."""
         total = weight = 0.0
-        held_out: Any = self.parts.held_out
         device = next(model.parameters()).device
         for at in range(shard.start, shard.stop, shard.micro_batch):
-            samples = [held_out[i] for i in range(at, min(at + shard.micro_batch, shard.stop))]
-            value, count = self.loss(model, to_device(default_collate(samples), device))
+            with self.author.answers("while its held-out dataset was read"):
+                batch = _collated(self.parts.held_out, range(at, min(at + shard.micro_batch, shard.stop)))
+            value, count = self.loss(model, to_device(batch, device))
             total += float(value)
             weight += float(count)
         return {"loss": (total, weight)}
@@ -138,9 +180,10 @@ class ModuleWorkload:
     def fingerprint(self) -> str:
         """Hash of the dataset's length and of a few of its samples."""
         digest = hashlib.sha256(str(self.size).encode())
-        dataset: Any = self.parts.dataset
         for index in np.linspace(0, self.size - 1, num=min(16, self.size), dtype=int):
-            for tensor in _tensors(default_collate([dataset[int(index)]])):
+            with self.author.answers(_READING):
+                tensors = _tensors(_collated(self.parts.dataset, [int(index)]))
+            for tensor in tensors:
                 digest.update(tensor.detach().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
@@ -159,7 +202,7 @@ class ModuleWorkload:
 
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
         """Counted on one real forward pass: FLOPs by torch's counter, kept bytes by saved-tensor hooks."""
-        counted = self._counted()
+        counted = self._counted
         factor = micro_batch * {"bf16": 0.5, "fp64": 2.0}.get(precision, 1.0)
         return Work(
             products=(Product(rows=counted.flops / 2 * micro_batch, inner=1, columns=1),),
@@ -172,18 +215,35 @@ class ModuleWorkload:
             tokens=micro_batch,
         )
 
-    def _counted(self) -> _Counted:
-        if not hasattr(self, "_count"):
-            self._count = _count(self.parts)
-        return self._count
-
 
 class _Counted(NamedTuple):
     flops: float  # of one sample's forward pass
     kept: float  # bytes one sample keeps for backward, in fp32
 
 
-def _count(parts: Parts) -> _Counted:
+_READING = "while its dataset was read"
+
+
+def _trial(parts: Parts, author: Author) -> _Counted:
+    """One batch of two samples through the loss: finds mistakes before a run begins, and counts."""
+    if not any(parameter.requires_grad for parameter in parts.model.parameters()):
+        raise UserError(f"model.build = {author.build!r} gave a model without a trainable parameter.")
+    with author.answers(_READING):
+        batch = _collated(parts.dataset, [0, 1 % _length(parts.dataset)])
+        if parts.held_out is not None and _length(parts.held_out):
+            _collated(parts.held_out, [0])
+    with author.answers("in its loss, tried on two samples"), torch.random.fork_rng(devices=[]):
+        found, counted = _count(parts, batch)
+    if not _is_loss(found):
+        raise UserError(
+            f"model.build = {author.build!r}: its loss returned {_described(found)}.",
+            why="it must return two tensors without dimensions, (sum over the batch, weight), the sum differentiable",
+            do='reduction="sum", and torch.tensor(len(y)) for the weight; see docs/module.md',
+        )
+    return counted
+
+
+def _count(parts: Parts, batch: Any) -> tuple[Any, _Counted]:
     from torch.utils.flop_counter import FlopCounterMode
 
     kept: dict[int, int] = {}
@@ -195,55 +255,110 @@ def _count(parts: Parts) -> _Counted:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    dataset: Any = parts.dataset
-    batch = default_collate([dataset[0], dataset[1 % _length(parts.dataset)]])
-    state = {name: value.clone() for name, value in parts.model.state_dict().items()}
+    dtype = next(parameter.dtype for parameter in parts.model.parameters() if parameter.requires_grad)
+    state = copy.deepcopy(parts.model.state_dict())
     counter = FlopCounterMode(display=False)
     with counter, torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        value, _ = parts.loss(parts.model, batch)
+        found = parts.loss(parts.model, to_device(batch, dtype=dtype))
     parts.model.load_state_dict(state)  # a forward pass may have moved running statistics
-    del value
-    return _Counted(counter.get_total_flops() / 2, sum(kept.values()) / 2)
+    return found, _Counted(counter.get_total_flops() / 2, sum(kept.values()) / 2)
 
 
-def open_module(recipe: Recipe) -> ModuleWorkload:
-    """Imports and calls the function that `model.build` names. Raises UserError when that fails."""
+def _is_loss(found: Any) -> bool:
+    if not (isinstance(found, tuple | list) and len(found) == 2):
+        return False
+    return all(isinstance(item, Tensor) and item.ndim == 0 for item in found) and bool(found[0].requires_grad)
+
+
+def _described(found: Any) -> str:
+    if isinstance(found, tuple | list):
+        return f"({', '.join(_described(item) for item in found)})"
+    if isinstance(found, Tensor):
+        constant = "" if found.requires_grad or found.ndim else ", without gradient"
+        return f"a tensor of shape {list(found.shape)}{constant}"
+    return type(found).__name__
+
+
+def open_module(recipe: Recipe, folder: str | Path | None = None) -> ModuleWorkload:
+    """Imports and calls the function that `model.build` names, and tries its loss on two samples.
+
+    The module is looked for in `folder` (the recipe's), then in the current folder, then where Python looks. Raises
+    UserError for whatever its code raises or does not give.
+    """
     options = recipe.model
     assert isinstance(options, Options)
-    function = _import(options.build)
+    function, author = _import(options.build, folder)
     try:
         parts = function(**options.arguments)
-    except TypeError as error:
-        raise UserError(f"model.build = {options.build!r} refused model.arguments: {error}.") from error
+    except EspalierError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TypeError) and not author.place(error):  # the call itself did not fit
+            raise UserError(
+                f"model.build = {options.build!r} refused model.arguments: {error}.", do="correct model.arguments"
+            ) from error
+        raise author.failure("when it was called", error) from error
+    return ModuleWorkload(recipe, _checked(parts, author), author)
+
+
+def _checked(parts: Any, author: Author) -> Parts:
     if not (isinstance(parts, tuple) and len(parts) in (3, 4) and isinstance(parts[0], nn.Module)):
         raise UserError(
-            f"model.build = {options.build!r} returned {type(parts).__name__}.",
+            f"model.build = {author.build!r} returned {type(parts).__name__}.",
             why="it must return (model, dataset, loss) or (model, dataset, loss, held_out)",
             do="see docs/module.md",
         )
     parts = Parts(*parts)
-    if _length(parts.dataset) < 1:
-        raise UserError(f"model.build = {options.build!r} gave an empty dataset.")
-    return ModuleWorkload(recipe, parts)
+    for dataset in (parts.dataset, parts.held_out):
+        if dataset is not None and not hasattr(dataset, "__len__"):
+            raise UserError(
+                f"model.build = {author.build!r}: the dataset {type(dataset).__name__} has no length.",
+                why="the global order of samples must be known to resume exactly",
+                do="give a map-style torch Dataset (with __len__ and __getitem__)",
+            )
+        with author.answers("when a dataset was asked for its length"):
+            size = 1 if dataset is None else _length(dataset)
+        if size < 1 and dataset is parts.dataset:
+            raise UserError(f"model.build = {author.build!r} gave an empty dataset.")
+    return parts
 
 
-def _import(text: str) -> Callable[..., Any]:
+def _import(text: str, folder: str | Path | None) -> tuple[Callable[..., Any], Author]:
     name, colon, attribute = text.partition(":")
     if not colon or not name or not attribute:
         raise UserError(f"model.build = {text!r} names no function.", do='model.build = "package.module:function"')
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    first = [*([] if folder is None else [str(Path(folder).resolve())]), os.getcwd()]
+    sys.path[:] = [*dict.fromkeys(first), *(place for place in sys.path if place not in first)]
     try:
-        found = getattr(importlib.import_module(name), attribute)
-    except ImportError as error:
-        raise UserError(
-            f"model.build = {text!r}: {error}.", do="install the module or run from the folder that holds it"
-        ) from error
-    except AttributeError:
-        raise UserError(f"model.build = {text!r}: {name} has no {attribute!r}.") from None
+        module = importlib.import_module(name)
+    except EspalierError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"model.build = {text!r}: {error}.",
+                why=f"looked in {', '.join(dict.fromkeys(first))} and among the installed modules",
+                do="put the module beside the recipe, or install it",
+            ) from error
+        raise Author(text, _file(name)).failure("when it was imported", error) from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        raise UserError(f"model.build = {text!r}: {name} has no {attribute!r}.")
     if not callable(found):
         raise UserError(f"model.build = {text!r} is not a function.")
-    return found
+    return found, Author(text, getattr(module, "__file__", None) or "")
+
+
+def _file(name: str) -> str:
+    """The file of a module that could not be imported, empty when that is not known."""
+    spec = None
+    with suppress(Exception, SystemExit):
+        spec = importlib.util.find_spec(name)
+    return (spec.origin or "") if spec else ""
+
+
+def _collated(dataset: Any, indices: Sequence[int]) -> Any:
+    return default_collate([dataset[index] for index in indices])
 
 
 def _tensors(batch: Any) -> list[Tensor]:
@@ -254,11 +369,4 @@ def _tensors(batch: Any) -> list[Tensor]:
 
 
 def _length(dataset: Any) -> int:
-    try:
-        return len(dataset)
-    except TypeError:
-        raise UserError(
-            f"The dataset {type(dataset).__name__} has no length.",
-            why="the global order of samples must be known to resume exactly",
-            do="give a map-style torch Dataset (with __len__ and __getitem__)",
-        ) from None
+    return len(dataset)

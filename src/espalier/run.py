@@ -5,6 +5,7 @@ run.toml  cluster.toml  plan.json  events.jsonl  report.html  checkpoints/  logs
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -67,9 +68,15 @@ class RunFolder:
         replace(self.cluster, clusters.dumps(cluster))
         replace(self.plan, plans.dumps(plan))
 
-    def read(self) -> tuple[config.Recipe, plans.Plan]:
-        """The resolved recipe and the plan of the run in this folder."""
-        return load.load(self.recipe), plans.read(self.plan)
+    def read(self) -> config.Recipe:
+        """The resolved recipe of the run in this folder."""
+        return load.load(self.recipe)
+
+    def discard_if_empty(self) -> None:
+        """Removes a folder that holds nothing but the lock, such as that of a run refused before it began."""
+        if {path.name for path in self.path.iterdir()} <= {".lock"}:
+            (self.path / ".lock").unlink(missing_ok=True)
+            self.path.rmdir()
 
 
 def find(path: str | Path) -> RunFolder:
@@ -102,22 +109,23 @@ def open_folder(path: str | Path) -> RunFolder:
             f"The run folder {path} is in use by another process (pid {owner}).",
             do="wait for it, stop it, or give another folder with --run",
         ) from None
-    os.ftruncate(folder.lock, 0)
-    os.pwrite(folder.lock, str(os.getpid()).encode(), 0)
+    with contextlib.suppress(OSError):  # the number is a courtesy to whom finds the folder locked
+        os.ftruncate(folder.lock, 0)
+        os.pwrite(folder.lock, str(os.getpid()).encode(), 0)
     return folder
 
 
 def refuse_other_meaning(folder: RunFolder, recipe: config.Recipe) -> None:
     """Raises UserError when `recipe` (resolved) means another run than the one in `folder`."""
-    before, _ = folder.read()
+    before = folder.read()
     changed = load.changed(before, recipe)
     if changed:
         key, old, new = changed[0]
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        more = f" (and {len(changed) - 1} that follow from it)" if len(changed) > 1 else ""
         raise UserError(
             f"{folder.path} holds a run with {key} = {old!r}, not {new!r}{more}.",
             why="taking it up again would mix two different runs",
-            do=f"--run {folder.path}-2 for a new run, or set {key} back",
+            do=f"name={folder.path.name}-2 or --run FOLDER for a new run, or set {key} back",
         )
     old_steps, new_steps = before.train.steps or 0, recipe.train.steps or 0
     if new_steps < old_steps:

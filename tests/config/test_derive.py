@@ -160,6 +160,7 @@ BAD = {
     "odd size": config.Gpt(width=192, heads=64),
     "is odd": config.Gpt(width=97),
     "model.depth": config.Gpt(depth=0),
+    "model.depth = 10001": config.Gpt(depth=10_001),
     "model.width": config.Gpt(width=-64),
     "contradict": config.Gpt(depth=3, shape="llama-7b"),
     'shape = "llama-7b"': config.Gpt(shape="lama-7b"),
@@ -187,9 +188,13 @@ def test_a_model_that_does_not_fit_is_refused_by_name(named):
         ("train.steps", {"steps": 0}),
         ("train.sequence", {"sequence": -1}),
         ("train.clip", {"clip": float("inf")}),
+        ("train.clip", {"clip": -1.0}),
         ("train.validate_every", {"validate_every": 0}),
         ("learning_rate", {"optimizer": config.Adamw(learning_rate=0.0)}),
         ("adamw.learning_rate", {"optimizer": config.Muon(adamw=config.Adamw(learning_rate=-1.0))}),
+        ("adamw.learning_rate", {"optimizer": config.Muon(adamw=config.Adamw(learning_rate=101.0))}),
+        ("optimizer.learning_rate", {"optimizer": config.Muon(learning_rate=1e6)}),
+        ("adamw.epsilon", {"optimizer": config.Muon(adamw=config.Adamw(epsilon=0.0))}),
         ("betas", {"optimizer": config.Adamw(betas=(0.9, 1.0))}),
         ("warmup", {"schedule": config.Cosine(warmup=2.0)}),
         ("decay", {"schedule": config.Stable(warmup=0.7, decay=0.7)}),
@@ -198,6 +203,32 @@ def test_a_model_that_does_not_fit_is_refused_by_name(named):
 def test_training_numbers_that_do_not_fit_are_refused_by_name(named, train):
     with pytest.raises(UserError, match=named):
         derive.resolve(recipe(config.Gpt(depth=3, context=256), **train))
+
+
+def test_a_clip_of_0_is_allowed_and_turns_it_off():
+    assert derive.resolve(recipe(clip=0.0))[0].train.clip == 0.0
+
+
+@pytest.mark.parametrize(
+    ("named", "options"),
+    [
+        ("plan.pin.threads = 4097", {"plan": config.Planning(pin=config.Pin(threads=4097))}),
+        ("plan.pin.threads = 0", {"plan": config.Planning(pin=config.Pin(threads=0))}),
+        ("track.profile = [0, 3]", {"track": config.Track(profile=(0, 3))}),
+        ("track.profile = [5, 4]", {"track": config.Track(profile=(5, 4))}),
+        ("would die with the process", {"checkpoint": config.Checkpoint(target="memory://x")}),
+    ],
+)
+def test_what_else_cannot_be_is_refused_by_name(named, options):
+    with pytest.raises(UserError) as refused:
+        derive.resolve(config.Recipe(model=config.Gpt(), **options))
+    assert named in str(refused.value)
+
+
+def test_the_bounds_themselves_are_allowed():
+    plan, track = config.Planning(pin=config.Pin(threads=4096)), config.Track(profile=(1, 1))
+    train = config.Train(optimizer=config.Adamw(learning_rate=100.0), steps=3)
+    derive.resolve(config.Recipe(model=config.Gpt(depth=2), plan=plan, track=track, train=train))
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 0.6, 1.0])

@@ -85,9 +85,7 @@ def problem(table: dict[str, Any], *overrides: str) -> str:
 def reload(table: dict[str, Any], *overrides: str) -> config.Recipe:
     """`table` through `load.load`, by way of its text without a file."""
     table = tomllib.loads(tomli_w.dumps(table))
-    for override in overrides:
-        load._override(table, override)
-    return load.from_table(table)
+    return load._recipe(table, "recipe", load._overridden(table, overrides))
 
 
 @given(tables())
@@ -181,13 +179,14 @@ def test_a_slip_in_any_known_key_is_an_error_that_names_it(key: str) -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("train.steps=many", "train.steps: Expected `int`, got `str`"),
-        ("train.steps=1.5", "train.steps: Expected `int`, got `float`"),
-        ("train.compile=1", "train.compile: Expected `bool`, got `int`"),
-        ("model.depth=[1]", "model.depth: Expected `int`"),
-        ("data=3", "data: Expected `array`"),
-        ("train=3", "train: Expected `object`"),
-        ("track.profile=[1]", "track.profile: Expected `array` of length 2"),
+        ("train.steps=many", "on the command line: train.steps: expected int, got 'many'"),
+        ("train.steps=1.5", "train.steps: expected int, got 1.5"),
+        ("train.compile=1", "train.compile: expected bool, got 1"),
+        ("model.depth=[1]", "model.depth: expected int, got [1]"),
+        ("data=3", "data: expected array, got 3"),
+        ("train=3", "train: expected object, got 3"),
+        ("track.profile=[1]", "track.profile: expected array of length 2, got [1]"),
+        ("train.optimizer={kind='adamw',betas=[0.9,'x']}", "on the command line: train.optimizer.betas"),
         ("train.precision=fp16", "train.precision = 'fp16' is not a choice"),
         ("train.recompute=blok", 'train.recompute = "block"'),
         ("model.kind=gtp", 'model.kind = "gpt"'),
@@ -240,8 +239,25 @@ def test_the_second_of_several_sources_is_named() -> None:
     assert "did you mean data.path?" in problem({**LEAST, "data": [{"path": "a"}, {"pth": "b"}]})
 
 
-def test_a_recipe_without_a_model_says_so() -> None:
-    assert "lacks the key `model`" in problem({})
+def test_a_recipe_without_a_model_means_the_plain_decoder() -> None:
+    assert load.from_table({}) == config.Recipe(model=config.Gpt())
+    assert reload({}, "model.depth=3").model == config.Gpt(depth=3)
+
+
+def test_a_wrong_value_in_the_file_is_shown_and_not_blamed_on_the_command_line() -> None:
+    said = problem({"train": {"steps": "abc"}, "data": [{"path": "a"}, {"path": 3}]}, "train.seed=3")
+    assert "recipe: train.steps: expected int, got 'abc'." in said
+    assert "data[1].path: expected str, got 3" in problem({"data": [{"path": "a"}, {"path": 3}]})
+    assert len(problem({"train": {"steps": "x" * 5000}})) < 300
+
+
+def test_a_size_on_the_command_line_takes_the_place_of_the_one_in_the_file() -> None:
+    by_depth, by_shape = {"model": {"depth": 3}}, {"model": {"shape": "gpt2-124m"}}
+    assert reload(by_depth, "model.shape=llama-7b").model == config.Gpt(shape="llama-7b")
+    assert reload(by_shape, "model.depth=5").model == config.Gpt(depth=5)
+    both = reload(by_depth, "model.shape=llama-7b", "model.depth=5").model
+    assert both == config.Gpt(shape="llama-7b", depth=5)
+    assert reload({"model": {"depth": 3, "shape": "x"}}, "train.steps=5").model == config.Gpt(depth=3, shape="x")
 
 
 def test_files_that_cannot_be_read_are_the_users_mistake(tmp_path: Path) -> None:

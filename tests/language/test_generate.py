@@ -9,6 +9,7 @@ from espalier import config
 from espalier.config import derive
 from espalier.errors import UserError
 from espalier.language import generate, gpt, moe
+from espalier.verbs import predict
 
 pytestmark = pytest.mark.quick
 
@@ -86,6 +87,7 @@ def test_top_1_and_a_tiny_temperature_are_greedy():
     greedy = list(generate.generate(model, [4, 2], tokens=20))
     assert list(generate.generate(model, [4, 2], tokens=20, temperature=1.0, top_k=1, seed=0)) == greedy
     assert list(generate.generate(model, [4, 2], tokens=20, temperature=1e-9, seed=0)) == greedy
+    assert list(generate.generate(model, [4, 2], tokens=20, temperature=5e-324, top_k=3, seed=0)) == greedy
 
 
 def test_top_k_draws_only_among_the_k_likeliest():
@@ -126,8 +128,32 @@ def test_gradients_stay_on_for_the_caller():
         ([1], {"temperature": -1.0}, "temperature"),
         ([1], {"temperature": float("nan")}, "temperature"),
         ([1], {"top_k": 0}, "top_k"),
+        ([1], {"seed": 2**63}, "seed"),
+        ([1], {"seed": -(2**63) - 1}, "seed"),
+        ([1], {"tokens": 0}, "tokens = 0"),
+        ([1], {"tokens": -5}, "tokens = -5"),
     ],
 )
 def test_what_cannot_be_generated_is_refused_before_the_first_token(prompt, sampling, named):
     with pytest.raises(UserError, match=named):
-        generate.generate(made(), prompt, tokens=1, **sampling)
+        generate.generate(made(), prompt, **{"tokens": 1, **sampling})
+
+
+@pytest.mark.parametrize("seed", [2**63 - 1, -(2**63), 0])
+def test_any_seed_of_64_bits_draws(seed):
+    assert len(list(generate.generate(made(), [1], tokens=2, temperature=1.0, seed=seed))) == 2
+
+
+def test_a_prompt_of_bytes_that_are_not_text_is_mended(tmp_path):
+    assert predict._prompt("a\udcff") == "a\N{REPLACEMENT CHARACTER}"
+    (tmp_path / "prompt.txt").write_text("né")
+    assert predict._prompt(f"@{tmp_path}/prompt.txt") == "né"
+    assert predict._prompt("né") == "né"
+
+
+@pytest.mark.parametrize("text", ["@", "@absent\udcff.txt", "@/"])
+def test_an_input_file_that_cannot_be_read_is_named(text):
+    with pytest.raises(UserError) as refused:
+        predict._prompt(text)
+    assert str(refused.value).encode()
+    assert ("@FILE" if text == "@" else "cannot be read") in str(refused.value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 from asked import decoder, gpus, processor
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from espalier.config import Pin
 from espalier.errors import UserError
-from espalier.plan import base, uniform
+from espalier.plan import base, reasons, uniform
 
 
 @settings(max_examples=60, deadline=None)
@@ -105,7 +107,7 @@ def test_pins_are_kept_and_named() -> None:
     pinned = uniform.plan(decoder(pin=Pin(ranks=2, threads=4, micro_batch=8, recompute="block")), processor())
     assert (len(pinned.ranks), pinned.ranks[0].threads, pinned.micro_batch, pinned.recompute) == (2, 4, 8, "block")
     told = " ".join(pinned.why)
-    for said in ("plan.pin.ranks = 2", "plan.pin.micro_batch was set", "it was set", "more than the 2 cores"):
+    for said in ("2 ranks were asked for", "plan.pin.micro_batch was set", "it was set", "more than the 2 cores"):
         assert said in told
 
 
@@ -157,6 +159,60 @@ def test_states_that_do_not_fit_are_named_with_what_is_missing() -> None:
     assert "train.optimizer.kind=muon" in told
     assert "devices with at least" in told
     assert "optimizer 240 GiB" in told
+    assert "every rank holds the whole model" in told
+    assert "espalier explain amsp" in told
+
+
+def test_muon_is_not_advised_to_who_has_it() -> None:
+    muon = decoder(width=8192, layers=40, optimizer="muon")
+    with pytest.raises(UserError) as caught:
+        uniform.plan(muon, gpus())
+    assert "kind=muon" not in str(caught.value)
+    assert "model.depth" not in str(caught.value)  # a named shape has no depth to change
+
+
+@pytest.mark.parametrize("cluster", [gpus(), processor(4, "1GiB"), processor(2, "1GiB", count=2)])
+def test_devices_of_the_advised_memory_suffice(cluster) -> None:  # type: ignore[no-untyped-def]
+    request = decoder(width=4096, layers=60)
+    with pytest.raises(UserError) as caught:
+        uniform.plan(request, cluster)
+    advised = re.search(r"devices with at least ([\d.]+) (\w+) each", str(caught.value))
+    assert advised
+    memory = round(float(advised[1]) * 1.01 * 1024 ** (("KiB", "MiB", "GiB", "TiB").index(advised[2]) + 1))
+    nodes = tuple(
+        msgspec.structs.replace(node, device=msgspec.structs.replace(node.device, memory=memory))
+        for node in cluster.nodes
+    )
+    assert uniform.plan(request, msgspec.structs.replace(cluster, nodes=nodes)).executable
+
+
+@pytest.mark.parametrize("cluster", [gpus(), processor(4, "1GiB")])
+def test_the_closest_plan_is_priced_and_says_what_it_lacks(cluster) -> None:  # type: ignore[no-untyped-def]
+    request = decoder(width=8192, layers=40)
+    with pytest.raises(reasons.DoesNotFit) as caught:
+        uniform.plan(request, cluster)
+    plan = uniform.closest(request, cluster)
+    assert not plan.executable
+    assert plan.predicted is not None
+    assert plan.predicted.memory_bytes["peak"] > plan.predicted.memory_limit
+    assert plan.missing.split(" of memory")[0] + " are missing" in str(caught.value)
+    assert base.loads(base.dumps(plan)) == plan
+
+
+def test_much_slower_is_said_in_times() -> None:
+    def loses(times: float) -> str:
+        measured = {(1, 2): 1.0, (2, 1): times}
+        return uniform.plan(decoder(), processor(), measured).runners_up[0].loses
+
+    assert loses(1.99) == "99 % slower (measured 2.0 s)"
+    assert loses(2) == "2x slower (measured 2.0 s)"
+    assert loses(2.46).startswith("2.5x slower")
+    assert loses(11.92).startswith("12x slower")
+    assert loses(1500).startswith("1,500x slower")
+
+
+def test_gpus_are_counted_as_gpus() -> None:
+    assert uniform.plan(decoder(batch=256), gpus(count=2)).why[0].startswith("16 GPUs: ")
 
 
 def test_activations_that_do_not_fit_are_named_with_their_cure() -> None:

@@ -213,3 +213,38 @@ def test_a_corrupt_cache_of_the_probe_is_said_and_measured_anew(home):
     said: list[str] = []
     assert probe.cached(say=said.append) is None
     assert said
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "nonsense", '{"ranks": [{"share": [0, 1]}]}'])
+def test_a_spoilt_plan_is_refused_and_a_deleted_one_made_anew(home, capsys, text):
+    assert cli.main(["train", "recipe.toml", "--json"]) == 0
+    capsys.readouterr()
+    plan = home / "runs/small/plan.json"
+    plan.write_text(text)
+    assert "delete" in refused(capsys, "train", "recipe.toml", "train.steps=3")
+    plan.unlink()
+    assert cli.main(["train", "recipe.toml", "train.steps=3", "--json"]) == 0
+    assert plan.exists()
+
+
+def test_a_plan_for_other_machines_is_not_begun_here(home, capsys):
+    (home / "gpus.toml").write_text(
+        '[[nodes]]\ncount = 2\ndevice = "A100-80GB"\ndevices = 8\n[links]\nbetween = "400Gbit/s"\n'
+    )
+    text = refused(capsys, "train", "recipe.toml", "plan.cluster=gpus.toml", "train.batch_tokens=2048")
+    assert "other machines" in text
+    assert not (home / "runs").exists() or not list((home / "runs").iterdir())
+
+
+def test_a_finished_run_is_left_as_it_is(home, capsys):
+    assert cli.main(["train", "recipe.toml", "--json"]) == 0
+    before = {path: path.read_bytes() for path in (home / "runs/small").glob("*.*")}
+    capsys.readouterr()
+    assert cli.main(["train", "recipe.toml"]) == 0
+    assert "is finished (2 of 2 steps)" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in (home / "runs/small").glob("*.*")} == before
+
+
+def test_an_unknown_checkpoint_target_leaves_no_run(home, capsys):
+    assert "foo" in refused(capsys, "train", "recipe.toml", "checkpoint.target=foo://x")
+    assert not (home / "runs").exists() or not list((home / "runs").iterdir())

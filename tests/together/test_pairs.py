@@ -79,8 +79,7 @@ def curve(recipe, micro_batch=8, recompute="none", ranks=1, cuts=None):
             trainer.Trainer(trainer.Setting(recipe, plan, workload, place, emit=emit), channel).run()
         return losses
 
-    world = len(shares)
-    return local.run(life, [launch.Place(rank=one, world=world, local_rank=one) for one in range(world)])[0]
+    return local.run(life, launch.places(plan))[0]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
+import re
+from typing import Any
 
-from espalier.track.progress import Progress, Waiting, showing
+import pytest
+
+from espalier.track.progress import Forgiving, Progress, Waiting, showing
 from espalier.units import show_size
 
 
@@ -16,16 +21,9 @@ class Clock:
         return self.now
 
 
-def step(number: int) -> dict[str, object]:
-    return {
-        "event": "step",
-        "step": number,
-        "loss": 2.5,
-        "tokens": 4096,
-        "seconds": 1.0,
-        "mfu": 0.31,
-        "memory": 1 << 30,
-    }
+def step(number: int, **fields: Any) -> dict[str, Any]:
+    usual = {"loss": 2.5, "tokens": 4096, "seconds": 1.0, "mfu": 0.31, "memory": 1 << 30}
+    return {"event": "step", "step": number, **usual, **fields}
 
 
 def test_without_a_terminal_there_is_one_line_a_minute() -> None:
@@ -105,3 +103,88 @@ def test_closing_after_the_last_step_is_a_finish() -> None:
         progress.event(step(1))
         progress.event(step(2))
     assert out.getvalue().splitlines()[-1].startswith("finished at step 2 of 2")
+
+
+class Leaving(io.StringIO):
+    """A reader that goes away after `writes` writes, or at the first flush."""
+
+    def __init__(self, writes: int | None = None, terminal: bool = False) -> None:
+        super().__init__()
+        self.left, self.terminal = writes, terminal
+
+    def write(self, text: str) -> int:
+        if self.left == 0:
+            raise BrokenPipeError
+        self.left = None if self.left is None else self.left - 1
+        return super().write(text)
+
+    def flush(self) -> None:
+        if self.left is None:
+            raise OSError(28, os.strerror(28))
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+@pytest.mark.parametrize("writes", [None, 0, 1, 3])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_reader_that_goes_away_never_ends_a_training(writes: int | None, terminal: bool) -> None:
+    clock = Clock()
+    out = Leaving(writes, terminal)
+    with showing(Progress(300, out=out, clock=clock)) as progress:
+        for number in range(1, 301):
+            clock.now += 30.0
+            progress.event(step(number))
+        progress.event({"event": "incident", "what": "x"})
+    with Waiting("Tokenizing", 100, show_size, Leaving(writes, terminal), clock) as waiting:
+        for _ in range(10):
+            clock.now += 60.0
+            waiting.advance(10)
+
+
+def test_a_forgiving_stream_is_the_stream_until_its_first_error_and_silent_after() -> None:
+    with open(os.devnull, "w", encoding="latin-1") as file:
+        stream = Forgiving(file)
+        assert (stream.encoding, stream.fileno(), stream.name) == ("latin-1", file.fileno(), os.devnull)
+    assert stream.write("closed") == 6
+    reader, writer = os.pipe()
+    os.close(reader)
+    pipe = open(writer, "w", buffering=1)  # noqa: SIM115
+    stream = Forgiving(pipe)
+    assert stream.write("nobody\n" * 3) == 21
+    stream.write("still nobody\n")
+    stream.flush()
+    assert not stream.isatty()
+    with pytest.raises(BrokenPipeError):
+        pipe.close()
+    out = Leaving(2)
+    stream = Forgiving(out)
+    for text in "abcd":
+        assert stream.write(text) == 1
+    out.left = 9
+    stream.write("e")
+    assert out.getvalue() == "ab"
+
+
+def test_beside_the_bar_every_figure_keeps_its_place() -> None:
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(300, out=out, terminal=True, clock=clock)
+    shown = []
+    for number, loss in enumerate((12.345, 0.5, 0.001234, 2.0), start=1):
+        clock.now += 10.0**number
+        progress.event(step(number, loss=loss, tokens=7**number, memory=1 << (27 + number)))
+        assert progress._bar is not None
+        shown.append(progress._bar._bars.tasks[0].fields["figures"])
+    progress.close()
+    assert len({len(text) for text in shown}) == 1
+    assert len({tuple(found.start() for found in re.finditer("·", text)) for text in shown}) == 1
+
+
+def test_mfu_is_that_of_the_recent_steps_together() -> None:
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(300, out=out, clock=clock)
+    progress.event(step(1, mfu=0.5, seconds=3.0))
+    clock.now += 61.0
+    progress.event(step(2, mfu=0.1, seconds=1.0))
+    progress.close()
+    assert "MFU 40.0%" in out.getvalue().splitlines()[2]

@@ -20,6 +20,9 @@ from espalier.errors import UserError, nearest
 HELP = "docs/cluster.md shows the format; `espalier probe` writes one for this machine"
 Quantity = str | int | float
 
+LARGEST = 1_000_000
+"""Devices in all: each becomes an object, and no cluster has more."""
+
 
 class _Line(Struct, forbid_unknown_fields=True):
     bandwidth: Quantity
@@ -86,6 +89,9 @@ def loads(text: str, origin: str = "cluster.toml") -> Cluster:
     if not file.nodes:
         raise UserError(f"{origin} has no nodes.", do='[[nodes]]\n       count = 2\n       device = "A100-80GB"')
     nodes = tuple(_node(table, file.links, f"{origin}: nodes[{i}]") for i, table in enumerate(file.nodes))
+    total = sum(node.count * node.devices for node in nodes)
+    if total > LARGEST:
+        raise UserError(f"{origin} has {total:,} devices (count x devices).", do=f"{LARGEST:,} devices or fewer in all")
     between = _between(file.links, nodes[0].device, origin)
     cluster = Cluster(nodes=nodes, between=between, pairs=file.pairs, machine=file.machine, notes=file.notes)
     _check_links(cluster, origin)
@@ -238,8 +244,29 @@ def _refusal(error: msgspec.ValidationError, origin: str) -> UserError:
     unknown = re.search(r"unknown field `(.*)`", text)
     do = HELP
     if unknown:
-        fields = {f for kind in (_File, _Table, _Links, _Line, Device, Link, Disk) for f in kind.__struct_fields__}
-        near = nearest(unknown[1], fields)
+        do = _instead(unknown[1], re.sub(r"\[\d+\]", "", where))
         text = f"unknown key {unknown[1]!r}"
-        do = f"did you mean {near}?" if near else HELP
     return UserError(f"{origin}: {where + ': ' if where else ''}{text}.", do=do)
+
+
+_TABLES: dict[str, tuple[type[Struct], str]] = {
+    "": (_File, "at the top of the file"),
+    "nodes": (_Table, "in [[nodes]]"),
+    "links": (_Links, "in [links]"),
+    "links.inside": (_Line, "in links.inside or links.between"),
+    "links.between": (_Line, "in links.inside or links.between"),
+    "links.latency": (_Latencies, "in links.latency"),
+    "nodes.inside": (_Line, "in links.inside or links.between"),
+    "nodes.device": (Device, "in nodes.device"),
+    "nodes.disks": (Disk, "in nodes.disks"),
+}
+"""Path of a table -> its keys, and where people find it."""
+
+
+def _instead(key: str, where: str) -> str:
+    """What to write instead of the unknown `key` of table `where`: its own place, else the nearest key there."""
+    for kind, place in _TABLES.values():
+        if key in kind.__struct_fields__:
+            return f"{key} stands {place}"
+    near = nearest(key, _TABLES[where][0].__struct_fields__) if where in _TABLES else None
+    return f"did you mean {near}?" if near else HELP

@@ -16,18 +16,17 @@ _NOT_NEGATIVE: Limit = (lambda value: value >= 0, "0 or more")
 _SHARE: Limit = (lambda value: 0 <= value <= 1, "between 0 and 1")
 _BELOW_ONE: Limit = (lambda value: 0 <= value < 1, "at least 0 and below 1")
 _SPLIT: Limit = (lambda value: 0 < value <= 0.5, "above 0 and at most 0.5")
+_DEPTH: Limit = (lambda value: 0 < value <= 10_000, "above 0 and at most 10,000")
+_THREADS: Limit = (lambda value: 0 < value <= 4096, "above 0 and at most 4096")
+_RATE: Limit = (lambda value: 0 < value <= 100, "above 0 and at most 100")
 
 _LIMITS: dict[Limit, tuple[str, ...]] = {
     _POSITIVE: (
-        *(f"model.{name}" for name in ("depth", "width", "heads", "kv_heads", "feed_forward", "vocabulary", "context")),
+        *(f"model.{name}" for name in ("width", "heads", "kv_heads", "feed_forward", "vocabulary", "context")),
         *(f"model.{name}" for name in ("rope_theta", "norm_epsilon", "experts", "active")),
-        *(
-            f"train.{name}"
-            for name in ("steps", "sequence", "batch_tokens", "clip", "validate_every", "validate_tokens")
-        ),
-        *(f"train.optimizer.{name}" for name in ("learning_rate", "iterations", "epsilon")),
-        *(f"train.optimizer.adamw.{name}" for name in ("learning_rate", "epsilon")),
-        *(f"plan.pin.{name}" for name in ("ranks", "threads", "micro_batch")),
+        *(f"train.{name}" for name in ("steps", "sequence", "batch_tokens", "validate_every", "validate_tokens")),
+        *(f"train.optimizer.{name}" for name in ("iterations", "epsilon", "adamw.epsilon")),
+        *(f"plan.pin.{name}" for name in ("ranks", "micro_batch")),
         "data.weight",
         "checkpoint.every",
         "checkpoint.keep",
@@ -35,12 +34,16 @@ _LIMITS: dict[Limit, tuple[str, ...]] = {
     _NOT_NEGATIVE: (
         "model.balance",
         "train.seed",
+        "train.clip",
         "train.optimizer.weight_decay",
         "train.optimizer.adamw.weight_decay",
     ),
     _BELOW_ONE: ("train.optimizer.momentum", "train.optimizer.betas", "train.optimizer.adamw.betas"),
     _SHARE: ("train.schedule.warmup", "train.schedule.decay", "train.schedule.floor"),
     _SPLIT: ("data.validation",),
+    _DEPTH: ("model.depth",),
+    _THREADS: ("plan.pin.threads",),
+    _RATE: ("train.optimizer.learning_rate", "train.optimizer.adamw.learning_rate"),
 }
 
 
@@ -57,8 +60,25 @@ def check(recipe: config.Recipe) -> None:
         _decoder(recipe.model)
         _lengths(recipe.model, recipe.train)
     _batch(recipe.train)
+    _places(recipe)
     units.seconds(recipe.comm.timeout, "comm.timeout")
     units.size(recipe.comm.bucket, "comm.bucket")
+
+
+def _places(recipe: config.Recipe) -> None:
+    profile, target = recipe.track.profile, recipe.checkpoint.target
+    if profile is not None and not 1 <= profile[0] <= profile[1]:
+        raise UserError(
+            f"track.profile = {list(profile)} names no step.",
+            why="it is [from, to], the first step is 1, and both are included",
+            do="track.profile = [10, 12]",
+        )
+    if target is not None and target.startswith("memory:"):
+        raise UserError(
+            f"checkpoint.target = {target!r} is not possible.",
+            why="the state would die with the process",
+            do="leave it out for the run folder, or name a folder",
+        )
 
 
 def _values(struct: Any, path: list[str]) -> list[Any]:

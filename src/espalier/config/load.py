@@ -24,20 +24,22 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> config.Recipe:
     file = Path(path)
     table = _read(file)
     table.setdefault("name", file.stem)
-    for override in overrides:
-        _override(table, override)
-    return from_table(table, str(path))
+    return _recipe(table, str(path), _overridden(table, overrides))
 
 
 def from_table(table: Table, origin: str = "recipe") -> config.Recipe:
     """The recipe a TOML table says; `origin` names the table in messages."""
+    return _recipe(table, origin, [])
+
+
+def _recipe(table: Table, origin: str, overridden: Sequence[str]) -> config.Recipe:
     _refuse_odd_values(table, origin)
     table = _normalise(table)
     _refuse_unknown(table, config.Recipe, origin, ())
     try:
         return msgspec.convert(table, config.Recipe, strict=True)
     except msgspec.ValidationError as error:
-        raise _invalid(error, origin) from None
+        raise _invalid(error, table, origin, overridden) from None
 
 
 def to_table(recipe: config.Recipe) -> Table:
@@ -96,7 +98,17 @@ def _read(file: Path) -> Table:
         raise UserError(f"{file} nests its tables too deeply.") from None
 
 
-def _override(table: Table, text: str) -> None:
+def _overridden(table: Table, overrides: Sequence[str]) -> list[str]:
+    """Applies the overrides to `table`; their keys. A size named there takes the place of the one in the file."""
+    keys = [_override(table, override) for override in overrides]
+    for one, other in (("depth", "shape"), ("shape", "depth")):
+        model = table.get("model")
+        if isinstance(model, dict) and f"model.{one}" in keys and f"model.{other}" not in keys:
+            model.pop(other, None)
+    return keys
+
+
+def _override(table: Table, text: str) -> str:
     key, equals, value = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
@@ -114,6 +126,7 @@ def _override(table: Table, text: str) -> None:
             raise UserError(f"{key.strip()} cannot be set: {taken} has no such part.", why=why)
         node = child
     node[parts[-1]] = _value(value.strip())
+    return ".".join(parts)
 
 
 def _value(text: str) -> Any:
@@ -125,7 +138,7 @@ def _value(text: str) -> Any:
 
 
 def _normalise(table: Table) -> Table:
-    table = dict(table)
+    table = {"model": {}, **table}
     if isinstance(table.get("data"), dict):
         table["data"] = [table["data"]]
     if isinstance(table.get("model"), str):
@@ -228,9 +241,12 @@ def _misplaced(key: str, structs: list[Any], origin: str, path: tuple[str, ...])
     )
 
 
-def _invalid(error: msgspec.ValidationError, origin: str) -> UserError:
+def _invalid(error: msgspec.ValidationError, table: Table, origin: str, overridden: Sequence[str]) -> UserError:
     text, _, where = str(error).partition(" - at `$")
-    key = where.rstrip("`").lstrip(".").replace("[...]", "").replace("[0]", "")
+    where = where.rstrip("`")
+    key = where.lstrip(".").replace("[...]", "").replace("[0]", "")
+    if any(f"{key}.".startswith(f"{one}.") for one in overridden):
+        origin = "on the command line"
     text = text.replace(" | null", "").replace("Object missing required field", "The recipe lacks the key")
     found = re.fullmatch(r"Invalid enum value '(.*)'", text, re.DOTALL)
     choices = _choices(key.split(".")) if found else []
@@ -238,9 +254,26 @@ def _invalid(error: msgspec.ValidationError, origin: str) -> UserError:
         near = nearest(found[1], choices)
         why, do = f"the choices are {', '.join(choices)}", f'{key} = "{near or choices[0]}"'
         return UserError(f"{origin}: {key} = {found[1]!r} is not a choice.", why=why, do=do)
+    expected, got, _ = text.partition(", got ")
+    value = _at(table, where)
+    if expected.startswith("Expected ") and got and value is not None:
+        shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}…"
+        text = f"expected {expected.removeprefix('Expected ').replace('`', '')}, got {shown}"
     return UserError(
         f"{origin}: {key + ': ' if key else ''}{text}.", do="see `espalier train --help` and docs/recipe.md"
     )
+
+
+def _at(table: Any, where: str) -> Any:
+    """What stands at msgspec's path `.data[0].path`; None when it does not lead to one value."""
+    for name, place in re.findall(r"\.([^.\[]+)|\[([^\]]*)\]", where):
+        if name and isinstance(table, dict):
+            table = table.get(name)
+        elif place.isdecimal() and isinstance(table, list):
+            table = table[int(place)]
+        else:
+            return None
+    return table
 
 
 def _choices(path: list[str]) -> list[str]:

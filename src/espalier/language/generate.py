@@ -17,6 +17,9 @@ from espalier.errors import UserError
 from espalier.language.cache import Cache
 from espalier.language.gpt import GPT
 
+COLDEST = 1e-6
+"""Temperatures below are 0: logits divided by them would overflow, and the likeliest token is all that is left."""
+
 
 class Sampling(TypedDict, total=False):
     """How `generate` picks tokens; every key may be left out."""
@@ -38,7 +41,8 @@ def generate(model: GPT, prompt: Sequence[int] | Tensor, *, tokens: int, **sampl
     """
     ids = [int(token) for token in prompt]
     temperature, top_k = sampling.get("temperature", 0.0), sampling.get("top_k")
-    _check(model, ids, temperature, top_k)
+    _check_prompt(model, ids)
+    _check(tokens, sampling)
     generator, seed = torch.Generator(), sampling.get("seed")
     if seed is None:
         generator.seed()
@@ -55,7 +59,7 @@ class _Choice:
 
     def __call__(self, logits: Tensor) -> int:
         """The next token of `logits` `[vocabulary]`."""
-        if self.temperature == 0.0:
+        if self.temperature < COLDEST:
             return int(logits.argmax())
         logits = logits.cpu().double() / self.temperature
         if self.top_k is not None and self.top_k < len(logits):
@@ -85,7 +89,7 @@ def after_forgetting(window: list[int], context: int) -> list[int]:
     return window[-max(1, context // 2) :]
 
 
-def _check(model: GPT, ids: list[int], temperature: float, top_k: int | None) -> None:
+def _check_prompt(model: GPT, ids: list[int]) -> None:
     if not ids:
         raise UserError("The prompt is empty.", do="give at least one token to go on from")
     outside = [token for token in ids if not 0 <= token < model.size.vocabulary]
@@ -94,6 +98,14 @@ def _check(model: GPT, ids: list[int], temperature: float, top_k: int | None) ->
         raise UserError(
             f"The prompt holds the token {outside[0]}.", why=why, do="use the tokenizer it was trained with"
         )
+
+
+def _check(tokens: int, sampling: Sampling) -> None:
+    temperature, top_k, seed = sampling.get("temperature", 0.0), sampling.get("top_k"), sampling.get("seed")
+    if tokens < 1:
+        raise UserError(f"tokens = {tokens} is not possible.", do="1 or more")
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise UserError(f"seed = {seed} is not possible.", why="it has to fit into 64 bits", do="a smaller number")
     if not 0.0 <= temperature < float("inf"):
         raise UserError(
             f"temperature = {temperature} is not possible.", do="0 for the likeliest token, about 0.8 to sample"

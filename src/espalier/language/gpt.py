@@ -169,7 +169,9 @@ class GPT(nn.Module):
     def __init__(self, options: config.Gpt | config.Moe) -> None:
         super().__init__()
         self.size = size = sizes(options)
-        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        # Given empty: on the meta device torch's own filling would first import a second of decompositions.
+        table = torch.empty(size.vocabulary, size.width)
+        self.embedding = nn.Embedding(size.vocabulary, size.width, _weight=table)
         self.rotation = Rotation(size)
         self.blocks = nn.ModuleList(self.block() for _ in range(size.layers))
         self.norm = RMSNorm(size.width, size.norm_epsilon)

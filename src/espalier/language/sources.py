@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import glob
 import gzip
@@ -355,8 +356,19 @@ def _unreadable(path: str, error: Exception) -> UserError:
     )
 
 
+_ALIKE = 0.75  # of difflib's 1: one slip in a word of four letters or more, two in longer ones
+
+
+def _similar(word: str, known: list[str]) -> str | None:
+    """The known word that `word` is probably a slip of. A wrong suggestion would mislead, so it has to be close."""
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=_ALIKE)), None)
+
+
 def _unknown(path: str) -> UserError:
-    near = nearest(path, ["python:stdlib", f"hf:{path.split(':', 1)[1]}"])
+    scheme, _, name = path.partition(":")
+    near = _similar(path, ["python:stdlib"])
+    if near is None and scheme != "python" and _similar(scheme, ["hf"]):
+        near = f"hf:{name}"
     hint = f"did you mean {near}? " if near else ""
     return UserError(f"data.path = {path!r}: unknown kind of source.", do=f"{hint}known: {', '.join(KNOWN)}")
 
@@ -364,7 +376,7 @@ def _unknown(path: str) -> UserError:
 def _missing(place: Path) -> UserError:
     parent = place.parent
     names = sorted(os.listdir(parent)) if parent.is_dir() and os.access(parent, os.R_OK) else []
-    near = nearest(place.name, names)
+    near = _similar(place.name, names)
     where = f"from {os.getcwd()}" if not place.is_absolute() else ""
     return UserError(
         f"data.path = {str(place)!r} does not exist.",

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from espalier.plan.base import Plan
+
 ROLES = ("trainer", "optimizer", "evaluator", "spare")
 
 
@@ -38,6 +40,22 @@ class Place:
     serves: bool = False
     listen_fd: int = -1
     log: Path | None = None
+
+
+def places(plan: Plan, logs: Path | None = None) -> list[Place]:
+    """The places of a plan's ranks on one machine; each logs to a file of its own in `logs`."""
+    return [
+        Place(
+            rank=index,
+            world=len(plan.ranks),
+            local_rank=index,
+            role=rank.role,
+            device=rank.device,
+            threads=rank.threads,
+            log=logs / f"{rank.role}-{index}.log" if logs is not None else None,
+        )
+        for index, rank in enumerate(plan.ranks)
+    ]
 
 
 class Task(Protocol):

@@ -119,10 +119,8 @@ def _live(task: Task, place: Place, writer: int) -> int:
     except KeyboardInterrupt:
         outcome, code = ("raised", Interrupted("Stopped before the first step.")), 130
     except BaseException as error:
-        text = traceback.format_exc()
-        sys.stderr.write(text)
-        last = f"{type(error).__name__}: {error}"
-        outcome, code = ("raised", RunFailed(f"Rank {place.rank} failed: {last}", why=_where(text, place))), 1
+        sys.stderr.write(traceback.format_exc())
+        outcome, code = ("raised", explained(error, place)), 1
     with os.fdopen(writer, "wb") as pipe:
         pickle.dump(outcome, pipe)
     return code
@@ -138,6 +136,12 @@ def _redirect(place: Place) -> None:
         os.dup2(log, 1)
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     os.close(log)
+
+
+def explained(error: BaseException, place: Place) -> RunFailed:
+    """What a person needs of an unexpected `error` in the rank at `place`: its kind, words and place."""
+    text = "".join(traceback.format_exception(error))
+    return RunFailed(f"Rank {place.rank} failed: {type(error).__name__}: {error}", why=_where(text, place))
 
 
 def _where(text: str, place: Place) -> str:

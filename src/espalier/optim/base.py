@@ -46,9 +46,9 @@ class Group:
     def state_dict(self) -> dict[str, Any]:
         """`name/kind` -> tensor."""
         found: dict[str, Any] = {}
-        for parameter, state in self.optimizer.state.items():
-            for kind, value in state.items():
-                found[f"{self.names[parameter]}/{kind}"] = value
+        for parameter, name in self.names.items():
+            for kind, value in self.optimizer.state[parameter].items():
+                found[f"{name}/{kind}"] = value
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -191,9 +191,26 @@ def loads(text: str | bytes, origin: str = "plan.json") -> Plan:
             table.pop("layout", None)
         return msgspec.convert(table, Plan)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise UserError(
-            f"{origin} is not a plan: {error}.", do="espalier plan recipe.toml --json > plan.json"
-        ) from None
+        raise UserError(f"{origin} is not a plan: {error}.", do=f"delete {origin}; it is planned anew") from None
+
+
+def check(plan: Plan, samples: int, origin: str = "plan.json") -> Plan:
+    """`plan`, if its ranks divide a batch of `samples` among them. Raises UserError saying what is wrong with it."""
+    at = 0
+    for index in plan.trainers:
+        start, stop = plan.ranks[index].share
+        if start != at or stop <= start:
+            raise _nonsense(origin, f"rank {index} has samples {start} to {stop}; the rank before it ends at {at}")
+        at = stop
+    if at != samples or plan.micro_batch < 1:
+        raise _nonsense(origin, f"its ranks share {at} samples in micro-batches of {plan.micro_batch}, not {samples}")
+    if any(rank.threads < 1 for rank in plan.ranks):
+        raise _nonsense(origin, "a rank has no thread")
+    return plan
+
+
+def _nonsense(origin: str, why: str) -> UserError:
+    return UserError(f"{origin} cannot be run: {why}.", do=f"delete {origin}; it is planned anew")
 
 
 def read(path: str | Path) -> Plan:

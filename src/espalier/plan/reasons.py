@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,10 @@ from espalier.plan.base import Plan, Predicted, RunnerUp
 from espalier.plan.estimate import Candidate, Request
 
 Measured = Mapping[tuple[int, int], float]
+
+
+class DoesNotFit(UserError):
+    """No layout fits in memory. Exit code 2."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ def why(request: Request, cluster: Cluster, chosen: Choice, made: Plan) -> tuple
     """The sentences that defend a plan, with their numbers."""
     predicted = made.predicted
     assert predicted is not None
+    if not chosen.fits:
+        return tuple(_remarks(cluster, made))
     waits = predicted.terms["all_reduce"]
     shares = sorted({rank.share[1] - rank.share[0] for rank in made.ranks})
     said = [
@@ -83,6 +90,11 @@ def _recompute_reason(request: Request, chosen: Choice, made: Plan) -> str:
     if made.recompute == "none":
         return "Recompute none: all activations fit."
     return f"Recompute {made.recompute}: with less, {units.show_size(chosen.without)} would be missing."
+
+
+def asked_for(ranks: int) -> str:
+    """The remark when the number of ranks was given, by the recipe or by a launcher such as torchrun."""
+    return f"{ranks} ranks were asked for." if ranks > 1 else "1 rank was asked for."
 
 
 def _remarks(cluster: Cluster, made: Plan) -> list[str]:
@@ -149,11 +161,16 @@ def _change(there: float, here: float) -> str:
     percent = round(100 * (there / here - 1))
     if percent == 0:
         return "as fast"
+    if percent >= 100:
+        times = there / here
+        return f"{round(times, 1):g}x slower" if times < 10 else f"{times:,.0f}x slower"
     return f"{percent} % slower" if percent > 0 else f"{-percent} % faster"
 
 
 def _of(plan: Plan) -> str:
     ranks, threads = key(plan)
+    if plan.ranks[0].device != "cpu":
+        return f"{ranks} GPU{'s' * (ranks > 1)}"
     return f"{ranks} rank{'s' * (ranks > 1)} x {threads} thread{'s' * (threads > 1)}"
 
 
@@ -198,11 +215,11 @@ def too_coarse(request: Request) -> UserError:
 
 
 # What to do when the largest kind of memory is too large.
-_STATES = "a smaller model.depth, or devices with at least {need} each"
+_STATES = "a smaller model, or devices with at least {need} each"
 _CURES = {
     "params": _STATES,
     "grads": _STATES,
-    "optimizer": _STATES + "; train.optimizer.kind=muon keeps one moment instead of two",
+    "optimizer": _STATES,
     "activations": "a smaller train.sequence",
     "transient": "a smaller train.sequence or model.vocabulary",
     "buckets": 'comm.bucket="1MiB"',
@@ -210,28 +227,54 @@ _CURES = {
 }
 
 
-def too_large(request: Request, cluster: Cluster, candidates: Sequence[Candidate]) -> UserError:
+def closest(request: Request, cluster: Cluster, choices: Sequence[Choice]) -> tuple[Predicted, Choice]:
+    """Of choices none of which fits, the one that lacks the fewest bytes."""
+    asked = choices[:1] if gpus(cluster) else choices  # fewer GPUs need as much each
+    priced = [(pricing.estimate(request, cluster, one.candidate), one) for one in asked]
+    return min(priced, key=lambda two: two[0].memory_bytes["peak"] - two[0].memory_limit)
+
+
+def missing(predicted: Predicted) -> str:
+    """What a plan lacks that does not fit."""
+    over = predicted.memory_bytes["peak"] - predicted.memory_limit
+    return f"{units.show_size(over)} of memory per rank, most of it {_largest(predicted)}"
+
+
+def _largest(predicted: Predicted) -> str:
+    return max(predicted.memory_bytes, key=lambda kind: predicted.memory_bytes[kind] if kind != "peak" else -1.0)
+
+
+def too_large(request: Request, cluster: Cluster, choices: Sequence[Choice]) -> UserError:
     """The error when nothing fits: bytes missing for the closest candidate, of which kind, and what would help."""
-    asked = candidates[:1] if gpus(cluster) else candidates  # fewer GPUs need as much each
-    priced = [(pricing.estimate(request, cluster, one), one) for one in asked]
-    predicted, closest = min(priced, key=lambda two: two[0].memory_bytes["peak"] - two[0].memory_limit)
-    held = {kind: value for kind, value in predicted.memory_bytes.items() if kind != "peak"}
-    peak, limit = predicted.memory_bytes["peak"], predicted.memory_limit
-    largest = max(held, key=lambda kind: held[kind])
-    parts = ", ".join(f"{kind} {units.show_size(value)}" for kind, value in held.items() if value)
-    cures = [_CURES[largest].format(need=units.show_size(peak))]
-    pin = request.pin
-    if largest == "transient" and pricing.orthogonal_bytes(request) >= held["transient"]:
+    predicted, nearest = closest(request, cluster, choices)
+    one = nearest.candidate
+    peak, limit, largest = predicted.memory_bytes["peak"], predicted.memory_limit, _largest(predicted)
+    parts = ", ".join(
+        f"{kind} {units.show_size(value)}" for kind, value in predicted.memory_bytes.items() if value and kind != "peak"
+    )
+    return DoesNotFit(
+        f"The model does not fit: a rank needs {units.show_size(peak)} and may use {units.show_size(limit)}, "
+        f"{units.show_size(peak - limit)} are missing, most of it {largest}.",
+        why=f"{one.ranks} rank{'s' * (one.ranks != 1)}, micro-batch {one.micro_batch}, recompute {one.recompute}: "
+        f"{parts}; every rank holds the whole model, as sharding is not there yet (`espalier explain amsp`)",
+        do=", or ".join(_cures(request, cluster, one, predicted)),
+    )
+
+
+def _cures(request: Request, cluster: Cluster, one: Candidate, predicted: Predicted) -> list[str]:
+    """What would help, the most likely first."""
+    largest, pin = _largest(predicted), request.pin
+    each = -(-one.ranks // len(cluster.devices())) if not gpus(cluster) else 1
+    usable = (pricing.CUDA_MEMORY if gpus(cluster) else pricing.CPU_MEMORY) / each
+    cures = [_CURES[largest].format(need=units.show_size(math.ceil(predicted.memory_bytes["peak"] / usable)))]
+    if largest == "optimizer" and request.optimizer != "muon":
+        cures.append("train.optimizer.kind=muon, which keeps one moment instead of two")
+    if largest == "transient" and pricing.orthogonal_bytes(request) >= predicted.memory_bytes["transient"]:
         cures = ["train.optimizer.kind=adamw (Muon works on all matrices of one shape at once)"]
     if largest in ("activations", "transient") and pin.micro_batch not in (None, 1):
         cures.insert(0, "plan.pin.micro_batch=1")
-    if largest == "activations" and closest.recompute != "block":
+    if largest == "activations" and one.recompute != "block":
         cures.insert(0, 'plan.pin.recompute="block"')
     if pin.ranks not in (None, 1) and not gpus(cluster):
-        cures.append("fewer plan.pin.ranks: ranks on one machine share its memory")
-    return UserError(
-        f"The model does not fit: a rank needs {units.show_size(peak)} and may use {units.show_size(limit)}, "
-        f"{units.show_size(peak - limit)} are missing, most of it {largest}.",
-        why=f"{closest.ranks} rank(s), micro-batch {closest.micro_batch}, recompute {closest.recompute}: {parts}",
-        do=", or ".join(cures),
-    )
+        cures.append("fewer ranks: those on one machine share its memory")
+    return cures

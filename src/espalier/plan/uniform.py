@@ -48,6 +48,27 @@ def plan(request: Request, cluster: Cluster, measured: Measured | None = None) -
 
 def candidates(request: Request, cluster: Cluster) -> list[Plan]:
     """One plan for each possible (ranks, threads), the best first. Raises UserError when none fits in memory."""
+    choices = _choices(request, cluster)
+    found = [_plan(request, cluster, chosen, note) for chosen, note in choices if chosen.fits]
+    if not found:
+        raise reasons.too_large(request, cluster, [chosen for chosen, _ in choices])
+    every = max(len(one.ranks) for one in found)
+    gpus = found[0].ranks[0].device != "cpu"
+    # On GPUs the plain planner uses all of them; fewer are only shown beside it.
+    return sorted(found, key=lambda one: (gpus and len(one.ranks) != every, reasons.seconds(one), len(one.ranks)))
+
+
+def closest(request: Request, cluster: Cluster) -> Plan:
+    """The plan that lacks the fewest bytes when none fits: not executable, `missing` says what it lacks."""
+    choices = _choices(request, cluster)
+    predicted, nearest = reasons.closest(request, cluster, [chosen for chosen, _ in choices])
+    note = next(note for chosen, note in choices if chosen is nearest)
+    made = _plan(request, cluster, nearest, note)
+    return msgspec.structs.replace(made, executable=False, missing=reasons.missing(predicted))
+
+
+def _choices(request: Request, cluster: Cluster) -> list[tuple[Choice, str]]:
+    """The best of each possible (ranks, threads), whether it fits or not, with a remark."""
     reasons.check(request, cluster)
     choices = [
         (_choose(request, cluster, ranks, threads), note)
@@ -56,13 +77,7 @@ def candidates(request: Request, cluster: Cluster) -> list[Plan]:
     ]
     if not choices:
         raise reasons.too_coarse(request)
-    found = [_plan(request, cluster, chosen, note) for chosen, note in choices if chosen.fits]
-    if not found:
-        raise reasons.too_large(request, cluster, [chosen.candidate for chosen, _ in choices])
-    every = max(len(one.ranks) for one in found)
-    gpus = found[0].ranks[0].device != "cpu"
-    # On GPUs the plain planner uses all of them; fewer are only shown beside it.
-    return sorted(found, key=lambda one: (gpus and len(one.ranks) != every, reasons.seconds(one), len(one.ranks)))
+    return choices
 
 
 # --- ranks and threads -------------------------------------------------------------------------------------------
@@ -76,7 +91,7 @@ def _divisions(request: Request, cluster: Cluster) -> list[tuple[int, int, str]]
     cores = min(max(1, place.table.cores) for place in places)
     if pin.ranks is not None:
         threads = pin.threads or max(1, cores // -(-pin.ranks // len(places)))
-        return [(pin.ranks, threads, f"plan.pin.ranks = {pin.ranks} was set.")]
+        return [(pin.ranks, threads, reasons.asked_for(pin.ranks))]
     found = []
     for each in (d for d in range(1, cores + 1) if cores % d == 0):
         ranks = each * len(places)
@@ -94,7 +109,7 @@ def _gpu_divisions(request: Request, cluster: Cluster) -> list[tuple[int, int, s
     cores = min(place.table.cores // place.table.devices for place in places)
     threads = pin.threads or max(1, cores)
     if pin.ranks is not None:
-        return [(pin.ranks, threads, f"plan.pin.ranks = {pin.ranks} was set.")]
+        return [(pin.ranks, threads, reasons.asked_for(pin.ranks))]
     every = min(gpus, request.global_batch)
     note = ""
     if every < gpus:

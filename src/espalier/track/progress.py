@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from espalier.track.events import Event
 from espalier.units import show_count, show_seconds, show_size
@@ -20,6 +20,53 @@ _WINDOW = 50
 """Steps over which the rate and the time left are averaged."""
 _EVERY = 60.0
 _PATIENCE = 2.0
+_WIDTHS = {"loss": 11, "speed": 12, "mfu": 9, "memory": 8, "left": 16}
+"""Columns of each figure beside the bar, so that nothing jumps when a number gets longer."""
+
+
+class Forgiving:
+    """A text stream that outlives its reader: after its first OSError (a closed pipe, a full disk) it takes everything
+    and writes nothing, as os.devnull does. Has state: whether that has come.
+
+    `write`, `flush` and `isatty` raise no OSError; everything else is the stream's own.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._gone = stream, False
+
+    def write(self, text: str) -> int:
+        """Writes `text`; how many characters that is."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Hands on what is buffered."""
+        self._try(self._stream.flush)
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal that still listens."""
+        return bool(self._try(self._stream.isatty))
+
+    def fileno(self) -> int:
+        """The stream's file descriptor."""
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:
+        """The stream's encoding."""
+        return self._stream.encoding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, use: Callable[[], Any]) -> Any:
+        if self._gone or self._stream.closed:
+            return None
+        try:
+            return use()
+        except OSError:
+            self._gone = True
+            return None
 
 
 class Progress:
@@ -42,7 +89,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total, self.step = total_steps, first_step
-        self._out = out if out is not None else sys.stdout
+        self._out = _forgiving(out)
         self._clock = clock
         self._began = self._said = clock()
         self._recent: deque[tuple[float, int, Event]] = deque(maxlen=_WINDOW)
@@ -77,7 +124,7 @@ class Progress:
         if self._bar:
             self._bar.show(self.step, self._figures())
         elif first or now - self._said >= _EVERY:
-            self._line(f"step {self.step:,}/{self.total:,} · {' · '.join(self._figures())}")
+            self._line(f"step {self.step:,}/{self.total:,} · {' · '.join(self._figures().values())}")
 
     def _end(self, event: Event) -> None:
         if not self._open:
@@ -92,20 +139,25 @@ class Progress:
         parts += [show_seconds(event.get("seconds") or self._clock() - self._began)]
         self._line(" · ".join(parts))
 
-    def _figures(self) -> list[str]:
+    def _figures(self) -> dict[str, str]:
         _, _, last = self._recent[-1]
-        figures = [f"loss {last['loss']:.4g}"] if last.get("loss") is not None else []
+        figures = {"loss": f"loss {last['loss']:.4g}"} if last.get("loss") is not None else {}
         seconds = sum(event.get("seconds") or 0.0 for _, _, event in self._recent)
         if seconds > 0:
-            figures.append(
-                f"{show_count(sum(event.get('tokens') or 0 for _, _, event in self._recent) / seconds)} tok/s"
-            )
+            tokens = sum(event.get("tokens") or 0 for _, _, event in self._recent)
+            figures["speed"] = f"{show_count(tokens / seconds)} tok/s"
         if last.get("mfu"):
-            figures.append(f"MFU {last['mfu']:.1%}")
+            figures["mfu"] = f"MFU {self._mfu():.1%}"
         if self._peak:
-            figures.append(show_size(self._peak))
+            figures["memory"] = show_size(self._peak)
         left = self._left()
-        return figures + ([f"{show_seconds(left)} left"] if left is not None else [])
+        return figures | ({"left": f"{show_seconds(left)} left"} if left is not None else {})
+
+    def _mfu(self) -> float:
+        """Of the recent steps together: weighed by their seconds, as tokens per second are."""
+        pairs = [(event.get("mfu") or 0.0, event.get("seconds") or 0.0) for _, _, event in self._recent]
+        total = sum(seconds for _, seconds in pairs)
+        return float(sum(mfu * seconds for mfu, seconds in pairs) / total if total else pairs[-1][0])
 
     def _left(self) -> float | None:
         """Seconds to go at the recent rate by the clock, so that validation and checkpoints count; None at first."""
@@ -134,8 +186,9 @@ class _Bar:
         self._bars, self._task = _bars(out, columns, total, figures="")
         self._bars.update(self._task, completed=first)
 
-    def show(self, step: int, figures: list[str]) -> None:
-        self._bars.update(self._task, completed=step, figures=" · ".join(figures))
+    def show(self, step: int, figures: dict[str, str]) -> None:
+        shown = " · ".join(text.ljust(_WIDTHS[name]) for name, text in figures.items())
+        self._bars.update(self._task, completed=step, figures=shown)
 
     def say(self, text: str) -> None:
         self._bars.console.print(text, markup=False, highlight=False)
@@ -161,7 +214,7 @@ class Waiting:
     ) -> None:
         self.what, self.total, self.done = what, total, 0.0
         self._show, self._clock = show, clock
-        self._out = out if out is not None else sys.stdout
+        self._out = _forgiving(out)
         self._began = clock()
         self._said: float | None = None
         self._bars: tuple[Bars, TaskID] | None = None
@@ -226,6 +279,11 @@ def _bars(
     bars = Bars(*columns, console=Console(file=out, force_terminal=True), transient=transient, refresh_per_second=4)
     bars.start()
     return bars, bars.add_task("", total=total or None, **fields)
+
+
+def _forgiving(out: TextIO | None) -> TextIO:
+    out = out if out is not None else sys.stdout
+    return out if isinstance(out, Forgiving) else cast("TextIO", Forgiving(out))
 
 
 def _is_terminal(out: TextIO, wanted: bool | None) -> bool:

@@ -10,10 +10,13 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from espalier import cluster as clusters
 from espalier import rank, trainer
 from espalier import run as runs
 from espalier.config import load
+from espalier.errors import UserError
 from espalier.folders import cache_folder
 from espalier.launch import base as launch
 from espalier.launch import local
@@ -31,12 +34,34 @@ Measured = dict[tuple[int, int], float]
 def choose(
     resolved: ready.Resolved, workload: Workload, cluster: clusters.Cluster, world: int | None = None
 ) -> plans.Plan:
-    """The plan for this recipe on these machines; with `world`, for exactly that many ranks."""
+    """The plan for this recipe on these machines; with `world`, for exactly that many ranks. Raises UserError."""
+    pinned = resolved.recipe.plan.pin.ranks
+    if world is not None and pinned not in (None, world):
+        raise UserError(
+            f"plan.pin.ranks = {pinned}, but {world} ranks were started.",
+            do=f"start {pinned} ranks, or leave plan.pin.ranks out",
+        )
     request = ready.request(resolved.recipe, ranks=world)
     candidates = uniform.candidates(request, cluster)
     if world is None and _worth_trying(candidates, resolved):
         return uniform.plan(request, cluster, _measured(candidates, resolved, workload, cluster))
     return uniform.plan(request, cluster)
+
+
+def refuse_elsewhere(plan: plans.Plan, world: int | None) -> None:
+    """Raises UserError when this machine has not what `plan` needs. With `world`, its ranks are started by others."""
+    if not plan.executable:
+        raise UserError(
+            f"`train` cannot run this plan: {plan.missing}.", do="espalier plan answers for it all the same"
+        )
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = {rank.device for rank in plan.ranks if rank.device.startswith("cuda")}
+    elsewhere = max(rank.node for rank in plan.ranks) if world is None else 0
+    if elsewhere or (world is None and len(wanted) > here) or (wanted and not here):
+        raise UserError(
+            f"The plan is for other machines: {elsewhere + 1} with {len(wanted)} GPUs each; this one has {here}.",
+            do="leave plan.cluster out to train here, or start the ranks there with torchrun",
+        )
 
 
 def _worth_trying(candidates: list[plans.Plan], resolved: ready.Resolved) -> bool:
@@ -75,16 +100,11 @@ def _measured(
 
 def _try(plan: plans.Plan, resolved: ready.Resolved, workload: Workload) -> float:
     """Seconds per step of `plan`, from real steps in real ranks."""
-    world = len(plan.ranks)
-    places = [
-        launch.Place(rank=index, world=world, local_rank=index, device=rank.device, threads=rank.threads)
-        for index, rank in enumerate(plan.ranks)
-    ]
 
     def task(place: launch.Place) -> float:
         return rank.trial(trainer.Setting(resolved.recipe, plan, workload, place), TRIAL_SECONDS)
 
-    return max(local.run(task, places))
+    return max(local.run(task, launch.places(plan)))
 
 
 def _read(file: Path) -> dict[str, float]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from rich.console import Console
-from rich.table import Table
-
 from espalier import records
+from espalier.verbs import show
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -21,9 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([records.as_dict(record) for record in every], indent=2))
         return 0
-    table = Table("system", "question it answers", "state", box=None, pad_edge=False)
-    for record in every:
-        table.add_row(record.name, record.question, record.state)
-    Console().print(table)
+    table = [(record.name, record.state, record.title, record.question) for record in every]
+    show.rows(("system", "state", "what it is", "question it answers"), table, cut=True)
     print("\nespalier explain NAME tells more.")
     return 0

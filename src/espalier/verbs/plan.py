@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 import torch
 
 from espalier.plan import base as plans
-from espalier.plan import uniform
+from espalier.plan import reasons, uniform
 from espalier.verbs import ready, show
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan; allocates no model and starts no rank."""
+    """Prints the plan; allocates no model and starts no rank. When none fits: the closest one, and exit code 2."""
     torch.set_num_threads(1)
     resolved = ready.resolve(arguments.recipe, arguments.overrides)
     cluster = ready.machines(resolved.recipe, arguments.cluster)
-    plan = uniform.plan(ready.request(resolved.recipe), cluster)
+    request = ready.request(resolved.recipe)
+    try:
+        plan, refusal = uniform.plan(request, cluster), None
+    except reasons.DoesNotFit as error:
+        plan, refusal = uniform.closest(request, cluster), error
     if arguments.json:
-        print(plans.dumps(plan), end="")
+        print(plans.dumps(plan), end="", flush=True)
     else:
-        show.plan(plan, resolved.derivations)
+        show.plan(plan, resolved.derivations, resolved.recipe.train.steps)
         show.sources(plan)
-    return 0
+    if refusal is None:
+        return 0
+    if not arguments.json:
+        raise refusal
+    print(f"espalier: {refusal}", file=sys.stderr)  # standard output holds one object, the plan
+    return refusal.exit_code

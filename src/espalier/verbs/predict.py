@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -63,8 +64,12 @@ def _print_as_it_comes(prompt: str, fresh, workload: LanguageWorkload) -> None: 
 
 def _prompt(text: str) -> str:
     if not text.startswith("@"):
-        return text
+        return os.fsencode(text).decode("utf-8", "replace")  # the shell may pass bytes that are not UTF-8
+    if text == "@":
+        raise UserError("The input @ names no file.", do="@FILE, such as @prompt.txt")
     try:
         return Path(text[1:]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"The input file {text[1:]} cannot be read: {error}.") from None
+        name = os.fsencode(text[1:]).decode("utf-8", "replace")
+        reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
+        raise UserError(f"The input file {name} cannot be read: {reason}.", do="check the path") from None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,37 +108,70 @@ def request(recipe: Recipe, ranks: int | None = None) -> Request:
         workload = open_module(recipe)
         model = workload.build(torch.device("cpu"), torch.float32)
         batch, tokens, work = workload.global_batch, 1.0, workload.work
-        layers, embeddings = 1, set(workload.embeddings(model))
+        layers, tally = 1, _tally(model, workload.embeddings(model))
     else:
         assert train.sequence is not None
         assert train.batch_tokens is not None
-        model = language.new_model(recipe.model, train.seed, torch.device("meta"))
         batch, tokens = train.batch_tokens // train.sequence, float(train.sequence)
         work = _language_work(recipe)
-        layers, embeddings = recipe.model.depth or 1, set(language.embeddings(model))
-    trainable = names_of(model)
-    hidden = [p for p in trainable if p.ndim == 2 and p not in embeddings]
+        layers, tally = recipe.model.depth or 1, _language_tally(recipe.model)
     is_muon = isinstance(train.optimizer, Muon)
-    shapes: dict[tuple[int, int], int] = {}
-    for matrix in hidden:
-        shapes[matrix.shape[0], matrix.shape[1]] = shapes.get((matrix.shape[0], matrix.shape[1]), 0) + 1
     return Request(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        trainable=sum(parameter.numel() for parameter in trainable),
+        parameters=tally.parameters,
+        trainable=tally.trainable,
         layers=layers,
-        tensors=len(trainable),
+        tensors=tally.tensors,
         global_batch=batch,
         tokens_per_sample=tokens,
         work=work,
         optimizer="muon" if is_muon else "adamw",
-        matrix_parameters=sum(matrix.numel() for matrix in hidden) if is_muon else 0,
-        matrix_shapes=tuple((rows, columns, count) for (rows, columns), count in sorted(shapes.items())),
+        matrix_parameters=sum(rows * columns * n for (rows, columns), n in tally.matrices.items()) if is_muon else 0,
+        matrix_shapes=tuple((rows, columns, count) for (rows, columns), count in sorted(tally.matrices.items())),
         precision=train.precision,
         compile=train.compile,
         recompute=recipe.plan.pin.recompute or train.recompute,
         pin=recipe.plan.pin if ranks is None else msgspec.structs.replace(recipe.plan.pin, ranks=ranks),
         bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"),
     )
+
+
+@dataclass(frozen=True)
+class _Tally:
+    """A model counted: parameters, trainable ones, their tensors, and hidden matrices by (rows, columns)."""
+
+    parameters: int
+    trainable: int
+    tensors: int
+    matrices: Counter[tuple[int, int]]
+
+    def with_more(self, other: _Tally, times: int) -> _Tally:
+        """This model grown `times` times by what `other` has beyond it."""
+        return _Tally(
+            self.parameters + times * (other.parameters - self.parameters),
+            self.trainable + times * (other.trainable - self.trainable),
+            self.tensors + times * (other.tensors - self.tensors),
+            Counter({s: self.matrices[s] + times * (n - self.matrices[s]) for s, n in other.matrices.items()}),
+        )
+
+
+def _tally(model: torch.nn.Module, embeddings: Iterable[torch.nn.Parameter]) -> _Tally:
+    trainable, outside = names_of(model), set(embeddings)
+    matrices = (p for p in trainable if p.ndim == 2 and p not in outside)
+    return _Tally(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trainable=sum(parameter.numel() for parameter in trainable),
+        tensors=len(trainable),
+        matrices=Counter((matrix.shape[0], matrix.shape[1]) for matrix in matrices),
+    )
+
+
+def _language_tally(options: Gpt | Moe) -> _Tally:
+    """Of a decoder of any depth: its blocks are alike, so one and two of them are built, on the meta device."""
+    models = [
+        language.new_model(msgspec.structs.replace(options, depth=depth), 0, torch.device("meta")) for depth in (1, 2)
+    ]
+    one, two = (_tally(model, language.embeddings(model)) for model in models)
+    return one.with_more(two, (options.depth or 1) - 1)
 
 
 def _language_work(recipe: Recipe):  # type: ignore[no-untyped-def]

@@ -2,70 +2,163 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from espalier import units
 from espalier.cluster import Cluster, Disk, Link
 from espalier.config.derive import Derivation
-from espalier.plan.base import Plan
+from espalier.plan.base import Plan, Predicted
 from espalier.track import tables
 
+TERMS = ("forward", "backward", "recompute", "optimizer", "all_reduce", "launch")
+"""The order in which the parts of a step are told; others follow."""
 
-def plan(plan: Plan, derivations: Sequence[Derivation] = ()) -> None:
-    """The plan as people read it: what was derived, what runs where, what it should cost, and why."""
-    console = Console(highlight=False, soft_wrap=True, markup=False)
+DAY = 86_400
+
+NARROW = 40
+"""Columns below which reasons stand under their keys instead of beside them."""
+
+
+# --- lines -------------------------------------------------------------------------------------------------------
+
+
+def columns() -> int | None:
+    """How wide the terminal is; None when the output goes elsewhere, where lines are left whole."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def line(text: str, hang: int = 4) -> None:
+    """One line; on a terminal wrapped to its width, what follows the first line `hang` columns in."""
+    print("\n".join(_wrapped(text, columns(), hang)))
+
+
+def rows(head: Sequence[str], body: Sequence[Sequence[str]], cut: bool = False) -> None:
+    """A table. On a terminal its last column is wrapped to the width, or with `cut` lines end there in an ellipsis."""
+    width = columns()
+    most = [max(len(row[i]) for row in (head, *body)) for i in range(len(head) - 1)]
+    for row in (head, *body):
+        before = "".join(f"{cell:<{size}}  " for cell, size in zip(row, most, strict=False))
+        if not cut:
+            line(before + row[-1], len(before))
+        elif width is not None and len(before + row[-1]) > width:
+            print((before + row[-1])[: width - 1].rstrip() + "…")
+        else:
+            print((before + row[-1]).rstrip())
+
+
+def _wrapped(text: str, width: int | None, hang: int) -> list[str]:
+    if width is None or len(text) <= width:
+        return [text.rstrip()]
+    # A head that ends in aligned columns must keep its spaces, so only what stands right of `hang` is broken.
+    room = max(20, width - hang)
+    first = textwrap.wrap(text[hang:], room, break_long_words=False, break_on_hyphens=False)
+    return [text[:hang] + first[0], *(" " * hang + more for more in first[1:])]
+
+
+# --- plans -------------------------------------------------------------------------------------------------------
+
+
+def plan(plan: Plan, derivations: Sequence[Derivation] = (), steps: int | None = None) -> None:
+    """The plan as people read it: what was derived, what runs where, what it should cost, and why.
+
+    With `steps`, also how long the whole run should take.
+    """
     if derivations:
-        console.print("Derived:")
-        width = max(len(one.key) for one in derivations)
-        for one in derivations:
-            console.print(f"  {one.key:<{width}}  {one.value!s:<8}  {one.reason}")
-        console.print()
-    devices = sorted({rank.device.split(":")[0] for rank in plan.ranks})
-    count = len(plan.ranks)
-    console.print(
-        f"Plan ({plan.planner}): {count} rank{'s' * (count != 1)} x {plan.ranks[0].threads} "
-        f"thread{'s' * (plan.ranks[0].threads != 1)} on {', '.join(devices)}, micro-batch {plan.micro_batch}, "
+        _derived(derivations)
+    line(
+        f"Plan ({plan.planner}): {_where(plan)}, micro-batch {plan.micro_batch}, "
         f"accumulate {plan.layout.accumulate}, recompute {plan.recompute}, {plan.precision}"
     )
     if plan.predicted is not None:
-        _predicted(console, plan)
+        _predicted(plan.predicted, steps)
     for sentence in plan.why:
-        console.print(f"  - {sentence}")
+        line(f"  - {sentence}")
+    on_gpus = plan.ranks[0].device != "cpu"
     for other in plan.runners_up:
-        console.print(f"  - not taken: {other.ranks} x {other.threads} threads: {other.loses}")
+        line(f"  - not taken: {_ranks(other.ranks, other.threads, on_gpus)}: {other.loses}")
     if not plan.executable:
-        console.print(f"  - `train` cannot run this plan yet: {plan.missing}")
-    console.print()
-    sys.stdout.flush()
+        line(f"  - `train` cannot run this plan: it lacks {plan.missing}")
+    print(flush=True)
+
+
+def _where(plan: Plan) -> str:
+    ranks = plan.ranks
+    said = _ranks(len(ranks), ranks[0].threads, ranks[0].device != "cpu")
+    if ranks[0].device == "cpu":
+        return f"{said} on cpu"
+    machines = len({rank.node for rank in ranks})
+    return f"{said} on {machines} machine{'s' * (machines != 1)}"
+
+
+def _ranks(count: int, threads: int, on_gpus: bool) -> str:
+    if on_gpus:
+        return f"{count} GPU{'s' * (count != 1)}"
+    return f"{count} rank{'s' * (count != 1)} x {threads} thread{'s' * (threads != 1)}"
+
+
+def _derived(derivations: Sequence[Derivation]) -> None:
+    """Keys and values, those of one reason together and the reason once."""
+    print("Derived:")
+    width = columns()
+    key = max(len(one.key) for one in derivations)
+    value = max(len(str(one.value)) for one in derivations)
+    indent = 2 + key + 2 + value + 2
+    groups: dict[str, list[Derivation]] = {}
+    for one in derivations:
+        groups.setdefault(one.reason, []).append(one)
+    for reason, together in groups.items():
+        left = [f"  {one.key:<{key}}  {one.value!s:<{value}}" for one in together]
+        if width is not None and width - indent < NARROW:
+            right = []
+            left += _wrapped(" " * 6 + reason, width, 6)
+        else:
+            right = _wrapped(" " * indent + reason, width, indent)
+        for keys, words in itertools.zip_longest(left, right, fillvalue=""):
+            print((f"{keys:<{indent}}" + words[indent:]).rstrip())
+    print()
 
 
 def notes(lines: Sequence[str]) -> None:
     """What the user should know of the data."""
-    for line in lines:
-        print(f"note: {line}")
+    for one in lines:
+        line(f"note: {one}")
 
 
-def _predicted(console: Console, plan: Plan) -> None:
-    predicted = plan.predicted
-    assert predicted is not None
-    terms = ", ".join(f"{name} {units.show_seconds(value)}" for name, value in predicted.terms.items() if value)
-    memory = ", ".join(
-        f"{name} {units.show_size(value)}" for name, value in predicted.memory_bytes.items() if value and name != "peak"
+def _predicted(predicted: Predicted, steps: int | None) -> None:
+    order = {name: at for at, name in enumerate(TERMS)}
+    terms = sorted(predicted.terms.items(), key=lambda item: order.get(item[0], len(TERMS)))
+    print(f"  predicted step {units.show_seconds(predicted.step_seconds)}")
+    _parts(f"{name} {units.show_seconds(value)}" for name, value in terms if value)
+    if steps is not None:
+        seconds = steps * predicted.step_seconds
+        took = units.show_seconds(seconds) if seconds < 2 * DAY else f"{seconds / DAY:,.0f} days"
+        print(f"  predicted run {steps:,} step{'s' * (steps != 1)}, about {took}")
+    mfu = f", MFU {predicted.mfu:.0%}" if predicted.mfu else ""
+    print(f"  predicted speed {units.show_count(predicted.tokens_per_second)} tokens/s{mfu}")
+    held = predicted.memory_bytes
+    print(
+        f"  predicted memory per rank {units.show_size(held.get('peak', 0))} of "
+        f"{units.show_size(predicted.memory_limit)}"
+        + (" (does not fit)" if held.get("peak", 0) > predicted.memory_limit else "")
     )
+    _parts(f"{name} {units.show_size(value)}" for name, value in held.items() if value and name != "peak")
     sent = ", ".join(f"{name} {units.show_size(value)}" for name, value in predicted.sent_bytes.items() if value)
-    console.print(
-        f"  predicted step {units.show_seconds(predicted.step_seconds)} ({terms})\n"
-        f"  predicted speed {units.show_count(predicted.tokens_per_second)} tokens/s, MFU {predicted.mfu:.0%}\n"
-        f"  predicted memory per rank {units.show_size(predicted.memory_bytes.get('peak', 0))} of "
-        f"{units.show_size(predicted.memory_limit)} ({memory})\n"
-        f"  predicted traffic per rank and step: {sent or 'none'}"
-    )
+    line(f"  predicted traffic per rank and step: {sent or 'none'}")
+
+
+def _parts(parts: Iterable[str]) -> None:
+    """The parts of a figure, under it, few to a line."""
+    every = list(parts)
+    for first in range(0, len(every), 3):
+        print("      " + ", ".join(every[first : first + 3]) + "," * (first + 3 < len(every)))
 
 
 def cluster(found: Cluster) -> str:
@@ -110,24 +203,27 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
     """What a person wants to read when a run has ended, and what to do next."""
     console = Console(highlight=False)
     run = tables.open_run(folder)
-    if run.samples and len(run.samples["text"]):
+    texts = run.samples.get("text")  # a module's run has no samples, so no such column
+    if texts is not None and len(texts):
         console.rule("sample", align="left")
-        console.print(str(run.samples["text"][-1]), markup=False)
+        console.print(str(texts[-1]), markup=False, soft_wrap=True)
         console.rule()
     found = results(folder)
     figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in found.items())
-    console.print(f"\nDone in {units.show_seconds(seconds)}: {figures}.")
-    console.print(f"  report    {page}")
-    console.print(f"  go on     espalier predict {folder} 'def '")
-    console.print(f"  evaluate  espalier eval {folder}")
-    console.print(f"  export    espalier export {folder} --to hf")
+    print()
+    line(f"Done in {units.show_seconds(seconds)}: {figures or 'no step was left to do'}.")
+    # Paths and commands stay whole on one line, so that they can be copied.
+    print(f"  report    {page}")
+    language = (run.recipe.get("model") or {}).get("kind") != "module"
+    if language:
+        print(f"  go on     espalier predict {folder} 'def '")
+    print(f"  evaluate  espalier eval {folder}")
+    if language:
+        print(f"  export    espalier export {folder} --to hf")
 
 
 def sources(plan: Plan) -> None:
     """Where each number of the prediction comes from."""
     if plan.predicted is None or not plan.predicted.sources:
         return
-    table = Table("number", "formula or source", box=None, pad_edge=False)
-    for name, source in plan.predicted.sources.items():
-        table.add_row(name, source)
-    Console(highlight=False).print(table)
+    rows(("number", "formula or source"), list(plan.predicted.sources.items()))

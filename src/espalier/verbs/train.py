@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from espalier import cluster as clusters
-from espalier import rank, trainer
+from espalier import config, rank, trainer
 from espalier import run as runs
-from espalier.config import load
+from espalier.checkpoint.place import open_place
+from espalier.checkpoint.sharded import Checkpoints
+from espalier.config import Constant, load
 from espalier.errors import EspalierError, Interrupted, UserError
 from espalier.hardware import limits
 from espalier.launch import base as launch
@@ -27,7 +29,7 @@ from espalier.plan import base as plans
 from espalier.plan.estimate import peak_flops
 from espalier.track import report
 from espalier.track.events import Log
-from espalier.track.progress import Progress
+from espalier.track.progress import Forgiving, Progress
 from espalier.verbs import choose, ready, show
 from espalier.workload import Workload
 
@@ -61,14 +63,17 @@ class Job:
 def run(arguments: argparse.Namespace) -> int:
     """Trains to the end, or to Ctrl-C (exit code 130, state saved)."""
     torch.set_num_threads(1)  # ranks are forked from here; see launch.local
+    sys.stdout = Forgiving(sys.stdout)
     place = torchrun.place()
     if place is not None:
         return _run_as_rank(arguments, place)
     job = _prepare(arguments)
+    if _is_finished(job.resolved.recipe, job.folder):
+        return _nothing_to_do(job, arguments.json)
     log = Log(job.folder.events)
     begun = time.monotonic()
     try:
-        local.run(_rank(job), _places(job))
+        local.run(_rank(job), launch.places(job.plan, job.folder.logs))
     except EspalierError as error:
         _stopped(job, log, error, time.monotonic() - begun)
         raise
@@ -82,26 +87,60 @@ def _prepare(arguments: argparse.Namespace, world: int | None = None) -> Job:
     resolved = ready.resolve(arguments.recipe, arguments.overrides)
     recipe = resolved.recipe
     path = arguments.run or Path("runs") / recipe.name
+    before = None
     if (existing := runs.RunFolder(Path(path))).exists():
         runs.refuse_other_meaning(existing, recipe)
+        before = existing.read()
     workload = ready.open_workload(recipe)
-    folder = runs.open_folder(path)
+    if recipe.checkpoint.target is not None:
+        open_place(recipe.checkpoint.target)  # an unknown scheme is refused before anything is written
     cluster = ready.machines(recipe)
-    plan = _resumed_plan(folder, resolved, cluster)
-    if plan is None or (world is not None and len(plan.ranks) != world):
-        plan = choose.choose(resolved, workload, cluster, world)
-    if not arguments.json:
-        show.notes(workload.notes())
-        show.plan(plan, resolved.derivations)
-    folder.write(recipe, cluster, plan)
+    folder = runs.open_folder(path)
+    try:
+        plan = _planned(folder, resolved, workload, cluster, world)
+    except BaseException:
+        folder.discard_if_empty()
+        raise
+    if not _is_finished(recipe, folder):
+        folder.write(recipe, cluster, plan)
+        if not arguments.json:
+            show.notes([*workload.notes(), *_stretched(before, recipe)])
+            show.plan(plan, resolved.derivations, recipe.train.steps)
     return Job(resolved, workload, cluster, plan, ready.parameters(recipe), folder, arguments.json)
 
 
-def _resumed_plan(folder: runs.RunFolder, resolved: ready.Resolved, cluster: clusters.Cluster) -> plans.Plan | None:
+def _planned(
+    folder: runs.RunFolder,
+    resolved: ready.Resolved,
+    workload: Workload,
+    cluster: clusters.Cluster,
+    world: int | None,
+) -> plans.Plan:
+    plan = _resumed_plan(folder, resolved, cluster, workload.global_batch)
+    if plan is None or (world is not None and len(plan.ranks) != world):
+        plan = choose.choose(resolved, workload, cluster, world)
+    choose.refuse_elsewhere(plan, world)
+    return plan
+
+
+def _stretched(before: config.Recipe | None, recipe: config.Recipe) -> list[str]:
+    """Says what growing the steps of a run does to its learning rate."""
+    if before is None or before.train.steps == recipe.train.steps or isinstance(recipe.train.schedule, Constant):
+        return []
+    return [
+        f"the schedule is stretched from {before.train.steps} to {recipe.train.steps} steps, so the learning rate "
+        'rises again before it falls; train.schedule.kind = "constant" extends smoothly'
+    ]
+
+
+def _resumed_plan(
+    folder: runs.RunFolder, resolved: ready.Resolved, cluster: clusters.Cluster, samples: int
+) -> plans.Plan | None:
     """The plan already in the run folder (perhaps edited), while recipe and machines still ask for the same."""
     if not folder.exists() or not folder.plan.exists() or not folder.cluster.exists():
         return None
-    before, plan = folder.read()
+    before = folder.read()
+    plan = plans.check(plans.read(folder.plan), samples, str(folder.plan))
     same_recipe = before.plan == resolved.recipe.plan and before.train.compile == resolved.recipe.train.compile
     same_machines = folder.cluster.read_text() == clusters.dumps(cluster)
     return plan if same_recipe and same_machines else None
@@ -121,22 +160,6 @@ def _about(job: Job) -> dict[str, Any]:
         "data": job.workload.fingerprint(),
         "derivations": [{"key": one.key, "value": one.value, "why": one.reason} for one in derivations],
     }
-
-
-def _places(job: Job) -> list[launch.Place]:
-    world = len(job.plan.ranks)
-    return [
-        launch.Place(
-            rank=index,
-            world=world,
-            local_rank=index,
-            role=rank.role,
-            device=rank.device,
-            threads=rank.threads,
-            log=job.folder.logs / f"{rank.role}-{index}.log",
-        )
-        for index, rank in enumerate(job.plan.ranks)
-    ]
 
 
 # --- as one rank -------------------------------------------------------------------------------------------------
@@ -195,9 +218,7 @@ def _run_as_rank(arguments: argparse.Namespace, place: launch.Place) -> int:
             store.set("espalier/plan", b"!" + str(error.what).encode())
             raise
         store.set("espalier/plan", plans.dumps(job.plan))
-        begun = time.monotonic()
-        _rank(job)(place)
-        return _finished(job, Log(job.folder.events), time.monotonic() - begun, arguments.json)
+        return _first_rank(job, place, arguments.json)
     text = store.get("espalier/plan")
     if text.startswith(b"!"):
         raise UserError(f"Rank 0 could not start: {text[1:].decode()}")
@@ -205,7 +226,39 @@ def _run_as_rank(arguments: argparse.Namespace, place: launch.Place) -> int:
     workload = ready.open_workload(resolved.recipe)
     folder = runs.RunFolder(Path(arguments.run or Path("runs") / resolved.recipe.name))
     job = Job(resolved, workload, ready.machines(resolved.recipe), plans.loads(text), 0, folder, True)
-    rank.train(job.setting(place), job.identity())
+    try:
+        rank.train(job.setting(place), job.identity())
+    except Interrupted as error:
+        return error.exit_code  # rank 0 says it
+    return 0
+
+
+def _first_rank(job: Job, place: launch.Place, as_json: bool) -> int:
+    log, begun = Log(job.folder.events), time.monotonic()
+    try:
+        _rank(job)(place)
+    except Exception as error:
+        explained = error if isinstance(error, EspalierError) else local.explained(error, place)
+        _stopped(job, log, explained, time.monotonic() - begun)
+        raise explained from error
+    return _finished(job, log, time.monotonic() - begun, as_json)
+
+
+# --- nothing to do -----------------------------------------------------------------------------------------------
+
+
+def _is_finished(recipe: config.Recipe, folder: runs.RunFolder) -> bool:
+    """Whether the newest checkpoint is at the last step already."""
+    entries = Checkpoints(recipe.checkpoint.target or str(folder.checkpoints)).entries()
+    return bool(entries) and not entries[-1].why and entries[-1].step >= (recipe.train.steps or 0)
+
+
+def _nothing_to_do(job: Job, as_json: bool) -> int:
+    steps = job.resolved.recipe.train.steps or 0
+    if as_json:
+        print(json.dumps({"run": str(job.folder.path), "finished": True, **show.results(job.folder.path)}))
+    else:
+        print(f"{job.folder.path} is finished ({steps} of {steps} steps). To train further: train.steps={2 * steps}")
     return 0
 
 

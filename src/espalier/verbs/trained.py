@@ -32,7 +32,7 @@ def open_trained(path: str) -> Trained:
     """The newest good checkpoint of the run in `path`. Raises UserError when there is none."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder = runs.find(path)
-    recipe, _ = folder.read()
+    recipe = folder.read()
     workload = ready.open_workload(recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = workload.build(device, DTYPES[recipe.train.precision])
@@ -41,6 +41,8 @@ def open_trained(path: str) -> Trained:
     loaded = Checkpoints(target, keep=keep, keep_best=recipe.checkpoint.keep_best).load({"model": model})
     if loaded is None:
         raise UserError(
-            f"The run in {path} has no checkpoint yet.", do="let it train on, or set checkpoint.every lower"
+            f"The run in {path} has no checkpoint yet.",
+            why=f"looked in {target}",
+            do="let it train on, or set checkpoint.every lower",
         )
     return Trained(folder, recipe, workload, model.eval(), int(loaded.meta["step"]))

@@ -1,0 +1,201 @@
+"""A foreign module: whatever its author's code does wrong is said with its line, before a run begins or during it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from espalier import config
+from espalier.config import derive
+from espalier.errors import RunFailed, UserError
+from espalier.module import ModuleWorkload, open_module
+from espalier.workload import Shard
+
+GOOD = """
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+def pairs(count):
+    return TensorDataset(torch.arange(2.0 * count).view(count, 2), torch.arange(float(count)))
+
+def squares(model, batch):
+    x, y = batch
+    return (model(x)[:, 0] - y).square().sum(), torch.tensor(len(y))
+
+class Failing(Dataset):
+    def __init__(self, first):
+        self.first = first
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index >= self.first:
+            raise KeyError("no such sample")  # line 20
+        return torch.zeros(2), torch.zeros(())
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(2), torch.zeros(())
+
+def build(depth=1):
+    torch.manual_seed(0)
+    return nn.Linear(2, 1), pairs(8), squares, pairs(4)
+"""
+
+
+@pytest.fixture
+def opened(tmp_path, monkeypatch):
+    """Opens a module whose code is GOOD and then `more`, as the recipe of that folder."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def do(more: str = "", name: str = "build", code: str = GOOD, **arguments: bool | int | float | str):
+        file = tmp_path / "theirs.py"
+        file.write_text(code + more)
+        sys.modules.pop("theirs", None)
+        sys.path_importer_cache.clear()
+        model = config.Module(build=f"theirs:{name}", arguments=arguments)
+        recipe = config.Recipe(model=model, train=config.Train(steps=4, batch_tokens=4))
+        return open_module(derive.resolve(recipe)[0], tmp_path)
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield do
+    sys.modules.pop("theirs", None)
+
+
+def refused(opened, *names: str, **how) -> str:
+    with pytest.raises(UserError) as error:
+        opened(**how)
+    for name in ("model.build = 'theirs:", *names):
+        assert name in str(error.value)
+    return str(error.value)
+
+
+def test_a_good_module_opens_and_is_left_as_it_was(opened):
+    torch.manual_seed(5)
+    wanted = torch.rand(1)
+    plain = {name: value.clone() for name, value in torch.nn.Linear(2, 1).state_dict().items()}
+    torch.manual_seed(5)
+    workload = opened("\ndef quiet():\n    return nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(), nn.Linear(2, 1)), "
+                      "pairs(8), squares\n", name="quiet")  # fmt: skip
+    assert isinstance(workload, ModuleWorkload)
+    assert float(workload.parts.model[0].num_batches_tracked) == 0  # the trial left no trace
+    assert plain.keys() == {"weight", "bias"}
+    torch.manual_seed(5)
+    torch.nn.Linear(2, 1)
+    after_build = torch.rand(1)
+    torch.manual_seed(5)
+    opened("\ndef quiet():\n    return nn.Linear(2, 1), pairs(8), dropped\n"
+           "def dropped(model, batch):\n    torch.rand(3)\n    return squares(model, batch)\n", name="quiet")  # fmt: skip
+    assert torch.equal(torch.rand(1), after_build)
+    assert not torch.equal(wanted, after_build)
+
+
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [
+        ("ValueError('odd')", "ValueError: odd"),
+        ("SystemExit(3)", "SystemExit: 3"),
+        ("OSError(2, 'No such file', 'w.pt')", "w.pt"),
+        ("TypeError('of their own')", "TypeError: of their own"),
+        ("StopIteration", "StopIteration"),
+    ],
+)
+def test_what_build_raises_is_said_with_its_line(opened, raised, says):
+    line = GOOD.count("\n") + 3
+    refused(opened, says, f"theirs.py:{line}", more=f"\ndef bad():\n    raise {raised}\n", name="bad")
+
+
+@pytest.mark.parametrize(
+    ("code", "says", "line"),
+    [
+        ("x = 1\ndef build(:\n", "SyntaxError", 2),
+        ("x = 1\n\nraise SystemExit('bye')\n", "SystemExit: bye", 3),
+        ("import not_there_at_all\n", "No module named 'not_there_at_all'", 1),
+        ("open('/nowhere/at/all')\n", "/nowhere/at/all", 1),
+    ],
+)
+def test_what_importing_raises_is_said_with_its_line(opened, code, says, line):
+    refused(opened, says, "when it was imported", f"theirs.py:{line}", code=code)
+
+
+def test_a_module_that_is_not_there_says_where_it_was_looked_for(tmp_path):
+    recipe = config.Recipe(model=config.Module(build="absent.inner:build"))
+    with pytest.raises(UserError, match="beside the recipe, or install") as error:
+        open_module(recipe, tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_arguments_that_do_not_fit_are_said_to_be_refused(opened):
+    refused(opened, "refused model.arguments", "'width'", width=3)
+
+
+def made(parts: str) -> str:
+    return f"\ndef bad():\n    return {parts}\n"
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ("nn.Linear(2, 1)", "returned Linear"),
+        ("nn.Linear(2, 1).requires_grad_(False), pairs(8), squares", "without a trainable parameter"),
+        ("nn.ReLU(), pairs(8), squares", "without a trainable parameter"),
+        ("nn.Linear(2, 1), pairs(0), squares", "empty dataset"),
+        ("nn.Linear(2, 1), Endless(), squares", "Endless has no length"),
+        ("nn.Linear(2, 1), pairs(8), squares, Endless()", "Endless has no length"),
+        ("nn.Linear(2, 1), Failing(0), squares", "theirs.py:20"),
+        ("nn.Linear(2, 1), pairs(8), squares, Failing(0)", "KeyError: 'no such sample'"),
+        ("nn.Linear(2, 1), [None] * 8, squares", "while its dataset was read"),
+        ("nn.Linear(3, 1), pairs(8), squares", "theirs.py:11"),
+        ("nn.Linear(2, 1), pairs(8), 7", "not callable"),
+        ("nn.Linear(2, 1), pairs(8), lambda model, batch: exit(1)", "SystemExit: 1"),
+        ("nn.Linear(2, 1), pairs(8), lambda model, batch: squares(model, batch)[0]", "its loss returned a tensor"),
+        ("nn.Linear(2, 1), pairs(8), lambda model, batch: None", "its loss returned NoneType"),
+        ("nn.Linear(2, 1), pairs(8), lambda model, batch: (model(batch[0]), torch.tensor(2))", "shape [2, 1]"),
+        ("nn.Linear(2, 1), pairs(8), lambda model, batch: (model(batch[0]).sum(), 2)", "int)"),
+        ("nn.Linear(2, 1), pairs(8), lambda model, batch: (torch.tensor(1.0), torch.tensor(2))", "without gradient"),
+    ],
+)
+def test_parts_that_cannot_be_trained_are_refused_before_a_run(opened, parts, says):
+    refused(opened, says, more=made(parts), name="bad")
+
+
+def test_samples_of_double_precision_are_tried_as_they_are_trained(opened):
+    opened(made("nn.Linear(2, 1), TensorDataset(torch.zeros(4, 2).double(), torch.zeros(4).double()), squares"), "bad")
+
+
+def test_what_goes_wrong_later_is_said_too(opened):
+    workload = opened(made("nn.Linear(2, 1), Failing(2), squares, Failing(3)"), "bad")
+    model = workload.build(torch.device("cpu"), torch.float32)
+    for use in (
+        lambda: workload.batches(0, Shard(0, 4, 4)),
+        lambda: workload.evaluate(model, Shard(0, 4, 2)),
+        workload.fingerprint,
+    ):
+        with pytest.raises(UserError, match=r"no such sample(.|\n)*theirs\.py:20"):
+            use()
+    with pytest.raises(UserError, match=r"in its loss(.|\n)*theirs\.py:11"):
+        workload.loss(model, (torch.zeros(1, 5), torch.zeros(1)))
+
+
+def test_our_own_errors_and_ctrl_c_pass_unchanged(opened):
+    workload = opened()
+    for error in (RunFailed("a rank died"), KeyboardInterrupt()):
+
+        def loss(model, batch, error=error):
+            raise error
+
+        workload.parts = workload.parts._replace(loss=loss)
+        with pytest.raises(type(error)):
+            workload.loss(workload.parts.model, None)
+
+
+def test_the_module_beside_the_recipe_comes_before_the_one_in_the_current_folder(opened, tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "theirs.py").write_text("raise RuntimeError('the wrong one')\n")
+    monkeypatch.chdir(here)
+    sys.path.insert(0, str(here))
+    opened()
+    assert sys.path[:2] == [str(tmp_path.resolve()), str(here)]
