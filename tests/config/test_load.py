@@ -245,7 +245,7 @@ def test_a_recipe_without_a_model_means_the_plain_decoder() -> None:
 
 
 def test_a_wrong_value_in_the_file_is_shown_and_not_blamed_on_the_command_line() -> None:
-    said = problem({"train": {"steps": "abc"}, "data": [{"path": "a"}, {"path": 3}]}, "train.seed=3")
+    said = problem({"train": {"steps": "abc"}}, "train.seed=3")
     assert "recipe: train.steps: expected int, got 'abc'." in said
     assert "data[1].path: expected str, got 3" in problem({"data": [{"path": "a"}, {"path": 3}]})
     assert len(problem({"train": {"steps": "x" * 5000}})) < 300

@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 
 from espalier import cost
-from espalier.cluster import Cluster, Device, Link, Place
+from espalier.cluster import Cluster, Link, Place
 from espalier.config import Pin
 from espalier.cost import Cost, Number, Product, Work
 from espalier.plan import speed
 from espalier.plan.base import Predicted
-from espalier.plan.seats import seats, shares
+from espalier.plan.seats import devices, peak_flops, seats, shares
 from espalier.sync.base import TOTAL_BYTES, TOTALS
 
 OPERATIONS = {False: 6.0, True: 2.0}
@@ -61,6 +61,7 @@ class Request:
         matrix_parameters: parameters that Muon moves; matrix_shapes: (rows, columns, count) of them.
         recompute: the mode asked for, None to leave it to the planner.
         bucket_bytes: gradients exchanged at once.
+        resident: bytes a rank on a CPU holds before it holds anything of the model; 0 when not known.
     """
 
     parameters: int
@@ -78,6 +79,7 @@ class Request:
     recompute: str | None = None
     pin: Pin = field(default_factory=Pin)
     bucket_bytes: int = 25 * 2**20
+    resident: int = 0
 
     @property
     def width(self) -> int:
@@ -271,6 +273,8 @@ def _held(request: Request, candidate: Candidate, seat: _Seat, size: Number) -> 
     matrices = request.matrix_parameters if request.optimizer == "muon" else 0
     grads = width * request.trainable
     runtime = device.runtime or (CUDA_RUNTIME if device.kind == "cuda" else CPU_RUNTIME)
+    if device.kind == "cpu":
+        runtime = request.resident or runtime
     held = {
         "params": (width + low) * request.parameters,
         "grads": grads,
@@ -311,7 +315,13 @@ def _sources(request: Request, seat: _Seat, link: Link | None) -> dict[str, str]
         "grads": f"{width} bytes per trainable parameter",
         "optimizer_state": f"{2 * width} bytes per AdamW parameter, {width} per Muon parameter",
         "activations": "the workload's formula",
-        "runtime": "measured" if device.runtime else "assumed (AMSP's 2 GiB)" if device.kind == "cuda" else "assumed",
+        "runtime": "resident in the process the ranks are forked from"
+        if request.resident and device.kind == "cpu"
+        else "measured"
+        if device.runtime
+        else "assumed (AMSP's 2 GiB)"
+        if device.kind == "cuda"
+        else "assumed",
         "gradients": "2(n-1)/n bytes of all gradients",
     }
     if link is not None:
@@ -354,7 +364,7 @@ def estimate(request: Request, cluster: Cluster, candidate: Candidate) -> Predic
     terms = {name: float(value) for name, value in slow.seconds.items()}
     held = {name: float(value) for name, value in costs[tight].held.items()}
     step = sum(terms.values())
-    used = _devices(cluster, candidate.ranks)
+    used = devices(cluster, candidate.ranks)
     tokens = request.global_batch * request.tokens_per_sample
     return Predicted(
         step_seconds=step,
@@ -367,15 +377,6 @@ def estimate(request: Request, cluster: Cluster, candidate: Candidate) -> Predic
         sent_bytes={name: float(value) for name, value in slow.sent.items()},
         sources=dict(slow.sources),
     )
-
-
-def peak_flops(cluster: Cluster, ranks: int, precision: str) -> float:
-    """FLOP/s that count for MFU of the devices `ranks` ranks use together."""
-    return sum(speed.peak(device, precision) for device in _devices(cluster, ranks).values())
-
-
-def _devices(cluster: Cluster, ranks: int) -> dict[int, Device]:
-    return {place.rank: place.table.device for place in seats(cluster, ranks)}
 
 
 def _model_flops(request: Request) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from espalier.cluster import Cluster, Place
+from espalier.cluster import Cluster, Device, Place
+from espalier.plan import speed
 
 
 def seats(cluster: Cluster, ranks: int) -> list[Place]:
@@ -23,3 +24,13 @@ def shares(global_batch: int, ranks: int) -> list[tuple[int, int]]:
     each, over = divmod(global_batch, ranks)
     cuts = [each * rank + min(rank, over) for rank in range(ranks + 1)]
     return list(itertools.pairwise(cuts))
+
+
+def devices(cluster: Cluster, ranks: int) -> dict[int, Device]:
+    """The devices that `ranks` ranks use, by their number in the cluster."""
+    return {place.rank: place.table.device for place in seats(cluster, ranks)}
+
+
+def peak_flops(cluster: Cluster, ranks: int, precision: str) -> float:
+    """FLOP/s that count for MFU of the devices `ranks` ranks use together."""
+    return sum(speed.peak(device, precision) for device in devices(cluster, ranks).values())

@@ -20,7 +20,7 @@ _WINDOW = 50
 """Steps over which the rate and the time left are averaged."""
 _EVERY = 60.0
 _PATIENCE = 2.0
-_WIDTHS = {"loss": 11, "speed": 12, "mfu": 9, "memory": 8, "left": 16}
+_WIDTHS = {"loss": 13, "speed": 12, "mfu": 9, "memory": 8, "left": 17}
 """Columns of each figure beside the bar, so that nothing jumps when a number gets longer."""
 
 

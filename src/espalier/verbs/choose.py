@@ -22,6 +22,7 @@ from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
 from espalier.plan import uniform
+from espalier.plan.estimate import Request
 from espalier.verbs import ready
 from espalier.workload import Workload
 
@@ -41,7 +42,7 @@ def choose(
             f"plan.pin.ranks = {pinned}, but {world} ranks were started.",
             do=f"start {pinned} ranks, or leave plan.pin.ranks out",
         )
-    request = ready.request(resolved.recipe, ranks=world)
+    request = ready.request(resolved.recipe, world, ready.resident())
     candidates = uniform.candidates(request, cluster)
     if world is None and _worth_trying(candidates, resolved):
         return uniform.plan(request, cluster, _measured(candidates, resolved, workload, cluster))
@@ -77,25 +78,40 @@ def _first_of_each(candidates: list[plans.Plan]) -> Mapping[tuple[int, int], pla
     return found
 
 
+def tried_before(request: Request, resolved: ready.Resolved, cluster: clusters.Cluster) -> Measured:
+    """What trials of this recipe on these machines have measured already; runs nothing."""
+    known = _read(cache_folder() / "trials.json")
+    named = _trials(uniform.candidates(request, cluster), resolved, cluster)
+    return {key: known[name] for key, (name, _) in named.items() if name in known}
+
+
 def _measured(
     candidates: list[plans.Plan], resolved: ready.Resolved, workload: Workload, cluster: clusters.Cluster
 ) -> Measured:
-    recipe = resolved.recipe
-    table = load.to_table(recipe)
+    file = cache_folder() / "trials.json"
+    known = _read(file)
+    measured: Measured = {}
+    for key, (name, plan) in _trials(candidates, resolved, cluster).items():
+        if name not in known:
+            known[name] = _try(plan, resolved, workload)
+            _write(file, known)
+        measured[key] = known[name]
+    return measured
+
+
+def _trials(
+    candidates: list[plans.Plan], resolved: ready.Resolved, cluster: clusters.Cluster
+) -> dict[tuple[int, int], tuple[str, plans.Plan]]:
+    """The plans to be tried, each under a name that says everything its speed depends on."""
+    table = load.to_table(resolved.recipe)
     asked = {key: table[key] for key in ("model", "comm")} | {
         key: table["train"].get(key) for key in ("sequence", "batch_tokens", "precision", "compile", "optimizer")
     }
     key = runs.hashed([clusters.dumps(cluster), asked])
-    file = cache_folder() / "trials.json"
-    known = _read(file)
-    measured: Measured = {}
-    for (ranks, threads), plan in _first_of_each(candidates).items():
-        name = f"{key}/{ranks}x{threads}/{plan.micro_batch}/{plan.recompute}"
-        if name not in known:
-            known[name] = _try(plan, resolved, workload)
-            _write(file, known)
-        measured[ranks, threads] = known[name]
-    return measured
+    return {
+        (ranks, threads): (f"{key}/{ranks}x{threads}/{plan.micro_batch}/{plan.recompute}", plan)
+        for (ranks, threads), plan in _first_of_each(candidates).items()
+    }
 
 
 def _try(plan: plans.Plan, resolved: ready.Resolved, workload: Workload) -> float:

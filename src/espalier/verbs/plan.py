@@ -7,9 +7,10 @@ import sys
 
 import torch
 
+from espalier.hardware import probe
 from espalier.plan import base as plans
 from espalier.plan import reasons, uniform
-from espalier.verbs import ready, show
+from espalier.verbs import choose, ready, show
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -17,9 +18,10 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     resolved = ready.resolve(arguments.recipe, arguments.overrides)
     cluster = ready.machines(resolved.recipe, arguments.cluster)
-    request = ready.request(resolved.recipe)
+    here = cluster.machine == probe.identity()
+    request = ready.request(resolved.recipe, resident=ready.resident() if here else 0)
     try:
-        plan, refusal = uniform.plan(request, cluster), None
+        plan, refusal = uniform.plan(request, cluster, choose.tried_before(request, resolved, cluster)), None
     except reasons.DoesNotFit as error:
         plan, refusal = uniform.closest(request, cluster), error
     if arguments.json:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import psutil
 import torch
 
 from espalier import cluster as clusters
@@ -101,7 +102,7 @@ def parameters(recipe: Recipe) -> int:
     return derive.parameter_count(recipe.model)
 
 
-def request(recipe: Recipe, ranks: int | None = None) -> Request:
+def request(recipe: Recipe, ranks: int | None = None, resident: int = 0) -> Request:
     """What the planner is asked, from a resolved recipe; allocates nothing and opens no corpus."""
     train = recipe.train
     if isinstance(recipe.model, config.Module):
@@ -132,7 +133,15 @@ def request(recipe: Recipe, ranks: int | None = None) -> Request:
         recompute=recipe.plan.pin.recompute or train.recompute,
         pin=recipe.plan.pin if ranks is None else msgspec.structs.replace(recipe.plan.pin, ranks=ranks),
         bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"),
+        resident=resident,
     )
+
+
+def resident() -> int:
+    """Bytes this process holds, which every rank forked from it begins with; in steps of 32 MiB, so that plans of equal
+    processes are equal."""
+    step = 32 * 2**20
+    return -(-psutil.Process().memory_info().rss // step) * step
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from espalier.hardware import limits
 from espalier.launch import base as launch
 from espalier.launch import handshake, local, torchrun
 from espalier.plan import base as plans
-from espalier.plan.estimate import peak_flops
+from espalier.plan.seats import peak_flops
 from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, Progress
