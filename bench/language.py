@@ -101,7 +101,7 @@ def make_case(shape: Shape, cache: Path) -> Case:
     }
     recipe, derivations = derive.resolve(load.from_table(table))
     resolved = ready.Resolved(recipe, derivations)
-    workload = ready.open_workload(recipe)
+    workload = ready.open_workload(resolved)
     plan = choose.choose(resolved, workload, ready.machines(recipe))
     return Case(shape, resolved, workload, plan)
 

@@ -187,7 +187,9 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
     workload = open_language(recipe)
     plan = plan_of(recipe, 4, 2)
     machine = cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
-    predicted = estimate.estimate(ready.request(recipe), machine, estimate.Candidate(4, 1, 2)).sent_bytes
+    predicted = estimate.estimate(
+        ready.request(ready.Resolved(recipe)), machine, estimate.Candidate(4, 1, 2)
+    ).sent_bytes
 
     def life(place):
         sent = []

@@ -72,6 +72,12 @@ class RunFolder:
         """The resolved recipe of the run in this folder."""
         return load.load(self.recipe)
 
+    def release(self) -> None:
+        """Lets other processes have the folder."""
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
+
     def discard_if_empty(self) -> None:
         """Removes a folder that holds nothing but the lock, such as that of a run refused before it began."""
         if {path.name for path in self.path.iterdir()} <= {".lock"}:

@@ -239,3 +239,10 @@ def test_hub_mistakes_are_explained(hub, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"espalier\[hub\]"):
         texts("hf:name")
+
+
+@pytest.mark.parametrize("path", ["/nope", "python:imports", "hg:squad"])
+def test_what_is_not_similar_is_not_suggested(path):
+    with pytest.raises(UserError) as caught:
+        texts(path)
+    assert "did you mean" not in str(caught.value)

@@ -26,7 +26,7 @@ def resolved(model: config.Gpt | config.Moe) -> config.Recipe:
 def test_counting_blocks_equals_building_them(kind: type[config.Gpt], tied: bool, depth: int) -> None:
     recipe = resolved(kind(depth=depth, width=64, heads=2, kv_heads=1, vocabulary=100, tied=tied))
     assert isinstance(recipe.model, config.Gpt | config.Moe)
-    request = ready.request(recipe)
+    request = ready.request(ready.Resolved(recipe))
     model = language.new_model(recipe.model, 0, torch.device("meta"))
     trainable = names_of(model)
     outside = set(language.embeddings(model))
@@ -47,6 +47,6 @@ def test_deep_models_are_asked_about_at_once(model: config.Gpt) -> None:
     recipe = resolved(msgspec.structs.replace(model, vocabulary=50257))
     assert isinstance(recipe.model, config.Gpt)
     begun = time.process_time()
-    request = ready.request(recipe)
+    request = ready.request(ready.Resolved(recipe))
     assert time.process_time() - begun < 1
     assert request.parameters == derive.parameter_count(recipe.model)

@@ -283,7 +283,7 @@ def _bars(
 
 def _forgiving(out: TextIO | None) -> TextIO:
     out = out if out is not None else sys.stdout
-    return out if isinstance(out, Forgiving) else cast("TextIO", Forgiving(out))
+    return cast("TextIO", out if isinstance(out, Forgiving) else Forgiving(out))
 
 
 def _is_terminal(out: TextIO, wanted: bool | None) -> bool:

@@ -42,7 +42,7 @@ def choose(
             f"plan.pin.ranks = {pinned}, but {world} ranks were started.",
             do=f"start {pinned} ranks, or leave plan.pin.ranks out",
         )
-    request = ready.request(resolved.recipe, world, ready.resident())
+    request = ready.request(resolved, world, ready.resident(), workload)
     candidates = uniform.candidates(request, cluster)
     if world is None and _worth_trying(candidates, resolved):
         return uniform.plan(request, cluster, _measured(candidates, resolved, workload, cluster))

@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     resolved = ready.resolve(arguments.recipe, arguments.overrides)
     cluster = ready.machines(resolved.recipe, arguments.cluster)
     here = cluster.machine == probe.identity()
-    request = ready.request(resolved.recipe, resident=ready.resident() if here else 0)
+    request = ready.request(resolved, resident=ready.resident() if here else 0)
     try:
         plan, refusal = uniform.plan(request, cluster, choose.tried_before(request, resolved, cluster)), None
     except reasons.DoesNotFit as error:

@@ -21,7 +21,7 @@ from espalier.errors import UserError
 from espalier.hardware import probe
 from espalier.language import gpt, hf, moe
 from espalier.language import workload as language
-from espalier.module import open_module
+from espalier.module import ModuleWorkload, open_module
 from espalier.optim.base import names_of
 from espalier.plan.estimate import Request
 from espalier.track.progress import Waiting
@@ -33,7 +33,9 @@ class Resolved:
     """A recipe with nothing left open, and why each derived value is what it is."""
 
     recipe: Recipe
-    derivations: Sequence[derive.Derivation]
+    derivations: Sequence[derive.Derivation] = ()
+    folder: Path | None = None
+    """Where the recipe's file lies: a foreign module may lie beside it."""
 
 
 def resolve(path: str | Path, overrides: Sequence[str]) -> Resolved:
@@ -44,7 +46,7 @@ def resolve(path: str | Path, overrides: Sequence[str]) -> Resolved:
         with waiting("Reading the corpus") as progress:
             vocabulary = language.vocabulary(recipe.data, progress)
     resolved, derivations = derive.resolve(recipe, vocabulary=vocabulary)
-    return Resolved(resolved, derivations)
+    return Resolved(resolved, derivations, Path(path).absolute().parent)
 
 
 def _with_initial(recipe: Recipe) -> Recipe:
@@ -62,10 +64,11 @@ def _with_initial(recipe: Recipe) -> Recipe:
     return msgspec.structs.replace(recipe, model=msgspec.structs.replace(found, **kept))
 
 
-def open_workload(recipe: Recipe) -> Workload:
+def open_workload(resolved: Resolved) -> Workload:
     """The workload of a resolved recipe, its data opened (built on first use, with a progress bar)."""
+    recipe = resolved.recipe
     if isinstance(recipe.model, config.Module):
-        return open_module(recipe)
+        return open_module(recipe, resolved.folder)
     with waiting("Reading the corpus") as progress:
         return language.open_language(recipe, progress=progress)
 
@@ -95,18 +98,21 @@ def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
         yield update
 
 
-def parameters(recipe: Recipe) -> int:
+def parameters(recipe: Recipe, workload: Workload) -> int:
     """How many parameters the recipe's model has."""
-    if isinstance(recipe.model, config.Module):
-        return sum(parameter.numel() for parameter in open_module(recipe).parts.model.parameters())
+    if isinstance(workload, ModuleWorkload):
+        return sum(parameter.numel() for parameter in workload.parts.model.parameters())
+    assert not isinstance(recipe.model, config.Module)
     return derive.parameter_count(recipe.model)
 
 
-def request(recipe: Recipe, ranks: int | None = None, resident: int = 0) -> Request:
-    """What the planner is asked, from a resolved recipe; allocates nothing and opens no corpus."""
-    train = recipe.train
+def request(
+    resolved: Resolved, ranks: int | None = None, resident: int = 0, workload: Workload | None = None
+) -> Request:
+    """What the planner is asked; allocates nothing and opens no corpus (a foreign module it has to open)."""
+    recipe, train = resolved.recipe, resolved.recipe.train
     if isinstance(recipe.model, config.Module):
-        workload = open_module(recipe)
+        workload = workload or open_workload(resolved)
         model = workload.build(torch.device("cpu"), torch.float32)
         batch, tokens, work = workload.global_batch, 1.0, workload.work
         layers, tally = 1, _tally(model, workload.embeddings(model))

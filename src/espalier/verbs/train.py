@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import torch
 
@@ -63,13 +63,20 @@ class Job:
 def run(arguments: argparse.Namespace) -> int:
     """Trains to the end, or to Ctrl-C (exit code 130, state saved)."""
     torch.set_num_threads(1)  # ranks are forked from here; see launch.local
-    sys.stdout = Forgiving(sys.stdout)
+    sys.stdout = cast("TextIO", Forgiving(sys.stdout))
     place = torchrun.place()
     if place is not None:
         return _run_as_rank(arguments, place)
     job = _prepare(arguments)
+    try:
+        return _carry_out(job, arguments.json)
+    finally:
+        job.folder.release()
+
+
+def _carry_out(job: Job, as_json: bool) -> int:
     if _is_finished(job.resolved.recipe, job.folder):
-        return _nothing_to_do(job, arguments.json)
+        return _nothing_to_do(job, as_json)
     log = Log(job.folder.events)
     begun = time.monotonic()
     try:
@@ -77,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     except EspalierError as error:
         _stopped(job, log, error, time.monotonic() - begun)
         raise
-    return _finished(job, log, time.monotonic() - begun, arguments.json)
+    return _finished(job, log, time.monotonic() - begun, as_json)
 
 
 # --- before ------------------------------------------------------------------------------------------------------
@@ -91,7 +98,7 @@ def _prepare(arguments: argparse.Namespace, world: int | None = None) -> Job:
     if (existing := runs.RunFolder(Path(path))).exists():
         runs.refuse_other_meaning(existing, recipe)
         before = existing.read()
-    workload = ready.open_workload(recipe)
+    workload = ready.open_workload(resolved)
     if recipe.checkpoint.target is not None:
         open_place(recipe.checkpoint.target)  # an unknown scheme is refused before anything is written
     cluster = ready.machines(recipe)
@@ -100,13 +107,14 @@ def _prepare(arguments: argparse.Namespace, world: int | None = None) -> Job:
         plan = _planned(folder, resolved, workload, cluster, world)
     except BaseException:
         folder.discard_if_empty()
+        folder.release()
         raise
     if not _is_finished(recipe, folder):
         folder.write(recipe, cluster, plan)
         if not arguments.json:
             show.notes([*workload.notes(), *_stretched(before, recipe)])
             show.plan(plan, resolved.derivations, recipe.train.steps)
-    return Job(resolved, workload, cluster, plan, ready.parameters(recipe), folder, arguments.json)
+    return Job(resolved, workload, cluster, plan, ready.parameters(recipe, workload), folder, arguments.json)
 
 
 def _planned(
@@ -158,6 +166,7 @@ def _about(job: Job) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__), "espalier": _version()},
         "host": {"name": socket.gethostname(), "system": platform.platform(), "processor": limits.processor()},
         "data": job.workload.fingerprint(),
+        "recipe_folder": str(job.resolved.folder),
         "derivations": [{"key": one.key, "value": one.value, "why": one.reason} for one in derivations],
     }
 
@@ -223,7 +232,7 @@ def _run_as_rank(arguments: argparse.Namespace, place: launch.Place) -> int:
     if text.startswith(b"!"):
         raise UserError(f"Rank 0 could not start: {text[1:].decode()}")
     resolved = ready.resolve(arguments.recipe, arguments.overrides)
-    workload = ready.open_workload(resolved.recipe)
+    workload = ready.open_workload(resolved)
     folder = runs.RunFolder(Path(arguments.run or Path("runs") / resolved.recipe.name))
     job = Job(resolved, workload, ready.machines(resolved.recipe), plans.loads(text), 0, folder, True)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from espalier import run as runs
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import Recipe
 from espalier.errors import UserError
+from espalier.track import events
 from espalier.trainer import DTYPES
 from espalier.verbs import ready
 from espalier.workload import Workload
@@ -33,7 +35,7 @@ def open_trained(path: str) -> Trained:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder = runs.find(path)
     recipe = folder.read()
-    workload = ready.open_workload(recipe)
+    workload = ready.open_workload(ready.Resolved(recipe, folder=_origin(folder)))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = workload.build(device, DTYPES[recipe.train.precision])
     target = recipe.checkpoint.target or str(folder.checkpoints)
@@ -46,3 +48,9 @@ def open_trained(path: str) -> Trained:
             do="let it train on, or set checkpoint.every lower",
         )
     return Trained(folder, recipe, workload, model.eval(), int(loaded.meta["step"]))
+
+
+def _origin(folder: runs.RunFolder) -> Path | None:
+    """The folder of the recipe file this run was begun from."""
+    begun = [event for event in events.read(folder.events) if event["event"] == "run"] if folder.events.exists() else []
+    return Path(begun[-1]["recipe_folder"]) if begun and begun[-1].get("recipe_folder") else None
