@@ -173,8 +173,9 @@ class Trainer:
     def train_step(self, batches: Sequence[Any]) -> Agreed:
         """Forward, backward, exchange, update. Randomness is a pure function of (seed, step, rank)."""
         recipe, rank = self.setting.recipe, self.setting.place.rank
-        torch.manual_seed(hash((recipe.train.seed, self.step, rank)) & 0x7FFF_FFFF_FFFF_FFFF)
-        self.built.model.train()
+        seed_step(self.setting.device, hash((recipe.train.seed, self.step, rank)) & 0x7FFF_FFFF_FFFF_FFFF)
+        if not self.built.model.training:
+            self.built.model.train()
         with comm.phase("forward and backward"):
             for parameter in self.built.model.parameters():
                 parameter.grad = None
@@ -364,6 +365,14 @@ class Trainer:
             f"Stopped after step {self.step} of {self.steps}; the state is {where}.",
             do="run the same command again to go on",
         )
+
+
+def seed_step(device: torch.device, seed: int) -> None:
+    """Seeds the generators a step can draw from. `torch.manual_seed` would, without a GPU in use, queue a call with its
+    stack trace for later at every step."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -144,7 +144,6 @@ class Replicate:
         self._launched = 0
         for bucket in self._buckets:
             bucket.attach()
-        self._seen.check(self.model)
         self._armed = last
         yield
         self._last = last
