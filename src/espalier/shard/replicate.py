@@ -125,7 +125,6 @@ class Replicate:
                 do="run the step's last backward inside `with replicate.accumulate(last=True):`",
             )
         self._last = None
-        self._seen.check(self.model)
         self._launch_ready(everything=True)
         for bucket in self._buckets:
             bucket.finish()
@@ -144,6 +143,7 @@ class Replicate:
         self._launched = 0
         for bucket in self._buckets:
             bucket.attach()
+        self._seen.check(self.model)
         self._armed = last
         yield
         self._last = last
