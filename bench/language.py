@@ -1,6 +1,6 @@
 """The planned language run beside what a user would write or take instead: same model, same data, same machine.
 
-    python bench/language.py [--quick] [--json FILE]
+    python bench/language.py [--quick] [--pairs N] [--json FILE]
 
 Peers: a plain DistributedDataParallel loop (fused AdamW, gradient_as_bucket_view), FSDP2, one process with all threads,
 and the Hugging Face Trainer with its own Llama of the same shape. All train fp32 with AdamW and clip at 1.0. Each
@@ -317,14 +317,14 @@ def main() -> None:
     wanted = arguments(__doc__ or "")
     torch.set_num_threads(1)
     note = ", quick" if wanted.quick else ""
-    shapes = SHAPES[:3] if wanted.quick else SHAPES
+    shapes = SHAPES[:2] if wanted.quick else SHAPES
+    pairs = wanted.pairs or (5 if wanted.quick else 15)
     rows = []
     for shape in shapes:
         case = make_case(shape, Path())
-        rows += throughput(case, 5 if wanted.quick else 15, 6 if wanted.quick else 8, note)
+        rows += throughput(case, pairs, 5, note)
     rows += first_step(3 if wanted.quick else 5, note)
-    command = "python bench/language.py" + (" --quick" if wanted.quick else "")
-    publish(rows, command, wanted.json)
+    publish(rows, wanted.json)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,12 +71,14 @@ def arguments(description: str) -> argparse.Namespace:
     """`--quick` and `--json FILE`, as every bench script takes them."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="reduced sizes, at most five minutes; said in each row")
+    parser.add_argument("--pairs", type=int, help="how often ours and each peer take turns")
     parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
     return parser.parse_args()
 
 
-def publish(rows: Sequence[Row], command: str, json_file: str | None) -> None:
+def publish(rows: Sequence[Row], json_file: str | None) -> None:
     """Prints the Markdown table with the machine's name; writes the JSON if asked."""
+    command = " ".join(["python", *sys.argv])
     print("| case | peer | peer's value | ours | ratio | unit | spread of the ratio |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:

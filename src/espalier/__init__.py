@@ -1,4 +1,4 @@
-"""Espalier trains large language models, large graphs and radiance fields on the hardware you actually have.
+"""Espalier trains large models on the hardware you actually have; language models and foreign modules so far.
 
 The public names load on first use, so `import espalier` costs nothing and needs no torch.
 """

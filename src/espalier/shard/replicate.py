@@ -150,7 +150,7 @@ class Replicate:
 
     def _hook(self, bucket: _Bucket, slot: _Slot) -> Any:
         def arrived(_: Tensor) -> None:
-            slot.used = True
+            slot.take()
             bucket.missing -= 1
             if bucket.missing == 0 and self._armed:
                 self._launch_ready()
@@ -177,6 +177,15 @@ class _Slot:
         self.view = parameter
         self.used = False
 
+    def take(self) -> None:
+        """Moves a fresh gradient into the bucket, while it is still in the processor's cache."""
+        grad = self.parameter.grad
+        if grad is not None and grad is not self.view:
+            with torch.no_grad():
+                self.view.copy_(grad)
+            self.parameter.grad = self.view
+        self.used = True
+
 
 class _Bucket:
     """Gradients [elements] and, behind them, one flag per parameter: 1 where this rank has a gradient. Has state."""
@@ -195,27 +204,21 @@ class _Bucket:
             offset += slot.parameter.numel()
 
     def attach(self) -> None:
-        """Before a micro-batch: cleared gradients become zeros in the buffer, into which backward adds."""
+        """Before a micro-batch: all gradients are still to come."""
         self.missing = len(self.slots)
-        cleared = [slot for slot in self.slots if slot.parameter.grad is None]
-        if len(cleared) == len(self.slots):
-            self.buffer.zero_()
-        for slot in cleared:
-            if len(cleared) < len(self.slots):
-                slot.view.zero_()
-            slot.parameter.grad = slot.view
-            slot.used = False
+        for slot in self.slots:
+            if slot.parameter.grad is None:
+                slot.used = False
 
     def launch(self, channel: dist.ProcessGroup) -> None:
         """Begins the sum over all ranks."""
         with torch.no_grad():
             self.flags.fill_(1)
             for index, slot in enumerate(self.slots):
-                grad = slot.parameter.grad
-                if grad is not slot.view and grad is not None:  # somebody put a tensor of their own there
-                    slot.view.copy_(grad)
-                    slot.parameter.grad, slot.used = slot.view, True
-                elif not slot.used:
+                if slot.parameter.grad is not None:
+                    slot.take()  # also what somebody put there themselves
+                else:
+                    slot.view.zero_()
                     self.flags[index] = 0
         with traffic(Traffic.GRADIENTS):
             self.work = channel.allreduce([self.buffer], dist.AllreduceOptions())
@@ -225,8 +228,8 @@ class _Bucket:
         self.work.wait()
         self.work = None
         for index, slot in enumerate(self.slots):
-            if not slot.used and self.flags[index].item() == 0:
-                slot.parameter.grad = None
+            if not slot.used:
+                slot.parameter.grad = slot.view if self.flags[index].item() else None
 
 
 class _Seen:
