@@ -3,10 +3,9 @@
 After DistributedDataParallel (Li et al., arXiv 2006.15704): buckets in reverse order of the parameters, a small first
 one, launched from gradient hooks in a fixed order. It deviates where that is simpler or exact:
 - The sum is a sum, not a mean: losses are divided by the weight of the whole batch before backward.
-- Gradients lie in the buckets from the start: a bucket is zeroed and autograd adds into it, in every micro-batch. This
-  reads more memory than copying each fresh gradient into its bucket, and was still faster on CPU (232 against 265 to
-  285 ms for forward and backward of 21 M parameters): fresh gradients cost 11 to 16 thousand page faults a
-  step, in place it is at most one thousand (25 steps each, two busy cores).
+- Each fresh gradient is copied into its bucket by its own hook, while it is still in the processor's cache; later
+  micro-batches add in place. Zeroing a bucket and adding into it reads and writes more, and was faster only while
+  every fresh gradient also cost page faults, which `rank.keep_freed_memory` ends.
 - One flag per parameter travels with its bucket, so a parameter that no rank used keeps `.grad = None`, just as on one
   rank, and one that some ranks used never waits.
 """
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 FIRST_BUCKET = 2**20  # bytes; DistributedDataParallel's figure: the first exchange should begin early
 BUCKET = 25 * 2**20  # bytes; likewise
-
 
 CLAIM = Claim("replicate", question="shard", changes=frozenset({"gradients are summed", "whole matrices"}))
 
