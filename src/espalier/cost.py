@@ -6,7 +6,7 @@ Every number may be a NumPy array: one call then prices a whole grid of layouts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 Number = Any  # float or numpy array of floats, broadcast together
@@ -40,6 +40,7 @@ class Work:
         transient: further bytes at the worst moment (logits and their gradient).
         again: products and attention run once more in backward because of recomputation, as a share of forward (0..1).
         samples: samples (sequences) in the micro-batch; tokens: tokens (or nodes, rays) in it.
+        issued: operations the host issues in an eager forward pass; 0 when not counted.
     """
 
     products: tuple[Product, ...]
@@ -50,6 +51,7 @@ class Work:
     again: Number
     samples: Number
     tokens: Number
+    issued: Number = 0.0
 
     @property
     def forward_flops(self) -> Number:
@@ -60,6 +62,62 @@ class Work:
     def model_flops(self) -> Number:
         """FLOPs that count for MFU: forward and backward once, recomputation not counted (attention 2x in backward)."""
         return 3.0 * self.forward_flops
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one replica of a model is cut among ranks. Arrays allowed.
+
+    Attributes:
+        tensor: ranks that share every matrix by columns or rows (and the tokens between those matrices).
+        sequence: ranks that share the tokens, each with whole matrices.
+        gathered: the whole inputs of matrices cut by columns are kept for backward (Megatron's sequence parallelism,
+            arXiv 2205.05198); False: only each rank's share, gathered once more in backward (Buff's FSP).
+    """
+
+    tensor: Number = 1
+    sequence: Number = 1
+    gathered: bool = True
+
+
+WHOLE = Cut()
+"""Not cut at all."""
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The work of one micro-batch on one rank, by where it may be cut: `layers` equal layers, and everything else."""
+
+    layers: int
+    layer: Work
+    rest: Work
+    """Embedding, last norm, head and loss."""
+
+    @property
+    def whole(self) -> Work:
+        """The work of a rank that has all layers."""
+        layer, rest, layers = self.layer, self.rest, self.layers
+        forward = layers * layer.forward_flops + rest.forward_flops
+        repeated = layers * layer.again * layer.forward_flops + rest.again * rest.forward_flops
+        return Work(
+            products=(*(replace(one, count=one.count * layers) for one in layer.products), *rest.products),
+            attention=layers * layer.attention + rest.attention,
+            moved=layers * layer.moved + rest.moved,
+            kept=layers * layer.kept + rest.kept,
+            transient=_larger(layer.transient, rest.transient),
+            again=repeated / forward,
+            samples=rest.samples,
+            tokens=rest.tokens,
+            issued=layers * layer.issued + rest.issued,
+        )
+
+
+def _larger(left: Number, right: Number) -> Number:
+    if isinstance(left, int | float) and isinstance(right, int | float):
+        return max(left, right)
+    import numpy as np
+
+    return np.maximum(left, right)
 
 
 @dataclass(frozen=True)

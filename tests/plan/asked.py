@@ -6,8 +6,9 @@ from typing import Any
 
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
-from espalier.cost import Product, Work
-from espalier.plan.estimate import Request
+from espalier.cost import Anatomy, Cut, Product, Work
+from espalier.plan.layouts import Layouts
+from espalier.plan.request import Request
 
 KEPT = {"none": 16.0, "selective": 12.0, "block": 1.0}
 AGAIN = {"none": 0.0, "selective": 0.9, "block": 1.0}
@@ -16,25 +17,28 @@ AGAIN = {"none": 0.0, "selective": 0.9, "block": 1.0}
 def decoder(width: int = 64, layers: int = 2, sequence: int = 128, batch: int = 16, **more: Any) -> Request:
     """A made-up decoder: per layer one [width, 12 width] product; activations by the table above."""
 
-    def work(micro_batch: Any, recompute: str, precision: str) -> Work:
-        rows, size = micro_batch * sequence, {"bf16": 2, "fp64": 8}.get(precision, 4)
-        each = rows * width * size
-        return Work(
-            products=(Product(rows, width, 12 * width, layers), Product(rows, width, 256)),
-            attention=2.0 * layers * micro_batch * sequence**2 * width,
-            moved=30.0 * layers * each,
-            kept=KEPT[recompute] * layers * each,
-            transient=rows * 256 * size,
+    def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
+        rows, size = micro_batch * sequence / cut.sequence, {"bf16": 2, "fp64": 8}.get(precision, 4)
+        each = rows * width * size / cut.tensor
+        layer = Work(
+            products=(Product(rows, width, 12 * width / cut.tensor),),
+            attention=2.0 * rows * sequence * width / cut.tensor,
+            moved=30.0 * each,
+            kept=KEPT[recompute] * each,
+            transient=0.0 * rows,
             again=AGAIN[recompute],
             samples=micro_batch,
             tokens=rows,
         )
+        rest = Work((Product(rows, width, 256),), 0.0, 0.0, 0.0 * rows, rows * 256 * size, 0.0, micro_batch, rows)
+        return Anatomy(layers, layer, rest)
 
     matrices = 12 * width * width * layers
     parameters = matrices + 2 * 256 * width
     return Request(**{
         "parameters": parameters, "trainable": parameters, "layers": layers, "global_batch": batch,
-        "tokens_per_sample": float(sequence), "work": work, **more,
+        "tokens_per_sample": float(sequence), "anatomy": anatomy, "outside": 2 * 256 * width, "tables": 2,
+        "heads": 8, "kv_heads": 8, "width": width, "kv_width": width, **more,
     })  # fmt: skip
 
 
@@ -52,3 +56,8 @@ def gpus(
         f'[[nodes]]\ndevice = "{device}"\ncount = {count}\ndevices = {devices}\n[links]\nbetween = "{between}"\n'
         + (f'inside = "{inside}"' if inside else "")
     )
+
+
+def plain(ranks: int, threads: int = 1, micro_batch: Any = 1, recompute: str = "none") -> Layouts:
+    """Data parallel with everything replicated."""
+    return Layouts(dp=ranks, threads=threads, micro_batch=micro_batch, recompute=recompute)

@@ -84,7 +84,7 @@ def test_large_products_reach_nearly_the_peak_and_none_exceeds_it() -> None:
         product = Product(rows, 8192, 8192)
         rate = product.flops / speed.product_seconds(device, "bf16", product, Setting())
         assert rate <= 312e12
-    assert rate == pytest.approx(0.95 * 312e12)
+    assert rate == pytest.approx(0.8 * 312e12, rel=0.01)
 
 
 @pytest.mark.parametrize("device", [MEASURED, clusters.device("T4")], ids=["measured", "declared"])

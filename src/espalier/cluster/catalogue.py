@@ -25,6 +25,7 @@ class _Known(Struct, forbid_unknown_fields=True):
     flops: dict[str, float]
     inside: str
     source: str
+    sustained: dict[str, float] = {}
 
 
 class _Network(Struct, forbid_unknown_fields=True):
@@ -72,6 +73,7 @@ def device(name: str, cores: int = 1, memory: int = 0, where: str = "device") ->
         memory=units.size(entry.memory) or memory,
         memory_bandwidth=units.rate(entry.memory_bandwidth) * scale,
         flops={precision: rate * scale for precision, rate in entry.flops.items()},
+        sustained=entry.sustained,
         source=entry.source,
     )
 

@@ -45,6 +45,8 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     flops: dict[str, float]
     peak: bool = True
     """True when `flops` are the vendor's peak, False when measured (then the best measured)."""
+    sustained: dict[str, float] = {}
+    """Share of the peak that large `product`s and fused `attention` reach; what is not said is assumed."""
     dispatch: float = 0.0
     """Seconds the host needs to issue one operation; 0 when not measured."""
     runtime: int = 0

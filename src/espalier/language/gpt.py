@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from espalier import config
 from espalier.config.shapes import Sizes, sizes
-from espalier.cost import Product, Work
+from espalier.cost import WHOLE, Anatomy, Cut, Product
 from espalier.language.cache import Cache, Past
 from espalier.language.elementwise import rms_norm, rotate, swiglu
 from espalier.language.work import Feed, Setting, decoder_work
@@ -275,12 +275,15 @@ _MODES: dict[str, Through] = {"none": plainly, "block": _block, "selective": _se
 # --- cost --------------------------------------------------------------------------------------------------------
 
 
-def work(options: config.Gpt, sequence: int, micro_batch: Any, recompute: str, precision: str) -> Work:
-    """Operations and bytes of one micro-batch (see `language.work`)."""
-    setting = Setting(sizes(options), sequence, micro_batch, recompute, precision)
+def work(
+    options: config.Gpt, sequence: int, micro_batch: Any, recompute: str, precision: str, cut: Cut = WHOLE
+) -> Anatomy:
+    """Operations and bytes of one micro-batch on one rank (see `language.work`)."""
+    setting = Setting(sizes(options), sequence, micro_batch, recompute, precision, cut)
     size, compute = setting.size, setting.compute
-    gate_up = Product(setting.tokens, size.width, size.feed_forward, 2 * size.layers)
-    down = Product(setting.tokens, size.feed_forward, size.width, size.layers)
+    inner = size.feed_forward / cut.tensor
+    gate_up = Product(setting.tokens, size.width, inner, 2)
+    down = Product(setting.tokens, inner, size.width)
     # swiglu keeps gate and up, `down` keeps their product; recomputation stops where `down` would begin.
-    inner = size.feed_forward * compute
-    return decoder_work(setting, Feed((gate_up, down), (gate_up,), moved=5 * inner, kept=3 * inner, working=2 * inner))
+    one = size.feed_forward * compute
+    return decoder_work(setting, Feed((gate_up, down), (gate_up,), moved=5 * one, kept=3 * one, working=2 * one))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from espalier import config
 from espalier.config.shapes import sizes
-from espalier.cost import Product, Work
+from espalier.cost import WHOLE, Anatomy, Cut, Product
 from espalier.experts.base import Route
 from espalier.experts.local import local
 from espalier.language.cache import Cache, Past
@@ -111,19 +111,21 @@ class MOE(GPT):
         return x, total
 
 
-def work(options: config.Moe, sequence: int, micro_batch: Any, recompute: str, precision: str) -> Work:
-    """Operations and bytes of one micro-batch (see `language.work`), all experts on this rank."""
-    setting = Setting(sizes(options), sequence, micro_batch, recompute, precision)
+def work(
+    options: config.Moe, sequence: int, micro_batch: Any, recompute: str, precision: str, cut: Cut = WHOLE
+) -> Anatomy:
+    """Operations and bytes of one micro-batch on one rank (see `language.work`), a share of every expert on each."""
+    setting = Setting(sizes(options), sequence, micro_batch, recompute, precision, cut)
     return decoder_work(setting, _feed(setting))
 
 
 def _feed(setting: Setting) -> Feed:
     size, compute = setting.size, setting.compute
-    width, inner, experts, active, layers = size.width, size.feed_forward, size.experts, size.active, size.layers
-    rows = setting.tokens * active
-    router = Product(setting.tokens, width, experts, layers)
-    combine = Product(setting.tokens, active, width, layers)
-    gate_up, down = Product(rows, width, inner, 2 * layers), Product(rows, inner, width, layers)
+    width, inner, experts, active = size.width, size.feed_forward, size.experts, size.active
+    rows, cut = setting.tokens * active, inner / setting.cut.tensor
+    router = Product(setting.tokens, width, experts)
+    combine = Product(setting.tokens, active, width)
+    gate_up, down = Product(rows, width, cut, 2), Product(rows, cut, width)
     # Kept: the rows as sorted, gate, up and their product, the answers by token; int64 indices (picked experts, which
     # token each row is, where its answer goes); the router's two softmaxes.
     kept = active * (2 * width + 3 * inner) * compute + 3 * 8 * active + (experts + 2 * active) * setting.whole

@@ -163,7 +163,7 @@ class LanguageWorkload:
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
         """See the model's own `work`."""
         kind = moe if isinstance(self.options, Moe) else gpt
-        return kind.work(self.options, self.sequence, micro_batch, recompute, precision)
+        return kind.work(self.options, self.sequence, micro_batch, recompute, precision).whole
 
 
 def open_language(recipe: Recipe, progress: Progress | None = None) -> LanguageWorkload:

@@ -172,7 +172,7 @@ class Planner(Protocol):
     name: str
 
     def plan(self, request: Any, cluster: Any) -> Plan:
-        """The best plan for `request` (a `plan.estimate.Request`) on `cluster`. Raises UserError when nothing fits."""
+        """The best plan for `request` (a `plan.request.Request`) on `cluster`. Raises UserError when nothing fits."""
         ...
 
 

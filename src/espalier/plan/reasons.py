@@ -12,9 +12,10 @@ from espalier import units
 from espalier.cluster import Cluster
 from espalier.errors import UserError
 from espalier.plan import estimate as pricing
-from espalier.plan import speed
+from espalier.plan import memory, speed
 from espalier.plan.base import Plan, Predicted, RunnerUp
-from espalier.plan.estimate import Candidate, Request
+from espalier.plan.layouts import Layouts
+from espalier.plan.request import Request
 
 Measured = Mapping[tuple[int, int], float]
 
@@ -30,9 +31,9 @@ class Choice:
     `without`: bytes that a micro-batch of one would lack with less recomputation; 0 when that fits.
     """
 
-    candidate: Candidate
+    layout: Layouts
     fits: bool
-    others: tuple[Candidate, ...] = ()
+    others: tuple[Layouts, ...] = ()
     without: float = 0.0
 
 
@@ -230,7 +231,7 @@ _CURES = {
 def closest(request: Request, cluster: Cluster, choices: Sequence[Choice]) -> tuple[Predicted, Choice]:
     """Of choices none of which fits, the one that lacks the fewest bytes."""
     asked = choices[:1] if gpus(cluster) else choices  # fewer GPUs need as much each
-    priced = [(pricing.estimate(request, cluster, one.candidate), one) for one in asked]
+    priced = [(pricing.estimate(request, cluster, one.layout), one) for one in asked]
     return min(priced, key=lambda two: two[0].memory_bytes["peak"] - two[0].memory_limit)
 
 
@@ -247,7 +248,7 @@ def _largest(predicted: Predicted) -> str:
 def too_large(request: Request, cluster: Cluster, choices: Sequence[Choice]) -> UserError:
     """The error when nothing fits: bytes missing for the closest candidate, of which kind, and what would help."""
     predicted, nearest = closest(request, cluster, choices)
-    one = nearest.candidate
+    one = nearest.layout
     peak, limit, largest = predicted.memory_bytes["peak"], predicted.memory_limit, _largest(predicted)
     parts = ", ".join(
         f"{kind} {units.show_size(value)}" for kind, value in predicted.memory_bytes.items() if value and kind != "peak"
@@ -255,21 +256,21 @@ def too_large(request: Request, cluster: Cluster, choices: Sequence[Choice]) -> 
     return DoesNotFit(
         f"The model does not fit: a rank needs {units.show_size(peak)} and may use {units.show_size(limit)}, "
         f"{units.show_size(peak - limit)} are missing, most of it {largest}.",
-        why=f"{one.ranks} rank{'s' * (one.ranks != 1)}, micro-batch {one.micro_batch}, recompute {one.recompute}: "
+        why=f"{one.dp} rank{'s' * (one.dp != 1)}, micro-batch {one.micro_batch}, recompute {one.recompute}: "
         f"{parts}; every rank holds the whole model, as sharding is not there yet (`espalier explain amsp`)",
         do=", or ".join(_cures(request, cluster, one, predicted)),
     )
 
 
-def _cures(request: Request, cluster: Cluster, one: Candidate, predicted: Predicted) -> list[str]:
+def _cures(request: Request, cluster: Cluster, one: Layouts, predicted: Predicted) -> list[str]:
     """What would help, the most likely first."""
     largest, pin = _largest(predicted), request.pin
-    each = -(-one.ranks // len(cluster.devices())) if not gpus(cluster) else 1
-    usable = (pricing.CUDA_MEMORY if gpus(cluster) else pricing.CPU_MEMORY) / each
+    each = -(-one.dp // len(cluster.devices())) if not gpus(cluster) else 1
+    usable = (memory.CUDA_MEMORY if gpus(cluster) else memory.CPU_MEMORY) / each
     cures = [_CURES[largest].format(need=units.show_size(math.ceil(predicted.memory_bytes["peak"] / usable)))]
     if largest == "optimizer" and request.optimizer != "muon":
         cures.append("train.optimizer.kind=muon, which keeps one moment instead of two")
-    if largest == "transient" and pricing.orthogonal_bytes(request) >= predicted.memory_bytes["transient"]:
+    if largest == "transient" and memory.orthogonal_bytes(request) >= predicted.memory_bytes["transient"]:
         cures = ["train.optimizer.kind=adamw (Muon works on all matrices of one shape at once)"]
     if largest in ("activations", "transient") and pin.micro_batch not in (None, 1):
         cures.insert(0, "plan.pin.micro_batch=1")

@@ -16,12 +16,15 @@ from espalier import cluster as clusters
 from espalier.cluster import Device
 from espalier.cost import Number, Product
 from espalier.errors import UserError, nearest
+from espalier.plan.factors import PLAIN, Factors
 
-# Share of the peak of a product of so many FLOP, and of memory bandwidth in elementwise work: the A100 and H100 tables
-# of Calculon (Isaev et al., SC23; systems/a100_80g.json), interpolated in log space. An assumption until probed.
-PRODUCT_FLOP = (1e6, 1e9, 16e9, 128e9)
-PRODUCT_SHARE = (0.1, 0.6, 0.9, 0.95)
-COPY_SHARE = 0.9
+PRODUCT_SHARE = 0.8
+"""Share of a datasheet's peak that a large product reaches: cuBLAS on an A100 gives about 250 of 312 TFLOP/s."""
+PRODUCT_STARTUP = 25e-6
+"""Seconds that each product takes beyond that: filling and draining the device, as seen in the public table of measured
+GPT iterations on A100s (vTrain, arXiv 2312.12391). Both are assumptions until probed or calibrated."""
+COPY_SHARE = 0.8
+"""Share of a datasheet's memory bandwidth in elementwise work. Assumed until probed."""
 
 # Share of the bf16 peak that FlashAttention-2 reaches on an A100 is 73 % forward and 63 % backward at best (Dao, arXiv
 # 2307.08691, section 4); shorter sequences reach less. Processors: half of their product rate. Assumed until probed.
@@ -29,8 +32,9 @@ ATTENTION_SHARE = {"cuda": 0.6, "cpu": 0.5}
 ATTENTION_BACKWARD = 2.5
 """FLOP of the attention core's backward over its forward (recomputes the scores; same paper)."""
 
-LAUNCH = {"cuda": 5e-6, "cpu": 4e-6}
-"""Seconds to issue one eager operation where it was not measured: a CUDA kernel launch, a PyTorch dispatch."""
+LAUNCH = {"cuda": 10e-6, "cpu": 4e-6}
+"""Seconds to issue one eager operation where it was not measured: a PyTorch dispatch with autograd's
+bookkeeping, and on GPUs the kernel's launch."""
 
 SETTING_WEIGHT = 4.0
 """A factor of two in threads or processes is as far as a factor of sixteen in a size."""
@@ -50,22 +54,22 @@ class Setting:
         return min(1.0, max(1, self.cores) / (self.threads * self.processes))
 
 
-def product_seconds(device: Device, precision: str, product: Product, setting: Setting) -> Number:
+def product_seconds(
+    device: Device, precision: str, product: Product, setting: Setting, factors: Factors = PLAIN
+) -> Number:
     """Seconds of all `count` products on one rank."""
     one = 2.0 * np.asarray(product.rows, dtype=float) * product.inner * product.columns
     if any(rate.what == "product" for rate in device.rates):
         sizes = (product.rows, product.inner, product.columns)
-        speed = _measured(device, "product", precision, sizes, setting)
+        each = factors.product * one / _measured(device, "product", precision, sizes, setting)
+    elif device.peak and device.kind == "cuda":
+        each = (
+            factors.product * one / (_peak(device, precision) * device.sustained.get("product", PRODUCT_SHARE))
+            + factors.startup * PRODUCT_STARTUP
+        )
     else:
-        share = product_share(one) if device.peak and device.kind == "cuda" else 1.0
-        speed = _peak(device, precision) * share / _ranks(device, setting)
-    return np.where(one > 0, one * product.count / speed, 0.0)[()]
-
-
-def product_share(flop: Number) -> Number:
-    """The share of its peak that a device reaches in a product of `flop`."""
-    clipped = np.maximum(flop, 1.0)
-    return np.interp(np.log(clipped), np.log(PRODUCT_FLOP), PRODUCT_SHARE)
+        each = factors.product * one / (_peak(device, precision) / _ranks(device, setting))
+    return np.where(one > 0, each * product.count, 0.0)[()]
 
 
 def backward(product: Product) -> tuple[Product, Product]:
@@ -76,7 +80,9 @@ def backward(product: Product) -> tuple[Product, Product]:
     )
 
 
-def attention_seconds(device: Device, precision: str, flop: Number, setting: Setting) -> Number:
+def attention_seconds(
+    device: Device, precision: str, flop: Number, setting: Setting, factors: Factors = PLAIN
+) -> Number:
     """Seconds of `flop` FLOP in the attention core, forward."""
     rows = [rate for rate in device.rates if rate.what == "attention"]
     if rows:
@@ -84,11 +90,15 @@ def attention_seconds(device: Device, precision: str, flop: Number, setting: Set
         rows_, inner, columns = np.exp2(np.log2(sizes).mean(axis=0))
         speed = _measured(device, "attention", precision, (rows_, inner, columns), setting)
     else:
-        speed = _peak(device, precision) * ATTENTION_SHARE[device.kind] / _ranks(device, setting)
-    return flop / speed
+        speed = (
+            _peak(device, precision)
+            * device.sustained.get("attention", ATTENTION_SHARE[device.kind])
+            / _ranks(device, setting)
+        )
+    return factors.attention * flop / speed
 
 
-def moved_seconds(device: Device, moved: Number, setting: Setting) -> Number:
+def moved_seconds(device: Device, moved: Number, setting: Setting, factors: Factors = PLAIN) -> Number:
     """Seconds of reading and writing `moved` bytes of memory, on one rank."""
     if device.copies:
         points = np.array([[c.threads, c.processes] for c in device.copies], dtype=float)
@@ -96,7 +106,7 @@ def moved_seconds(device: Device, moved: Number, setting: Setting) -> Number:
         rate = _between(np.log2(points), np.log2(values), np.log2([setting.threads, setting.processes])) * setting.share
     else:
         rate = device.memory_bandwidth * COPY_SHARE / max(1, setting.processes)
-    return moved / rate
+    return factors.memory * moved / rate
 
 
 def issue_seconds(device: Device) -> float:
@@ -115,7 +125,7 @@ def describe(device: Device) -> str:
     """Where this device's speeds come from."""
     if device.rates:
         return f"{device.source}; between measured shapes by inverse distance in log space"
-    return f"{device.source}; share of peak by product size after Calculon (SC23), assumed"
+    return f"{device.source}; {device.sustained.get('product', PRODUCT_SHARE):g} of the peak and {PRODUCT_STARTUP * 1e6:g} µs for each product, assumed"
 
 
 def _peak(device: Device, precision: str) -> float:

@@ -7,6 +7,7 @@ processor every divisor of its cores is a number of ranks; on GPUs each device i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,16 +15,14 @@ import numpy as np
 
 from espalier.cluster import Cluster
 from espalier.plan import estimate as pricing
-from espalier.plan import reasons
+from espalier.plan import network, reasons
 from espalier.plan.base import Exchange, Plan, Rank, Stage, Unit
-from espalier.plan.estimate import Candidate, Request
+from espalier.plan.layouts import MODES, Layouts
 from espalier.plan.reasons import Choice, key
+from espalier.plan.request import Request
 from espalier.plan.seats import seats, shares
 
 name = "uniform"
-
-MODES = ("none", "selective", "block")
-"""Recomputation, from the least repeated work to the least memory."""
 
 NEAR = 1.02
 """Of micro-batches whose estimates differ by no more than this, the smallest is taken: it holds the least memory."""
@@ -126,9 +125,10 @@ def _choose(request: Request, cluster: Cluster, ranks: int, threads: int) -> Cho
     """The fastest micro-batch that fits (the smallest of near ones), with the least recomputation that lets one fit."""
     sizes = _sizes(request, ranks)
     asked = request.pin.recompute or request.recompute
+    on = network.fleet(cluster, ranks, threads)
     without = 0.0
     for mode in (asked,) if asked else MODES:
-        priced = pricing.grid(request, cluster, Candidate(ranks, threads, sizes, mode))
+        priced = pricing.grid(request, on, Layouts(dp=ranks, micro_batch=sizes, recompute=mode, threads=threads))
         fits = np.flatnonzero(priced.over <= 0)
         if not len(fits):
             without = without or float(np.min(priced.over))
@@ -137,10 +137,11 @@ def _choose(request: Request, cluster: Cluster, ranks: int, threads: int) -> Cho
         near = [i for i in order if priced.seconds[i] <= NEAR * priced.seconds[order[0]]]
         first = min(near, key=lambda i: int(sizes[i]))
         order = [first, *(i for i in order if i != first)]
-        best = Candidate(ranks, threads, int(sizes[first]), mode)
-        others = tuple(Candidate(ranks, threads, int(sizes[i]), mode) for i in order[1:3])
+        best = Layouts(dp=ranks, micro_batch=int(sizes[first]), recompute=mode, threads=threads)
+        others = tuple(replace(best, micro_batch=int(sizes[i])) for i in order[1:3])
         return Choice(best, True, others, without)
-    return Choice(Candidate(ranks, threads, int(sizes[0]), asked or MODES[-1]), False)
+    least = Layouts(dp=ranks, micro_batch=int(sizes[0]), recompute=asked or MODES[-1], threads=threads)
+    return Choice(least, False)
 
 
 def _sizes(request: Request, ranks: int) -> Any:
@@ -156,20 +157,20 @@ def _sizes(request: Request, ranks: int) -> Any:
 
 
 def _plan(request: Request, cluster: Cluster, chosen: Choice, note: str) -> Plan:
-    candidate = chosen.candidate
-    predicted = pricing.estimate(request, cluster, candidate)
-    cuts = shares(request.global_batch, candidate.ranks)
+    layout = chosen.layout
+    predicted = pricing.estimate(request, cluster, layout)
+    cuts = shares(request.global_batch, layout.dp)
     ranks = tuple(
         Rank(
             device="cpu" if place.table.device.kind == "cpu" else f"cuda:{place.slot}",
             node=place.node,
-            threads=candidate.threads,
+            threads=layout.threads,
             share=share,
         )
-        for place, share in zip(seats(cluster, candidate.ranks), cuts, strict=True)
+        for place, share in zip(seats(cluster, layout.dp), cuts, strict=True)
     )
     most = max(stop - start for start, stop in cuts)
-    accumulate = -(-most // int(candidate.micro_batch))
+    accumulate = -(-most // int(layout.micro_batch))
     stage = Stage(ranks=tuple(range(len(ranks))), layers=(0, request.layers), micro_batches=accumulate)
     made = Plan(
         planner=name,
@@ -177,8 +178,8 @@ def _plan(request: Request, cluster: Cluster, chosen: Choice, note: str) -> Plan
         units=(Unit(),),
         stages=(stage,),
         exchanges=(Exchange(traffic="gradients"),) if len(ranks) > 1 else (),
-        micro_batch=int(candidate.micro_batch),
-        recompute=candidate.recompute,
+        micro_batch=int(layout.micro_batch),
+        recompute=layout.recompute,
         precision=request.precision,
         compile=request.compile,
         predicted=predicted,

@@ -22,7 +22,7 @@ from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
 from espalier.plan import uniform
-from espalier.plan.estimate import Request
+from espalier.plan.request import Request
 from espalier.verbs import ready
 from espalier.workload import Workload
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -15,15 +16,15 @@ import torch
 
 from espalier import cluster as clusters
 from espalier import config, units
-from espalier.config import Gpt, Moe, Muon, Recipe, derive, load
-from espalier.cost import Work
+from espalier.config import Gpt, Moe, Muon, Recipe, derive, load, shapes
+from espalier.cost import Anatomy, Cut
 from espalier.errors import UserError
 from espalier.hardware import probe
 from espalier.language import gpt, hf, moe
 from espalier.language import workload as language
 from espalier.module import ModuleWorkload, open_module
 from espalier.optim.base import names_of
-from espalier.plan.estimate import Request
+from espalier.plan.request import Request
 from espalier.track.progress import Waiting
 from espalier.workload import Workload
 
@@ -113,24 +114,23 @@ def request(
     recipe, train = resolved.recipe, resolved.recipe.train
     if isinstance(recipe.model, config.Module):
         workload = workload or open_workload(resolved)
+        assert isinstance(workload, ModuleWorkload)
         model = workload.build(torch.device("cpu"), torch.float32)
-        batch, tokens, work = workload.global_batch, 1.0, workload.work
-        layers, tally = 1, _tally(model, workload.embeddings(model))
+        batch, tokens = workload.global_batch, 1.0
+        cuttable: dict[str, Any] = {"anatomy": workload.anatomy, "layers": 1}
+        tally = _tally(model, workload.embeddings(model))
     else:
         assert train.sequence is not None
         assert train.batch_tokens is not None
         batch, tokens = train.batch_tokens // train.sequence, float(train.sequence)
-        work = _language_work(recipe)
-        layers, tally = recipe.model.depth or 1, _language_tally(recipe.model)
+        cuttable, tally = _cuttable(recipe), _language_tally(recipe.model)
     is_muon = isinstance(train.optimizer, Muon)
     return Request(
         parameters=tally.parameters,
         trainable=tally.trainable,
-        layers=layers,
         tensors=tally.tensors,
         global_batch=batch,
         tokens_per_sample=tokens,
-        work=work,
         optimizer="muon" if is_muon else "adamw",
         matrix_parameters=sum(rows * columns * n for (rows, columns), n in tally.matrices.items()) if is_muon else 0,
         matrix_shapes=tuple((rows, columns, count) for (rows, columns), count in sorted(tally.matrices.items())),
@@ -140,6 +140,7 @@ def request(
         pin=recipe.plan.pin if ranks is None else msgspec.structs.replace(recipe.plan.pin, ranks=ranks),
         bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"),
         resident=resident,
+        **cuttable,
     )
 
 
@@ -189,11 +190,26 @@ def _language_tally(options: Gpt | Moe) -> _Tally:
     return one.with_more(two, (options.depth or 1) - 1)
 
 
-def _language_work(recipe: Recipe):  # type: ignore[no-untyped-def]
+def _cuttable(recipe: Recipe) -> dict[str, Any]:
+    """What the planner knows of a decoder and where it can be cut."""
     options, sequence = recipe.model, recipe.train.sequence
+    assert isinstance(options, Gpt | Moe)
+    size = shapes.sizes(options)
 
-    def work(micro_batch: float, recompute: str, precision: str) -> Work:
-        kind = moe if isinstance(options, Moe) else gpt
-        return kind.work(options, sequence, micro_batch, recompute, precision)
+    def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
+        assert sequence is not None
+        if isinstance(options, Moe):
+            return moe.work(options, sequence, micro_batch, recompute, precision, cut)
+        return gpt.work(options, sequence, micro_batch, recompute, precision, cut)
 
-    return work
+    tables = 1 if size.tied else 2
+    return {
+        "anatomy": anatomy,
+        "layers": size.layers,
+        "outside": tables * size.vocabulary * size.width + size.width,
+        "tables": tables,
+        "heads": size.heads,
+        "kv_heads": size.kv_heads,
+        "width": size.width,
+        "kv_width": size.kv_width,
+    }

@@ -1,0 +1,220 @@
+"""Fits the planner's few coefficients to measured steps, and says how sure it is. No torch.
+
+Each factor of `plan.factors` is a multiple of a datasheet's or an assumed value. They are fitted together, in logarithms,
+by robust least squares with a prior that holds each near 1 until measurements say otherwise, and within what is
+physical: no product is faster than the peak, no link than its bandwidth (trust-region reflective, scipy). The spread of
+what remains is the uncertainty of a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from espalier.cluster import Cluster
+from espalier.errors import UserError
+from espalier.plan import estimate as pricing
+from espalier.plan import network, speed
+from espalier.plan.factors import PLAIN, Factors
+from espalier.plan.layouts import NUMBERS, Layouts
+from espalier.plan.request import Request
+
+UNCALIBRATED = 0.25
+"""Relative error to expect of a step's seconds from datasheets alone: published Megatron-LM runs on up to 3,072 A100s
+(arXiv 2104.04473, 2205.05198) are met within 12 %, eager PyTorch on newer devices within 40 %."""
+LEAST = 0.02
+"""No prediction claims to be closer than this."""
+NOISE = 0.05
+"""Relative scatter of a measured step about a perfect model; the prior's widths are measured against it."""
+
+PRIOR = {
+    "product": 0.15, "startup": 0.7, "attention": 0.4, "memory": 0.3, "issue": 0.7, "inside": 0.3, "between": 0.4,
+    "call": 0.7, "exposed": 0.7, "stall": 1.0,
+}  # fmt: skip
+"""How far each factor may easily be from 1, in logarithms."""
+
+LOWEST = {
+    "product": 0.8, "attention": 0.4, "memory": speed.COPY_SHARE, "inside": network.LINK_SHARE["inside"],
+    "between": network.LINK_SHARE["between"], "exposed": 0.1,
+}  # fmt: skip
+"""Below these a device or link would beat its datasheet (`product`, `attention`: devices sustain different shares)."""
+RANGE = (0.1, 20.0)
+EXPOSED = 5.0
+"""The factor of `exposed` at which nothing is hidden."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One layout that was run: what it was, and what was measured of it (None: not measured)."""
+
+    request: Request
+    cluster: Cluster
+    layout: Layouts
+    step_seconds: float | None = None
+    peak_bytes: float | None = None
+    out_of_memory: bool | None = None
+    label: str = ""
+
+
+class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What measurements say of the coefficients.
+
+    Attributes:
+        factors: multiples of the datasheet's coefficients.
+        errors: standard error of each factor's logarithm.
+        spread: relative standard deviation of a measured step about its prediction.
+        rows: measured steps it rests on; source: where they come from.
+    """
+
+    factors: Factors = PLAIN
+    errors: dict[str, float] = {}
+    spread: float = UNCALIBRATED
+    rows: int = 0
+    source: str = "datasheets; nothing measured"
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """Factors below and above a predicted time within which two of three measurements should lie."""
+        return 1 / (1 + self.spread), 1 + self.spread
+
+
+DATASHEET = Calibration()
+"""Nothing measured."""
+
+
+class Batch:
+    """Measurements that can be priced in one call each: those of one request and one fleet."""
+
+    def __init__(self, rows: Sequence[Measurement]) -> None:
+        self.size = len(rows)
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for index, row in enumerate(rows):
+            layout, world = row.layout, int(row.layout.world)
+            key = (id(row.request), id(row.cluster), world, layout.algorithm, layout.recompute, layout.threads)
+            groups.setdefault(key, []).append(index)
+        self.groups = [(np.array(chosen), *_together([rows[index] for index in chosen])) for chosen in groups.values()]
+
+    def predict(self, factors: Factors) -> tuple[Any, Any, Any]:
+        """(seconds, peak bytes, bytes beyond the limit) of every measurement, each [rows]."""
+        found = np.zeros((3, self.size))
+        for chosen, request, on, layouts in self.groups:
+            priced = pricing.grid(request, on, layouts, factors)
+            found[:, chosen] = priced.seconds, priced.peak, priced.over
+        return found[0], found[1], found[2]
+
+
+def _together(rows: Sequence[Measurement]) -> tuple[Request, network.Fleet, Layouts]:
+    first = rows[0]
+    arrays: dict[str, Any] = {
+        name: np.array([getattr(row.layout, name) for row in rows], dtype=np.int64) for name in NUMBERS
+    }
+    layouts = Layouts(
+        algorithm=first.layout.algorithm, recompute=first.layout.recompute, threads=first.layout.threads, **arrays
+    )
+    return first.request, network.fleet(first.cluster, int(first.layout.world), first.layout.threads), layouts
+
+
+def calibrate(measurements: Sequence[Measurement], source: str = "measurements") -> Calibration:
+    """The factors that explain `measurements` best.
+
+    Args:
+        measurements: steps that were run; those without `step_seconds` or `peak_bytes` say nothing of that.
+        source: where they come from, for the plan's own record.
+
+    Raises:
+        UserError: there is nothing to learn from, or a measured time is off by a factor of 1000 (units).
+    """
+    timed = [row for row in measurements if row.step_seconds is not None and not row.out_of_memory]
+    full = [row for row in measurements if row.peak_bytes is not None and not row.out_of_memory]
+    if not timed and not full:
+        raise UserError("There is no measured step to calibrate on.", do="rows with a measured time or peak memory")
+    times: dict[str, Any] = _times(timed) if timed else {"factors": {}, "errors": {}, "spread": UNCALIBRATED}
+    held = _held(full) if full else {}
+    return Calibration(
+        factors=msgspec.structs.replace(PLAIN, **times["factors"], **held),
+        errors=times["errors"],
+        spread=times["spread"],
+        rows=len(timed),
+        source=source,
+    )
+
+
+def _times(rows: Sequence[Measurement]) -> dict[str, Any]:
+    """The factors of seconds, their errors, and the spread that remains."""
+    from scipy.optimize import least_squares
+
+    batch, measured = Batch(rows), np.array([row.step_seconds for row in rows], dtype=float)
+    refuse_other_units(batch.predict(PLAIN)[0], measured, "step times", "seconds")
+    names = list(PRIOR)
+    width = np.array([PRIOR[name] for name in names])
+    low = np.log([LOWEST.get(name, RANGE[0]) for name in names])
+    high = np.log([EXPOSED if name == "exposed" else RANGE[1] for name in names])
+
+    def misses(at: Any) -> Any:
+        factors = Factors(**dict(zip(names, np.exp(at).tolist(), strict=True)))
+        return np.concatenate([np.log(batch.predict(factors)[0] / measured) / NOISE, at / width])
+
+    fitted = least_squares(misses, np.zeros(len(names)), bounds=(low, high), loss="soft_l1", x_scale=width)
+    rest = misses(fitted.x)[: len(rows)] * NOISE
+    free = max(1.0, len(rows) - len(names) / 2)  # the prior takes part of each factor's freedom
+    spread = float(np.sqrt(np.sum(rest**2) / free))
+    covariance = np.linalg.inv(fitted.jac.T @ fitted.jac) * max(1.0, (spread / NOISE) ** 2)
+    return {
+        "factors": dict(zip(names, np.exp(fitted.x).tolist(), strict=True)),
+        "errors": dict(zip(names, np.sqrt(np.diag(covariance)).tolist(), strict=True)),
+        "spread": _shrunk(spread, len(rows)),
+    }
+
+
+def _shrunk(spread: float, rows: int) -> float:
+    """The spread, drawn towards that of datasheets while rows are few."""
+    return max(LEAST, float(np.sqrt((rows * spread**2 + 2 * UNCALIBRATED**2) / (rows + 2))))
+
+
+def _held(rows: Sequence[Measurement]) -> dict[str, float]:
+    """The factor of activations and slack that brings the median peak to the measured one."""
+    batch, measured = Batch(rows), np.array([row.peak_bytes for row in rows], dtype=float)
+    refuse_other_units(batch.predict(PLAIN)[1], measured, "peaks of memory", "bytes")
+
+    def off(factor: float) -> float:
+        predicted = batch.predict(msgspec.structs.replace(PLAIN, held=factor))[1]
+        return float(np.median(np.log(predicted / measured)))
+
+    low, high = 0.3, 3.0
+    if off(low) >= 0 or off(high) <= 0:
+        return {"held": low if off(low) >= 0 else high}
+    for _ in range(30):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if off(middle) < 0 else (low, middle)
+    return {"held": (low * high) ** 0.5}
+
+
+def refuse_other_units(predicted: Any, measured: Any, what: str, unit: str) -> None:
+    """Raises UserError when the measured values are a thousand times (or a 1024th of) what they can be."""
+    if np.any(~np.isfinite(measured)) or np.any(measured <= 0):
+        raise UserError(f"The measured {what} are not all positive numbers.", do="leave out rows without a measurement")
+    factor = float(np.exp(np.median(np.log(measured / predicted))))
+    for power in (1, 2, 3):
+        for wrong, hint in ((1000.0**power, "divide"), (1000.0**-power, "multiply")):
+            if 1 / 15 < factor / wrong < 15:
+                raise UserError(
+                    f"The measured {what} are {factor:,.3g} times what the machines can do.",
+                    why=f"they must be in {unit}",
+                    do=f"{hint} them by {1000**power:,}",
+                )
+
+
+def read(path: str) -> Calibration:
+    """The calibration in a JSON file. Raises UserError."""
+    try:
+        with open(path, "rb") as file:
+            return msgspec.json.decode(file.read(), type=Calibration)
+    except OSError as error:
+        raise UserError(f"The calibration {path} cannot be read: {error.strerror}.") from None
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise UserError(f"{path} is not a calibration: {error}.") from None

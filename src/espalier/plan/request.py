@@ -1,0 +1,91 @@
+"""What is asked of a planner: the model's sizes, one step's batch, and what is pinned. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from espalier.config import Pin
+from espalier.cost import WHOLE, Anatomy, Cut, Number
+
+
+class Storage(NamedTuple):
+    """Bytes of each parameter by state: as computed with, its gradient, and what the optimizer keeps (masters too)."""
+
+    params: Number
+    grads: Number
+    optimizer: Number
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model, a batch, and what was decided already.
+
+    Attributes:
+        parameters, trainable: numbers of parameters; layers: of blocks; tensors: of trainable tensors.
+        global_batch: samples per step; tokens_per_sample: tokens (nodes, rays) in one.
+        anatomy: (micro_batch, recompute, precision, cut) -> Anatomy; micro_batch and cut may hold NumPy arrays.
+        matrix_parameters: parameters that Muon moves; matrix_shapes: (rows, columns, count) of them.
+        recompute: the mode asked for, None to leave it to the planner.
+        bucket_bytes: gradients exchanged at once.
+        resident: bytes a rank on a CPU holds before it holds anything of the model; 0 when not known.
+        outside: trainable parameters outside the layers, in `tables` tables (2: embedding and head).
+        heads, kv_heads, width, kv_width: of a decoder; 0: a module that cannot be cut.
+        storage: bytes per parameter; None: what Espalier's own trainer keeps.
+        temporaries: bytes per parameter that the optimizer step needs for a moment (torch's foreach AdamW: 8).
+        sequence_parallel: tensor ranks also share the tokens between matrices.
+        refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner.
+    """
+
+    parameters: int
+    trainable: int
+    layers: int
+    global_batch: int
+    tokens_per_sample: float
+    anatomy: Callable[[Any, str, str, Cut], Anatomy]
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    tensors: int = 0
+    matrix_parameters: int = 0
+    matrix_shapes: Sequence[tuple[int, int, int]] = ()
+    precision: str = "fp32"
+    compile: bool = False
+    recompute: str | None = None
+    pin: Pin = field(default_factory=Pin)
+    bucket_bytes: int = 25 * 2**20
+    resident: int = 0
+    outside: int = 0
+    tables: int = 1
+    heads: int = 0
+    kv_heads: int = 0
+    width: int = 0
+    kv_width: int = 0
+    storage: Storage | None = None
+    temporaries: float = 0.0
+    sequence_parallel: bool = True
+    refresh: Literal["gather", "broadcast"] = "gather"
+
+    @property
+    def bytes_each(self) -> int:
+        """Bytes of a parameter, gradient or moment as today's trainer keeps it: fp32 masters also under bf16."""
+        return 8 if self.precision == "fp64" else 4
+
+    @property
+    def low(self) -> int:
+        """Bytes of a value in the products' precision where that is not the masters', else 0."""
+        return 2 if self.precision in ("bf16", "fp16") else 0
+
+    @property
+    def compute(self) -> int:
+        """Bytes of an activation that crosses a link."""
+        return self.low or self.bytes_each
+
+    @property
+    def layer_parameters(self) -> float:
+        """Trainable parameters of one layer."""
+        return (self.trainable - self.outside) / max(1, self.layers)
+
+    @property
+    def model_flops(self) -> float:
+        """FLOP of one step that count for MFU."""
+        return float(self.anatomy(1, "none", self.precision, WHOLE).whole.model_flops) * self.global_batch
