@@ -3,6 +3,10 @@ never written is NaN."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -12,3 +16,14 @@ torch.use_deterministic_algorithms(True)
 # Shared machines stall for seconds now and then: how long a draw or an example took says nothing of the code.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """Measured tables: the folder in ESPALIER_DATA, else one beside the repository; a test that needs it is skipped
+    where neither is there."""
+    named = os.environ.get("ESPALIER_DATA")
+    folder = Path(named) if named else Path(__file__).parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("no measured tables: set ESPALIER_DATA to their folder")
+    return folder

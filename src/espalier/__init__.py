@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from espalier.cost import Cost
     from espalier.errors import EspalierError
     from espalier.plan.base import Plan
+    from espalier.plan.public import make_plan
     from espalier.track.tables import open_run as open
 
 _HOME = {
@@ -24,10 +25,11 @@ _HOME = {
     "Plan": ("espalier.plan.base", "Plan"),
     "Recipe": ("espalier.config", "Recipe"),
     "load": ("espalier.config.load", "load"),
+    "make_plan": ("espalier.plan.public", "make_plan"),
     "open": ("espalier.track.tables", "open_run"),
 }
 
-__all__ = ["Cluster", "Cost", "EspalierError", "Plan", "Recipe", "load", "open"]
+__all__ = ["Cluster", "Cost", "EspalierError", "Plan", "Recipe", "load", "make_plan", "open"]
 
 
 def __getattr__(name: str) -> Any:

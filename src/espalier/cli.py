@@ -34,8 +34,9 @@ def parser() -> argparse.ArgumentParser:
     }
     for verb in made.values():
         verb.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    made["plan"].add_argument("recipe", nargs="?", help="a recipe file (TOML)")
+    made["train"].add_argument("recipe", help="a recipe file (TOML)")
     for name in ("plan", "train"):
-        made[name].add_argument("recipe", help="a recipe file (TOML)")
         made[name].add_argument("overrides", nargs="*", metavar="key=value", help="changes, such as train.steps=50")
     for name in ("eval", "predict", "report", "export"):
         made[name].add_argument("run", help="a run folder, such as runs/language")
@@ -46,7 +47,16 @@ def parser() -> argparse.ArgumentParser:
 def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     made["probe"].add_argument("--out", default="cluster.toml", help="file to write (default cluster.toml)")
     made["probe"].add_argument("--disk", default=".", help="folder whose disk is measured (default: here)")
-    made["plan"].add_argument("--cluster", help="a cluster file instead of this machine")
+    plan = made["plan"]
+    plan.add_argument("--cluster", help="a cluster file instead of this machine")
+    plan.add_argument(
+        "--what-if", action="append", default=[], metavar="KEY=VALUE",
+        help="also plan for a changed cluster, such as links.between=25Gbit/s or nodes.count=4",
+    )  # fmt: skip
+    plan.add_argument("--html", metavar="FILE", help="write a page with the trade-off of time against memory")
+    plan.add_argument("--calibrate-on", metavar="FILE", help="measured steps, or a run folder, to learn from")
+    plan.add_argument("--score", metavar="FILE", help="compare predictions with the measured steps in FILE (no recipe)")
+    plan.add_argument("--out", metavar="FILE", help="where --score writes its rows (default FILE.scored.…)")
     made["train"].add_argument("--run", help="run folder (default runs/<recipe name>)")
     made["predict"].add_argument("input", help="text to go on from, or a file holding it (@FILE)")
     made["predict"].add_argument("--tokens", type=int, default=200, help="tokens to generate (default 200)")
@@ -63,7 +73,12 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb. Returns the exit code: 0 good, 1 found something, 2 the user's mistake, 130 interrupted."""
     top = parser()
-    arguments = top.parse_args(argv)
+    arguments, rest = top.parse_known_args(argv)
+    changes = [word for word in rest if "=" in word and not word.startswith("-")]
+    if len(changes) < len(rest) or (rest and not hasattr(arguments, "overrides")):
+        top.error(f"unrecognized arguments: {' '.join(word for word in rest if word not in changes) or rest[0]}")
+    if rest:  # changes may stand behind options as well
+        arguments.overrides = [*arguments.overrides, *changes]
     if arguments.version:
         print(_versions())
         return 0

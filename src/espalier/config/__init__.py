@@ -140,20 +140,42 @@ class Train(Options, frozen=True):
 # --- [plan] ------------------------------------------------------------------------------------------------------
 
 
+class Shard(Options, frozen=True):
+    """Over how many ranks each state is split; None leaves it to the planner."""
+
+    params: int | None = None
+    grads: int | None = None
+    optimizer: int | None = None
+
+
 class Pin(Options, frozen=True):
-    """Decisions taken out of the planner's hands."""
+    """Decisions taken out of the planner's hands: the names of a plan's `layout`, and how ranks are made."""
 
     ranks: int | None = None
     threads: int | None = None
+    dp: int | None = None
+    tp: int | None = None
+    sp: int | None = None
+    pp: int | None = None
+    algorithm: Literal["data", "megatron", "fsp", "isp"] | None = None
+    shard: Shard | None = None
     micro_batch: int | None = None
     recompute: Recompute | None = None
 
 
 class Planning(Options, frozen=True):
-    """Where the plan comes from."""
+    """Where the plan comes from, and what it must obey.
+
+    `memory`: bytes a rank may hold ("60GiB"); `redundancy`: ranks that hold each shard of the optimizer's state;
+    `max_devices`: devices to use at most; `calibration`: measured runs (a file, or a run's folder) to learn from.
+    """
 
     cluster: str | None = None
     trial: bool = True
+    memory: str | int | None = None
+    redundancy: int = 1
+    max_devices: int | None = None
+    calibration: str | None = None
     pin: Pin = Pin()
 
 

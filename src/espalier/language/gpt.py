@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from espalier import config
 from espalier.config.shapes import Sizes, sizes
-from espalier.cost import WHOLE, Anatomy, Cut, Product
+from espalier.cost import Anatomy, Product
 from espalier.language.cache import Cache, Past
 from espalier.language.elementwise import rms_norm, rotate, swiglu
 from espalier.language.work import Feed, Setting, decoder_work
@@ -275,13 +275,10 @@ _MODES: dict[str, Through] = {"none": plainly, "block": _block, "selective": _se
 # --- cost --------------------------------------------------------------------------------------------------------
 
 
-def work(
-    options: config.Gpt, sequence: int, micro_batch: Any, recompute: str, precision: str, cut: Cut = WHOLE
-) -> Anatomy:
+def work(setting: Setting) -> Anatomy:
     """Operations and bytes of one micro-batch on one rank (see `language.work`)."""
-    setting = Setting(sizes(options), sequence, micro_batch, recompute, precision, cut)
     size, compute = setting.size, setting.compute
-    inner = size.feed_forward / cut.tensor
+    inner = size.feed_forward / setting.cut.tensor
     gate_up = Product(setting.tokens, size.width, inner, 2)
     down = Product(setting.tokens, inner, size.width)
     # swiglu keeps gate and up, `down` keeps their product; recomputation stops where `down` would begin.

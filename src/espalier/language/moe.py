@@ -8,14 +8,12 @@ batch is cut into micro-batches and ranks; over sequences it is a sum over sampl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from espalier import config
-from espalier.config.shapes import sizes
-from espalier.cost import WHOLE, Anatomy, Cut, Product
+from espalier.cost import Anatomy, Product
 from espalier.experts.base import Route
 from espalier.experts.local import local
 from espalier.language.cache import Cache, Past
@@ -111,11 +109,8 @@ class MOE(GPT):
         return x, total
 
 
-def work(
-    options: config.Moe, sequence: int, micro_batch: Any, recompute: str, precision: str, cut: Cut = WHOLE
-) -> Anatomy:
+def work(setting: Setting) -> Anatomy:
     """Operations and bytes of one micro-batch on one rank (see `language.work`), a share of every expert on each."""
-    setting = Setting(sizes(options), sequence, micro_batch, recompute, precision, cut)
     return decoder_work(setting, _feed(setting))
 
 

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from espalier import config
 from espalier.config import Gpt, Moe, Recipe
+from espalier.config.shapes import sizes
 from espalier.cost import Work
 from espalier.errors import UserError
 from espalier.language import generate, gpt, hf, mixture, moe, tokens
 from espalier.language.tokenizer import Tokenizer
+from espalier.language.work import Setting
 from espalier.workload import Phase, Shard
 
 Progress = Callable[[int, int], None]
@@ -163,7 +165,7 @@ class LanguageWorkload:
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
         """See the model's own `work`."""
         kind = moe if isinstance(self.options, Moe) else gpt
-        return kind.work(self.options, self.sequence, micro_batch, recompute, precision).whole
+        return kind.work(Setting(sizes(self.options), self.sequence, micro_batch, recompute, precision)).whole
 
 
 def open_language(recipe: Recipe, progress: Progress | None = None) -> LanguageWorkload:

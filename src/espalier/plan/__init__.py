@@ -1,4 +1,10 @@
-"""Who does what? Decides; touches no tensor and no process group. Loads no torch.
+"""Who does what? Decides; touches no tensor and no process group.
 
-`plan.uniform.plan(request, cluster)` is the plain answer; a `Plan` (plan/base.py) is data and can be edited.
+`search.search` prices every layout, `uniform.plan` is the plain answer that needs no search; a `Plan` (plan/base.py) is
+data and can be edited. `estimate` and `calibrate` are for whoever plans by hand.
 """
+
+from espalier.plan.calibrate import Calibration, Measurement, calibrate
+from espalier.plan.public import Estimate, estimate, make_plan
+
+__all__ = ["Calibration", "Estimate", "Measurement", "calibrate", "estimate", "make_plan"]

@@ -43,12 +43,15 @@ class Unit(Part, frozen=True):
 
 
 class Stage(Part, frozen=True):
-    """One stage of one pipeline: its ranks and its layers `[first, last)`."""
+    """One stage of one pipeline: its ranks and its layers `[first, last)`; of these ranks, consecutive `tensor` share
+    each matrix, and `sequence` such groups share the tokens."""
 
     pipeline: int = 0
     ranks: tuple[int, ...] = ()
     layers: tuple[int, int] = (0, 0)
     micro_batches: int = 1
+    tensor: int = 1
+    sequence: int = 1
 
 
 class Exchange(Part, frozen=True):
@@ -98,6 +101,8 @@ class Predicted(Part, frozen=True):
     memory_limit: float
     sent_bytes: dict[str, float]
     """Payload bytes each rank sends per step, by traffic class (the ledger's figure)."""
+    spread: float = 0.0
+    """Relative error to expect of `step_seconds`: two of three measurements should lie within; 0: not known."""
     sources: dict[str, str] = {}
     """Term or coefficient -> formula or where the number comes from."""
 
@@ -123,6 +128,8 @@ class Plan(Part, frozen=True):
     stages: tuple[Stage, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     rules: tuple[Rule, ...] = ()
+    algorithm: str = "data"
+    """What tensor and sequence ranks do: see `plan.layouts.ALGORITHMS`."""
     micro_batch: int = 1
     recompute: str = "none"
     precision: str = "fp32"
@@ -141,12 +148,16 @@ class Plan(Part, frozen=True):
     @property
     def layout(self) -> Layout:
         """The shorthand view of this plan."""
-        trainers = self.trainers
-        unit = self.units[0]
+        trainers, unit = self.trainers, self.units[0]
         first = self.ranks[trainers[0]]
+        stages = [stage for stage in self.stages if stage.pipeline == 0] or [Stage(ranks=trainers)]
+        stage = stages[0]
         return Layout(
-            dp=len(trainers) // max(1, len({stage.layers for stage in self.stages})),
-            pp=max(1, len({stage.layers for stage in self.stages if stage.pipeline == 0})),
+            dp=len(stage.ranks or trainers) // (stage.tensor * stage.sequence),
+            tp=stage.tensor,
+            sp=stage.sequence,
+            pp=len({one.layers for one in stages}),
+            algorithm=self.algorithm,
             shard={
                 "params": len(unit.params) or 1,
                 "grads": len(unit.grads) or 1,
@@ -176,11 +187,14 @@ class Planner(Protocol):
         ...
 
 
-def dumps(plan: Plan) -> str:
-    """The plan as indented JSON with its derived `layout`; equal plans give equal text."""
-    table = msgspec.to_builtins(plan)
-    table["layout"] = msgspec.to_builtins(plan.layout)
+def dumps(plan: Plan, **beside: Plan) -> str:
+    """The plan as indented JSON with its derived `layout`; equal plans give equal text. `beside`: more, by name."""
+    table = _table(plan) | {name: _table(other) for name, other in beside.items()}
     return msgspec.json.format(msgspec.json.encode(table, order="deterministic"), indent=2).decode() + "\n"
+
+
+def _table(plan: Plan) -> dict[str, Any]:
+    return {**msgspec.to_builtins(plan), "layout": msgspec.to_builtins(plan.layout)}
 
 
 def loads(text: str | bytes, origin: str = "plan.json") -> Plan:
@@ -188,7 +202,7 @@ def loads(text: str | bytes, origin: str = "plan.json") -> Plan:
     try:
         table = msgspec.json.decode(text)
         if isinstance(table, dict):
-            table.pop("layout", None)
+            table = {key: value for key, value in table.items() if key not in ("layout", "what_if")}
         return msgspec.convert(table, Plan)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise UserError(f"{origin} is not a plan: {error}.", do=f"delete {origin}; it is planned anew") from None

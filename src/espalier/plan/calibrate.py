@@ -1,15 +1,15 @@
 """Fits the planner's few coefficients to measured steps, and says how sure it is. No torch.
 
-Each factor of `plan.factors` is a multiple of a datasheet's or an assumed value. They are fitted together, in logarithms,
-by robust least squares with a prior that holds each near 1 until measurements say otherwise, and within what is
-physical: no product is faster than the peak, no link than its bandwidth (trust-region reflective, scipy). The spread of
-what remains is the uncertainty of a prediction.
+Each factor of `plan.factors` is a multiple of a datasheet's or an assumed value. They are fitted together, in
+logarithms, by robust least squares with a prior that holds each near 1 until measurements say otherwise, and within
+what is physical: no product is faster than the peak, no link than its bandwidth (scipy's trust-region reflective). The
+spread of what remains is the uncertainty of a prediction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -18,8 +18,8 @@ from msgspec import Struct
 
 from espalier.cluster import Cluster
 from espalier.errors import UserError
-from espalier.plan import estimate as pricing
 from espalier.plan import network, speed
+from espalier.plan.estimate import grid, slowest
 from espalier.plan.factors import PLAIN, Factors
 from espalier.plan.layouts import NUMBERS, Layouts
 from espalier.plan.request import Request
@@ -99,11 +99,18 @@ class Batch:
             groups.setdefault(key, []).append(index)
         self.groups = [(np.array(chosen), *_together([rows[index] for index in chosen])) for chosen in groups.values()]
 
+    def seconds(self, factors: Factors) -> Any:
+        """Seconds of every measurement [rows], without the bytes."""
+        found = np.zeros(self.size)
+        for chosen, request, on, layouts in self.groups:
+            found[chosen] = slowest(request, replace(on, factors=factors), layouts)
+        return found
+
     def predict(self, factors: Factors) -> tuple[Any, Any, Any]:
         """(seconds, peak bytes, bytes beyond the limit) of every measurement, each [rows]."""
         found = np.zeros((3, self.size))
         for chosen, request, on, layouts in self.groups:
-            priced = pricing.grid(request, on, layouts, factors)
+            priced = grid(request, replace(on, factors=factors), layouts)
             found[:, chosen] = priced.seconds, priced.peak, priced.over
         return found[0], found[1], found[2]
 
@@ -157,7 +164,7 @@ def _times(rows: Sequence[Measurement]) -> dict[str, Any]:
 
     def misses(at: Any) -> Any:
         factors = Factors(**dict(zip(names, np.exp(at).tolist(), strict=True)))
-        return np.concatenate([np.log(batch.predict(factors)[0] / measured) / NOISE, at / width])
+        return np.concatenate([np.log(batch.seconds(factors) / measured) / NOISE, at / width])
 
     fitted = least_squares(misses, np.zeros(len(names)), bounds=(low, high), loss="soft_l1", x_scale=width)
     rest = misses(fitted.x)[: len(rows)] * NOISE

@@ -7,7 +7,7 @@ pace of its slowest rank and is as full as its fullest.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -63,7 +63,7 @@ def samples_each(request: Request, layouts: Layouts) -> Number:
     return -(-request.global_batch // np.asarray(layouts.dp))
 
 
-def price(request: Request, on: Fleet, layouts: Layouts, factors: Factors = PLAIN, shares: Any = None) -> list[Priced]:
+def price(request: Request, on: Fleet, layouts: Layouts, shares: Any = None) -> list[Priced]:
     """Prices `layouts` on every kind of rank of a fleet.
 
     Args:
@@ -72,16 +72,16 @@ def price(request: Request, on: Fleet, layouts: Layouts, factors: Factors = PLAI
     found = []
     for index, kind in enumerate(on.kinds):
         samples = samples_each(request, layouts) if shares is None else np.asarray(shares[index])
-        step = Step(request, on, kind, layouts, factors)
+        step = Step(request, on, kind, layouts)
         size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
         held = memory.held(step, size, -(-samples // size))
-        found.append(Priced(seconds.step_seconds(step, samples), held, memory.limit(kind)))
+        found.append(Priced(seconds.step_seconds(step, samples), held, memory.limit(kind, request.memory)))
     return found
 
 
-def grid(request: Request, on: Fleet, layouts: Layouts, factors: Factors = PLAIN) -> Grid:
+def grid(request: Request, on: Fleet, layouts: Layouts) -> Grid:
     """Prices arrays of layouts at once; the slowest and the tightest device count."""
-    costs = price(request, on, layouts, factors)
+    costs = price(request, on, layouts)
     return Grid(
         np.max([one.step for one in costs], axis=0),
         np.max([one.peak for one in costs], axis=0),
@@ -89,20 +89,27 @@ def grid(request: Request, on: Fleet, layouts: Layouts, factors: Factors = PLAIN
     )
 
 
+def slowest(request: Request, on: Fleet, layouts: Layouts) -> Number:
+    """Seconds of a step on the slowest kind of rank, without the bytes."""
+    samples = samples_each(request, layouts)
+    steps = (seconds.step_seconds(Step(request, on, kind, layouts), samples) for kind in on.kinds)
+    return np.max([sum(terms.values()) for terms in steps], axis=0)
+
+
 def estimate(
     request: Request, cluster: Cluster, layout: Layouts, factors: Factors = PLAIN, shares: Any = None
 ) -> Predicted:
     """What one step of one layout should cost: its slowest rank's seconds, its tightest's bytes."""
     ranks = int(layout.world)
-    on = network.fleet(cluster, ranks, layout.threads)
-    costs = price(request, on, layout, factors, shares)
-    slowest = int(np.argmax([float(one.step) for one in costs]))
+    on = replace(network.fleet(cluster, ranks, layout.threads), factors=factors)
+    costs = price(request, on, layout, shares)
+    slow = int(np.argmax([float(one.step) for one in costs]))
     tight = costs[int(np.argmin([one.limit - float(one.peak) for one in costs]))]
-    terms = {name: float(value) for name, value in costs[slowest].seconds.items()}
+    terms = {name: float(value) for name, value in costs[slow].seconds.items()}
     kinds = {name: float(value) for name, value in tight.held.items()}
     step = sum(terms.values())
     tokens = request.global_batch * request.tokens_per_sample
-    made = Step(request, on, on.kinds[slowest], layout, factors)
+    made = Step(request, on, on.kinds[slow], layout)
     return Predicted(
         step_seconds=step,
         tokens_per_second=tokens / step,

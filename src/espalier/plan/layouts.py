@@ -68,16 +68,10 @@ class Layouts:
         return replace(self, **{name: _plain(a.reshape(-1)[chosen]) for name, a in zip(NUMBERS, arrays, strict=True)})
 
     def key(self) -> tuple[Any, ...]:
-        """What orders equal plans: fewer moving parts first."""
-        parts = (self.pp > 1, self.algorithm != "data", self.optimizer > 1, self.grads > 1, self.params > 1)
-        return (
-            sum(bool(part) for part in parts),
-            MODES.index(self.recompute),
-            self.pp * self.tp * self.sp,
-            self.params,
-            self.grads,
-            self.optimizer,
-        )
+        """What orders equal plans. Fewer mechanisms (pipeline, cut matrices or tokens, sharded states), then less
+        recomputation, then fewer states that are exchanged in every micro-batch."""
+        mechanisms = (self.pp > 1) + (self.tp * self.sp > 1) + (self.optimizer > 1)
+        return int(mechanisms), MODES.index(self.recompute), int(self.grads > 1) + int(self.params > 1)
 
 
 NUMBERS = tuple(one.name for one in fields(Layouts) if one.name not in ("algorithm", "recompute", "threads"))
@@ -168,6 +162,8 @@ def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[
             if not len(sizes):
                 continue
             factors = limits.factors(chains(dp * sp, max(1, per_node // tp)), dp * sp)
+            if not len(factors):
+                continue
             one = np.empty((len(factors), len(sizes), 8), dtype=np.int64)
             one[..., :4] = (dp, tp, sp, pp)
             one[..., 4:7] = factors[:, None, :]

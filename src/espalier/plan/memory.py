@@ -7,6 +7,7 @@ the allocator and the optimizer need for a moment, and gathered layers, are kind
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,12 +31,11 @@ COMMUNICATION = 2**28
 """Bytes of buffers that NCCL holds for each kind of group a rank is in. Assumed."""
 
 
-def limit(kind: Kind) -> float:
-    """Bytes that a rank of this kind may hold."""
+def limit(kind: Kind, demanded: float | None = None) -> float:
+    """Bytes that a rank of this kind may hold: what the device allows, or less on demand."""
     device = kind.table.device
-    if device.kind == "cuda":
-        return CUDA_MEMORY * device.memory
-    return CPU_MEMORY * device.memory / kind.setting.processes
+    share = CUDA_MEMORY if device.kind == "cuda" else CPU_MEMORY / kind.setting.processes
+    return min(share * device.memory, math.inf if demanded is None else demanded)
 
 
 def states(parameters: Number, storage: Storage, layouts: Layouts) -> dict[str, Number]:
@@ -54,18 +54,23 @@ def held(step: Step, size: Number, in_flight: Number) -> dict[str, Number]:
         size: samples of a micro-batch.
         in_flight: micro-batches per step.
     """
+    first, last = ends(step, size, in_flight)
+    fuller = sum(first.values()) >= sum(last.values())
+    return first if last is first else {name: np.where(fuller, first[name], last[name]) for name in first}
+
+
+def ends(step: Step, size: Number, in_flight: Number) -> tuple[dict[str, Number], dict[str, Number]]:
+    """Bytes by kind on the first stage and on the last; the same object where no layout has more than one."""
     anatomy = step.request.anatomy(size, step.layouts.recompute, step.request.precision, step.cut)
     first = _stage(step, anatomy, in_flight, is_first=True)
     if np.all(np.asarray(step.layouts.pp) == 1):
-        return first
-    last = _stage(step, anatomy, in_flight, is_first=False)
-    fuller = sum(first.values()) >= sum(last.values())
-    return {name: np.where(fuller, first[name], last[name]) for name in first}
+        return first, first
+    return first, _stage(step, anatomy, in_flight, is_first=False)
 
 
 def _stage(step: Step, anatomy: Anatomy, micro_batches: Number, is_first: bool) -> dict[str, Number]:
     """Of the first stage (or the last), with so many micro-batches in a step."""
-    request, layouts, factors = step.request, step.layouts, step.factors
+    request, layouts, factors = step.request, step.layouts, step.on.factors
     pp, device, storage = np.asarray(layouts.pp), step.kind.table.device, step.storage
     trainable = step.stage_parameters
     found = states(trainable, storage, layouts)

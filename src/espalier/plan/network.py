@@ -48,6 +48,7 @@ class Fleet:
     """The devices that `ranks` ranks sit on, and their links as collectives find them.
 
     `per_node`: ranks on each machine (the fewest); `inside`, `between`: the slowest link of each level.
+    `factors`: what a calibration says of devices and links.
     """
 
     ranks: int
@@ -56,6 +57,7 @@ class Fleet:
     kinds: tuple[Kind, ...]
     inside: Link
     between: Link | None
+    factors: Factors = PLAIN
 
     @property
     def cuda(self) -> bool:
@@ -99,9 +101,7 @@ def congestion(ranks: Number) -> Number:
     return np.array([*factors, 1.5])[np.searchsorted(np.array(up_to), np.asarray(ranks))]
 
 
-def seconds(
-    operation: Operation, size: Number, ranks: Number, stride: Number, on: Fleet, factors: Factors = PLAIN
-) -> Number:
+def seconds(operation: Operation, size: Number, ranks: Number, stride: Number, on: Fleet) -> Number:
     """Seconds of one collective of groups of `ranks` ranks, `stride` apart, all groups at once.
 
     Args:
@@ -109,7 +109,6 @@ def seconds(
         size: bytes of the whole tensor (of a send: what is sent).
         ranks, stride: of each group; a send goes from a rank to the one `stride` further.
         on: the fleet.
-        factors: of a calibration.
 
     Returns:
         An array as the arguments broadcast; 0 where a group has one rank (not for a send).
@@ -121,15 +120,15 @@ def seconds(
     members = members if on.between is not None else group
     crossing = members < group
     bytes_ = ring_bytes(operation, size, group)
-    call = factors.call
-    near = factors.inside * bytes_ / on.inside.bandwidth
+    call = on.factors.call
+    near = on.factors.inside * bytes_ / on.inside.bandwidth
     hops = _hops(operation, group, members, on)
     found = near + call * (on.inside.launch + hops[0] * on.inside.latency)
     if on.between is not None:
-        far = factors.between * bytes_ * _sharing(operation, members, on) / on.between.bandwidth
+        far = on.factors.between * bytes_ * _sharing(operation, members, on) / on.between.bandwidth
         far = far if on.between.measured else far * congestion(ranks)
         if operation == "all_to_all":
-            far = _all_to_all(bytes_, group, members, on, factors)
+            far = _all_to_all(bytes_, group, members, on)
         apart = np.maximum(near, far) + call * (
             on.between.launch + hops[0] * on.inside.latency + hops[1] * on.between.latency
         )
@@ -145,13 +144,13 @@ def _sharing(operation: Operation, members: Number, on: Fleet) -> Number:
     return np.maximum(1, on.per_node // each)
 
 
-def _all_to_all(bytes_: Number, group: Number, members: Number, on: Fleet, factors: Factors) -> Number:
+def _all_to_all(bytes_: Number, group: Number, members: Number, on: Fleet) -> Number:
     """Only what leaves the machine counts, but a machine's ranks all send it through one link, in small pieces."""
     assert on.between is not None
     leaving = bytes_ * (group - members) / np.maximum(1, group - 1) * on.per_node
     first, slower, power = ALL_TO_ALL
     penalty = slower * np.maximum(1.0, group / first) ** power if on.cuda and not on.between.measured else 1.0
-    return factors.between * leaving * penalty / on.between.bandwidth
+    return on.factors.between * leaving * penalty / on.between.bandwidth
 
 
 def _hops(operation: Operation, group: Number, members: Number, on: Fleet) -> tuple[Number, Number]:

@@ -11,11 +11,12 @@ import msgspec
 from espalier import units
 from espalier.cluster import Cluster
 from espalier.errors import UserError
-from espalier.plan import estimate as pricing
 from espalier.plan import memory, speed
 from espalier.plan.base import Plan, Predicted, RunnerUp
+from espalier.plan.estimate import estimate
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
+from espalier.plan.seats import gpus
 
 Measured = Mapping[tuple[int, int], float]
 
@@ -48,11 +49,6 @@ def seconds(plan: Plan) -> float:
     return plan.predicted.step_seconds
 
 
-def gpus(cluster: Cluster) -> int:
-    """How many GPUs the cluster has."""
-    return sum(table.count * table.devices for table in cluster.nodes if table.device.kind == "cuda")
-
-
 # --- why this plan -----------------------------------------------------------------------------------------------
 
 
@@ -80,7 +76,7 @@ def _size_reason(request: Request, cluster: Cluster, chosen: Choice) -> str:
         return "plan.pin.micro_batch was set"
     if not chosen.others:
         return "the only one that fits"
-    after = pricing.estimate(request, cluster, chosen.others[0])
+    after = estimate(request, cluster, chosen.others[0])
     beside = f"{chosen.others[0].micro_batch}: {units.show_seconds(after.step_seconds)}"
     return f"the smallest within 2 % of the fastest that fits (beside it {beside})"
 
@@ -231,7 +227,7 @@ _CURES = {
 def closest(request: Request, cluster: Cluster, choices: Sequence[Choice]) -> tuple[Predicted, Choice]:
     """Of choices none of which fits, the one that lacks the fewest bytes."""
     asked = choices[:1] if gpus(cluster) else choices  # fewer GPUs need as much each
-    priced = [(pricing.estimate(request, cluster, one.layout), one) for one in asked]
+    priced = [(estimate(request, cluster, one.layout), one) for one in asked]
     return min(priced, key=lambda two: two[0].memory_bytes["peak"] - two[0].memory_limit)
 
 

@@ -34,6 +34,9 @@ class Request:
         heads, kv_heads, width, kv_width: of a decoder; 0: a module that cannot be cut.
         storage: bytes per parameter; None: what Espalier's own trainer keeps.
         temporaries: bytes per parameter that the optimizer step needs for a moment (torch's foreach AdamW: 8).
+        memory: bytes a rank may hold, where the user says less than the device has.
+        redundancy: ranks that must hold each shard of the optimizer's state.
+        max_devices: devices to use at most.
         sequence_parallel: tensor ranks also share the tokens between matrices.
         refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner.
     """
@@ -62,6 +65,9 @@ class Request:
     kv_width: int = 0
     storage: Storage | None = None
     temporaries: float = 0.0
+    memory: float | None = None
+    redundancy: int = 1
+    max_devices: int | None = None
     sequence_parallel: bool = True
     refresh: Literal["gather", "broadcast"] = "gather"
 

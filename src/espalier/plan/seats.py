@@ -34,3 +34,8 @@ def devices(cluster: Cluster, ranks: int) -> dict[int, Device]:
 def peak_flops(cluster: Cluster, ranks: int, precision: str) -> float:
     """FLOP/s that count for MFU of the devices `ranks` ranks use together."""
     return sum(speed.peak(device, precision) for device in devices(cluster, ranks).values())
+
+
+def gpus(cluster: Cluster) -> int:
+    """How many GPUs the cluster has."""
+    return sum(table.count * table.devices for table in cluster.nodes if table.device.kind == "cuda")

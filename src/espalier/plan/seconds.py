@@ -68,15 +68,14 @@ def step_seconds(step: Step, samples: Number) -> dict[str, Number]:
     full, rest = samples // size, samples % size
     whole, stage = _passes(step, size)
     terms = {name: full * value for name, value in stage.items()}
-    last, last_stage = whole, stage
+    last = stage
     if np.any(rest > 0):
-        small, part = _passes(step, np.maximum(rest, 1))
+        _, part = _passes(step, np.maximum(rest, 1))
         terms = {name: value + (rest > 0) * part[name] for name, value in terms.items()}
-        last_stage = {name: np.where(rest > 0, part[name], stage[name]) for name in stage}
-        last = small if np.all(rest > 0) else whole
+        last = {name: np.where(rest > 0, part[name], stage[name]) for name in stage}
     micro_batches = full + (rest > 0)
-    terms |= _pipeline(step, size, micro_batches, last)
-    terms |= _once(step, last_stage)
+    terms |= _pipeline(step, size, micro_batches, whole)
+    terms |= _once(step, last)
     return terms
 
 
@@ -96,7 +95,7 @@ def _passes(step: Step, size: Number) -> tuple[Pass, dict[str, Number]]:
 def compute(step: Step, work: Work) -> Pass:
     """Seconds of forward, backward and recomputation of `work`, alone on its device."""
     device, setting, precision = step.kind.table.device, step.kind.setting, step.request.precision
-    factors = step.factors
+    factors = step.on.factors
 
     def products(chosen: Sequence[Product]) -> Number:
         return sum((speed.product_seconds(device, precision, one, setting, factors) for one in chosen), 0.0)
@@ -144,7 +143,7 @@ def tensor_seconds(step: Step, stream: Number, again: Number) -> Number:
     layouts = step.layouts
 
     def one(operation: network.Operation) -> Number:
-        return network.seconds(operation, stream, layouts.tp, 1, step.on, step.factors)
+        return network.seconds(operation, stream, layouts.tp, 1, step.on)
 
     if not step.request.sequence_parallel:
         return (4 + 2 * again) * one("all_reduce")
@@ -159,7 +158,7 @@ def sequence_seconds(step: Step, stream: Number, again: Number) -> Number:
     shared = request.kv_width / request.width * spread
 
     def one(bytes_: Number) -> Number:
-        return network.seconds("all_to_all", bytes_, layouts.sp, layouts.tp, step.on, step.factors)
+        return network.seconds("all_to_all", bytes_, layouts.sp, layouts.tp, step.on)
 
     return (2 + again) * 2 * (one(stream) + one(stream * shared))
 
@@ -167,19 +166,15 @@ def sequence_seconds(step: Step, stream: Number, again: Number) -> Number:
 def weights(step: Step, parameters: Number) -> Mapping[str, Number]:
     """Seconds of gathering `parameters` parameters once, and of scattering their gradients, in every micro-batch."""
     layouts, storage = step.layouts, step.storage
-    gather = network.seconds(
-        "all_gather", storage.params * parameters, layouts.params, layouts.tp, step.on, step.factors
-    )
-    scatter = network.seconds(
-        "reduce_scatter", storage.grads * parameters, layouts.grads, layouts.tp, step.on, step.factors
-    )
+    gather = network.seconds("all_gather", storage.params * parameters, layouts.params, layouts.tp, step.on)
+    scatter = network.seconds("reduce_scatter", storage.grads * parameters, layouts.grads, layouts.tp, step.on)
     return {"all_gather": gather, "reduce_scatter": scatter}
 
 
 def _exposed(step: Step, taken: Number, window: Number, pieces: Number = 1) -> Number:
     """Seconds a step gets longer by exchanges of `taken` seconds in all, in equal pieces that become ready evenly over
     `window` seconds of computation and go one after the other. What is hidden still costs something."""
-    unhidden = np.minimum(1.0, UNHIDDEN["cuda" if step.cuda else "cpu"] * step.factors.exposed)
+    unhidden = np.minimum(1.0, UNHIDDEN["cuda" if step.cuda else "cpu"] * step.on.factors.exposed)
     usable = (1 - unhidden) * window
     piece = taken / pieces
     kind = "cuda" if step.cuda else "cpu between" if step.on.between is not None else "cpu"
@@ -207,7 +202,7 @@ def _pipeline(step: Step, size: Number, micro_batches: Number, layer: Pass) -> d
     tokens = size * request.tokens_per_sample / layouts.sp
     bytes_ = tokens * request.width * request.compute / np.where(request.sequence_parallel, layouts.tp, 1)
     stride = layouts.tp * layouts.sp * layouts.dp
-    one = network.seconds("send", bytes_, 1, stride, step.on, step.factors) + step.factors.stall * STALL
+    one = network.seconds("send", bytes_, 1, stride, step.on) + step.on.factors.stall * STALL
     times = hand_overs(pp, micro_batches) * chunks * (pp > 1)
     bubble = (pp - 1) * step.stage_layers * layer.total / chunks
     return {"pipeline": bubble + 0.0 * size, "send": times * one}
@@ -240,10 +235,8 @@ def gradients(step: Step) -> dict[str, Number]:
     count = np.maximum(1, np.ceil(size / max(1, request.bucket_bytes)))
     further = layouts.optimizer // np.asarray(layouts.grads)
     replicas = layouts.shards // np.asarray(layouts.optimizer)
-    scatter = network.seconds("reduce_scatter", size / count, further, layouts.tp * layouts.grads, on, step.factors)
-    summed = network.seconds(
-        "all_reduce", size / further / count, replicas, layouts.tp * layouts.optimizer, on, step.factors
-    )
+    scatter = network.seconds("reduce_scatter", size / count, further, layouts.tp * layouts.grads, on)
+    summed = network.seconds("all_reduce", size / further / count, replicas, layouts.tp * layouts.optimizer, on)
     return {"seconds": count * (scatter + summed), "bytes": size}
 
 
@@ -254,10 +247,10 @@ def refresh(step: Step) -> Number:
     ranks = layouts.optimizer // np.asarray(layouts.params)
     stride = layouts.tp * layouts.params
     if request.refresh == "broadcast":
-        one = network.seconds("broadcast", size / ranks, ranks, stride, step.on, step.factors)
+        one = network.seconds("broadcast", size / ranks, ranks, stride, step.on)
         return ranks * (one + network.BROADCAST) * (ranks > 1)
     count = np.maximum(1, np.ceil(size / max(1, request.bucket_bytes)))
-    return count * network.seconds("all_gather", size / count, ranks, stride, step.on, step.factors)
+    return count * network.seconds("all_gather", size / count, ranks, stride, step.on)
 
 
 def _optimizer(step: Step) -> Number:
@@ -267,7 +260,7 @@ def _optimizer(step: Step) -> Number:
     each = ADAM_BYTES * (1 - muon) + MUON_BYTES * muon
     owned = step.stage_parameters / step.layouts.optimizer
     moved = request.bytes_each / 4 * (each + CLIP_BYTES) * owned
-    taken = speed.moved_seconds(device, moved, setting, step.factors)
+    taken = speed.moved_seconds(device, moved, setting, step.on.factors)
     if request.optimizer == "muon":
         share = owned / max(1, request.trainable)
         taken = taken + share * sum(_orthogonal(step, shape) for shape in request.matrix_shapes)
@@ -286,12 +279,12 @@ def _orthogonal(step: Step, shape: tuple[int, int, int]) -> float:
     sizes = [(small, large, small), (small, small, small), (small, small, large)]
     products = [Product(*size, times) for size in sizes]
     setting: Any = step.kind.setting
-    return float(sum(speed.product_seconds(device, precision, one, setting, step.factors) for one in products))
+    return float(sum(speed.product_seconds(device, precision, one, setting, step.on.factors) for one in products))
 
 
 def sources(step: Step) -> dict[str, str]:
     """Where each part's number comes from."""
-    device, request, on = step.kind.table.device, step.request, step.on
+    device, on = step.kind.table.device, step.on
     links = [("inside", on.inside)] + ([("between", on.between)] if on.between is not None else [])
     told = "; ".join(f"{n}: {k.bandwidth:.3g} bytes/s, {k.latency:.2g} s per hop ({k.source})" for n, k in links)
     return {

@@ -125,7 +125,8 @@ def describe(device: Device) -> str:
     """Where this device's speeds come from."""
     if device.rates:
         return f"{device.source}; between measured shapes by inverse distance in log space"
-    return f"{device.source}; {device.sustained.get('product', PRODUCT_SHARE):g} of the peak and {PRODUCT_STARTUP * 1e6:g} µs for each product, assumed"
+    share = device.sustained.get("product", PRODUCT_SHARE)
+    return f"{device.source}; {share:g} of the peak and {PRODUCT_STARTUP * 1e6:g} µs for each product, assumed"
 
 
 def _peak(device: Device, precision: str) -> float:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from espalier.cost import Cut, Number
-from espalier.plan.factors import PLAIN, Factors
 from espalier.plan.layouts import Layouts
 from espalier.plan.network import Fleet, Kind
 from espalier.plan.request import Request, Storage
@@ -15,13 +14,12 @@ from espalier.plan.request import Request, Storage
 
 @dataclass(frozen=True)
 class Step:
-    """What a price is of: request, fleet, the kind of rank at hand, layouts, and a calibration's factors."""
+    """What a price is of: request, fleet, the kind of rank at hand, and layouts."""
 
     request: Request
     on: Fleet
     kind: Kind
     layouts: Layouts
-    factors: Factors = PLAIN
 
     @property
     def cut(self) -> Cut:

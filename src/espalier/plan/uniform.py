@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 
 from espalier.cluster import Cluster
-from espalier.plan import estimate as pricing
 from espalier.plan import network, reasons
 from espalier.plan.base import Exchange, Plan, Rank, Stage, Unit
+from espalier.plan.estimate import estimate, grid, scaled
 from espalier.plan.layouts import MODES, Layouts
 from espalier.plan.reasons import Choice, key
 from espalier.plan.request import Request
-from espalier.plan.seats import seats, shares
+from espalier.plan.seats import gpus, seats, shares
 
 name = "uniform"
 
@@ -41,7 +41,7 @@ def plan(request: Request, cluster: Cluster, measured: Measured | None = None) -
     assert best.predicted is not None
     took = measured[key(best)]
     why = (reasons.tried(tried, measured), *best.why)
-    best = msgspec.structs.replace(best, predicted=pricing.scaled(best.predicted, took), why=why)
+    best = msgspec.structs.replace(best, predicted=scaled(best.predicted, took), why=why)
     return _with_runners_up([best, *(one for one in found if key(one) != key(best))], measured)
 
 
@@ -52,9 +52,9 @@ def candidates(request: Request, cluster: Cluster) -> list[Plan]:
     if not found:
         raise reasons.too_large(request, cluster, [chosen for chosen, _ in choices])
     every = max(len(one.ranks) for one in found)
-    gpus = found[0].ranks[0].device != "cpu"
+    on_gpus = found[0].ranks[0].device != "cpu"
     # On GPUs the plain planner uses all of them; fewer are only shown beside it.
-    return sorted(found, key=lambda one: (gpus and len(one.ranks) != every, reasons.seconds(one), len(one.ranks)))
+    return sorted(found, key=lambda one: (on_gpus and len(one.ranks) != every, reasons.seconds(one), len(one.ranks)))
 
 
 def closest(request: Request, cluster: Cluster) -> Plan:
@@ -73,6 +73,7 @@ def _choices(request: Request, cluster: Cluster) -> list[tuple[Choice, str]]:
         (_choose(request, cluster, ranks, threads), note)
         for ranks, threads, note in _divisions(request, cluster)
         if (request.pin.micro_batch or 1) <= -(-request.global_batch // ranks)
+        and request.redundancy <= ranks <= (request.max_devices or ranks)
     ]
     if not choices:
         raise reasons.too_coarse(request)
@@ -84,7 +85,7 @@ def _choices(request: Request, cluster: Cluster) -> list[tuple[Choice, str]]:
 
 def _divisions(request: Request, cluster: Cluster) -> list[tuple[int, int, str]]:
     """(ranks, threads, remark) to consider."""
-    if reasons.gpus(cluster):
+    if gpus(cluster):
         return _gpu_divisions(request, cluster)
     places, pin = cluster.devices(), request.pin
     cores = min(max(1, place.table.cores) for place in places)
@@ -103,16 +104,16 @@ def _divisions(request: Request, cluster: Cluster) -> list[tuple[int, int, str]]
 
 
 def _gpu_divisions(request: Request, cluster: Cluster) -> list[tuple[int, int, str]]:
-    gpus, pin = reasons.gpus(cluster), request.pin
+    there, pin = gpus(cluster), request.pin
     places = [place for place in cluster.devices() if place.table.device.kind == "cuda"]
     cores = min(place.table.cores // place.table.devices for place in places)
     threads = pin.threads or max(1, cores)
     if pin.ranks is not None:
         return [(pin.ranks, threads, reasons.asked_for(pin.ranks))]
-    every = min(gpus, request.global_batch)
+    every = min(there, request.global_batch)
     note = ""
-    if every < gpus:
-        note = f"Only {every} of {gpus} GPUs have work: the global batch has {request.global_batch} samples."
+    if every < there:
+        note = f"Only {every} of {there} GPUs have work: the global batch has {request.global_batch} samples."
     one_node = sum(place.node == places[0].node for place in places)
     fewer = sorted({1, one_node} - {every})
     return [(every, threads, note), *((ranks, threads, "") for ranks in fewer if ranks < every)]
@@ -128,7 +129,7 @@ def _choose(request: Request, cluster: Cluster, ranks: int, threads: int) -> Cho
     on = network.fleet(cluster, ranks, threads)
     without = 0.0
     for mode in (asked,) if asked else MODES:
-        priced = pricing.grid(request, on, Layouts(dp=ranks, micro_batch=sizes, recompute=mode, threads=threads))
+        priced = grid(request, on, Layouts(dp=ranks, micro_batch=sizes, recompute=mode, threads=threads))
         fits = np.flatnonzero(priced.over <= 0)
         if not len(fits):
             without = without or float(np.min(priced.over))
@@ -158,7 +159,7 @@ def _sizes(request: Request, ranks: int) -> Any:
 
 def _plan(request: Request, cluster: Cluster, chosen: Choice, note: str) -> Plan:
     layout = chosen.layout
-    predicted = pricing.estimate(request, cluster, layout)
+    predicted = estimate(request, cluster, layout)
     cuts = shares(request.global_batch, layout.dp)
     ranks = tuple(
         Rank(
@@ -184,7 +185,7 @@ def _plan(request: Request, cluster: Cluster, chosen: Choice, note: str) -> Plan
         compile=request.compile,
         predicted=predicted,
     )
-    others = [pricing.estimate(request, cluster, other) for other in chosen.others]
+    others = [estimate(request, cluster, other) for other in chosen.others]
     runners = tuple(
         reasons.other_size(made, int(other.micro_batch), priced)
         for other, priced in zip(chosen.others, others, strict=True)

@@ -1,4 +1,4 @@
-"""Chooses a run's plan: the plain planner's candidates, tried for a second or two each where guessing is no good.
+"""Chooses a run's plan: the best that the search finds and `train` can run.
 
 On a CPU, whether one rank of N threads or N ranks of one thread is faster depends on the model's sizes in ways that no
 short formula catches, so the candidates run a few real steps; what was measured is kept for the next run.
@@ -7,13 +7,15 @@ short formula catches, so the candidates run a few real steps; what was measured
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from espalier import cluster as clusters
-from espalier import rank, trainer
+from espalier import rank, trainer, units
 from espalier import run as runs
 from espalier.config import load
 from espalier.errors import UserError
@@ -21,8 +23,10 @@ from espalier.folders import cache_folder
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
-from espalier.plan import uniform
+from espalier.plan import chosen, reasons, refusals, search, uniform
+from espalier.plan.calibrate import Calibration
 from espalier.plan.request import Request
+from espalier.plan.seats import gpus
 from espalier.verbs import ready
 from espalier.workload import Workload
 
@@ -43,10 +47,89 @@ def choose(
             do=f"start {pinned} ranks, or leave plan.pin.ranks out",
         )
     request = ready.request(resolved, world, ready.resident(), workload)
-    candidates = uniform.candidates(request, cluster)
-    if world is None and _worth_trying(candidates, resolved):
-        return uniform.plan(request, cluster, _measured(candidates, resolved, workload, cluster))
-    return uniform.plan(request, cluster)
+
+    def trials() -> Measured:
+        candidates = uniform.candidates(request, cluster)
+        if world is None and _worth_trying(candidates, resolved):
+            return _measured(candidates, resolved, workload, cluster)
+        return {}
+
+    decision = decide(request, cluster, ready.calibration(resolved.recipe), trials)
+    if decision.taken is None:
+        raise decision.refusal()
+    return decision.taken
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the search found, the best plan of all, and the best that `espalier train` runs today (None: there is none).
+
+    `best` does not fit either when `fits` is False: it is then the one that lacks the fewest bytes.
+    """
+
+    request: Request
+    cluster: clusters.Cluster
+    found: search.Found
+    best: plans.Plan
+    taken: plans.Plan | None
+    fits: bool
+
+    def refusal(self) -> UserError:
+        """Why there is nothing to train with."""
+        if not self.fits:
+            return refusals.refusal(self.request, self.cluster, self.found)
+        layout = self.best.layout
+        return reasons.DoesNotFit(
+            "No plan that `train` can run today fits in memory.",
+            why=f"the best plan is not executable yet, as {self.best.missing} is missing",
+            do=f"espalier plan shows it ({layout.algorithm}, dp {layout.dp}, tp {layout.tp}, sp {layout.sp}, "
+            f"pp {layout.pp}, shard {'/'.join(map(str, layout.shard.values()))}); a smaller model or batch runs today",
+        )
+
+
+def decide(
+    request: Request, cluster: clusters.Cluster, calibration: Calibration, trials: Callable[[], Measured]
+) -> Decision:
+    """Searches all layouts; on processors `trials` (called when there is a choice) settle ranks and threads."""
+    refusals.check_pins(request, cluster)
+    if not gpus(cluster):
+        reasons.check(request, cluster)
+    found = search.search(request, cluster, calibration)
+    option, runs = found.best(), found.best(chosen.executable)
+    if option is None:
+        if found.closest is None:
+            raise refusals.refusal(request, cluster, found)
+        best = msgspec.structs.replace(chosen.make(request, found, found.closest, calibration), executable=False)
+        lacks = f"{units.show_size(found.closest.over)} of memory per rank"
+        return Decision(request, cluster, found, msgspec.structs.replace(best, missing=lacks), None, False)
+    taken = None
+    if runs is not None:
+        taken = chosen.make(request, found, runs, calibration)
+        if not gpus(cluster):
+            taken = uniform.plan(request, cluster, trials())
+    if taken is not None and runs is not None and runs.seconds <= option.seconds * (1 + found.tie):
+        return Decision(request, cluster, found, taken, taken, True)
+    best = chosen.make(request, found, option, calibration)
+    if taken is not None and runs is not None:
+        best, taken = _told_apart(best, taken, option, runs)
+    return Decision(request, cluster, found, best, taken, True)
+
+
+def _told_apart(
+    best: plans.Plan, taken: plans.Plan, option: search.Option, runs: search.Option
+) -> tuple[plans.Plan, plans.Plan]:
+    """Both plans, each saying what the other is."""
+    slower = runs.seconds / option.seconds - 1
+    here = f"`train` takes {chosen.label(runs.layout)} today, {slower:.0%} slower by estimate."
+    there = (
+        f"A better plan is not executable yet: {chosen.label(option.layout)}, "
+        f"{units.show_seconds(option.seconds)} per step by estimate, {slower:.0%} less waiting; "
+        f"it needs {best.missing}."
+    )
+    return (
+        msgspec.structs.replace(best, why=(*best.why, here)),
+        msgspec.structs.replace(taken, why=(*taken.why, there)),
+    )
 
 
 def refuse_elsewhere(plan: plans.Plan, world: int | None) -> None:

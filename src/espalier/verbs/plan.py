@@ -4,34 +4,90 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 import torch
 
+from espalier import cluster as clusters
+from espalier.cluster import whatif
+from espalier.errors import UserError
 from espalier.hardware import probe
 from espalier.plan import base as plans
-from espalier.plan import reasons, uniform
+from espalier.plan import chosen, search
+from espalier.plan.seats import gpus
 from espalier.verbs import choose, ready, show
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan; allocates no model and starts no rank. When none fits: the closest one, and exit code 2."""
+    """Prints the best plan; allocates no model and starts no rank. When none fits: the closest one, and exit code 2."""
     torch.set_num_threads(1)
+    if arguments.score is not None:
+        from espalier.verbs import score
+
+        return score.run(arguments.score, arguments.calibrate_on, arguments.out, arguments.json)
+    if arguments.recipe is None:
+        raise UserError("espalier plan needs a recipe.", do="espalier plan recipe.toml, or --score FILE")
+    if arguments.out is not None:
+        raise UserError("--out goes with --score.", do="--html FILE for the picture, --json > plan.json for the plan")
     resolved = ready.resolve(arguments.recipe, arguments.overrides)
     cluster = ready.machines(resolved.recipe, arguments.cluster)
+    decision = _decide(resolved, cluster, arguments.calibrate_on)
+    changed = _what_if(resolved, cluster, arguments.what_if, arguments.calibrate_on)
+    if arguments.html is not None:
+        _page(arguments.html, decision, resolved.recipe.name or "plan")
+    return _tell(arguments.json, resolved, decision, changed)
+
+
+def _decide(resolved: ready.Resolved, cluster: clusters.Cluster, calibrate_on: str | None) -> choose.Decision:
     here = cluster.machine == probe.identity()
     request = ready.request(resolved, resident=ready.resident() if here else 0)
-    try:
-        plan, refusal = uniform.plan(request, cluster, choose.tried_before(request, resolved, cluster)), None
-    except reasons.DoesNotFit as error:
-        plan, refusal = uniform.closest(request, cluster), error
-    if arguments.json:
-        print(plans.dumps(plan), end="", flush=True)
+
+    def tried() -> choose.Measured:
+        return choose.tried_before(request, resolved, cluster)
+
+    return choose.decide(request, cluster, ready.calibration(resolved.recipe, calibrate_on), tried)
+
+
+def _what_if(
+    resolved: ready.Resolved, cluster: clusters.Cluster, changes: Sequence[str], calibrate_on: str | None
+) -> choose.Decision | None:
+    if not changes:
+        return None
+    return _decide(resolved, whatif.changed(cluster, changes), calibrate_on)
+
+
+def _tell(as_json: bool, resolved: ready.Resolved, decision: choose.Decision, changed: choose.Decision | None) -> int:
+    plan = decision.best
+    if as_json:
+        beside = {"what_if": changed.best} if changed is not None else {}
+        print(plans.dumps(plan, **beside), end="", flush=True)
     else:
         show.plan(plan, resolved.derivations, resolved.recipe.train.steps)
         show.sources(plan)
-    if refusal is None:
+        if changed is not None:
+            show.beside(plan, changed.best, changed.fits)
+    if decision.fits:
         return 0
-    if not arguments.json:
+    refusal = decision.refusal()
+    if not as_json:
         raise refusal
     print(f"espalier: {refusal}", file=sys.stderr)  # standard output holds one object, the plan
     return refusal.exit_code
+
+
+def _page(path: str, decision: choose.Decision, title: str) -> None:
+    from espalier.verbs import plan_page
+
+    layout = decision.best.layout
+
+    def is_best(option: search.Option) -> bool:
+        one = option.layout
+        shards = {"params": one.params, "grads": one.grads, "optimizer": one.optimizer}
+        same = (one.dp, one.tp, one.sp, one.pp) == (layout.dp, layout.tp, layout.sp, layout.pp)
+        return same and shards == layout.shard and one.recompute == layout.recompute
+
+    best = next((option for option in decision.found.options if is_best(option)), None)
+    points = search.points(decision.found, best, chosen.label)
+    plan_page.write(path, decision.best, points, title)
+    where = "" if gpus(decision.cluster) else " (processors)"
+    print(f"Picture{where}: {path}", file=sys.stderr)

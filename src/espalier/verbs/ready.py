@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
-import torch
 
 from espalier import cluster as clusters
-from espalier import config, units
-from espalier.config import Gpt, Moe, Muon, Recipe, derive, load, shapes
-from espalier.cost import Anatomy, Cut
+from espalier import config
+from espalier.config import Gpt, Moe, Recipe, derive, load
 from espalier.errors import UserError
 from espalier.hardware import probe
-from espalier.language import gpt, hf, moe
+from espalier.language import hf
 from espalier.language import workload as language
 from espalier.module import ModuleWorkload, open_module
-from espalier.optim.base import names_of
+from espalier.plan import asking
+from espalier.plan.calibrate import DATASHEET, Calibration, calibrate
 from espalier.plan.request import Request
 from espalier.track.progress import Waiting
 from espalier.workload import Workload
@@ -111,37 +108,26 @@ def request(
     resolved: Resolved, ranks: int | None = None, resident: int = 0, workload: Workload | None = None
 ) -> Request:
     """What the planner is asked; allocates nothing and opens no corpus (a foreign module it has to open)."""
-    recipe, train = resolved.recipe, resolved.recipe.train
+    recipe = resolved.recipe
     if isinstance(recipe.model, config.Module):
         workload = workload or open_workload(resolved)
         assert isinstance(workload, ModuleWorkload)
-        model = workload.build(torch.device("cpu"), torch.float32)
-        batch, tokens = workload.global_batch, 1.0
-        cuttable: dict[str, Any] = {"anatomy": workload.anatomy, "layers": 1}
-        tally = _tally(model, workload.embeddings(model))
+        asked = asking.of_workload(recipe, workload)
     else:
-        assert train.sequence is not None
-        assert train.batch_tokens is not None
-        batch, tokens = train.batch_tokens // train.sequence, float(train.sequence)
-        cuttable, tally = _cuttable(recipe), _language_tally(recipe.model)
-    is_muon = isinstance(train.optimizer, Muon)
-    return Request(
-        parameters=tally.parameters,
-        trainable=tally.trainable,
-        tensors=tally.tensors,
-        global_batch=batch,
-        tokens_per_sample=tokens,
-        optimizer="muon" if is_muon else "adamw",
-        matrix_parameters=sum(rows * columns * n for (rows, columns), n in tally.matrices.items()) if is_muon else 0,
-        matrix_shapes=tuple((rows, columns, count) for (rows, columns), count in sorted(tally.matrices.items())),
-        precision=train.precision,
-        compile=train.compile,
-        recompute=recipe.plan.pin.recompute or train.recompute,
-        pin=recipe.plan.pin if ranks is None else msgspec.structs.replace(recipe.plan.pin, ranks=ranks),
-        bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"),
-        resident=resident,
-        **cuttable,
-    )
+        asked = asking.of_recipe(recipe)
+    pin = asked.pin if ranks is None else msgspec.structs.replace(asked.pin, ranks=ranks)
+    return replace(asked, pin=pin, resident=resident)
+
+
+def calibration(recipe: Recipe, path: str | None = None) -> Calibration:
+    """What measured runs say of the planner's coefficients: of `path`, else of `plan.calibration`, else nothing."""
+    named = path or recipe.plan.calibration
+    if named is None:
+        return DATASHEET
+    from espalier.verbs.measurements import measurements
+
+    with waiting(f"Calibrating on {named}"):
+        return calibrate(measurements(named), source=f"calibrated on {named}")
 
 
 def resident() -> int:
@@ -149,67 +135,3 @@ def resident() -> int:
     processes are equal."""
     step = 32 * 2**20
     return -(-psutil.Process().memory_info().rss // step) * step
-
-
-@dataclass(frozen=True)
-class _Tally:
-    """A model counted: parameters, trainable ones, their tensors, and hidden matrices by (rows, columns)."""
-
-    parameters: int
-    trainable: int
-    tensors: int
-    matrices: Counter[tuple[int, int]]
-
-    def with_more(self, other: _Tally, times: int) -> _Tally:
-        """This model grown `times` times by what `other` has beyond it."""
-        return _Tally(
-            self.parameters + times * (other.parameters - self.parameters),
-            self.trainable + times * (other.trainable - self.trainable),
-            self.tensors + times * (other.tensors - self.tensors),
-            Counter({s: self.matrices[s] + times * (n - self.matrices[s]) for s, n in other.matrices.items()}),
-        )
-
-
-def _tally(model: torch.nn.Module, embeddings: Iterable[torch.nn.Parameter]) -> _Tally:
-    trainable, outside = names_of(model), set(embeddings)
-    matrices = (p for p in trainable if p.ndim == 2 and p not in outside)
-    return _Tally(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        trainable=sum(parameter.numel() for parameter in trainable),
-        tensors=len(trainable),
-        matrices=Counter((matrix.shape[0], matrix.shape[1]) for matrix in matrices),
-    )
-
-
-def _language_tally(options: Gpt | Moe) -> _Tally:
-    """Of a decoder of any depth: its blocks are alike, so one and two of them are built, on the meta device."""
-    models = [
-        language.new_model(msgspec.structs.replace(options, depth=depth), 0, torch.device("meta")) for depth in (1, 2)
-    ]
-    one, two = (_tally(model, language.embeddings(model)) for model in models)
-    return one.with_more(two, (options.depth or 1) - 1)
-
-
-def _cuttable(recipe: Recipe) -> dict[str, Any]:
-    """What the planner knows of a decoder and where it can be cut."""
-    options, sequence = recipe.model, recipe.train.sequence
-    assert isinstance(options, Gpt | Moe)
-    size = shapes.sizes(options)
-
-    def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
-        assert sequence is not None
-        if isinstance(options, Moe):
-            return moe.work(options, sequence, micro_batch, recompute, precision, cut)
-        return gpt.work(options, sequence, micro_batch, recompute, precision, cut)
-
-    tables = 1 if size.tied else 2
-    return {
-        "anatomy": anatomy,
-        "layers": size.layers,
-        "outside": tables * size.vocabulary * size.width + size.width,
-        "tables": tables,
-        "heads": size.heads,
-        "kv_heads": size.kv_heads,
-        "width": size.width,
-        "kv_width": size.kv_width,
-    }

@@ -15,10 +15,13 @@ from rich.console import Console
 from espalier import units
 from espalier.cluster import Cluster, Disk, Link
 from espalier.config.derive import Derivation
-from espalier.plan.base import Plan, Predicted
+from espalier.plan.base import Layout, Plan, Predicted
 from espalier.track import tables
 
-TERMS = ("forward", "backward", "recompute", "optimizer", "all_reduce", "launch")
+TERMS = (
+    "forward", "backward", "recompute", "tensor", "sequence", "weights", "pipeline", "send", "optimizer", "all_reduce",
+    "refresh", "launch",
+)  # fmt: skip
 """The order in which the parts of a step are told; others follow."""
 
 DAY = 86_400
@@ -74,7 +77,7 @@ def plan(plan: Plan, derivations: Sequence[Derivation] = (), steps: int | None =
     if derivations:
         _derived(derivations)
     line(
-        f"Plan ({plan.planner}): {_where(plan)}, micro-batch {plan.micro_batch}, "
+        f"Plan ({plan.planner}): {_where(plan)}, {_cut(plan)}, micro-batch {plan.micro_batch}, "
         f"accumulate {plan.layout.accumulate}, recompute {plan.recompute}, {plan.precision}"
     )
     if plan.predicted is not None:
@@ -83,10 +86,47 @@ def plan(plan: Plan, derivations: Sequence[Derivation] = (), steps: int | None =
         line(f"  - {sentence}")
     on_gpus = plan.ranks[0].device != "cpu"
     for other in plan.runners_up:
-        line(f"  - not taken: {_ranks(other.ranks, other.threads, on_gpus)}: {other.loses}")
+        what = _ranks(other.ranks, other.threads, on_gpus)
+        if plan.planner == "search":
+            what = f"{what}, {_words(other.layout)}"
+        line(f"  - not taken: {what}: {other.loses}")
     if not plan.executable:
         line(f"  - `train` cannot run this plan: it lacks {plan.missing}")
     print(flush=True)
+
+
+def beside(plan: Plan, other: Plan, fits: bool) -> None:
+    """What a changed cluster would change."""
+    if not fits:
+        line(f"What if: nothing fits; {other.missing} are missing in the closest plan.")
+        return
+    assert plan.predicted is not None
+    assert other.predicted is not None
+    here, there = plan.predicted, other.predicted
+    line(f"What if: {_cut(other)} on {_where(other)}")
+    seconds = [units.show_seconds(one.step_seconds) for one in (there, here)]
+    peaks = [units.show_size(one.memory_bytes["peak"]) for one in (there, here)]
+    line(
+        f"  predicted step {' instead of '.join(seconds)} ({there.step_seconds / here.step_seconds:.2f}x), "
+        f"memory per rank {' instead of '.join(peaks)}"
+    )
+
+
+def _cut(plan: Plan) -> str:
+    return _words(plan.layout)
+
+
+def _words(layout: Layout) -> str:
+    """A layout in a few words."""
+    said = [f"dp {layout.dp}"]
+    said += [
+        f"{name} {value}" for name, value in (("tp", layout.tp), ("sp", layout.sp), ("pp", layout.pp)) if value > 1
+    ]
+    if layout.algorithm != "data":
+        said.append(layout.algorithm)
+    if max(layout.shard.values()) > 1:
+        said.append("shard " + "/".join(str(layout.shard[name]) for name in ("params", "grads", "optimizer")))
+    return ", ".join(said)
 
 
 def _where(plan: Plan) -> str:
@@ -135,7 +175,8 @@ def notes(lines: Sequence[str]) -> None:
 def _predicted(predicted: Predicted, steps: int | None) -> None:
     order = {name: at for at, name in enumerate(TERMS)}
     terms = sorted(predicted.terms.items(), key=lambda item: order.get(item[0], len(TERMS)))
-    print(f"  predicted step {units.show_seconds(predicted.step_seconds)}")
+    band = f", give or take {predicted.spread:.0%}" if predicted.spread else ""
+    print(f"  predicted step {units.show_seconds(predicted.step_seconds)}{band}")
     _parts(f"{name} {units.show_seconds(value)}" for name, value in terms if value)
     if steps is not None:
         seconds = steps * predicted.step_seconds

@@ -1,0 +1,242 @@
+"""Reads files of measured steps: a CSV of Megatron-LM runs, or JSON lines that describe each run in full. No torch.
+
+The CSV's columns are a GPT as Megatron-LM trained it in 2021 on machines of 8 A100s (see `_Gpt`); JSON lines are in
+`plan.described`. Blank lines and lines that begin with # are left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from espalier import cluster as clusters
+from espalier.cluster import Cluster
+from espalier.config.shapes import Sizes
+from espalier.errors import UserError, nearest
+from espalier.plan.calibrate import Measurement
+from espalier.plan.described import Descriptions
+from espalier.plan.layouts import Layouts
+from espalier.plan.published import Decoder
+from espalier.plan.request import Request
+
+COLUMNS = ("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "seq", "tp", "dp", "pp")
+"""What a CSV must have: GPUs, sequences of a step and of a micro-batch, sizes of the model, and ranks of each axis."""
+MEASURED = "iter_ms"
+PREDICTED = "predicted_ms"
+FORMATS = "a CSV with the columns " + ",".join((*COLUMNS, MEASURED)) + ", or JSON lines; docs/planner.md shows both"
+
+VOCABULARY = 51_200
+PER_NODE = 8
+NETWORK = "800Gbit/s"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a file: as it was given, what it means, and with which rows its time may be compared (`group`)."""
+
+    line: int
+    given: dict[str, Any]
+    measurement: Measurement
+    group: tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file of measurements. `notes`: what was assumed or not understood, for people."""
+
+    path: str
+    form: Literal["csv", "jsonl"]
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        """What each row measured."""
+        return [row.measurement for row in self.rows]
+
+
+def read(path: str | Path) -> Table:
+    """The measurements in a file. Raises UserError naming file, line and key."""
+    lines = [(n, one) for n, one in enumerate(_text(path).split("\n"), 1) if one.strip() and one.lstrip()[0] != "#"]
+    if not lines:
+        raise UserError(f"{path} holds no measurement.", do=FORMATS)
+    first = lines[0][1].lstrip()
+    if first.startswith("["):
+        raise UserError(f"{path} is a JSON array.", do="one JSON object per line, without brackets around them")
+    if first.startswith("{"):
+        return _json_lines(str(path), lines)
+    return _csv(str(path), lines)
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig").replace("\r", "")
+    except FileNotFoundError:
+        raise UserError(f"No measurements at {path}.", do=FORMATS) from None
+    except OSError as error:
+        raise UserError(f"The measurements {path} cannot be read: {error.strerror}.", do=FORMATS) from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}).", do=FORMATS) from None
+
+
+@contextmanager
+def _at(path: str, line: int) -> Iterator[None]:
+    """Errors within name the file and the line."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{path}, line {line}: {error.what}", why=error.why, do=error.do) from None
+
+
+# --- JSON lines --------------------------------------------------------------------------------------------------
+
+
+def _json_lines(path: str, lines: list[tuple[int, str]]) -> Table:
+    rows, descriptions = [], Descriptions()
+    for number, text in lines:
+        with _at(path, number):
+            try:
+                given = msgspec.json.decode(text)
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise UserError(f"not valid JSON: {error}.", do="one whole JSON object per line") from None
+            if not isinstance(given, dict):
+                raise UserError("not a JSON object.", do='{"model": …, "cluster": …, "layout": …, "train": …}')
+            measurement, group = descriptions.measurement(given, f"line {number}")
+            rows.append(Row(number, given, measurement, group))
+    return Table(path, "jsonl", (), tuple(rows), tuple(sorted(descriptions.notes)))
+
+
+# --- CSV ---------------------------------------------------------------------------------------------------------
+
+
+class _Gpt(NamedTuple):
+    """One row's numbers: a GPT with a feed-forward of 4 x hidden, fp16, every block recomputed, 1F1B."""
+
+    gpus: int
+    global_batch: int
+    micro_batch: int
+    hidden: int
+    heads: int
+    layers: int
+    seq: int
+    tp: int
+    dp: int
+    pp: int
+
+
+def _csv(path: str, lines: list[tuple[int, str]]) -> Table:
+    (head, text), *body = lines
+    with _at(path, head):
+        columns = [name.strip() for name in next(csv.reader([text]))]
+        _check_columns(columns, text)
+    rows: list[Row] = []
+    requests: dict[tuple[int, ...], Request] = {}
+    fleets: dict[int, Cluster] = {}
+    for number, line in body:
+        with _at(path, number):
+            given = _cells(columns, line)
+            at = _Gpt(**{name: _whole(name, given[name]) for name in COLUMNS})
+            _check(at)
+            key = (at.gpus, at.global_batch, at.hidden, at.heads, at.layers, at.seq)
+            request = requests.get(key) or requests.setdefault(key, _request(at))
+            cluster = fleets.get(at.gpus) or fleets.setdefault(at.gpus, _cluster(at.gpus))
+            taken = _milliseconds(given.get(MEASURED, ""))
+            label = f"{path}, line {number}"
+            rows.append(Row(number, given, Measurement(request, cluster, _layout(at), taken, label=label), key))
+    if not rows:
+        raise UserError(f"{path} has columns but no rows.", do="one row per measured step")
+    return Table(path, "csv", tuple(columns), tuple(rows))
+
+
+def _check_columns(columns: list[str], text: str) -> None:
+    missing = [name for name in COLUMNS if name not in columns]
+    twice = [name for name, count in Counter(columns).items() if count > 1]
+    if twice and not all(_is_number(name) for name in columns):
+        raise UserError(f"column {twice[0]!r} comes twice.", do="give each column a name of its own")
+    if not missing:
+        return
+    why, do = f"the columns are {', '.join(columns)}", "a first line of " + ",".join((*COLUMNS, MEASURED))
+    near = nearest(missing[0], [name for name in columns if name not in COLUMNS])
+    if len(columns) == 1 and any(mark in text for mark in ";\t|"):
+        do = "separate the columns with commas"
+    elif all(_is_number(name) for name in columns):
+        why = "the first line holds numbers, not the names of columns"
+    elif near:
+        do = f"rename {near!r} to {missing[0]!r}"
+    raise UserError(f"there is no column {' or '.join(repr(name) for name in missing)}.", why=why, do=do)
+
+
+def _cells(columns: list[str], line: str) -> dict[str, str]:
+    cells = next(csv.reader([line]))
+    if len(cells) != len(columns):
+        raise UserError(f"{len(cells)} values for {len(columns)} columns.", do="one value, or nothing, between commas")
+    return dict(zip(columns, cells, strict=True))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _whole(name: str, text: str) -> int:
+    if not _is_number(text) or float(text) != int(float(text)) or float(text) < 1:
+        raise UserError(f"{name} = {text.strip() or 'nothing'!r} is not possible.", do="a whole number, 1 or more")
+    return int(float(text))
+
+
+def _milliseconds(text: str) -> float | None:
+    """Seconds of a cell; None when it is empty."""
+    if not text.strip():
+        return None
+    if not _is_number(text) or float(text) <= 0:
+        raise UserError(f"{MEASURED} = {text.strip()!r} is not a time.", do="milliseconds above 0, or nothing")
+    return float(text) / 1000
+
+
+def _check(at: _Gpt) -> None:
+    """Refuses numbers that contradict one another."""
+    used = at.tp * at.dp * at.pp
+    if used != at.gpus:
+        why = f"tp x dp x pp = {at.tp} x {at.dp} x {at.pp} = {used}"
+        raise UserError(f"gpus = {at.gpus} does not fit the layout.", why=why, do=f"gpus = {used}")
+    if at.hidden % at.heads:
+        raise UserError(f"heads = {at.heads} does not divide hidden = {at.hidden}.", do="correct heads or hidden")
+    if at.pp > at.layers:
+        raise UserError(f"pp = {at.pp} is more than layers = {at.layers}.", do="a layer or more for every stage")
+    if at.dp > at.global_batch:
+        raise UserError(f"dp = {at.dp} is more than global_batch = {at.global_batch}.", do="a sequence per replica")
+
+
+def _request(at: _Gpt) -> Request:
+    """Gradients wait for the last micro-batch and go at once; Apex's fused Adam needs no memory for a moment."""
+    size = Sizes(
+        layers=at.layers, width=at.hidden, heads=at.heads, kv_heads=at.heads, feed_forward=4 * at.hidden,
+        vocabulary=VOCABULARY, context=at.seq, tied=True, rope_theta=1e4, norm_epsilon=1e-5,
+    )  # fmt: skip
+    decoder = Decoder(size, at.seq, gated=False, fused=False, sequence_parallel=False)
+    return decoder.request(at.global_batch, "fp16", bucket_bytes=2**40, temporaries=0.0)
+
+
+def _cluster(gpus: int) -> Cluster:
+    count, devices = (1, gpus) if gpus <= PER_NODE else (-(-gpus // PER_NODE), PER_NODE)
+    return clusters.loads(
+        f'[[nodes]]\ndevice = "A100-80GB"\ncount = {count}\ndevices = {devices}\n[links]\nbetween = "{NETWORK}"'
+    )
+
+
+def _layout(at: _Gpt) -> Layouts:
+    algorithm = "megatron" if at.tp > 1 else "data"
+    return Layouts(
+        algorithm=algorithm, recompute="block", dp=at.dp, tp=at.tp, pp=at.pp, micro_batch=at.micro_batch
+    )  # fmt: skip

@@ -1,0 +1,239 @@
+"""How good are the planner's predictions? Compares them with measured rows, and writes them beside those. No torch.
+
+Regret is what a plan chosen by prediction loses to the best measured one, among rows of one model, batch and number of
+devices. Its mean is given with a bootstrap interval over groups (percentiles; Efron 1979), as groups are few.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from espalier.plan.calibrate import Batch, Calibration, Measurement, refuse_other_units
+from espalier.plan.estimate import price
+from espalier.plan.factors import PLAIN, Factors
+from espalier.plan.measured import PREDICTED, Row, Table
+
+RESAMPLES = 10_000
+SMALLEST_GROUP = 3
+"""Rows of a group whose regret says something: of two, a coin would choose the better half of the time."""
+
+Progress = Callable[[int, int], None]
+
+
+class Prediction(NamedTuple):
+    """Of one row: seconds of a step and their parts, peak bytes, and bytes beyond the limit (negative: room left)."""
+
+    seconds: float
+    peak: float
+    over: float
+    terms: Mapping[str, float]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the tightest rank has room."""
+        return self.over <= 0
+
+
+class Scores(Struct, frozen=True, kw_only=True):
+    """Predictions against measurements; None where the rows say nothing of it. Errors and regrets are relative.
+
+    Attributes:
+        rows, timed: rows in all, and rows with a measured time.
+        mape: mean absolute error of seconds; bias: median of predicted over measured, less 1.
+        spearman: rank correlation of seconds.
+        groups: of at least two timed rows; mean_regret, largest_regret: over them.
+        groups_of_three: of at least three; regret_of_three, regret_interval: mean over them and its 95 % interval.
+        memory_rows: rows with a measured peak; memory_mape: of those.
+        labelled: rows that say whether memory sufficed; false_fits: predicted to fit, ran out of memory;
+            false_misfits: predicted not to fit, ran; chosen_out_of_memory: groups whose chosen plan ran out.
+    """
+
+    rows: int
+    timed: int
+    mape: float | None = None
+    bias: float | None = None
+    spearman: float | None = None
+    groups: int = 0
+    mean_regret: float | None = None
+    largest_regret: float | None = None
+    groups_of_three: int = 0
+    regret_of_three: float | None = None
+    regret_interval: tuple[float, float] | None = None
+    memory_rows: int = 0
+    memory_mape: float | None = None
+    labelled: int = 0
+    false_fits: int = 0
+    false_misfits: int = 0
+    chosen_out_of_memory: int = 0
+
+
+def predict(
+    rows: Sequence[Measurement], factors: Factors = PLAIN, progress: Progress | None = None
+) -> list[Prediction]:
+    """What each measured layout should take, in the order of `rows`; `progress(done, total)` is called as it goes."""
+    found: list[Prediction | None] = [None] * len(rows)
+    done = 0
+    for chosen, request, on, layouts in Batch(rows).groups:
+        costs = price(request, replace(on, factors=factors), layouts)
+        n = len(chosen)
+        steps = np.array([np.broadcast_to(one.step, n) for one in costs])
+        peaks = np.array([np.broadcast_to(one.peak, n) for one in costs])
+        over = peaks - np.array([[one.limit] for one in costs])
+        slowest = steps.argmax(axis=0)
+        terms = [{name: np.broadcast_to(value, n) for name, value in one.seconds.items()} for one in costs]
+        for at, index in enumerate(chosen):
+            parts = {name: float(value[at]) for name, value in terms[slowest[at]].items()}
+            seconds, peak = float(steps[:, at].max()), float(peaks[:, at].max())
+            found[index] = Prediction(seconds, peak, float(over[:, at].max()), parts)
+        done += n
+        if progress:
+            progress(done, len(rows))
+    return [one for one in found if one is not None]
+
+
+def check_units(table: Table) -> None:
+    """Raises UserError when the file's times or peaks are a thousand times what the machines can do."""
+    rows, predicted = table.measurements, predict(table.measurements)
+    unit = "milliseconds" if table.form == "csv" else "seconds"
+    for name, unit_, values, measured in (
+        ("step times", unit, [one.seconds for one in predicted], [row.step_seconds for row in rows]),
+        ("peaks of memory", "GiB", [one.peak for one in predicted], [row.peak_bytes for row in rows]),
+    ):
+        pairs = [(p, m) for p, m in zip(values, measured, strict=True) if m is not None]
+        if pairs:
+            ours, theirs = np.array(pairs).T
+            refuse_other_units(ours, theirs, f"{name} in {table.path}", unit_)
+
+
+def score(rows: Sequence[Row], calibration: Calibration, predictions: Sequence[Prediction] | None = None) -> Scores:
+    """The predictions of `calibration` against what `rows` measured; `predictions` saves making them again."""
+    measured = [row.measurement for row in rows]
+    found = predict(measured, calibration.factors) if predictions is None else predictions
+    timed = [at for at, row in enumerate(measured) if row.step_seconds is not None and not row.out_of_memory]
+    full = [at for at, row in enumerate(measured) if row.peak_bytes is not None and not row.out_of_memory]
+    labelled = [(found[at].fits, row.out_of_memory) for at, row in enumerate(measured) if _ended(row) is not None]
+    return Scores(
+        rows=len(rows),
+        timed=len(timed),
+        **_times([found[at].seconds for at in timed], [measured[at].step_seconds for at in timed]),
+        **_regrets(rows, found),
+        memory_rows=len(full),
+        memory_mape=_mape([found[at].peak for at in full], [measured[at].peak_bytes for at in full]),
+        labelled=len(labelled),
+        false_fits=sum(fits and bool(ended) for fits, ended in labelled),
+        false_misfits=sum(not fits and not ended for fits, ended in labelled),
+        chosen_out_of_memory=_chosen_out_of_memory(rows, found),
+    )
+
+
+def _ended(row: Measurement) -> bool | None:
+    """Whether the row ran out of memory; a measured time says that it did not."""
+    return False if row.out_of_memory is None and row.step_seconds is not None else row.out_of_memory
+
+
+def _mape(predicted: Sequence[float], measured: Sequence[float | None]) -> float | None:
+    if not predicted:
+        return None
+    return float(np.mean(np.abs(np.array(predicted) / np.array(measured, dtype=float) - 1)))
+
+
+def _times(predicted: Sequence[float], measured: Sequence[float | None]) -> dict[str, Any]:
+    from scipy.stats import spearmanr
+
+    if not predicted:
+        return {}
+    rank = None
+    if len(set(predicted)) > 1 and len(set(measured)) > 1:
+        rank = float(spearmanr(predicted, measured)[0])
+    bias = float(np.median(np.array(predicted) / np.array(measured, dtype=float))) - 1
+    return {"mape": _mape(predicted, measured), "bias": bias, "spearman": rank}
+
+
+# --- choices -----------------------------------------------------------------------------------------------------
+
+
+def _groups(rows: Sequence[Row]) -> list[list[int]]:
+    """Indices of rows whose times can be compared."""
+    found: dict[Any, list[int]] = {}
+    for index, row in enumerate(rows):
+        found.setdefault(row.group, []).append(index)
+    return list(found.values())
+
+
+def _regrets(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str, Any]:
+    taken: dict[int, float] = {
+        index: row.measurement.step_seconds
+        for index, row in enumerate(rows)
+        if row.measurement.step_seconds is not None and not row.measurement.out_of_memory
+    }
+    all_, larger = [], []
+    for group in _groups(rows):
+        timed = [index for index in group if index in taken]
+        if len(timed) < 2:
+            continue
+        chosen = min(timed, key=lambda index: predictions[index].seconds)
+        lost = taken[chosen] / min(taken[index] for index in timed) - 1
+        all_.append(lost)
+        if len(timed) >= SMALLEST_GROUP:
+            larger.append(lost)
+    found: dict[str, Any] = {"groups": len(all_), "groups_of_three": len(larger)}
+    if all_:
+        found |= {"mean_regret": float(np.mean(all_)), "largest_regret": max(all_)}
+    if larger:
+        found |= {"regret_of_three": float(np.mean(larger)), "regret_interval": interval(larger)}
+    return found
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % bootstrap interval of the mean; the same for the same values."""
+    drawn = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
+    low, high = np.percentile(np.array(values)[drawn].mean(axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _chosen_out_of_memory(rows: Sequence[Row], predictions: Sequence[Prediction]) -> int:
+    """Groups in which the fastest plan predicted to fit ran out of memory."""
+    count = 0
+    for group in _groups(rows):
+        fitting = [index for index in group if predictions[index].fits]
+        if len(group) > 1 and fitting:
+            count += bool(rows[min(fitting, key=lambda at: predictions[at].seconds)].measurement.out_of_memory)
+    return count
+
+
+# --- writing -----------------------------------------------------------------------------------------------------
+
+
+def beside(table: Table, predictions: Sequence[Prediction], calibration: Calibration) -> str:
+    """The file's rows with their predictions added, in the file's own form. Older predictions are replaced."""
+    pairs = list(zip(table.rows, predictions, strict=True))
+    if table.form == "jsonl":
+        lines = [msgspec.json.encode({**row.given, "predicted": _words(one, calibration)}) for row, one in pairs]
+        return b"\n".join((*lines, b"")).decode()
+    columns = [*(name for name in table.columns if name != PREDICTED), PREDICTED]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    for row, one in pairs:
+        writer.writerow({**row.given, PREDICTED: f"{one.seconds * 1000:.6g}"})
+    return text.getvalue()
+
+
+def _words(one: Prediction, calibration: Calibration) -> dict[str, Any]:
+    low, high = calibration.band
+    return {
+        "step_seconds": one.seconds,
+        "low": one.seconds * low,
+        "high": one.seconds * high,
+        "peak_gib": one.peak / 2**30,
+        "fits": one.fits,
+        "terms": one.terms,
+    }

@@ -1,0 +1,314 @@
+"""The search: every layout of every algorithm on every useful part of the cluster, priced in arrays. No torch.
+
+After Buff (arXiv 2401.09149: pipeline, sequence, weight and optimizer groups, algorithm, recomputation) and AMSP (arXiv
+2311.00257: nested factors of the three states), which is its data-parallel slice. Deviations: exhaustive over arrays
+instead of a solver; parts of the cluster; shares by speed on mixed devices; a tie within the prediction's uncertainty
+goes to the plan with fewer moving parts, then to the one that holds less.
+
+Pruned by divisibility (`layouts.grid`), by memory (seconds are only computed of what fits), and by a lower bound: a
+part of the cluster whose devices at their peak would not beat the best plan found is not tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from espalier.cluster import Cluster
+from espalier.cost import WHOLE
+from espalier.plan import layouts as space
+from espalier.plan import memory, network, speed
+from espalier.plan.calibrate import DATASHEET, LEAST, Calibration
+from espalier.plan.estimate import grid, price, samples_each
+from espalier.plan.layouts import ALGORITHMS, MODES, Layouts, Limits
+from espalier.plan.request import Request
+from espalier.plan.seats import gpus
+from espalier.plan.seconds import compute
+from espalier.plan.step import Step
+
+TIE = 0.03
+"""Widest tie: the errors of two layouts of one model on the same machines are mostly the same, so that their difference
+is surer than either."""
+UNEQUAL = 8
+"""Data-parallel layouts of each batch that are also priced with shares by speed, where devices differ."""
+KEPT = 64
+"""Layouts kept of each batch for the runners-up, the front and the picture."""
+
+
+class Point(NamedTuple):
+    """One layout in the picture of seconds against memory."""
+
+    seconds: float
+    peak_bytes: float
+    fits: bool
+    label: str
+    algorithm: str
+    chosen: bool = False
+    frontier: bool = False
+
+
+@dataclass(frozen=True)
+class Option:
+    """One priced layout on a part of the cluster (its first `ranks` devices, fastest first)."""
+
+    layout: Layouts
+    cluster: Cluster
+    seconds: float
+    peak: float
+    over: float
+    shares: tuple[int, ...] | None = None
+    """Samples of a rank of each kind of device; None: equal."""
+    nodes: tuple[int, ...] = ()
+    """The machines' numbers in the user's cluster, in the order of this one; empty: the same."""
+
+    @property
+    def fits(self) -> bool:
+        """True when no rank holds more than it may."""
+        return self.over <= 0
+
+    def order(self) -> tuple[Any, ...]:
+        """Fewer moving parts, then less memory, then fewer devices."""
+        layout = self.layout
+        return (*layout.key(), self.peak, layout.world, layout.pp, layout.optimizer, layout.micro_batch)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search gives: a selection of what fits, fastest first; the least violating layout; how many it priced."""
+
+    options: tuple[Option, ...]
+    closest: Option | None
+    priced: int
+    tie: float
+
+    def best(self, allowed: Callable[[Option], bool] = lambda option: True) -> Option | None:
+        """The best option: of those within a tie of the fastest, the one with the fewest moving parts."""
+        usable = [option for option in self.options if allowed(option)]
+        if not usable:
+            return None
+        fastest = min(option.seconds for option in usable)
+        return min((one for one in usable if one.seconds <= fastest * (1 + self.tie)), key=Option.order)
+
+
+def search(request: Request, cluster: Cluster, calibration: Calibration = DATASHEET) -> Found:
+    """Prices every layout and keeps the best of each kind. Never raises for lack of memory: see `Found.closest`."""
+    tie = min(TIE, max(LEAST, calibration.spread))
+    kept: list[Option] = []
+    closest: Option | None = None
+    best, priced = float("inf"), 0
+    for part, ranks, threads in parts(request, cluster):
+        if _bound(request, part, ranks) > best * (1 + tie):
+            continue
+        on = replace(network.fleet(part, ranks, threads), factors=calibration.factors)
+        limits = _limits(request, on, threads)
+        for batch in _batches(request, limits, ranks, on.per_node):
+            options, nearest, count = _price(request, part, on, batch)
+            priced += count
+            kept += options
+            best = min([best, *(option.seconds for option in options)])
+            if nearest is not None and (closest is None or nearest.over < closest.over):
+                closest = nearest
+    kept = [
+        replace(one, nodes=original_nodes(cluster, one.cluster)) if one.cluster is not cluster else one for one in kept
+    ]
+    kept.sort(key=lambda option: (option.seconds, option.order()))
+    return Found(tuple(kept), closest, priced, tie)
+
+
+# --- parts of the cluster ----------------------------------------------------------------------------------------
+
+
+def parts(request: Request, cluster: Cluster) -> Iterator[tuple[Cluster, int, int]]:
+    """(cluster, ranks, threads of each) to consider, the largest first; parts are of the fastest machines."""
+    pinned = request.pin.ranks
+    if not gpus(cluster):
+        yield from _processors(request, cluster)
+        return
+    ordered = fastest_first(request, cluster)
+    places = [place for place in ordered.devices() if place.table.device.kind == "cuda"]
+    threads = request.pin.threads or max(1, min(place.table.cores // place.table.devices for place in places))
+    sizes = {pinned} if pinned is not None else _sizes(ordered, request.max_devices or len(places))
+    for ranks in sorted((size for size in sizes if size <= len(places)), reverse=True):
+        yield (cluster if ranks == len(cluster.devices()) else ordered), ranks, threads
+
+
+def original_nodes(cluster: Cluster, ordered: Cluster) -> tuple[int, ...]:
+    """The numbers in `cluster` of the machines of `ordered`."""
+    numbers: dict[int, list[int]] = {}
+    for place in cluster.devices():
+        known = numbers.setdefault(id(place.table), [])
+        if place.node not in known:
+            known.append(place.node)
+    return tuple(number for table in ordered.nodes for number in numbers[id(table)])
+
+
+def fastest_first(request: Request, cluster: Cluster) -> Cluster:
+    """The cluster with its fastest GPUs first; as it is where links are measured pair by pair or machines named."""
+    tables = [table for table in cluster.nodes if table.device.kind == "cuda"]
+    if cluster.pairs or any(table.name for table in tables):
+        return cluster
+    tables.sort(key=lambda table: -speed.peak(table.device, request.precision))
+    return msgspec.structs.replace(cluster, nodes=tuple(tables))
+
+
+def _sizes(cluster: Cluster, most: int) -> set[int]:
+    """Numbers of devices: all, those of one kind and faster, whole machines by halves, and less than a machine."""
+    found, before = {most}, 0
+    for table in cluster.nodes:
+        nodes, each = table.count, table.devices
+        whole = {nodes, *(nodes >> k for k in range(nodes.bit_length())), *(1 << k for k in range(nodes.bit_length()))}
+        found |= {before + each * count for count in whole if 0 < count <= nodes}
+        before += nodes * each
+    first = cluster.nodes[0].devices
+    found |= {first >> k for k in range(1, first.bit_length())}
+    found.add(most // first * first)
+    return {size for size in found if 0 < size <= most}
+
+
+def _processors(request: Request, cluster: Cluster) -> Iterator[tuple[Cluster, int, int]]:
+    """Every division of the cores into ranks, on all machines."""
+    places, pin = cluster.devices(), request.pin
+    cores = min(max(1, place.table.cores) for place in places)
+    if pin.ranks is not None:
+        yield cluster, pin.ranks, pin.threads or max(1, cores // -(-pin.ranks // len(places)))
+        return
+    for each in reversed(space.divisors(cores)):
+        ranks = each * len(places)
+        if ranks <= (request.max_devices or ranks):
+            yield cluster, ranks, pin.threads or cores // each
+
+
+def _bound(request: Request, cluster: Cluster, ranks: int) -> float:
+    """Seconds that no plan on these devices can beat: the model's FLOP at their peak (processors: not known, 0)."""
+    if not gpus(cluster):
+        return 0.0
+    places = [place for place in cluster.devices() if place.table.device.kind == "cuda"][:ranks]
+    rates: dict[int, float] = {}
+    total = 0.0
+    for place in places:
+        key = id(place.table)
+        if key not in rates:
+            rates[key] = speed.peak(place.table.device, request.precision)
+        total += rates[key]
+    return request.model_flops / total
+
+
+# --- layouts -----------------------------------------------------------------------------------------------------
+
+
+def _limits(request: Request, on: network.Fleet, threads: int) -> Limits:
+    pin = request.pin
+    mode = pin.recompute or request.recompute
+    modes = (mode,) if mode else MODES if request.heads else ("none",)
+    names = {"dp": pin.dp, "tp": pin.tp, "sp": pin.sp, "pp": pin.pp, "micro_batch": pin.micro_batch}
+    names |= {name: getattr(pin.shard, name) for name in ("params", "grads", "optimizer")} if pin.shard else {}
+    return Limits(
+        layers=request.layers,
+        global_batch=request.global_batch,
+        heads=request.heads if on.cuda else 0,
+        kv_heads=request.kv_heads,
+        width=request.width,
+        sequence=int(request.tokens_per_sample),
+        modes=modes,
+        threads=threads,
+        redundancy=request.redundancy,
+        pins=tuple((name, value) for name, value in names.items() if value is not None),
+    )
+
+
+def _batches(request: Request, limits: Limits, ranks: int, per_node: int) -> Iterator[Layouts]:
+    pinned = request.pin.algorithm
+    for algorithm in (pinned,) if pinned else ALGORITHMS:
+        if algorithm == "data" or limits.heads:
+            yield from space.grid(algorithm, ranks, per_node, limits)
+
+
+def _price(
+    request: Request, part: Cluster, on: network.Fleet, batch: Layouts
+) -> tuple[list[Option], Option | None, int]:
+    """The fastest of a batch that fit and the most frugal, the least violating one, and how many were priced."""
+    peak, over = _fullness(request, on, batch)
+    count = len(batch)
+    if not np.any(over <= 0):
+        at = int(np.argmin(over))
+        return [], Option(batch.at(at), part, float("inf"), float(peak[at]), float(over[at])), count
+    fits = np.flatnonzero(over <= 0)
+    chosen = batch.at(fits)
+    seconds = np.broadcast_to(grid(request, on, chosen).seconds, fits.shape)
+    picked = _pick(seconds, peak[fits], chosen)
+    found = [
+        Option(chosen.at(int(i)), part, float(seconds[i]), float(peak[fits[i]]), float(over[fits[i]])) for i in picked
+    ]
+    if len(on.kinds) > 1 and batch.algorithm == "data":
+        whole = [option for option in found if option.layout.pp == 1][:UNEQUAL]
+        found += [one for option in whole for one in [by_speed(request, on, option)] if one is not None]
+    return found, None, count
+
+
+def _fullness(request: Request, on: network.Fleet, batch: Layouts) -> tuple[Any, Any]:
+    """Peak bytes and bytes beyond the limit of every layout, on the tightest kind of rank."""
+    samples = samples_each(request, batch)
+    size = np.minimum(batch.micro_batch, samples)
+    peaks, overs = [], []
+    for kind in on.kinds:
+        step = Step(request, on, kind, batch)
+        peak = sum(memory.held(step, size, -(-samples // size)).values())
+        peaks.append(peak)
+        overs.append(peak - memory.limit(kind, request.memory))
+    return np.max(peaks, axis=0).reshape(-1), np.max(overs, axis=0).reshape(-1)
+
+
+def _pick(seconds: Any, peak: Any, layouts: Layouts) -> list[int]:
+    """Indices of the fastest, of the fastest of each set of mechanisms, and of the front of seconds against bytes."""
+    order = np.argsort(seconds, kind="stable")
+    lowest = np.minimum.accumulate(peak[order])
+    front = order[np.flatnonzero(np.diff(lowest, prepend=np.inf) < 0)]
+    parts = (layouts.pp, layouts.optimizer, layouts.grads, layouts.params)
+    used = sum((np.asarray(part) > 1) * 2**place for place, part in enumerate(parts))
+    kinds = np.broadcast_to(used, order.shape)[order]
+    first_of_each = order[np.unique(kinds, return_index=True)[1]]
+    return list(dict.fromkeys([*order[:KEPT].tolist(), *first_of_each.tolist(), *front[:KEPT].tolist()]))
+
+
+def by_speed(request: Request, on: network.Fleet, option: Option) -> Option | None:
+    """The option with each rank's samples in proportion to its device's speed; None where that is not faster."""
+    layout = option.layout
+    size = min(layout.micro_batch, -(-request.global_batch // layout.dp))
+    rates = []
+    for kind in on.kinds:
+        step = Step(request, on, kind, layout)
+        work = request.anatomy(size, layout.recompute, request.precision, WHOLE).whole
+        one = compute(step, work)
+        rates.append(1.0 / float(one.forward + one.backward + one.recompute))
+    each = np.array(rates) / sum(rate * kind.ranks for rate, kind in zip(rates, on.kinds, strict=True))
+    exact = request.global_batch * each
+    shares = tuple(int(value) for value in np.ceil(exact - 1e-9))
+    if min(int(value) for value in exact) < 1:
+        return None
+    priced = price(request, on, layout, shares)
+    seconds = max(float(one.step) for one in priced)
+    over = max(float(one.peak) - one.limit for one in priced)
+    if over > 0 or seconds >= option.seconds:
+        return None
+    return replace(option, seconds=seconds, peak=max(float(one.peak) for one in priced), over=over, shares=shares)
+
+
+def points(found: Found, chosen: Option | None, label: Callable[[Layouts], str]) -> list[Point]:
+    """The options as points of the picture, the front of seconds against bytes marked."""
+    lowest = float("inf")
+    made = []
+    for option in found.options:
+        front = option.peak < lowest
+        lowest = min(lowest, option.peak)
+        same = option is chosen
+        made.append(
+            Point(option.seconds, option.peak, option.fits, label(option.layout), option.layout.algorithm, same, front)
+        )
+    if not made and found.closest is not None:
+        one = found.closest
+        made.append(Point(one.seconds, one.peak, one.fits, label(one.layout), one.layout.algorithm, True))
+    return made

@@ -1,0 +1,214 @@
+"""The picture of a plan: what else was possible, time against memory. One HTML file; no script, no outside resource."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from markupsafe import Markup, escape
+
+from espalier.errors import UserError
+from espalier.plan.base import Layout, Plan, Predicted
+from espalier.track import draw, report, scatter
+from espalier.track.scatter import Point
+from espalier.units import show_count, show_seconds, show_size
+
+NAMES = {"data": "data parallel", "megatron": "Megatron", "fsp": "FSP", "isp": "ISP"}
+"""Algorithms as people call them."""
+
+
+class Rung(NamedTuple):
+    """One part of a whole: where it starts and how long it is, in percent of the track, and where it comes from."""
+
+    name: str
+    start: float
+    width: float
+    text: str
+    source: str
+
+
+def write(path: str | Path, plan: Plan, points: Sequence[Point], title: str) -> None:
+    """Writes the page of `plan` among the `points` that were priced; `title` says whose plan it is.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    target = Path(path)
+    text = render(plan, points, title)
+    unfinished = target.with_name(target.name + ".tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, target)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True) if unfinished.is_file() else None
+        raise UserError(
+            f"Cannot write {target}.",
+            why=error.strerror or str(error),
+            do="--html with a file in a folder that exists and may be written to",
+        ) from error
+
+
+def render(plan: Plan, points: Sequence[Point], title: str) -> str:
+    """The page as text."""
+    predicted = plan.predicted
+    assert predicted is not None, "planners price what they plan"
+    counts = Counter(point.algorithm for point in points)
+    return str(
+        _template().render(
+            title=title,
+            style=_style(),
+            plan=plan,
+            words=words(plan.layout),
+            where=where(plan),
+            figures=_figures(predicted),
+            chart=scatter.chart(points, predicted.memory_limit, _limit_of(predicted), NAMES),
+            keys=[(scatter.mark(name), NAMES.get(name, name), counts[name]) for name in _order(counts)],
+            fitting=sum(point.fits for point in points),
+            priced=len(points),
+            time=_ladder(predicted.terms, predicted.step_seconds, show_seconds, predicted.sources),
+            memory=_memory(predicted),
+            step_text=show_seconds(predicted.step_seconds),
+            runners=[(words(one.layout), _ranks(one.ranks, one.threads), one) for one in plan.runners_up],
+            sources=predicted.sources,
+            show_seconds=show_seconds,
+            show_size=show_size,
+        )
+    )
+
+
+@cache
+def _environment() -> Any:
+    import jinja2
+
+    folders = [Path(__file__).parent, Path(report.__file__).parent]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folders),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["coded"] = _coded
+    return environment
+
+
+def _template() -> Any:
+    return _environment().get_template("plan_page.html.j2")
+
+
+def _style() -> Markup:
+    """The style of a run's report, so that both pages are of one look."""
+    environment = _environment()
+    source, _, _ = environment.loader.get_source(environment, "report.html.j2")
+    inside = source.partition("<style>")[2].partition("</style>")[0]
+    return Markup(environment.from_string(inside).render())
+
+
+def _coded(text: str) -> Markup:
+    """What stands between backquotes as code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+# --- words -------------------------------------------------------------------------------------------------------
+
+
+def words(layout: Layout) -> list[str]:
+    """A layout in a few phrases, the outermost division first."""
+    shard = layout.shard
+    split = [(name, shard.get(key, 1)) for name, key in _STATES if shard.get(key, 1) > 1]
+    said = [_many(layout.dp, "replica")]
+    if layout.pp > 1:
+        said.append(f"{layout.pp} stages")
+    if layout.tp > 1:
+        said.append(f"{layout.tp} tensor ranks ({NAMES.get(layout.algorithm, layout.algorithm)})")
+    if layout.sp > 1:
+        said.append(f"{layout.sp} sequence ranks ({NAMES.get(layout.algorithm, layout.algorithm)})")
+    if split:
+        said.append(", ".join(f"{name} over {over:,}" for name, over in split))
+    size = f"micro-batch {layout.micro_batch}"
+    said.append(f"{size}, {layout.accumulate:,} to a step" if layout.accumulate > 1 else size)
+    said.append(f"recompute {layout.recompute}")
+    said.append(layout.precision)
+    return said
+
+
+_STATES = (("parameters", "params"), ("gradients", "grads"), ("optimizer states", "optimizer"))
+
+
+def where(plan: Plan) -> str:
+    """What it runs on: `16 GPUs on 2 machines`."""
+    nodes = len({rank.node for rank in plan.ranks})
+    on = f" on {nodes} machines" if nodes > 1 else ""
+    if plan.ranks[0].device == "cpu":
+        return _ranks(len(plan.ranks), plan.ranks[0].threads) + on
+    return _many(len(plan.ranks), "GPU") + on
+
+
+def _ranks(ranks: int, threads: int) -> str:
+    return _many(ranks, "rank") + (f" × {_many(threads, 'thread')}" if threads > 1 else "")
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def _order(counts: Mapping[str, int]) -> list[str]:
+    return [name for name in (*NAMES, *(other for other in counts if other not in NAMES)) if counts.get(name)]
+
+
+# --- figures -----------------------------------------------------------------------------------------------------
+
+
+def _figures(predicted: Predicted) -> list[report.Figure]:
+    wide = 1 + predicted.spread
+    low, high = show_seconds(predicted.step_seconds / wide), show_seconds(predicted.step_seconds * wide)
+    band = f"two of three in {low} to {high}" if predicted.spread else ""
+    peak, limit = predicted.memory_bytes["peak"], predicted.memory_limit
+    room = f"of {show_size(limit)} per rank" if math.isfinite(limit) else "per rank"
+    return [
+        report.Figure("seconds per step", show_seconds(predicted.step_seconds), band),
+        report.Figure("tokens/s per device", show_count(predicted.tokens_per_second_per_device)),
+        report.Figure("MFU", f"{predicted.mfu:.1%}"),
+        report.Figure("memory", show_size(peak), room),
+    ]
+
+
+def _limit_of(predicted: Predicted) -> str:
+    return f"limit {show_size(predicted.memory_limit)}" if math.isfinite(predicted.memory_limit) else ""
+
+
+def _memory(predicted: Predicted) -> dict[str, Any]:
+    """Memory by kind, the peak, and where on the same track the limit stands."""
+    kinds = {name: value for name, value in predicted.memory_bytes.items() if name != "peak"}
+    peak, limit = predicted.memory_bytes["peak"], predicted.memory_limit
+    limited = math.isfinite(limit) and limit > 0
+    whole = 1.04 * max(peak, sum(kinds.values()), limit if limited else 0.0)  # the line stands inside the track
+    over = peak - limit
+    said = f"{show_size(over)} too much" if over > 0 else f"{show_size(-over)} to spare"
+    return {
+        "rungs": _ladder(kinds, whole, show_size, predicted.sources),
+        "peak": show_size(peak),
+        "peak_width": 100 * peak / whole,
+        "limit": show_size(limit) if limited else "",
+        "limit_at": 100 * limit / whole if limited else 0.0,
+        "said": said if limited else "",
+    }
+
+
+def _ladder(
+    parts: Mapping[str, float], whole: float, show: Callable[[float], str], sources: Mapping[str, str]
+) -> list[Rung]:
+    """Each part starts where the larger one before it ends."""
+    found, at = [], 0.0
+    named = {name.replace("_", " "): source for name, source in sources.items()}
+    for share in draw.shares(parts, show):
+        width = 100 * share.value / whole if whole else 0.0
+        found.append(Rung(share.name, at, width, share.text, named.get(share.name, "")))
+        at += width
+    return found

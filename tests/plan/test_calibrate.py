@@ -1,0 +1,102 @@
+"""Calibration finds the coefficients that made the measurements, stays physical, and knows how sure it is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from rows import timed, unmeasured
+
+from espalier.errors import UserError
+from espalier.plan.calibrate import LOWEST, PRIOR, RANGE, Batch, Calibration, Measurement, calibrate
+from espalier.plan.factors import PLAIN, Factors
+
+TRUTH = Factors(product=1.15, startup=1.5, memory=1.2, issue=1.8, inside=1.1, call=2.5, held=1.3)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Measurement]:
+    return unmeasured()
+
+
+@pytest.fixture(scope="module")
+def fitted(rows: list[Measurement]) -> Calibration:
+    return calibrate(timed(rows, TRUTH))
+
+
+@pytest.fixture(scope="module")
+def half(rows: list[Measurement]) -> Calibration:
+    return calibrate(timed(rows, TRUTH)[::2])
+
+
+def distance(found: Calibration, name: str) -> float:
+    """From the truth, in standard errors of the calibration."""
+    return abs(math.log(getattr(found.factors, name) / getattr(TRUTH, name))) / found.errors[name]
+
+
+def test_factors_that_made_the_measurements_come_back_within_their_errors(fitted: Calibration) -> None:
+    assert {name: far for name in PRIOR if (far := distance(fitted, name)) > 2} == {}
+    assert fitted.errors["product"] < PRIOR["product"] / 2, "the rows say more of products than was assumed"
+    assert fitted.factors.held == pytest.approx(TRUTH.held, rel=0.01)
+
+
+def test_a_calibrated_prediction_meets_steps_it_was_not_fitted_to(rows: list[Measurement], half: Calibration) -> None:
+    unseen = timed(rows, TRUTH)[1::2]
+    truth = np.array([row.step_seconds for row in unseen])
+    held_out, plain = (Batch(unseen).predict(factors)[0] for factors in (half.factors, PLAIN))
+    assert np.mean(abs(held_out / truth - 1)) < 0.02 < np.mean(abs(plain / truth - 1))
+
+
+@pytest.mark.parametrize("speed", [0.2, 8.0])
+def test_no_measurement_makes_a_coefficient_unphysical(rows: list[Measurement], speed: float) -> None:
+    some = timed(rows[::12])
+    found = calibrate([replace(row, step_seconds=(row.step_seconds or 0) / speed) for row in some]).factors
+    for name in PRIOR:
+        assert getattr(found, name) >= LOWEST.get(name, RANGE[0]) * (1 - 1e-9)
+        assert getattr(found, name) <= RANGE[1] * (1 + 1e-9)
+
+
+def test_more_rows_make_no_coefficient_less_sure(fitted: Calibration, half: Calibration) -> None:
+    assert all(fitted.errors[name] <= half.errors[name] * 1.001 for name in PRIOR)
+    assert fitted.spread <= half.spread
+
+
+def test_the_order_of_rows_does_not_matter(rows: list[Measurement], half: Calibration) -> None:
+    other = calibrate(timed(rows, TRUTH)[::2][::-1])
+    left, right = msgspec.structs.asdict(half.factors), msgspec.structs.asdict(other.factors)
+    assert left == pytest.approx(right, rel=1e-3)
+    assert other.spread == pytest.approx(half.spread, rel=1e-3)
+
+
+def test_the_band_holds_two_thirds_of_measurements_not_seen(rows: list[Measurement]) -> None:
+    measured = timed(rows, TRUTH, noise=0.1) + timed(rows, TRUTH, noise=0.1, seed=1)
+    found = calibrate(measured[: len(rows)])
+    low, high = found.band
+    fresh = measured[len(rows) :]
+    ratio = np.array([row.step_seconds for row in fresh]) / Batch(fresh).predict(found.factors)[0]
+    assert 0.5 < np.mean((ratio > low) & (ratio < high)) < 0.9
+
+
+def test_few_rows_are_not_trusted_like_many(rows: list[Measurement], fitted: Calibration) -> None:
+    assert calibrate(timed(rows, TRUTH)[:2]).spread > fitted.spread
+
+
+@pytest.mark.parametrize(("factor", "hint"), [(1000, "divide"), (1 / 1000, "multiply"), (1e6, "divide")])
+def test_other_units_are_refused_and_named(rows: list[Measurement], factor: float, hint: str) -> None:
+    wrong = [replace(row, step_seconds=(row.step_seconds or 0) * factor) for row in timed(rows[:8])]
+    with pytest.raises(UserError, match=hint):
+        calibrate(wrong)
+    full = [replace(row, step_seconds=None, peak_bytes=(row.peak_bytes or 0) * factor) for row in timed(rows[:8])]
+    with pytest.raises(UserError, match="memory"):
+        calibrate(full)
+
+
+def test_rows_out_of_memory_say_nothing_of_time(rows: list[Measurement]) -> None:
+    measured = timed(rows[:8], TRUTH)
+    broken = [replace(row, out_of_memory=True, step_seconds=1e9) for row in measured]
+    assert calibrate(measured + broken).factors == calibrate(measured).factors
+    with pytest.raises(UserError, match="no measured step"):
+        calibrate(broken)

@@ -1,0 +1,232 @@
+"""The search finds what trying every layout finds, whatever the cluster; more of anything good never makes it worse."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from dataclasses import replace
+
+import msgspec
+import pytest
+from asked import decoder, gpus, processor
+
+from espalier.cluster import Cluster
+from espalier.config import Pin, Shard
+from espalier.errors import UserError
+from espalier.plan import chosen, network, refusals, search
+from espalier.plan.estimate import grid
+from espalier.plan.layouts import MODES, Layouts
+from espalier.plan.request import Request
+
+
+def every_layout(request: Request, ranks: int, per_node: int) -> list[Layouts]:
+    """All layouts by the definition: products, divisibility and nesting, one at a time."""
+    found = []
+    degrees = [d for d in range(1, ranks + 1) if ranks % d == 0]
+    for dp, tp, sp, pp in itertools.product(degrees, repeat=4):
+        if dp * tp * sp * pp != ranks or (tp > 1 and sp > 1) or pp > request.layers or dp > request.global_batch:
+            continue
+        cut = tp * sp
+        if request.heads % cut or request.width % cut or request.tokens_per_sample % cut:
+            continue
+        algorithms = ["megatron", "fsp"] if tp > 1 else ["isp"] if sp > 1 else ["data"]
+        share = -(-request.global_batch // dp)
+        sizes = sorted({*(s for s in (1, 2, 4, 8, 16) if s <= share), share})
+        shards = [
+            (p, g, o) for p, g, o in itertools.product(degrees, repeat=3) if allowed((p, g, o), dp * sp, tp, per_node)
+        ]
+        for algorithm, mode, size, (p, g, o) in itertools.product(algorithms, MODES, sizes, shards):
+            found.append(Layouts(algorithm, mode, dp, tp, sp, pp, p, g, o, size))
+    return found
+
+
+def allowed(shard: tuple[int, int, int], ranks: int, tp: int, per_node: int) -> bool:
+    """Nested, and each factor divides a node's ranks, is a multiple of them, or is all ranks."""
+    params, grads, optimizer = shard
+    node = max(d for d in range(1, ranks + 1) if ranks % d == 0 and max(1, per_node // tp) % d == 0)
+    fits = all(node % factor == 0 or factor % node == 0 or factor == ranks for factor in shard)
+    return fits and grads % params == 0 and optimizer % grads == 0 and ranks % optimizer == 0
+
+
+def random_case(seed: int) -> tuple[Request, Cluster]:
+    """A small cluster and a model that sometimes fits, sometimes only just, sometimes not."""
+    draw = random.Random(seed)
+    machines, devices = draw.choice([(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1), (1, 3)])
+    kind = draw.choice(["A100-40GB", "T4", "RTX 3090", "H100"])
+    cluster = gpus(kind, machines, devices, f"{draw.choice([1, 10, 100, 800])}Gbit/s")
+    width = draw.choice([512, 2048, 4096, 8192])
+    request = decoder(width, draw.choice([2, 3, 8]), draw.choice([64, 1024]), draw.choice([1, 2, 3]))
+    return replace(request, precision=draw.choice(["fp32", "fp16"])), cluster
+
+
+def fastest_of(request: Request, cluster: Cluster) -> tuple[float, int]:
+    """Seconds of the fastest layout that fits on any part of the cluster, and how many fit, tried one by one."""
+    times = []
+    for part, ranks, threads in search.parts(request, cluster):
+        on = network.fleet(part, ranks, threads)
+        for layout in every_layout(request, ranks, on.per_node):
+            priced = grid(request, on, layout)
+            if float(priced.over) <= 0:
+                times.append(float(priced.seconds))
+    return min(times, default=float("inf")), len(times)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_the_search_equals_brute_force(block: int) -> None:
+    for seed in range(20 * block, 20 * block + 20):
+        request, cluster = random_case(seed)
+        found = search.search(request, cluster)
+        fastest, count = fastest_of(request, cluster)
+        assert bool(found.options) == bool(count), seed
+        if found.options:
+            assert found.options[0].seconds == pytest.approx(fastest), seed
+            best = found.best()
+            assert best is not None
+            assert best.seconds <= fastest * (1 + found.tie) * (1 + 1e-9), seed
+
+
+def test_a_tie_goes_to_fewer_moving_parts_then_to_less_memory() -> None:
+    found = search.search(decoder(batch=64), gpus(devices=8))
+    best = found.best()
+    assert best is not None
+    tied = [one for one in found.options if one.seconds <= found.options[0].seconds * (1 + found.tie)]
+    assert best.layout.key() == min(one.layout.key() for one in tied)
+    assert best.peak == min(one.peak for one in tied if one.layout.key() == best.layout.key())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_more_memory_never_makes_the_best_slower(seed: int) -> None:
+    request, cluster = random_case(seed)
+    node = cluster.nodes[0]
+    larger = msgspec.structs.replace(node.device, memory=2 * node.device.memory)
+    richer = msgspec.structs.replace(cluster, nodes=(msgspec.structs.replace(node, device=larger),))
+    before, after = search.search(request, cluster), search.search(request, richer)
+    assert len(after.options) >= min(1, len(before.options))
+    if before.options:
+        assert after.options[0].seconds <= before.options[0].seconds * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_faster_network_never_makes_the_best_slower(seed: int) -> None:
+    request, cluster = random_case(seed)
+    assert cluster.between is not None
+    faster = msgspec.structs.replace(cluster.between, bandwidth=10 * cluster.between.bandwidth)
+    before = search.search(request, cluster)
+    after = search.search(request, msgspec.structs.replace(cluster, between=faster))
+    if before.options:
+        assert after.options[0].seconds <= before.options[0].seconds * (1 + 1e-12)
+
+
+def test_the_same_question_gets_the_same_answer() -> None:
+    request, cluster = decoder(1024, 8, batch=32), gpus(count=2)
+    texts = set()
+    for _ in range(2):
+        found = search.search(request, cluster)
+        best = found.best()
+        assert best is not None
+        texts.add(msgspec.json.encode(chosen.make(request, found, best)))
+    assert len(texts) == 1
+
+
+def test_redundancy_keeps_live_copies_of_every_optimizer_shard() -> None:
+    request = replace(decoder(1024, 8, batch=64), redundancy=4)
+    found = search.search(request, gpus(count=2))
+    assert found.options
+    assert all(one.layout.shards // one.layout.optimizer >= 4 for one in found.options)
+
+
+def test_demands_on_memory_and_devices_are_obeyed() -> None:
+    request = replace(decoder(1024, 8, batch=64), memory=6 * 2**30, max_devices=5)
+    found = search.search(request, gpus(count=2))
+    assert found.options
+    assert all(one.peak <= 6 * 2**30 and one.layout.world <= 5 for one in found.options)
+
+
+def test_pins_bind() -> None:
+    pin = Pin(tp=2, pp=2, shard=Shard(optimizer=4), micro_batch=2, recompute="block")
+    found = search.search(decoder(1024, 8, batch=64, pin=pin), gpus(count=2))
+    assert found.options
+    for one in found.options:
+        layout = one.layout
+        assert (layout.tp, layout.pp, layout.optimizer, layout.micro_batch) == (2, 2, 4, 2)
+        assert layout.recompute == "block"
+
+
+@pytest.mark.parametrize(
+    ("pin", "named", "near"),
+    [
+        (Pin(tp=3), "plan.pin.tp = 3", "plan.pin.tp=2"),
+        (Pin(pp=9), "plan.pin.pp = 9", "8 or less"),
+        (Pin(shard=Shard(params=4, optimizer=6)), "plan.pin.shard.params = 4", "plan.pin.shard.params=3"),
+        (Pin(algorithm="isp", tp=2), "isp", "sp instead"),
+        (Pin(dp=128), "plan.pin.dp = 128", "16"),
+        (Pin(tp=0), "plan.pin.tp = 0", "tp=1"),
+    ],
+)
+def test_a_pin_that_cannot_be_met_is_named_with_the_nearest_that_can(pin: Pin, named: str, near: str) -> None:
+    with pytest.raises(UserError) as caught:
+        refusals.check_pins(decoder(1024, 8, batch=64, pin=pin), gpus(count=2))
+    assert named in str(caught.value)
+    assert near in str(caught.value)
+
+
+def test_what_fits_nowhere_says_what_is_missing_and_what_would_help() -> None:
+    request = decoder(16384, 64, batch=64)
+    found = search.search(request, gpus("T4", devices=2))
+    assert found.best() is None
+    error = str(refusals.refusal(request, gpus("T4", devices=2), found))
+    for word in ("missing", "params", "optimizer", "least violating", "rank 0"):
+        assert word in error
+
+
+def test_a_cure_cures() -> None:
+    request = replace(decoder(4096, 16, batch=64), memory=2**30)
+    found = search.search(request, gpus(devices=2))
+    assert found.best() is None
+    assert found.closest is not None
+    told = refusals.cures(request, gpus(devices=2), found.closest)
+    assert told[0] == "leave plan.memory out"
+    assert search.search(replace(request, memory=None), gpus(devices=2)).best() is not None
+
+
+def test_every_rank_of_a_plan_has_its_place_and_the_batch_is_shared_whole() -> None:
+    request, cluster = decoder(2048, 8, batch=24, pin=Pin(tp=2, pp=2)), gpus(count=2)
+    found = search.search(request, cluster)
+    best = found.best()
+    assert best is not None
+    plan = chosen.make(request, found, best)
+    layout = plan.layout
+    assert (layout.tp, layout.pp) == (2, 2)
+    assert layout.dp * layout.tp * layout.sp * layout.pp == len(plan.ranks)
+    assert sorted(rank for stage in plan.stages for rank in stage.ranks) == list(range(len(plan.ranks)))
+    assert [stage.layers for stage in plan.stages] == [(0, 4), (4, 8)]
+    assert sorted({rank.share for rank in plan.ranks})[-1][1] == 24
+    assert not plan.executable
+    assert "pipeline" in plan.missing
+
+
+def test_mixed_devices_get_shares_by_speed() -> None:
+    fast, slow = gpus("H100", devices=1), gpus("T4", devices=1)
+    mixed = msgspec.structs.replace(fast, nodes=(*fast.nodes, *slow.nodes))
+    request = decoder(
+        2048, 2, 1024, 64, precision="fp16", pin=Pin(ranks=2, shard=Shard(params=1, grads=1, optimizer=1))
+    )
+    found = search.search(request, mixed)
+    best = found.best()
+    assert best is not None
+    shares = [rank.share[1] - rank.share[0] for rank in chosen.make(request, found, best).ranks]
+    assert sum(shares) == 64
+    assert shares[0] > 2 * shares[1]
+
+
+def test_a_hundred_thousand_layouts_are_priced_in_a_second() -> None:
+    request = decoder(4096, 32, sequence=4096, batch=1024, precision="bf16", heads=32)
+    begun = time.process_time()
+    found = search.search(request, gpus(count=128))
+    assert found.priced / (time.process_time() - begun) > 100_000
+
+
+def test_processors_are_searched_too() -> None:
+    found = search.search(decoder(batch=16), processor(cores=4))
+    assert {int(one.layout.world) for one in found.options} == {1, 2, 4}

@@ -1,0 +1,81 @@
+"""Earlier runs and files give the planner measurements: steps after warm-up, the largest memory, the plan's layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from espalier import cluster as clusters
+from espalier.config import derive, load
+from espalier.errors import UserError
+from espalier.plan import asking, base
+from espalier.plan.calibrate import Batch, calibrate
+from espalier.plan.factors import PLAIN
+from espalier.run import RunFolder
+from espalier.track.events import Log
+from espalier.verbs.measurements import from_run, measurements
+
+CLUSTER = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A run of two ranks, its log still empty."""
+    table = {"model": {"depth": 2}, "train": {"steps": 20, "sequence": 128, "batch_tokens": 2048}}
+    recipe, _ = derive.resolve(load.from_table(table))
+    plan = base.Plan(ranks=(base.Rank(share=(0, 8)), base.Rank(share=(8, 16))), micro_batch=4, recompute="block")
+    found = RunFolder(tmp_path)
+    found.write(recipe, clusters.loads(CLUSTER), plan)
+    return found
+
+
+def log(folder: RunFolder, seconds: list[float]) -> None:
+    with Log(folder.events) as events:
+        events.write("run", step=0, steps=len(seconds))
+        for step, taken in enumerate(seconds, 1):
+            events.write("step", step=step, seconds=taken, memory=2**30 + step, loss=1.0)
+
+
+def test_a_run_is_one_measurement_of_its_plan(folder: RunFolder) -> None:
+    log(folder, [9.0, 9.0, *[0.5] * 9, *[0.7] * 9])
+    found = from_run(folder.path)
+    assert found.step_seconds == pytest.approx(0.6), "the two slow steps of the warm-up are left out"
+    assert found.peak_bytes == 2**30 + 20
+    assert (found.layout.dp, found.layout.micro_batch, found.layout.recompute) == (2, 4, "block")
+    assert found.request.parameters == asking.of_recipe(folder.read()).parameters
+    assert measurements(folder.path)[0].step_seconds == found.step_seconds
+
+
+def test_a_repeated_step_counts_once_as_it_was_last(folder: RunFolder) -> None:
+    log(folder, [5.0, 5.0, 5.0])
+    log(folder, [1.0, 1.0, 1.0])
+    assert from_run(folder.path).step_seconds == 1.0
+
+
+def test_an_earlier_run_calibrates(folder: RunFolder) -> None:
+    log(folder, [1.0] * 10)
+    plain = float(Batch([from_run(folder.path)]).predict(PLAIN)[0][0])
+    folder.events.unlink()
+    log(folder, [1.5 * plain] * 10)
+    found = measurements(folder.path)
+    calibrated = Batch(found).predict(calibrate(found).factors)[0][0]
+    assert abs(calibrated / (1.5 * plain) - 1) < 0.1
+
+
+def test_what_holds_no_measurement_is_refused(folder: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> None:
+    log(folder, [])
+    with pytest.raises(UserError, match="no measured step"):
+        measurements(folder.path)
+    with pytest.raises(UserError, match="no run in"):
+        measurements(tmp_path_factory.mktemp("none"))
+    with pytest.raises(UserError, match="No measurements at"):
+        measurements(folder.path / "none.csv")
+
+
+def test_a_file_in_other_units_is_refused_with_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    head = "gpus,global_batch,micro_batch,hidden,heads,layers,seq,tp,dp,pp,iter_ms"
+    path.write_text(f"{head}\n8,32,2,2048,16,24,1024,2,2,2,0.6\n")
+    with pytest.raises(UserError, match="milliseconds"):
+        measurements(path)
