@@ -41,6 +41,7 @@ class Work:
         again: products and attention run once more in backward because of recomputation, as a share of forward (0..1).
         samples: samples (sequences) in the micro-batch; tokens: tokens (or nodes, rays) in it.
         issued: operations the host issues in an eager forward pass; 0 when not counted.
+        moved_again: share of `moved` that recomputation repeats; None: as `again`.
     """
 
     products: tuple[Product, ...]
@@ -52,6 +53,7 @@ class Work:
     samples: Number
     tokens: Number
     issued: Number = 0.0
+    moved_again: Number = None
 
     @property
     def forward_flops(self) -> Number:

@@ -175,7 +175,7 @@ def test_four_times_the_width_means_two_matrices_unless_said(tmp_path: Path) -> 
 
 def test_equal_rows_share_one_request_whatever_their_keys_order(tmp_path: Path) -> None:
     turned = {name: dict(reversed(ROW[name].items())) for name in reversed(list(ROW))}
-    other = changed(layout={"dp": 8, "tp": 2, "accumulate": 2}, measured={"step_seconds": 3.0})
+    other = changed(layout={"shard": {"optimizer": 8}}, measured={"step_seconds": 3.0})
     found = [row.measurement for row in read(lines(tmp_path, ROW, "", "# no row", turned, other)).rows]
     assert len({id(row.request) for row in found}) == len({id(row.cluster) for row in found}) == 1
     assert len({row.group for row in read(tmp_path / "rows.jsonl").rows}) == 1

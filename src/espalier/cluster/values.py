@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -115,8 +116,11 @@ class Place(NamedTuple):
     table: Node
 
 
-class Cluster(Struct, frozen=True, kw_only=True):
-    """Machines and the links among them. `machine` identifies a probed machine; `notes`: what the probe had to say."""
+class Cluster(Struct, frozen=True, kw_only=True, dict=True):
+    """Machines and the links among them. `machine` identifies a probed machine; `notes`: what the probe had to say.
+
+    (`dict=True` gives room to remember its devices, of which there may be thousands.)
+    """
 
     nodes: tuple[Node, ...]
     between: Link | None = None
@@ -125,7 +129,11 @@ class Cluster(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     def devices(self) -> list[Place]:
-        """All devices in rank order, each with its machine."""
+        """All devices in rank order, each with its machine. Not to be changed."""
+        return self._devices
+
+    @cached_property
+    def _devices(self) -> list[Place]:
         places: list[Place] = []
         named: dict[str, tuple[int, int]] = {}  # name -> machine, devices so far
         machines = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -49,24 +50,31 @@ def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> R
     if not tally.trainable:
         raise UserError(f"{type(model).__name__} has no trainable parameter.", do="give the model that you train")
 
+    layers = _layers(model)
+
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
         zero = 0.0 * micro_batch
-        work = Work(
-            (Product(micro_batch, tally.parameters, 1),), zero, zero, zero, zero, zero, micro_batch, micro_batch
-        )
-        return Anatomy(1, work, Work((), zero, zero, zero, zero, zero, micro_batch, micro_batch))
+        nothing = Work((), zero, zero, zero, zero, zero, micro_batch, micro_batch)
+        product = Product(micro_batch, tally.parameters / layers, 1)
+        return Anatomy(layers, dataclasses.replace(nothing, products=(product,)), nothing)
 
     return Request(
         parameters=tally.parameters,
         trainable=tally.trainable,
         tensors=tally.tensors,
-        layers=1,
+        layers=layers,
         global_batch=batch,
         tokens_per_sample=1.0,
         anatomy=anatomy,
         precision=precision,
         pin=pin,
     )
+
+
+def _layers(model: torch.nn.Module) -> int:
+    """The length of the longest list of modules: what is gathered at once when parameters are sharded."""
+    lists = (torch.nn.ModuleList, torch.nn.Sequential)
+    return max((len(one) for one in model.modules() if isinstance(one, lists)), default=1) or 1
 
 
 def _request(recipe: Recipe, step: tuple[int, float], tally: _Tally, **known: Any) -> Request:

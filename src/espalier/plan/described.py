@@ -24,7 +24,7 @@ from espalier.plan import degrees, speed
 from espalier.plan.calibrate import Measurement
 from espalier.plan.degrees import Words, count, flag
 from espalier.plan.layouts import Layouts
-from espalier.plan.published import Decoder
+from espalier.plan.published import MEGATRON, MIXED, Decoder
 from espalier.plan.request import Request, Storage
 
 PRECISIONS = ("fp16", "bf16", "fp32", "fp64")
@@ -77,10 +77,13 @@ class Descriptions:
         precision = self._precision(table["layout"].get("precision", table["train"].get("precision")), cluster)
         layouts = _recomputed(layouts, table["layout"], table["train"])
         _possible(model, cluster, layouts, precision)
-        key = (model_text, samples, sequence, precision, *_system(table["train"], model))
+        megatron = layouts.tp * layouts.pp > 1 and layouts.params == 1 and precision in ("fp16", "bf16")
+        key = (model_text, samples, sequence, precision, megatron, *_system(table["train"], model))
         request = self._requests.get(key) or self._requests.setdefault(
             key, _request(model, samples, sequence, precision, table["train"])
         )
+        if megatron and request.storage == MIXED:
+            request = self._requests[key] = replace(request, storage=MEGATRON)
         degrees.refuse_misspelled(self.notes, table["measured"], _MEASURED, "measured")
         found = _measured(table["measured"])
         group = (model_text, samples, sequence, cluster_text, int(layouts.world))

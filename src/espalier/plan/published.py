@@ -14,6 +14,8 @@ from espalier.cost import Anatomy, Cut, Number, Product, Work
 from espalier.plan.request import Request, Storage
 
 MIXED = Storage(2, 2, 12)
+MEGATRON = Storage(2, 4, 12)
+"""Megatron-LM sums gradients in fp32."""
 FULL = Storage(4, 4, 8)
 FOREACH = 8
 """Bytes per parameter of torch's foreach AdamW beside its state: two fp32 values of each element it updates."""
@@ -31,8 +33,9 @@ class Decoder:
     """A published decoder and how its system computes it.
 
     `gated`: SwiGLU's three matrices instead of two. `fused`: attention that never writes its scores (FlashAttention).
-    `sequence_parallel`: tensor ranks share the tokens between matrices. `eager`: norms, positions and activations are
-    chains of PyTorch operations (as in Llama's code) instead of fused kernels (as in Megatron-LM's).
+    `sequence_parallel`: tensor ranks share the tokens between matrices. `keeps_shards`: of the inputs they gather they
+    keep their shares only, as Megatron-LM does (arXiv 2205.05198, section 4.2.2). `eager`: norms, positions and
+    activations are chains of PyTorch operations (as in Llama's code) instead of fused kernels (as in Megatron-LM's).
     """
 
     size: Sizes
@@ -40,6 +43,7 @@ class Decoder:
     gated: bool = True
     fused: bool = True
     sequence_parallel: bool = True
+    keeps_shards: bool = True
     eager: bool = False
 
     @property
@@ -66,6 +70,7 @@ class Decoder:
             Product(tokens, size.width, (size.width + 2 * size.kv_width) / tensor),
             Product(tokens, size.width / tensor, size.width),
         )
+        moved, scores = self._moved(value, cut)
         core = 2.0 * tokens * self.sequence * size.width / tensor * (1 if self.fused else 2)
         products = (*projections, up, Product(rows, inner, size.width))
         linear = sum(one.flops for one in products)
@@ -76,13 +81,14 @@ class Decoder:
         layer = Work(
             products=products,
             attention=core,
-            moved=tokens * self._moved(value, cut),
+            moved=tokens * (moved + scores),
             kept=tokens * kept[recompute],
             transient=tokens * (kept["none"] - kept[recompute] if recompute != "none" else 0.0),
             again=again,
             samples=micro_batch,
             tokens=tokens,
             issued=OPERATIONS,
+            moved_again=scores / (moved + scores) if recompute == "selective" and not self.fused else None,
         )
         return Anatomy(size.layers, layer, self._rest(micro_batch, tokens, value, tensor))
 
@@ -115,15 +121,16 @@ class Decoder:
             dropout = 2 * width
         scores = 0.0 if self.fused else 5.0 * size.heads * self.sequence
         split = tensor if self.sequence_parallel else 1
-        gathered = inputs / (split if not cut.gathered else 1)
-        linear = scale * (gathered + (shared + dropout) / split + inside / tensor)
+        whole = inputs / (1 if cut.gathered and not self.keeps_shards else split)
+        linear = scale * (whole + (shared + dropout) / split + inside / tensor)
         everything = linear + scale * scores / tensor
         block = scale * 2 * width / split
         half = scale * (4 * width / split + (width + 2 * kv + width + 2 * size.feed_forward) / tensor)
         return {"none": everything, "selective": half if self.fused else linear, "block": block}
 
-    def _moved(self, value: int, cut: Cut) -> Number:
-        """Bytes per token that a layer's forward pass reads and writes outside products and fused attention."""
+    def _moved(self, value: int, cut: Cut) -> tuple[Number, Number]:
+        """Bytes per token that a layer's forward pass reads and writes: outside products and the attention core, and
+        in the core where it writes its scores."""
         size, tensor = self.size, cut.tensor
         split = tensor if self.sequence_parallel else 1
         stream = 14 * size.width * value / split  # two norms, two residuals, dropouts
@@ -131,7 +138,7 @@ class Decoder:
         feed = (5 if self.gated else 3) * size.active * size.feed_forward * value / tensor
         # scale, mask, softmax and dropout of the written scores
         scores = 0.0 if self.fused else 4.0 * size.heads * self.sequence * value / tensor
-        return EAGER * (stream + turned + feed) + scores if self.eager else stream + turned + feed + scores
+        return (EAGER if self.eager else 1.0) * (stream + turned + feed), scores
 
     def request(self, samples: int, precision: str, **more: Any) -> Request:
         """The planner's request for a step of `samples` samples; `more` overrides its fields."""

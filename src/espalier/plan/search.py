@@ -112,9 +112,9 @@ def search(request: Request, cluster: Cluster, calibration: Calibration = DATASH
             best = min([best, *(option.seconds for option in options)])
             if nearest is not None and (closest is None or nearest.over < closest.over):
                 closest = nearest
-    kept = [
-        replace(one, nodes=original_nodes(cluster, one.cluster)) if one.cluster is not cluster else one for one in kept
-    ]
+    orders = {id(one.cluster): one.cluster for one in kept if one.cluster is not cluster}
+    nodes = {key: original_nodes(cluster, ordered) for key, ordered in orders.items()}
+    kept = [replace(one, nodes=nodes.get(id(one.cluster), ())) for one in kept]
     kept.sort(key=lambda option: (option.seconds, option.order()))
     return Found(tuple(kept), closest, priced, tie)
 

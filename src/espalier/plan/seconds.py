@@ -102,10 +102,11 @@ def compute(step: Step, work: Work) -> Pass:
 
     moved = speed.moved_seconds(device, work.moved, setting, factors)
     attention = speed.attention_seconds(device, precision, work.attention, setting, factors)
-    forward = products(work.products) + attention + moved
+    dense = products(work.products) + attention
+    forward = dense + moved
     both = [product for one in work.products for product in speed.backward(one)]
     backward = products(both) + speed.ATTENTION_BACKWARD * attention + BACKWARD * moved
-    again = work.again * forward
+    again = work.again * dense + (work.again if work.moved_again is None else work.moved_again) * moved
     count = work.issued or OPERATIONS * sum((product.count for product in work.products), 0.0)
     count = count * (COMPILED if step.request.compile else 1.0) * (1 + BACKWARD + work.again)
     return Pass(forward, backward, again, factors.issue * count * speed.issue_seconds(device))
@@ -126,10 +127,10 @@ def _exchanged(step: Step, layer: Pass, anatomy: Anatomy) -> Pass:
     again = np.asarray(anatomy.layer.again) > 0.4
     stream = anatomy.layer.tokens * request.width * request.compute
     tensor = sequence = 0.0 * np.asarray(layer.forward)
-    if layouts.algorithm in ("megatron", "fsp"):
+    if np.any(np.asarray(layouts.tp) > 1):
         tensor = tensor_seconds(step, stream, again)
-    if layouts.algorithm == "isp":
-        sequence = sequence_seconds(step, stream, again)
+    if np.any(np.asarray(layouts.sp) > 1):
+        sequence = sequence_seconds(step, stream / layouts.tp, again)
     gathers = weights(step, request.layer_parameters / layouts.tp)
     ahead = _exposed(step, gathers["all_gather"], layer.forward)
     behind = _exposed(step, gathers["all_gather"] + gathers["reduce_scatter"], layer.backward + layer.recompute)

@@ -20,7 +20,7 @@ from espalier.language import hf
 from espalier.language import workload as language
 from espalier.module import ModuleWorkload, open_module
 from espalier.plan import asking
-from espalier.plan.calibrate import DATASHEET, Calibration, calibrate
+from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.request import Request
 from espalier.track.progress import Waiting
 from espalier.workload import Workload
@@ -124,10 +124,9 @@ def calibration(recipe: Recipe, path: str | None = None) -> Calibration:
     named = path or recipe.plan.calibration
     if named is None:
         return DATASHEET
-    from espalier.verbs.measurements import measurements
+    from espalier.verbs.measurements import calibrated
 
-    with waiting(f"Calibrating on {named}"):
-        return calibrate(measurements(named), source=f"calibrated on {named}")
+    return calibrated(named)
 
 
 def resident() -> int:

@@ -35,7 +35,7 @@ def open_trained(path: str) -> Trained:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder = runs.find(path)
     recipe = folder.read()
-    workload = ready.open_workload(ready.Resolved(recipe, folder=_origin(folder)))
+    workload = ready.open_workload(ready.Resolved(recipe, folder=origin(folder)))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = workload.build(device, DTYPES[recipe.train.precision])
     target = recipe.checkpoint.target or str(folder.checkpoints)
@@ -50,7 +50,7 @@ def open_trained(path: str) -> Trained:
     return Trained(folder, recipe, workload, model.eval(), int(loaded.meta["step"]))
 
 
-def _origin(folder: runs.RunFolder) -> Path | None:
+def origin(folder: runs.RunFolder) -> Path | None:
     """The folder of the recipe file this run was begun from."""
     begun = [event for event in events.read(folder.events) if event["event"] == "run"] if folder.events.exists() else []
     return Path(begun[-1]["recipe_folder"]) if begun and begun[-1].get("recipe_folder") else None
