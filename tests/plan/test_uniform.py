@@ -233,3 +233,12 @@ def test_the_missing_bytes_are_the_ones_that_would_suffice() -> None:
         uniform.plan(request, processor(memory="1GiB"))
     assert "do" in vars(caught.value)
     assert uniform.plan(request, processor(memory="16GiB")).predicted is not None
+
+
+def test_of_trials_that_differ_little_the_one_with_most_ranks_is_taken() -> None:
+    def ranks(two: float) -> int:
+        return len(uniform.plan(decoder(), processor(), {(1, 2): 1.0, (2, 1): two}).ranks)
+
+    assert ranks(1.04) == 2
+    assert ranks(1.06) == 1
+    assert ranks(0.5) == 2

@@ -160,6 +160,7 @@ class Pin(Options, frozen=True):
     algorithm: Literal["data", "megatron", "fsp", "isp"] | None = None
     shard: Shard | None = None
     micro_batch: int | None = None
+    accumulate: int | None = None
     recompute: Recompute | None = None
 
 

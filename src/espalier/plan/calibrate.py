@@ -166,7 +166,7 @@ def _times(rows: Sequence[Measurement]) -> dict[str, Any]:
         factors = Factors(**dict(zip(names, np.exp(at).tolist(), strict=True)))
         return np.concatenate([np.log(batch.seconds(factors) / measured) / NOISE, at / width])
 
-    fitted = least_squares(misses, np.zeros(len(names)), bounds=(low, high), loss="soft_l1", x_scale=width)
+    fitted = least_squares(misses, np.zeros(len(names)), bounds=(low, high), loss="soft_l1", x_scale=width, ftol=1e-4)
     rest = misses(fitted.x)[: len(rows)] * NOISE
     free = max(1.0, len(rows) - len(names) / 2)  # the prior takes part of each factor's freedom
     spread = float(np.sqrt(np.sum(rest**2) / free))

@@ -229,10 +229,14 @@ class Limits:
         if dp > self.global_batch or (dict(self.pins).get("dp") not in (None, dp)):
             return []
         share = -(-self.global_batch // dp)
-        wanted = dict(self.pins).get("micro_batch")
+        wanted, rounds = (dict(self.pins).get(name) for name in ("micro_batch", "accumulate"))
         if wanted is not None:
-            return [wanted] if wanted <= share else []
-        return sorted({*(2**k for k in range(share.bit_length()) if 2**k <= share), share})
+            sizes = [wanted] if wanted <= share else []
+        elif rounds is not None:
+            sizes = [-(-share // rounds)]
+        else:
+            sizes = sorted({*(2**k for k in range(share.bit_length()) if 2**k <= share), share})
+        return [size for size in sizes if rounds is None or -(-share // size) == rounds]
 
     def factors(self, found: np.ndarray[Any, Any], ranks: int) -> np.ndarray[Any, Any]:
         """Of nested factors those that pins and redundancy allow."""

@@ -205,6 +205,7 @@ def _limits(request: Request, on: network.Fleet, threads: int) -> Limits:
     mode = pin.recompute or request.recompute
     modes = (mode,) if mode else MODES if request.heads else ("none",)
     names = {"dp": pin.dp, "tp": pin.tp, "sp": pin.sp, "pp": pin.pp, "micro_batch": pin.micro_batch}
+    names["accumulate"] = pin.accumulate
     names |= {name: getattr(pin.shard, name) for name in ("params", "grads", "optimizer")} if pin.shard else {}
     return Limits(
         layers=request.layers,

@@ -27,6 +27,10 @@ name = "uniform"
 NEAR = 1.02
 """Of micro-batches whose estimates differ by no more than this, the smallest is taken: it holds the least memory."""
 
+TRIED = 1.05
+"""Of trials that differ by no more than this, the one with most ranks is taken: processes wait for each other once a
+step, threads at every operation, so that a core that is busy elsewhere hurts them more."""
+
 Measured = Mapping[tuple[int, int], float]
 """(ranks, threads) -> seconds of a step in a trial."""
 
@@ -37,7 +41,8 @@ def plan(request: Request, cluster: Cluster, measured: Measured | None = None) -
     tried = [one for one in found if key(one) in (measured or {})]
     if not measured or not tried:
         return _with_runners_up(found, {})
-    best = min(tried, key=lambda one: (measured[key(one)], -len(one.ranks)))
+    fastest = min(measured[key(one)] for one in tried)
+    best = max((one for one in tried if measured[key(one)] <= TRIED * fastest), key=lambda one: len(one.ranks))
     assert best.predicted is not None
     took = measured[key(best)]
     why = (reasons.tried(tried, measured), *best.why)
@@ -150,6 +155,8 @@ def _sizes(request: Request, ranks: int) -> Any:
     share = -(-request.global_batch // ranks)
     if request.pin.micro_batch is not None:
         return np.array([request.pin.micro_batch])
+    if request.pin.accumulate is not None:
+        return np.array([-(-share // request.pin.accumulate)])
     powers = [2**k for k in range(share.bit_length()) if 2**k <= share]
     return np.array(sorted({*powers, share}))
 
