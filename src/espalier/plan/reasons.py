@@ -29,13 +29,15 @@ class DoesNotFit(UserError):
 class Choice:
     """The best micro-batch and mode for some ranks; `others`: the next best micro-batches.
 
-    `without`: bytes that a micro-batch of one would lack with less recomputation; 0 when that fits.
+    `roomy`: it leaves half of the memory free. `without`: bytes that a micro-batch of one would lack with less
+    recomputation; 0 when that fits.
     """
 
     layout: Layouts
     fits: bool
     others: tuple[Layouts, ...] = ()
     without: float = 0.0
+    roomy: bool = False
 
 
 def key(plan: Plan) -> tuple[int, int]:
@@ -78,7 +80,14 @@ def _size_reason(request: Request, cluster: Cluster, chosen: Choice) -> str:
         return "the only one that fits"
     after = estimate(request, cluster, chosen.others[0])
     beside = f"{chosen.others[0].micro_batch}: {units.show_seconds(after.step_seconds)}"
-    return f"the smallest within 2 % of the fastest that fits (beside it {beside})"
+    return f"within 2 % of the fastest that fits: {_taken(request, chosen)} (beside it {beside})"
+
+
+def _taken(request: Request, chosen: Choice) -> str:
+    share = -(-request.global_batch // int(chosen.layout.dp))
+    if chosen.layout.micro_batch >= share:
+        return "all in one pass"
+    return "the largest that leaves half of the memory free" if chosen.roomy else "the smallest"
 
 
 def _recompute_reason(request: Request, chosen: Choice, made: Plan) -> str:

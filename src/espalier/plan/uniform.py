@@ -25,7 +25,9 @@ from espalier.plan.seats import gpus, seats, shares
 name = "uniform"
 
 NEAR = 1.02
-"""Of micro-batches whose estimates differ by no more than this, the smallest is taken: it holds the least memory."""
+ROOMY = 0.5
+"""Of micro-batches whose estimates differ by no more than `NEAR`, the largest is taken that needs at most this share of
+the memory, since every further pass adds to all gradients once more; else the smallest, which holds least."""
 
 TRIED = 1.05
 """Of trials that differ by no more than this, the one with most ranks is taken: processes wait for each other once a
@@ -128,7 +130,7 @@ def _gpu_divisions(request: Request, cluster: Cluster) -> list[tuple[int, int, s
 
 
 def _choose(request: Request, cluster: Cluster, ranks: int, threads: int) -> Choice:
-    """The fastest micro-batch that fits (the smallest of near ones), with the least recomputation that lets one fit."""
+    """The fastest micro-batch that fits (see `NEAR`), with the least recomputation that lets one fit."""
     sizes = _sizes(request, ranks)
     asked = request.pin.recompute or request.recompute
     on = network.fleet(cluster, ranks, threads)
@@ -141,11 +143,12 @@ def _choose(request: Request, cluster: Cluster, ranks: int, threads: int) -> Cho
             continue
         order = sorted(fits, key=lambda i: (float(priced.seconds[i]), int(sizes[i])))
         near = [i for i in order if priced.seconds[i] <= NEAR * priced.seconds[order[0]]]
-        first = min(near, key=lambda i: int(sizes[i]))
+        roomy = [i for i in near if priced.peak[i] <= ROOMY * (priced.peak[i] - priced.over[i])]
+        first = max(roomy, key=lambda i: int(sizes[i])) if roomy else min(near, key=lambda i: int(sizes[i]))
         order = [first, *(i for i in order if i != first)]
         best = Layouts(dp=ranks, micro_batch=int(sizes[first]), recompute=mode, threads=threads)
         others = tuple(replace(best, micro_batch=int(sizes[i])) for i in order[1:3])
-        return Choice(best, True, others, without)
+        return Choice(best, True, others, without, bool(roomy))
     least = Layouts(dp=ranks, micro_batch=int(sizes[0]), recompute=asked or MODES[-1], threads=threads)
     return Choice(least, False)
 
