@@ -18,7 +18,8 @@ from espalier.language.workload import open_language
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
-from espalier.plan import estimate
+from espalier.plan.estimate import estimate
+from espalier.plan.layouts import Layouts
 from espalier.verbs import ready
 
 STEPS = 6
@@ -187,9 +188,8 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
     workload = open_language(recipe)
     plan = plan_of(recipe, 4, 2)
     machine = cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
-    predicted = estimate.estimate(
-        ready.request(ready.Resolved(recipe)), machine, estimate.Candidate(4, 1, 2)
-    ).sent_bytes
+    layout = Layouts(dp=4, micro_batch=2)
+    predicted = estimate(ready.request(ready.Resolved(recipe)), machine, layout).sent_bytes
 
     def life(place):
         sent = []

@@ -33,13 +33,16 @@ NOISE = 0.05
 """Relative scatter of a measured step about a perfect model; the prior's widths are measured against it."""
 
 PRIOR = {
-    "product": 0.15, "startup": 0.7, "attention": 0.4, "memory": 0.3, "issue": 0.7, "inside": 0.3, "between": 0.4,
+    "product": 0.1, "startup": 0.7, "attention": 0.4, "memory": 0.3, "issue": 0.7, "inside": 0.3, "between": 0.4,
     "call": 0.7, "exposed": 0.7, "stall": 1.0,
 }  # fmt: skip
 """How far each factor may easily be from 1, in logarithms."""
 
+HELD, PEAKS, HELD_RANGE = 0.25, 0.15, (0.4, 2.5)
+"""The same for activations and slack; the scatter of a measured peak; how far the factor may go."""
+
 LOWEST = {
-    "product": 0.8, "attention": 0.4, "memory": speed.COPY_SHARE, "inside": network.LINK_SHARE["inside"],
+    "product": 0.88, "attention": 0.4, "memory": speed.COPY_SHARE, "inside": network.LINK_SHARE["inside"],
     "between": network.LINK_SHARE["between"], "exposed": 0.1,
 }  # fmt: skip
 """Below these a device or link would beat its datasheet (`product`, `attention`: devices sustain different shares)."""
@@ -136,6 +139,11 @@ def calibrate(measurements: Sequence[Measurement], source: str = "measurements")
     Raises:
         UserError: there is nothing to learn from, or a measured time is off by a factor of 1000 (units).
     """
+    for row in measurements:
+        if not isinstance(row, Measurement):
+            raise UserError(
+                f"{row!r} is not a measurement.", do="espalier.plan.Measurement(request, cluster, layout, …)"
+            )
     timed = [row for row in measurements if row.step_seconds is not None and not row.out_of_memory]
     full = [row for row in measurements if row.peak_bytes is not None and not row.out_of_memory]
     if not timed and not full:
@@ -184,21 +192,19 @@ def _shrunk(spread: float, rows: int) -> float:
 
 
 def _held(rows: Sequence[Measurement]) -> dict[str, float]:
-    """The factor of activations and slack that brings the median peak to the measured one."""
+    """The factor of activations and slack that explains the peaks best, held near 1 by a prior: where a peak is mostly
+    states and runtime it says little of them."""
+    from scipy.optimize import minimize_scalar
+
     batch, measured = Batch(rows), np.array([row.peak_bytes for row in rows], dtype=float)
     refuse_other_units(batch.predict(PLAIN)[1], measured, "peaks of memory", "bytes")
 
-    def off(factor: float) -> float:
-        predicted = batch.predict(msgspec.structs.replace(PLAIN, held=factor))[1]
-        return float(np.median(np.log(predicted / measured)))
+    def miss(at: float) -> float:
+        predicted = batch.predict(msgspec.structs.replace(PLAIN, held=float(np.exp(at))))[1]
+        return float(np.sum(np.abs(np.log(predicted / measured)) / PEAKS) + (at / HELD) ** 2 / 2)
 
-    low, high = 0.3, 3.0
-    if off(low) >= 0 or off(high) <= 0:
-        return {"held": low if off(low) >= 0 else high}
-    for _ in range(30):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if off(middle) < 0 else (low, middle)
-    return {"held": (low * high) ** 0.5}
+    low, high = np.log(HELD_RANGE)
+    return {"held": float(np.exp(minimize_scalar(miss, bounds=(low, high), method="bounded").x))}
 
 
 def refuse_other_units(predicted: Any, measured: Any, what: str, unit: str) -> None:

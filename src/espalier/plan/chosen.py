@@ -162,7 +162,7 @@ def why(request: Request, found: Found, option: Option, predicted: Predicted) ->
     layout = option.layout
     fastest = found.options[0] if found.options else option
     said = [
-        f"Of {found.priced:,} layouts priced, {label(layout)} on {layout.world} devices: "
+        f"Of {found.priced:,} layouts priced, {label(layout)} on {layout.world} device{'s' * (layout.world != 1)}: "
         f"{units.show_seconds(predicted.step_seconds)} per step, give or take {predicted.spread:.0%}."
     ]
     if fastest is not option and fastest.seconds < option.seconds:
@@ -171,8 +171,9 @@ def why(request: Request, found: Found, option: Option, predicted: Predicted) ->
             f"{label(fastest.layout)} is {gain:.1%} faster by estimate, within the tie of {found.tie:.0%}: "
             "fewer moving parts, then less memory, decide."
         )
-    said += _states(request, found, option)
-    said += _cuts(request, found, option, predicted)
+    if option.fits:
+        said += _states(request, found, option)
+        said += _cuts(request, found, option, predicted)
     used = int(layout.world)
     there = len(option.cluster.devices())
     if used < there and not request.pin.ranks:
@@ -182,13 +183,13 @@ def why(request: Request, found: Found, option: Option, predicted: Predicted) ->
     if option.shares is not None:
         told = " and ".join(str(share) for share in option.shares)
         said.append(f"Devices differ in speed: ranks have up to {told} samples, by their speed.")
-    elif not option.cluster.same_speed:
+    elif len({id(place.table.device) for place in seats(option.cluster, used)}) > 1 and not option.cluster.same_speed:
         said.append("Devices differ in speed and shares are equal, so the slowest sets the step.")
     largest = max((name for name in predicted.memory_bytes if name != "peak"), key=lambda n: predicted.memory_bytes[n])
-    said.append(
-        f"{units.show_size(predicted.memory_bytes['peak'])} of {units.show_size(predicted.memory_limit)} per rank, "
-        f"most of it {largest}; {units.show_size(predicted.memory_limit - predicted.memory_bytes['peak'])} to spare."
-    )
+    room = predicted.memory_limit - predicted.memory_bytes["peak"]
+    left = f"{units.show_size(room)} to spare" if room >= 0 else f"{units.show_size(-room)} too much"
+    held = units.show_size(predicted.memory_bytes["peak"])
+    said.append(f"{held} of {units.show_size(predicted.memory_limit)} per rank, most of it {largest}; {left}.")
     return said
 
 
@@ -244,7 +245,7 @@ def _cuts(request: Request, found: Found, option: Option, predicted: Predicted) 
 def _change(there: float, here: float) -> str:
     percent = 100 * (there / here - 1)
     if abs(percent) < 0.5:
-        return "as long"
+        return "as long, with more moving parts or memory"
     return f"{percent:.0f} % longer" if percent > 0 else f"{-percent:.0f} % less, with more moving parts or memory"
 
 

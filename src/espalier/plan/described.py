@@ -24,15 +24,14 @@ from espalier.plan import degrees, speed
 from espalier.plan.calibrate import Measurement
 from espalier.plan.degrees import Words, count, flag
 from espalier.plan.layouts import Layouts
-from espalier.plan.published import MEGATRON, MIXED, Decoder
-from espalier.plan.request import Request, Storage
+from espalier.plan.published import DOUBLE, MEGATRON, MIXED, Decoder
+from espalier.plan.request import Request
 
 PRECISIONS = ("fp16", "bf16", "fp32", "fp64")
 OTHER_PRECISIONS = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 OPTIMIZERS = ("adamw", "muon")
 VOCABULARIES = {True: 32_000, False: 50_257}
 """Tokens of a SwiGLU decoder (Llama 2's) and of one with two matrices (GPT-2's) whose row does not say."""
-DOUBLE = Storage(8, 8, 16)
 
 _MODEL = ("kind", *config.Moe.__struct_fields__)
 _OWN = ("gated", "fused", "eager", "name")
@@ -190,7 +189,7 @@ def _system(train: Words, model: _Model) -> tuple[bool, bool, bool, str]:
 def _request(model: _Model, samples: int, sequence: int, precision: str, train: Words) -> Request:
     fused, eager, compiled, optimizer = _system(train, model)
     decoder = Decoder(model.size, sequence, gated=model.gated, fused=fused, eager=eager)
-    more: dict[str, Any] = {"compile": compiled} | ({"storage": DOUBLE} if precision == "fp64" else {})
+    more: dict[str, Any] = {"compile": compiled}
     request = decoder.request(samples, precision, **more)
     if optimizer == "adamw":
         return request

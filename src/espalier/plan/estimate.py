@@ -18,7 +18,7 @@ from espalier.cluster import Cluster
 from espalier.cost import Number
 from espalier.plan import memory, network, seconds
 from espalier.plan.base import Predicted
-from espalier.plan.factors import PLAIN, Factors
+from espalier.plan.factors import Factors
 from espalier.plan.layouts import Layouts
 from espalier.plan.network import Fleet
 from espalier.plan.request import Request
@@ -75,7 +75,7 @@ def price(request: Request, on: Fleet, layouts: Layouts, shares: Any = None) -> 
         step = Step(request, on, kind, layouts)
         size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
         held = memory.held(step, size, -(-samples // size))
-        found.append(Priced(seconds.step_seconds(step, samples), held, memory.limit(kind, request.memory)))
+        found.append(Priced(seconds.step_seconds(step, samples), held, memory.limit(kind, request)))
     return found
 
 
@@ -97,11 +97,11 @@ def slowest(request: Request, on: Fleet, layouts: Layouts) -> Number:
 
 
 def estimate(
-    request: Request, cluster: Cluster, layout: Layouts, factors: Factors = PLAIN, shares: Any = None
+    request: Request, cluster: Cluster, layout: Layouts, factors: Factors | None = None, shares: Any = None
 ) -> Predicted:
     """What one step of one layout should cost: its slowest rank's seconds, its tightest's bytes."""
     ranks = int(layout.world)
-    on = replace(network.fleet(cluster, ranks, layout.threads), factors=factors)
+    on = replace(network.fleet(cluster, ranks, layout.threads), factors=factors or request.factors)
     costs = price(request, on, layout, shares)
     slow = int(np.argmax([float(one.step) for one in costs]))
     tight = costs[int(np.argmin([one.limit - float(one.peak) for one in costs]))]

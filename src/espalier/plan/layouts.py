@@ -102,6 +102,10 @@ def of_view(layout: Layout, chunks: int = 1) -> Layouts:
     """The layout that a view describes. Raises UserError naming what is not possible."""
     if layout.algorithm not in ALGORITHMS:
         raise UserError(f"layout.algorithm = {layout.algorithm!r} is not known.", do=f"one of {', '.join(ALGORITHMS)}")
+    if layout.recompute not in MODES:
+        raise UserError(f"layout.recompute = {layout.recompute!r} is not known.", do=f"one of {', '.join(MODES)}")
+    if layout.accumulate < 1:
+        raise UserError(f"layout.accumulate = {layout.accumulate} is not possible.", do="accumulate = 1 or more")
     sizes = {name: getattr(layout, name) for name in ("dp", "tp", "sp", "pp", "micro_batch")}
     shard = {name: layout.shard.get(name, 1) for name in ("params", "grads", "optimizer")}
     for name, value in (*sizes.items(), *shard.items()):

@@ -31,11 +31,12 @@ COMMUNICATION = 2**28
 """Bytes of buffers that NCCL holds for each kind of group a rank is in. Assumed."""
 
 
-def limit(kind: Kind, demanded: float | None = None) -> float:
+def limit(kind: Kind, request: Request) -> float:
     """Bytes that a rank of this kind may hold: what the device allows, or less on demand."""
     device = kind.table.device
-    share = CUDA_MEMORY if device.kind == "cuda" else CPU_MEMORY / kind.setting.processes
-    return min(share * device.memory, math.inf if demanded is None else demanded)
+    share = CUDA_MEMORY if device.kind == "cuda" else CPU_MEMORY
+    usable = (share if request.headroom else 1.0) * device.memory / kind.setting.processes
+    return min(usable, math.inf if request.memory is None else request.memory)
 
 
 def states(parameters: Number, storage: Storage, layouts: Layouts) -> dict[str, Number]:

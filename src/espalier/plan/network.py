@@ -116,7 +116,9 @@ def seconds(operation: Operation, size: Number, ranks: Number, stride: Number, o
     size, ranks, stride = np.broadcast_arrays(np.asarray(size, dtype=float), ranks, stride)
     sends = operation == "send"
     group = np.where(sends, 2, ranks)
-    members = np.where(sends, np.where(stride >= on.per_node, 1, 2), np.clip(on.per_node // stride, 1, group))
+    # Stages follow one another through the machines, so of a pipeline over several some hand-over leaves a machine, and
+    # the slowest sets the pace.
+    members = np.where(sends, 1, np.clip(on.per_node // stride, 1, group))
     members = members if on.between is not None else group
     crossing = members < group
     bytes_ = ring_bytes(operation, size, group)
@@ -125,7 +127,7 @@ def seconds(operation: Operation, size: Number, ranks: Number, stride: Number, o
     hops = _hops(operation, group, members, on)
     found = near + call * (on.inside.launch + hops[0] * on.inside.latency)
     if on.between is not None:
-        far = on.factors.between * bytes_ * _sharing(operation, members, on) / on.between.bandwidth
+        far = on.factors.between * bytes_ * _sharing(operation, members, stride, on) / on.between.bandwidth
         far = far if on.between.measured else far * congestion(ranks)
         if operation == "all_to_all":
             far = _all_to_all(bytes_, group, members, on)
@@ -136,12 +138,11 @@ def seconds(operation: Operation, size: Number, ranks: Number, stride: Number, o
     return np.where((group > 1) & (size > 0), found, 0.0)
 
 
-def _sharing(operation: Operation, members: Number, on: Fleet) -> Number:
-    """Groups that push through one machine's link at once: as many as have a member there."""
-    if not on.cuda:
-        return np.maximum(1, on.per_node // members)
-    each = np.where(operation == "send", 1, members)
-    return np.maximum(1, on.per_node // each)
+def _sharing(operation: Operation, members: Number, stride: Number, on: Fleet) -> Number:
+    """Groups that push through one machine's link at once: as many as have a member there; of sends one stage's."""
+    if operation == "send":
+        return np.minimum(stride, on.per_node)
+    return np.maximum(1, on.per_node // members)
 
 
 def _all_to_all(bytes_: Number, group: Number, members: Number, on: Fleet) -> Number:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import msgspec
 
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
-from espalier.config import Pin, Recipe, Shard
+from espalier.config import Module, Pin, Recipe
 from espalier.errors import UserError, nearest
 from espalier.plan import chosen, refusals, search
 from espalier.plan.base import Layout, Plan, Predicted
@@ -51,7 +52,8 @@ def make_plan(
         UserError: a pin is not known or cannot be met, or nothing fits in memory (exit code 2 on the command line).
     """
     request = _asked(model, batch, precision, pins)
-    where = cluster if isinstance(cluster, Cluster) else clusters.read(cluster)
+    where = _cluster(cluster)
+    request = dataclasses.replace(request, factors=calibration.factors)
     refusals.check_pins(request, where)
     found = search.search(request, where, calibration)
     best = found.best()
@@ -78,10 +80,14 @@ def estimate(
         UserError: the layout does not nest, or asks for more devices than there are.
     """
     known = calibration or DATASHEET
-    where = cluster if isinstance(cluster, Cluster) else clusters.read(cluster)
+    if not isinstance(layout, Layout):
+        raise UserError(f"{layout!r} is not a layout.", do="espalier.plan.base.Layout(dp=8, …), or plan.layout")
+    where = _cluster(cluster)
     batch = layout.dp * layout.micro_batch * layout.accumulate
-    request = _asked(model, batch, layout.precision, {})
     layouts = of_view(layout)
+    request = dataclasses.replace(_asked(model, batch, layout.precision, {}), precision=layout.precision)
+    degrees = {name: getattr(layout, name) for name in ("tp", "sp", "pp") if getattr(layout, name) > 1}
+    refusals.check_pins(dataclasses.replace(request, pin=Pin(**degrees), redundancy=1), where)
     there = len(where.devices())
     if int(layouts.world) > there and where.nodes[0].device.kind == "cuda":
         raise UserError(f"The layout needs {layouts.world} devices; the cluster has {there}.", do="a smaller dp")
@@ -89,21 +95,31 @@ def estimate(
     return msgspec.structs.replace(found, spread=known.spread)
 
 
+def _cluster(cluster: Any) -> Cluster:
+    if isinstance(cluster, Cluster):
+        return cluster
+    if not isinstance(cluster, str | Path):
+        raise UserError(f"{cluster!r} is not a cluster.", do="a Cluster, or the path of a cluster file")
+    return clusters.read(cluster)
+
+
 def _asked(model: Any, batch: int | None, precision: str, pins: dict[str, Any]) -> Request:
     """The request of any kind of model."""
-    import dataclasses
-
     import torch
 
     from espalier.config import derive, load
     from espalier.plan import asking
 
     pin = pins_of(pins)
+    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
+        raise UserError(f"batch = {batch!r} is not possible.", do="a whole number of samples, such as batch=64")
     if isinstance(model, str | Path):
         model = derive.resolve(load.load(model, []))[0]
     if isinstance(model, Recipe):
+        if isinstance(model.model, Module):
+            raise UserError("A recipe of kind module has to be opened first.", do="make_plan(the module, …, batch=64)")
         request = asking.of_recipe(derive.resolve(model)[0])
-        pin = pin if pins else request.pin
+        pin = pins_of(pins, request.pin)
     elif isinstance(model, Request):
         request = model
     elif isinstance(model, Decoder):
@@ -118,14 +134,18 @@ def _asked(model: Any, batch: int | None, precision: str, pins: dict[str, Any]) 
     return dataclasses.replace(request, pin=pin, global_batch=given)
 
 
-def pins_of(pins: dict[str, Any]) -> Pin:
-    """Pins given as keywords. Raises UserError naming the nearest known one."""
+def pins_of(pins: dict[str, Any], before: Pin | None = None) -> Pin:
+    """Pins given as keywords, joined to those `before`. Raises UserError naming the nearest known one."""
     known = list(Pin.__struct_fields__)
-    for name in pins:
+    for name, value in pins.items():
         if name not in known:
             near = nearest(name, known)
             raise UserError(f"There is nothing called {name!r} to pin.", do=f"{near}=…" if near else ", ".join(known))
-    shard = pins.get("shard")
-    if isinstance(shard, dict):
-        pins = {**pins, "shard": Shard(**shard)}
-    return Pin(**pins)
+        if isinstance(value, bool):
+            raise UserError(f"{name} = {value} is not possible.", do=f"{name} = a number")
+    given = {name: msgspec.to_builtins(value) for name, value in pins.items()}
+    table = {**(msgspec.to_builtins(before) if before is not None else {}), **given}
+    try:
+        return msgspec.convert({name: value for name, value in table.items() if value is not None}, Pin)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise UserError(f"A pin is not possible: {error}.", do="the names and values of a plan's layout") from None

@@ -17,6 +17,7 @@ MIXED = Storage(2, 2, 12)
 MEGATRON = Storage(2, 4, 12)
 """Megatron-LM sums gradients in fp32."""
 FULL = Storage(4, 4, 8)
+DOUBLE = Storage(8, 8, 16)
 FOREACH = 8
 """Bytes per parameter of torch's foreach AdamW beside its state: two fp32 values of each element it updates."""
 
@@ -149,6 +150,6 @@ class Decoder:
             "tokens_per_sample": float(self.sequence), "anatomy": self.anatomy, "tensors": 10 * size.layers + 3,
             "precision": precision, "outside": self.outside, "tables": 1 if size.tied else 2, "heads": size.heads,
             "kv_heads": size.kv_heads, "width": size.width, "kv_width": size.kv_width,
-            "storage": FULL if precision == "fp32" else MIXED, "temporaries": FOREACH,
-            "sequence_parallel": self.sequence_parallel, **more,
+            "storage": {"fp32": FULL, "fp64": DOUBLE}.get(precision, MIXED), "temporaries": FOREACH,
+            "sequence_parallel": self.sequence_parallel, "headroom": False, **more,
         })  # fmt: skip

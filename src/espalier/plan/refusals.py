@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from espalier import units
 from espalier.cluster import Cluster
-from espalier.config import Pin
+from espalier.config import Pin, Shard
 from espalier.errors import UserError
 from espalier.plan import chosen, memory, network, search
 from espalier.plan.estimate import estimate, samples_each
-from espalier.plan.layouts import divisors
+from espalier.plan.layouts import Layouts, divisors
 from espalier.plan.reasons import DoesNotFit
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
@@ -50,12 +51,29 @@ def check_pins(request: Request, cluster: Cluster) -> None:
                 f"plan.pin.{name} = {value} is more than the {there} devices of the cluster.", do=f"{name} = {there}"
             )
     _check_chain(pin, there)
+    _check_devices(request, cluster, there)
     if pin.algorithm is not None:
         _check_algorithm(pin)
-    if request.redundancy > there and gpus(cluster):
+
+
+def _check_devices(request: Request, cluster: Cluster, there: int) -> None:
+    """Whether ranks, redundancy and the devices allowed agree."""
+    pin, most = request.pin, request.max_devices
+    if most is not None and pin.ranks is not None and gpus(cluster) and pin.ranks > most:
         raise UserError(
-            f"plan.redundancy = {request.redundancy} needs that many devices; the cluster has {there}.",
-            do=f"plan.redundancy={there} or less",
+            f"plan.pin.ranks = {pin.ranks} is more than plan.max_devices = {most}.", do=f"plan.pin.ranks={most}"
+        )
+    if pin.ranks is not None and gpus(cluster) and pin.ranks > there:
+        raise UserError(
+            f"plan.pin.ranks = {pin.ranks} is more than the {there} devices of the cluster.",
+            why="each GPU is one rank",
+            do=f"plan.pin.ranks={there}",
+        )
+    least = min(number for number in (pin.ranks, most, there) if number is not None)
+    if gpus(cluster) and request.redundancy > least:
+        raise UserError(
+            f"plan.redundancy = {request.redundancy} needs that many ranks; there are {least}.",
+            do=f"plan.redundancy={least} or less",
         )
 
 
@@ -124,12 +142,7 @@ def refusal(request: Request, cluster: Cluster, found: Found) -> UserError:
     """The error when nothing fits: the least-violating layout, its missing bytes by kind, and what would help."""
     nearest = found.closest
     if nearest is None:
-        return UserError(
-            "No layout is left to choose from.",
-            why="together the pins, the batch and the cluster allow none"
-            + (f" ({_pinned(request.pin)})" if _pinned(request.pin) else ""),
-            do="leave one of them out, or a train.batch_tokens that the ranks can share",
-        )
+        return _no_layout(request, cluster)
     predicted = estimate(request, nearest.cluster, nearest.layout)
     kinds = {name: size for name, size in predicted.memory_bytes.items() if name != "peak" and size}
     told = ", ".join(
@@ -144,6 +157,62 @@ def refusal(request: Request, cluster: Cluster, found: Found) -> UserError:
         f"{nearest.layout.world} devices: {told}",
         do=", or ".join(cures(request, cluster, nearest)),
     )
+
+
+def _no_layout(request: Request, cluster: Cluster) -> UserError:
+    """The error when pins and demands leave no layout: which one it is, and the nearest value that leaves some."""
+    for name, value in _set_pins(request.pin):
+        others = search.search(replace(request, pin=_without(request.pin, name)), cluster)
+        there = sorted({_value(option.layout, name) for option in others.options})
+        if not there:
+            continue
+        near = min(there, key=lambda one: (abs(one - value), one)) if isinstance(value, int) else there[0]
+        return UserError(
+            f"plan.pin.{name} = {value!r} leaves no layout on this cluster, with the rest as it is.",
+            why="degrees multiply to the ranks, divide heads and sequence, and shards nest in dp x sp"
+            + ("" if gpus(cluster) else "; on processors nothing is cut"),
+            do=f"plan.pin.{name}={near}, or leave it out",
+        )
+    free = {"redundancy": replace(request, redundancy=1), "max_devices": replace(request, max_devices=None)}
+    for name, other in free.items():
+        if search.search(other, cluster).options:
+            return UserError(
+                f"plan.{name} = {getattr(request, name)} leaves no layout, with the pins as they are.",
+                do=f"another plan.{name}, or fewer pins",
+            )
+    told = ", ".join(f"plan.pin.{name}" for name, _ in _set_pins(request.pin))
+    return UserError(
+        "No layout is left to choose from.",
+        why="together the pins, the batch and the cluster allow none" + (f" ({told})" if told else ""),
+        do="leave some of them out, or a train.batch_tokens that the ranks can share",
+    )
+
+
+def _set_pins(pin: Pin) -> Iterator[tuple[str, Any]]:
+    """(name, value) of everything pinned that a layout has."""
+    for name in Pin.__struct_fields__:
+        value = getattr(pin, name)
+        if isinstance(value, Shard):
+            states = ((state, getattr(value, state)) for state in Shard.__struct_fields__)
+            yield from ((f"shard.{state}", number) for state, number in states if number is not None)
+        elif value is not None and name != "threads":
+            yield name, value
+
+
+def _without(pin: Pin, name: str) -> Pin:
+    first, _, state = name.partition(".")
+    if not state or pin.shard is None:
+        return msgspec.structs.replace(pin, **{first: None})
+    return msgspec.structs.replace(pin, shard=msgspec.structs.replace(pin.shard, **{state: None}))
+
+
+def _value(layout: Layouts, name: str) -> Any:
+    name = name.partition(".")[2] or name
+    if name == "ranks":
+        return int(layout.world)
+    if name == "accumulate":
+        return 1
+    return getattr(layout, name)
 
 
 def _fullest(request: Request, option: Option) -> int:

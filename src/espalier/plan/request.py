@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from espalier.config import Pin
 from espalier.cost import WHOLE, Anatomy, Cut, Number
+from espalier.plan.factors import PLAIN, Factors
 
 
 class Storage(NamedTuple):
@@ -37,6 +38,8 @@ class Request:
         memory: bytes a rank may hold, where the user says less than the device has.
         redundancy: ranks that must hold each shard of the optimizer's state.
         max_devices: devices to use at most.
+        headroom: leave some of a device's memory free; False for runs that were made, whatever was left.
+        factors: what a calibration says of the coefficients.
         sequence_parallel: tensor ranks also share the tokens between matrices.
         refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner.
     """
@@ -68,6 +71,8 @@ class Request:
     memory: float | None = None
     redundancy: int = 1
     max_devices: int | None = None
+    headroom: bool = True
+    factors: Factors = PLAIN
     sequence_parallel: bool = True
     refresh: Literal["gather", "broadcast"] = "gather"
 

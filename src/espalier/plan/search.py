@@ -11,6 +11,7 @@ part of the cluster whose devices at their peak would not beat the best plan fou
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from espalier.cluster import Cluster
+from espalier.cluster import Cluster, Node
 from espalier.cost import WHOLE
 from espalier.plan import layouts as space
 from espalier.plan import memory, network, speed
@@ -33,6 +34,8 @@ from espalier.plan.step import Step
 TIE = 0.03
 """Widest tie: the errors of two layouts of one model on the same machines are mostly the same, so that their difference
 is surer than either."""
+ROOM = 0.97
+"""Within a tie a plan that needs more than this share of what it may hold comes last."""
 UNEQUAL = 8
 """Data-parallel layouts of each batch that are also priced with shares by speed, where devices differ."""
 KEPT = 64
@@ -71,9 +74,10 @@ class Option:
         return self.over <= 0
 
     def order(self) -> tuple[Any, ...]:
-        """Fewer moving parts, then less memory, then fewer devices."""
+        """Some memory to spare, then fewer moving parts, then less memory, then fewer devices."""
         layout = self.layout
-        return (*layout.key(), self.peak, layout.world, layout.pp, layout.optimizer, layout.micro_batch)
+        tight = self.peak > ROOM * (self.peak - self.over)
+        return (tight, *layout.key(), self.peak, layout.world, layout.pp, layout.optimizer, layout.micro_batch)
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,10 @@ def search(request: Request, cluster: Cluster, calibration: Calibration = DATASH
             continue
         on = replace(network.fleet(part, ranks, threads), factors=calibration.factors)
         limits = _limits(request, on, threads)
+        equal = _slowest(request, on)
         for batch in _batches(request, limits, ranks, on.per_node):
+            if batch.algorithm != "data" and equal > best * (1 + tie):
+                continue
             options, nearest, count = _price(request, part, on, batch)
             priced += count
             kept += options
@@ -138,12 +145,11 @@ def parts(request: Request, cluster: Cluster) -> Iterator[tuple[Cluster, int, in
 
 def original_nodes(cluster: Cluster, ordered: Cluster) -> tuple[int, ...]:
     """The numbers in `cluster` of the machines of `ordered`."""
-    numbers: dict[int, list[int]] = {}
+    numbers: dict[int, dict[int, None]] = {}
     for place in cluster.devices():
-        known = numbers.setdefault(id(place.table), [])
-        if place.node not in known:
-            known.append(place.node)
-    return tuple(number for table in ordered.nodes for number in numbers[id(table)])
+        numbers.setdefault(id(place.table.device), {})[place.node] = None
+    left = {key: iter(known) for key, known in numbers.items()}
+    return tuple(number for table in ordered.nodes for number in itertools.islice(left[id(table.device)], table.count))
 
 
 def fastest_first(request: Request, cluster: Cluster) -> Cluster:
@@ -170,16 +176,41 @@ def _sizes(cluster: Cluster, most: int) -> set[int]:
 
 
 def _processors(request: Request, cluster: Cluster) -> Iterator[tuple[Cluster, int, int]]:
-    """Every division of the cores into ranks, on all machines."""
-    places, pin = cluster.devices(), request.pin
-    cores = min(max(1, place.table.cores) for place in places)
-    if pin.ranks is not None:
-        yield cluster, pin.ranks, pin.threads or max(1, cores // -(-pin.ranks // len(places)))
+    """Every division of the cores into ranks, on all machines and on the fastest of them."""
+    pin = request.pin
+    for part in _machines(cluster, request):
+        places = part.devices()
+        cores = min(max(1, place.table.cores) for place in places)
+        if pin.ranks is not None:
+            if len(places) <= pin.ranks:
+                yield part, pin.ranks, pin.threads or max(1, cores // -(-pin.ranks // len(places)))
+            continue
+        for each in reversed(space.divisors(cores)):
+            yield part, each * len(places), pin.threads or cores // each
+
+
+def _machines(cluster: Cluster, request: Request) -> Iterator[Cluster]:
+    """All processors, then fewer of the fastest machines; only all where links are measured or machines named."""
+    there = len(cluster.devices())
+    most = request.max_devices or there
+    if most >= there:
+        yield cluster
+    if cluster.pairs or any(table.name or table.devices > 1 for table in cluster.nodes):
         return
-    for each in reversed(space.divisors(cores)):
-        ranks = each * len(places)
-        if ranks <= (request.max_devices or ranks):
-            yield cluster, ranks, pin.threads or cores // each
+    tables = sorted(cluster.nodes, key=lambda table: -speed.peak(table.device, request.precision))
+    ordered = msgspec.structs.replace(cluster, nodes=tuple(tables))
+    for size in sorted(_sizes(ordered, min(most, there)), reverse=True):
+        if size < there:
+            yield msgspec.structs.replace(cluster, nodes=tuple(_first(tables, size)))
+
+
+def _first(tables: list[Node], machines: int) -> Iterator[Node]:
+    """The tables of the first `machines` machines."""
+    for table in tables:
+        if machines <= 0:
+            return
+        yield table if table.count <= machines else msgspec.structs.replace(table, count=machines)
+        machines -= table.count
 
 
 def _bound(request: Request, cluster: Cluster, ranks: int) -> float:
@@ -195,6 +226,14 @@ def _bound(request: Request, cluster: Cluster, ranks: int) -> float:
             rates[key] = speed.peak(place.table.device, request.precision)
         total += rates[key]
     return request.model_flops / total
+
+
+def _slowest(request: Request, on: network.Fleet) -> float:
+    """The same for equal shares: the slowest device at its peak."""
+    if not on.cuda:
+        return 0.0
+    rates = [speed.peak(kind.table.device, request.precision) for kind in on.kinds]
+    return request.model_flops / (min(rates) * on.ranks)
 
 
 # --- layouts -----------------------------------------------------------------------------------------------------
@@ -259,7 +298,7 @@ def _fullness(request: Request, on: network.Fleet, batch: Layouts) -> tuple[Any,
         step = Step(request, on, kind, batch)
         peak = sum(memory.held(step, size, -(-samples // size)).values())
         peaks.append(peak)
-        overs.append(peak - memory.limit(kind, request.memory))
+        overs.append(peak - memory.limit(kind, request))
     return np.max(peaks, axis=0).reshape(-1), np.max(overs, axis=0).reshape(-1)
 
 

@@ -133,7 +133,7 @@ def _choose(request: Request, cluster: Cluster, ranks: int, threads: int) -> Cho
     """The fastest micro-batch that fits (see `NEAR`), with the least recomputation that lets one fit."""
     sizes = _sizes(request, ranks)
     asked = request.pin.recompute or request.recompute
-    on = network.fleet(cluster, ranks, threads)
+    on = replace(network.fleet(cluster, ranks, threads), factors=request.factors)
     without = 0.0
     for mode in (asked,) if asked else MODES:
         priced = grid(request, on, Layouts(dp=ranks, micro_batch=sizes, recompute=mode, threads=threads))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -91,6 +91,7 @@ def decide(
     request: Request, cluster: clusters.Cluster, calibration: Calibration, trials: Callable[[], Measured]
 ) -> Decision:
     """Searches all layouts; on processors `trials` (called when there is a choice) settle ranks and threads."""
+    request = replace(request, factors=calibration.factors)
     refusals.check_pins(request, cluster)
     if not gpus(cluster):
         reasons.check(request, cluster)
@@ -105,9 +106,13 @@ def decide(
     taken = None
     if runs is not None:
         taken = chosen.make(request, found, runs, calibration)
-        if not gpus(cluster):
-            taken = uniform.plan(request, cluster, trials())
-    if taken is not None and runs is not None and runs.seconds <= option.seconds * (1 + found.tie):
+        if not gpus(cluster) and runs.cluster is cluster:
+            measured = trials()
+            taken = uniform.plan(request, cluster, measured)
+            if taken.predicted is not None and not measured:
+                spread = msgspec.structs.replace(taken.predicted, spread=calibration.spread)
+                taken = msgspec.structs.replace(taken, predicted=spread)
+    if taken is not None and runs is not None and runs.seconds <= found.options[0].seconds * (1 + found.tie):
         return Decision(request, cluster, found, taken, taken, True)
     best = chosen.make(request, found, option, calibration)
     if taken is not None and runs is not None:
@@ -123,7 +128,7 @@ def _told_apart(
     here = f"`train` takes {chosen.label(runs.layout)} today, {slower:.0%} slower by estimate."
     there = (
         f"A better plan is not executable yet: {chosen.label(option.layout)}, "
-        f"{units.show_seconds(option.seconds)} per step by estimate, {slower:.0%} less waiting; "
+        f"{units.show_seconds(option.seconds)} per step by estimate, {1 - option.seconds / runs.seconds:.0%} less; "
         f"it needs {best.missing}."
     )
     return (

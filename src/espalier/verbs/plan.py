@@ -22,6 +22,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the best plan; allocates no model and starts no rank. When none fits: the closest one, and exit code 2."""
     torch.set_num_threads(1)
     if arguments.score is not None:
+        beside = {"a recipe": arguments.recipe, "--html": arguments.html, "--cluster": arguments.cluster}
+        beside["--what-if"] = arguments.what_if
+        for name, value in beside.items():
+            if value:
+                raise UserError(f"--score takes no {name.removeprefix('a ')}.", do="give one or the other")
         from espalier.verbs import score
 
         return score.run(arguments.score, arguments.calibrate_on, arguments.out, arguments.json)

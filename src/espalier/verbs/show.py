@@ -88,7 +88,8 @@ def plan(plan: Plan, derivations: Sequence[Derivation] = (), steps: int | None =
     for other in plan.runners_up:
         what = _ranks(other.ranks, other.threads, on_gpus)
         if plan.planner == "search":
-            what = f"{what}, {_words(other.layout)}"
+            more = "" if other.layout.recompute == "none" else f", recompute {other.layout.recompute}"
+            what = f"{what}, {_words(other.layout)}, micro-batch {other.layout.micro_batch}{more}"
         line(f"  - not taken: {what}: {other.loses}")
     if not plan.executable:
         line(f"  - `train` cannot run this plan: it lacks {plan.missing}")
