@@ -29,6 +29,8 @@ from espalier.plan.request import Request
 
 COLUMNS = ("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "seq", "tp", "dp", "pp")
 """What a CSV must have: GPUs, sequences of a step and of a micro-batch, sizes of the model, and ranks of each axis."""
+LARGEST = 10**9
+"""No number of a row is larger."""
 MEASURED = "iter_ms"
 PREDICTED = "predicted_ms"
 FORMATS = "a CSV with the columns " + ",".join((*COLUMNS, MEASURED)) + ", or JSON lines; docs/planner.md shows both"
@@ -163,6 +165,10 @@ def _check_columns(columns: list[str], text: str) -> None:
     if twice and not all(_is_number(name) for name in columns):
         raise UserError(f"column {twice[0]!r} comes twice.", do="give each column a name of its own")
     if not missing:
+        near = nearest(MEASURED, [name for name in columns if name not in COLUMNS]) if MEASURED not in columns else None
+        if near and near != PREDICTED:
+            why = "without it nothing is measured; it holds milliseconds"
+            raise UserError(f"there is no column {MEASURED!r}.", why=why, do=f"rename {near!r}, or another name for it")
         return
     why, do = f"the columns are {', '.join(columns)}", "a first line of " + ",".join((*COLUMNS, MEASURED))
     near = nearest(missing[0], [name for name in columns if name not in COLUMNS])
@@ -192,6 +198,8 @@ def _is_number(text: str) -> bool:
 def _whole(name: str, text: str) -> int:
     if not _is_number(text) or float(text) != int(float(text)) or float(text) < 1:
         raise UserError(f"{name} = {text.strip() or 'nothing'!r} is not possible.", do="a whole number, 1 or more")
+    if float(text) > LARGEST:
+        raise UserError(f"{name} = {text.strip()} is more than any machine has.", do=f"{LARGEST:,} or less")
     return int(float(text))
 
 
