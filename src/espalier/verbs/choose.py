@@ -15,13 +15,11 @@ import msgspec
 import torch
 
 from espalier import cluster as clusters
-from espalier import rank, trainer, units
 from espalier import run as runs
+from espalier import units
 from espalier.config import load
 from espalier.errors import UserError
 from espalier.folders import cache_folder
-from espalier.launch import base as launch
-from espalier.launch import local
 from espalier.plan import base as plans
 from espalier.plan import chosen, reasons, refusals, search, uniform
 from espalier.plan.calibrate import Calibration
@@ -203,7 +201,10 @@ def _trials(
 
 
 def _try(plan: plans.Plan, resolved: ready.Resolved, workload: Workload) -> float:
-    """Seconds per step of `plan`, from real steps in real ranks."""
+    """Seconds per step of `plan`, from real steps in real ranks. What it takes is loaded here: `plan` does without."""
+    from espalier import rank, trainer
+    from espalier.launch import base as launch
+    from espalier.launch import local
 
     def task(place: launch.Place) -> float:
         return rank.trial(trainer.Setting(resolved.recipe, plan, workload, place), TRIAL_SECONDS)
