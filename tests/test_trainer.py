@@ -204,10 +204,11 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
         return sent, [p.numel() for p in one.built.model.parameters()]
 
     for sent, sizes in local.run(life, launch.places(plan)):
-        # A ring all-reduce of every fp32 gradient, and of one flag per parameter that says whether it was used.
-        assert {step["gradients"] for step in sent} == {2 * 3 / 4 * 4 * (sum(sizes) + len(sizes))}
-        # The step's totals: loss, weight and stop flag, and one not-a-number flag per rank, in float64.
-        assert {step["control"] for step in sent[1:]} == {2 * 3 / 4 * 8 * (3 + 4)}
+        # A ring all-reduce of every fp32 gradient.
+        assert {step["gradients"] for step in sent} == {2 * 3 / 4 * 4 * sum(sizes)}
+        # The step's totals: loss, weight and stop flag, and one not-a-number flag per rank, in float64; and a byte per
+        # parameter that says whether it was used.
+        assert {step["control"] for step in sent[1:]} == {2 * 3 / 4 * (8 * (3 + 4) + len(sizes))}
         assert sent[1] == predicted
 
 

@@ -127,9 +127,11 @@ class ModuleWorkload:
     def batches(self, step: int, shard: Shard) -> list[Any]:
         """Samples of a seeded permutation per epoch, collated."""
         indices = self._indices(step, shard)
-        cuts = range(0, len(indices), shard.micro_batch)
         with self.author.answers(_READING):
-            return [_collated(self.parts.dataset, indices[at : at + shard.micro_batch]) for at in cuts]
+            return [
+                _collated(self.parts.dataset, indices[start - shard.start : stop - shard.start])
+                for start, stop in shard.cuts
+            ]
 
     def _indices(self, step: int, shard: Shard) -> list[int]:
         found = []
@@ -153,9 +155,9 @@ class ModuleWorkload:
         """Loss on the held-out samples of `shard`."""
         total = weight = 0.0
         device = next(model.parameters()).device
-        for at in range(shard.start, shard.stop, shard.micro_batch):
+        for start, stop in shard.cuts:
             with self.author.answers("while its held-out dataset was read"):
-                batch = _collated(self.parts.held_out, range(at, min(at + shard.micro_batch, shard.stop)))
+                batch = _collated(self.parts.held_out, range(start, stop))
             value, count = self.loss(model, to_device(batch, device))
             total += float(value)
             weight += float(count)

@@ -87,8 +87,8 @@ def train(setting: Setting, identity: Mapping[str, str]) -> dict[str, Any]:
         trainer.run(saved)
         if saved is not None:
             saved.wait()
-        text = trainer.sample() if place.rank == 0 else ""
-        if text:
+        text = trainer.sample()
+        if text and place.rank == 0:
             setting.emit("sample", step=trainer.step, text=text)
         return {"step": trainer.step, "tokens": trainer.tokens}
 

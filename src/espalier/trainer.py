@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +25,13 @@ from espalier.checkpoint import sharded as checkpoints
 from espalier.comm.base import Traffic, traffic
 from espalier.config import Muon, Recipe
 from espalier.errors import Interrupted, RunFailed, UserError
+from espalier.hardware.peak import peak_memory
 from espalier.launch import base as launch
 from espalier.optim import adamw, muon, schedules
-from espalier.optim.base import Optimizer, names_of
+from espalier.optim.base import Optimizer, Owned, names_of, owned_by
 from espalier.plan.base import Plan
-from espalier.shard import replicate
+from espalier.shard import amsp
+from espalier.shard import spread as spreading
 from espalier.shard.base import Sharding
 from espalier.stages import whole
 from espalier.stages.base import Schedule
@@ -85,14 +87,14 @@ class Setting:
 
     @property
     def shard(self) -> Shard:
-        """This rank's part of every global batch."""
+        """This rank's part of every global batch, in as many micro-batches as on every rank where that matters."""
         start, stop = self.plan.ranks[self.place.rank].share
-        return Shard(start, stop, self.plan.micro_batch)
+        return Shard(start, stop, self.plan.micro_batch, rounds=self.plan.rounds)
 
 
 def claims(recipe: Recipe, plan: Plan) -> list[compose.Claim]:
     """What the mechanisms chosen by `recipe` and `plan` need and change."""
-    chosen = [replicate.CLAIM, whole.CLAIM, every_step.CLAIM]
+    chosen = [spreading.claim(plan.units), whole.CLAIM, every_step.CLAIM]
     chosen.append(muon.CLAIM if isinstance(recipe.train.optimizer, Muon) else adamw.CLAIM)
     if plan.recompute != "none":
         chosen.append(RECOMPUTE[plan.recompute])
@@ -111,25 +113,44 @@ def build(setting: Setting, channel: dist.ProcessGroup | None) -> Built:
     workload.recompute(model, plan.recompute)
     if plan.compile:
         compile_blocks(workload.blocks(model))
-    sharding = replicate.Replicate(model, channel, bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"))
-    optimizer = build_optimizer(recipe, model, workload.embeddings(model))
+    sharding = amsp.Amsp(model, channel, spread(setting, model))
+    optimizer = build_optimizer(recipe, sharding.owned, tables(workload, model))
     schedule = whole.Whole(workload.nominal_weight, sharding.accumulate, _context(plan, setting.device))
-    agreement = every_step.EveryStep(
-        list(names_of(model)),
-        optimizer,
-        sharding.wait,
-        every_step.Totals(channel, workload.nominal_weight),
-        recipe.train.clip,
-    )
+    totals = every_step.Totals(channel, workload.nominal_weight)
+    agreement = every_step.EveryStep(sharding, optimizer, totals, recipe.train.clip)
     return Built(model, sharding, optimizer, schedule, agreement)
 
 
-def build_optimizer(recipe: Recipe, model: nn.Module, embeddings: Sequence[nn.Parameter]) -> Optimizer:
-    """The recipe's optimizer over the trainable parameters of `model`."""
-    options, names = recipe.train.optimizer, names_of(model)
-    if isinstance(options, Muon):
-        return muon.build(options, names, frozenset(embeddings))
-    return adamw.build(options, names)
+def spread(setting: Setting, model: nn.Module) -> spreading.Spread:
+    """How the plan lays the states of `model` on the ranks."""
+    recipe, plan, workload = setting.recipe, setting.plan, setting.workload
+    hidden: frozenset[str] = frozenset()
+    if isinstance(recipe.train.optimizer, Muon):
+        named = tables(workload, model)
+        hidden = frozenset(one.name for one in owned_by(model) if muon.moves(one, named))
+    masters = plan.precision == "bf16" and any(unit.optimizer for unit in plan.units)
+    on_gpus = setting.place.device.startswith("cuda")  # NCCL finds the way through machines by itself
+    nodes = () if on_gpus else [plan.ranks[rank].node for rank in plan.trainers]
+    return spreading.Spread(
+        factors=spreading.factors(plan.units),
+        nodes=nodes,
+        blocks=workload.blocks(model),
+        whole=hidden,
+        low=torch.bfloat16 if masters else None,
+        bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"),
+    )
+
+
+def tables(workload: Workload, model: nn.Module) -> frozenset[str]:
+    """Names of the model's tables and heads."""
+    names = names_of(model)
+    return frozenset(names[parameter] for parameter in workload.embeddings(model) if parameter in names)
+
+
+def build_optimizer(recipe: Recipe, owned: Sequence[Owned], tables: frozenset[str]) -> Optimizer:
+    """The recipe's optimizer over what a rank owns."""
+    options = recipe.train.optimizer
+    return muon.build(options, owned, tables) if isinstance(options, Muon) else adamw.build(options, owned)
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
@@ -142,7 +163,8 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
             do="apt-get install g++, or train.compile = false",
         )
     for block in blocks:
-        block.compile()
+        # The forward alone: hooks that bring its parameters stay outside.
+        block.forward = torch.compile(block.forward)
 
 
 def _context(plan: Plan, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:
@@ -177,8 +199,7 @@ class Trainer:
         if not self.built.model.training:
             self.built.model.train()
         with comm.phase("forward and backward"):
-            for parameter in self.built.model.parameters():
-                parameter.grad = None
+            self.built.sharding.clear()
             outcome = self.built.schedule.run(self.built.model, batches, self.workload.loss)
         with comm.phase("agreement"):
             rate = schedules.factor(recipe.train.schedule, self.step, self.steps)
@@ -205,11 +226,10 @@ class Trainer:
         )
 
     def _ranks_with_bad_gradients(self, batches: Sequence[Any]) -> tuple[int, ...]:
-        for parameter in self.built.model.parameters():
-            parameter.grad = None
+        self.built.sharding.clear()
         apart = whole.Whole(
             self.workload.nominal_weight,
-            lambda last: self.built.sharding.accumulate(False),
+            lambda last: self.built.sharding.alone(),
             _context(self.setting.plan, self.setting.device),
         )
         apart.run(self.built.model, batches, self.workload.loss)
@@ -299,9 +319,11 @@ class Trainer:
             return None
         self.built.model.eval()
         rank = self.setting.place.rank
-        cuts = [samples * index // world for index in (rank, rank + 1)]
+        ends, size = [samples * index // world for index in range(world + 1)], self.setting.plan.micro_batch
+        shards = [Shard(start, stop, size) for start, stop in itertools.pairwise(ends)]
         with comm.phase("validation"), _context(self.setting.plan, self.setting.device)():
-            found = self.workload.evaluate(self.built.model, Shard(cuts[0], cuts[1], self.setting.plan.micro_batch))
+            found = self.workload.evaluate(self.built.model, shards[rank])
+            self.built.sharding.idle(max(len(one.cuts) for one in shards) - len(shards[rank].cuts))
             names = sorted(found)
             totals = torch.tensor([found[name] for name in names], dtype=torch.float64)
             self._sum(totals)
@@ -310,7 +332,9 @@ class Trainer:
         return means.get("loss")
 
     def sample(self) -> str:
-        """What the model says now (rank 0 asks)."""
+        """What the model says now: rank 0 asks, and the others too where a forward pass needs them."""
+        if self.setting.place.rank and not self.built.sharding.together:
+            return ""
         self.built.model.eval()
         with torch.no_grad():
             return self.workload.sample(self.built.model)
@@ -319,7 +343,7 @@ class Trainer:
 
     def parts(self) -> Mapping[str, Any]:
         """Everything that has state, by name."""
-        return {"model": self.built.model, "optimizer": self.built.optimizer}
+        return self.built.sharding.parts(self.built.optimizer)
 
     def save(self, saved: checkpoints.Checkpoints, loss: float | None, wait: bool) -> None:
         """Saves the state after `self.step` steps."""
@@ -373,10 +397,3 @@ def seed_step(device: torch.device, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Most bytes this rank ever held: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -6,6 +6,7 @@ pure function of (seed, step, shard), so a run resumes exactly without any reade
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -25,7 +26,8 @@ Batch = Any  # what `batches` yields and `loss` takes: a NamedTuple of tensors
 class Shard:
     """The part of each global batch one rank computes: samples `[start, stop)` in micro-batches of `micro_batch`.
 
-    `sequence_slot` of `sequence_slots` says which part of the sequence it holds (one slot: all of it).
+    `sequence_slot` of `sequence_slots` says which part of the sequence it holds (one slot: all of it). With `rounds`
+    there are exactly so many micro-batches, of nearly equal size.
     """
 
     start: int
@@ -33,6 +35,17 @@ class Shard:
     micro_batch: int
     sequence_slot: int = 0
     sequence_slots: int = 1
+    rounds: int | None = None
+
+    @property
+    def cuts(self) -> list[tuple[int, int]]:
+        """The samples `[from, to)` of each micro-batch."""
+        if self.rounds is None:
+            return [
+                (at, min(at + self.micro_batch, self.stop)) for at in range(self.start, self.stop, self.micro_batch)
+            ]
+        ends = [self.start + (self.stop - self.start) * index // self.rounds for index in range(self.rounds + 1)]
+        return list(itertools.pairwise(ends))
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,7 @@ class Workload(Protocol):
         ...
 
     def batches(self, step: int, shard: Shard) -> Sequence[Batch]:
-        """The micro-batches of `step` for `shard`, on the CPU. Pure in (seed, step, shard)."""
+        """The micro-batches of `step`, one for each of the shard's `cuts`, on the CPU. Pure in (seed, step, shard)."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -85,7 +98,8 @@ class Workload(Protocol):
         ...
 
     def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
-        """Held-out figures of this shard as name to (sum, weight); ranks add them up before dividing."""
+        """Held-out figures of this shard as name to (sum, weight); ranks add them up before dividing. Calls the model
+        once for each of the shard's `cuts`."""
         ...
 
     def validation_samples(self) -> int:

@@ -3,7 +3,7 @@ from torch import nn
 
 from espalier.config import Adamw
 from espalier.optim import adamw
-from espalier.optim.base import names_of
+from espalier.optim.base import names_of, owned_by
 
 
 def small(dtype=torch.float32):
@@ -23,7 +23,7 @@ def train(model, step, count=6):
 def test_fused_with_state_made_in_advance_equals_torchs_plain_adamw():
     options = Adamw(learning_rate=1e-2, weight_decay=0.3)
     ours, theirs = small(torch.float64), small(torch.float64)
-    optimizer = adamw.build(options, names_of(ours))
+    optimizer = adamw.build(options, owned_by(ours))
     matrices = [p for p in theirs.parameters() if p.ndim >= 2]
     vectors = [p for p in theirs.parameters() if p.ndim < 2]
     plain = torch.optim.AdamW(
@@ -38,8 +38,8 @@ def test_fused_with_state_made_in_advance_equals_torchs_plain_adamw():
 
 def test_the_factor_scales_the_rate():
     slow, fast = small(), small()
-    half = adamw.build(Adamw(learning_rate=2e-2), names_of(slow))
-    full = adamw.build(Adamw(learning_rate=1e-2), names_of(fast))
+    half = adamw.build(Adamw(learning_rate=2e-2), owned_by(slow))
+    full = adamw.build(Adamw(learning_rate=1e-2), owned_by(fast))
     train(slow, lambda: half.step(0.5))
     train(fast, lambda: full.step(1.0))
     for mine, other in zip(slow.parameters(), fast.parameters(), strict=True):
@@ -48,13 +48,13 @@ def test_the_factor_scales_the_rate():
 
 def test_saved_state_continues_bit_for_bit():
     whole, first = small(), small()
-    a = adamw.build(Adamw(learning_rate=1e-2), names_of(whole))
-    b = adamw.build(Adamw(learning_rate=1e-2), names_of(first))
+    a = adamw.build(Adamw(learning_rate=1e-2), owned_by(whole))
+    b = adamw.build(Adamw(learning_rate=1e-2), owned_by(first))
     train(whole, lambda: a.step(1.0))
     train(first, lambda: b.step(1.0))
     second = small()
     second.load_state_dict(first.state_dict())
-    c = adamw.build(Adamw(learning_rate=1e-2), names_of(second))
+    c = adamw.build(Adamw(learning_rate=1e-2), owned_by(second))
     c.load_state_dict({key: value.clone() for key, value in b.state_dict().items()})
     train(whole, lambda: a.step(1.0), 3)
     train(second, lambda: c.step(1.0), 3)
@@ -67,5 +67,5 @@ def test_state_is_named_after_the_parameters_and_ties_are_listed_once():
     model[2].weight = nn.Parameter(model[2].weight)
     tied = nn.ModuleDict({"a": model[0], "b": model[0]})
     assert set(names_of(tied).values()) == {"a.weight", "a.bias"}
-    state = adamw.build(Adamw(learning_rate=1e-2), names_of(tied)).state_dict()
+    state = adamw.build(Adamw(learning_rate=1e-2), owned_by(tied)).state_dict()
     assert set(state) == {f"a.{n}/{k}" for n in ("weight", "bias") for k in ("step", "exp_avg", "exp_avg_sq")}

@@ -5,7 +5,7 @@ from torch import nn
 
 from espalier.config import Adamw, Muon
 from espalier.optim import muon
-from espalier.optim.base import names_of
+from espalier.optim.base import owned_by
 
 OPTIONS = Muon(learning_rate=0.02, adamw=Adamw(learning_rate=1e-3))
 
@@ -40,6 +40,9 @@ def test_batched_matrices_move_as_each_would_alone():
         torch.testing.assert_close(together[index], muon.orthogonalize(matrices[index : index + 1], 5)[0])
 
 
+TABLES = frozenset({"0.weight", "3.weight"})
+
+
 def model():
     torch.manual_seed(1)
     return nn.Sequential(nn.Embedding(13, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 13))
@@ -47,7 +50,7 @@ def model():
 
 def test_only_hidden_matrices_go_to_muon():
     net = model()
-    state = muon.build(OPTIONS, names_of(net), frozenset({net[0].weight, net[3].weight})).state_dict()
+    state = muon.build(OPTIONS, owned_by(net), TABLES).state_dict()
     assert [key for key in state if key.endswith("/momentum")] == ["1.weight/momentum"]
     assert {key.split("/")[0] for key in state} == {name for name, _ in net.named_parameters()}
 
@@ -65,12 +68,11 @@ def test_training_with_muon_lowers_the_loss_and_resumes_bit_for_bit():
         return losses
 
     net = model()
-    tables = frozenset({net[0].weight, net[3].weight})
-    optimizer = muon.build(OPTIONS, names_of(net), tables)
+    optimizer = muon.build(OPTIONS, owned_by(net), TABLES)
     losses = run(net, optimizer, 10)
     other = model()
     other.load_state_dict(net.state_dict())
-    second = muon.build(OPTIONS, names_of(other), frozenset({other[0].weight, other[3].weight}))
+    second = muon.build(OPTIONS, owned_by(other), TABLES)
     second.load_state_dict({key: value.clone() for key, value in optimizer.state_dict().items()})
     assert run(net, optimizer, 10) == run(other, second, 10)
     assert losses[-1] < losses[0]

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
@@ -16,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from espalier.checkpoint import tree
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.place import Place
+from espalier.checkpoint.slices import LoadPlanner, Slice
 from espalier.errors import EspalierError, UserError
 
 
@@ -43,22 +42,24 @@ def restore(place: Place, name: str, parts: Mapping[str, Stateful]) -> list[str]
 
 
 def _read(reader: StorageReader, metadata: Metadata, state: dict[str, Any]) -> None:
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = LoadPlanner()
     planner.set_up_planner(state, metadata, True)
     reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
 
 
-def _room(metadata: Metadata, name: str, own: Tensor | None) -> Tensor:
-    """The tensor to read `name` into: the part's own where it fits, else a new one on the CPU."""
+def _room(metadata: Metadata, name: str, own: tree.Kept | None) -> tree.Kept:
+    """What to read `name` into: the part's own where it fits, else a new one on the CPU."""
     saved = metadata.state_dict_metadata[name]
     assert isinstance(saved, TensorStorageMetadata), f"{name} was not saved as a tensor"
-    if isinstance(own, DTensor) and own.shape != saved.size:
+    if isinstance(own, DTensor | Slice) and own.shape != saved.size:
         raise UserError(
             f"The checkpoint's {name} has shape {tuple(saved.size)}, the run's has {tuple(own.shape)}.",
             do="resume with the recipe the run began with, or start anew with --run FOLDER",
         )
     if own is not None and own.shape == saved.size and own.dtype == saved.properties.dtype:
         return own
+    if isinstance(own, Slice):  # another precision
+        return own.of(torch.empty(own.local.shape, dtype=saved.properties.dtype))
     return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 

@@ -15,6 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from espalier.checkpoint.base import Stateful
+from espalier.checkpoint.slices import Slice
+
+Kept = Tensor | Slice
+"""What a hole stands for: a tensor (a DTensor where it is sharded evenly), or this rank's part of one."""
 
 SKELETON = "skeleton:"
 """Begins the flat name of a part's skeleton."""
@@ -26,24 +30,24 @@ class Hole(NamedTuple):
     name: str
 
 
-def flatten(parts: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, bytes]]:
+def flatten(parts: Mapping[str, Stateful]) -> tuple[dict[str, Kept], dict[str, bytes]]:
     """(tensors by flat name, pickled skeletons by `SKELETON` + part) of what `parts` hold now.
 
     The tensors are the parts' own; the skeletons are copies, so a part may go on changing its lists and tables.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Kept] = {}
     skeletons = {SKELETON + name: pickle.dumps(split(part.state_dict(), name, tensors)) for name, part in parts.items()}
     return tensors, skeletons
 
 
-def split(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def split(state: Any, name: str, tensors: dict[str, Kept]) -> Any:
     """The skeleton of `state`; its tensors go into `tensors` under names that begin with `name`.
 
     Tables, lists and tuples are walked; any other value belongs to the skeleton.
     """
-    if isinstance(state, Tensor):
+    if isinstance(state, Kept):
         assert name not in tensors, f"two tensors are called {name}"
-        tensors[name] = state.detach()
+        tensors[name] = state.detach() if isinstance(state, Tensor) else state
         return Hole(name)
     if isinstance(state, Mapping):
         return {key: split(value, f"{name}/{_word(key)}", tensors) for key, value in state.items()}
@@ -52,7 +56,7 @@ def split(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     return state
 
 
-def join(skeleton: Any, tensor: Callable[[str], Tensor]) -> Any:
+def join(skeleton: Any, tensor: Callable[[str], Kept]) -> Any:
     """The state again: each hole filled with `tensor(name)`."""
     if isinstance(skeleton, Hole):
         return tensor(skeleton.name)
@@ -81,15 +85,15 @@ class Stage:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of `tensors` (for a DTensor: of this rank's part) that stay as they are until the next call."""
-        copies: dict[str, Tensor] = {}
+    def copy(self, tensors: Mapping[str, Kept]) -> dict[str, Kept]:
+        """Copies of `tensors` (of this rank's part where they are cut) that stay as they are until the next call."""
+        copies: dict[str, Kept] = {}
         fresh: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = _local(tensor)
             buffer = fresh[name] = self._buffer(name, local)
             buffer.copy_(local, non_blocking=local.is_cuda)
-            copies[name] = _like(tensor, buffer) if isinstance(tensor, DTensor) else buffer
+            copies[name] = _like(tensor, buffer)
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
         self._buffers = fresh
@@ -102,7 +106,17 @@ class Stage:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
 
 
-def _like(tensor: DTensor, local: Tensor) -> DTensor:
+def _local(tensor: Kept) -> Tensor:
+    if isinstance(tensor, Slice):
+        return tensor.local
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(tensor: Kept, local: Tensor) -> Kept:
+    if isinstance(tensor, Slice):
+        return tensor.of(local)
+    if not isinstance(tensor, DTensor):
+        return local
     return DTensor.from_local(
         local,
         tensor.device_mesh,

@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from espalier.checkpoint import manifest
 from espalier.checkpoint.place import Place, folder_name
+from espalier.checkpoint.slices import SavePlanner
 from espalier.checkpoint.team import Team
 from espalier.errors import EspalierError
 from espalier.track.events import unwritable
@@ -42,7 +42,7 @@ class Write:
     def __init__(self, place: Place, team: Team, job: Job) -> None:
         self.place, self.team, self.job = place, team, job
         self.name = folder_name(job.step)
-        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner = SavePlanner()
         self._metadata: Metadata | None = None
         self._folder: Path | None = None
 

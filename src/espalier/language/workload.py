@@ -84,8 +84,7 @@ class LanguageWorkload:
         first = step * self.global_batch
         rows = mixture.read_windows(self.splits, self.order, first + shard.start, first + shard.stop)
         windows = torch.from_numpy(rows)
-        cut = shard.micro_batch
-        return [_window(windows[at : at + cut]) for at in range(0, len(windows), cut)]
+        return [_window(windows[start - shard.start : stop - shard.start]) for start, stop in shard.cuts]
 
     def documents(self, step: int, shard: Shard) -> list[str]:
         """Names of the documents those windows cover."""
@@ -106,8 +105,8 @@ class LanguageWorkload:
         assert isinstance(model, gpt.GPT)
         device = next(model.parameters()).device
         nats = count = length = 0.0
-        for at in range(shard.start, shard.stop, shard.micro_batch):
-            batch = _window(self._read_held_out(at, min(at + shard.micro_batch, shard.stop)))
+        for start, stop in shard.cuts:
+            batch = _window(self._read_held_out(start, stop))
             nats += float(model.loss_sum(batch.tokens.to(device), batch.targets.to(device)))
             count += batch.targets.numel()
             length += float(self._byte_lengths[batch.targets].sum())

@@ -5,24 +5,25 @@ Matrices decay, vectors (norms, biases) do not, as in GPT-3 (arXiv 2005.14165).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from espalier.compose import Claim
 from espalier.config import Adamw
-from espalier.optim.base import Group, zeros_like
+from espalier.optim.base import Group, Optimizer, Owned, Together, zeros_like
 
 CLAIM = Claim("adamw", question="optimizer", needs=frozenset({"gradients are summed"}))
 
 
-def build(options: Adamw, names: Mapping[nn.Parameter, str]) -> Group:
-    """AdamW over the parameters in `names`; its state exists from the start. `learning_rate` must be resolved."""
+def build(options: Adamw, owned: Sequence[Owned]) -> Optimizer:
+    """AdamW over `owned`; its state exists from the start. `learning_rate` must be resolved."""
+    if not owned:
+        return Together([])  # more ranks than pieces: this one has nothing to move
     assert options.learning_rate is not None, "derive.resolve fills the learning rate"
     groups = [
-        {"params": [p for p in names if p.ndim >= 2], "weight_decay": options.weight_decay},
-        {"params": [p for p in names if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [one.tensor for one in owned if len(one.shape) >= 2], "weight_decay": options.weight_decay},
+        {"params": [one.tensor for one in owned if len(one.shape) < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -31,10 +32,10 @@ def build(options: Adamw, names: Mapping[nn.Parameter, str]) -> Group:
         eps=options.epsilon,
         fused=True,
     )
-    for parameter in names:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": zeros_like(parameter),
-            "exp_avg_sq": zeros_like(parameter),
+    for one in owned:
+        optimizer.state[one.tensor] = {
+            "step": torch.zeros((), dtype=torch.float32, device=one.tensor.device),
+            "exp_avg": zeros_like(one.tensor),
+            "exp_avg_sq": zeros_like(one.tensor),
         }
-    return Group(optimizer, names)
+    return Group(optimizer, owned)

@@ -6,11 +6,28 @@ resharded by name like the parameters themselves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+
+class Owned(NamedTuple):
+    """A parameter, or the piece of one that this rank moves: elements from `start` on of its row-major order.
+
+    `tensor` has the parameter's own shape where it is all of it, else it is 1-D. `shape` is the whole parameter's.
+    """
+
+    name: str
+    tensor: nn.Parameter
+    shape: torch.Size
+    start: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """All of the parameter is in `tensor`."""
+        return self.tensor.shape == self.shape
 
 
 class Optimizer(Protocol):
@@ -32,9 +49,9 @@ class Optimizer(Protocol):
 class Group:
     """One torch optimizer over named parameters, with its own learning rates. Has state."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> None:
         self.optimizer = optimizer
-        self.names = names
+        self.owned = owned
         self.rates = [float(group["lr"]) for group in optimizer.param_groups]
 
     def step(self, factor: float) -> None:
@@ -46,9 +63,9 @@ class Group:
     def state_dict(self) -> dict[str, Any]:
         """`name/kind` -> tensor."""
         found: dict[str, Any] = {}
-        for parameter, name in self.names.items():
-            for kind, value in self.optimizer.state[parameter].items():
-                found[f"{name}/{kind}"] = value
+        for one in self.owned:
+            for kind, value in self.optimizer.state[one.tensor].items():
+                found[f"{one.name}/{kind}"] = value
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -76,6 +93,11 @@ class Together:
         """Each member takes its own names from `state`."""
         for member in self.members:
             member.load_state_dict(state)
+
+
+def owned_by(model: nn.Module) -> list[Owned]:
+    """The trainable parameters of a model that lies on this rank as a whole."""
+    return [Owned(name, parameter, parameter.shape) for parameter, name in names_of(model).items()]
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, str]:

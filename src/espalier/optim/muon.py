@@ -11,7 +11,7 @@ and in bfloat16 on GPUs; and matrices of one shape go through it as one batched 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from espalier.compose import Claim
 from espalier.config import Muon
 from espalier.optim.adamw import build as build_adamw
-from espalier.optim.base import Group, Together, zeros_like
+from espalier.optim.base import Group, Optimizer, Owned, Together, zeros_like
 
 CLAIM = Claim(
     "muon", question="optimizer", needs=frozenset({"gradients are summed", "whole matrices"}), instead=("adamw",)
@@ -90,14 +90,20 @@ class MuonStep(torch.optim.Optimizer):
         torch._foreach_add_(weights, list(updates), alpha=-rate * max(1.0, rows / columns) ** 0.5)
 
 
-def build(options: Muon, names: Mapping[nn.Parameter, str], embeddings: frozenset[nn.Parameter]) -> Together:
-    """Muon on the hidden matrices in `names`, AdamW on the rest (vectors, and the tables in `embeddings`)."""
+def moves(one: Owned, tables: frozenset[str]) -> bool:
+    """Whether Muon moves it: hidden matrices, not tables and heads (named in `tables`), not vectors."""
+    return len(one.shape) == 2 and one.name not in tables
+
+
+def build(options: Muon, owned: Sequence[Owned], tables: frozenset[str]) -> Together:
+    """Muon on the hidden matrices in `owned`, AdamW on the rest (vectors, and the parameters named in `tables`)."""
     assert options.learning_rate is not None, "derive.resolve fills the learning rate"
-    hidden = {p: name for p, name in names.items() if p.ndim == 2 and p not in embeddings}
-    others = {p: name for p, name in names.items() if p not in hidden}
-    members = []
+    hidden = [one for one in owned if moves(one, tables)]
+    others = [one for one in owned if not moves(one, tables)]
+    assert all(one.whole for one in hidden), "composition refuses Muon on pieces of matrices"
+    members: list[Optimizer] = []
     if hidden:
-        members.append(Group(MuonStep(hidden, options), hidden))
+        members.append(Group(MuonStep([one.tensor for one in hidden], options), hidden))
     if others:
         members.append(build_adamw(options.adamw, others))
-    return Together(list(members))
+    return Together(members)

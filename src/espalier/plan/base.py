@@ -32,8 +32,12 @@ class Rank(Part, frozen=True):
 
 
 class Unit(Part, frozen=True):
-    """A group of parameters placed together. Each list names the ranks over which that state is split in order;
-    an empty list means every trainer rank holds all of it."""
+    """A group of parameters placed together: those whose names match `pattern` and no earlier unit's.
+
+    Each list names the ranks over which that state is split, of the group that holds rank 0 (the others are alike); an
+    empty list means every trainer rank holds all of it. `whole`: matrices that the optimizer moves as a whole stay on
+    one rank each.
+    """
 
     pattern: str = "*"
     params: tuple[int, ...] = ()
@@ -146,6 +150,14 @@ class Plan(Part, frozen=True):
         return tuple(index for index, rank in enumerate(self.ranks) if rank.role == "trainer")
 
     @property
+    def rounds(self) -> int | None:
+        """Micro-batches of every rank where all must have as many (parameters or gradients are exchanged in each)."""
+        if not any(len(unit.grads) > 1 for unit in self.units):
+            return None
+        shares = (self.ranks[index].share for index in self.trainers)
+        return max(-(-(stop - start) // self.micro_batch) for start, stop in shares)
+
+    @property
     def layout(self) -> Layout:
         """The shorthand view of this plan."""
         trainers, unit = self.trainers, self.units[0]
@@ -220,6 +232,10 @@ def check(plan: Plan, samples: int, origin: str = "plan.json") -> Plan:
         raise _nonsense(origin, f"its ranks share {at} samples in micro-batches of {plan.micro_batch}, not {samples}")
     if any(rank.threads < 1 for rank in plan.ranks):
         raise _nonsense(origin, "a rank has no thread")
+    fewest = min(plan.ranks[index].share[1] - plan.ranks[index].share[0] for index in plan.trainers)
+    if plan.rounds is not None and fewest < plan.rounds:
+        few = f"a rank has {fewest} samples for {plan.rounds} micro-batches"
+        raise _nonsense(origin, f"{few}; with sharded gradients every rank needs one for each")
     return plan
 
 

@@ -29,8 +29,6 @@ def executable(option: Option) -> bool:
 def missing(layout: Layouts) -> str:
     """Which parts `espalier train` lacks for this layout; empty when none."""
     lacks = []
-    if layout.optimizer > 1:
-        lacks.append("sharded states (`espalier explain amsp`)")
     if layout.tp * layout.sp > 1:
         lacks.append(f"the {layout.algorithm} algorithm (`espalier explain buff`)")
     if layout.pp > 1:
@@ -48,7 +46,7 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
     return Plan(
         planner="search",
         ranks=_ranks(request, option),
-        units=(_unit(layout),),
+        units=(_unit(request, layout),),
         stages=_stages(request, option),
         exchanges=(Exchange(traffic="gradients"),) if layout.shards > 1 else (),
         algorithm=layout.algorithm,
@@ -108,13 +106,14 @@ def _ranks(request: Request, option: Option) -> tuple[Rank, ...]:
     )
 
 
-def _unit(layout: Layouts) -> Unit:
-    """The shards of the first ranks; other groups are alike, `tp` apart."""
+def _unit(request: Request, layout: Layouts) -> Unit:
+    """The shards of the first ranks; other groups are alike, `tp` apart. Muon's matrices stay whole."""
 
     def group(size: int) -> tuple[int, ...]:
         return tuple(range(0, size * layout.tp, layout.tp)) if size > 1 else ()
 
-    return Unit(params=group(layout.params), grads=group(layout.grads), optimizer=group(layout.optimizer))
+    whole = request.optimizer == "muon" and layout.optimizer > 1
+    return Unit(params=group(layout.params), grads=group(layout.grads), optimizer=group(layout.optimizer), whole=whole)
 
 
 def _stages(request: Request, option: Option) -> tuple[Stage, ...]:

@@ -126,11 +126,12 @@ def estimate(
 def sent(request: Request, layouts: Layouts) -> dict[str, Number]:
     """Payload bytes that a rank sends per step in exchanges of states: what goes on the ledger.
 
-    Gradients travel with one flag per tensor, as `shard.replicate` sends them; parameters in every micro-batch.
+    Beside the gradients, ranks tell each other at every step which tensors they used, the loss, and (where gradients
+    are sharded) their part of the norm. The padding of units is left out; `shard.amsp.cost` counts it.
     """
     storage = storage_of(request, layouts)
     pp, replicas = np.asarray(layouts.pp), layouts.shards // np.asarray(layouts.optimizer)
-    parameters = (request.trainable / pp + request.tensors) / layouts.tp
+    parameters = request.trainable / pp / layouts.tp
     rounds = -(-samples_each(request, layouts) // np.asarray(layouts.micro_batch))
     grads = storage.grads * parameters
     further = layouts.optimizer // np.asarray(layouts.grads)
@@ -141,9 +142,15 @@ def sent(request: Request, layouts: Layouts) -> dict[str, Number]:
     params = params + cost.ring_bytes("all_gather", storage.params * parameters / layouts.params, back)
     found = {
         "gradients": scattered + cost.ring_bytes("all_reduce", grads / layouts.optimizer, replicas),
-        "control": cost.ring_bytes("all_reduce", TOTAL_BYTES * (TOTALS + layouts.world), layouts.world),
+        "control": cost.ring_bytes("all_reduce", _steering(request, layouts), layouts.world),
     }
     return found | ({"params": params} if np.any(np.asarray(params) > 0) else {})
+
+
+def _steering(request: Request, layouts: Layouts) -> Number:
+    """Bytes that ranks add up in each step beside tensors: totals, a flag per tensor, and the square of a norm."""
+    norm = TOTAL_BYTES * (np.asarray(layouts.optimizer) > 1)
+    return TOTAL_BYTES * (TOTALS + layouts.world) + request.tensors + norm
 
 
 def scaled(predicted: Predicted, measured: float) -> Predicted:

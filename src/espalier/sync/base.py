@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from espalier.optim.base import Owned
     from espalier.workload import Outcome
 
 
@@ -27,6 +30,23 @@ class Agreed(NamedTuple):
     """Seconds this rank stood still for the exchange, after its own backward pass was done."""
     faulty: tuple[int, ...]
     """Ranks whose own loss or gradient was not finite; the parameters were then left untouched."""
+
+
+class Gradients(Protocol):
+    """What an Agreement needs of a sharding (see `shard.base.Sharding`)."""
+
+    @property
+    def owned(self) -> Sequence[Owned]:
+        """What this rank's optimizer moves."""
+
+    def wait(self) -> None:
+        """Returns when the summed gradients are in the `.grad` of what is owned."""
+
+    def norm(self) -> float:
+        """2-norm of the summed gradient of the whole model."""
+
+    def refresh(self) -> None:
+        """Begins to bring what was moved to all who hold it."""
 
 
 class Agreement(Protocol):

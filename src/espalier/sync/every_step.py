@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from espalier.comm.base import Traffic, traffic
 from espalier.compose import Claim
 from espalier.optim.base import Optimizer
-from espalier.sync.base import TOTALS, Agreed
+from espalier.sync.base import TOTALS, Agreed, Gradients
 from espalier.workload import Outcome
 
 CLAIM = Claim(
@@ -27,17 +27,9 @@ CLAIM = Claim(
 class EveryStep:
     """Waits for the summed gradients, clips them by their global norm, and takes one optimizer step. Has no state."""
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        optimizer: Optimizer,
-        wait: Callable[[], None],
-        totals: Totals,
-        clip: float,
-    ) -> None:
-        self.parameters = parameters
+    def __init__(self, sharding: Gradients, optimizer: Optimizer, totals: Totals, clip: float) -> None:
+        self.sharding = sharding
         self.optimizer = optimizer
-        self.wait = wait
         self.totals = totals
         self.clip = clip
 
@@ -45,16 +37,15 @@ class EveryStep:
         """See `Agreement.step`. Nothing moves when a loss or the gradient is not finite."""
         summed = self.totals.start(outcome, stop)
         begun = time.perf_counter()
-        self.wait()
+        self.sharding.wait()
         loss, weight, stopping, faulty = summed()
         exposed = time.perf_counter() - begun
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
         scale = self.totals.nominal_weight / weight if weight else 0.0
-        size = float(norm) * scale
+        size = self.sharding.norm() * scale
         if not faulty and math.isfinite(size):
-            self._scale(gradients, scale, size)
+            self._scale([one.tensor.grad for one in self.sharding.owned if one.tensor.grad is not None], scale, size)
             self.optimizer.step(learning_rate)
+            self.sharding.refresh()
         return Agreed(loss / weight if weight else math.nan, weight, size, learning_rate, stopping, exposed, faulty)
 
     def _scale(self, gradients: list[Tensor], scale: float, size: float) -> None:

@@ -104,7 +104,7 @@ def decide(
     taken = None
     if runs is not None:
         taken = chosen.make(request, found, runs, calibration)
-        if not gpus(cluster) and runs.cluster is cluster:
+        if not gpus(cluster) and runs.cluster is cluster and runs.layout.optimizer == 1:
             measured = trials()
             taken = uniform.plan(request, cluster, measured)
             if taken.predicted is not None and not measured:

@@ -1,0 +1,290 @@
+"""Parameters, gradients and optimizer states, each split over its own number of ranks. After AMSP, arXiv 2311.00257.
+
+One engine for every nested triple of factors (params, grads, optimizer) on D ranks: (1,1,1) is plain data parallel,
+(1,1,D) ZeRO-1, (1,D,D) ZeRO-2, (D,D,D) ZeRO-3 or FSDP, (s,s,s) HSDP or MiCS, and all between. Different parameters may
+have different factors. It deviates from the paper and from others where that is simpler or exact:
+
+- The sum of gradients is a sum, not a mean: losses are divided by the weight of the whole batch before backward, so
+  ranks may have unequal shares.
+- Moved parameters come back by one gather per unit, in forward order, awaited where they are first used (the original
+  sends a broadcast per owner).
+- Every exchange goes along the axes of the mesh, inside machines first (`placement`).
+- A parameter that no rank used keeps `.grad = None`, as on one rank; one that some used never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import AllreduceOptions
+
+from espalier.checkpoint.base import Stateful
+from espalier.comm.base import Traffic, traffic
+from espalier.errors import UserError
+from espalier.optim.base import Optimizer, Owned, names_of, owned_by
+from espalier.shard.agree import same_start
+from espalier.shard.arrange import Piece
+from espalier.shard.blocks import Membership, blocks_of
+from espalier.shard.exchange import Exchanges
+from espalier.shard.flat import Flat, Slot
+from espalier.shard.mesh import Groups, Mesh
+from espalier.shard.placement import Factors, place
+from espalier.shard.seen import Seen, twice
+from espalier.shard.spread import Spread, groups, units
+from espalier.shard.windows import Windows
+
+
+class Amsp:
+    """See `Sharding`. Has state: the units, hooks, and the exchanges under way.
+
+    Args:
+        model: changed in place: its parameters and buffers become rank 0's, its parameters views of units.
+        channel: the ranks (a Channel, or any process group); None, or a group of one rank, adds nothing.
+        spread: how it is to lie on them.
+
+    Raises:
+        UserError: the ranks' models differ in a name, shape or dtype (named); factors do not nest or divide the ranks.
+    """
+
+    def __init__(self, model: nn.Module, channel: dist.ProcessGroup | None, spread: Spread | None = None) -> None:
+        self.model = model
+        self._spread = spread or Spread()
+        self._channel = channel if channel is not None and channel.size() > 1 else None
+        self.flats: list[Flat] = []
+        self._hooks: list[Any] = []
+        self._armed: bool | None = None
+        self._ended: bool | None = None
+        self._launched = 0
+        self.together = False
+        if self._channel is None:
+            self.owned: Sequence[Owned] = owned_by(model)
+            return
+        same_start(model, self._channel)
+        self._reducing, self._moving = Exchanges(), Exchanges()
+        self.flats = self._units(self._channel)
+        self.owned = [moved.owned for flat in self.flats for moved in flat.moved]
+        self.together = any(flat.sharded for flat in self.flats)
+        for flat in self.flats:
+            for slot in flat.slots:
+                hook = slot.parameter.register_post_accumulate_grad_hook(self._arrival(flat, slot))
+                self._hooks.append(hook)
+        self._seen = Seen(model)
+        self._windows = Windows(model, self._member, self.flats, self._moving)
+
+    # --- making the units --------------------------------------------------------------------------------------------
+
+    def _units(self, channel: dist.ProcessGroup) -> list[Flat]:
+        spread, world = self._spread, channel.size()
+        nodes = spread.nodes or [0] * world
+        blocks = blocks_of(self.model) if spread.blocks is None else spread.blocks
+        self._member = member = Membership(self.model, list(blocks))
+        slots = [Slot(name, parameter, n) for n, (parameter, name) in enumerate(names_of(self.model).items())]
+        chosen = [spread.of(slot.name).check(world, f"shard of {slot.name!r}") for slot in slots]
+        made: Groups = {}
+        meshes = {factors: Mesh(place(factors, nodes), channel, made) for factors in dict.fromkeys(chosen)}
+        kinds = [(slot.parameter.dtype, slot.parameter.device) for slot in slots]
+        found = groups(chosen, [member.of(slot.parameter) for slot in slots], kinds)
+        pieces = [
+            Piece(
+                slot.parameter.numel(), slot.parameter.element_size(), group, self._is_whole(slot.name, group.factors)
+            )
+            for slot, group in zip(slots, found, strict=True)
+        ]
+        placements = {factors: mesh.placement for factors, mesh in meshes.items()}
+        low = spread.low
+        return [
+            Flat([slots[index] for index in unit.indices], unit, meshes[chosen[unit.indices[0]]], low)
+            for unit in units(pieces, placements, spread.bucket_bytes)
+        ]
+
+    def _is_whole(self, name: str, factors: Factors) -> bool:
+        return name in self._spread.whole and factors.optimizer > 1
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """See `Sharding.clear`."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        for flat in self.flats:
+            flat.clear()
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """See `Sharding.accumulate`. Raises UserError when the model has changed since it was wrapped."""
+        return nullcontext() if self._channel is None else self._round(last)
+
+    @contextmanager
+    def _round(self, last: bool) -> Iterator[None]:
+        self._ended = None  # an error inside leaves no half step to wait for
+        self._seen.check(self.model)
+        self.begin_round(last)
+        yield
+        self.end_round()
+        self._ended = last
+
+    def begin_round(self, last: bool) -> None:
+        """Gradients of one more micro-batch are to come."""
+        self._launched = 0
+        self._armed = last
+        for flat in self.flats:
+            flat.missing = len(flat.slots)
+
+    def end_round(self) -> None:
+        """Backward is done: what is incomplete (parameters that were not used) goes out as it is."""
+        if self._armed is not None:
+            self._launch_ready(everything=True)
+            self._armed = None
+        self._windows.let_go()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """See `Sharding.alone`."""
+        self._armed = None
+        yield
+        if self._channel is not None:
+            self._windows.let_go()
+
+    def _arrival(self, flat: Flat, slot: Slot) -> Any:
+        def arrived(_: Tensor) -> None:
+            if self._armed is None:
+                return
+            flat.take(slot)
+            if flat.missing < 0:
+                raise twice(slot.name)
+            if flat.missing == 0:
+                self._windows.gradients_are_there(flat)
+                self._launch_ready()
+
+        return arrived
+
+    def _launch_ready(self, everything: bool = False) -> None:
+        """Launches complete units in their fixed order, which all ranks share whatever order gradients come in."""
+        last = bool(self._armed)
+        while self._launched < len(self.flats):
+            flat = self.flats[self._launched]
+            if flat.missing and not everything:
+                break
+            if last or flat.scattered:
+                self._reducing.begin(flat.exchange(last))
+            self._launched += 1
+        self._reducing.advance()
+
+    def wait(self) -> None:
+        """See `Sharding.wait`.
+
+        Raises:
+            UserError: no backward ran in `accumulate(last=True)`.
+            RunFailed: a rank did not take part in time.
+        """
+        if self._channel is None:
+            return
+        if self._ended is not True:
+            raise UserError(
+                "Amsp.wait() found no backward to wait for.",
+                do="run the step's last backward inside `with sharding.accumulate(last=True):`",
+            )
+        self._ended = None
+        self.finish()
+
+    def finish(self) -> None:
+        """Waits for the exchange of gradients and hands them to what is owned."""
+        used = self._used()
+        self._reducing.finish()
+        for flat in self.flats:
+            flat.deliver(used)
+
+    def _used(self) -> list[bool]:
+        """For each trainable parameter, whether any rank used it in this step."""
+        assert self._channel is not None
+        slots = sorted((slot for flat in self.flats for slot in flat.slots), key=lambda slot: slot.number)
+        flags = torch.tensor([slot.used for slot in slots], dtype=torch.uint8, device=_host(self._channel, slots))
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        with traffic(Traffic.CONTROL):
+            self._channel.allreduce([flags], options).wait()
+        return [bool(flag) for flag in flags.tolist()]
+
+    def norm(self) -> float:
+        """See `Sharding.norm`."""
+        gradients = [one.tensor.grad for one in self.owned if one.tensor.grad is not None]
+        if self._channel is None or all(flat.optimizer.length == flat.length for flat in self.flats):
+            return float(torch.nn.utils.get_total_norm(gradients))
+        squares = torch.zeros(1, dtype=torch.float64, device=self.flats[0].full.device)
+        for flat in self.flats:
+            mine = [moved.owned.tensor.grad for moved in flat.moved if moved.owned.tensor.grad is not None]
+            if mine:
+                copies = self._channel.size() / flat.mesh.placement.factors.optimizer
+                squares += torch.stack(torch._foreach_norm(mine)).double().square().sum() / copies
+        with traffic(Traffic.CONTROL):
+            self._channel.allreduce([squares], AllreduceOptions()).wait()
+        return float(squares.sqrt())
+
+    def refresh(self) -> None:
+        """See `Sharding.refresh`."""
+        if self._channel is not None:
+            self._windows.refresh()
+
+    def idle(self, times: int) -> None:
+        """See `Sharding.idle`."""
+        for _ in range(times if self.together else 0):
+            self._windows.idle()
+
+    # --- the whole model ---------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Returns when every parameter that lives here is up to date."""
+        if self._channel is not None:
+            self._windows.settle()
+
+    def held(self) -> Mapping[str, int]:
+        """See `Sharding.held`."""
+        if not self.flats:
+            parameters = list(self.model.parameters())
+            grads = sum(parameter.nbytes for parameter in parameters if parameter.grad is not None)
+            return {"params": sum(parameter.nbytes for parameter in parameters), "grads": grads, "masters": 0}
+        return {
+            "params": sum(flat.part.nbytes for flat in self.flats),
+            "grads": sum(flat.summed.nbytes for flat in self.flats if flat.summed is not None),
+            "masters": sum(flat.masters.nbytes for flat in self.flats if flat.masters is not None),
+        }
+
+    def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
+        """See `Sharding.parts`."""
+        from espalier.shard.state import Model, States
+
+        if self._channel is None:
+            return {"model": self.model, "optimizer": optimizer}
+        return {"model": Model(self), "optimizer": States(self, optimizer, self._channel)}
+
+    def whole(self, flat: Flat, own: Tensor) -> Tensor:
+        """[unit] every rank's `own` [optimizer span] of a unit, on every rank. All ranks call it."""
+        self.settle()
+        buffer, stages = flat.assembled(own)
+        self._moving.finish(self._moving.begin(stages))
+        return buffer
+
+    def detach(self) -> None:
+        """See `Sharding.detach`."""
+        if self._channel is None:
+            return
+        self._windows.detach()
+        for flat in self.flats:
+            values = self.whole(flat, flat.own)
+            for slot in flat.slots:
+                slot.parameter.data = values[slot.span.start : slot.span.stop].view(slot.shape).clone()
+                slot.parameter.grad = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.flats, self.owned, self._channel, self.together = [], owned_by(self.model), None, False
+
+
+def _host(channel: dist.ProcessGroup, slots: Sequence[Slot]) -> torch.device:
+    """Where small tensors that only steer live."""
+    kinds = [device.type for device in channel._device_types]
+    return torch.device("cpu") if not kinds or "cpu" in kinds else slots[0].parameter.device

@@ -1,0 +1,113 @@
+"""How parameters are laid into flat units: which travel together, at which offsets, with how much padding. No torch.
+
+A unit is what is exchanged at once. Where parameters are gathered layer by layer a unit is a block of the model; else
+it is a bucket of some megabytes, filled in the order in which backward gives gradients (DistributedDataParallel's order
+and sizes, Li et al., arXiv 2006.15704). The same functions serve the executor and its cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+FIRST_BUCKET = 2**20  # bytes; DistributedDataParallel's figure: the first exchange should begin early
+BUCKET = 25 * 2**20  # bytes; likewise
+PADDING = 0.1
+"""Share of a unit of whole matrices that may be padding; it grows beyond its bytes until it is met."""
+
+
+class Piece(NamedTuple):
+    """One parameter as far as units care.
+
+    Attributes:
+        elements, element_bytes: its size.
+        group: parameters of one group (dtype, device, factors, block) may share a unit.
+        whole: it must lie on one rank: no shard of the optimizer's state may cut it.
+    """
+
+    elements: int
+    element_bytes: int
+    group: Any = None
+    whole: bool = False
+
+
+class Rule(NamedTuple):
+    """What a group's units must obey: their length is a multiple of `multiple`, whole pieces are dealt out among
+    `owners` ranks, and a unit closes at about `bucket_bytes` (0: the group is one unit, a block gathered at once)."""
+
+    multiple: int = 1
+    owners: int = 1
+    bucket_bytes: int = BUCKET
+
+
+class Arranged(NamedTuple):
+    """One unit: the pieces in it (by index), where each begins, and the unit's length with its padding."""
+
+    indices: tuple[int, ...]
+    offsets: tuple[int, ...]
+    length: int
+
+
+def arrange(pieces: Sequence[Piece], rule: Callable[[Any], Rule]) -> list[Arranged]:
+    """All units, in the order in which backward completes them. A pure function of its arguments.
+
+    Pieces are taken in reverse, as backward gives their gradients. A unit closes when it has reached its bytes (the
+    first of each group `FIRST_BUCKET`, if that is less), so only a single larger piece exceeds it by much.
+
+    Args:
+        pieces: the trainable parameters in the model's order.
+        rule: of each piece's `group`.
+    """
+    done: list[Arranged] = []
+    open_: dict[Hashable, list[int]] = {}
+    later: set[Hashable] = set()
+    for index in reversed(range(len(pieces))):
+        piece = pieces[index]
+        key = (piece.group, piece.element_bytes, piece.whole)
+        indices = open_.setdefault(key, [])
+        indices.append(index)
+        law = rule(piece.group)
+        if _bytes(pieces, indices) < (law.bucket_bytes if key in later else min(FIRST_BUCKET, law.bucket_bytes)):
+            continue
+        unit = _unit(pieces, indices, law)
+        if law.bucket_bytes and (not piece.whole or _padding(pieces, unit) <= PADDING * unit.length):
+            done.append(unit)
+            later.add(key)
+            del open_[key]
+    done += [_unit(pieces, indices, rule(pieces[indices[0]].group)) for indices in open_.values()]
+    return sorted(done, key=lambda unit: -min(unit.indices))
+
+
+def _bytes(pieces: Sequence[Piece], indices: Iterable[int]) -> int:
+    return sum(pieces[index].elements * pieces[index].element_bytes for index in indices)
+
+
+def _padding(pieces: Sequence[Piece], unit: Arranged) -> int:
+    return unit.length - sum(pieces[index].elements for index in unit.indices)
+
+
+def _unit(pieces: Sequence[Piece], indices: Sequence[int], law: Rule) -> Arranged:
+    return (_dealt if pieces[indices[0]].whole else _in_a_row)(pieces, indices, law)
+
+
+def _in_a_row(pieces: Sequence[Piece], indices: Sequence[int], law: Rule) -> Arranged:
+    """One after the other; shards may cut any of them."""
+    offsets, end = [], 0
+    for index in indices:
+        offsets.append(end)
+        end += pieces[index].elements
+    return Arranged(tuple(indices), tuple(offsets), -(-end // law.multiple) * law.multiple)
+
+
+def _dealt(pieces: Sequence[Piece], indices: Sequence[int], law: Rule) -> Arranged:
+    """Dealt to equal shards, the largest first, each to the emptiest: no shard's end cuts a piece."""
+    fill = [0] * law.owners
+    places: dict[int, tuple[int, int]] = {}
+    for index in sorted(indices, key=lambda index: (-pieces[index].elements, index)):
+        owner = min(range(law.owners), key=lambda one: (fill[one], one))
+        places[index] = (owner, fill[owner])
+        fill[owner] += pieces[index].elements
+    step = law.multiple // law.owners
+    each = -(-max(fill) // step) * step
+    offsets = tuple(places[index][0] * each + places[index][1] for index in indices)
+    return Arranged(tuple(indices), offsets, each * law.owners)

@@ -1,0 +1,46 @@
+"""What a model looked like when it was wrapped, and what is said when it changed or gave a gradient twice."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from espalier.errors import UserError
+
+
+class Seen:
+    """A model's modules and parameters as they are now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(module, len(module._modules), len(module._parameters)) for module in model.modules()]
+        self._parameters = [
+            (f"{prefix}.{name}".lstrip("."), module._parameters, name, parameter, parameter.requires_grad)
+            for prefix, module in model.named_modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+    def check(self, model: nn.Module) -> None:
+        """Raises UserError naming the first change."""
+        for path, owner, name, parameter, trainable in self._parameters:
+            if owner.get(name) is not parameter or parameter.requires_grad is not trainable:
+                raise _changed(path, model)
+        for module, modules, parameters in self._modules:
+            if len(module._modules) != modules or len(module._parameters) != parameters:
+                raise _changed(type(module).__name__, model)
+
+
+def twice(name: str) -> UserError:
+    """The error for a gradient that came twice."""
+    return UserError(
+        f"Parameter '{name}' got its gradient twice in one backward.",
+        why="its unit may already be on the wire (reentrant checkpointing, or two backwards in one micro-batch)",
+        do="use torch.utils.checkpoint with use_reentrant=False; one backward per `accumulate` block",
+    )
+
+
+def _changed(where: str, model: nn.Module) -> UserError:
+    return UserError(
+        f"The model ({type(model).__name__}) changed at '{where}' after it was spread over the ranks.",
+        why="a parameter was added, replaced, frozen or thawed; its gradient would not be exchanged rightly",
+        do="change the model first, then wrap it; or call detach() and wrap it again",
+    )

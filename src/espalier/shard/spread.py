@@ -1,0 +1,198 @@
+"""How a model is to lie on the ranks, and what one step of it sends: formulas over the very units that are exchanged.
+
+Bytes are AMSP's (arXiv 2311.00257, section on communication cost), padding included: what the ledger shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from espalier.compose import Claim
+from espalier.cost import Cost, all_gather, all_reduce, reduce_scatter, ring_bytes
+from espalier.shard.arrange import BUCKET, Arranged, Piece, Rule, arrange
+from espalier.shard.placement import Axis, Factors, Placement, place
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from espalier.cluster import Link
+
+WHOLE = Claim("amsp", question="shard", changes=frozenset({"gradients are summed", "whole matrices"}))
+"""With every matrix on one rank."""
+SPLIT = Claim("amsp_split", question="shard", changes=frozenset({"gradients are summed"}), instead=("amsp",))
+"""With matrices cut by the shards of the optimizer's state (a plan's units that are not `whole`)."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a model is to lie on the ranks.
+
+    Attributes:
+        factors: (pattern of parameter names, factors); the first that matches counts, (1, 1, 1) where none does.
+        nodes: the machine of each rank; empty: all on one.
+        blocks: what is gathered at once; None: found by `blocks_of`.
+        whole: names of the parameters that no shard of the optimizer's state may cut.
+        low: dtype of the parameters when the optimizer is to keep masters in the dtype they have now.
+        bucket_bytes: bytes of gradients exchanged at once.
+    """
+
+    factors: Sequence[tuple[str, Factors]] = (("*", Factors()),)
+    nodes: Sequence[int] = ()
+    blocks: Sequence[nn.Module] | None = None
+    whole: frozenset[str] = frozenset()
+    low: torch.dtype | None = None
+    bucket_bytes: int = BUCKET
+
+    def of(self, name: str) -> Factors:
+        """The factors of a parameter."""
+        return next((factors for pattern, factors in self.factors if fnmatchcase(name, pattern)), Factors())
+
+
+class Unit(Protocol):
+    """What is read of a plan's units."""
+
+    @property
+    def pattern(self) -> str:
+        """Of parameter names."""
+
+    @property
+    def params(self) -> Sequence[int]:
+        """Ranks that split the parameters."""
+
+    @property
+    def grads(self) -> Sequence[int]:
+        """Ranks that split the gradients."""
+
+    @property
+    def optimizer(self) -> Sequence[int]:
+        """Ranks that split the optimizer's state."""
+
+    @property
+    def whole(self) -> bool:
+        """Matrices stay on one rank each."""
+
+
+def factors(units: Iterable[Unit]) -> list[tuple[str, Factors]]:
+    """The factors that a plan's units ask for, by pattern of names."""
+    return [
+        (unit.pattern, Factors(*(len(ranks) or 1 for ranks in (unit.params, unit.grads, unit.optimizer))))
+        for unit in units
+    ]
+
+
+def claim(units: Iterable[Unit]) -> Claim:
+    """What the units of a plan bring."""
+    return SPLIT if any(len(unit.optimizer) > 1 and not unit.whole for unit in units) else WHOLE
+
+
+class Group(NamedTuple):
+    """Parameters that may share a unit: of one placement, kind and (where they are gathered) block.
+
+    `gathered`: None where parameters are not sharded, else the block (None outside) and how many blocks came before.
+    """
+
+    factors: Factors
+    gathered: tuple[int | None, int] | None = None
+    kind: Any = None
+
+
+def groups(chosen: Sequence[Factors], blocks: Sequence[int | None], kinds: Sequence[Any]) -> list[Group]:
+    """The group of each parameter, in the model's order."""
+    found, before = [], 0
+    for one, block, kind in zip(chosen, blocks, kinds, strict=True):
+        before = before if block is None else block + 1
+        found.append(Group(one, None if one.params == 1 else (block, before), kind))
+    return found
+
+
+def units(pieces: Sequence[Piece], placements: dict[Factors, Placement], bucket_bytes: int = BUCKET) -> list[Arranged]:
+    """The units of `pieces`, whose `group` is a `Group`."""
+
+    def rule(group: Any) -> Rule:
+        limit = bucket_bytes if group.gathered is None else 0
+        return Rule(placements[group.factors].multiple, group.factors.optimizer, limit)
+
+    return arrange(pieces, rule)
+
+
+# --- cost --------------------------------------------------------------------------------------------------------
+
+
+class Wires(NamedTuple):
+    """The links a step's exchanges cross: inside machines, and between them (None on one machine)."""
+
+    inside: Link
+    between: Link | None = None
+
+
+def cost(
+    pieces: Sequence[Piece], nodes: Sequence[int], wires: Wires, *, rounds: int = 1, bucket_bytes: int = BUCKET
+) -> Cost:
+    """What one step exchanges on each rank.
+
+    Args:
+        pieces: the trainable parameters in the model's order, each with its `Group`.
+        nodes: the machine of each rank.
+        wires: the links.
+        rounds: micro-batches of the step.
+        bucket_bytes: as in `Spread`.
+
+    Returns:
+        `sent`: the ledger's bytes of `gradients` and `parameters`. `seconds`: `reduce` (gradients), `refresh` (moved
+        parameters) and `gather` (sharded parameters, twice in each round; once of what stays from forward to backward),
+        none of it hidden behind computation.
+    """
+    placements = {piece.group.factors: place(piece.group.factors, nodes) for piece in pieces}
+    found = units(pieces, placements, bucket_bytes)
+    last = max((piece.group.gathered[1] for piece in pieces if piece.group.gathered), default=0)
+    total = Cost()
+    for unit in found:
+        first = pieces[unit.indices[0]]
+        group: Group = first.group
+        size, placement = unit.length * first.element_bytes, placements[group.factors]
+        stays = group.gathered is not None and (group.gathered[0] is None or group.gathered[1] == last)
+        total = total + _unit(size, placement, _Paths(nodes, wires), rounds, rounds if stays else 2 * rounds)
+    return total
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """Which link an axis crosses, and how many of its groups share it."""
+
+    nodes: Sequence[int]
+    wires: Wires
+
+    def of(self, axis: Axis) -> tuple[Link, int]:
+        members = axis.members(0)
+        if self.wires.between is None or len({self.nodes[rank] for rank in members}) == 1:
+            return self.wires.inside, 1
+        here = sum(self.nodes[rank] == self.nodes[0] for rank in members)
+        return self.wires.between, max(1, list(self.nodes).count(self.nodes[0]) // here)
+
+
+def _unit(size: float, placement: Placement, paths: _Paths, rounds: int, gathers: int) -> Cost:
+    """One unit of `size` bytes."""
+    seconds = {"reduce": 0.0, "refresh": 0.0, "gather": 0.0}
+    sent = {"gradients": 0.0, "parameters": 0.0}
+    for axis, before, _ in placement.spans(0, int(size)):
+        link, sharing = paths.of(axis)
+        whole, n = before.length, axis.size
+        split = ring_bytes("reduce_scatter", whole, n)
+        scatter = reduce_scatter(whole, n, link, sharing)
+        gather = all_gather(whole, n, link, sharing)
+        if axis.state == "replicas":
+            inner = axis != placement.axes[-1]
+            sent["gradients"] += 2 * split
+            seconds["reduce"] += scatter + gather if inner else all_reduce(whole, n, link, sharing)
+            continue
+        times = 1 if axis.state == "optimizer" else rounds
+        sent["gradients"] += times * split
+        seconds["reduce"] += times * scatter
+        back, name = (gathers, "gather") if axis.state == "params" else (1, "refresh")
+        sent["parameters"] += back * split
+        seconds[name] += back * gather
+    return Cost(seconds=seconds, sent=sent)
