@@ -104,13 +104,11 @@ def search(request: Request, cluster: Cluster, calibration: Calibration = DATASH
     kept: list[Option] = []
     closest: Option | None = None
     best, priced = float("inf"), 0
-    for part, ranks, threads in parts(request, cluster):
-        on = replace(network.fleet(part, ranks, threads), factors=calibration.factors)
-        equal, unequal = bounds.least_seconds(request, on)
+    for part, on, threads, equal, unequal in _promising_first(request, cluster, calibration):
         if unequal > best * (1 + tie):
             continue
         limits = _limits(request, on, threads)
-        for batch in _batches(request, limits, ranks, on.per_node):
+        for batch in _batches(request, limits, on.ranks, on.per_node):
             if batch.algorithm != "data" and equal > best * (1 + tie):
                 continue
             options, nearest, count = _price(request, part, on, batch)
@@ -127,6 +125,18 @@ def search(request: Request, cluster: Cluster, calibration: Calibration = DATASH
 
 
 # --- parts of the cluster ----------------------------------------------------------------------------------------
+
+
+def _promising_first(
+    request: Request, cluster: Cluster, calibration: Calibration
+) -> list[tuple[Cluster, network.Fleet, int, float, float]]:
+    """(cluster, fleet, threads of each rank, seconds that no plan beats with equal shares, and with shares by speed):
+    the whole first, which every plan is compared with, then the parts that could be fastest."""
+    found = []
+    for part, ranks, threads in parts(request, cluster):
+        on = replace(network.fleet(part, ranks, threads), factors=calibration.factors)
+        found.append((part, on, threads, *bounds.least_seconds(request, on)))
+    return [*found[:1], *sorted(found[1:], key=lambda one: one[3])]
 
 
 def parts(request: Request, cluster: Cluster) -> Iterator[tuple[Cluster, int, int]]:
@@ -162,11 +172,14 @@ def fastest_first(request: Request, cluster: Cluster) -> Cluster:
 
 
 def _sizes(cluster: Cluster, most: int) -> set[int]:
-    """Numbers of devices: all, those of one kind and faster, whole machines by halves, and less than a machine."""
+    """Numbers of devices: all, those of one kind and faster, whole machines by halves (of slower kinds beside faster
+    ones a half, a quarter and the largest power of two), and less than a machine."""
     found, before = {most}, 0
     for table in cluster.nodes:
         nodes, each = table.count, table.devices
-        whole = {nodes, *(nodes >> k for k in range(nodes.bit_length())), *(1 << k for k in range(nodes.bit_length()))}
+        halved = range(3 if before else nodes.bit_length())
+        powers = range(nodes.bit_length() - 1 if before else 0, nodes.bit_length())
+        whole = {*(nodes >> k for k in halved), *(1 << k for k in powers)}
         found |= {before + each * count for count in whole if 0 < count <= nodes}
         before += nodes * each
     first = cluster.nodes[0].devices
