@@ -5,8 +5,8 @@ After Buff (arXiv 2401.09149: pipeline, sequence, weight and optimizer groups, a
 instead of a solver; parts of the cluster; shares by speed on mixed devices; a tie within the prediction's uncertainty
 goes to the plan with fewer moving parts, then to the one that holds less.
 
-Pruned by divisibility (`layouts.grid`), by memory (seconds are only computed of what fits), and by a lower bound: a
-part of the cluster whose devices at their peak would not beat the best plan found is not tried.
+Pruned by divisibility (`layouts.grid`), by memory (seconds are only computed of what fits), and by lower bounds
+(`bounds`): a part of the cluster whose devices at their best would not beat the best plan found is not tried.
 """
 
 from __future__ import annotations
