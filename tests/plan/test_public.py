@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,3 +113,56 @@ def test_calibration_learns_a_slower_device() -> None:
     truth = estimate(request, cluster, Layout(dp=8, micro_batch=4, accumulate=2))
     assert again.step_seconds == pytest.approx(1.2 * truth.step_seconds, rel=0.05)
     assert known.rows == 4
+
+
+def test_pins_join_those_of_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE + "[plan.pin]\ntp = 2\n")
+    layout = espalier.make_plan(path, gpus(devices=4), micro_batch=2).layout
+    assert (layout.tp, layout.micro_batch) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"algorithm": "megatrom"},
+        {"recompute": "full"},
+        {"shard": {"param": 8}},
+        {"shard": "8"},
+        {"dp": "8"},
+        {"dp": True},
+        {"micro_batch": 0},
+        {"ranks": -1},
+        {"batch": 64.5},
+        {"batch": 0},
+    ],
+)
+def test_what_is_no_pin_is_the_user_s_error(pins: dict[str, Any]) -> None:
+    with pytest.raises(UserError):
+        espalier.make_plan(torch.nn.Linear(100, 100), gpus(), **{"batch": 64, **pins})
+
+
+@pytest.mark.parametrize("cluster", [7, None, "no such file.toml"])
+def test_what_is_no_cluster_is_the_user_s_error(cluster: Any) -> None:
+    with pytest.raises(UserError):
+        espalier.make_plan(torch.nn.Linear(100, 100), cluster, batch=8)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(recompute="foo"),
+        Layout(accumulate=0),
+        Layout(tp=3, algorithm="megatron"),
+        Layout(pp=64),
+        {"dp": 8},
+    ],
+)
+def test_what_is_no_layout_is_the_user_s_error(layout: Any) -> None:
+    with pytest.raises(UserError):
+        estimate(decoder(batch=64), gpus(count=8), layout)
+
+
+def test_what_is_no_measurement_is_the_user_s_error() -> None:
+    with pytest.raises(UserError):
+        calibrate([1, 2])  # type: ignore[list-item]

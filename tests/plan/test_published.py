@@ -18,7 +18,7 @@ from scipy.stats import spearmanr
 
 from espalier.config.shapes import Sizes
 from espalier.cost import Cut
-from espalier.plan import network
+from espalier.plan import network, search
 from espalier.plan.calibrate import UNCALIBRATED, Measurement, calibrate
 from espalier.plan.estimate import Priced, grid, price
 from espalier.plan.factors import PLAIN, Factors
@@ -140,15 +140,17 @@ INTERNLM = {
     (2, "node"): (3761, 3658, 3655, 3650, 3651, 3653, 3589, 3486),
 }
 TOKENS = 16384  # of each GPU in a step: 4 micro-batches of 2 samples (tp = 2: of 4), nothing recomputed
-TIES = 1.02  # plans that near are equal: the fewest moving parts win
+TIES = 1 + search.TIE  # plans that near are equal: the fewest moving parts win
 
 
 def internlm(ranks: int, refresh: str = "broadcast") -> Request:
+    """Buckets of 512 Mi gradients of 2 bytes. Tensors that owners can divide: in each block five matrices, with which
+    norms and biases go; embedding and head."""
     size = Sizes(
         layers=32, width=4096, heads=32, kv_heads=32, feed_forward=11008, vocabulary=103168, context=2048, tied=False,
         rope_theta=1e4, norm_epsilon=1e-5,
     )  # fmt: skip
-    more: dict[str, Any] = {"refresh": refresh, "bucket_bytes": 512 * 2**20, "temporaries": 0}
+    more: dict[str, Any] = {"refresh": refresh, "bucket_bytes": 2**30, "temporaries": 0, "tensors": 5 * 32 + 2}
     return Decoder(size, 2048, sequence_parallel=False).request(8 * ranks, "bf16", **more)
 
 
@@ -209,12 +211,17 @@ def test_states_inside_the_node_scale(which: str, one_node: Factors) -> None:
 
 @pytest.mark.parametrize("which", ["datasheets", "one node"])
 def test_tensor_ranks_pay_only_where_states_are_split_over_many_ranks(which: str, one_node: Factors) -> None:
-    """Published: with states over all ranks tp = 2 overtakes tp = 1 from 512 GPUs on; with states in the node never."""
+    """Published: with states over all ranks tp = 2 overtakes tp = 1 from 512 GPUs on; with states in the node never.
+
+    That is what the planner decides at every size, as plans within a tie are equal. Strictly, tp = 2 is 2 to 3 % ahead
+    at 256 GPUs already, where it was measured 4 % behind: its step is predicted 8 % too short there.
+    """
     found = tokens_per_second(PLAIN if which == "datasheets" else one_node)
     assert all(one > two for one, two in zip(found[1, "node"], found[2, "node"], strict=True))
     ahead = [two / one for one, two in zip(found[1, "all"], found[2, "all"], strict=True)]
-    assert all(ratio > TIES for ratio in ahead[-2:])
-    assert all(ratio < 1 for ratio in ahead[:4])
+    assert [ratio > TIES for ratio in ahead] == [ranks >= 512 for ranks in GPUS]
+    assert all(ratio < 1 for ratio in ahead[:5])
+    assert ahead == sorted(ahead[:2], reverse=True) + sorted(ahead[2:])
 
 
 def test_one_gather_loses_far_less_than_a_broadcast_per_owner(one_node: Factors) -> None:
@@ -224,13 +231,40 @@ def test_one_gather_loses_far_less_than_a_broadcast_per_owner(one_node: Factors)
     assert lost[1] < 0.05
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [("block", n) for n in GPUS[1:]] + [("none", n) for n in GPUS[1:6]])
-def test_no_nested_shards_that_fit_beat_states_in_the_node(mode: str, ranks: int, one_node: Factors) -> None:
-    """By more than the 2 % within which plans tie. (Published: it is the best of the two that were tried.)"""
-    params, grads, optimizer = chains(ranks, 8).T
+def nested(ranks: int, mode: str, factors: Factors, refresh: str = "broadcast") -> tuple[Any, Any]:
+    """Every nested triple of shards that fits [n, 3], and its seconds over those of the fastest [n]."""
+    triples = chains(ranks, 8)
+    params, grads, optimizer = triples.T
     every = Layouts("data", mode, ranks, params=params, grads=grads, optimizer=optimizer, micro_batch=2)
-    priced = grid(internlm(ranks), fleet(ranks, PLAIN if mode == "block" else one_node), every)
+    priced = grid(internlm(ranks, refresh), fleet(ranks, factors), every)
     fits = priced.over <= 0
-    node = (params == 1) & (grads == 1) & (optimizer == 8)
-    assert fits[node].all()
-    assert priced.seconds[node].item() <= TIES * priced.seconds[fits].min()
+    return triples[fits], priced.seconds[fits] / priced.seconds[fits].min()
+
+
+def behind(ranks: int, mode: str, factors: Factors, refresh: str = "broadcast") -> float:
+    """Seconds with optimizer states in the node, over those of the fastest triple, less 1."""
+    triples, seconds = nested(ranks, mode, factors, refresh)
+    return float(seconds[(triples == (1, 1, 8)).all(axis=1)].item() - 1)
+
+
+@pytest.mark.parametrize("mode", ["none", "block"])
+@pytest.mark.parametrize("ranks", GPUS[1:])
+def test_states_in_the_node_are_the_best_of_all_nested_triples(ranks: int, mode: str, one_node: Factors) -> None:
+    """As AMSP has it for 16 to 1,024 GPUs. The executor is InternEvo's: gradients summed whole over all replicas, or
+    reduced to each owner in turn where they are sharded, and a broadcast from each owner. From datasheets alone
+    (1, 8, 8) is 0.5 % ahead at 32 GPUs without recomputation, which is a tie."""
+    assert behind(ranks, mode, one_node) == 0
+    assert behind(ranks, mode, PLAIN) < 0.006
+
+
+def test_with_one_gather_wider_shards_are_better_than_the_original_s_best(one_node: Factors) -> None:
+    """Ours beside it, at 1,024 GPUs: states over 128 ranks, gathered in buckets, 3 to 4 % faster than (1, 1, 8)."""
+    triples, seconds = nested(1024, "none", one_node, "gather")
+    best = triples[seconds.argmin()]
+    assert (best[0], best[1]) == (1, 1)
+    assert best[2] > 8
+    (ours,) = price(
+        internlm(1024, "gather"), fleet(1024, one_node), Layouts("data", dp=1024, optimizer=int(best[2]), micro_batch=2)
+    )
+    (theirs,) = price(internlm(1024), fleet(1024, one_node), layout(1024, 1, "node"))
+    assert 0.95 < ours.step / theirs.step < 0.98

@@ -14,7 +14,7 @@ from asked import decoder, gpus, processor
 from espalier.cluster import Cluster
 from espalier.config import Pin, Shard
 from espalier.errors import UserError
-from espalier.plan import chosen, network, refusals, search
+from espalier.plan import bounds, chosen, network, refusals, search
 from espalier.plan.estimate import grid
 from espalier.plan.layouts import MODES, Layouts
 from espalier.plan.request import Request
@@ -230,3 +230,40 @@ def test_a_hundred_thousand_layouts_are_priced_in_a_second() -> None:
 def test_processors_are_searched_too() -> None:
     found = search.search(decoder(batch=16), processor(cores=4))
     assert {int(one.layout.world) for one in found.options} == {1, 2, 4}
+
+
+def mixed(seed: int) -> tuple[Request, Cluster]:
+    """The random case with machines of a second and sometimes a third kind beside the first."""
+    draw = random.Random(1000 + seed)
+    request, cluster = random_case(seed)
+    others = draw.sample(["A100-80GB", "T4", "RTX 3090", "H100", "V100-32GB", "L4"], draw.choice([1, 2]))
+    nodes = [msgspec.structs.replace(gpus(one).nodes[0], devices=draw.choice([1, 2])) for one in others]
+    between = cluster.between or gpus(count=2).between
+    request = replace(request, precision="fp16", global_batch=draw.choice([2, 3, 8]))
+    return request, msgspec.structs.replace(cluster, nodes=(*cluster.nodes, *nodes), between=between)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_what_is_not_priced_could_not_have_been_better(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kinds of device that others stand for, and parts of the cluster that cannot be fast enough."""
+    cases = [mixed(seed) for seed in range(10 * block, 10 * block + 10)]
+    quick = [search.search(*case) for case in cases]
+    monkeypatch.setattr(bounds, "weakest", lambda request, on: on)
+    monkeypatch.setattr(bounds, "least_seconds", lambda request, on: (0.0, 0.0))
+    for case, less in zip(cases, quick, strict=True):
+        every = search.search(*case)
+        assert less.best() == every.best()
+        assert less.priced <= every.priced
+        assert (less.closest is None) == (every.closest is None)
+
+
+def test_a_thousand_devices_of_four_kinds_need_few_layouts() -> None:
+    """At 200,000 layouts a second or more that is far less than importing PyTorch takes; without bounds millions."""
+    kinds = [gpus(name, count=31).nodes[0] for name in ("H100", "A100-80GB", "A100-40GB", "L4")]
+    cluster = msgspec.structs.replace(gpus(count=2), nodes=tuple(kinds))
+    request = decoder(4096, 32, sequence=4096, batch=4096, precision="bf16", heads=32)
+    begun = time.process_time()
+    found = search.search(request, cluster)
+    assert time.process_time() - begun < 10
+    assert found.options
+    assert found.priced < 500_000

@@ -164,7 +164,7 @@ def test_refreshed_parameters_come_back() -> None:
 
 def test_broadcasts_move_all_bytes_where_buff_counts_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deviation: a broadcast passes the whole tensor on (AMSP, section 2.5), Buff takes (n-1)/n of it."""
-    monkeypatch.setattr(network, "BROADCAST", 0.0)
+    monkeypatch.setattr(network, "CHAIN", 0.0)
     found = seconds.refresh(step({**MSP, "optimizer": 8}, asked(refresh="broadcast")))
     assert milliseconds(found * 7 / 8) == 107.59
 
@@ -181,7 +181,7 @@ LAYER = {
 
 def whole_step(monkeypatch: pytest.MonkeyPatch, layouts: dict[str, Any], micro_batch: float) -> dict[str, float]:
     """Seconds by part of a step of ours when a micro-batch takes so many seconds and nothing is hidden."""
-    monkeypatch.setattr(network, "BROADCAST", 0.0)
+    monkeypatch.setattr(network, "CHAIN", 0.0)
     layer = seconds.Pass(**{**LAYER, "forward": micro_batch / 20})
     stage = {name: 20 * value for name, value in vars(layer).items()}
     monkeypatch.setattr(seconds, "_passes", lambda step, size: (layer, stage))

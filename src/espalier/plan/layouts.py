@@ -67,6 +67,12 @@ class Layouts:
         arrays = np.broadcast_arrays(*(getattr(self, name) for name in NUMBERS))
         return replace(self, **{name: _plain(a.reshape(-1)[chosen]) for name, a in zip(NUMBERS, arrays, strict=True)})
 
+    def each(self, chosen: Any) -> list[Layouts]:
+        """The layouts at some indices, one by one."""
+        arrays = np.broadcast_arrays(*(getattr(self, name) for name in NUMBERS))
+        rows = zip(*(array.reshape(-1)[chosen].tolist() for array in arrays), strict=True)
+        return [replace(self, **dict(zip(NUMBERS, row, strict=True))) for row in rows]
+
     def key(self) -> tuple[Any, ...]:
         """What orders equal plans. Fewer mechanisms (pipeline, cut matrices or tokens, sharded states), then less
         recomputation, then fewer states that are exchanged in every micro-batch."""

@@ -22,14 +22,18 @@ from espalier.plan.speed import Setting
 LINK_SHARE = {"inside": 0.78, "between": 0.9}
 """What collectives reach of a declared bandwidth. Inside: all-reduce on 8 A800s moves 149-156 of 200 GB/s per rank;
 between: 91-97 GB/s of 4 x 200 Gbit/s (measurements that Buff's planner uses)."""
-CONGESTION = ((16, 1.0), (32, 1.1), (64, 1.2), (256, 1.3), (512, 1.4))
-"""Ranks up to which a declared network is divided by so much, 1.5 beyond: Buff's planner."""
-ALL_TO_ALL = (16, 4.0, 0.4)
-"""All-to-all between machines: up to 16 ranks 4 times slower than a ring's share of the link, then growing with
-ranks^0.4. After 23 and 10 GB/s at 16 and 128 ranks on a network whose rings reach 94 GB/s (same measurements)."""
-BROADCAST = 2.4e-3
-"""Seconds that each broadcast of a parameter refresh takes beyond its bytes in InternEvo: the difference of its
-published 7B figures at 256, 512 and 1,024 ranks divided by the number of broadcasts."""
+TREE = 0.92
+"""Share of a ring's bandwidth that a tree of machines reaches: NCCL 2.11, src/graph/tuning.cc."""
+ALL_TO_ALL = (16, 0.1)
+"""All-to-all between machines: beyond 16 ranks slower than its bytes over the link by ranks^0.1. 23 and 10 GB/s leave a
+rank at 16 and 128 ranks, where its share of the link alone allows 21 and 12 (the same measurements)."""
+PIECE = 4 * 512 * 2**10
+"""Bytes that a GPU of a tree takes in before it passes them on: pieces of 512 KiB (NVIDIA/nccl issue 391), in a pair of
+trees for each of a machine's network cards (issue 545), 4 assumed."""
+CHAIN = 11e-6
+"""Seconds that each rank of a broadcast adds beyond its latency: NCCL's is a chain through all ranks (NVIDIA/nccl issue
+358). InternEvo's 7B loses 1.24 s more at 1,024 ranks than at 512 when optimizer states are split over all of them: 162
+owners, since tensors are owned whole, times 512 ranks more, 15 microseconds each."""
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
@@ -95,12 +99,6 @@ def _reached(link: Link, level: Literal["inside", "between"]) -> Link:
     return link if link.measured else msgspec.structs.replace(link, bandwidth=link.bandwidth * LINK_SHARE[level])
 
 
-def congestion(ranks: Number) -> Number:
-    """By what a declared network between machines is divided for a group of `ranks`."""
-    up_to, factors = zip(*CONGESTION, strict=True)
-    return np.array([*factors, 1.5])[np.searchsorted(np.array(up_to), np.asarray(ranks))]
-
-
 def seconds(operation: Operation, size: Number, ranks: Number, stride: Number, on: Fleet) -> Number:
     """Seconds of one collective of groups of `ranks` ranks, `stride` apart, all groups at once.
 
@@ -128,14 +126,37 @@ def seconds(operation: Operation, size: Number, ranks: Number, stride: Number, o
     found = near + call * (on.inside.launch + hops[0] * on.inside.latency)
     if on.between is not None:
         far = on.factors.between * bytes_ * _sharing(operation, members, stride, on) / on.between.bandwidth
-        far = far if on.between.measured else far * congestion(ranks)
         if operation == "all_to_all":
             far = _all_to_all(bytes_, group, members, on)
         apart = np.maximum(near, far) + call * (
             on.between.launch + hops[0] * on.inside.latency + hops[1] * on.between.latency
         )
+        if operation == "all_reduce" and on.cuda:
+            apart = np.minimum(apart, _tree(size, group, members, stride, on))
         found = np.where(crossing, apart, found)
     return np.where((group > 1) & (size > 0), found, 0.0)
+
+
+def _tree(size: Number, group: Number, members: Number, stride: Number, on: Fleet) -> Number:
+    """Seconds of an all-reduce of GPUs up and down two trees of machines, each for half of the tensor, with a chain in
+    every machine: fewer steps than a ring, and a little slower. Between two machines the tensor crosses once each way,
+    not almost twice (NVIDIA/nccl-tests issue 196)."""
+    assert on.between is not None
+    machines = group // members
+    crossed = np.where(machines == 2, size, 2 * size / TREE)
+    far = on.factors.between * crossed * _sharing("all_reduce", members, stride, on) / on.between.bandwidth
+    near = on.factors.inside * 2 * size / on.inside.bandwidth
+    steps, climbs = 2 * (members - 1), 2 * np.ceil(np.log2(machines))
+    latency = on.between.launch + steps * on.inside.latency + climbs * on.between.latency
+    first = on.factors.inside * steps * PIECE / on.inside.bandwidth
+    first = first + on.factors.between * climbs * PIECE / on.between.bandwidth
+    return np.maximum(near, far) + on.factors.call * latency + first
+
+
+def chained(ranks: Number, on: Fleet) -> Number:
+    """Seconds that a broadcast takes beyond bytes and latency because its ranks wait for one another; on processors 0,
+    where Gloo climbs a tree."""
+    return on.factors.call * CHAIN * (np.asarray(ranks) - 1) * on.cuda
 
 
 def _sharing(operation: Operation, members: Number, stride: Number, on: Fleet) -> Number:
@@ -149,22 +170,18 @@ def _all_to_all(bytes_: Number, group: Number, members: Number, on: Fleet) -> Nu
     """Only what leaves the machine counts, but a machine's ranks all send it through one link, in small pieces."""
     assert on.between is not None
     leaving = bytes_ * (group - members) / np.maximum(1, group - 1) * on.per_node
-    first, slower, power = ALL_TO_ALL
-    penalty = slower * np.maximum(1.0, group / first) ** power if on.cuda and not on.between.measured else 1.0
+    first, power = ALL_TO_ALL
+    penalty = np.maximum(1.0, group / first) ** power if on.cuda and not on.between.measured else 1.0
     return on.factors.between * leaving * penalty / on.between.bandwidth
 
 
 def _hops(operation: Operation, group: Number, members: Number, on: Fleet) -> tuple[Number, Number]:
-    """Steps inside machines and between them, one after the other; all-reduces climb a tree where that is shorter."""
+    """Steps inside machines and between them, one after the other, of a ring or chain through all ranks."""
     machines = np.maximum(1, group // members)
     if operation == "send":
         return (members > 1) * 1.0, (members == 1) * 1.0
-    if operation == "broadcast":
+    if operation == "broadcast" and not on.cuda:
         return np.ceil(np.log2(members)), np.ceil(np.log2(machines))
-    far, near = np.where(machines > 1, machines, 0) * 1.0, (group - 1.0) - np.where(machines > 1, machines - 1, 0)
-    if operation != "all_reduce":
-        return near, np.where(machines > 1, machines - 1.0, 0.0)
-    if not on.cuda:
-        return 2 * near, 2 * np.where(machines > 1, machines - 1.0, 0.0)
-    tree = np.minimum(2 * np.maximum(0, far - 1), 2 * np.ceil(np.log2(machines)))
-    return np.where(machines > 1, 2 * (members - 1), 2 * near), tree
+    far = machines - 1.0
+    rounds = 2 if operation == "all_reduce" else 1
+    return rounds * (group - 1 - far), rounds * far

@@ -31,12 +31,13 @@ def check_pins(request: Request, cluster: Cluster) -> None:
     """Refuses pins that cannot be met. Raises UserError naming the pin and the nearest valid value."""
     pin, there = request.pin, max(1, gpus(cluster))
     ranks = pin.ranks or (there if gpus(cluster) else None)
+    for name, value in _set_pins(pin):
+        if isinstance(value, int) and value < 1:
+            raise UserError(f"plan.pin.{name} = {value} is not possible.", do=f"plan.pin.{name}=1, or leave it out")
     degrees = {name: getattr(pin, name) for name in ("tp", "sp", "pp", "dp")}
     for name, value in degrees.items():
         if value is None:
             continue
-        if value < 1:
-            raise UserError(f"plan.pin.{name} = {value} is not possible.", do=f"plan.pin.{name}=1, or leave it out")
         if name != "dp" and value > 1 and not request.heads:
             raise UserError(
                 f"plan.pin.{name} = {value}: this module cannot be cut.",
@@ -102,9 +103,6 @@ def _check_chain(pin: Pin, there: int) -> None:
         return
     named = [(name, getattr(pin.shard, name)) for name in ("params", "grads", "optimizer")]
     chain = [(f"plan.pin.shard.{name}", value) for name, value in named if value is not None]
-    for name, value in chain:
-        if value < 1:
-            raise UserError(f"{name} = {value} is not possible.", do=f"{name}=1 or more")
     for (inner, few), (outer, many) in itertools.pairwise(chain):
         if many % few:
             raise _no_division(inner, few, outer, many, "shards nest: params | grads | optimizer")
@@ -162,6 +160,8 @@ def refusal(request: Request, cluster: Cluster, found: Found) -> UserError:
 def _no_layout(request: Request, cluster: Cluster) -> UserError:
     """The error when pins and demands leave no layout: which one it is, and the nearest value that leaves some."""
     for name, value in _set_pins(request.pin):
+        if name == "threads":
+            continue
         others = search.search(replace(request, pin=_without(request.pin, name)), cluster)
         there = sorted({_value(option.layout, name) for option in others.options})
         if not there:
@@ -195,7 +195,7 @@ def _set_pins(pin: Pin) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Shard):
             states = ((state, getattr(value, state)) for state in Shard.__struct_fields__)
             yield from ((f"shard.{state}", number) for state, number in states if number is not None)
-        elif value is not None and name != "threads":
+        elif value is not None:
             yield name, value
 
 

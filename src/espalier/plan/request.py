@@ -41,7 +41,8 @@ class Request:
         headroom: leave some of a device's memory free; False for runs that were made, whatever was left.
         factors: what a calibration says of the coefficients.
         sequence_parallel: tensor ranks also share the tokens between matrices.
-        refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner.
+        refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner, as in
+            InternEvo, which also sums gradients whole, or reduces them to each owner in turn.
     """
 
     parameters: int

@@ -5,8 +5,8 @@ After Buff (arXiv 2401.09149: pipeline, sequence, weight and optimizer groups, a
 instead of a solver; parts of the cluster; shares by speed on mixed devices; a tie within the prediction's uncertainty
 goes to the plan with fewer moving parts, then to the one that holds less.
 
-Pruned by divisibility (`layouts.grid`), by memory (seconds are only computed of what fits), and by a lower bound: a
-part of the cluster whose devices at their peak would not beat the best plan found is not tried.
+Pruned by divisibility (`layouts.grid`), by memory (seconds are only computed of what fits), and by lower bounds
+(`bounds`): a part of the cluster whose devices at their best would not beat the best plan found is not tried.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 
 from espalier.cluster import Cluster, Node
 from espalier.cost import WHOLE
+from espalier.plan import bounds, memory, network, speed
 from espalier.plan import layouts as space
-from espalier.plan import memory, network, speed
 from espalier.plan.calibrate import DATASHEET, LEAST, Calibration
 from espalier.plan.estimate import grid, price, samples_each
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts, Limits
@@ -104,13 +104,11 @@ def search(request: Request, cluster: Cluster, calibration: Calibration = DATASH
     kept: list[Option] = []
     closest: Option | None = None
     best, priced = float("inf"), 0
-    for part, ranks, threads in parts(request, cluster):
-        if _bound(request, part, ranks) > best * (1 + tie):
+    for part, on, threads, equal, unequal in _promising_first(request, cluster, calibration):
+        if unequal > best * (1 + tie):
             continue
-        on = replace(network.fleet(part, ranks, threads), factors=calibration.factors)
         limits = _limits(request, on, threads)
-        equal = _slowest(request, on)
-        for batch in _batches(request, limits, ranks, on.per_node):
+        for batch in _batches(request, limits, on.ranks, on.per_node):
             if batch.algorithm != "data" and equal > best * (1 + tie):
                 continue
             options, nearest, count = _price(request, part, on, batch)
@@ -121,12 +119,24 @@ def search(request: Request, cluster: Cluster, calibration: Calibration = DATASH
                 closest = nearest
     orders = {id(one.cluster): one.cluster for one in kept if one.cluster is not cluster}
     nodes = {key: original_nodes(cluster, ordered) for key, ordered in orders.items()}
-    kept = [replace(one, nodes=nodes.get(id(one.cluster), ())) for one in kept]
+    kept = [replace(one, nodes=nodes[id(one.cluster)]) if id(one.cluster) in nodes else one for one in kept]
     kept.sort(key=lambda option: (option.seconds, option.order()))
     return Found(tuple(kept), closest, priced, tie)
 
 
 # --- parts of the cluster ----------------------------------------------------------------------------------------
+
+
+def _promising_first(
+    request: Request, cluster: Cluster, calibration: Calibration
+) -> list[tuple[Cluster, network.Fleet, int, float, float]]:
+    """(cluster, fleet, threads of each rank, seconds that no plan beats with equal shares, and with shares by speed):
+    the whole first, which every plan is compared with, then the parts that could be fastest."""
+    found = []
+    for part, ranks, threads in parts(request, cluster):
+        on = replace(network.fleet(part, ranks, threads), factors=calibration.factors)
+        found.append((part, on, threads, *bounds.least_seconds(request, on)))
+    return [*found[:1], *sorted(found[1:], key=lambda one: one[3])]
 
 
 def parts(request: Request, cluster: Cluster) -> Iterator[tuple[Cluster, int, int]]:
@@ -162,11 +172,14 @@ def fastest_first(request: Request, cluster: Cluster) -> Cluster:
 
 
 def _sizes(cluster: Cluster, most: int) -> set[int]:
-    """Numbers of devices: all, those of one kind and faster, whole machines by halves, and less than a machine."""
+    """Numbers of devices: all, those of one kind and faster, whole machines by halves (of slower kinds beside faster
+    ones a half, a quarter and the largest power of two), and less than a machine."""
     found, before = {most}, 0
     for table in cluster.nodes:
         nodes, each = table.count, table.devices
-        whole = {nodes, *(nodes >> k for k in range(nodes.bit_length())), *(1 << k for k in range(nodes.bit_length()))}
+        halved = range(3 if before else nodes.bit_length())
+        powers = range(nodes.bit_length() - 1 if before else 0, nodes.bit_length())
+        whole = {*(nodes >> k for k in halved), *(1 << k for k in powers)}
         found |= {before + each * count for count in whole if 0 < count <= nodes}
         before += nodes * each
     first = cluster.nodes[0].devices
@@ -213,29 +226,6 @@ def _first(tables: list[Node], machines: int) -> Iterator[Node]:
         machines -= table.count
 
 
-def _bound(request: Request, cluster: Cluster, ranks: int) -> float:
-    """Seconds that no plan on these devices can beat: the model's FLOP at their peak (processors: not known, 0)."""
-    if not gpus(cluster):
-        return 0.0
-    places = [place for place in cluster.devices() if place.table.device.kind == "cuda"][:ranks]
-    rates: dict[int, float] = {}
-    total = 0.0
-    for place in places:
-        key = id(place.table)
-        if key not in rates:
-            rates[key] = speed.peak(place.table.device, request.precision)
-        total += rates[key]
-    return request.model_flops / total
-
-
-def _slowest(request: Request, on: network.Fleet) -> float:
-    """The same for equal shares: the slowest device at its peak."""
-    if not on.cuda:
-        return 0.0
-    rates = [speed.peak(kind.table.device, request.precision) for kind in on.kinds]
-    return request.model_flops / (min(rates) * on.ranks)
-
-
 # --- layouts -----------------------------------------------------------------------------------------------------
 
 
@@ -271,21 +261,21 @@ def _price(
     request: Request, part: Cluster, on: network.Fleet, batch: Layouts
 ) -> tuple[list[Option], Option | None, int]:
     """The fastest of a batch that fit and the most frugal, the least violating one, and how many were priced."""
-    peak, over = _fullness(request, on, batch)
+    slowest = bounds.weakest(request, on)
+    peak, over = _fullness(request, slowest, batch)
     count = len(batch)
     if not np.any(over <= 0):
         at = int(np.argmin(over))
         return [], Option(batch.at(at), part, float("inf"), float(peak[at]), float(over[at])), count
     fits = np.flatnonzero(over <= 0)
     chosen = batch.at(fits)
-    seconds = np.broadcast_to(grid(request, on, chosen).seconds, fits.shape)
-    picked = _pick(seconds, peak[fits], chosen)
-    found = [
-        Option(chosen.at(int(i)), part, float(seconds[i]), float(peak[fits[i]]), float(over[fits[i]])) for i in picked
-    ]
+    seconds = np.broadcast_to(grid(request, slowest, chosen).seconds, fits.shape)
+    picked = np.array(_pick(seconds, peak[fits], chosen))
+    values = (seconds[picked].tolist(), peak[fits[picked]].tolist(), over[fits[picked]].tolist())
+    found = [Option(one, part, *known) for one, *known in zip(chosen.each(picked), *values, strict=True)]
     if len(on.kinds) > 1 and batch.algorithm == "data":
-        whole = [option for option in found if option.layout.pp == 1][:UNEQUAL]
-        found += [one for option in whole for one in [by_speed(request, on, option)] if one is not None]
+        whole = [index for index, option in zip(picked, found, strict=True) if option.layout.pp == 1][:UNEQUAL]
+        found += by_speed(request, part, on, chosen.at(np.array(whole, dtype=int)), seconds[whole])
     return found, None, count
 
 
@@ -314,27 +304,26 @@ def _pick(seconds: Any, peak: Any, layouts: Layouts) -> list[int]:
     return list(dict.fromkeys([*order[:KEPT].tolist(), *first_of_each.tolist(), *front[:KEPT].tolist()]))
 
 
-def by_speed(request: Request, on: network.Fleet, option: Option) -> Option | None:
-    """The option with each rank's samples in proportion to its device's speed; None where that is not faster."""
-    layout = option.layout
-    size = min(layout.micro_batch, -(-request.global_batch // layout.dp))
+def by_speed(request: Request, part: Cluster, on: network.Fleet, layouts: Layouts, equal: Any) -> list[Option]:
+    """Data-parallel layouts with each rank's samples in proportion to its device's speed, where that fits and is faster
+    than the `equal` seconds [n]."""
+    if not len(equal):
+        return []
+    size = np.minimum(layouts.micro_batch, samples_each(request, layouts))
     rates = []
     for kind in on.kinds:
-        step = Step(request, on, kind, layout)
-        work = request.anatomy(size, layout.recompute, request.precision, WHOLE).whole
-        one = compute(step, work)
-        rates.append(1.0 / float(one.forward + one.backward + one.recompute))
-    each = np.array(rates) / sum(rate * kind.ranks for rate, kind in zip(rates, on.kinds, strict=True))
-    exact = request.global_batch * each
-    shares = tuple(int(value) for value in np.ceil(exact - 1e-9))
-    if min(int(value) for value in exact) < 1:
-        return None
-    priced = price(request, on, layout, shares)
-    seconds = max(float(one.step) for one in priced)
-    over = max(float(one.peak) - one.limit for one in priced)
-    if over > 0 or seconds >= option.seconds:
-        return None
-    return replace(option, seconds=seconds, peak=max(float(one.peak) for one in priced), over=over, shares=shares)
+        work = request.anatomy(size, layouts.recompute, request.precision, WHOLE).whole
+        one = compute(Step(request, on, kind, layouts), work)
+        rates.append(1.0 / (one.forward + one.backward + one.recompute))
+    together = sum(rate * kind.ranks for rate, kind in zip(rates, on.kinds, strict=True))
+    exact = np.array([request.global_batch * rate / together for rate in rates])
+    shares = np.ceil(exact - 1e-9).astype(int)
+    costs = price(request, on, layouts, np.maximum(1, shares))
+    seconds, peak = (np.max([getattr(one, name) for one in costs], axis=0) for name in ("step", "peak"))
+    over = np.max([one.peak - one.limit for one in costs], axis=0)
+    kept = np.flatnonzero((exact.astype(int).min(axis=0) >= 1) & (over <= 0) & (seconds < equal))
+    values = (seconds[kept].tolist(), peak[kept].tolist(), over[kept].tolist(), map(tuple, shares[:, kept].T.tolist()))
+    return [Option(one, part, *known) for one, *known in zip(layouts.each(kept), *values, strict=True)]
 
 
 def points(found: Found, chosen: Option | None, label: Callable[[Layouts], str]) -> list[Point]:

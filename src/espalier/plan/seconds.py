@@ -168,8 +168,20 @@ def weights(step: Step, parameters: Number) -> Mapping[str, Number]:
     """Seconds of gathering `parameters` parameters once, and of scattering their gradients, in every micro-batch."""
     layouts, storage = step.layouts, step.storage
     gather = network.seconds("all_gather", storage.params * parameters, layouts.params, layouts.tp, step.on)
-    scatter = network.seconds("reduce_scatter", storage.grads * parameters, layouts.grads, layouts.tp, step.on)
+    if step.request.refresh == "broadcast":
+        tensors = step.request.tensors / max(1, step.request.layers)
+        scatter = _owner_by_owner(step, storage.grads * parameters, layouts.grads, layouts.tp, tensors)
+    else:
+        scatter = network.seconds("reduce_scatter", storage.grads * parameters, layouts.grads, layouts.tp, step.on)
     return {"all_gather": gather, "reduce_scatter": scatter}
+
+
+def _owner_by_owner(step: Step, size: Number, ranks: Number, stride: Number, tensors: float) -> Number:
+    """Seconds of `size` bytes that come from their owners by a broadcast each, or go to them by a reduction each:
+    tensors are owned whole, so that there are no more owners than tensors."""
+    owners = np.minimum(ranks, max(1.0, tensors))
+    one = network.seconds("broadcast", size / owners, ranks, stride, step.on)
+    return owners * (one + network.chained(ranks, step.on))
 
 
 def _exposed(step: Step, taken: Number, window: Number, pieces: Number = 1) -> Number:
@@ -236,6 +248,10 @@ def gradients(step: Step) -> dict[str, Number]:
     count = np.maximum(1, np.ceil(size / max(1, request.bucket_bytes)))
     further = layouts.optimizer // np.asarray(layouts.grads)
     replicas = layouts.shards // np.asarray(layouts.optimizer)
+    if request.refresh == "broadcast":
+        replicas = layouts.shards // np.asarray(layouts.grads)
+        whole = network.seconds("all_reduce", size / count, replicas, layouts.tp * layouts.grads, on)
+        return {"seconds": count * whole, "bytes": size}
     scatter = network.seconds("reduce_scatter", size / count, further, layouts.tp * layouts.grads, on)
     summed = network.seconds("all_reduce", size / further / count, replicas, layouts.tp * layouts.optimizer, on)
     return {"seconds": count * (scatter + summed), "bytes": size}
@@ -248,8 +264,7 @@ def refresh(step: Step) -> Number:
     ranks = layouts.optimizer // np.asarray(layouts.params)
     stride = layouts.tp * layouts.params
     if request.refresh == "broadcast":
-        one = network.seconds("broadcast", size / ranks, ranks, stride, step.on)
-        return ranks * (one + network.BROADCAST) * (ranks > 1)
+        return _owner_by_owner(step, size, ranks, stride, request.tensors)
     count = np.maximum(1, np.ceil(size / max(1, request.bucket_bytes)))
     return count * network.seconds("all_gather", size / count, ranks, stride, step.on)
 

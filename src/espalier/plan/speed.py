@@ -64,7 +64,7 @@ def product_seconds(
         each = factors.product * one / _measured(device, "product", precision, sizes, setting)
     elif device.peak and device.kind == "cuda":
         each = (
-            factors.product * one / (_peak(device, precision) * device.sustained.get("product", PRODUCT_SHARE))
+            factors.product * one / (_peak(device, precision) * share(device, "product"))
             + factors.startup * PRODUCT_STARTUP
         )
     else:
@@ -90,11 +90,7 @@ def attention_seconds(
         rows_, inner, columns = np.exp2(np.log2(sizes).mean(axis=0))
         speed = _measured(device, "attention", precision, (rows_, inner, columns), setting)
     else:
-        speed = (
-            _peak(device, precision)
-            * device.sustained.get("attention", ATTENTION_SHARE[device.kind])
-            / _ranks(device, setting)
-        )
+        speed = _peak(device, precision) * share(device, "attention") / _ranks(device, setting)
     return factors.attention * flop / speed
 
 
@@ -107,6 +103,12 @@ def moved_seconds(device: Device, moved: Number, setting: Setting, factors: Fact
     else:
         rate = device.memory_bandwidth * COPY_SHARE / max(1, setting.processes)
     return factors.memory * moved / rate
+
+
+def share(device: Device, what: str) -> float:
+    """The share of its peak that a catalogue's device sustains in a large `product`, or in `attention`."""
+    assumed = PRODUCT_SHARE if what == "product" else ATTENTION_SHARE[device.kind]
+    return device.sustained.get(what, assumed)
 
 
 def issue_seconds(device: Device) -> float:
@@ -125,8 +127,8 @@ def describe(device: Device) -> str:
     """Where this device's speeds come from."""
     if device.rates:
         return f"{device.source}; between measured shapes by inverse distance in log space"
-    share = device.sustained.get("product", PRODUCT_SHARE)
-    return f"{device.source}; {share:g} of the peak and {PRODUCT_STARTUP * 1e6:g} µs for each product, assumed"
+    sustained = f"{share(device, 'product'):g} of the peak"
+    return f"{device.source}; {sustained} and {PRODUCT_STARTUP * 1e6:g} µs for each product, assumed"
 
 
 def _peak(device: Device, precision: str) -> float:

@@ -1,0 +1,70 @@
+"""Which plan is shown and which is trained: measurements reach both, and machines that do not help are left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from espalier import cluster as clusters
+from espalier.config import derive, load
+from espalier.plan import asking, search
+from espalier.plan.calibrate import DATASHEET, Calibration
+from espalier.plan.factors import Factors
+from espalier.plan.request import Request
+from espalier.verbs.choose import Decision, decide
+
+SLOW = Calibration(factors=Factors(product=3.0, attention=3.0, memory=3.0, issue=3.0), spread=0.07, rows=9)
+
+
+def request(width: int = 256, samples: int = 64, **more: object) -> Request:
+    table = {
+        "model": {"depth": 4, "width": width, "heads": 4, "vocabulary": 512},
+        "train": {"steps": 10, "sequence": 128, "batch_tokens": 128 * samples},
+    }
+    return replace(asking.of_recipe(derive.resolve(load.from_table(table))[0]), **more)  # type: ignore[arg-type]
+
+
+def processors(count: int, between: str = "1Gbit/s", cores: int = 2) -> clusters.Cluster:
+    return clusters.loads(
+        f'[[nodes]]\ndevice = "cpu"\ncores = {cores}\nmemory = "8GiB"\ncount = {count}\n[links]\nbetween = "{between}"'
+    )
+
+
+def decided(cluster: clusters.Cluster, calibration: Calibration = DATASHEET, asked: Request | None = None) -> Decision:
+    return decide(asked or request(), cluster, calibration, dict)
+
+
+def test_a_calibration_reaches_the_plain_planner_on_processors() -> None:
+    """Which decides there: its steps take three times as long, and it says how sure that is."""
+    plain, slow = (decided(processors(1), calibration).taken for calibration in (DATASHEET, SLOW))
+    assert plain is not None
+    assert slow is not None
+    assert plain.planner == slow.planner == "uniform"
+    assert plain.predicted is not None
+    assert slow.predicted is not None
+    assert slow.predicted.step_seconds == pytest.approx(3 * plain.predicted.step_seconds, rel=0.01)
+    assert (plain.predicted.spread, slow.predicted.spread) == (DATASHEET.spread, SLOW.spread)
+
+
+def test_processors_behind_a_slow_network_are_left_out() -> None:
+    near, far = decided(processors(4, "10Gbit/s")), decided(processors(4, "1Mbit/s"))
+    assert {rank.node for rank in near.best.ranks} == {0, 1, 2, 3}
+    assert {rank.node for rank in far.best.ranks} == {0}
+    assert far.taken == far.best, "what is shown is what is trained"
+    assert max(rank.share[1] for rank in far.best.ranks) == 64
+
+
+def test_slow_processors_are_left_out_of_mixed_machines() -> None:
+    """The fastest machines first, by their numbers in the user's file."""
+    kinds = "".join(f'[[nodes]]\ndevice = "cpu"\ncores = {cores}\nmemory = "8GiB"\ncount = 1\n' for cores in (1, 16))
+    mixed = clusters.loads(kinds + '[links]\nbetween = "1Mbit/s"')
+    assert {rank.node for rank in decided(mixed).best.ranks} == {1}
+
+
+def test_as_many_processors_as_are_allowed_and_no_more() -> None:
+    asked = request(max_devices=2)
+    found = search.search(asked, processors(4, "10Gbit/s"))
+    assert {int(one.layout.world) for one in found.options} <= {1, 2, 4}
+    assert {len(one.cluster.devices()) for one in found.options} == {1, 2}
+    assert {rank.node for rank in decided(processors(4, "10Gbit/s"), asked=asked).best.ranks} == {0, 1}
