@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from espalier.around import apply
     from espalier.cluster import Cluster
     from espalier.config import Recipe
     from espalier.config.load import load
@@ -24,12 +25,13 @@ _HOME = {
     "EspalierError": ("espalier.errors", "EspalierError"),
     "Plan": ("espalier.plan.base", "Plan"),
     "Recipe": ("espalier.config", "Recipe"),
+    "apply": ("espalier.around", "apply"),
     "load": ("espalier.config.load", "load"),
     "make_plan": ("espalier.plan.public", "make_plan"),
     "open": ("espalier.track.tables", "open_run"),
 }
 
-__all__ = ["Cluster", "Cost", "EspalierError", "Plan", "Recipe", "load", "make_plan", "open"]
+__all__ = ["Cluster", "Cost", "EspalierError", "Plan", "Recipe", "apply", "load", "make_plan", "open"]
 
 
 def __getattr__(name: str) -> Any:

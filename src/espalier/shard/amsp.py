@@ -14,7 +14,7 @@ have different factors. It deviates from the paper and from others where that is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -60,6 +60,7 @@ class Amsp:
         self._armed: bool | None = None
         self._ended: bool | None = None
         self._launched = 0
+        self.on_backward: Callable[[], None] | None = None
         self.together = False
         if self._channel is None:
             self.owned: Sequence[Owned] = owned_by(model)
@@ -152,7 +153,9 @@ class Amsp:
     def _arrival(self, flat: Flat, slot: Slot) -> Any:
         def arrived(_: Tensor) -> None:
             if self._armed is None:
-                return
+                if self.on_backward is None:
+                    return
+                self.on_backward()
             flat.take(slot)
             if flat.missing < 0:
                 raise twice(slot.name)
@@ -191,12 +194,16 @@ class Amsp:
         self._ended = None
         self.finish()
 
-    def finish(self) -> None:
-        """Waits for the exchange of gradients and hands them to what is owned."""
+    def finish(self, carried: Mapping[Flat, Tensor] | None = None) -> list[bool]:
+        """Waits for the exchange of gradients and hands them to what is owned, with what was `carried` from before.
+        Returns for each trainable parameter whether any rank used it."""
         used = self._used()
         self._reducing.finish()
         for flat in self.flats:
+            if carried and flat in carried:
+                flat.result().add_(carried[flat])
             flat.deliver(used)
+        return used
 
     def _used(self) -> list[bool]:
         """For each trainable parameter, whether any rank used it in this step."""
@@ -240,6 +247,21 @@ class Amsp:
         """Returns when every parameter that lives here is up to date."""
         if self._channel is not None:
             self._windows.settle()
+
+    def summon(self) -> None:
+        """Brings all parameters here, until `let_go`."""
+        if self._channel is not None:
+            self._windows.summon()
+
+    def let_go(self) -> None:
+        """Ends what `summon` began."""
+        if self._channel is not None:
+            self._windows.let_go()
+
+    def adopt(self) -> None:
+        """Takes what was written into what is owned for everybody's parameters."""
+        self.refresh()
+        self.settle()
 
     def held(self) -> Mapping[str, int]:
         """See `Sharding.held`."""

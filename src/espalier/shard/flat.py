@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from espalier.optim.base import Owned
 from espalier.shard.arrange import Arranged
 from espalier.shard.exchange import Chain, Stage
+from espalier.shard.gradient import Elsewhere
 from espalier.shard.mesh import Mesh
 from espalier.shard.placement import Span
 
@@ -42,6 +43,8 @@ class Slot:
     def take(self) -> None:
         """Moves a fresh gradient into the unit, while it is still in the processor's cache."""
         grad = self.parameter.grad
+        if isinstance(grad, Elsewhere):
+            grad = grad.fresh
         if grad is not None and grad is not self.view:
             assert self.view is not None
             with torch.no_grad():
@@ -70,6 +73,7 @@ class Flat:
         part: this rank's shard of the parameters; all of them where they are not sharded.
         full: all parameters; without storage while they are sharded and nobody needs them.
         moved: the pieces that this rank's optimizer moves.
+        weight: what this rank's gradients count in the sum.
         missing: gradients still to come in this round.
     """
 
@@ -90,6 +94,7 @@ class Flat:
         self.moved = self._moved()
         self.missing = len(self.slots)
         self.rounds = 0
+        self.weight = 1.0
         self.here = True
         self.gathering: Chain | None = None
         self.refreshing: Chain | None = None
@@ -208,13 +213,15 @@ class Flat:
             if self.scattered:
                 if not slot.fresh:
                     slot.view.zero_()
-            elif slot.parameter.grad is None:
+            elif slot.parameter.grad is None or isinstance(slot.parameter.grad, Elsewhere):
                 slot.view.zero_()
-                slot.used = False
+                slot.used = slot.parameter.grad is not None
             else:
                 slot.take()  # also what somebody put there themselves
             slot.fresh = False
         assert self.collected is not None
+        if self.weight != 1.0:
+            self.collected.mul_(self.weight)
         return self.collected
 
     def _keep(self, buffer: Tensor) -> Stage:

@@ -43,12 +43,7 @@ class Model:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes values of whatever precision into what this rank owns, and brings them to everybody."""
         fill(self.state_dict(), state)
-        for flat in self._sharding.flats:
-            if flat.masters is None:
-                continue
-            flat.part[flat.optimizer.within(flat.params)].copy_(flat.masters)
-        self._sharding.refresh()
-        self._sharding.settle()
+        self._sharding.adopt()
 
 
 class States:

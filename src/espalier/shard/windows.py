@@ -174,6 +174,11 @@ class Windows:
                     flat.attach()
             self._release(window)
 
+    def summon(self) -> None:
+        """Brings everything here."""
+        for window in (self._root, *self._blocks):
+            self._need(window)
+
     def idle(self) -> None:
         """The gathers of a forward pass without gradients."""
         for window in (self._root, *self._order):

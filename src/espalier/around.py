@@ -1,0 +1,136 @@
+"""`espalier.apply`: a plan put round somebody else's model and optimizer, in their own loop."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from espalier import comm
+from espalier.errors import UserError
+from espalier.launch import base as launch
+from espalier.launch import torchrun
+from espalier.plan.base import Plan
+from espalier.shard.amsp import Amsp
+from espalier.shard.follow import Follow, refuse_split
+from espalier.shard.pieces import Pieces
+from espalier.shard.spread import Spread, factors
+
+TIMEOUT = 60.0
+"""Seconds any wait for another rank may take."""
+
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+
+
+def apply(
+    plan: Plan, model: AnyModel, optimizer: AnyOptimizer, *, group: dist.ProcessGroup | None = None
+) -> tuple[AnyModel, AnyOptimizer]:
+    """Spreads a model and its optimizer over the ranks as `plan` says; then train them in an ordinary loop.
+
+    Each rank computes the mean loss of its own share of a batch (`plan.ranks[rank].share`); what it gets back is the
+    gradient of the mean over the whole batch. `backward`, `torch.nn.utils.clip_grad_norm_`, `optimizer.step`,
+    `zero_grad`, learning-rate schedulers and both `state_dict`s (whole tensors; all ranks call them) work as in plain
+    PyTorch. Backward passes that only accumulate go inside `with model.no_sync():`.
+
+    Args:
+        plan: from `espalier.make_plan`.
+        model: any module, on this rank's device; changed in place.
+        optimizer: any optimizer that moves each number by itself (Adam, AdamW, SGD …), built on the model's parameters;
+            changed in place. Others work where the plan leaves matrices whole.
+        group: the ranks; None: torch's default group, which is joined by the launcher's variables when there is none.
+
+    Returns:
+        The same two objects.
+
+    Raises:
+        UserError: the plan is for another number of ranks, cuts the model or the sequence, or cuts matrices that the
+            optimizer needs whole; or the ranks' models differ (the first difference is named).
+    """
+    if not plan.executable:
+        raise UserError(
+            f"This plan cannot be applied: {plan.missing}.",
+            why="only states can be sharded around a model whose inside is not known",
+            do="make_plan(model, cluster, batch=…, tp=1, sp=1, pp=1)",
+        )
+    if plan.recompute != "none":
+        raise UserError(
+            f"The plan recomputes activations ({plan.recompute}).",
+            why="where a model can be cut for that only its author knows",
+            do='make_plan(…, recompute="none"), and torch.utils.checkpoint inside the model',
+        )
+    ranks = len(plan.trainers)
+    channel = _channel(ranks) if group is None else group
+    if (1 if channel is None else channel.size()) != ranks:
+        raise UserError(
+            f"The plan is for {ranks} ranks; here are {1 if channel is None else channel.size()}.",
+            do="make_plan(…, ranks=the number you start), or start as many as the plan says",
+        )
+    _wrap_precision(plan, model)
+    if channel is None or ranks == 1:
+        model.no_sync = contextlib.nullcontext  # type: ignore[assignment]
+        return model, optimizer
+    sharding = Amsp(model, channel, _spread(plan, model))
+    try:
+        refuse_split(optimizer, sharding)
+    except UserError:
+        sharding.detach()
+        raise
+    Pieces(optimizer, sharding, channel)
+    follow = Follow(sharding, optimizer, _weight(plan, channel.rank()), channel)
+    _clear_with(optimizer, follow)
+    return model, optimizer
+
+
+def _spread(plan: Plan, model: nn.Module) -> Spread:
+    on_gpus = any(parameter.is_cuda for parameter in model.parameters())
+    matrices = frozenset(name for name, parameter in model.named_parameters() if parameter.ndim >= 2)
+    return Spread(
+        factors=factors(plan.units),
+        nodes=() if on_gpus else [plan.ranks[rank].node for rank in plan.trainers],
+        whole=matrices if any(unit.whole for unit in plan.units) else frozenset(),
+        low=torch.bfloat16 if plan.precision == "bf16" and any(unit.optimizer for unit in plan.units) else None,
+    )
+
+
+def _weight(plan: Plan, rank: int) -> float:
+    """A rank's share of the batch."""
+    sizes = [plan.ranks[index].share[1] - plan.ranks[index].share[0] for index in plan.trainers]
+    return sizes[rank] / sum(sizes) if sum(sizes) else 1 / len(sizes)
+
+
+def _channel(ranks: int) -> Any:
+    """The ranks as a Channel, None for one alone."""
+    if dist.is_initialized():
+        world = dist.group.WORLD
+        return world if isinstance(world, comm.Channel) else dist.new_group(backend="espalier")
+    place = torchrun.place()
+    if place is None or place.world == 1:
+        if ranks > 1:
+            raise UserError(
+                f"The plan is for {ranks} ranks, and this process is alone.",
+                do=f"torchrun --nproc-per-node {ranks} your_script.py",
+            )
+        return None
+    inner = "nccl" if torch.cuda.is_available() else "gloo"
+    store = launch.store(place, TIMEOUT)
+    return comm.connect(store, place.rank, place.world, timeout=TIMEOUT, inner=inner)
+
+
+def _wrap_precision(plan: Plan, model: nn.Module) -> None:
+    if plan.precision == "bf16":
+        device = next(model.parameters()).device.type
+        model.forward = torch.autocast(device, torch.bfloat16)(model.forward)
+
+
+def _clear_with(optimizer: torch.optim.Optimizer, follow: Follow) -> None:
+    plain = optimizer.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        plain(set_to_none=True)
+        follow.clear()
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
