@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Follow:
         optimizer.register_step_pre_hook(lambda *_: self.flush())
         optimizer.register_step_post_hook(lambda *_: self._moved())
         model = sharding.model
-        model.register_state_dict_post_hook(self._whole_model)
+        model.register_state_dict_post_hook(partial(self._whole_model))  # torch writes on it
         model.register_load_state_dict_pre_hook(self._before_loading)
         model.register_load_state_dict_post_hook(lambda *_: sharding.let_go())
         model.no_sync = self.no_sync  # type: ignore[assignment]
