@@ -18,8 +18,10 @@ from torch._C._distributed_c10d import PrefixStore
 
 from espalier import comm, units
 from espalier.checkpoint.sharded import Checkpoints
+from espalier.hardware.peak import peak_memory
 from espalier.launch import base as launch
 from espalier.launch import handshake
+from espalier.plan.exhausted import exhausted, is_exhausted
 from espalier.trainer import Setting, Trainer
 from espalier.workload import to_device
 
@@ -69,28 +71,50 @@ def train(setting: Setting, identity: Mapping[str, str]) -> dict[str, Any]:
     timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
     with joined(place, timeout) as channel:
         handshake.compare(identity, channel)
-        trainer = Trainer(setting, channel)
-        saved = None
-        if setting.folder is not None:
-            target = recipe.checkpoint.target or str(setting.folder / "checkpoints")
-            saved = Checkpoints(
-                target,
-                keep=recipe.checkpoint.keep,
-                keep_best=recipe.checkpoint.keep_best,
-                group=saving_group(channel),
-                on_event=setting.emit,
-            )
-            trainer.restore(saved)
-        setting.emit("run", step=trainer.step, steps=trainer.steps, pid=os.getpid(), **setting.about)
-        predicted = setting.plan.predicted
-        setting.emit("plan", predicted=msgspec.to_builtins(predicted) if predicted else None)
-        trainer.run(saved)
-        if saved is not None:
-            saved.wait()
-        text = trainer.sample()
-        if text and place.rank == 0:
-            setting.emit("sample", step=trainer.step, text=text)
-        return {"step": trainer.step, "tokens": trainer.tokens}
+        trainer = None
+        try:
+            trainer = Trainer(setting, channel)
+            return live(trainer, channel)
+        except Exception as error:
+            if not is_exhausted(error):
+                raise
+            raise exhausted(setting.plan, place.rank, measured(trainer, setting)) from error
+
+
+def measured(trainer: Trainer | None, setting: Setting) -> dict[str, float]:
+    """Bytes this rank holds by kind, and the most it ever held."""
+    peak = float(peak_memory(setting.device))
+    if trainer is None:
+        return {"peak": peak}
+    states = sum(value.nbytes for value in trainer.built.optimizer.state_dict().values())
+    return {**trainer.built.sharding.held(), "optimizer": states, "peak": peak}
+
+
+def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Everything between joining and leaving. Returns the steps and tokens done."""
+    setting = trainer.setting
+    recipe, place = setting.recipe, setting.place
+    saved = None
+    if setting.folder is not None:
+        target = recipe.checkpoint.target or str(setting.folder / "checkpoints")
+        saved = Checkpoints(
+            target,
+            keep=recipe.checkpoint.keep,
+            keep_best=recipe.checkpoint.keep_best,
+            group=saving_group(channel),
+            on_event=setting.emit,
+        )
+        trainer.restore(saved)
+    setting.emit("run", step=trainer.step, steps=trainer.steps, pid=os.getpid(), **setting.about)
+    predicted = setting.plan.predicted
+    setting.emit("plan", predicted=msgspec.to_builtins(predicted) if predicted else None)
+    trainer.run(saved)
+    if saved is not None:
+        saved.wait()
+    text = trainer.sample()
+    if text and place.rank == 0:
+        setting.emit("sample", step=trainer.step, text=text)
+    return {"step": trainer.step, "tokens": trainer.tokens}
 
 
 def trial(setting: Setting, seconds: float) -> float:

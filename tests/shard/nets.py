@@ -122,7 +122,7 @@ def spread(channel: Any, spread: Spread, steps: int, accumulate: int = 1, dtype:
     """(Amsp, optimizer, norms) after training `Odd` on the ranks of `channel`."""
     sharding = Amsp(Odd(dtype), channel, spread)
     optimizer = adamw.build(Adamw(learning_rate=1e-2), sharding.owned)
-    place = (channel.rank(), channel.size())
+    place = (0, 1) if channel is None else (channel.rank(), channel.size())
     norms = [one_step(sharding, optimizer, step, accumulate, place) for step in range(steps)]
     return sharding, optimizer, norms
 
