@@ -212,14 +212,40 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
         assert sent[1] == predicted
 
 
+def test_the_plans_bytes_of_sharded_states_are_the_ledgers_but_for_padding(corpus, tmp_path):
+    recipe = recipe_of(corpus, tmp_path, optimizer={"kind": "adamw"})
+    workload, machine = open_language(recipe), cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
+    for shard in ((1, 1, 4), (1, 2, 4), (2, 2, 4), (4, 4, 4)):
+        names = dict(zip(("params", "grads", "optimizer"), shard, strict=True))
+        unit = plans.Unit(**{name: tuple(range(size)) if size > 1 else () for name, size in names.items()})
+        plan = plan_of(recipe, 4, 1, units=(unit,))
+        layout = Layouts(dp=4, micro_batch=1, **names)
+        predicted = estimate(ready.request(ready.Resolved(recipe)), machine, layout).sent_bytes
+
+        def life(place, plan=plan):
+            sent = []
+            with rank.joined(place, 20.0) as channel:
+                emit = lambda event, **fields: sent.append(fields["bytes"]) if event == "step" else None  # noqa: E731
+                trainer.Trainer(trainer.Setting(recipe, plan, workload, place, emit=emit), channel).run()
+            return sent[2]
+
+        for sent in local.run(life, launch.places(plan)):
+            assert set(sent) == set(predicted)
+            assert sent["control"] == predicted["control"]
+            for kind in ("gradients", "parameters"):
+                assert predicted[kind] <= sent[kind] <= 1.002 * predicted[kind]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
+@pytest.mark.parametrize("shard", [(), (0, 1)])
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler")
-def test_compiled_blocks_follow_the_eager_curve(corpus, tmp_path):
-    recipe = recipe_of(corpus, tmp_path, steps=3, precision="fp64")
+def test_compiled_blocks_follow_the_eager_curve(corpus, tmp_path, shard):
+    recipe = recipe_of(corpus, tmp_path, steps=3, precision="fp64", optimizer={"kind": "adamw"})
     eager, _ = train(recipe, plan_of(recipe, 1, 8))
-    compiled, _ = train(recipe, plan_of(recipe, 1, 8, compile=True))
+    units = (plans.Unit(params=shard, grads=shard, optimizer=shard),)
+    compiled, _ = train(recipe, plan_of(recipe, len(shard) or 1, 8, compile=True, units=units))
     assert compiled == pytest.approx(eager, rel=1e-9)
 
 

@@ -29,10 +29,15 @@ ALONE = {
     "clip": ({"clip": 0.05}, {}, 1e-9),
     "cosine": ({"schedule": {"kind": "cosine"}}, {}, 1e-9),
     "bf16": ({"precision": "bf16"}, {}, 2e-2),
+    "optimizer states in shards": ({}, {"ranks": 2, "shard": (1, 1, 2)}, 1e-9),
+    "gradients in shards": ({}, {"ranks": 2, "shard": (1, 2, 2)}, 1e-9),
+    "all states in shards": ({}, {"ranks": 2, "shard": (2, 2, 2)}, 1e-9),
 }
 
 # Choices that answer one question exclude each other; all other pairs must run.
+SHARDS = [name for name in ALONE if name.endswith("in shards")]
 SAME_QUESTION = [{"recompute selective", "recompute block"}, {"ranks", "unequal shares"}]
+SAME_QUESTION += [set(pair) for pair in itertools.combinations(SHARDS, 2)]
 
 PAIRS = [pair for pair in itertools.combinations(ALONE, 2) if set(pair) not in SAME_QUESTION]
 
@@ -62,10 +67,13 @@ def recipe_of(corpus, train):
     return derive.resolve(load.from_table(table))[0]
 
 
-def curve(recipe, micro_batch=8, recompute="none", ranks=1, cuts=None):
+def curve(recipe, micro_batch=8, recompute="none", ranks=1, cuts=None, shard=()):
     cuts = cuts or tuple(8 * one // ranks for one in range(ranks + 1))
     shares = tuple(plans.Rank(share=share) for share in itertools.pairwise(cuts))
-    plan = plans.Plan(ranks=shares, micro_batch=micro_batch, recompute=recompute, precision=recipe.train.precision)
+    groups = [tuple(range(size)) if size > 1 else () for size in shard]
+    unit = plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups, strict=False)), whole=True)
+    how = {"micro_batch": micro_batch, "recompute": recompute, "precision": recipe.train.precision}
+    plan = plans.Plan(ranks=shares, units=(unit,), **how)
     workload = open_language(recipe)
 
     def life(place):

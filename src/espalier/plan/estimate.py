@@ -137,14 +137,17 @@ def sent(request: Request, layouts: Layouts) -> dict[str, Number]:
     further = layouts.optimizer // np.asarray(layouts.grads)
     scattered = cost.ring_bytes("reduce_scatter", grads, layouts.grads) * rounds
     scattered = scattered + cost.ring_bytes("reduce_scatter", grads / layouts.grads, further)
-    params = 2 * rounds * cost.ring_bytes("all_gather", storage.params * parameters, layouts.params)
+    # Once forward and once backward; what lies outside the layers, and the last of them, stays from one to the other.
+    stays = np.minimum(parameters, (request.outside + request.layer_parameters) / layouts.tp)
+    gathered = rounds * (2 * parameters - stays)
+    params = cost.ring_bytes("all_gather", storage.params * gathered, layouts.params)
     back = layouts.optimizer // np.asarray(layouts.params)
     params = params + cost.ring_bytes("all_gather", storage.params * parameters / layouts.params, back)
     found = {
         "gradients": scattered + cost.ring_bytes("all_reduce", grads / layouts.optimizer, replicas),
         "control": cost.ring_bytes("all_reduce", _steering(request, layouts), layouts.world),
     }
-    return found | ({"params": params} if np.any(np.asarray(params) > 0) else {})
+    return found | ({"parameters": params} if np.any(np.asarray(params) > 0) else {})
 
 
 def _steering(request: Request, layouts: Layouts) -> Number:
