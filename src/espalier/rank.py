@@ -32,8 +32,8 @@ SAVING = timedelta(minutes=30)
 
 
 @contextlib.contextmanager
-def joined(place: launch.Place, timeout: float) -> Iterator[dist.ProcessGroup | None]:
-    """This rank's Channel to the others, or None when it is alone."""
+def joined(place: launch.Place, timeout: float, *, mixed: bool = False) -> Iterator[dist.ProcessGroup | None]:
+    """This rank's Channel to the others, or None when it is alone. `mixed`: some compute on CPUs, some on GPUs."""
     torch.set_num_threads(place.threads)
     keep_freed_memory()
     if place.device.startswith("cuda"):
@@ -41,7 +41,7 @@ def joined(place: launch.Place, timeout: float) -> Iterator[dist.ProcessGroup | 
     if place.world == 1:
         yield None
         return
-    inner = "nccl" if place.device.startswith("cuda") else "gloo"
+    inner = "staged" if mixed else "nccl" if place.device.startswith("cuda") else "gloo"
     # Keys of a dead attempt would lead to its addresses.
     store = PrefixStore(f"attempt{place.attempt}", launch.store(place, timeout))
     channel = comm.connect(store, place.rank, place.world, timeout=timeout, inner=inner)
@@ -69,7 +69,7 @@ def train(setting: Setting, identity: Mapping[str, str]) -> dict[str, Any]:
     """Trains on this rank from the newest checkpoint (if any) to the end. Returns the steps and tokens done."""
     recipe, place = setting.recipe, setting.place
     timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
-    with joined(place, timeout) as channel:
+    with joined(place, timeout, mixed=setting.plan.mixed) as channel:
         handshake.compare(identity, channel)
         trainer = None
         try:

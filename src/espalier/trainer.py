@@ -129,8 +129,8 @@ def spread(setting: Setting, model: nn.Module) -> spreading.Spread:
         named = tables(workload, model)
         hidden = frozenset(one.name for one in owned_by(model) if muon.moves(one, named))
     masters = plan.precision == "bf16" and any(unit.optimizer for unit in plan.units)
-    on_gpus = setting.place.device.startswith("cuda")  # NCCL finds the way through machines by itself
-    nodes = () if on_gpus else [plan.ranks[rank].node for rank in plan.trainers]
+    nccl = setting.place.device.startswith("cuda") and not plan.mixed  # finds the way through machines by itself
+    nodes = () if nccl else [plan.ranks[rank].node for rank in plan.trainers]
     return spreading.Spread(
         factors=spreading.factors(plan.units),
         nodes=nodes,

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from espalier.comm.base import Ledger
 from espalier.comm.channel import Asked, Channel, Line
+from espalier.comm.staged import Staged
 from espalier.comm.watch import Watch
 from espalier.errors import PeerLost, UserError, nearest
 from espalier.units import show_seconds
@@ -40,6 +41,11 @@ def _nccl(asked: Asked) -> dict[str, Any]:
     return {**_gloo(asked), "cuda": inner}
 
 
+def _staged(asked: Asked) -> dict[str, Any]:
+    inner = _gloo(asked)["cpu"]
+    return {"cpu": inner, "cuda": Staged(inner)}
+
+
 def _mpi(asked: Asked) -> dict[str, Any]:
     if not dist.is_mpi_available():
         raise UserError(
@@ -51,7 +57,7 @@ def _mpi(asked: Asked) -> dict[str, Any]:
     return {"cpu": inner, "cuda": inner}
 
 
-INNER: dict[str, Callable[[Asked], dict[str, Any]]] = {"gloo": _gloo, "nccl": _nccl, "mpi": _mpi}
+INNER: dict[str, Callable[[Asked], dict[str, Any]]] = {"gloo": _gloo, "nccl": _nccl, "mpi": _mpi, "staged": _staged}
 
 
 def connect(store: Store, rank: int, world: int, *, timeout: float, inner: str = "gloo") -> Channel:
@@ -63,7 +69,8 @@ def connect(store: Store, rank: int, world: int, *, timeout: float, inner: str =
         rank: this process, 0 <= rank < world.
         world: the number of ranks.
         timeout: seconds; the deadline of this call and of every later wait.
-        inner: `gloo`, `nccl` (CUDA tensors by NCCL, host tensors by Gloo) or `mpi`.
+        inner: `gloo`, `nccl` (CUDA tensors by NCCL, host tensors by Gloo), `mpi`, or `staged` (CUDA tensors through
+            host memory, for groups of CPUs and GPUs).
 
     Raises:
         UserError: `inner` is unknown or not available here.

@@ -150,6 +150,11 @@ class Plan(Part, frozen=True):
         return tuple(index for index, rank in enumerate(self.ranks) if rank.role == "trainer")
 
     @property
+    def mixed(self) -> bool:
+        """Whether some ranks compute on processors and some on GPUs."""
+        return len({self.ranks[index].device.split(":")[0] for index in self.trainers}) > 1
+
+    @property
     def rounds(self) -> int | None:
         """Micro-batches of every rank where all must have as many (parameters or gradients are exchanged in each)."""
         if not any(len(unit.grads) > 1 for unit in self.units):
