@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import pytest
-from asked import gpus, processor
+from asked import decoder, gpus, processor
 from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier import cost
 from espalier.cluster import Link
-from espalier.plan import network
+from espalier.plan import network, seconds
+from espalier.plan.layouts import Layouts
 from espalier.plan.network import Fleet, Operation
+from espalier.plan.step import Step
+from espalier.shard.arrange import Piece
+from espalier.shard.placement import Factors
+from espalier.shard.spread import Wires, groups
+from espalier.shard.spread import cost as spread_cost
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 operations = st.sampled_from(OPERATIONS)
 sizes = st.floats(1, 1e12)
-groups = st.sampled_from([(2, 1), (8, 1), (4, 2), (16, 1), (16, 8), (2, 8), (64, 1), (8, 16), (32, 4), (128, 1)])
+groups_of = st.sampled_from([(2, 1), (8, 1), (4, 2), (16, 1), (16, 8), (2, 8), (64, 1), (8, 16), (32, 4), (128, 1)])
 
 
 def fleet(inside: Link, between: Link | None, nodes: int = 16) -> Fleet:
@@ -49,7 +56,7 @@ def test_inside_a_node_it_is_the_ring_s_bytes_over_the_link(operation: Operation
     assert taken(operation, size, 8, 1, replace(plain(), nodes=1, between=None)) == pytest.approx(wanted)
 
 
-@given(sizes, groups.filter(lambda group: group != (16, 1)))
+@given(sizes, groups_of.filter(lambda group: group != (16, 1)))
 def test_an_all_reduce_is_a_scatter_and_a_gather(size: float, group: tuple[int, int]) -> None:
     scatter, gather, reduce = (
         taken(operation, size, *group, plain()) for operation in ("reduce_scatter", "all_gather", "all_reduce")
@@ -68,7 +75,7 @@ def test_between_two_machines_gpus_send_a_tensor_across_once() -> None:
     assert taken("all_reduce", 1e9, 4, 1, cores) == pytest.approx(2 * gather, rel=1e-3)
 
 
-@given(operations, sizes, groups, st.floats(1, 100))
+@given(operations, sizes, groups_of, st.floats(1, 100))
 def test_bytes_and_bandwidth_count_in_proportion(
     operation: Operation, size: float, group: tuple[int, int], factor: float
 ) -> None:
@@ -130,7 +137,7 @@ def test_a_broadcast_of_gpus_is_a_chain_and_one_of_processors_a_tree() -> None:
 
 
 @given(
-    operations, st.floats(1, 1e10), groups, st.floats(1, 50), st.sampled_from(["inside", "between"]),
+    operations, st.floats(1, 1e10), groups_of, st.floats(1, 50), st.sampled_from(["inside", "between"]),
     st.sampled_from(["bandwidth", "latency", "launch"]),
 )  # fmt: skip
 def test_no_better_link_makes_a_collective_slower(
@@ -144,7 +151,7 @@ def test_no_better_link_makes_a_collective_slower(
     assert taken(operation, size, *group, improved) <= taken(operation, size, *group, on) * (1 + 1e-12)
 
 
-@given(operations, st.floats(1, 1e10), groups, st.floats(1, 100))
+@given(operations, st.floats(1, 1e10), groups_of, st.floats(1, 100))
 def test_more_bytes_never_take_less_time(
     operation: Operation, size: float, group: tuple[int, int], factor: float
 ) -> None:
@@ -152,10 +159,42 @@ def test_more_bytes_never_take_less_time(
     assert taken(operation, size * factor, *group, on) >= taken(operation, size, *group, on)
 
 
-@given(operations, st.lists(st.tuples(sizes, groups), min_size=1, max_size=6))
+@given(operations, st.lists(st.tuples(sizes, groups_of), min_size=1, max_size=6))
 def test_many_groups_at_once_equal_one_by_one(operation: Operation, asked: list[Any]) -> None:
     on = network.fleet(gpus(count=16), 128)
     amounts, ranks, strides = (np.array(part) for part in zip(*((size, *group) for size, group in asked), strict=True))
     together = network.seconds(operation, amounts, ranks, strides, on)
     alone = [taken(operation, size, ranks, stride, on) for size, (ranks, stride) in asked]
     assert together == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("factors", [f for f in product((1, 2, 4), repeat=3) if list(f) == sorted(f)], ids=str)
+def test_processors_exchange_machine_by_machine_as_the_engine_does(factors: tuple[int, int, int]) -> None:
+    """Two machines of two ranks: the planner's seconds of a triple are those of `spread.cost`, by its units."""
+    wires = Wires(
+        Link(bandwidth=2e9, latency=1e-5, launch=4e-5, measured=True),
+        Link(bandwidth=25e6, latency=2e-3, launch=1e-4, measured=True),
+    )
+    request = decoder(layers=1, outside=0, bucket_bytes=2**40)
+    on = replace(network.fleet(processor(count=2), 4), inside=wires.inside, between=wires.between)
+    params, grads, optimizer = factors
+    layouts = Layouts(dp=4, threads=1, params=params, grads=grads, optimizer=optimizer)
+    step = Step(request, on, on.kinds[0], layouts)
+    weights = seconds.weights(step, request.trainable)
+    scattered = seconds.gradients(step)["seconds"] + weights["reduce_scatter"]
+    (group,) = groups([Factors(*factors)], [0], [0])
+    wanted = spread_cost([Piece(request.trainable, 4, group)], (0, 0, 1, 1), wires, bucket_bytes=2**40).seconds
+    assert float(scattered) == pytest.approx(wanted["reduce"])
+    assert float(seconds.refresh(step)) == pytest.approx(wanted["refresh"])
+    assert float(weights["all_gather"]) == pytest.approx(wanted["gather"])
+
+
+def test_between_machines_of_processors_each_sends_its_share_at_once() -> None:
+    """Of 4 ranks on each of 2 machines every one sums a quarter with its counterpart: the whole crosses each way."""
+    on = replace(
+        network.fleet(processor(cores=4, count=2), 8),
+        inside=Link(bandwidth=1e12, measured=True),
+        between=Link(bandwidth=1e8, measured=True),
+    )
+    assert taken("all_reduce", 1e8, 8, 1, on) == pytest.approx(1.0, rel=1e-3)
+    assert taken("all_gather", 1e8, 8, 1, on) == pytest.approx(0.5, rel=1e-3)

@@ -2,6 +2,7 @@
 
 Collectives are rings of equal steps (AMSP, arXiv 2311.00257; Buff, arXiv 2401.09149): bytes over the slowest link they
 cross, shared with the groups beside them, plus a latency for each hop and a price for each call. The two last are ours.
+On processors sums and gathers go inside machines first, as the engine does them there (`shard.placement`).
 """
 
 from __future__ import annotations
@@ -112,6 +113,28 @@ def seconds(operation: Operation, size: Number, ranks: Number, stride: Number, o
         An array as the arguments broadcast; 0 where a group has one rank (not for a send).
     """
     size, ranks, stride = np.broadcast_arrays(np.asarray(size, dtype=float), ranks, stride)
+    if operation in _BY_LEVEL and on.between is not None and not on.cuda:
+        return _level_by_level(operation, size, ranks, stride, on)
+    return _at_once(operation, size, ranks, stride, on)
+
+
+_BY_LEVEL = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def _level_by_level(operation: Operation, size: Number, ranks: Number, stride: Number, on: Fleet) -> Number:
+    """Seconds of a collective that goes along an axis inside machines and then, with the share of the tensor that each
+    of a machine's ranks is left with, along one between them (AMSP, section 2.5)."""
+    even = on.ranks == on.nodes * on.per_node  # else no axis is divided where machines end
+    inside = np.where(even & (on.per_node % stride == 0), np.gcd(ranks, np.maximum(1, on.per_node // stride)), 1)
+    there = "reduce_scatter" if operation == "all_reduce" else operation
+    split = (inside > 1) & (inside < ranks)
+    near = _at_once(there, size, inside, stride, on) * (2 if operation == "all_reduce" else 1)
+    far = _at_once(operation, size / inside, ranks // inside, stride * inside, on)
+    return np.where(split, near + far, _at_once(operation, size, ranks, stride, on))
+
+
+def _at_once(operation: Operation, size: Number, ranks: Number, stride: Number, on: Fleet) -> Number:
+    """Seconds of one ring (or tree) through the whole group."""
     sends = operation == "send"
     group = np.where(sends, 2, ranks)
     # Stages follow one another through the machines, so of a pipeline over several some hand-over leaves a machine, and

@@ -162,6 +162,8 @@ class Amsp:
             if flat.missing == 0:
                 self._windows.gradients_are_there(flat)
                 self._launch_ready()
+            else:
+                self._reducing.advance()  # a slow link should not stand still until the next unit is complete
 
         return arrived
 
@@ -197,24 +199,25 @@ class Amsp:
     def finish(self, carried: Mapping[Flat, Tensor] | None = None) -> list[bool]:
         """Waits for the exchange of gradients and hands them to what is owned, with what was `carried` from before.
         Returns for each trainable parameter whether any rank used it."""
-        used = self._used()
+        flags, told = self._used()
         self._reducing.finish()
+        told.wait()
+        used = [bool(flag) for flag in flags.tolist()]
         for flat in self.flats:
             if carried and flat in carried:
                 flat.result().add_(carried[flat])
             flat.deliver(used)
         return used
 
-    def _used(self) -> list[bool]:
-        """For each trainable parameter, whether any rank used it in this step."""
+    def _used(self) -> tuple[Tensor, Any]:
+        """[trainable parameters] whether any rank used each in this step, and what to wait for until that is so."""
         assert self._channel is not None
         slots = sorted((slot for flat in self.flats for slot in flat.slots), key=lambda slot: slot.number)
         flags = torch.tensor([slot.used for slot in slots], dtype=torch.uint8, device=_host(self._channel, slots))
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         with traffic(Traffic.CONTROL):
-            self._channel.allreduce([flags], options).wait()
-        return [bool(flag) for flag in flags.tolist()]
+            return flags, self._channel.allreduce([flags], options)
 
     def norm(self) -> float:
         """See `Sharding.norm`."""

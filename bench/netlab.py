@@ -1,0 +1,327 @@
+"""A network of slow links on one machine: hosts on nodes, fast inside a node, as slow as you say between nodes.
+
+    python bench/netlab.py --nodes 2 --hosts 2 --rate 200mbit --delay 2ms [--cpu 1.0,0.4] -- COMMAND ...
+
+Each host is a network namespace with one interface, eth0, on its node's bridge. A node's uplink is limited by the
+kernel (tbf), both ways; a delay, in one direction, is added by a small program that forwards frames between uplinks,
+as many kernels have no netem. Without a delay that is a bridge too. Needs root, iproute2, and veth, bridge and sch_tbf
+in the kernel. Each command gets torch's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and NETLAB_NODES: the node of
+each rank, with commas. Exit status: the first that is not 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import heapq
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SUBNET = "10.213.77."
+PORT = 29500
+QUEUE = 0.1
+"""Seconds of its rate that a limited link holds in its queue."""
+CPU_PERIOD = 20_000
+"""Microseconds in which a host may use its share of the processor."""
+CLONE_NEWNET = 0x40000000
+SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
+SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
+HEADER = 10  # bytes of a virtio_net_hdr, which keeps offloaded segments and checksums whole
+LARGEST = 70_000
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the network is to be.
+
+    Attributes:
+        nodes, hosts: how many nodes, and hosts on each.
+        rate: bits/s of a node's uplink, each way; 0: unlimited.
+        delay: seconds from a node to another.
+        cpu: cores that each host may use (empty: all there are); repeated until all hosts have one.
+    """
+
+    nodes: int = 2
+    hosts: int = 2
+    rate: float = 0.0
+    delay: float = 0.0
+    cpu: tuple[float, ...] = ()
+
+    @property
+    def node_of(self) -> list[int]:
+        """The node of each host."""
+        return [host // self.hosts for host in range(self.nodes * self.hosts)]
+
+
+class Lab:
+    """The network, while it is there. Has state: namespaces, control groups, the forwarder. Use with `with`."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self._name = f"netlab-{os.getpid()}"
+        self._forwarder = 0
+        self._groups: list[Path] = []
+
+    def __enter__(self) -> Lab:
+        if os.geteuid():
+            raise SystemExit("netlab needs root: it makes network namespaces")
+        try:
+            self._build()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._forwarder:
+            os.kill(self._forwarder, signal.SIGKILL)
+            os.waitpid(self._forwarder, 0)
+        spaces = [self._host(index) for index in range(len(self.shape.node_of))]
+        for space in [*spaces, *(self._hub(node) for node in range(self.shape.nodes)), self._wire]:
+            _run("ip", "netns", "del", space, check=False)
+        for group in self._groups:
+            with contextlib.suppress(OSError):
+                group.rmdir()
+
+    # --- building ----------------------------------------------------------------------------------------------------
+
+    def _host(self, index: int) -> str:
+        return f"{self._name}-host{index}"
+
+    def _hub(self, node: int) -> str:
+        return f"{self._name}-node{node}"
+
+    @property
+    def _wire(self) -> str:
+        return f"{self._name}-wire"
+
+    def _build(self) -> None:
+        _run("ip", "netns", "add", self._wire)
+        for node in range(self.shape.nodes):
+            hub = self._hub(node)
+            _run("ip", "netns", "add", hub)
+            _bridge(hub)
+            _cable(hub, "uplink", self._wire, f"u{node}")
+            _run("ip", "-n", hub, "link", "set", "uplink", "master", "bridge")
+            self._limit(hub, "uplink")
+            self._limit(self._wire, f"u{node}")
+        for index, node in enumerate(self.shape.node_of):
+            self._add_host(index, self._hub(node))
+        if self.shape.delay:
+            self._forward()
+            return
+        _bridge(self._wire)
+        for node in range(self.shape.nodes):
+            _run("ip", "-n", self._wire, "link", "set", f"u{node}", "master", "bridge")
+
+    def _add_host(self, index: int, hub: str) -> None:
+        space = self._host(index)
+        _run("ip", "netns", "add", space)
+        _cable(hub, f"p{index}", space, "eth0")
+        _run("ip", "-n", hub, "link", "set", f"p{index}", "master", "bridge")
+        _run("ip", "-n", space, "link", "set", "eth0", "address", _mac(index).hex(":"))
+        _run("ip", "-n", space, "link", "set", "lo", "up")
+        _run("ip", "-n", space, "addr", "add", f"{_address(index)}/24", "dev", "eth0")
+        tcp = "net.ipv4.tcp_congestion_control=cubic"
+        _run("ip", "netns", "exec", space, "sysctl", "-qw", tcp, check=False)
+        for other in range(len(self.shape.node_of)):
+            if other != index:  # static neighbours: nobody need ask
+                known = ("lladdr", _mac(other).hex(":"), "dev", "eth0", "nud", "permanent")
+                _run("ip", "-n", space, "neigh", "replace", _address(other), *known)
+
+    def _limit(self, space: str, device: str) -> None:
+        rate = self.shape.rate
+        if rate:
+            burst, queue = 66_000, int(max(rate / 8 * QUEUE, 4 * 66_000))  # a burst holds one offloaded segment
+            settings = ("rate", f"{int(rate)}bit", "burst", str(burst), "limit", str(queue))
+            _run("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *settings)
+
+    def _forward(self) -> None:
+        read, write = os.pipe()
+        self._forwarder = os.fork()
+        if self._forwarder == 0:
+            try:
+                os.close(read)
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with its parent
+                _forwarding(self._wire, self.shape, write)
+            finally:
+                os._exit(1)
+        os.close(write)
+        ready = os.read(read, 1)
+        os.close(read)
+        if not ready:
+            raise RuntimeError("netlab: the forwarder did not start")
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def start(self, command: Sequence[str], extra: Mapping[str, str] | None = None) -> list[subprocess.Popen[str]]:
+        """Starts `command` on every host; what they print can be read from them."""
+        return [self._start_on(index, command, extra or {}) for index in range(len(self.shape.node_of))]
+
+    def _start_on(self, index: int, command: Sequence[str], extra: Mapping[str, str]) -> subprocess.Popen[str]:
+        group = self._share(index)
+        environment = {
+            **os.environ,
+            **ranked(index, self.shape.node_of, _address(0)),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # no reverse look-up of names in here
+            **extra,
+        }
+        whole = ["ip", "netns", "exec", self._host(index), *command]
+        if group is not None:  # a shell joins the group and becomes the command
+            whole = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *whole]
+        return subprocess.Popen(whole, env=environment, stdout=subprocess.PIPE, text=True)
+
+    def _share(self, index: int) -> Path | None:
+        """A control group that may use the host's share of the processor (version 1 or 2)."""
+        if not self.shape.cpu:
+            return None
+        quota = int(CPU_PERIOD * self.shape.cpu[index % len(self.shape.cpu)])
+        first = Path("/sys/fs/cgroup/cpu")
+        group = (first if first.is_dir() else first.parent) / f"{self._name}-{index}"
+        group.mkdir(exist_ok=True)
+        self._groups.append(group)
+        if first.is_dir():
+            (group / "cpu.cfs_period_us").write_text(str(CPU_PERIOD))
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            (group / "cpu.max").write_text(f"{quota} {CPU_PERIOD}")
+        return group
+
+
+def ranked(index: int, node_of: Sequence[int], master: str, port: int = PORT) -> dict[str, str]:
+    """The environment of one of several ranks."""
+    return {
+        "RANK": str(index), "WORLD_SIZE": str(len(node_of)), "LOCAL_RANK": "0", "MASTER_ADDR": master,
+        "MASTER_PORT": str(port), "NETLAB_NODES": ",".join(map(str, node_of)), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def _address(index: int) -> str:
+    return f"{SUBNET}{index + 1}"
+
+
+def _mac(index: int) -> bytes:
+    return bytes((2, 0x6E, 0x6C, 0, index >> 8, index & 255))
+
+
+def _run(*command: str, check: bool = True) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def _bridge(space: str) -> None:
+    _run("ip", "-n", space, "link", "add", "bridge", "type", "bridge")
+    _run("ip", "-n", space, "link", "set", "bridge", "up")
+
+
+def _cable(space: str, device: str, other: str, end: str) -> None:
+    """A pair of interfaces, one in each of two namespaces."""
+    _run("ip", "-n", space, "link", "add", device, "type", "veth", "peer", "name", end, "netns", other)
+    _run("ip", "-n", space, "link", "set", device, "up")
+    _run("ip", "-n", other, "link", "set", end, "up")
+
+
+# --- the forwarder -------------------------------------------------------------------------------------------------
+
+
+def _forwarding(wire: str, shape: Shape, ready: int) -> None:
+    """Passes frames on from uplink to uplink, each after its delay; never returns."""
+    _enter(wire)
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    ports = [_port(f"u{node}") for node in range(shape.nodes)]
+    home = {_mac(host): ports[node] for host, node in enumerate(shape.node_of)}
+    os.write(ready, b"1")
+    os.close(ready)
+    waiting: list[tuple[float, int, socket.socket, bytes]] = []
+    count = 0
+    while True:
+        while waiting and waiting[0][0] <= time.monotonic():
+            _, _, port, frame = heapq.heappop(waiting)
+            with contextlib.suppress(OSError):  # no room: the frame is lost
+                port.send(frame)
+        left = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+        for port in select.select(ports, [], [], left)[0]:
+            for frame in _frames(port):
+                target = home.get(frame[HEADER : HEADER + 6])
+                if target is not None and target is not port:
+                    count += 1
+                    heapq.heappush(waiting, (time.monotonic() + shape.delay, count, target, frame))
+
+
+def _enter(space: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{space}", "rb") as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def _port(device: str) -> socket.socket:
+    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+    port.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
+    port.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
+    port.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 8 << 20)
+    port.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, 8 << 20)
+    port.bind((device, 0))
+    port.setblocking(False)
+    return port
+
+
+def _frames(port: socket.socket) -> Iterator[bytes]:
+    with contextlib.suppress(OSError):
+        for _ in range(32):
+            yield port.recv(LARGEST)
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+
+def rate(text: str) -> float:
+    """Bits/s of `500kbit`, `200mbit`, `1gbit`."""
+    for suffix, factor in (("kbit", 1e3), ("mbit", 1e6), ("gbit", 1e9)):
+        if text.endswith(suffix):
+            return float(text.removesuffix(suffix)) * factor
+    return float(text)
+
+
+def duration(text: str) -> float:
+    """Seconds of `500us`, `2ms`, `1s`."""
+    for suffix, factor in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
+        if text.endswith(suffix):
+            return float(text.removesuffix(suffix)) * factor
+    return float(text)
+
+
+def main() -> int:
+    """Runs a command on every host and prints what they say."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--hosts", type=int, default=2, help="on each node")
+    parser.add_argument("--rate", type=rate, default=0.0, help="of a node's uplink, each way: 200mbit")
+    parser.add_argument("--delay", type=duration, default=0.0, help="from node to node: 2ms")
+    parser.add_argument("--cpu", default="", help="cores of each host: 1.0,0.4")
+    parser.add_argument("command", nargs="+")
+    asked = parser.parse_args()
+    cpu = tuple(float(part) for part in asked.cpu.split(",") if part)
+    shape = Shape(asked.nodes, asked.hosts, asked.rate, asked.delay, cpu)
+    with Lab(shape) as lab:
+        started = lab.start(asked.command)
+        for index, process in enumerate(started):
+            for line in process.communicate()[0].splitlines():
+                print(f"[{index}] {line}")
+    return next((process.returncode for process in started if process.returncode), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
