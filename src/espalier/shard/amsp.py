@@ -27,6 +27,7 @@ from espalier.checkpoint.base import Stateful
 from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
 from espalier.optim.base import Optimizer, Owned, names_of, owned_by
+from espalier.records import Record
 from espalier.shard.agree import same_start
 from espalier.shard.arrange import Piece
 from espalier.shard.blocks import Membership, blocks_of
@@ -37,6 +38,25 @@ from espalier.shard.placement import Factors, place
 from espalier.shard.seen import Seen, twice
 from espalier.shard.spread import Spread, groups, units
 from espalier.shard.windows import Windows
+
+RECORD = Record(
+    name="amsp",
+    title="AMSP: parameters, gradients and optimizer states sharded independently",
+    aliases=("advanced model states partitioning",),
+    paper="arXiv 2311.00257",
+    question="Where does each tensor live?",
+    files=("shard/amsp.py", "shard/placement.py", "shard/spread.py", "around.py", "plan/search.py"),
+    chosen="several ranks and model states that do not fit replicated, or whose full sharding would cross slow links "
+    "every step",
+    cost="bytes held = bP*N/sP + bG*N/sG + bOS*N/sOS; per step all-gathers over sP and reduce-scatters over sG for "
+    "each micro-batch, then once reduce-scatter over sOS/sG, all-reduce over D/sOS, all-gather over sOS/sP; factors "
+    "nest sP | sG | sOS | D",
+    law="every nested triple gives plain data parallel's parameters and gradient norms, and the ledger's bytes are the "
+    "formula's; the search over all triples finds what trying each of them finds",
+    law_test="tests/shard/test_amsp.py::test_every_triple_on_four_gloo_ranks_trains_as_one_rank_does",
+    bench="bench/amsp.py",
+    state="works",
+)
 
 
 class Amsp:

@@ -1,0 +1,41 @@
+"""The README's second door: its example, run as written, gives what plain PyTorch gives."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from espalier.testing import same
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLE = ROOT / "examples" / "loop.py"
+CLUSTER = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
+
+
+def test_the_readme_shows_the_example() -> None:
+    shown = re.findall(r"^   ```python\n(.*?)^   ```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert textwrap.dedent(shown[0]).strip() in EXAMPLE.read_text()
+
+
+def test_the_example_gives_what_plain_pytorch_gives(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=55, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"loss 0\.\d+", done.stdout)
+
+    plain: dict[str, Any] = {}
+    lines = EXAMPLE.read_text().split("import espalier\n")[1].splitlines()
+    ours = ("plan = ", "model, optimizer = ", "rank = ", "start, stop = ", "state = ")
+    kept = [line for line in lines if not line.startswith(ours)]
+    script = "\n".join(kept).partition("if rank == 0")[0]
+    exec("import torch\nstart, stop = 0, 64\n" + script, plain)  # the same loop without our two lines
+    same(torch.load(tmp_path / "model.pt"), plain["model"].state_dict(), relative=1e-4)
