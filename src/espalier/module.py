@@ -28,6 +28,7 @@ from espalier.config import Module as Options
 from espalier.config import Recipe
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import EspalierError, UserError
+from espalier.shard.blocks import blocks_of
 from espalier.workload import Phase, Shard, to_device
 
 
@@ -99,8 +100,8 @@ class ModuleWorkload:
         return model.to(device=device, dtype=dtype)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The module as one block: nothing is known of its inside."""
-        return [model]
+        """The entries of its lists of layers, where it has any; else the module is one block."""
+        return blocks_of(model) or [model]
 
     def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """Tables, and the last matrix, which is taken for the head."""

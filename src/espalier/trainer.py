@@ -108,7 +108,7 @@ def claims(recipe: Recipe, plan: Plan) -> list[compose.Claim]:
 def build(setting: Setting, channel: dist.ProcessGroup | None) -> Built:
     """Wraps the workload's model in the mechanisms of the plan, in this order."""
     recipe, plan, workload = setting.recipe, setting.plan, setting.workload
-    compose.require(claims(recipe, plan))
+    compose.require(claims(recipe, plan), known=[spreading.WHOLE])
     model = workload.build(setting.device, DTYPES[plan.precision])
     workload.recompute(model, plan.recompute)
     if plan.compile:

@@ -34,6 +34,8 @@ from espalier.plan.step import Step
 TIE = 0.03
 """Widest tie: the errors of two layouts of one model on the same machines are mostly the same, so that their difference
 is surer than either."""
+ROOMY = 0.5
+"""Share of a processor's memory up to which larger micro-batches are preferred among equals."""
 ROOM = 0.97
 """Within a tie a plan that needs more than this share of what it may hold comes last."""
 UNEQUAL = 8
@@ -74,10 +76,12 @@ class Option:
         return self.over <= 0
 
     def order(self) -> tuple[Any, ...]:
-        """Some memory to spare, then fewer moving parts, then less memory, then fewer devices."""
-        layout = self.layout
-        tight = self.peak > ROOM * (self.peak - self.over)
-        return (tight, *layout.key(), self.peak, layout.world, layout.pp, layout.optimizer, layout.micro_batch)
+        """Some memory to spare, then fewer moving parts, then less memory, then fewer devices. On processors with much
+        memory fewer passes come before less memory: every further pass adds to all gradients once more."""
+        layout, limit = self.layout, self.peak - self.over
+        tight = self.peak > ROOM * limit
+        fewer = layout.micro_batch if self.peak <= ROOMY * limit and not gpus(self.cluster) else 0
+        return (tight, *layout.key(), -fewer, self.peak, layout.world, layout.pp, layout.optimizer, layout.micro_batch)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def decide(
     taken = None
     if runs is not None:
         taken = chosen.make(request, found, runs, calibration)
-        if not gpus(cluster) and runs.cluster is cluster and runs.layout.optimizer == 1:
+        if not gpus(cluster) and _replicated(request, cluster, found, runs):
             measured = trials()
             taken = uniform.plan(request, cluster, measured)
             if taken.predicted is not None and not measured:
@@ -116,6 +116,16 @@ def decide(
     if taken is not None and runs is not None:
         best, taken = _told_apart(best, taken, option, runs)
     return Decision(request, cluster, found, best, taken, True)
+
+
+def _replicated(request: Request, cluster: clusters.Cluster, found: search.Found, runs: search.Option) -> bool:
+    """Whether the plain planner and its trials decide: on one machine of processors wherever whole states fit (what
+    sharding gains there is less than what an estimate is wrong by), on several when the search finds the same."""
+    if request.pin.shard is not None or request.redundancy > 1:
+        return runs.layout.optimizer == 1 and runs.cluster is cluster
+    if len(cluster.devices()) == 1:
+        return found.best(lambda one: chosen.executable(one) and one.layout.optimizer == 1) is not None
+    return runs.layout.optimizer == 1 and runs.cluster is cluster
 
 
 def _told_apart(
