@@ -104,7 +104,8 @@ def decide(
     taken = None
     if runs is not None:
         taken = chosen.make(request, found, runs, calibration)
-        if not gpus(cluster) and runs.cluster is cluster and runs.layout.optimizer == 1:
+        plain = runs.cluster is cluster and runs.layout.optimizer == 1 and runs.shares is None
+        if plain and not gpus(cluster):
             measured = trials()
             taken = uniform.plan(request, cluster, measured)
             if taken.predicted is not None and not measured:
