@@ -74,6 +74,7 @@ class Lab:
     def __enter__(self) -> Lab:
         if os.geteuid():
             raise SystemExit("netlab needs root: it makes network namespaces")
+        signal.signal(signal.SIGTERM, _stop)  # so that it is taken down when it is told to end
         try:
             self._build()
         except BaseException:
@@ -151,6 +152,7 @@ class Lab:
         if self._forwarder == 0:
             try:
                 os.close(read)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with its parent
                 _forwarding(self._wire, self.shape, write)
             finally:
@@ -196,6 +198,10 @@ class Lab:
         else:
             (group / "cpu.max").write_text(f"{quota} {CPU_PERIOD}")
         return group
+
+
+def _stop(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def ranked(index: int, node_of: Sequence[int], master: str, port: int = PORT) -> dict[str, str]:

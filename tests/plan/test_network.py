@@ -175,7 +175,7 @@ def test_processors_exchange_machine_by_machine_as_the_engine_does(factors: tupl
         Link(bandwidth=2e9, latency=1e-5, launch=4e-5, measured=True),
         Link(bandwidth=25e6, latency=2e-3, launch=1e-4, measured=True),
     )
-    request = decoder(layers=1, outside=0, bucket_bytes=2**40)
+    request = decoder(layers=1, outside=0)
     on = replace(network.fleet(processor(count=2), 4), inside=wires.inside, between=wires.between)
     params, grads, optimizer = factors
     layouts = Layouts(dp=4, threads=1, params=params, grads=grads, optimizer=optimizer)

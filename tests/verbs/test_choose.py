@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from espalier import cluster as clusters
-from espalier.config import derive, load
+from espalier.config import Pin, Shard, derive, load
 from espalier.plan import asking, search
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.factors import Factors
@@ -68,3 +68,33 @@ def test_as_many_processors_as_are_allowed_and_no_more() -> None:
     assert {int(one.layout.world) for one in found.options} <= {1, 2, 4}
     assert {len(one.cluster.devices()) for one in found.options} == {1, 2}
     assert {rank.node for rank in decided(processors(4, "10Gbit/s"), asked=asked).best.ranks} == {0, 1}
+
+
+def test_over_slow_links_the_sharded_plan_is_best_and_taken() -> None:
+    """With replicas all gradients are summed within backward; with shards half of the bytes wait for forward."""
+    pinned = request(pin=Pin(ranks=4))
+    machines = '[[nodes]]\nname = "{}"\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
+    links = '[links]\nbetween = { bandwidth = "200Mbit/s", latency = "2ms" }'
+    found = decided(clusters.loads(machines.format("a") + machines.format("b") + links), asked=pinned)
+    assert found.taken is not None
+    assert found.taken is found.best
+    assert found.taken.planner == "search"
+    assert found.taken.layout is not None
+    assert found.taken.layout.shard["optimizer"] == 4
+    assert found.taken.layout.shard["params"] < 4
+    assert [rank.node for rank in found.taken.ranks] == [0, 0, 1, 1]
+
+
+def test_replicas_on_processors_of_different_speed_keep_their_samples_by_speed() -> None:
+    """The plain planner knows equal shares only, so the search's plan is taken."""
+    host = (
+        '[[nodes]]\nname = "host {0}"\ncores = 1\nmemory = "8GiB"\n[nodes.device]\nname = "{0}"\nkind = "cpu"\n'
+        "memory = 8589934592\nmemory_bandwidth = {0}e10\nflops = {{ fp32 = {0}e10 }}\n"
+    )
+    links = '[links]\nbetween = { bandwidth = "10Gbit/s", latency = "50us" }'
+    pinned = request(pin=Pin(ranks=2, shard=Shard(params=1, grads=1, optimizer=1)))
+    taken = decided(clusters.loads(host.format(4) + host.format(1) + links), asked=pinned).taken
+    assert taken is not None
+    first, second = (rank.share[1] - rank.share[0] for rank in taken.ranks)
+    assert first + second == 64
+    assert first > 3 * second

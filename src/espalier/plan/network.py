@@ -69,6 +69,12 @@ class Fleet:
         """True when the ranks sit on GPUs."""
         return self.kinds[0].table.device.kind == "cuda"
 
+    @property
+    def by_level(self) -> bool:
+        """True when sums and gathers go inside machines first: the engine leads them so on processors, where all
+        machines have as many ranks."""
+        return self.between is not None and not self.cuda and self.ranks == self.nodes * self.per_node
+
 
 def fleet(cluster: Cluster, ranks: int, threads: int = 1) -> Fleet:
     """The fleet of `ranks` ranks of `threads` threads on `cluster`, seated as planners do."""
@@ -113,7 +119,7 @@ def seconds(operation: Operation, size: Number, ranks: Number, stride: Number, o
         An array as the arguments broadcast; 0 where a group has one rank (not for a send).
     """
     size, ranks, stride = np.broadcast_arrays(np.asarray(size, dtype=float), ranks, stride)
-    if operation in _BY_LEVEL and on.between is not None and not on.cuda:
+    if operation in _BY_LEVEL and on.by_level:
         return _level_by_level(operation, size, ranks, stride, on)
     return _at_once(operation, size, ranks, stride, on)
 
@@ -124,8 +130,7 @@ _BY_LEVEL = ("all_reduce", "all_gather", "reduce_scatter")
 def _level_by_level(operation: Operation, size: Number, ranks: Number, stride: Number, on: Fleet) -> Number:
     """Seconds of a collective that goes along an axis inside machines and then, with the share of the tensor that each
     of a machine's ranks is left with, along one between them (AMSP, section 2.5)."""
-    even = on.ranks == on.nodes * on.per_node  # else no axis is divided where machines end
-    inside = np.where(even & (on.per_node % stride == 0), np.gcd(ranks, np.maximum(1, on.per_node // stride)), 1)
+    inside = np.where(on.per_node % stride == 0, np.gcd(ranks, np.maximum(1, on.per_node // stride)), 1)
     there = "reduce_scatter" if operation == "all_reduce" else operation
     split = (inside > 1) & (inside < ranks)
     near = _at_once(there, size, inside, stride, on) * (2 if operation == "all_reduce" else 1)

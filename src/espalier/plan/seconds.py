@@ -16,6 +16,7 @@ import numpy as np
 from espalier.cost import Anatomy, Number, Product, Work
 from espalier.plan import network, speed
 from espalier.plan.step import Step
+from espalier.shard.spread import PIPED
 
 OPERATIONS = 6.0
 """Operations issued per matrix product in an eager forward pass where the workload does not count them: a decoder block
@@ -230,7 +231,7 @@ def _once(step: Step, last: Mapping[str, Number]) -> dict[str, Number]:
     """Gradients, optimizer and refreshed parameters: what happens once a step, on the last micro-batch."""
     backward = last["backward"] + last["recompute"]
     found = gradients(step)
-    count = np.maximum(1, np.ceil(found["bytes"] / max(1, step.request.bucket_bytes)))
+    count = buckets(step, found["bytes"])
     reduce = _exposed(step, found["seconds"], backward, count)
     return {
         "all_reduce": reduce,
@@ -239,13 +240,21 @@ def _once(step: Step, last: Mapping[str, Number]) -> dict[str, Number]:
     }
 
 
+def buckets(step: Step, size: Number) -> Number:
+    """Into how many exchanges `size` bytes of gradients or moved parameters are divided."""
+    limit = step.request.bucket_bytes
+    if step.on.by_level:
+        limit = min(limit, PIPED)
+    return np.maximum(1, np.ceil(size / max(1, limit)))
+
+
 def gradients(step: Step) -> dict[str, Number]:
     """Seconds of summing a step's gradients, bucket by bucket, and their bytes (AMSP, section 2.5): scattered from the
     gradients' shards to the optimizer's, then summed over that shard's replicas."""
     layouts, request, on = step.layouts, step.request, step.on
     storage = step.storage
     size = storage.grads * step.stage_parameters / layouts.grads
-    count = np.maximum(1, np.ceil(size / max(1, request.bucket_bytes)))
+    count = buckets(step, size)
     further = layouts.optimizer // np.asarray(layouts.grads)
     replicas = layouts.shards // np.asarray(layouts.optimizer)
     if request.refresh == "broadcast":
@@ -265,7 +274,7 @@ def refresh(step: Step) -> Number:
     stride = layouts.tp * layouts.params
     if request.refresh == "broadcast":
         return _owner_by_owner(step, size, ranks, stride, request.tensors)
-    count = np.maximum(1, np.ceil(size / max(1, request.bucket_bytes)))
+    count = buckets(step, size)
     return count * network.seconds("all_gather", size / count, ranks, stride, step.on)
 
 

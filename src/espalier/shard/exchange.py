@@ -79,14 +79,19 @@ class Exchanges:
         self._forget()
 
     def finish(self, chain: Chain | None = None) -> None:
-        """Waits until `chain` (default: every chain) is complete."""
+        """Waits until `chain` (default: every chain) is complete; of chains before it only as far as its turn asks."""
         if chain is not None and chain.complete:
             return
         begun = time.perf_counter()
         upto = self._chains if chain is None else self._chains[: self._chains.index(chain) + 1]
         while left := [one for one in upto if not one.complete]:
             stage = min(one.ended for one in left)
-            next(one for one in left if one.ended == stage).end_stage()
+            foremost = next(one for one in left if one.ended == stage)
+            if chain is not None and chain.ended + 1 == len(chain.stages):
+                foremost = chain  # it has nothing more to launch, so it is in nobody's way
+            foremost.end_stage()
+            if chain is not None and chain.complete:
+                break
         self._forget()
         self.waited += time.perf_counter() - begun
 

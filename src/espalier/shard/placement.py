@@ -84,6 +84,8 @@ class Placement:
     ranks: int
     factors: Factors
     axes: tuple[Axis, ...]
+    by_level: bool = False
+    """Whether the axes lead through machines first and then between them."""
 
     def along(self, *states: State) -> tuple[Axis, ...]:
         """The axes of some states, finest first."""
@@ -133,7 +135,7 @@ def place(factors: Factors, nodes: Sequence[int]) -> Placement:
             if part > 1:
                 found.append(Axis(state, part, stride))
             stride *= part
-    return Placement(ranks, factors, tuple(found))
+    return Placement(ranks, factors, tuple(found), by_level=1 < each < ranks)
 
 
 def per_node(nodes: Sequence[int]) -> int:

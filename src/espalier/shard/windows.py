@@ -85,9 +85,12 @@ class Windows:
 
     # --- gathering ---------------------------------------------------------------------------------------------------
 
-    def _launch(self, window: Window) -> None:
+    def _launch(self, window: Window, ahead: bool = False) -> None:
+        """Begins the gathers of a window; `ahead` of its turn only as far as that needs no waiting."""
         for flat in window.sharded:
             if not flat.here and flat.gathering is None:
+                if ahead and flat.refreshing is not None and not flat.refreshing.complete:
+                    return  # gathers begin in one order on all ranks, so none may overtake it
                 self._refreshed(flat)
                 flat.gathering = self._exchanges.begin(flat.gather())
 
@@ -131,7 +134,7 @@ class Windows:
         self._launch(window)
         following = self._beside(window, 1)
         if following is not None and not window.in_backward:
-            self._launch(following)
+            self._launch(following, ahead=True)
         self._need(window)
 
     def _leave(self, window: Window, output: Any) -> None:

@@ -1,0 +1,295 @@
+"""The planned sharding of a decoder beside fixed ones: two nodes of two hosts, 200 Mbit/s and 2 ms between the nodes.
+
+    python bench/amsp.py [--quick] [--pairs N] [--json FILE] [--only links,layouts,unequal,loopback]
+
+Peers on PyTorch's own Gloo: DistributedDataParallel, ZeroRedundancyOptimizer, FSDP2 over all ranks, and FSDP2 inside
+nodes with replicas between them (HSDP). All train the same decoder on the same bytes with fused AdamW, in turn, in the
+same processes. Also measured: the planner's seconds of five layouts, after its processors' speed is taken from a step
+that exchanges nothing and its link's from plain data parallel; hosts of 1.0 and 0.4 cores with samples by speed beside
+equal ones; and our engine beside DDP and FSDP2 on loopback. Links and unequal hosts need root (see bench/netlab.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scipy.optimize import brentq
+from scipy.stats import spearmanr
+
+from amsp_rank import Contestant, Outcome, Task
+from espalier import cluster as clusters
+from espalier.config import Pin
+from espalier.plan import asking
+from espalier.plan.calibrate import DATASHEET, UNCALIBRATED, Calibration
+from espalier.plan.estimate import estimate
+from espalier.plan.factors import Factors
+from espalier.plan.layouts import Layouts
+from espalier.plan.request import Request
+from espalier.verbs.choose import decide
+from netlab import Lab, Shape, ranked
+from table import Row, arguments, compare, publish
+
+Triple = tuple[int, int, int]
+LINKS = Shape(nodes=2, hosts=2, rate=200e6, delay=2e-3)
+UNEQUAL = Shape(nodes=1, hosts=2, cpu=(1.0, 0.4))
+PLACE = "2 nodes x 2, 200 Mbit/s + 2 ms"
+ALONE = Contestant("alone", "alone")
+PEERS = ("ddp", "zero", "fsdp2", "hsdp")
+LAYOUTS: tuple[Triple, ...] = ((1, 1, 1), (1, 1, 4), (2, 2, 2), (2, 2, 4), (4, 4, 4))
+GOAL = 0.1
+"""Largest relative error of a predicted step that is still as promised."""
+
+
+# --- running -------------------------------------------------------------------------------------------------------
+
+
+def command(task: Task) -> list[str]:
+    """What each rank runs."""
+    return [sys.executable, str(Path(__file__).parent / "amsp_rank.py"), msgspec.json.encode(task).decode()]
+
+
+def in_lab(task: Task, shape: Shape) -> Outcome:
+    """`task` on every host of a lab."""
+    with Lab(shape) as lab:
+        return _outcome(lab.start(command(task)))
+
+
+def on_loopback(task: Task, world: int) -> Outcome:
+    """`task` in plain processes of this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    places = ({**os.environ, **ranked(index, [0] * world, "127.0.0.1", port)} for index in range(world))
+    return _outcome([subprocess.Popen(command(task), env=env, stdout=subprocess.PIPE, text=True) for env in places])
+
+
+def _outcome(ranks: Sequence[subprocess.Popen[str]]) -> Outcome:
+    try:
+        said = [rank.communicate(timeout=1800)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError("a rank failed; its error is above")
+    outcome = msgspec.json.decode(said[0].splitlines()[-1], type=Outcome)
+    losses = [loss for name, loss in outcome.losses.items() if name != "alone"]
+    assert max(losses, default=0.0) - min(losses, default=0.0) < 1e-3, (
+        f"contestants do not train alike: {outcome.losses}"
+    )
+    return outcome
+
+
+def named(factors: Triple, **more: Any) -> Contestant:
+    """Our engine with these factors."""
+    return Contestant(told(factors), "amsp", factors, **more)
+
+
+def told(factors: Triple) -> str:
+    """`1/1/4`."""
+    return "/".join(map(str, factors))
+
+
+def show(outcome: Outcome) -> None:
+    """Prints what was measured."""
+    for name, seconds in outcome.seconds.items():
+        spread = f"{min(seconds):.3f} to {max(seconds):.3f}"
+        print(f"  {name:10} {statistics.median(seconds):8.3f} s a step ({spread}, {len(seconds)} turns)")
+    print()
+
+
+# --- planning ------------------------------------------------------------------------------------------------------
+
+
+def request_of(task: Task, ranks: int) -> Request:
+    """What the planner is asked: exactly so many ranks of one thread, the batch of each in one piece."""
+    pin = Pin(ranks=ranks, threads=1, recompute="none", accumulate=1)
+    return replace(asking.of_recipe(task.recipe()), pin=pin)
+
+
+def two_nodes() -> clusters.Cluster:
+    """The lab as a user would declare it. Named machines: the planner is to use all of them."""
+    node = '[[nodes]]\nname = "node{}"\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
+    between = f'[links]\nbetween = {{ bandwidth = "{LINKS.rate / 1e6:g}Mbit/s", latency = "{LINKS.delay * 1e3:g}ms" }}'
+    return clusters.loads(node.format(0) + node.format(1) + between)
+
+
+def layout_of(task: Task, factors: Triple, ranks: int = 4) -> Layouts:
+    """Data parallel with these factors, one micro-batch."""
+    params, grads, optimizer = factors
+    size = task.batch // ranks
+    return Layouts(dp=ranks, threads=1, micro_batch=size, params=params, grads=grads, optimizer=optimizer)
+
+
+def speed(task: Task, alone: float) -> Factors:
+    """The factors with which a step that exchanges nothing is predicted to take `alone` seconds."""
+    terms = estimate(request_of(task, 4), two_nodes(), layout_of(task, (1, 1, 1))).terms
+    busy = sum(terms[name] for name in ("forward", "backward", "launch", "optimizer"))
+    slow = alone / busy
+    return Factors(product=slow, attention=slow, memory=slow, issue=slow)
+
+
+def link(task: Task, factors: Factors, plain: float) -> Factors:
+    """`factors` with the link on which plain data parallel is predicted to take `plain` seconds."""
+
+    def miss(between: float) -> float:
+        return predicted(task, msgspec.structs.replace(factors, between=between), (1, 1, 1)) - plain
+
+    low, high = 0.3, 4.0
+    if miss(low) > 0 or miss(high) < 0:
+        return factors
+    return msgspec.structs.replace(factors, between=float(brentq(miss, low, high)))
+
+
+def predicted(task: Task, factors: Factors, triple: Triple) -> float:
+    """Seconds of a step."""
+    return estimate(request_of(task, 4), two_nodes(), layout_of(task, triple), factors).step_seconds
+
+
+def choose(task: Task, cluster: clusters.Cluster, ranks: int, factors: Factors | None = None) -> Any:
+    """The plan that `espalier train` would take."""
+    calibration = Calibration(factors=factors, spread=UNCALIBRATED) if factors else DATASHEET
+    taken = decide(request_of(task, ranks), cluster, calibration, dict).taken
+    assert taken is not None
+    return taken
+
+
+def triple_of(plan: Any) -> Triple:
+    """A plan's factors."""
+    shard = plan.layout.shard
+    return shard["params"], shard["grads"], shard["optimizer"]
+
+
+# --- the cases -----------------------------------------------------------------------------------------------------
+
+
+def slow_links(task: Task, note: str) -> list[Row]:
+    """Ours as planned beside the peers, over slow links between nodes."""
+    alone = in_lab(replace_task(task, [ALONE], 3), LINKS).seconds["alone"]
+    plan = choose(task, two_nodes(), 4, speed(task, statistics.median(alone)))
+    chosen = triple_of(plan)
+    found = in_lab(
+        replace_task(task, [named(chosen), *(Contestant(name, name) for name in PEERS)], task.rounds, steps=1), LINKS
+    )
+    case = f"{found.parameters / 1e6:.1f} M, {PLACE}, planned {told(chosen)}{note}"
+    print(f"{case}:\n  {plan.why[0]}")
+    show(found)
+    rows = [against(case, found, told(chosen), name) for name in PEERS]
+    best = min(PEERS, key=lambda name: statistics.median(found.seconds[name]))
+    return [*rows, replace(against(case, found, told(chosen), best), peer=f"best fixed ({best})")]
+
+
+def predictions(task: Task, note: str) -> list[Row]:
+    """Predicted seconds of five layouts beside the measured ones, and the order of both."""
+    found = in_lab(replace_task(task, [ALONE, *map(named, LAYOUTS)], task.rounds), LINKS)
+    print(f"{found.parameters / 1e6:.1f} M, {PLACE}, five layouts{note}:")
+    show(found)
+    measured = {triple: statistics.median(found.seconds[told(triple)]) for triple in LAYOUTS}
+    factors = link(task, speed(task, statistics.median(found.seconds["alone"])), measured[1, 1, 1])
+    expected = {triple: predicted(task, factors, triple) for triple in LAYOUTS}
+    print(f"  link's seconds per byte x {factors.between:.2f} (of 90 % of the declared rate), from 1/1/1")
+    for triple, seconds in measured.items():
+        error = expected[triple] / seconds - 1
+        print(f"  {told(triple)}: predicted {expected[triple]:.3f} s, measured {seconds:.3f} s, {error:+.1%}")
+    print()
+    others = LAYOUTS[1:]  # the first was fitted to
+    errors = [
+        (statistics.mean(abs(expected[one] / found.seconds[told(one)][turn] - 1) for one in others), GOAL)
+        for turn in range(len(found.seconds["alone"]))
+    ]
+    mean = statistics.mean(abs(expected[one] / measured[one] - 1) for one in others)
+    case = f"predicted steps of {len(others)} layouts, fitted to alone and 1/1/1{note}"
+    row = compare(case, "goal", "mean error of medians", errors, higher_is_better=False)
+    order = float(spearmanr([*expected.values()], [*measured.values()]).statistic)
+    ranked_alike = Row(f"order of {len(LAYOUTS)} layouts{note}", "measured", 1.0, order, order, "Spearman", "-")
+    return [replace(row, ours=mean, ratio=GOAL / mean), ranked_alike]
+
+
+def unequal(task: Task, note: str) -> list[Row]:
+    """Hosts of 1.0 and 0.4 cores: samples by speed, as planned, beside equal ones."""
+    plan = choose(task, uneven_hosts(), 2)
+    shares = tuple(rank.share[1] - rank.share[0] for rank in plan.ranks)
+    factors = triple_of(plan)
+    by_speed, equal = Contestant("by speed", "amsp", factors, shares), Contestant("equal", "amsp", factors)
+    found = in_lab(replace_task(task, [equal, by_speed, Contestant("ddp", "ddp")], task.rounds), UNEQUAL)
+    case = f"{found.parameters / 1e6:.1f} M, hosts of 1.0 and 0.4 cores, samples {shares[0]} and {shares[1]}{note}"
+    print(f"{case}:")
+    show(found)
+    return [against(case, found, "by speed", name) for name in ("equal", "ddp")]
+
+
+def uneven_hosts() -> clusters.Cluster:
+    """Two hosts whose processors' speeds are as their shares of a core."""
+    node = (
+        '[[nodes]]\ncores = 1\nmemory = "8GiB"\n[nodes.device]\nname = "{0:g} cores"\nkind = "cpu"\n'
+        "memory = 8589934592\nmemory_bandwidth = {1:g}\nflops = {{ fp32 = {2:g} }}\npeak = false\n"
+    )
+    hosts = "".join(node.format(cores, cores * 1e10, cores * 4e10) for cores in UNEQUAL.cpu)
+    return clusters.loads(f'{hosts}[links]\nbetween = {{ bandwidth = "10Gbit/s", latency = "50us" }}')
+
+
+def loopback(task: Task, world: int, note: str) -> list[Row]:
+    """Our engine as DDP and as FSDP2, beside them, without slow links."""
+    plain, full = (1, 1, 1), (world, world, world)
+    everybody = [Contestant("ddp", "ddp"), named(plain), Contestant("fsdp2", "fsdp2"), named(full)]
+    found = on_loopback(replace_task(task, everybody, task.rounds, steps=3), world)
+    case = f"{found.parameters / 1e6:.1f} M, loopback, {world} ranks"
+    print(f"{case}{note}:")
+    show(found)
+    return [
+        against(f"{case}, {told(ours)}{note}", found, told(ours), peer)
+        for ours, peer in ((plain, "ddp"), (full, "fsdp2"))
+    ]
+
+
+def against(case: str, found: Outcome, ours: str, peer: str) -> Row:
+    """A row of seconds per step from turns of the same round."""
+    pairs = list(zip(found.seconds[ours], found.seconds[peer], strict=True))
+    return compare(case, peer, "s/step", pairs, higher_is_better=False)
+
+
+def replace_task(task: Task, contestants: Sequence[Contestant], rounds: int, steps: int = 2) -> Task:
+    """`task` for these contestants."""
+    return msgspec.structs.replace(task, contestants=tuple(contestants), rounds=rounds, steps=steps)
+
+
+def main() -> None:
+    """Runs what is asked and prints the table."""
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--only", default="links,layouts,unequal,loopback")
+    mine, rest = own.parse_known_args()
+    whole = list(sys.argv)
+    sys.argv[1:] = rest  # what is left is what every bench script takes
+    asked = arguments(__doc__ or "")
+    sys.argv = whole
+    depth, width = (3, 256) if asked.quick else (6, 384)
+    note, rounds = (", quick", asked.pairs or 5) if asked.quick else ("", asked.pairs or 7)
+    limit = 60.0 if asked.quick else 150.0
+    task = Task(depth, width, sequence=64, batch=8, contestants=(), rounds=rounds, limit=limit)
+    cases: dict[str, Callable[[], list[Row]]] = {
+        "links": lambda: slow_links(task, note),
+        "layouts": lambda: predictions(task, note),
+        "unequal": lambda: unequal(msgspec.structs.replace(task, batch=28), note),
+        "loopback": lambda: loopback(task, 4, note) + loopback(task, 2, note),
+    }
+    rows: list[Row] = []
+    try:
+        for name in mine.only.split(","):
+            rows += cases[name]()
+    finally:
+        publish(rows, asked.json)  # what is known when it is told to end
+
+
+if __name__ == "__main__":
+    main()
