@@ -119,8 +119,8 @@ def decide(
 
 
 def _replicated(request: Request, cluster: clusters.Cluster, found: search.Found, runs: search.Option) -> bool:
-    """Whether the plain planner and its trials decide: on one machine of processors wherever whole states fit (what
-    sharding gains there is less than what an estimate is wrong by), on several when the search finds its kind of plan."""
+    """Whether the plain planner and its trials decide: on one machine wherever whole states fit (what
+    sharding gains there is less than what an estimate is wrong by), on several when the search finds its like."""
     free = request.pin.shard is None and request.redundancy == 1
     if free and len(cluster.devices()) == 1:
         return found.best(lambda one: chosen.executable(one) and one.layout.optimizer == 1) is not None
