@@ -201,6 +201,7 @@ class Lab:
 
 
 def _stop(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # `timeout` says it twice; once is to be taken down
     raise SystemExit(128 + number)
 
 
