@@ -3,79 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from torch import Tensor, nn
+from foreign import BATCH, MODELS, STEPS, Made, adamw, plan_of, resnet
+from torch import nn
 
 import espalier
 from espalier.comm import Channel
 from espalier.errors import UserError
-from espalier.plan.base import Plan, Rank, Unit
+from espalier.plan.base import Plan
 from espalier.testing import forks, ranks, same
-
-BATCH, STEPS = 12, 6
-Made = tuple[nn.Module, Callable[[nn.Module, range, int], Tensor]]
-
-
-def plan_of(n: int, shard: tuple[int, int, int] = (1, 1, 1), cuts: Any = None, **more: Any) -> Plan:
-    """`n` ranks; `cuts`: where each rank's share of the batch begins."""
-    cuts = cuts or [BATCH * rank // n for rank in range(n + 1)]
-    groups = [tuple(range(size)) if size > 1 else () for size in shard]
-    unit = Unit(params=groups[0], grads=groups[1], optimizer=groups[2])
-    shares = tuple(Rank(share=(cuts[rank], cuts[rank + 1])) for rank in range(n))
-    return Plan(ranks=shares, units=(unit,), micro_batch=BATCH, **more)
-
-
-# --- models nobody here wrote ---
-
-
-class Residual(nn.Module):
-    """A block of a residual net: two convolutions of odd sizes."""
-
-    def __init__(self, inner: int, outer: int) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv2d(inner, outer, 3, padding=1), nn.Conv2d(outer, outer, 3, padding=1, bias=False)
-        self.norm = nn.GroupNorm(1, outer)
-        self.short = nn.Conv2d(inner, outer, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.norm(self.two(torch.relu(self.one(x)))) + self.short(x))
-
-
-def resnet() -> Made:
-    torch.manual_seed(1)
-    body = nn.Sequential(Residual(3, 5), Residual(5, 7), Residual(7, 7))
-    model = nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(7, 4)).double()
-    images, labels = torch.randn(BATCH, 3, 8, 8, dtype=torch.float64), torch.arange(BATCH) % 4
-
-    def loss(model: nn.Module, rows: range, step: int) -> Tensor:
-        chosen = [(row + step) % BATCH for row in rows]
-        return nn.functional.cross_entropy(model(images[chosen]), labels[chosen])
-
-    return model, loss
-
-
-def llama() -> Made:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(2)
-    sizes = {"hidden_size": 24, "intermediate_size": 44, "num_hidden_layers": 3, "vocab_size": 53}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).double()
-    tokens = torch.randint(53, (BATCH, 9))
-
-    def loss(model: nn.Module, rows: range, step: int) -> Tensor:
-        chosen = tokens[[(row + step) % BATCH for row in rows]]
-        found: Tensor = model(input_ids=chosen, labels=chosen).loss
-        return found
-
-    return model, loss
-
-
-MODELS = {"resnet": resnet, "llama": llama}
 
 
 def train(made: Made, optimizer: torch.optim.Optimizer, rows: range, clip: float = 0.0) -> list[float]:
@@ -91,10 +31,6 @@ def train(made: Made, optimizer: torch.optim.Optimizer, rows: range, clip: float
         scheduler.step()
         optimizer.zero_grad()
     return norms
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def plainly(name: str, clip: float = 0.0) -> Any:
@@ -137,62 +73,6 @@ def test_unequal_shares_give_the_gradient_of_the_whole_batchs_mean(shard: tuple[
     plan = plan_of(4, shard, cuts=[0, 1, 6, 8, 12])
     for found, _, _ in forks(4, _applied, "resnet", plan):
         same(found, state, relative=1e-12)
-
-
-# --- accumulation, in every way people write it ---
-
-
-def _accumulating(channel: Channel, plan: Plan, way: str) -> Any:
-    model, loss = resnet()
-    model, optimizer = espalier.apply(plan, model, adamw(model))
-    start, stop = plan.ranks[channel.rank()].share
-    half = (start + stop) // 2
-    for step in range(STEPS):
-        if way == "no_sync":
-            with model.no_sync():
-                (loss(model, range(start, half), step) / 2).backward()
-        elif way == "all in no_sync":
-            with model.no_sync():
-                (loss(model, range(start, half), step) / 2).backward()
-                (loss(model, range(half, stop), step) / 2).backward()
-        else:
-            (loss(model, range(start, half), step) / 2).backward()
-        if way != "all in no_sync":
-            (loss(model, range(half, stop), step) / 2).backward()
-        optimizer.step()
-        model.zero_grad() if step % 2 else optimizer.zero_grad()
-    return copy.deepcopy(model.state_dict())
-
-
-@pytest.mark.parametrize("way", ["no_sync", "all in no_sync", "every backward exchanges"])
-@pytest.mark.parametrize("shard", [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2)])
-def test_accumulation_adds_up_however_it_is_written(shard: tuple[int, int, int], way: str) -> None:
-    state = _skipping(None, plan_of(1), ())
-    for found in forks(2, _accumulating, plan_of(2, shard), way):
-        same(found, state, relative=1e-12)
-
-
-def _skipping(channel: Channel | None, plan: Plan, odd: tuple[int, ...] = (2, 3)) -> Any:
-    """One step is thrown away after its backward, and of another the gradients are kept into the next."""
-    model, loss = resnet()
-    model, optimizer = espalier.apply(plan, model, adamw(model))
-    rows = range(*plan.ranks[channel.rank() if channel else 0].share)
-    for step in range(STEPS):
-        loss(model, rows, step).backward()
-        if step == 2 and odd:
-            optimizer.zero_grad()
-            continue
-        optimizer.step()
-        if step != 3 or not odd:
-            optimizer.zero_grad()
-    return copy.deepcopy(model.state_dict())
-
-
-@pytest.mark.parametrize("shard", [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2)])
-def test_gradients_stay_until_they_are_cleared(shard: tuple[int, int, int]) -> None:
-    expected = _skipping(None, plan_of(1))
-    for found in forks(2, _skipping, plan_of(2, shard)):
-        same(found, expected, relative=1e-12)
 
 
 # --- states ---
@@ -255,6 +135,42 @@ def test_bf16_parameters_have_fp32_masters_with_the_optimizer() -> None:
 
 
 # --- mistakes ---
+
+
+def _changed(channel: Channel, change: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].bias.requires_grad_(False)
+    model, optimizer = espalier.apply(plan_of(2, (1, 1, 2)), model, adamw(model))
+    if change == "thawed":
+        model[0].bias.requires_grad_(True)
+    elif change == "moved":
+        model.double()
+    elif change == "twice":
+        espalier.apply(plan_of(2, (1, 1, 2)), model, optimizer)
+    else:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    model(torch.ones(6, 3, dtype=model[0].weight.dtype)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("thawed", "changed at '0.bias'"),
+        ("moved", "changed at '1.bias'"),
+        ("twice", "spread over the ranks already"),
+        ("grown", "A group was added"),
+    ],
+)
+def test_a_model_changed_after_it_was_applied_is_refused(change: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        forks(2, _changed, change)
+
+
+def test_an_optimizer_that_moves_more_than_the_model_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(UserError, match=r"moves a parameter of shape \[2\] that is not in the model"):
+        espalier.apply(plan_of(1), model, optimizer)
 
 
 def _touched(channel: Channel) -> None:

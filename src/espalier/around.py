@@ -69,6 +69,7 @@ def apply(
             f"The plan is for {ranks} ranks; here are {1 if channel is None else channel.size()}.",
             do="make_plan(…, ranks=the number you start), or start as many as the plan says",
         )
+    _refuse(model, optimizer)
     _wrap_precision(plan, model)
     if channel is None or ranks == 1:
         model.no_sync = contextlib.nullcontext  # type: ignore[assignment]
@@ -82,7 +83,23 @@ def apply(
     Pieces(optimizer, sharding, channel)
     follow = Follow(sharding, optimizer, _weight(plan, channel.rank()), channel)
     _clear_with(optimizer, follow)
+    model._spread_by_espalier = True  # type: ignore[assignment]
     return model, optimizer
+
+
+def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError for what was applied before, and for an optimizer that moves more than the model."""
+    if hasattr(model, "_spread_by_espalier"):
+        raise UserError("This model is spread over the ranks already.", do="call espalier.apply once")
+    inside = {id(parameter) for parameter in model.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in inside:
+                raise UserError(
+                    f"The optimizer moves a parameter of shape {list(parameter.shape)} that is not in the model.",
+                    why="its gradient would not be summed over the ranks",
+                    do="register it in the model that is given to espalier.apply",
+                )
 
 
 def _spread(plan: Plan, model: nn.Module) -> Spread:
@@ -133,4 +150,11 @@ def _clear_with(optimizer: torch.optim.Optimizer, follow: Follow) -> None:
         plain(set_to_none=True)
         follow.clear()
 
+    def add_param_group(param_group: Any) -> None:
+        raise UserError(
+            "A group was added to an optimizer whose parameters lie on several ranks.",
+            do="add all groups before espalier.apply; freeze with requires_grad_(False) what is to wait",
+        )
+
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]

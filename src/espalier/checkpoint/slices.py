@@ -80,6 +80,8 @@ class Slice:
         return Slice(local, self.shape, self.start, self.writes)
 
     def _boxes(self) -> list[Box]:
+        if not self.shape.numel():  # one box without elements, so that the file knows the name
+            return [Box((0,) * len(self.shape), tuple(self.shape), 0)]
         return list(boxes(self.shape, self.start, self.start + self.local.numel()))
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:

@@ -124,6 +124,7 @@ def orthogonal_bytes(request: Request) -> int:
     at_once = (
         rows * columns * min(count, max(1, LARGEST_BATCH // (rows * columns)))
         for rows, columns, count in request.matrix_shapes
+        if rows * columns
     )
     return 4 * request.bytes_each * max(at_once, default=0)
 

@@ -30,7 +30,7 @@ from espalier.optim.base import Optimizer, Owned, names_of, owned_by
 from espalier.records import Record
 from espalier.shard.agree import same_start
 from espalier.shard.arrange import Piece
-from espalier.shard.blocks import Membership, blocks_of
+from espalier.shard.blocks import Membership, blocks_of, norms_of
 from espalier.shard.exchange import Exchanges
 from espalier.shard.flat import Flat, Slot
 from espalier.shard.mesh import Groups, Mesh
@@ -108,7 +108,11 @@ class Amsp:
         chosen = [spread.of(slot.name).check(world, f"shard of {slot.name!r}") for slot in slots]
         made: Groups = {}
         meshes = {factors: Mesh(place(factors, nodes), channel, made) for factors in dict.fromkeys(chosen)}
-        kinds = [(slot.parameter.dtype, slot.parameter.device) for slot in slots]
+        exact = norms_of(self.model)  # norms keep their precision, as under autocast
+        kinds = [
+            (p.dtype, p.device, p.dtype == torch.float32 and id(p) not in exact)
+            for p in (slot.parameter for slot in slots)
+        ]
         found = groups(chosen, [member.of(slot.parameter) for slot in slots], kinds)
         pieces = [
             Piece(
@@ -117,9 +121,13 @@ class Amsp:
             for slot, group in zip(slots, found, strict=True)
         ]
         placements = {factors: mesh.placement for factors, mesh in meshes.items()}
-        low = spread.low
         return [
-            Flat([slots[index] for index in unit.indices], unit, meshes[chosen[unit.indices[0]]], low)
+            Flat(
+                [slots[index] for index in unit.indices],
+                unit,
+                meshes[chosen[unit.indices[0]]],
+                spread.low if pieces[unit.indices[0]].group.kind[2] else None,
+            )
             for unit in units(pieces, placements, spread.bucket_bytes)
         ]
 
@@ -161,6 +169,14 @@ class Amsp:
             self._launch_ready(everything=True)
             self._armed = None
         self._windows.let_go()
+
+    def abandon(self) -> None:
+        """Drops a round that an error ended; what this rank had begun to exchange is waited for."""
+        self._armed = None
+        self._reducing.finish()
+        self._windows.let_go()
+        for flat in self.flats:
+            flat.drop()
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -20,6 +20,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(block for child in entries for block in blocks_of(child)))
 
 
+def norms_of(model: nn.Module) -> set[int]:
+    """The ids of the parameters of normalising layers."""
+    kinds = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+    return {id(p) for module in model.modules() if isinstance(module, kinds) for p in module.parameters(recurse=False)}
+
+
 class Membership:
     """Which parameters belong to which of `blocks`. One that is also used outside its block belongs to none."""
 

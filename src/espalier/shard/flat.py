@@ -254,6 +254,19 @@ class Flat:
                 piece = result[span.within(self.optimizer)].view(owned.tensor.shape)
                 owned.tensor.grad = piece if self.masters is None else piece.to(owned.tensor.dtype)
 
+    def attached(self) -> bool:
+        """Whether the parameters still are views of this unit."""
+        slot = self.slots[0]
+        if slot.parameter.dtype != self.full.dtype:
+            return False
+        return self.sharded or slot.parameter.data_ptr() == self.full[slot.span.start :].data_ptr()
+
+    def drop(self) -> None:
+        """Forgets a round that was not exchanged."""
+        if self.scattered:
+            self.collected = None
+        self.clear()
+
     def clear(self) -> None:
         """Forgets all gradients."""
         self.rounds, self.missing = 0, len(self.slots)

@@ -21,6 +21,7 @@ from espalier.errors import UserError
 from espalier.shard.amsp import Amsp
 from espalier.shard.flat import Flat
 from espalier.shard.gradient import Elsewhere
+from espalier.shard.seen import Seen, changed
 from espalier.shard.state import Model, fill
 
 ELEMENTWISE = frozenset(
@@ -51,9 +52,11 @@ class Follow:
         for flat in sharding.flats:
             flat.weight = weight
         sharding.on_backward = self._begin
-        optimizer.register_step_pre_hook(lambda *_: self.flush())
+        optimizer.register_step_pre_hook(lambda *_: self._before_step())
         optimizer.register_step_post_hook(lambda *_: self._moved())
         model = sharding.model
+        self._seen = Seen(model)
+        model.register_forward_pre_hook(lambda *_: self._forward(), prepend=True)
         model.register_state_dict_post_hook(partial(self._whole_model))  # torch writes on it
         model.register_load_state_dict_pre_hook(self._before_loading)
         model.register_load_state_dict_post_hook(lambda *_: sharding.let_go())
@@ -70,8 +73,17 @@ class Follow:
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
+    def _forward(self) -> None:
+        """A backward pass that is still open was ended by an error: what it began is dropped."""
+        if self._open and torch._C._current_graph_task_id() == -1:
+            self.clear()
+
     def _begin(self) -> None:
-        """The first gradient of a backward pass has come."""
+        """The first gradient of a backward pass has come. Raises UserError when the model is not what was spread."""
+        self._seen.check(self.sharding.model, may_freeze=True)
+        moved = next((flat for flat in self.sharding.flats if not flat.attached()), None)
+        if moved is not None:
+            raise changed(moved.slots[0].name, self.sharding.model)
         self._open = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._norms.clear()
@@ -119,12 +131,23 @@ class Follow:
             self._finish()
             self._stand_in()
 
+    def _before_step(self) -> None:
+        self.flush()
+        for flat in self.sharding.flats:
+            for slot, owned, _ in flat.moved:
+                if slot.parameter.grad is None:  # cleared by the loop itself, which skips this update
+                    owned.tensor.grad = None
+
     def _moved(self) -> None:
+        """Waits for what was moved: an ordinary loop may read parameters wherever it likes."""
         self.sharding.refresh()
+        self.sharding.settle()
 
     def clear(self) -> None:
-        """What `zero_grad` does."""
-        self._pending = False
+        """What `zero_grad` does; also after a backward pass that an error ended."""
+        if self._open:
+            self.sharding.abandon()
+        self._open = self._pending = False
         self._carried.clear()
         self._norms.clear()
         self.sharding.clear()

@@ -19,14 +19,15 @@ class Seen:
             if parameter is not None
         ]
 
-    def check(self, model: nn.Module) -> None:
-        """Raises UserError naming the first change."""
+    def check(self, model: nn.Module, *, may_freeze: bool = False) -> None:
+        """Raises UserError naming the first change. With `may_freeze`, a parameter frozen for a while is no change."""
         for path, owner, name, parameter, trainable in self._parameters:
-            if owner.get(name) is not parameter or parameter.requires_grad is not trainable:
-                raise _changed(path, model)
+            thawed = parameter.requires_grad and not trainable
+            if owner.get(name) is not parameter or thawed or (trainable > parameter.requires_grad and not may_freeze):
+                raise changed(path, model)
         for module, modules, parameters in self._modules:
             if len(module._modules) != modules or len(module._parameters) != parameters:
-                raise _changed(type(module).__name__, model)
+                raise changed(type(module).__name__, model)
 
 
 def twice(name: str) -> UserError:
@@ -38,9 +39,10 @@ def twice(name: str) -> UserError:
     )
 
 
-def _changed(where: str, model: nn.Module) -> UserError:
+def changed(where: str, model: nn.Module) -> UserError:
+    """The error for a model that is not what was wrapped."""
     return UserError(
         f"The model ({type(model).__name__}) changed at '{where}' after it was spread over the ranks.",
-        why="a parameter was added, replaced, frozen or thawed; its gradient would not be exchanged rightly",
+        why="a parameter was added, replaced, moved, frozen or thawed; its gradient would not be exchanged rightly",
         do="change the model first, then wrap it; or call detach() and wrap it again",
     )

@@ -126,6 +126,10 @@ class Windows:
             self._order = self._seen
         if not torch.is_grad_enabled():
             self.let_go()
+        elif self._root.sharded:  # a pass without gradients may come before backward, and let go
+            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            if leaves:
+                torch.autograd.graph.register_multi_grad_hook(leaves, lambda _: self._need(self._root), mode="any")
 
     def _enter(self, window: Window) -> None:
         self._exchanges.advance()
