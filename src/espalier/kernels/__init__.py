@@ -1,0 +1,1 @@
+"""How is one operation made fast? Plain references, and beside each the forms that beat it on some device and shape."""

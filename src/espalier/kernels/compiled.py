@@ -1,0 +1,119 @@
+"""Kernels for the CPU: numba with explicit signatures, a cache on disk, TBB's threads and torch's thread count.
+
+Importing this imports numba; only modules of kernels do, and they are imported when a kernel first runs.
+
+- Only the threading layer `tbb` survives forks and calls from several threads (after GNU OpenMP a forked child dies,
+  the workqueue layer aborts). numba finds it only if the library is loaded already: the wheel puts it where the
+  linker does not look. Without TBB, kernels run on one thread. A layer that the user chose or started is kept.
+- The cache on disk is keyed by the source file of the kernel alone. So the functions a kernel calls (`njit`,
+  `intrinsic`) stand in its own file: a change in another file would not be noticed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numba.extending
+import torch
+
+Body = TypeVar("Body", bound=Callable[..., Any])
+
+njit: Callable[[Body], Body] = numba.njit
+"""For functions that kernels call: compiled into them. Stand in the kernel's own file."""
+intrinsic: Callable[[Body], Body] = numba.extending.intrinsic
+"""For functions that write LLVM's code themselves. Stand in the kernel's own file."""
+
+
+def _load_tbb() -> bool:
+    """True when numba will find TBB, or somebody already chose a threading layer."""
+    if numba.config.THREADING_LAYER != "default" or _layer_runs():
+        return True
+    try:
+        files = importlib.metadata.files("tbb") or []
+        ctypes.CDLL(str(next(file for file in files if file.name.startswith("libtbb.so.12")).locate()))
+        from numba.np.ufunc import tbbpool  # noqa: F401
+    except (importlib.metadata.PackageNotFoundError, StopIteration, OSError, ImportError):
+        return False
+    numba.config.THREADING_LAYER = "tbb"
+    return True
+
+
+def _layer_runs() -> bool:
+    try:
+        numba.threading_layer()
+    except ValueError:  # none is started
+        return False
+    return True
+
+
+_PARALLEL = _load_tbb()
+_KERNELS: list[Kernel] = []
+
+
+class Kernel:
+    """A function that numba compiles at its first call, or loads from its cache. Has state: the compiled code.
+
+    Tensors among the arguments are passed as the NumPy arrays they share memory with (no copy, no autograd; numba
+    refuses, by a TypeError, dtypes and strides that no signature names).
+    """
+
+    def __init__(self, body: Callable[..., Any], signatures: tuple[str, ...], parallel: bool, fastmath: bool) -> None:
+        self.body = body
+        self.__name__, self.__doc__ = body.__name__, body.__doc__
+        self._signatures = list(signatures)
+        self._parallel, self._fastmath = parallel and _PARALLEL, fastmath
+        self._compiled: Any = None
+        if parallel and not _PARALLEL:
+            body.__qualname__ += "_on_one_thread"  # the name is part of the cache's key, `parallel` is not
+        _KERNELS.append(self)
+
+    def compile(self) -> Any:
+        """The code for all signatures: from the cache on disk, or 0.3 to 1 s for each."""
+        if self._compiled is None:
+            self._compiled = numba.njit(
+                self._signatures,
+                cache=True,
+                nogil=True,
+                error_model="numpy",
+                parallel=self._parallel,
+                fastmath=self._fastmath,
+            )(self.body)
+        return self._compiled
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs on as many threads as torch would use here."""
+        run = self._compiled or self.compile()
+        if self._parallel:
+            numba.set_num_threads(threads())
+        return run(*(one.detach().numpy() if isinstance(one, torch.Tensor) else one for one in arguments))
+
+
+def jit(*signatures: str, parallel: bool = False, fastmath: bool = False) -> Callable[[Callable[..., Any]], Kernel]:
+    """Makes the decorated body a `Kernel`.
+
+    Args:
+        signatures: of numba, return type first or left out: `"(float32[:, ::1], int64, int64[:, ::1])"`.
+        parallel: the body has loops over `numba.prange`, and they may share its iterations out to threads. A body
+            must give the same result for every number of threads.
+        fastmath: sums may be reordered, and no NaN or infinity occurs.
+    """
+
+    def make(body: Callable[..., Any]) -> Kernel:
+        return Kernel(body, signatures, parallel, fastmath)
+
+    return make
+
+
+def threads() -> int:
+    """How many threads a parallel kernel uses here: torch's number, at most numba's pool."""
+    return min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS))
+
+
+def warm() -> None:
+    """Compiles every kernel of the modules imported so far, so that no first call has to wait for it."""
+    for kernel in _KERNELS:
+        kernel.compile()
