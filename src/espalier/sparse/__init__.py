@@ -1,0 +1,8 @@
+"""How is a matrix stored and ordered?"""
+
+from espalier.sparse.attention import attention_aggregate as attention_aggregate
+from espalier.sparse.cbsr import cbsr_aggregate as cbsr_aggregate
+from espalier.sparse.csr import CSR as CSR
+from espalier.sparse.csr import Scale as Scale
+from espalier.sparse.product import matmul as matmul
+from espalier.sparse.segment import segment_softmax as segment_softmax
