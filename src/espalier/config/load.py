@@ -137,6 +137,9 @@ def _value(text: str) -> Any:
     return table["value"] if len(table) == 1 else text
 
 
+_GRAPH_KINDS = ("gcn", "sage", "gat", "gin", "messages")
+
+
 def _normalise(table: Table) -> Table:
     table = {"model": {}, **table}
     if isinstance(table.get("data"), dict):
@@ -145,7 +148,13 @@ def _normalise(table: Table) -> Table:
         table["model"] = {"kind": table["model"]}
     if isinstance(table.get("model"), dict):
         table["model"] = {"kind": "module" if "build" in table["model"] else "gpt", **table["model"]}
-    for name, default in (("optimizer", "muon"), ("schedule", "stable")):
+    usual = "muon"
+    if isinstance(table.get("model"), dict) and table["model"].get("kind") in _GRAPH_KINDS:
+        usual = "adamw"  # of all its matrices, only those between hidden layers would be Muon's
+        table.setdefault("train", {})
+        if isinstance(table["train"], dict):
+            table["train"] = {"optimizer": usual, **table["train"]}
+    for name, default in (("optimizer", usual), ("schedule", "stable")):
         train = table.get("train")
         if isinstance(train, dict) and isinstance(train.get(name), dict):
             table["train"] = {**train, name: {"kind": default, **train[name]}}

@@ -99,4 +99,4 @@ class Request:
     @property
     def model_flops(self) -> float:
         """FLOP of one step that count for MFU."""
-        return float(self.anatomy(1, "none", self.precision, WHOLE).whole.model_flops) * self.global_batch
+        return float(self.anatomy(self.global_batch, "none", self.precision, WHOLE).whole.model_flops)

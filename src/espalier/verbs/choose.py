@@ -193,6 +193,8 @@ def _trials(
     asked = {key: table[key] for key in ("model", "comm")} | {
         key: table["train"].get(key) for key in ("sequence", "batch_tokens", "precision", "compile", "optimizer")
     }
+    if "graph" in table:
+        asked |= {key: table[key] for key in ("graph", "data")}
     key = runs.hashed([clusters.dumps(cluster), asked])
     return {
         (ranks, threads): (f"{key}/{ranks}x{threads}/{plan.micro_batch}/{plan.recompute}", plan)

@@ -1,0 +1,63 @@
+"""The seam filled: aggregation by the kernels of `espalier.sparse`, in the format that was chosen for each block."""
+
+from __future__ import annotations
+
+
+from torch import Tensor, nn
+
+from espalier.graph import base
+from espalier.graph.base import Block, Kept, Rows, dense
+from espalier.graph.gnn import Layer, Network
+from espalier.sparse import CSR, Scale, attention_aggregate, cbsr_aggregate, matmul
+
+
+def equip(model: nn.Module) -> nn.Module:
+    """`model` with the kernels in its fields `aggregate`, `attend` and `largest`; foreign modules are left alone."""
+    if isinstance(model, Network):
+        for layer in model.layers:
+            assert isinstance(layer, Layer)
+            layer.aggregate, layer.attend = aggregate, attend
+    return model
+
+
+def matrix(block: Block) -> CSR:
+    """The block as a matrix by rows, its scales multiplied out; kept with the block."""
+
+    def make() -> CSR:
+        pattern = CSR(block.indptr, block.indices.int(), (block.targets, block.sources), block.weights)
+        if block.left is None and block.right is None:
+            return pattern
+        if block.weights is None:
+            return pattern.scaled(Scale(block.left, block.right))
+        values = block.weights if block.right is None else block.weights * block.right[block.indices]
+        values = values if block.left is None else values * block.left[block.rows()]
+        return CSR(pattern.indptr, pattern.indices, pattern.shape, values)
+
+    made: CSR = block.forms.get("matrix", make)
+    return made
+
+
+def pattern(block: Block) -> CSR:
+    """The block's edges without weights."""
+    made: CSR = block.forms.get("pattern", matrix(block).binary)
+    return made
+
+
+def aggregate(block: Block, rows: Rows) -> Tensor:
+    """See `base.aggregate`."""
+    if block.indptr.device.type != "cpu":
+        return base.aggregate(block, rows)
+    if isinstance(rows, Kept):
+        return cbsr_aggregate(matrix(block), rows.values, rows.columns, rows.width)
+    compressed = block.forms.known.get("compressed")
+    return matmul(matrix(block) if compressed is None else compressed, dense(rows))
+
+
+def attend(block: Block, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
+    """See `base.attend`."""
+    if block.indptr.device.type != "cpu":
+        return base.attend(block, rows, scores, dropout)
+    keep = None
+    if dropout > 0:
+        keep = rows.new_empty(block.edges, rows.shape[1]).bernoulli_(1 - dropout).div_(1 - dropout)
+    return attention_aggregate(pattern(block), rows, scores, slope=base.NEGATIVE_SLOPE, keep=keep)
