@@ -1,0 +1,411 @@
+"""Compiled for the CPU: traversals by levels, the three node finders, symmetry of a pattern, distances from the diagonal.
+
+Everything is unsigned: an index that cannot be negative spares numba the test for it, three times faster in these loops.
+A byte per node says which traversal saw it last, so that nothing is cleared between traversals. Rows about to be read
+are fetched ahead. After Hou, Liu and Zhu, arXiv 2409.04171; the plain forms stand in plain.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from espalier.kernels.compiled import intrinsic, jit, njit
+
+ZERO, ONE = np.uint64(0), np.uint64(1)
+AHEAD = np.uint64(6)
+"""How many nodes ahead a row is fetched: 4 to 8 were equal on meshes of 10⁵ to 10⁶ shuffled nodes, 0 took up to 3x."""
+LISTED = 8
+"""Nodes of a last level that are kept as further starts."""
+LAST_STAMP = np.uint8(250)
+"""Marks are bytes; before they overflow, those of the component are cleared."""
+BI_CRITERIA, GEORGE_LIU, MIND = 0, 1, 2
+STRIDE = np.uint64(0x9E3779B1)
+"""2³² over the golden ratio, odd: spreads the starts of further walks over the component."""
+MIXED, FOLDED = np.uint64(0xBF58476D1CE4E5B9), np.uint64(30)
+"""A multiplier and shift of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+HALF = np.uint64(32)
+BITS = np.uint64(63)
+
+
+@intrinsic
+def fetch(typing: Any, array: Any, index: Any) -> Any:
+    """Asks for the cache line of array[index] without waiting for it."""
+
+    def write(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        data = context.make_array(signature.args[0])(context, builder, values[0]).data
+        place = values[1] if values[1].type.width == 64 else builder.zext(values[1], ir.IntType(64))
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(call, [builder.bitcast(builder.gep(data, [place]), byte), number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, index), write
+
+
+# --- what a pattern is like --------------------------------------------------------------------------------------
+
+
+@njit
+def mixed(node: Any) -> Any:
+    value = (node + ONE) * MIXED
+    return (value ^ (value >> FOLDED)) * MIXED
+
+
+@jit("(uint64[::1], uint32[::1], uint32[::1], uint64[::1])")
+def scan(indptr: Any, indices: Any, degree: Any, sums: Any) -> Any:
+    """Writes each node's degree without self-loops and, if `sums` is as long, a sum of its row's mixed ids.
+
+    Returns (asymmetry, disorder). asymmetry: sum over entries (u, v) of a(u)·b(v) - b(u)·a(v) modulo 2⁶⁴, for two
+    mixtures a and b of an id: zero for a symmetric pattern, else zero by an accident of about 2⁻⁶⁰, at the price of
+    a worse order. disorder: entries that do not ascend within their row.
+    """
+    asymmetry, disorder = ZERO, ZERO
+    entry = np.uint64(indptr[0])
+    for node in range(np.uint64(len(degree))):
+        stop, begin = indptr[node + ONE], entry
+        first, second, loops = ZERO, ZERO, ZERO
+        while entry < stop:
+            other = np.uint64(indices[entry])
+            value = mixed(other)
+            first += value
+            second += value >> HALF
+            loops += np.uint64(other == node)
+            entry += ONE
+        for place in range(begin + ONE, max(stop, begin + ONE)):
+            disorder += np.uint64(indices[place] <= indices[place - ONE])
+        value = mixed(node)
+        asymmetry += (value >> HALF) * first - value * second
+        degree[node] = stop - begin - loops
+        if len(sums) == len(degree):
+            sums[node] = first
+    return asymmetry, disorder
+
+
+@jit("boolean(uint64[::1], uint32[::1])")
+def repeats(indptr: Any, indices: Any) -> Any:
+    """Whether any row names a node twice; rows in any order."""
+    size = np.uint64(len(indptr)) - ONE
+    seen = np.zeros(size, np.uint32)
+    for node in range(size):
+        begin, stop, bits, clash = indptr[node], indptr[node + ONE], ZERO, False
+        for entry in range(begin, stop):
+            bit = ONE << (np.uint64(indices[entry]) & BITS)
+            clash |= (bits & bit) != ZERO
+            bits |= bit
+        if clash:  # two ids agree in their last six bits: look closer
+            for entry in range(begin, stop):
+                if seen[indices[entry]] == node + ONE:
+                    return True
+                seen[indices[entry]] = node + ONE
+    return False
+
+
+@jit("(uint64[::1], uint32[::1])")
+def united(indptr: Any, indices: Any) -> Any:
+    """The rows of A + Aᵀ: each neighbour once, no self-loops. Returns (indptr, indices)."""
+    size = np.uint64(len(indptr)) - ONE
+    turned = np.zeros(len(indptr) + 1, np.uint64)
+    for entry in range(np.uint64(len(indices))):
+        turned[np.uint64(indices[entry]) + ONE + ONE] += ONE
+    for node in range(size):
+        turned[node + ONE] += turned[node]
+    sources = np.empty(len(indices), np.uint32)
+    for node in range(size):
+        for entry in range(indptr[node], indptr[node + ONE]):
+            place = np.uint64(indices[entry]) + ONE
+            sources[turned[place]] = node
+            turned[place] += ONE
+    offsets, joined = np.zeros(len(indptr), np.uint64), np.empty(2 * len(indices), np.uint32)
+    seen = np.zeros(size, np.uint32)
+    filled = ZERO
+    for node in range(size):
+        stamp = np.uint32(node + ONE)
+        seen[node] = stamp
+        for entry in range(indptr[node], indptr[node + ONE]):
+            other = indices[entry]
+            if seen[other] != stamp:
+                seen[other] = stamp
+                joined[filled] = other
+                filled += ONE
+        for entry in range(turned[node], turned[node + ONE]):
+            other = sources[entry]
+            if seen[other] != stamp:
+                seen[other] = stamp
+                joined[filled] = other
+                filled += ONE
+        offsets[node + ONE] = filled
+    return offsets, joined[:filled].copy()
+
+
+@jit("uint64(uint32[::1], uint64[::1], boolean[::1])")
+def twins(degree: Any, sums: Any, same: Any) -> Any:
+    """Marks each node whose row names the same nodes as that of a node before it; returns how many there are.
+
+    Rows are compared by length and by their sums of mixed ids (64 bits).
+    """
+    places = ONE
+    while places < np.uint64(2 * len(degree)):
+        places += places
+    table = np.zeros(places, np.uint32)
+    found = ZERO
+    for node in range(np.uint64(len(degree))):
+        place = (sums[node] ^ (sums[node] >> HALF)) & (places - ONE)
+        while table[place] != ZERO:
+            other = np.uint64(table[place]) - ONE
+            if sums[other] == sums[node] and degree[other] == degree[node]:
+                same[node] = True
+                found += ONE
+                break
+            place = (place + ONE) & (places - ONE)
+        if not same[node]:
+            table[place] = node + ONE
+    return found
+
+
+@jit("(uint32[::1], uint32[::1], uint32[::1])")
+def ranked(degree: Any, by_rank: Any, rank: Any) -> None:
+    """Sorts the nodes by degree, then by id: `by_rank` [nodes], and each node's place in it, `rank`."""
+    most = ZERO
+    for node in range(np.uint64(len(degree))):
+        most = max(most, np.uint64(degree[node]))
+    places = np.zeros(most + ONE + ONE, np.uint64)
+    for node in range(np.uint64(len(degree))):
+        places[np.uint64(degree[node]) + ONE] += ONE
+    for value in range(most):
+        places[value + ONE] += places[value]
+    for node in range(np.uint64(len(degree))):
+        place = places[degree[node]]
+        places[degree[node]] = place + ONE
+        by_rank[place] = node
+        rank[node] = place
+
+
+# --- traversals --------------------------------------------------------------------------------------------------
+
+
+@njit
+def by_key(order: Any, key: Any, begin: Any, stop: Any, by_rank: Any) -> None:
+    """Sorts order[begin:stop] by rank. `key` is scratch of the same places."""
+    if stop - begin > np.uint64(32):
+        key[begin:stop].sort()
+        for place in range(begin, stop):
+            order[place] = by_rank[key[place]]
+        return
+    for place in range(begin + ONE, stop):
+        node, value, at = order[place], key[place], place
+        while at > begin and key[at - ONE] > value:
+            order[at] = order[at - ONE]
+            key[at] = key[at - ONE]
+            at -= ONE
+        order[at] = node
+        key[at] = value
+
+
+@njit
+def traverse(rows: Any, ranks: Any, root: Any, work: Any, stamp: Any, size: Any) -> Any:
+    """Cuthill-McKee from `root` over its component of at most `size` nodes, into the work's order.
+
+    Returns (nodes, depth, width, first): nodes reached, number of levels, nodes of the widest, where the last begins.
+    """
+    indptr, indices, same, any_same = rows
+    by_rank, rank = ranks
+    order, key, mark, _ = work
+    order[0] = root
+    mark[root] = stamp
+    depth, width, first, low, tail = ZERO, ZERO, ZERO, ZERO, ONE
+    while low < tail:
+        high, first = tail, low
+        depth += ONE
+        width = max(width, high - low)
+        if tail == size:
+            break
+        for head in range(low, high):
+            if head + AHEAD < tail:
+                fetch(indices, indptr[order[head + AHEAD]])
+            node = np.uint64(order[head])
+            if any_same and same[node] and head != ZERO:
+                continue  # its twin came before it and left nothing
+            begin = tail
+            for entry in range(indptr[node], indptr[node + ONE]):
+                other = indices[entry]
+                if mark[other] != stamp:
+                    mark[other] = stamp
+                    fetch(indptr, other)
+                    order[tail] = other
+                    key[tail] = rank[other]
+                    tail += ONE
+            if tail - begin > ONE:
+                by_key(order, key, begin, tail, by_rank)
+        low = high
+    return tail, depth, width, first
+
+
+@njit
+def reach(rows: Any, work: Any, size: Any) -> Any:
+    """Bandwidth and profile of the reverse of the order of one component."""
+    indptr, indices, _, _ = rows
+    order, _, _, position = work
+    for place in range(size):
+        position[order[place]] = place
+    bandwidth, profile = ZERO, ZERO
+    for place in range(size):
+        node = np.uint64(order[place])
+        last = np.uint32(place)
+        for entry in range(indptr[node], indptr[node + ONE]):
+            last = max(last, position[indices[entry]])
+        further = np.uint64(last) - place
+        bandwidth = max(bandwidth, further)
+        profile += further
+    return bandwidth, profile
+
+
+@njit
+def shortlist(order: Any, rank: Any, first: Any, size: Any, listed: Any) -> Any:
+    """Writes the last level's nodes of least rank, in that order; returns how many."""
+    count = ZERO
+    for place in range(first, size):
+        node = order[place]
+        at = min(count, np.uint64(LISTED) - ONE)
+        if count == np.uint64(LISTED) and rank[listed[at]] < rank[node]:
+            continue
+        while at > ZERO and rank[listed[at - ONE]] > rank[node]:
+            listed[at] = listed[at - ONE]
+            at -= ONE
+        listed[at] = node
+        count = min(count + ONE, np.uint64(LISTED))
+    return count
+
+
+@njit
+def score(rows: Any, work: Any, size: Any, width: Any, trials: Any) -> Any:
+    """What the bi-criteria finder makes least: the width, or bandwidth times profile where there is time to measure."""
+    if trials == ZERO:
+        return np.float64(width)
+    bandwidth, profile = reach(rows, work, size)
+    return np.float64(bandwidth) * np.float64(profile)
+
+
+@njit
+def next_stamp(work: Any, size: Any, stamp: Any) -> Any:
+    if stamp < LAST_STAMP:
+        return np.uint8(stamp + np.uint8(1))
+    order, _, mark, _ = work
+    for place in range(size):
+        mark[order[place]] = np.uint8(0)
+    return np.uint8(1)
+
+
+@njit
+def component(rows: Any, ranks: Any, root: Any, work: Any, out: Any, choice: Any) -> Any:
+    """Orders the component of `root`, its node of least rank, into the beginning of `out`.
+
+    Returns (nodes, traversals, width of the kept traversal).
+    """
+    finder, restarts, trials = choice
+    order, rank = work[0], ranks[1]
+    listed = np.empty((2, LISTED), np.uint32)
+    counts = np.zeros(2, np.uint64)
+    best, kept_width, farthest = np.inf, ZERO, ZERO
+    size, stamp, done = np.uint64(len(out)), np.uint8(0), ZERO
+    for walk in range(restarts):
+        start = root if walk == ZERO else np.uint64(out[walk * STRIDE % size])
+        deepest, side = ZERO, ZERO
+        while True:
+            stamp = next_stamp(work, size, stamp)
+            size, depth, width, first = traverse(rows, ranks, start, work, stamp, size)
+            done += ONE
+            found = score(rows, work, size, width, trials) if finder == BI_CRITERIA else -np.float64(depth)
+            stops = finder == MIND or depth <= deepest or size <= ONE
+            if found < best if finder != BI_CRITERIA and stops else (finder == BI_CRITERIA and found <= best):
+                best, kept_width = found, width
+                out[:size] = order[:size]
+            side = ONE - side
+            counts[side] = shortlist(order, rank, first, size, listed[side])
+            if stops:
+                break
+            deepest, start = depth, np.uint64(listed[side, 0])
+    if finder != BI_CRITERIA or size <= np.uint64(2):
+        return size, done, kept_width
+    left = trials
+    for side in range(np.uint64(2)):
+        for at in range(counts[side]):
+            if left == ZERO:
+                break
+            left -= ONE
+            stamp = next_stamp(work, size, stamp)
+            size, depth, width, first = traverse(rows, ranks, np.uint64(listed[side, at]), work, stamp, size)
+            done += ONE
+            found = score(rows, work, size, width, trials)
+            if found < best:
+                best, kept_width = found, width
+                out[:size] = order[:size]
+    return size, done, kept_width
+
+
+@jit(
+    "(uint64[::1], uint32[::1], boolean[::1], boolean, uint32[::1], uint32[::1], uint32[::1], "
+    "uint64, uint64, uint64, uint32[::1])"
+)
+def cuthill_mckee(
+    indptr: Any,
+    indices: Any,
+    same: Any,
+    any_same: Any,
+    degree: Any,
+    by_rank: Any,
+    rank: Any,
+    finder: Any,
+    restarts: Any,
+    trials: Any,
+    out: Any,
+) -> Any:
+    """Orders all components, by their nodes of least rank. Returns (traversals, greatest width of those kept)."""
+    nodes = len(degree)
+    work = (
+        np.empty(nodes, np.uint32),
+        np.empty(nodes, np.uint32),
+        np.zeros(nodes, np.uint8),
+        np.empty(nodes if trials > ZERO else 0, np.uint32),
+    )
+    rows, ranks, choice = (indptr, indices, same, any_same), (by_rank, rank), (finder, restarts, trials)
+    done, widest, filled = ZERO, ZERO, ZERO
+    for place in range(np.uint64(nodes)):
+        root = np.uint64(by_rank[place])
+        if degree[root] == ZERO:
+            out[filled] = root
+            filled += ONE
+        elif work[2][root] == ZERO:
+            size, traversals, width = component(rows, ranks, root, work, out[filled:], choice)
+            filled += size
+            done += traversals
+            widest = max(widest, width)
+    return done, widest
+
+
+# --- how far from the diagonal -----------------------------------------------------------------------------------
+
+
+@jit("(uint64[::1], uint32[::1], uint32[::1])")
+def spread(indptr: Any, indices: Any, position: Any) -> Any:
+    """(bandwidth, profile) of A + Aᵀ when node u stands at position[u]."""
+    size = np.uint64(len(position))
+    first = np.empty(size, np.uint32)
+    bandwidth, profile = ZERO, ZERO
+    for place in range(size):
+        first[place] = place
+    for node in range(size):
+        here = position[node]
+        for entry in range(indptr[node], indptr[node + ONE]):
+            there = position[indices[entry]]
+            low, high = min(here, there), max(here, there)
+            bandwidth = max(bandwidth, np.uint64(high - low))
+            first[high] = min(first[high], low)
+    for place in range(size):
+        profile += place - np.uint64(first[place])
+    return bandwidth, profile
