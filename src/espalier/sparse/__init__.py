@@ -1,6 +1,7 @@
 """How is a matrix stored and ordered?"""
 
 from espalier.sparse.attention import attention_aggregate as attention_aggregate
+from espalier.sparse.cbm import CBM as CBM
 from espalier.sparse.cbsr import cbsr_aggregate as cbsr_aggregate
 from espalier.sparse.csr import CSR as CSR
 from espalier.sparse.csr import Scale as Scale

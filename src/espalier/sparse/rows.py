@@ -16,7 +16,7 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 
-from espalier.kernels.compiled import intrinsic, jit, njit
+from espalier.kernels.compiled import intrinsic, jit
 
 VECTOR = 64
 """Bytes of one vector: AVX-512's; LLVM splits it where registers are shorter."""
@@ -80,9 +80,18 @@ class _Lanes:
         call = cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(ir.VoidType(), kinds), name)
         self.builder.call(call, [value, where, _I32(self.bytes), mask])
 
-    def add(self, entries: tuple[Any, Any, Any], x: tuple[Any, Any], weight: Any, sign: str, mask: Any) -> None:
-        """A loop over the entries (ids, first, last): the row of x that each names, times its weight, is added."""
-        ids, first, last = entries
+    def begin(self, address: Any, there: Any, mask: Any) -> None:
+        """The sums start with the row at `address` if `there`, else with zeros."""
+        for total in self.sums:
+            self.builder.store(ir.Constant(self.vector, None), total)
+        with self.builder.if_then(there):
+            for at, total in enumerate(self.sums):
+                self.builder.store(self.load(address, at, mask), total)
+
+    def add(self, entries: tuple[Any, Any, Any, str], x: tuple[Any, Any], weight: Any, mask: Any) -> None:
+        """A loop over the entries (ids, first, last, sign): the row of x that each names, weighted, joins the sums."""
+        ids, first, last, sign = entries
+        combine = self.builder.fadd if sign == "+" else self.builder.fsub
         with cgutils.for_range_slice(self.builder, first, last, _I64(1), _I64) as (entry, _):
             column = self.builder.zext(self.builder.load(self.builder.gep(ids, [entry])), _I64)
             address = self.row(x, column)
@@ -91,70 +100,70 @@ class _Lanes:
                 value = self.load(address, at, mask)
                 if factor is not None:
                     value = self.builder.fmul(value, factor, flags=["contract"])
-                combine = self.builder.fadd if sign == "+" else self.builder.fsub
                 self.builder.store(combine(self.builder.load(total), value, flags=["contract"]), total)
 
+    def end(self, address: Any, mask: Any) -> None:
+        """The sums are written to the row at `address`."""
+        for at, total in enumerate(self.sums):
+            self.store(self.builder.load(total), address, at, mask)
 
-def _tile(count: int, masked: bool, weighted: str) -> Any:
-    """The intrinsic that sums `count` vectors of one row; of one vector only the first `live` lanes if `masked`.
 
-    `weighted`: "" not at all, "entry" by `weights[entry]`, "column" by `weights[ids[entry]]`.
+def _row(weighted: str) -> Any:
+    """The intrinsic y[row] = (y[parent], nothing if -1) + x[plus[first:last]] - x[minus[start:end]], tile by tile.
+
+    `weighted`: "" not at all, "entry" by `weights[entry]`, "column" by `weights[ids[entry]]`. All of it is one piece of
+    LLVM code: a function called with arrays would count their references, which costs more than a short row's sum.
     """
 
     @intrinsic
-    def tile(typing: Any, y: Any, row: Any, x: Any, plus: Any, minus: Any, weights: Any, parent: Any, at: Any) -> Any:
-        # plus, minus: (ids, first, last); at: (column, live). y[row] = (parent < 0 ? 0 : y[parent]) + plus - minus.
+    def row(
+        typing: Any,
+        y: Any,
+        row: Any,
+        parent: Any,
+        x: Any,
+        plus: Any,
+        first: Any,
+        last: Any,
+        minus: Any,
+        start: Any,
+        end: Any,
+        weights: Any,
+        tiles: Any,
+    ) -> Any:
+        signature = types.void(y, row, parent, x, plus, first, last, minus, start, end, weights, tiles)
+
         def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            lanes = _Lanes(context, builder, x.dtype, count)
-            column, live = cgutils.unpack_tuple(builder, given[7])
-            mask = lanes.mask(live) if masked else None
-            out, source = lanes.base(y, given[0], column), lanes.base(x, given[2], column)
-            for total in lanes.sums:
-                builder.store(ir.Constant(lanes.vector, None), total)
-            with builder.if_then(builder.icmp_signed(">=", given[6], _I64(0))):
-                address = lanes.row(out, given[6])
-                for number, total in enumerate(lanes.sums):
-                    builder.store(lanes.load(address, number, mask), total)
-            factors = context.make_array(weights)(context, builder, given[5]).data
+            def data(at: int) -> Any:
+                return context.make_array(signature.args[at])(context, builder, given[at])
+
+            ids = ((data(4).data, given[5], given[6], "+"), (data(7).data, given[8], given[9], "-"))
+            factors, table = data(10).data, data(11)
 
             def weight(entry: Any, column: Any) -> Any:
                 return builder.load(builder.gep(factors, [entry if weighted == "entry" else column]))
 
-            for kind, value, sign in ((plus, given[3], "+"), (minus, given[4], "-")):
-                ids, first, last = cgutils.unpack_tuple(builder, value)
-                data = context.make_array(kind.types[0])(context, builder, ids).data
-                lanes.add((data, first, last), source, weight if weighted else None, sign, mask)
-            address = lanes.row(out, given[1])
-            for number, total in enumerate(lanes.sums):
-                lanes.store(builder.load(total), address, number, mask)
+            def tile(count: int, masked: bool, column: Any, live: Any) -> None:
+                lanes = _Lanes(context, builder, x.dtype, count)
+                mask = lanes.mask(live) if masked else None
+                out, source = lanes.base(y, given[0], column), lanes.base(x, given[3], column)
+                lanes.begin(lanes.row(out, given[2]), builder.icmp_signed(">=", given[2], _I64(0)), mask)
+                for entries in ids:
+                    lanes.add(entries, source, weight if weighted else None, mask)
+                lanes.end(lanes.row(out, given[1]), mask)
+
+            count = cgutils.unpack_tuple(builder, table.shape)[0]
+            with cgutils.for_range(builder, count, intp=_I64) as loop:
+                place = builder.mul(loop.index, _I64(3))
+                column, vectors, live = (
+                    builder.load(builder.gep(table.data, [builder.add(place, _I64(k))])) for k in range(3)
+                )
+                for size in (*SIZES, 0):
+                    with builder.if_then(builder.icmp_signed("==", vectors, _I64(size))):
+                        tile(size or 1, size == 0, column, live)
             return context.get_dummy_value()
 
-        return types.void(y, row, x, plus, minus, weights, parent, at), generate
-
-    return tile
-
-
-def _row(weighted: str) -> Any:
-    """The function that makes one row of y, tile by tile (`tiles` of the width)."""
-    one, two, four, eight, sixteen = (_tile(count, False, weighted) for count in (1, 2, 4, 8, 16))
-    part = _tile(1, True, weighted)
-
-    @njit
-    def row(y, i, x, plus, minus, weights, parent, tiles):  # type: ignore[no-untyped-def]
-        for t in range(tiles.shape[0]):
-            vectors, at = tiles[t, 1], (tiles[t, 0], tiles[t, 2])
-            if vectors == 8:
-                eight(y, i, x, plus, minus, weights, parent, at)
-            elif vectors == 16:
-                sixteen(y, i, x, plus, minus, weights, parent, at)
-            elif vectors == 4:
-                four(y, i, x, plus, minus, weights, parent, at)
-            elif vectors == 2:
-                two(y, i, x, plus, minus, weights, parent, at)
-            elif vectors == 1:
-                one(y, i, x, plus, minus, weights, parent, at)
-            else:
-                part(y, i, x, plus, minus, weights, parent, at)
+        return signature, generate
 
     return row
 
@@ -184,7 +193,7 @@ def tiles(width: int, element_bytes: int) -> Any:
 
 def pieces(indptr: Any, count: int) -> Any:
     """Row numbers int64 [at most count + 1] that cut the rows into pieces of about as many entries."""
-    total = indptr[-1] + len(indptr)
+    total = indptr[-1] + len(indptr) - 1
     cuts = np.searchsorted(indptr + np.arange(len(indptr)), np.linspace(0, total, count + 1)[1:-1])
     return np.unique(np.concatenate([[0], cuts, [len(indptr) - 1]])).astype(np.int64)
 
@@ -196,10 +205,10 @@ def pieces(indptr: Any, count: int) -> Any:
 )
 def add_rows(y, indptr, indices, x, cuts, tiles):  # type: ignore[no-untyped-def]
     """y = A·x for a binary A; rows `cuts[p]` to `cuts[p + 1]` are one piece of work."""
+    none, zero = np.int64(-1), np.int64(0)
     for piece in numba.prange(len(cuts) - 1):
         for i in range(cuts[piece], cuts[piece + 1]):
-            plus, minus = (indices, indptr[i], indptr[i + 1]), (indices, np.int64(0), np.int64(0))
-            _ROW(y, i, x, plus, minus, x[0], np.int64(-1), tiles)
+            _ROW(y, i, none, x, indices, indptr[i], indptr[i + 1], indices, zero, zero, indices, tiles)
 
 
 @jit(
@@ -209,7 +218,57 @@ def add_rows(y, indptr, indices, x, cuts, tiles):  # type: ignore[no-untyped-def
 )
 def add_weighted_rows(y, indptr, indices, values, x, cuts, tiles):  # type: ignore[no-untyped-def]
     """y = A·x for an A with `values`; rows `cuts[p]` to `cuts[p + 1]` are one piece of work."""
+    none, zero = np.int64(-1), np.int64(0)
     for piece in numba.prange(len(cuts) - 1):
         for i in range(cuts[piece], cuts[piece + 1]):
-            plus, minus = (indices, indptr[i], indptr[i + 1]), (indices, np.int64(0), np.int64(0))
-            _ROW_BY_ENTRY(y, i, x, plus, minus, values, np.int64(-1), tiles)
+            _ROW_BY_ENTRY(y, i, none, x, indices, indptr[i], indptr[i + 1], indices, zero, zero, values, tiles)
+
+
+@jit(
+    "(float32[:, ::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], float32[::1],"
+    " float32[:, ::1], int64[::1], int64[:, ::1])",
+    "(float64[:, ::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], float64[::1],"
+    " float64[:, ::1], int64[::1], int64[:, ::1])",
+    parallel=True,
+)
+def add_differences(y, order, parent, plus_ptr, plus, minus_ptr, minus, left, x, cuts, tiles):  # type: ignore[no-untyped-def]
+    """y = diag(left)·A·x for a binary A kept as differences (CBM); an empty `left` stands for ones.
+
+    Row order[p] is y[parent[p]] (nothing if -1) plus the rows of x in its list `plus`, less those in `minus`. Places
+    `cuts[p]` to `cuts[p + 1]` are whole branches of the tree; `left` is applied once a piece is done.
+    """
+    for piece in numba.prange(len(cuts) - 1):
+        for p in range(cuts[piece], cuts[piece + 1]):
+            row, above = np.int64(order[p]), np.int64(parent[p])
+            first, last = np.int64(plus_ptr[p]), np.int64(plus_ptr[p + 1])
+            start, end = np.int64(minus_ptr[p]), np.int64(minus_ptr[p + 1])
+            _ROW(y, row, above, x, plus, first, last, minus, start, end, left, tiles)
+        if len(left):
+            for p in range(cuts[piece], cuts[piece + 1]):
+                factor = left[order[p]]
+                for f in range(y.shape[1]):
+                    y[order[p], f] *= factor
+
+
+@jit(
+    "(float32[:, ::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], float32[::1],"
+    " float32[::1], float32[:, ::1], int64[::1], int64[:, ::1])",
+    "(float64[:, ::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], float64[::1],"
+    " float64[::1], float64[:, ::1], int64[::1], int64[:, ::1])",
+    parallel=True,
+)
+def add_scaled_differences(  # type: ignore[no-untyped-def]
+    y, order, parent, plus_ptr, plus, minus_ptr, minus, left, right, x, cuts, tiles
+):
+    """`add_differences` of diag(left)·A·diag(right)."""
+    for piece in numba.prange(len(cuts) - 1):
+        for p in range(cuts[piece], cuts[piece + 1]):
+            row, above = np.int64(order[p]), np.int64(parent[p])
+            first, last = np.int64(plus_ptr[p]), np.int64(plus_ptr[p + 1])
+            start, end = np.int64(minus_ptr[p]), np.int64(minus_ptr[p + 1])
+            _ROW_BY_COLUMN(y, row, above, x, plus, first, last, minus, start, end, right, tiles)
+        if len(left):
+            for p in range(cuts[piece], cuts[piece + 1]):
+                factor = left[order[p]]
+                for f in range(y.shape[1]):
+                    y[order[p], f] *= factor
