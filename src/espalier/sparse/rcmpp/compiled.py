@@ -16,10 +16,10 @@ from numba.core import cgutils
 
 from espalier.kernels.compiled import intrinsic, jit, njit
 
-ZERO, ONE = np.uint64(0), np.uint64(1)
+ZERO, ONE, TWO, THREE = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(3)
 AHEAD = np.uint64(6)
 """How many nodes ahead a row is fetched: 4 to 8 were equal on meshes of 10⁵ to 10⁶ shuffled nodes, 0 took up to 3x."""
-LISTED = 8
+LISTED = np.uint64(8)
 """Nodes of a last level that are kept as further starts."""
 LAST_STAMP = np.uint8(250)
 """Marks are bytes; before they overflow, those of the component are cleared."""
@@ -190,31 +190,30 @@ def ranked(degree: Any, by_rank: Any, rank: Any) -> None:
 
 
 @njit
-def by_key(order: Any, key: Any, begin: Any, stop: Any, by_rank: Any) -> None:
-    """Sorts order[begin:stop] by rank. `key` is scratch of the same places."""
-    if stop - begin > np.uint64(32):
-        key[begin:stop].sort()
-        for place in range(begin, stop):
-            order[place] = by_rank[key[place]]
-        return
-    for place in range(begin + ONE, stop):
-        node, value, at = order[place], key[place], place
-        while at > begin and key[at - ONE] > value:
-            order[at] = order[at - ONE]
-            key[at] = key[at - ONE]
-            at -= ONE
-        order[at] = node
-        key[at] = value
+def by_key(order: Any, key: Any, begin: Any, stop: Any) -> None:
+    """Sorts order[begin:stop] by key[begin:stop], and the keys with it: insertion for few, Shell's steps for many."""
+    step = ONE
+    while THREE * (THREE * step + ONE) < stop - begin:
+        step = THREE * step + ONE
+    while step > ZERO:
+        for place in range(begin + step, stop):
+            node, value, at = order[place], key[place], place
+            while at >= begin + step and key[at - step] > value:
+                order[at] = order[at - step]
+                key[at] = key[at - step]
+                at -= step
+            order[at] = node
+            key[at] = value
+        step //= THREE
 
 
 @njit
-def traverse(rows: Any, ranks: Any, root: Any, work: Any, stamp: Any, size: Any) -> Any:
+def traverse(rows: Any, rank: Any, root: Any, work: Any, stamp: Any, size: Any) -> Any:
     """Cuthill-McKee from `root` over its component of at most `size` nodes, into the work's order.
 
     Returns (nodes, depth, width, first): nodes reached, number of levels, nodes of the widest, where the last begins.
     """
     indptr, indices, same, any_same = rows
-    by_rank, rank = ranks
     order, key, mark, _ = work
     order[0] = root
     mark[root] = stamp
@@ -241,7 +240,7 @@ def traverse(rows: Any, ranks: Any, root: Any, work: Any, stamp: Any, size: Any)
                     key[tail] = rank[other]
                     tail += ONE
             if tail - begin > ONE:
-                by_key(order, key, begin, tail, by_rank)
+                by_key(order, key, begin, tail)
         low = high
     return tail, depth, width, first
 
@@ -266,20 +265,20 @@ def reach(rows: Any, work: Any, size: Any) -> Any:
 
 
 @njit
-def shortlist(order: Any, rank: Any, first: Any, size: Any, listed: Any) -> Any:
-    """Writes the last level's nodes of least rank, in that order; returns how many."""
-    count = ZERO
+def shortlist(order: Any, rank: Any, first: Any, size: Any, listed: Any, begin: Any) -> Any:
+    """Writes the last level's nodes of least rank into `listed` from `begin`, in that order; returns how many."""
+    stop, full = begin, begin + LISTED
     for place in range(first, size):
         node = order[place]
-        at = min(count, np.uint64(LISTED) - ONE)
-        if count == np.uint64(LISTED) and rank[listed[at]] < rank[node]:
+        if stop == full and rank[listed[stop - ONE]] < rank[node]:
             continue
-        while at > ZERO and rank[listed[at - ONE]] > rank[node]:
+        stop = min(stop + ONE, full)
+        at = stop - ONE
+        while at > begin and rank[listed[at - ONE]] > rank[node]:
             listed[at] = listed[at - ONE]
             at -= ONE
         listed[at] = node
-        count = min(count + ONE, np.uint64(LISTED))
-    return count
+    return stop - begin
 
 
 @njit
@@ -302,50 +301,47 @@ def next_stamp(work: Any, size: Any, stamp: Any) -> Any:
 
 
 @njit
-def component(rows: Any, ranks: Any, root: Any, work: Any, out: Any, choice: Any) -> Any:
-    """Orders the component of `root`, its node of least rank, into the beginning of `out`.
+def component(rows: Any, rank: Any, root: Any, work: Any, out: Any, begin: Any, choice: Any) -> Any:
+    """Orders the component of `root`, its node of least rank, into `out` from `begin`.
 
-    Returns (nodes, traversals, width of the kept traversal).
+    Walks first, then trials of the nodes on the last two levels that the last walk reached. One loop, so that the
+    traversal is compiled once. Returns (nodes, traversals, width of the kept traversal).
     """
     finder, restarts, trials = choice
-    order, rank = work[0], ranks[1]
-    listed = np.empty((2, LISTED), np.uint32)
-    counts = np.zeros(2, np.uint64)
-    best, kept_width, farthest = np.inf, ZERO, ZERO
-    size, stamp, done = np.uint64(len(out)), np.uint8(0), ZERO
-    for walk in range(restarts):
-        start = root if walk == ZERO else np.uint64(out[walk * STRIDE % size])
-        deepest, side = ZERO, ZERO
-        while True:
-            stamp = next_stamp(work, size, stamp)
-            size, depth, width, first = traverse(rows, ranks, start, work, stamp, size)
-            done += ONE
-            found = score(rows, work, size, width, trials) if finder == BI_CRITERIA else -np.float64(depth)
-            stops = finder == MIND or depth <= deepest or size <= ONE
-            if found < best if finder != BI_CRITERIA and stops else (finder == BI_CRITERIA and found <= best):
-                best, kept_width = found, width
-                out[:size] = order[:size]
+    order = work[0]
+    listed, counts = np.empty(2 * LISTED, np.uint32), np.zeros(2, np.uint64)
+    best, kept_width, deepest, side = np.inf, ZERO, ZERO, ZERO
+    size, stamp, start, done = np.uint64(len(out)) - begin, np.uint8(0), root, ZERO
+    walk, trial, tried = ZERO, ZERO, ZERO
+    while True:
+        stamp = next_stamp(work, size, stamp)
+        size, depth, width, first = traverse(rows, rank, start, work, stamp, size)
+        done += ONE
+        walking = walk < restarts
+        stops = finder == MIND or depth <= deepest
+        found = score(rows, work, size, width, trials) if finder == BI_CRITERIA else -np.float64(depth)
+        eligible = finder == BI_CRITERIA or stops
+        if eligible and (found < best or (found == best and walking and finder == BI_CRITERIA)):
+            best, kept_width = found, width
+            for place in range(size):
+                out[begin + place] = order[place]
+        if walking:
             side = ONE - side
-            counts[side] = shortlist(order, rank, first, size, listed[side])
-            if stops:
-                break
-            deepest, start = depth, np.uint64(listed[side, 0])
-    if finder != BI_CRITERIA or size <= np.uint64(2):
-        return size, done, kept_width
-    left = trials
-    for side in range(np.uint64(2)):
-        for at in range(counts[side]):
-            if left == ZERO:
-                break
-            left -= ONE
-            stamp = next_stamp(work, size, stamp)
-            size, depth, width, first = traverse(rows, ranks, np.uint64(listed[side, at]), work, stamp, size)
-            done += ONE
-            found = score(rows, work, size, width, trials)
-            if found < best:
-                best, kept_width = found, width
-                out[:size] = order[:size]
-    return size, done, kept_width
+            counts[side] = shortlist(order, rank, first, size, listed, side * LISTED)
+            if not stops:
+                deepest, start = depth, np.uint64(listed[side * LISTED])
+                continue
+            walk, deepest = walk + ONE, ZERO
+            if walk < restarts:
+                start = np.uint64(out[begin + walk * STRIDE % size])
+                continue
+        half = (side + trial // LISTED) % TWO
+        if trial < LISTED + LISTED and trial % LISTED == counts[half]:
+            trial, half = trial + LISTED - counts[half], ONE - half
+        if tried == trials or trial == LISTED + LISTED:
+            return size, done, kept_width
+        start = np.uint64(listed[half * LISTED + trial % LISTED])
+        trial, tried = trial + ONE, tried + ONE
 
 
 @jit(
@@ -373,7 +369,7 @@ def cuthill_mckee(
         np.zeros(nodes, np.uint8),
         np.empty(nodes if trials > ZERO else 0, np.uint32),
     )
-    rows, ranks, choice = (indptr, indices, same, any_same), (by_rank, rank), (finder, restarts, trials)
+    rows, choice = (indptr, indices, same, any_same), (finder, restarts, trials)
     done, widest, filled = ZERO, ZERO, ZERO
     for place in range(np.uint64(nodes)):
         root = np.uint64(by_rank[place])
@@ -381,7 +377,7 @@ def cuthill_mckee(
             out[filled] = root
             filled += ONE
         elif work[2][root] == ZERO:
-            size, traversals, width = component(rows, ranks, root, work, out[filled:], choice)
+            size, traversals, width = component(rows, rank, root, work, out, filled, choice)
             filled += size
             done += traversals
             widest = max(widest, width)
