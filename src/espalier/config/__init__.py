@@ -148,12 +148,13 @@ class Data(Options, frozen=True):
 
 
 class Adamw(Choice, frozen=True, tag="adamw"):
-    """AdamW (fused) on every parameter."""
+    """AdamW (fused) on every parameter; `coupled`: Adam, the decay a part of the gradient (L2)."""
 
     learning_rate: float | None = None
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
+    coupled: bool = False
 
 
 class Muon(Choice, frozen=True, tag="muon"):

@@ -140,6 +140,19 @@ def _value(text: str) -> Any:
 _GRAPH_KINDS = ("gcn", "sage", "gat", "gin", "messages")
 
 
+def _is_graph(table: Table) -> bool:
+    return isinstance(table.get("model"), dict) and table["model"].get("kind") in _GRAPH_KINDS
+
+
+def _with_graph_optimizer(table: Table) -> Table:
+    """A graph network without a word on its optimizer gets its authors' (arXiv 1609.02907, section 5.2): Adam with L2."""
+    train = table.get("train", {})
+    if not _is_graph(table) or not isinstance(train, dict) or "optimizer" in train:
+        return table
+    usual = {"kind": "adamw", "coupled": True, "weight_decay": 5e-4, "betas": [0.9, 0.999]}
+    return {**table, "train": {**train, "optimizer": usual}}
+
+
 def _normalise(table: Table) -> Table:
     table = {"model": {}, **table}
     if isinstance(table.get("data"), dict):
@@ -148,12 +161,8 @@ def _normalise(table: Table) -> Table:
         table["model"] = {"kind": table["model"]}
     if isinstance(table.get("model"), dict):
         table["model"] = {"kind": "module" if "build" in table["model"] else "gpt", **table["model"]}
-    usual = "muon"
-    if isinstance(table.get("model"), dict) and table["model"].get("kind") in _GRAPH_KINDS:
-        usual = "adamw"  # of all its matrices, only those between hidden layers would be Muon's
-        table.setdefault("train", {})
-        if isinstance(table["train"], dict):
-            table["train"] = {"optimizer": usual, **table["train"]}
+    table = _with_graph_optimizer(table)
+    usual = "adamw" if _is_graph(table) else "muon"
     for name, default in (("optimizer", usual), ("schedule", "stable")):
         train = table.get("train")
         if isinstance(train, dict) and isinstance(train.get(name), dict):

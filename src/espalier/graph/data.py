@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from espalier.errors import UserError
+from espalier.errors import UserError, nearest
 
 Array = NDArray[Any]
 
@@ -49,6 +49,7 @@ class Graph:
         starts: int64 [graphs + 1], the first node of each small graph; labels and parts are then of graphs.
         classes: names of the classes; names: of the nodes; both may be empty.
         origin: where it came from. notes: what was mended while reading.
+        numbers: int64 [nodes], the nodes' ids as they were given, None: as they are.
         identity: stands for the content where reading all of it would take long; empty: the content is hashed.
     """
 
@@ -64,6 +65,7 @@ class Graph:
     names: Sequence[str] = ()
     origin: str = "graph"
     notes: tuple[str, ...] = ()
+    numbers: Array | None = None
     identity: str = ""
 
     @property
@@ -97,6 +99,25 @@ class Graph:
     def targets(self) -> Array:
         """int64 [edges]: the node each edge leads to."""
         return np.repeat(np.arange(self.nodes), self.degrees())
+
+    def called(self, node: int) -> str:
+        """A node's name, else `node 7` by the number it was given."""
+        if len(self.names):
+            return self.names[node]
+        return f"node {node if self.numbers is None else int(self.numbers[node])}"
+
+    def find(self, text: str) -> int:
+        """The node with that name or number. Raises UserError naming the nearest name."""
+        if len(self.names) and text in self.names:
+            return list(self.names).index(text)
+        if text.isdecimal() and int(text) < self.nodes:
+            return int(text) if self.numbers is None else int(np.flatnonzero(self.numbers == int(text))[0])
+        near = nearest(text, self.names) if len(self.names) else None
+        raise UserError(
+            f"The graph has no node {text!r}.",
+            why=f"it has {self.nodes:,} nodes, numbered from 0",
+            do=f"did you mean {near}?" if near else f"a number up to {self.nodes - 1}",
+        )
 
     def fingerprint(self) -> str:
         """Hash of everything that training sees; ranks compare it at start."""
@@ -217,6 +238,8 @@ def checked(graph: Graph) -> Graph:
             f"The labels do not match: {len(graph.labels)} for {graph.items} {what}.",
             do="give each one label; -1 where there is none",
         )
+    if graph.labels is not None and graph.labels.ndim == 1 and graph.classes:
+        _refuse_strangers(np.maximum(graph.labels, 0), len(graph.classes), "a label")
     for name, ids in graph.parts.named() if graph.parts else ():
         _refuse_strangers(ids, graph.items, f"the {name} part")
     if graph.parts is not None:
@@ -235,8 +258,8 @@ def _refuse_strangers(ids: Array, count: int, name: str) -> None:
         bad = int(ids[(ids < 0) | (ids >= count)][0])
         raise UserError(
             f"{name[0].upper()}{name[1:]} has the id {bad}, outside the graph.",
-            why=f"there are {count} nodes, numbered from 0" if count else "the graph has no nodes",
-            do="give every node a row of features, or drop such edges",
+            why=f"there are {count}, numbered from 0" if count else "there are none",
+            do="give every node a row of features, or drop what names others",
         )
 
 
@@ -308,6 +331,27 @@ def without_edges(graph: Graph, gone: Array) -> Graph:
         indices=graph.indices[~gone],
         weights=None if graph.weights is None else graph.weights[~gone],
         edge_features=None if graph.edge_features is None else graph.edge_features[~gone],
+    )
+
+
+def relabelled(graph: Graph, permutation: Array) -> Graph:
+    """`graph` with its nodes in another order: node `new` is what `permutation[new]` was. Rows stay ascending."""
+    nodes, inverse = graph.nodes, np.empty(graph.nodes, np.int64)
+    inverse[permutation] = np.arange(nodes)
+    targets, sources = inverse[graph.targets()], inverse[graph.indices]
+    order = np.argsort(targets * np.int64(nodes) + sources)
+    labels, parts, own = graph.labels, graph.parts, graph.numbers
+    return replace(
+        graph,
+        indptr=np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=nodes))]).astype(np.int64),
+        indices=sources[order].astype(graph.indices.dtype),
+        features=np.ascontiguousarray(graph.features[permutation]),
+        labels=None if labels is None else np.ascontiguousarray(labels[permutation]),
+        parts=None if parts is None else Parts(*(np.sort(inverse[ids]) for _, ids in parts.named())),
+        weights=None if graph.weights is None else graph.weights[order],
+        edge_features=None if graph.edge_features is None else graph.edge_features[order],
+        names=[graph.names[at] for at in permutation] if len(graph.names) else (),
+        numbers=np.asarray(permutation, np.int64) if own is None else own[permutation],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ def equip(model: nn.Module) -> nn.Module:
         for layer in model.layers:
             assert isinstance(layer, Layer)
             layer.aggregate, layer.attend = aggregate, attend
+        model.drop = drop
     return model
 
 
@@ -59,5 +61,16 @@ def attend(block: Block, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: f
         return base.attend(block, rows, scores, dropout)
     keep = None
     if dropout > 0:
-        keep = rows.new_empty(block.edges, rows.shape[1]).bernoulli_(1 - dropout).div_(1 - dropout)
+        keep = drop(rows.new_ones(block.edges, rows.shape[1]), dropout)
     return attention_aggregate(pattern(block), rows, scores, slope=base.NEGATIVE_SLOPE, keep=keep)
+
+
+def drop(rows: Tensor, share: float) -> Tensor:
+    """Dropout; on the CPU by a kernel that drops in steps of 1/256."""
+    cut = round(share * 256)
+    if rows.device.type != "cpu" or rows.dtype not in (torch.float32, torch.float64) or not 0 < cut < 256:
+        return torch.nn.functional.dropout(rows, share)
+    from espalier.graph.dropping import Dropped
+
+    dropped: Tensor = Dropped.apply(rows, cut)
+    return dropped

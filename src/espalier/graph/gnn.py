@@ -163,6 +163,7 @@ class Network(nn.Module):
             _layer(options, sizes[i], sizes[i + 1], joined=i != last) for i in range(options.depth)
         )
         self.norms = nn.ModuleList(nn.LayerNorm(options.width) for _ in range(last if options.norm else 0))
+        self.drop: Callable[[Tensor, float], Tensor] = F.dropout
         self.largest: Callable[[Tensor, int], tuple[Tensor, Tensor]] = largest
 
     def forward(self, features: Tensor, blocks: Sequence[Block]) -> Tensor:
@@ -174,7 +175,9 @@ class Network(nn.Module):
 
     def step(self, at: int, block: Block, rows: Rows) -> Rows:
         """Layer `at` with what stands round it; the last one's result is left as it is."""
-        x: Tensor = self.layers[at](block, self._dropped(rows))
+        if at > 0 or isinstance(self.options, config.Gcn | config.Gat):  # whose authors also drop features
+            rows = self._dropped(rows)
+        x: Tensor = self.layers[at](block, rows)
         if at == len(self.layers) - 1:
             return x
         if self.options.norm:
@@ -189,8 +192,8 @@ class Network(nn.Module):
         if not self.training or share == 0.0:
             return rows
         if isinstance(rows, Kept):
-            return Kept(F.dropout(rows.values, share), rows.columns, rows.width)
-        return F.dropout(rows, share)
+            return Kept(self.drop(rows.values, share), rows.columns, rows.width)
+        return self.drop(rows, share)
 
 
 def _layer(options: config.Network, inputs: int, outputs: int, joined: bool) -> Layer:

@@ -8,7 +8,7 @@ they are the same for any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -115,16 +115,17 @@ class LinkTask:
 
     def name(self, item: int) -> str:
         """Of a link, for people."""
-        return f"link {self.links.pairs[0, item]} - {self.links.pairs[1, item]}"
+        head, tail = self.links.pairs[:, item]
+        return f"{self.graph.called(int(head))} - {self.graph.called(int(tail))}"
 
     def answers(self, model: nn.Module, pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
         """The probability that each pair is joined."""
-        names, embedded = self.graph.names, infer(model, self.view).cpu()
+        embedded = infer(model, self.view).cpu()
         chances = scores(embedded, torch.tensor(pairs).T.reshape(2, -1)).sigmoid().tolist()
         found = []
         for (head, tail), chance in zip(pairs, chances, strict=True):
-            words = (names[head], names[tail]) if len(names) else (f"node {head}", f"node {tail}")
-            found.append({"name": " - ".join(words), "probability": chance})
+            name = f"{self.graph.called(head)} - {self.graph.called(tail)}"
+            found.append({"name": name, "probability": chance})
         return found
 
 
@@ -152,7 +153,3 @@ def _mixed(value: Any) -> Any:
         value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
 
-
-def held_out_of(links: Links) -> Graph:
-    """The graph that messages flow through."""
-    return replace(links.rest, labels=None, parts=None)

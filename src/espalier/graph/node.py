@@ -94,7 +94,7 @@ class NodeTask:
 
     def name(self, item: int) -> str:
         """Of a node, for people."""
-        return self.graph.names[item] if len(self.graph.names) else f"node {item}"
+        return self.graph.called(item)
 
     def answers(self, model: nn.Module, items: Sequence[int]) -> list[dict[str, Any]]:
         """What the model says of these nodes."""
