@@ -3,6 +3,8 @@
 from espalier.sparse.attention import attention_aggregate as attention_aggregate
 from espalier.sparse.cbm import CBM as CBM
 from espalier.sparse.cbsr import cbsr_aggregate as cbsr_aggregate
+from espalier.sparse.choose import best_aggregation as best_aggregation
+from espalier.sparse.choose import best_format as best_format
 from espalier.sparse.csr import CSR as CSR
 from espalier.sparse.csr import Scale as Scale
 from espalier.sparse.product import matmul as matmul
