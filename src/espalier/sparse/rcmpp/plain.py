@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 LISTED = 8
+SLIGHT = 32
 STRIDE = 0x9E3779B1
 
 
@@ -66,13 +67,13 @@ def traverse(rows: list[set[int]], root: int) -> Traversal:
     return Traversal(found, levels)
 
 
-def walk(rows: list[set[int]], start: int) -> Iterator[Traversal]:
-    """From a node to the least in rank of its last level, until no more levels are found; the last one included."""
+def walk(rows: list[set[int]], start: int, finder: str) -> Iterator[Traversal]:
+    """From a node to the least in rank of its last level, until no more levels are found."""
     depth = 0
     while True:
         found = traverse(rows, start)
         yield found
-        if len(found.levels) <= depth:
+        if len(found.levels) <= depth + (depth // SLIGHT if finder == "bi-criteria" else 0):
             return
         depth, start = len(found.levels), remote(rows, found)[0]
 
@@ -88,7 +89,7 @@ def component(rows: list[set[int]], root: int, finder: str, restarts: int, trial
         return traverse(rows, root).order
     kept, best, start = Traversal([], []), float("inf"), root
     for number in range(1, restarts + 1):
-        visited = list(walk(rows, start))
+        visited = list(walk(rows, start, finder))
         for found in visited if finder == "bi-criteria" else visited[-1:]:
             points = score(rows, found, finder, trials)
             if points < best or (points == best and finder == "bi-criteria"):  # on equal terms the more remote one
