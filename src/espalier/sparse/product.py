@@ -5,6 +5,7 @@ The compiled form sums in the order of the entries, so the result does not depen
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def matmul(adjacency: CSR | CBM, x: Tensor, values: Tensor | None = None) -> Ten
     if values is not None and values.shape != (adjacency.entries,):
         raise UserError(f"values has shape {tuple(values.shape)}, the matrix has {adjacency.entries} entries.")
     weights = adjacency.values if values is None else values
-    dense = x.reshape(columns, -1)
+    dense = x.reshape(columns, math.prod(x.shape[1:]))
     if x.dtype not in (torch.float32, torch.float64):
         dense = dense.float()
     weights = None if weights is None else weights.to(dense.dtype)

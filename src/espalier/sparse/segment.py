@@ -29,7 +29,8 @@ def segment_softmax(adjacency: CSR, scores: Tensor) -> Tensor:
             f"scores has shape {tuple(scores.shape)}.",
             why=f"it is [entries] or [entries, heads], and the matrix has {adjacency.entries} entries",
         )
-    return segment_shares(adjacency, scores.reshape(adjacency.entries, -1)).reshape(scores.shape)
+    by_head = scores if scores.dim() == 2 else scores[:, None]
+    return segment_shares(adjacency, by_head).reshape(scores.shape)
 
 
 @operation("segment_softmax")

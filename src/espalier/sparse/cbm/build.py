@@ -143,6 +143,8 @@ def _shared_out(look: Any, matrix: CSR) -> Pairs:
     from espalier.sparse.product import piece_cuts
 
     cuts = piece_cuts(matrix).tolist()
+    if len(cuts) == 1:  # no rows
+        return Pairs(*(np.empty(0, dtype=np.int32) for _ in Pairs._fields))
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         parts = list(pool.map(look, cuts[:-1], cuts[1:]))
     return Pairs(*(np.concatenate(kind) for kind in zip(*parts, strict=True)))

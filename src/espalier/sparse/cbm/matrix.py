@@ -8,6 +8,7 @@ rectangular; the plain format stays inside where compression would not pay.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -120,7 +121,7 @@ class CBM:
             return matmul(self.plain, x)
         if x.dim() == 0 or x.shape[0] != columns:
             raise UserError(f"x has shape {tuple(x.shape)}.", why=f"a matrix {rows} x {columns} needs [{columns}, ...]")
-        dense = x.reshape(columns, -1)
+        dense = x.reshape(columns, math.prod(x.shape[1:]))
         dense = dense if x.dtype in (torch.float32, torch.float64) else dense.float()
         return cbm_matmul(self, dense).reshape(rows, *x.shape[1:]).to(x.dtype)
 
