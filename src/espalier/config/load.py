@@ -147,10 +147,13 @@ def _is_graph(table: Table) -> bool:
 def _with_graph_optimizer(table: Table) -> Table:
     """A graph network without a word on its optimizer gets its authors' (arXiv 1609.02907, section 5.2): Adam with L2."""
     train = table.get("train", {})
-    if not _is_graph(table) or not isinstance(train, dict) or "optimizer" in train:
+    if not _is_graph(table) or not isinstance(train, dict):
+        return table
+    given = train.get("optimizer", {})
+    if not isinstance(given, dict) or "kind" in given:
         return table
     usual = {"kind": "adamw", "coupled": True, "weight_decay": 5e-4, "betas": [0.9, 0.999]}
-    return {**table, "train": {**train, "optimizer": usual}}
+    return {**table, "train": {**train, "optimizer": {**usual, **given}}}
 
 
 def _normalise(table: Table) -> Table:
@@ -162,8 +165,7 @@ def _normalise(table: Table) -> Table:
     if isinstance(table.get("model"), dict):
         table["model"] = {"kind": "module" if "build" in table["model"] else "gpt", **table["model"]}
     table = _with_graph_optimizer(table)
-    usual = "adamw" if _is_graph(table) else "muon"
-    for name, default in (("optimizer", usual), ("schedule", "stable")):
+    for name, default in (("optimizer", "muon"), ("schedule", "stable")):
         train = table.get("train")
         if isinstance(train, dict) and isinstance(train.get(name), dict):
             table["train"] = {**train, name: {"kind": default, **train[name]}}

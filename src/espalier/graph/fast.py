@@ -35,7 +35,8 @@ def matrix(block: Block) -> CSR:
         values = values if block.left is None else values * block.left[block.rows()]
         return CSR(pattern.indptr, pattern.indices, pattern.shape, values)
 
-    made: CSR = block.forms.get("matrix", make)
+    scale = next((one for one in (block.weights, block.left, block.right) if one is not None), None)
+    made: CSR = block.forms.get(f"matrix {None if scale is None else scale.dtype}", make)
     return made
 
 

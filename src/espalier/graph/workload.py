@@ -14,7 +14,7 @@ from espalier import config
 from espalier.config import Recipe
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import UserError
-from espalier.graph import data, fast, foreign, link, metrics, sources, work
+from espalier.graph import choices, data, fast, foreign, link, metrics, sources, work
 from espalier.graph.data import Array, Graph
 from espalier.graph.gnn import Layer, Network
 from espalier.graph.link import LinkTask
@@ -38,7 +38,9 @@ class GraphWorkload:
     Has state: where the model was built, so that what every step reads lies there too.
     """
 
-    def __init__(self, recipe: Recipe, graph: Graph, folder: str | Path | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, graph: Graph, folder: str | Path | None = None, said: Sequence[str] = ()
+    ) -> None:
         assert recipe.graph is not None
         self.recipe, self.folder = recipe, folder
         self.graph = graph
@@ -53,11 +55,14 @@ class GraphWorkload:
         self._epoch, self._order = -1, np.zeros(0, np.int64)
         self._moved: dict[tuple[int, int], list[Batch]] = {}
         self._reach: list[Reach] | None = None
+        self._said = tuple(said)
+        self._format: str | None = None
 
     # --- the model -----------------------------------------------------------------------------------------------
 
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The network with its seeded weights and the kernels in its seam."""
+        self.decisions()  # before ranks are forked, so that they share what was made
         self._dtype, self._device, self._moved = dtype, device, {}
         return fast.equip(self.bare()).to(device=device, dtype=dtype)
 
@@ -98,9 +103,8 @@ class GraphWorkload:
 
     def batches(self, step: int, shard: Shard) -> list[Batch]:
         """Targets of a seeded permutation per epoch, with what they hear from; the whole graph's stay as they are."""
-        if self.global_batch == self.task.items and not getattr(self.task, "fanout", ()):
-            if isinstance(self.task, NodeTask):
-                return self._standing(shard)
+        if isinstance(self.task, NodeTask) and not self.task.fanout:
+            return self._standing(shard)
         return [to_device(self.task.batch(ids, step), self._device, self._dtype) for ids in self._cut(step, shard)]
 
     def _standing(self, shard: Shard) -> list[Batch]:
@@ -118,7 +122,7 @@ class GraphWorkload:
 
     def _positions(self, step: int, shard: Shard) -> Array:
         items = self.task.items
-        if self.global_batch == items and isinstance(self.task, NodeTask) and not self.task.fanout:
+        if isinstance(self.task, NodeTask) and not self.task.fanout:
             return np.arange(shard.start, shard.stop)
         found = []
         at, stop = (step * self.global_batch + one for one in (shard.start, shard.stop))
@@ -189,6 +193,22 @@ class GraphWorkload:
     def tasks(self) -> Sequence[str]:
         """One."""
         return ["main"]
+
+    def decisions(self) -> tuple[str, ...]:
+        """What was decided of the graph, in sentences; makes the format on first use."""
+        model = self.bare()
+        if not isinstance(model, Network):
+            return ()
+        layers = [layer for layer in model.layers if isinstance(layer, Layer)]
+        assert self.recipe.graph is not None
+        k = model.options.k if model.options.activation == "maxk" else None
+        if self._each or not isinstance(self.task, NodeTask):
+            return (*self._said, *choices.passes(layers, k))
+        if self._format is None:
+            self._format = choices.formatted(
+                self.task.train.block, layers, self.recipe.graph.format, self.recipe.train.steps or 0
+            )
+        return (*self._said, self._format, *choices.passes(layers, k))
 
     # --- cost ----------------------------------------------------------------------------------------------------
 
@@ -272,4 +292,8 @@ def open_graph(recipe: Recipe, folder: str | Path | None = None, progress: Progr
     graph = sources.load(recipe.data[0], recipe.graph, progress)
     if recipe.graph.task != "link":
         graph = data.divided(graph, recipe.graph.split, recipe.train.seed)
-    return GraphWorkload(recipe, graph, folder)
+    said: list[str] = []
+    if recipe.graph.task != "graph" and not recipe.graph.fanout and graph.starts is None:
+        graph, sentence = choices.ordered(graph, recipe.graph.order)
+        said.append(sentence)
+    return GraphWorkload(recipe, graph, folder, said)

@@ -41,7 +41,8 @@ def of_workload(recipe: Recipe, workload: ModuleWorkload | GraphWorkload) -> Req
     """Of a foreign module with its data, or of a graph."""
     model = workload.build(torch.device("cpu"), torch.float32)
     tally = _tally(model, workload.embeddings(model))
-    return _request(recipe, (workload.global_batch, 1.0), tally, anatomy=workload.anatomy, layers=1)
+    known = {"remarks": workload.decisions()} if isinstance(workload, GraphWorkload) else {}
+    return _request(recipe, (workload.global_batch, 1.0), tally, anatomy=workload.anatomy, layers=1, **known)
 
 
 def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> Request:

@@ -41,6 +41,7 @@ class Request:
         headroom: leave some of a device's memory free; False for runs that were made, whatever was left.
         factors: what a calibration says of the coefficients.
         sequence_parallel: tensor ranks also share the tokens between matrices.
+        remarks: what was decided of the data already, in sentences.
         refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner.
     """
 
@@ -75,6 +76,7 @@ class Request:
     factors: Factors = PLAIN
     sequence_parallel: bool = True
     refresh: Literal["gather", "broadcast"] = "gather"
+    remarks: Sequence[str] = ()
 
     @property
     def bytes_each(self) -> int:
