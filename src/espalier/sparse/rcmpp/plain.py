@@ -116,5 +116,5 @@ def score(rows: list[set[int]], found: Traversal, finder: str, trials: int) -> f
 def reach(rows: list[set[int]], found: list[int]) -> tuple[int, int]:
     """Bandwidth and profile of the reverse of `found`."""
     place = {node: at for at, node in enumerate(found)}
-    further = [max(at, *(place[other] for other in rows[node])) - at for node, at in place.items()]
+    further = [max([at, *(place[other] for other in rows[node])]) - at for node, at in place.items()]
     return max(further), sum(further)
