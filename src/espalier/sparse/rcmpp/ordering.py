@@ -21,7 +21,7 @@ FINDERS = ("bi-criteria", "george-liu", "mind")
 SPARE_WORK = 2**21
 """Entries and nodes that may be visited for trials beyond the walk: about 10 ms; none for most graphs of 10⁵ nodes."""
 LEAST_TRIALS, MOST_TRIALS = 4, 16
-"""Fewer than the first are not worth measuring for; more than the second gained nothing (16 = both last levels)."""
+"""Fewer than the first are not worth measuring for; the second is all of the two lists that a walk leaves."""
 NODE_WORK = 4
 """Visiting a node costs about as much as four entries."""
 
@@ -33,8 +33,8 @@ RECORD = Record(
     question="How is a matrix stored and ordered?",
     files=("sparse/rcmpp/", "sparse/order.py"),
     chosen="a graph whose order is not already local, before it is partitioned, packed or multiplied often",
-    cost="one pass over the entries to check them, then one traversal of the entries for each node visited: 2 to 5 for most graphs",
-    law="the order equals the plain form's, is the same for every number of threads, and its bandwidth is below twice the width of its root's levels",
+    cost="one pass over the entries, then a traversal of them for each node tried: 2 to 5 on large graphs",
+    law="the order equals the plain form's; its bandwidth is below twice the width of its root's levels",
     law_test="tests/sparse/test_rcmpp.py::test_the_order_equals_the_plain_forms",
     bench="bench/rcmpp.py",
     state="works",
@@ -55,8 +55,8 @@ def rcmpp(indptr: Any, indices: Any, *, finder: str = "bi-criteria", restarts: i
         restarts: walks from different nodes, of which the best is kept; each costs about as much as the first.
 
     Returns:
-        `permutation` [nodes] of the same kind (int32 if `indices` is, else int64), as SciPy's: `permutation[new] = old`,
-        so that `A[permutation][:, permutation]` is the ordered matrix.
+        `permutation` [nodes] of the same kind (int32 if `indices` is, else int64), as SciPy's:
+        `permutation[new] = old`, so that `A[permutation][:, permutation]` is the ordered matrix.
 
     Raises:
         UserError: ids outside the matrix or offsets that do not fit, unknown finder, restarts below 1 or without use.
@@ -75,11 +75,11 @@ class Trace(NamedTuple):
 
 def trace(pattern: Pattern, finder: str = "bi-criteria", restarts: int = 1) -> Trace:
     """`rcmpp` for a pattern that is checked already."""
-    from espalier.sparse.rcmpp import compiled
+    from espalier.sparse.rcmpp import compiled, passes
 
     rows = pattern.both_ways
     by_rank, rank, order = (np.empty(pattern.nodes, np.uint32) for _ in range(3))
-    compiled.ranked(rows.degree, by_rank, rank)
+    passes.ranked(rows.degree, by_rank, rank)
     choice = FINDERS.index(finder), restarts, trials(len(rows.indices), pattern.nodes) if finder == FINDERS[0] else 0
     few = rows.twins < pattern.nodes // 8  # then looking for them costs more than they save
     traversals, width = compiled.cuthill_mckee(
@@ -131,10 +131,10 @@ def cost(entries: Number, nodes: Number, traversals: Number = 3.0, *, per_entry:
 
 
 def _spread(indptr: Any, indices: Any, permutation: Any) -> tuple[int, int]:
-    from espalier.sparse.rcmpp import compiled
+    from espalier.sparse.rcmpp import passes
 
     pattern = Pattern.of(indptr, indices)
-    found = compiled.spread(pattern.indptr, pattern.indices, positions(permutation, pattern.nodes))
+    found = passes.spread(pattern.indptr, pattern.indices, positions(permutation, pattern.nodes))
     return int(found[0]), int(found[1])
 
 

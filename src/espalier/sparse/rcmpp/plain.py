@@ -6,6 +6,7 @@ After Hou, Liu and Zhu, arXiv 2409.04171; the walk is George and Liu's (ACM TOMS
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 LISTED = 8
@@ -29,7 +30,7 @@ def neighbours(indptr: Iterable[Any], indices: Sequence[Any]) -> list[set[int]]:
     """Each node's neighbours in A + Aᵀ, itself left out."""
     offsets = [int(one) for one in indptr]
     found: list[set[int]] = [set() for _ in offsets[1:]]
-    for node, (begin, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for node, (begin, stop) in enumerate(pairwise(offsets)):
         for other in map(int, indices[begin:stop]):
             if other != node:
                 found[node].add(other)
