@@ -1,6 +1,6 @@
 """CBM and our CSR kernels beside SciPy and torch (MKL): products, building, memory, what `auto` costs where it loses.
 
-    python bench/cbm.py [--quick] [--pairs N] [--json FILE] [--data FOLDER]
+    python bench/cbm.py [--quick] [--pairs N] [--json FILE] [--data FOLDER] [--graph NAME]
 
 Graphs are drawn here from fixed seeds: cliques of 60 to 200 nodes, 5 % of their edges dropped, with 2 more random edges
 for each node; overlapping cliques, as papers with their authors make them; small cliques; a random graph without any
@@ -156,6 +156,7 @@ def building(name: str, graph: Graph, pairs: int) -> list[Row]:
 def main() -> None:
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--data", metavar="FOLDER")
+    own.add_argument("--graph", metavar="NAME", help="one graph only")
     mine, rest = own.parse_known_args()
     command = list(sys.argv)
     sys.argv[1:] = rest  # what is left is what every bench script takes
@@ -164,7 +165,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
     pairs = options.pairs or (5 if options.quick else 15)
     rows = []
-    for name, graph in graphs(options.quick, mine.data).items():
+    drawn = graphs(options.quick, mine.data)
+    for name, graph in ((name, drawn[name]) for name in ([mine.graph] if mine.graph else drawn)):
         case = f"{name} ({graph.shape[0]} nodes, {graph.nnz} edges)" if options.quick else name
         rows += products(case, graph, pairs)
         rows += building(case, graph, pairs)

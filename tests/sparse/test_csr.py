@@ -15,6 +15,7 @@ from torch import Tensor
 from espalier.errors import UserError
 from espalier.sparse import CSR, Scale, attention_aggregate, cbsr_aggregate, matmul, segment_softmax
 from espalier.sparse.attention import graph_attention
+from espalier.sparse.buffers import LEAST, Buffers
 from espalier.sparse.cbsr import scattered, sparse_rows
 from espalier.sparse.product import csr_matmul
 from espalier.sparse.rows import tiles
@@ -274,3 +275,27 @@ def test_gradients_of_cbsr_are_right_twice() -> None:
     values = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda one: scattered(matrix, one, indices, 40), (values,))
     assert torch.autograd.gradgradcheck(lambda one: scattered(matrix, one, indices, 40), (values,))
+
+
+def test_a_result_in_use_is_never_given_out_again() -> None:
+    buffers, size = Buffers(), LEAST // 4
+    first, second = buffers.empty((size, 1), torch.float32), buffers.empty((size, 1), torch.float32)
+    first.fill_(1)
+    second.fill_(2)
+    view, place = first[7:], first.data_ptr()
+    del first
+    third = buffers.empty((size,), torch.float32).fill_(3)
+    assert (view == 1).all()
+    assert (second == 2).all()
+    del view
+    assert buffers.empty((size // 2, 2), torch.float32).data_ptr() == place, "and is, once nothing refers to it"
+    assert (third == 3).all()
+
+
+def test_free_memory_is_kept_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("espalier.sparse.buffers.MOST", LEAST)
+    buffers = Buffers()
+    held = [buffers.empty((LEAST,), torch.uint8) for _ in range(3)]
+    held.clear()
+    assert buffers._bytes == LEAST
+    assert not buffers._used

@@ -7,5 +7,9 @@ from espalier.sparse.choose import best_aggregation as best_aggregation
 from espalier.sparse.choose import best_format as best_format
 from espalier.sparse.csr import CSR as CSR
 from espalier.sparse.csr import Scale as Scale
+from espalier.sparse.order import order as order
 from espalier.sparse.product import matmul as matmul
+from espalier.sparse.rcmpp import bandwidth as bandwidth
+from espalier.sparse.rcmpp import profile as profile
+from espalier.sparse.rcmpp import rcmpp as rcmpp
 from espalier.sparse.segment import segment_softmax as segment_softmax

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from espalier.errors import UserError
 from espalier.kernels.base import operation
+from espalier.sparse.buffers import BUFFERS
 from espalier.sparse.csr import CSR
-from espalier.sparse.product import empty, matmul, piece_cuts, product, turned
+from espalier.sparse.product import matmul, piece_cuts, product, turned
 
 NARROW, NARROWER = 6, 12
 """The compiled forms run where width / k is at least this, forward and backward: below, the dense product was as fast
@@ -76,7 +77,7 @@ class _Aggregate(torch.autograd.Function):
         from espalier.sparse import kept
 
         ctx.adjacency, ctx.columns, ctx.width = adjacency, columns, width
-        y = empty(adjacency.shape[0], values.new_empty(0, width))
+        y = BUFFERS.empty((adjacency.shape[0], width), values.dtype)
         weights = _weights(adjacency, values)
         where = (adjacency.indptr, adjacency.indices, weights)
         kept.scatter_rows(y, *where, values.contiguous(), columns, piece_cuts(adjacency))

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from espalier.errors import UserError
 from espalier.kernels.base import operation
+from espalier.sparse.buffers import BUFFERS
 from espalier.sparse.csr import CSR
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def product(adjacency: CSR, x: Tensor, values: Tensor | None) -> Tensor:
     from espalier.sparse import rows
 
     x = x.contiguous()
-    y = empty(adjacency.shape[0], x)
+    y = BUFFERS.empty((adjacency.shape[0], x.shape[1]), x.dtype)
     tiles = rows.tiles(x.shape[1], x.element_size())
     if values is None:
         rows.add_rows(y, adjacency.indptr, adjacency.indices, x, piece_cuts(adjacency), tiles)
@@ -141,8 +141,3 @@ def piece_cuts(adjacency: CSR) -> Any:
     if kept is None:
         kept = adjacency.__dict__["_cuts"] = rows.pieces(adjacency.indptr.numpy(), PIECES)
     return kept
-
-
-def empty(rows: int, like: Tensor) -> Tensor:
-    """[rows, width of like], not filled. NumPy asks the system for large pages, torch does not."""
-    return torch.from_numpy(np.empty((rows, like.shape[1]), dtype=str(like.dtype).removeprefix("torch.")))
