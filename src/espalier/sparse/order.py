@@ -30,8 +30,9 @@ PURPOSES = {
     "disk": Purpose(1024, 16, "4 KiB pages read"),  # batches of 1024 nodes; 16 rows of 64 float32 features on a page
     "blocks": Purpose(64, 64, "tiles of 64 x 64 with entries"),
 }
-FETCH = 1.5
-"""A feature row from memory costs this many times one from the cache: fitted to the products in bench/rcmpp.py."""
+FETCH = 3.0
+"""A feature row from memory costs this many times one from the cache: between what the products of bench/rcmpp.py gave
+for grids (1.3) and for triangles (8) on a Xeon whose other core was busy. Their rows print the prediction beside."""
 LEAST_GAIN = 1.1
 """Below this, moving features and labels into a new order is not worth its trouble."""
 SMALL_WORLD = 0.2

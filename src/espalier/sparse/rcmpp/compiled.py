@@ -28,6 +28,7 @@ SLIGHT = np.uint64(32)
 """A walk that found a 32nd more levels, or less, is at its end: going on cost a quarter of the time on meshes, and
 narrowed nothing."""
 BI_CRITERIA, GEORGE_LIU, MIND = 0, 1, 2
+EVERYTHING = np.uint64(2**63)
 STRIDE = np.uint64(0x9E3779B1)
 """2³² over the golden ratio, odd: spreads the starts of further walks over the component."""
 
@@ -69,8 +70,10 @@ def by_key(order: Any, key: Any, begin: Any, stop: Any) -> None:
 
 
 @njit
-def traverse(rows: Any, rank: Any, root: Any, work: Any, stamp: Any, size: Any) -> Any:
+def traverse(rows: Any, rank: Any, root: Any, work: Any, stamp: Any, size: Any, limit: Any) -> Any:
     """Cuthill-McKee from `root` over its component of at most `size` nodes, into the work's order.
+
+    Once a level is wider than `limit`, nodes are no longer sorted within theirs: such an order will not be kept.
 
     Returns (nodes, depth, width, first): nodes reached, number of levels, nodes of the widest, where the last begins.
     """
@@ -98,9 +101,10 @@ def traverse(rows: Any, rank: Any, root: Any, work: Any, stamp: Any, size: Any) 
                     mark[other] = stamp
                     fetch(indptr, other)
                     order[tail] = other
-                    key[tail] = rank[other]
                     tail += ONE
-            if tail - begin > ONE:
+            if width <= limit and tail - begin > ONE:
+                for place in range(begin, tail):
+                    key[place] = rank[order[place]]
                 by_key(order, key, begin, tail)
         low = high
     return tail, depth, width, first
@@ -175,19 +179,25 @@ def component(rows: Any, rank: Any, root: Any, work: Any, out: Any, begin: Any, 
     best, kept_width, deepest, side = np.inf, ZERO, ZERO, ZERO
     size, stamp, start, done = np.uint64(len(out)) - begin, np.uint8(0), root, ZERO
     walk, trial, tried = ZERO, ZERO, ZERO
+    by_width = finder == BI_CRITERIA and trials == ZERO and restarts == ONE
+    sorted_, last = False, False
     while True:
         stamp = next_stamp(work, size, stamp)
-        size, depth, width, first = traverse(rows, rank, start, work, stamp, size)
+        # The first start is seldom the best: its levels are counted, and only if it is, they are sorted at the end.
+        limit = kept_width if by_width and not last else EVERYTHING
+        size, depth, width, first = traverse(rows, rank, start, work, stamp, size, limit)
         done += ONE
         walking = walk < restarts
         enough = deepest // SLIGHT if finder == BI_CRITERIA else ZERO
         stops = finder == MIND or depth <= deepest + enough
         found = score(rows, work, size, width, trials) if finder == BI_CRITERIA else -np.float64(depth)
         eligible = finder == BI_CRITERIA or stops
-        if eligible and (found < best or (found == best and walking and finder == BI_CRITERIA)):
-            best, kept_width = found, width
+        if last or (eligible and (found < best or (found == best and walking and finder == BI_CRITERIA))):
+            best, kept_width, sorted_ = found, width, done > ONE or not by_width
             for place in range(size):
                 out[begin + place] = order[place]
+        if last:
+            return size, done, kept_width
         if walking:
             side = ONE - side
             counts[side] = shortlist(order, rank, first, size, listed, side * LISTED)
@@ -202,7 +212,10 @@ def component(rows: Any, rank: Any, root: Any, work: Any, out: Any, begin: Any, 
         if trial < LISTED + LISTED and trial % LISTED == counts[half]:
             trial, half = trial + LISTED - counts[half], ONE - half
         if tried == trials or trial == LISTED + LISTED:
-            return size, done, kept_width
+            if sorted_:
+                return size, done, kept_width
+            last, start = True, root
+            continue
         start = np.uint64(listed[half * LISTED + trial % LISTED])
         trial, tried = trial + ONE, tried + ONE
 
