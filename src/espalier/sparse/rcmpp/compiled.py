@@ -4,7 +4,7 @@ After Hou, Liu and Zhu, arXiv 2409.04171. Everything is unsigned, as in passes.p
 saw it last, so that nothing is cleared between traversals. Rows about to be read are fetched ahead. Of nodes with equal
 rows only the first is read.
 """
-# ruff: noqa: PLR0913, PLR0917  (kernels take their arrays one by one)
+# ruff: noqa: C901, PLR0913, PLR0917  (kernels take their arrays one by one)
 
 from __future__ import annotations
 
@@ -180,7 +180,8 @@ def component(rows: Any, rank: Any, root: Any, work: Any, out: Any, begin: Any, 
     size, stamp, start, done = np.uint64(len(out)) - begin, np.uint8(0), root, ZERO
     walk, trial, tried = ZERO, ZERO, ZERO
     by_width = finder == BI_CRITERIA and trials == ZERO and restarts == ONE
-    sorted_, last = False, False
+    sorted_: Any = False
+    last = False
     while True:
         stamp = next_stamp(work, size, stamp)
         # The first start is seldom the best: its levels are counted, and only if it is, they are sorted at the end.
