@@ -59,7 +59,9 @@ class Convolution(Layer):
 
     def forward(self, block: Block, rows: Rows) -> Tensor:
         """The normalised sum of the neighbours and the node itself."""
-        return self.mapped(block, rows, self.weight) + self.bias
+        if self.aggregated_first(rows):
+            return F.linear(self.aggregate(block, rows), self.weight.weight, self.bias)
+        return self.aggregate(block, self.weight(rows)).add_(self.bias)
 
 
 class Mean(Layer):
@@ -77,7 +79,7 @@ class Mean(Layer):
     def forward(self, block: Block, rows: Rows) -> Tensor:
         """The node itself and the mean of its neighbours (zero where it has none)."""
         own: Tensor = self.own(dense(_first(rows, block.targets)))
-        return own + self.mapped(block, rows, self.weight)
+        return own.add_(self.mapped(block, rows, self.weight))
 
 
 class Isomorphism(Layer):
@@ -185,7 +187,7 @@ class Network(nn.Module):
         if self.options.activation == "maxk":
             assert self.options.k is not None
             return Kept(*self.largest(x, self.options.k), x.shape[1])
-        return F.elu(x) if self.options.activation == "elu" else F.relu(x)
+        return F.elu(x, inplace=True) if self.options.activation == "elu" else F.relu(x, inplace=True)
 
     def _dropped(self, rows: Rows) -> Rows:
         share = self.options.dropout or 0.0
