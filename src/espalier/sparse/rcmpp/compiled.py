@@ -24,9 +24,9 @@ LISTED = np.uint64(8)
 """Nodes of a last level that are kept as further starts."""
 LAST_STAMP = np.uint8(250)
 """Marks are bytes; before they overflow, those of the component are cleared."""
-SLIGHT = np.uint64(32)
-"""A walk that found a 32nd more levels, or less, is at its end: going on cost a quarter of the time on meshes, and
-narrowed nothing."""
+SLIGHT = np.uint64(16)
+"""A walk that found a 16th more levels, or less, is at its end: going on cost a quarter to a half of the time on meshes
+of 10⁵ nodes; over 88 real matrices and meshes, bandwidths and profiles were on average the same within 0.2 %."""
 BI_CRITERIA, GEORGE_LIU, MIND = 0, 1, 2
 EVERYTHING = np.uint64(2**63)
 STRIDE = np.uint64(0x9E3779B1)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 LISTED = 8
-SLIGHT = 32
+SLIGHT = 16
 STRIDE = 0x9E3779B1
 
 
