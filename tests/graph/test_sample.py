@@ -124,8 +124,8 @@ def test_relabelling_changes_nothing_but_rounding(kind):
 def test_drawn_sums_are_right_on_average():
     graph = made(nodes=40, edges=400)
     sampler = Sampler(graph, Style(False, "none"))
-    full = network("gin").layers[0].aggregate(
-        sample.whole(graph, Style(False, "none")), torch.from_numpy(graph.features)
+    full = (
+        network("gin").layers[0].aggregate(sample.whole(graph, Style(False, "none")), torch.from_numpy(graph.features))
     )
     total = torch.zeros_like(full)
     rounds = 3000

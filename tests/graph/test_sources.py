@@ -62,7 +62,9 @@ def test_npz_csv_parquet_and_saved_dicts_give_the_same_graph(tmp_path):
     for name in ("g.npz", "g.pt", "edges.csv", ""):
         found = load(tmp_path / name)
         same(found, graph)
-        assert all(np.array_equal(a, b) for (_, a), (_, b) in zip(found.parts.named(), graph.parts.named(), strict=True))
+        assert all(
+            np.array_equal(a, b) for (_, a), (_, b) in zip(found.parts.named(), graph.parts.named(), strict=True)
+        )
 
 
 def test_parquet_as_csv(tmp_path):
@@ -129,7 +131,7 @@ def test_paths_that_name_no_graph(path, says):
 
 
 def test_a_folder_without_a_graph_says_what_was_looked_for(tmp_path):
-    with pytest.raises(UserError, match="looked for ind.NAME.graph"):
+    with pytest.raises(UserError, match=r"looked for ind\.NAME\.graph"):
         load(tmp_path)
 
 
@@ -212,7 +214,16 @@ x = "import quoted"
 def test_imports_are_read_as_python_means_them():
     module = imports.Module("pack.sub.mine", "", "pack", False)
     found = set(imports._imported(module, SOURCE))
-    assert {"os", "json", "pack.sub", "pack.sub.beside", "pack.up", "pack.up.one", "pack.inner", "pack.inner.four"} <= found
+    assert {
+        "os",
+        "json",
+        "pack.sub",
+        "pack.sub.beside",
+        "pack.up",
+        "pack.up.one",
+        "pack.inner",
+        "pack.inner.four",
+    } <= found
     assert "commented" not in found
     package = imports.Module("pack.sub", "", "pack", True)
     assert "pack.sub.beside" in set(imports._imported(package, SOURCE))

@@ -1,5 +1,5 @@
-"""The workload's laws: ranks and micro-batches change nothing but rounding, sampled training at full fan-out is training
-on the whole graph, kernels answer as the plain forms, and what cannot be asked is refused by name."""
+"""The workload's laws: ranks and micro-batches change nothing but rounding, full fan-out is the whole graph, kernels
+answer as the plain forms, and what cannot be asked is refused by name."""
 
 from __future__ import annotations
 

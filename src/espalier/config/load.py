@@ -145,7 +145,7 @@ def _is_graph(table: Table) -> bool:
 
 
 def _with_graph_optimizer(table: Table) -> Table:
-    """A graph network without a word on its optimizer gets its authors' (arXiv 1609.02907, section 5.2): Adam with L2."""
+    """A graph network gets its authors' optimizer where none is named: Adam with L2 (arXiv 1609.02907, section 5.2)."""
     train = table.get("train", {})
     if not _is_graph(table) or not isinstance(train, dict):
         return table

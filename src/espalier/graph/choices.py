@@ -72,7 +72,9 @@ def formatted(block: Block, layers: Sequence[Layer], wanted: str, steps: int) ->
         return f"Format: CSR, {show_seconds(csr)} per product of {width} columns by estimate; weighted edges need it."
     compressed = CBM.of(plain)
     if compressed.deltas is None:
-        return f"Format: CSR, {show_seconds(csr)} per product by estimate; rows are too unlike for CBM to save additions."
+        return (
+            f"Format: CSR, {show_seconds(csr)} per product by estimate; rows are too unlike for CBM to save additions."
+        )
     additions = compressed.deltas.additions
     cbm = float(cost(block.targets, additions, width, threads).seconds["aggregate"])
     saved = 2 * len(layers) * steps * (csr - cbm)

@@ -1,7 +1,7 @@
 """`Graph`: nodes, the edges into each of them, what is known of both. NumPy arrays, which may lie on disk.
 
 Edges are kept by target (compressed sparse columns of the adjacency): `indices[indptr[v]:indptr[v + 1]]` are the nodes
-that node v hears from, ascending. Policy: an edge given twice becomes one (weights are added, features are the first's),
+that node v hears from, ascending. Policy: an edge given twice becomes one (weights are added, features are the first's)
 and an edge from a node to itself is dropped: networks that want one (GCN, GAT) add exactly one for every node.
 """
 
@@ -132,7 +132,7 @@ class Graph:
             if array is not None:
                 flat = array.reshape(-1)
                 for at in range(0, len(flat), 1 << 22):  # in pieces: it may lie on disk
-                    digest.update(np.ascontiguousarray(flat[at : at + (1 << 22)]).view(np.uint8))
+                    digest.update(np.ascontiguousarray(flat[at : at + (1 << 22)]).tobytes())
         return digest.hexdigest()[:16]
 
     @staticmethod

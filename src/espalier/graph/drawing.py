@@ -49,7 +49,7 @@ def count(nodes, indptr, ptr, fanout, loops):  # type: ignore[no-untyped-def]
     *(f"(int64[::1], int64[::1], {i}[::1], int64[::1], uint64, boolean, int64[::1], int64[::1])" for i in _INDEX),
     parallel=True,
 )
-def draw(nodes, indptr, indices, ptr, key, loops, found, edges):  # type: ignore[no-untyped-def]
+def draw(nodes, indptr, indices, ptr, key, loops, found, edges):  # type: ignore[no-untyped-def]  # noqa: C901, PLR0913, PLR0917
     """Draws each node's edges without replacement: `found` are sources, `edges` their places in `indices` (-1: its
     loop, which comes first). Floyd's sampling where few are drawn, selection sampling (Knuth's S) where many are."""
     for at in numba.prange(len(nodes)):
@@ -122,7 +122,7 @@ def forget(nodes, count, place):  # type: ignore[no-untyped-def]
     "(int64[::1], int64[::1], int64[::1], int64[::1], float32[::1], float32[::1], boolean, float32[::1])",
     parallel=True,
 )
-def weigh(ptr, sources, edges, full, weights, root, loops, out):  # type: ignore[no-untyped-def]
+def weigh(ptr, sources, edges, full, weights, root, loops, out):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     """The weight of each drawn edge: its own (1 without `weights`), times `root` of both ends where that is given, the
     sum over a target's drawn edges standing for all of its `full` edges (loops stand for themselves)."""
     for at in numba.prange(len(ptr) - 1):

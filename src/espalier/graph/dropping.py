@@ -1,6 +1,6 @@
-"""Dropout whose mask is a hash, in numba: nothing but one number is kept for backward, and the mask costs little to make.
+"""Dropout whose mask is a hash, in numba: only one number is kept for backward, and the mask costs little to make.
 
-Each word of SplitMix64 (Steele et al., OOPSLA 2014) decides for eight values, a byte each; the share dropped is therefore
+Each word of SplitMix64 (Steele et al., OOPSLA 2014) decides for eight values, a byte each; the share dropped is thus
 a multiple of 1/256, and what stays is scaled by exactly that. The same for every number of threads.
 """
 

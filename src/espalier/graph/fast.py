@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from torch import Tensor, nn
 
 from espalier.graph import base

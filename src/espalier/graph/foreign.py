@@ -1,8 +1,8 @@
 """Anybody's message-passing network: `[model] kind = "messages", build = "package.module:function"`.
 
 The function is called with (features, classes, **model.arguments) and returns an `nn.Module` whose forward takes
-(x [nodes, features], edge_index int64 [2, edges]) and returns [nodes, classes]; a third argument called `edge_weight` or
-`edge_attr` is filled where the graph has it.
+(x [nodes, features], edge_index int64 [2, edges]) and returns [nodes, classes]; a third argument called `edge_weight`
+or `edge_attr` is filled where the graph has it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Seeded graphs streamed to disk, larger than memory if wanted: R-MAT, and planted partitions with uneven degrees.
 
 After R-MAT (Chakrabarti et al., SDM 2004, with Graph500's quadrants) and the degree-corrected block model (Karrer and
-Newman, arXiv 1008.3926). Edges are drawn in chunks, each a pure function of (seed, chunk) (Philox, Salmon et al., SC 2011),
-so that passing over them twice (count, then place) needs no memory for them: only 16 bytes per node are held.
+Newman, arXiv 1008.3926). Edges are drawn in chunks, each a pure function of (seed, chunk) (Philox, Salmon et al., SC
+2011), so that passing over them twice (count, then place) needs no memory for them: only 16 bytes per node are held.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """GCN, GraphSAGE, GAT and GIN, each with MaxK as an alternative nonlinearity. They know nothing of kernels or ranks.
 
-After Kipf and Welling (arXiv 1609.02907), Hamilton et al. (arXiv 1706.02216), Velickovic et al. (arXiv 1710.10903), Xu et
-al. (arXiv 1810.00826) and MaxK-GNN (arXiv 2312.08656). A layer's linear map and its aggregation commute; the narrower side
-is aggregated, and rows that hold only k values are aggregated as they are (MaxK-GNN's CBSR), before the map.
+After Kipf and Welling (arXiv 1609.02907), Hamilton et al. (arXiv 1706.02216), Velickovic et al. (arXiv 1710.10903), Xu
+et al. (arXiv 1810.00826) and MaxK-GNN (arXiv 2312.08656). A layer's linear map and its aggregation commute; the
+narrower side is aggregated, and rows of which only k values are kept are aggregated as they are, before the map.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Layer(nn.Module):
 
     def mapped(self, block: Block, rows: Rows, weight: Callable[[Tensor], Tensor]) -> Tensor:
         """The aggregate of `rows` through `weight`, in the cheaper order."""
-        if self.aggregated_first(rows):
+        if isinstance(rows, Kept) or self.aggregated_first(rows):
             return weight(self.aggregate(block, rows))
         return self.aggregate(block, weight(rows))
 
     def forward(self, block: Block, rows: Rows) -> Tensor:
-        """[sources, inputs] -> [targets, outputs]."""
-        raise NotImplementedError
+        """[sources, inputs] -> [targets, outputs]; each kind of layer has its own."""
+        return self.aggregate(block, rows)
 
 
 class Convolution(Layer):
@@ -59,7 +59,7 @@ class Convolution(Layer):
 
     def forward(self, block: Block, rows: Rows) -> Tensor:
         """The normalised sum of the neighbours and the node itself."""
-        if self.aggregated_first(rows):
+        if isinstance(rows, Kept) or self.aggregated_first(rows):
             return F.linear(self.aggregate(block, rows), self.weight.weight, self.bias)
         return self.aggregate(block, self.weight(rows)).add_(self.bias)
 

@@ -1,4 +1,4 @@
-"""The task `graph`: a class (or several answers) for each of many small graphs, several of them side by side in a batch.
+"""The task `graph`: a class (or several answers) for each of many small graphs, some of them side by side in a batch.
 
 Rows of nodes are read out by their sum for GIN, as its authors do (arXiv 1810.00826, section 5), else by their mean.
 """

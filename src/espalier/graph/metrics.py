@@ -1,8 +1,11 @@
-"""Figures of merit: accuracy, F1, ROC-AUC, and of ranked links MRR and hits@k. Sums with weights wherever there are any,
-so that ranks can add up; each figure is then a quotient of sums. F1 is made of counts by class."""
+"""Figures of merit: accuracy, F1, ROC-AUC, and of ranked links MRR and hits@k.
+
+Sums with weights, so that ranks can add up; each figure is then a quotient of sums. F1 is made of counts by class.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,7 +54,7 @@ def areas(logits: Tensor, labels: Tensor) -> float:
     for task in range(labels.shape[1]):
         known = ~labels[:, task].isnan()
         found.append(area(logits[known, task], labels[known, task]))
-    good = [one for one in found if one == one]
+    good = [one for one in found if not math.isnan(one)]
     return sum(good) / len(good) if good else float("nan")
 
 
@@ -97,4 +100,4 @@ def summary(totals: Mapping[str, float]) -> dict[str, float]:
         if scores:
             found[f"{prefix}f1"] = sum(scores) / len(scores)
     order = sorted(found, key=lambda name: (name.startswith("test_"), name != "loss", name))
-    return {name: found[name] for name in order if found[name] == found[name]}
+    return {name: found[name] for name in order if not math.isnan(found[name])}

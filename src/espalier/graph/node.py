@@ -71,7 +71,7 @@ class NodeTask:
         return Batch(*train.whole(), self.labels[ids], chosen=chosen)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum of cross entropies over the labelled nodes asked for (of binary ones over known answers), their number."""
+        """Sum of cross entropies over the labelled nodes asked for (binary ones: over known answers), their number."""
         logits = forward(model, batch.features, batch.blocks)
         return summed_loss(logits if batch.chosen is None else logits[batch.chosen], batch.labels)
 

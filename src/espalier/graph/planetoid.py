@@ -1,7 +1,7 @@
 """Planetoid's raw files (`ind.cora.x` and its kin; Yang et al., arXiv 1603.08861), read without trusting them.
 
-They are pickles. An unpickler that knows NumPy arrays, SciPy's CSR matrices and plain containers, and nothing else, reads
-them: whatever else a file names is refused, so nothing in it can run.
+They are pickles. An unpickler that knows NumPy arrays, SciPy's CSR matrices and plain containers, and nothing else,
+reads them: whatever else a file names is refused, so nothing in it can run.
 """
 
 from __future__ import annotations
@@ -46,10 +46,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
     ("_codecs", "encode"): _latin,
-    **{
-        (f"numpy.{core}.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0]  # type: ignore[index]
-        for core in ("core", "_core")
-    },
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0] for core in ("core", "_core")},
     **{(f"scipy.sparse{part}", "csr_matrix"): _Sparse for part in ("", ".csr", "._csr")},
 }
 

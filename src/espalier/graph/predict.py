@@ -1,4 +1,4 @@
-"""What a trained graph network answers: the input names nodes, pairs of nodes or small graphs; without one, all of them."""
+"""What a trained graph network answers: the input names nodes, pairs of nodes or small graphs; without one, all."""
 
 from __future__ import annotations
 

@@ -56,14 +56,15 @@ def from_many(items: Any, *, origin: str) -> Graph:
     starts = np.concatenate([[0], np.cumsum([len(one) for one in widths])]).astype(np.int64)
     edges = [item.edge_index + int(start) for item, start in zip(items, starts, strict=False)]
     labels = [getattr(item, "y", None) for item in items]
-    if any(one is None for one in labels):
+    known = [one for one in labels if one is not None]
+    if len(known) < len(labels):
         raise UserError(f"{origin}: a graph has no label y.", do="give each of them one")
     joined = torch.cat(edges, 1)
     return Graph.from_edges(
         joined[0],
         joined[1],
         features=torch.cat(widths),
-        labels=_labels(torch.cat([one.reshape(1, -1) for one in labels])),
+        labels=_labels(torch.cat([one.reshape(1, -1) for one in known])),
         starts=starts,
         origin=origin,
     )
@@ -193,10 +194,10 @@ def _labels(labels: Any) -> np.ndarray[Any, np.dtype[Any]] | None:
 
 
 def _parts(data: Any) -> Parts | None:
-    masks = [getattr(data, name, None) for _, name in _MASKS]
-    if masks[0] is None:
+    given = [getattr(data, name, None) for _, name in _MASKS]
+    if given[0] is None:
         return None
-    masks = [torch.as_tensor(one if one is not None else torch.zeros_like(masks[0])) for one in masks]
+    masks = [torch.as_tensor(one if one is not None else torch.zeros_like(given[0])) for one in given]
     if masks[0].ndim == 2:  # several splits side by side: the first
         masks = [one[:, 0] if one.ndim == 2 else one for one in masks]
     return Parts(*(one.nonzero().flatten().numpy() for one in masks))

@@ -1,8 +1,8 @@
 """Edge lists: `.csv`, `.npz` and `.parquet`, and the folders that OGB's data sets come in.
 
 A table of edges has a column for each end (`source`, `target`, else the first two), maybe `weight`; other columns are
-edge features. A table of nodes lies beside it (`edges.csv` and `nodes.csv`, or `x.csv` and `x.nodes.csv`): `id` (left out:
-the row), `label`, `part` (train, validation, test), and a column for each feature.
+edge features. A table of nodes lies beside it (`edges.csv` and `nodes.csv`, or `x.csv` and `x.nodes.csv`): `id` (left
+out: the row), `label`, `part` (train, validation, test), and a column for each feature.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _arrays(file: Path, undirected: bool) -> Graph:
     if labels is not None and labels.dtype.kind in "iu":
         labels = labels.reshape(len(labels), -1)[:, 0].astype(np.int64)
     masks = [found.get(name) for name in ("train_mask", "val_mask", "test_mask")]
-    parts = None if any(one is None for one in masks) else Parts(*(np.flatnonzero(one) for one in masks))
+    parts = None if any(one is None for one in masks) else Parts(*(np.flatnonzero(np.asarray(one)) for one in masks))
     made = {"features": features, "labels": labels, "parts": parts, **known}
     return Graph.from_edges(sources, targets, undirected=undirected, origin=str(file), **made)
 
