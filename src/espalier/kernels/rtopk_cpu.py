@@ -154,22 +154,22 @@ def _inside(low: Any, top: Any, share: Any) -> Any:
 
 
 @njit
-def _search(row: int, n: int, k: int, low: Any, top: Any, start: Any, limit: int) -> Any:
-    """Bracket of the k-th largest of n elements, none NaN, all from `low` to `top`.
+def _search(row: int, n: int, k: int, start: Any, limit: int) -> Any:
+    """Bracket of the k-th largest of n elements, none NaN. `start` is the smallest, the largest, and a first guess.
 
     Returns `(low, high, need)`: k - need elements are at least `high`, and at least `need` are below it and at least
     `low`; they are all equal unless the `limit` of steps ended the search. With a limit the bracket is halved at every
-    step; without one (negative) it begins at `start` and two of three steps go where the counts at both ends point.
+    step; without one (negative) it begins at the guess and two of three steps go where the counts at both ends point.
     """
+    low, top, middle = start
     high = np.float32(np.nan)  # which no element is at least
     reached, above = n, 0
     steps = 0
-    middle = start
     while steps != limit:
         if not low < middle < top:
             middle = _middle(low, top)
         if not low < middle < top:  # nothing lies between the two
-            if low == top or top == high:
+            if top in (low, high):
                 break
             middle = top
         count = _count(row, n, 4 * LANES, middle)
@@ -186,11 +186,22 @@ def _search(row: int, n: int, k: int, low: Any, top: Any, start: Any, limit: int
             continue
         if steps >= _SNAP_AFTER and steps % _SNAP_EVERY == 0:
             low, top = _drawn_in(row, n, low, high)
-        if steps % 3 == 2:
-            middle = _middle(low, top)
-        else:
-            middle = _inside(low, top, (reached - k) / (reached - above))
+        aimed = _inside(low, top, (reached - k) / (reached - above))
+        middle = _middle(low, top) if steps % 3 == 2 else aimed
     return low, high, k - above
+
+
+@njit
+def _with_the_top(row: int, n: int, k: int, top: Any, bracket: Any) -> Any:
+    """A bracket that may still hold the maximum `top`, drawn together so that the maximum is kept before the rest."""
+    low, high, need = bracket
+    if np.isnan(high):
+        count = _count(row, n, 4 * LANES, top)
+        if count <= k:
+            high, need = top, k - count
+        else:
+            low = top
+    return low, high, need
 
 
 @njit
@@ -277,7 +288,7 @@ def _keys(values: Any, n: int, keys: Any) -> None:
     bits = values.view(np.int32)
     for j in range(n):
         key = bits[j] ^ ((bits[j] >> np.int32(31)) & _NAN_KEY)
-        keys[j] = _NAN_KEY if values[j] != values[j] else key
+        keys[j] = _NAN_KEY if np.isnan(values[j]) else key
 
 
 @njit
@@ -351,12 +362,15 @@ def _select(row: int, n: int, k: int, limit: int, score: Any, scratch: Any) -> b
         if count >= k:
             low, high, mean, _, strange = _summary(values, count, 4 * LANES)
             if not strange:
-                _chosen(values, count, _search(values, count, k, low, high, mean, limit), columns, out)
+                _chosen(values, count, _search(values, count, k, (low, high, mean), limit), columns, out)
             return not strange
     low, high, mean, deviation, strange = _summary(row, n, 4 * LANES)
     if not strange:
         start = mean + deviation * score if limit < 0 else np.float32(np.nan)
-        _chosen(row, n, _search(row, n, k, low, high, start, limit), np.int64(0), out)
+        bracket = _search(row, n, k, (low, high, start), limit)
+        if limit >= 0:
+            bracket = _with_the_top(row, n, k, high, bracket)
+        _chosen(row, n, bracket, np.int64(0), out)
     return not strange
 
 

@@ -7,8 +7,7 @@ above the bracket are kept first, so an early stop never loses the maximum. Rows
 
 from __future__ import annotations
 
-from typing import Any
-
+# ruff: noqa: PLR0124, PLR0915 - in Triton x != x asks for NaN, and a kernel is one function
 import torch
 import triton
 import triton.language as tl
@@ -19,14 +18,14 @@ _VALUE_STEPS = 16
 
 
 @triton.jit
-def _key(x: Any) -> Any:
+def _key(x):  # type: ignore[no-untyped-def]
     """int32 in the order of the float32: NaN just above infinity, and below 2³¹ - 1."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7F800001, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
-def _middle(low: Any, top: Any) -> Any:
+def _middle(low, top):  # type: ignore[no-untyped-def]
     """Halfway between two float32, neither overflowing nor NaN for infinities."""
     largest = 3.4028234663852886e38
     return 0.5 * tl.maximum(low, -largest) + 0.5 * tl.minimum(top, largest)
@@ -34,7 +33,7 @@ def _middle(low: Any, top: Any) -> Any:
 
 @triton.jit
 def rtopk_rows(x_ptr, values_ptr, columns_ptr, width, k, limit, BLOCK: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
-    """The k largest of row `program_id` [width <= BLOCK], columns rising; with EXACT, `limit` is that of value steps."""
+    """The k largest of row `program_id` [width <= BLOCK], columns rising; EXACT: `limit` only ends the value steps."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     valid = column < width
@@ -65,6 +64,14 @@ def rtopk_rows(x_ptr, values_ptr, columns_ptr, width, k, limit, BLOCK: tl.conste
                 top = middle
                 above = count
                 searching = searching & (count != k)
+
+    if (~strange) & (high != high):  # the maximum is still inside: keep it before what else is
+        count = tl.sum((valid & (x >= top)).to(tl.int32), 0)
+        if count <= k:
+            high = top
+            above = count
+        else:
+            low = top
 
     # The bracket as keys: at least k reach low_key, fewer (or exactly k) reach high_key.
     key = _key(x)
@@ -98,16 +105,9 @@ def select(x: Tensor, k: int, steps: int) -> tuple[Tensor, Tensor]:
     columns = x.new_empty(shape, dtype=torch.int64)
     block = triton.next_power_of_2(width)
     exact = steps < 0
-    rtopk_rows[(x.numel() // width,)](
-        x,
-        values,
-        columns,
-        width,
-        k,
-        _VALUE_STEPS if exact else steps,
-        BLOCK=block,
-        EXACT=exact,
-        num_warps=min(max(block // 1024, 1), 8),
-        enable_fp_fusion=False,
-    )
+    options = {"num_warps": min(max(block // 1024, 1), 8), "enable_fp_fusion": False}
+    limit = _VALUE_STEPS if exact else steps
+    with torch.cuda.device_of(x):
+        grid = (x.numel() // width,)
+        rtopk_rows[grid](x, values, columns, width, k, limit, BLOCK=block, EXACT=exact, **options)
     return values, columns
