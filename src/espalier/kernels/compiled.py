@@ -29,7 +29,7 @@ Body = TypeVar("Body", bound=Callable[..., Any])
 
 njit: Callable[[Body], Body] = numba.njit
 """For functions that kernels call: compiled into them."""
-intrinsic: Callable[[Body], Body] = numba.extending.intrinsic
+intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.extending.intrinsic
 """For functions that write LLVM's code themselves."""
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from espalier.kernels import lanes
+from espalier.kernels import lanes, rows
 from espalier.kernels.compiled import jit, njit
 from espalier.kernels.lanes import (
     LANES,
@@ -26,32 +26,17 @@ from espalier.kernels.lanes import (
     at_least,
     columns_from,
     count_lanes,
-    gather,
-    larger,
-    largest,
     load,
-    load_bfloat16,
-    load_float16,
     load_ints,
     load_one,
     load_part,
     not_below,
     packed,
-    plus,
-    smaller,
-    smallest,
     spread,
     store,
-    store_part,
     store_wide,
-    times,
-    total,
-    unordered,
-    where,
 )
-
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
-"""What the elements are: 16-bit floats come as the uint16 of their bits."""
+from espalier.kernels.rows import ALL, FLOAT32, copied, drawn_in, gathered, reaching, summary, tail_lanes
 
 _LONG, _SAMPLED = 1024, 32
 """Rows from this width on are sampled, by this many vectors."""
@@ -59,85 +44,7 @@ _SHARE = 3
 """Sampling pays while at least this many elements come to each that is kept."""
 _SNAP_AFTER, _SNAP_EVERY = 8, 4
 _LARGEST = np.float32(3.4028234663852886e38)  # finite float32
-_ALL = np.uint16(0xFFFF)
 _NAN_KEY = np.int32(0x7FFFFFFF)
-
-
-@njit
-def _rest(n: int) -> Any:
-    """Mask of the lanes that are left after the whole vectors of n elements."""
-    return np.uint16((1 << (n % LANES)) - 1)
-
-
-@njit
-def _count(row: int, n: int, step: int, threshold: Any) -> Any:
-    """How many of the vectors' elements, one vector every `step` bytes, are at least the threshold."""
-    least = spread(threshold)
-    count, other = 0, 0
-    at, end = row, row + 4 * (n - n % LANES)
-    while at + 3 * step < end:  # a range would begin with a division
-        count += count_lanes(at_least(load(at), least)) + count_lanes(at_least(load(at + step), least))
-        other += count_lanes(at_least(load(at + 2 * step), least)) + count_lanes(at_least(load(at + 3 * step), least))
-        at += 4 * step
-    while at < end:
-        count += count_lanes(at_least(load(at), least))
-        at += step
-    if n % LANES:
-        tail = load_part(end, _rest(n))
-        count += count_lanes(at_least(tail, least) & _rest(n))
-    return count + other
-
-
-@njit
-def _summary(row: int, n: int, step: int) -> Any:
-    """Smallest and largest of those vectors' elements, their mean and deviation, and whether one is NaN.
-
-    A NaN is neither smallest nor largest; beside infinities mean and deviation mean nothing.
-    """
-    low, high = spread(np.float32(np.inf)), spread(np.float32(-np.inf))
-    total_one, total_other = spread(np.float32(0)), spread(np.float32(0))
-    squares_one, squares_other = total_one, total_other
-    strange = np.uint16(0)
-    at, end = row, row + 4 * (n - n % LANES)
-    count = 0
-    while at + step < end:
-        one, other = load(at), load(at + step)
-        low, high = smaller(other, smaller(one, low)), larger(other, larger(one, high))
-        total_one, total_other = plus(total_one, one), plus(total_other, other)
-        squares_one, squares_other = plus(squares_one, times(one, one)), plus(squares_other, times(other, other))
-        strange |= unordered(one, other)
-        at += 2 * step
-        count += 2 * LANES
-    if at < end:
-        one = load(at)
-        low, high = smaller(one, low), larger(one, high)
-        total_one, squares_one = plus(total_one, one), plus(squares_one, times(one, one))
-        strange |= unordered(one, one)
-        count += LANES
-    if n % LANES:
-        one = load_part(end, _rest(n))
-        low = smaller(where(_rest(n), one, low), low)
-        high = larger(where(_rest(n), one, high), high)
-        total_one, squares_one = plus(total_one, one), plus(squares_one, times(one, one))
-        strange |= unordered(one, one)
-        count += n % LANES
-    mean = total(plus(total_one, total_other)) / np.float32(count)
-    variance = total(plus(squares_one, squares_other)) / np.float32(count) - mean * mean
-    return smallest(low), largest(high), mean, np.sqrt(max(variance, np.float32(0))), strange != 0
-
-
-@njit
-def _drawn_in(row: int, n: int, low: Any, high: Any) -> Any:
-    """Smallest and largest element of the row that is at least `low` and not at least `high`."""
-    least, bound = spread(low), spread(high)
-    smallest_in, largest_in = spread(np.float32(np.inf)), spread(np.float32(-np.inf))
-    for j in range(0, n, LANES):
-        valid = _ALL if j + LANES <= n else _rest(n)
-        one = load_part(row + 4 * j, valid)
-        inside = at_least(one, least) & ~at_least(one, bound) & valid
-        smallest_in = smaller(where(inside, one, smallest_in), smallest_in)
-        largest_in = larger(where(inside, one, largest_in), largest_in)
-    return smallest(smallest_in), largest(largest_in)
 
 
 @njit
@@ -172,7 +79,7 @@ def _search(row: int, n: int, k: int, start: Any, limit: int) -> Any:
             if top in (low, high):
                 break
             middle = top
-        count = _count(row, n, 4 * LANES, middle)
+        count = reaching(row, n, 4 * LANES, middle)
         steps += 1
         if count > k:
             low, reached = middle, count
@@ -185,7 +92,7 @@ def _search(row: int, n: int, k: int, start: Any, limit: int) -> Any:
             middle = _middle(low, top)
             continue
         if steps >= _SNAP_AFTER and steps % _SNAP_EVERY == 0:
-            low, top = _drawn_in(row, n, low, high)
+            low, top = drawn_in(row, n, low, high)
         aimed = _inside(low, top, (reached - k) / (reached - above))
         middle = _middle(low, top) if steps % 3 == 2 else aimed
     return low, high, k - above
@@ -196,7 +103,7 @@ def _with_the_top(row: int, n: int, k: int, top: Any, bracket: Any) -> Any:
     """A bracket that may still hold the maximum `top`, drawn together so that the maximum is kept before the rest."""
     low, high, need = bracket
     if np.isnan(high):
-        count = _count(row, n, 4 * LANES, top)
+        count = reaching(row, n, 4 * LANES, top)
         if count <= k:
             high, need = top, k - count
         else:
@@ -205,13 +112,13 @@ def _with_the_top(row: int, n: int, k: int, top: Any, bracket: Any) -> Any:
 
 
 @njit
-def _chosen(row: int, n: int, bracket: Any, names: int, columns: int) -> None:
+def _chosen(row: int, n: int, bracket: Any, names: Any, columns: int) -> None:
     """Writes the k columns (int32, with room for 16 more) in their order. `names` are theirs; 0: they are 0, 1, …"""
     low, high, need = bracket
     least, bound = spread(low), spread(high)
     to = columns
     for j in range(0, n, LANES):
-        valid = _ALL if j + LANES <= n else _rest(n)
+        valid = ALL if j + LANES <= n else tail_lanes(n)
         one = load_part(row + 4 * j, valid)
         chosen = at_least(one, bound) & valid
         if need:
@@ -238,12 +145,12 @@ def _guess(row: int, n: int, k: int) -> Any:
     size = _SAMPLED * stride * LANES
     expected = k * (_SAMPLED * LANES) / n
     rank = int(expected + 3 * np.sqrt(expected) + 2)  # three standard deviations of a Poisson count
-    low, high, mean, deviation, _ = _summary(row, size, 4 * LANES * stride)
+    low, high, mean, deviation, _ = summary(row, size, 4 * LANES * stride)
     middle = mean + deviation * _normal((rank + rank // 8) / (_SAMPLED * LANES))
     for _ in range(12):
         if not low < middle < high:
             middle = _middle(low, high)
-        count = _count(row, size, 4 * LANES * stride, middle)
+        count = reaching(row, size, 4 * LANES * stride, middle)
         if count < rank:
             high = middle
         else:
@@ -260,26 +167,13 @@ def _candidates(row: int, n: int, threshold: Any, values: int, columns: int) -> 
     least = spread(threshold)
     count = 0
     for j in range(0, n, LANES):
-        valid = _ALL if j + LANES <= n else _rest(n)
+        valid = ALL if j + LANES <= n else tail_lanes(n)
         one = load_part(row + 4 * j, valid)
         chosen = not_below(one, least) & valid
         store(values + 4 * count, packed(one, chosen))
         store(columns + 4 * count, packed(columns_from(j), chosen))
         count += count_lanes(chosen)
     return count
-
-
-@njit
-def _copied(source: int, n: int, kind: int, row: int) -> None:
-    """n elements, at least 16, as float32."""
-    for j in range(0, n, LANES):
-        at = min(j, n - LANES)  # the last vector may overlap the one before
-        if kind == FLOAT32:
-            store(row + 4 * at, load(source + 4 * at))
-        elif kind == BFLOAT16:
-            store(row + 4 * at, load_bfloat16(source + 2 * at))
-        else:
-            store(row + 4 * at, load_float16(source + 2 * at))
 
 
 @njit
@@ -292,7 +186,7 @@ def _keys(values: Any, n: int, keys: Any) -> None:
 
 
 @njit
-def _reaching(keys: Any, n: int, least: int) -> Any:
+def _keys_reaching(keys: Any, n: int, least: Any) -> Any:
     """How many of the first n keys are at least `least`."""
     count = 0
     for j in range(n):
@@ -307,25 +201,17 @@ def _chosen_with_nans(row: Any, n: int, k: int, keys: Any, columns: Any) -> None
     low, high = np.int64(-(1 << 31)), np.int64(1) << 31
     while high - low > 1:
         middle = (low + high) >> 1
-        if _reaching(keys, n, middle) >= k:
+        if _keys_reaching(keys, n, middle) >= k:
             low = middle
         else:
             high = middle
-    need = k - _reaching(keys, n, high)
+    need = k - _keys_reaching(keys, n, high)
     count = 0
     for j in range(n):
         if keys[j] >= high or (keys[j] == low and need > 0):
             need -= keys[j] == low
             columns[count] = j
             count += 1
-
-
-@njit
-def _gathered(row: int, k: int, columns: int, values: int) -> None:
-    """Writes the row's values at k columns."""
-    for j in range(0, k, LANES):
-        valid = _ALL if j + LANES <= k else _rest(k)
-        store_part(values + 4 * j, gather(row, load_ints(columns + 4 * j), valid), valid)
 
 
 @njit
@@ -347,9 +233,9 @@ def _ranked(values: int, k: int, before: Any, columns: Any) -> None:
         place = 0
         for i in range(0, k, LANES):
             one = load(values + 4 * i)
-            earlier = _ALL if i + LANES <= j else (_rest(j) if i <= j else np.uint16(0))
+            earlier = ALL if i + LANES <= j else (tail_lanes(j) if i <= j else np.uint16(0))
             precede = ~at_least(own, one) | (at_least(one, own) & earlier)
-            place += count_lanes(precede & (_ALL if i + LANES <= k else _rest(k)))
+            place += count_lanes(precede & (ALL if i + LANES <= k else tail_lanes(k)))
         columns[place] = before[j]
 
 
@@ -360,11 +246,11 @@ def _select(row: int, n: int, k: int, limit: int, score: Any, scratch: Any) -> b
     if limit < 0 and n >= _LONG and _SHARE * k <= n:
         count = _candidates(row, n, _guess(row, n, k), values, columns)
         if count >= k:
-            low, high, mean, _, strange = _summary(values, count, 4 * LANES)
+            low, high, mean, _, strange = summary(values, count, 4 * LANES)
             if not strange:
                 _chosen(values, count, _search(values, count, k, (low, high, mean), limit), columns, out)
             return not strange
-    low, high, mean, deviation, strange = _summary(row, n, 4 * LANES)
+    low, high, mean, deviation, strange = summary(row, n, 4 * LANES)
     if not strange:
         start = mean + deviation * score if limit < 0 else np.float32(np.nan)
         bracket = _search(row, n, k, (low, high, start), limit)
@@ -390,29 +276,29 @@ def _rows(source: int, shape: Any, options: Any, begin: int, end: int, to: Any) 
     for r in range(begin, end):
         row = source + r * n * (4 if kind == FLOAT32 else 2)
         if kind != FLOAT32:
-            _copied(row, n, kind, address(wide))
+            copied(row, n, kind, address(wide))
             row = address(wide)
         plain = _select(row, n, k, limit, score, scratch)
         if not plain:
-            _copied(row, n, np.int64(FLOAT32), address(wide))
+            copied(row, n, np.int64(FLOAT32), address(wide))
             _chosen_with_nans(wide, n, k, names, found)
         if ranked:
-            _gathered(row, k, address(found), address(candidates))
+            gathered(row, k, address(found), address(candidates))
             if plain:
                 _ranked(address(candidates), k, found, order)
             else:
                 _ranked_with_nans(candidates, k, names, found, order)
         last = address(order) if ranked else address(found)
         for j in range(0, k, LANES):
-            valid = _ALL if j + LANES <= k else _rest(k)
+            valid = ALL if j + LANES <= k else tail_lanes(k)
             store_wide(columns + 8 * (r * k + j), load_ints(last + 4 * j), valid)
-        _gathered(row, k, last, values + 4 * r * k)
+        gathered(row, k, last, values + 4 * r * k)
 
 
 @jit(
     "(int64, UniTuple(int64, 3), UniTuple(int64, 3), int64, float32[:, ::1], int64[:, ::1])",
     parallel=True,
-    uses=(lanes,),
+    uses=(lanes, rows),
 )
 def select(source: int, shape: Any, options: Any, pieces: int, values: Any, columns: Any) -> None:
     """The k largest of every row to `values` and `columns` [rows, k].

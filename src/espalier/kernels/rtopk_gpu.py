@@ -31,7 +31,7 @@ def _middle(low, top):  # type: ignore[no-untyped-def]
     return 0.5 * tl.maximum(low, -largest) + 0.5 * tl.minimum(top, largest)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def rtopk_rows(x_ptr, values_ptr, columns_ptr, width, k, limit, BLOCK: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     """The k largest of row `program_id` [width <= BLOCK], columns rising; EXACT: `limit` only ends the value steps."""
     row = tl.program_id(0).to(tl.int64)
