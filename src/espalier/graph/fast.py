@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from espalier.graph import base
 from espalier.graph.base import Block, Kept, Rows, dense
 from espalier.graph.gnn import Layer, Network
+from espalier.kernels import rtopk
 from espalier.sparse import CSR, Scale, attention_aggregate, cbsr_aggregate, matmul
 
 
@@ -17,7 +18,7 @@ def equip(model: nn.Module) -> nn.Module:
         for layer in model.layers:
             assert isinstance(layer, Layer)
             layer.aggregate, layer.attend = aggregate, attend
-        model.drop = drop
+        model.drop, model.largest = drop, rtopk
     return model
 
 
