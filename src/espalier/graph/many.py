@@ -59,7 +59,7 @@ class GraphTask:
         block = sample.whole(some, self.style)
         members = torch.repeat_interleave(torch.arange(len(ids)), torch.from_numpy(sizes))
         features = torch.from_numpy(some.features)
-        return Batch(features, (block,) * self.depth, self.labels[ids], members=members)
+        return Batch(features, (block,) * max(1, self.depth), self.labels[ids], members=members)
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """[graphs, outputs]."""

@@ -64,7 +64,7 @@ class NodeTask:
 
     def _whole(self, ids: Array) -> Batch:
         train = self.train
-        if sum(train.reach(ids)) <= WORTH * train.depth * train.graph.edges:
+        if train.depth and sum(train.reach(ids)) <= WORTH * train.depth * train.graph.edges:
             features, drawn = train.around(ids, (ALL,) * train.depth)
             return Batch(features, drawn.blocks, self.labels[ids])
         chosen = None if len(ids) == train.graph.nodes else torch.from_numpy(ids)

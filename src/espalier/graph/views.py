@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 class View:
-    """One graph in a network's style. Has state: what was made of it once."""
+    """One graph in the style of a network of `depth` layers (0: nobody knows). Has state: what was made of it once."""
 
     def __init__(self, graph: Graph, style: Style, depth: int) -> None:
         self.graph, self.style, self.depth = graph, style, depth
@@ -64,7 +64,7 @@ class View:
 
     def whole(self) -> tuple[Tensor, tuple[Block, ...]]:
         """All features, and the same block for every layer."""
-        return self.features, (self.block,) * self.depth
+        return self.features, (self.block,) * max(1, self.depth)
 
     def around(self, seeds: Array, fanouts: Sequence[int], seed: int = 0, step: int = 0) -> tuple[Tensor, Drawn]:
         """The features of a drawn neighbourhood, and the neighbourhood."""

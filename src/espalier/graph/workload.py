@@ -281,7 +281,7 @@ def _depth(model: config.Model, options: config.Graph) -> int:
     if isinstance(model, config.Network):
         assert model.depth is not None
         return model.depth
-    return len(options.fanout) or 1
+    return len(options.fanout)
 
 
 def open_graph(recipe: Recipe, folder: str | Path | None = None, progress: Progress | None = None) -> GraphWorkload:
