@@ -357,7 +357,7 @@ def main() -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         text = f"planted:nodes={10_000 if quick else 50_000},degree=16,features=64"
-        denser = f"planted:nodes={5_000 if quick else 20_000},degree=50,features=64,signal=0.5,homophily=0.1,classes=16"
+        denser = f"planted:nodes={5_000 if quick else 20_000},degree=50,features=64,signal=1,homophily=0.15,classes=16"
         cases: dict[str, Callable[[], list[Row]]] = {
             **{f"epoch-{kind}": _later(epochs, kind, text, folder, pairs) for kind in KINDS},
             **{f"inference-{kind}": _later(inference, kind, text, folder, pairs) for kind in KINDS},

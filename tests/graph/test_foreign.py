@@ -59,7 +59,12 @@ def opened(tmp_path, monkeypatch):
 
     def do(name="network", fanout=(), **arguments):
         model = {"kind": "messages", "build": f"networks:{name}", "arguments": arguments}
-        table = {"model": model, "data": {"path": "x"}, "graph": {"fanout": list(fanout)}, "train": {"batch_tokens": 30}}
+        table = {
+            "model": model,
+            "data": {"path": "x"},
+            "graph": {"fanout": list(fanout)},
+            "train": {"batch_tokens": 30},
+        }
         recipe = derive.resolve(load.from_table(table))[0]
         return GraphWorkload(recipe, made(), tmp_path)
 
@@ -72,7 +77,9 @@ def loss_of(workload):
     (batch,) = workload.batches(0, Shard(0, 30, 30))
     loss, weight = workload.loss(model, batch)
     loss.backward()
-    return torch.cat([torch.stack([loss.detach(), weight.double()]), *(one.grad.flatten() for one in model.parameters())])
+    return torch.cat(
+        [torch.stack([loss.detach(), weight.double()]), *(one.grad.flatten() for one in model.parameters())]
+    )
 
 
 @pytest.mark.parametrize("name", ["network", "theirs"])
@@ -92,7 +99,9 @@ def test_it_is_evaluated_and_answers(opened):
     assert (np.asarray(work.forward_flops) > 0).all()
 
 
-@pytest.mark.parametrize(("name", "says"), [("pooled", r"returned \[3\]"), ("nothing", "returned ReLU"), ("no", "no 'no'")])
+@pytest.mark.parametrize(
+    ("name", "says"), [("pooled", r"returned \[3\]"), ("nothing", "returned ReLU"), ("no", "no 'no'")]
+)
 def test_what_it_gives_wrong_is_said(opened, name, says):
     with pytest.raises(UserError, match=says):
         loss_of(opened(name))

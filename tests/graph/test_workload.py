@@ -91,7 +91,7 @@ def test_training_learns():
 
 
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gin"])
-@pytest.mark.parametrize("k", [None, 3])
+@pytest.mark.parametrize("k", [None, 1, 3])
 def test_kernels_answer_as_the_plain_forms(kind, k):
     if kind == "gat" and k is not None:
         return
@@ -103,7 +103,7 @@ def test_kernels_answer_as_the_plain_forms(kind, k):
         assert (model.layers[0].aggregate, model.layers[0].attend) == (fast.aggregate, fast.attend)
         if plain:
             for layer in model.layers:
-                layer.aggregate, layer.attend = base.aggregate, base.attend
+                layer.aggregate, layer.attend, layer.project = base.aggregate, base.attend, base.project
             model.largest = largest
         (batch,) = workload.batches(0, Shard(0, workload.global_batch, workload.global_batch))
         loss, _ = workload.loss(model, batch)

@@ -90,6 +90,11 @@ def dense(rows: Rows) -> Tensor:
     return rows.dense() if isinstance(rows, Kept) else rows
 
 
+def project(rows: Rows, weight: Tensor, bias: Tensor) -> Tensor:
+    """The plain form of a linear map, weight [outputs, width], that also takes kept rows."""
+    return torch.nn.functional.linear(dense(rows), weight, bias)
+
+
 class Aggregate(Protocol):
     """(block, rows of its sources [sources, width]) -> the weighted sums of its targets [targets, width]."""
 

@@ -12,12 +12,16 @@ from espalier.kernels import rtopk
 from espalier.sparse import CSR, Scale, attention_aggregate, cbsr_aggregate, matmul
 
 
+SPARSE = 4
+"""A dense product does an addition some four times as fast as the kernel that adds chosen rows (bench/graph.py)."""
+
+
 def equip(model: nn.Module) -> nn.Module:
-    """`model` with the kernels in its fields `aggregate`, `attend` and `largest`; foreign modules are left alone."""
+    """`model` with the kernels in the fields of its seam; foreign modules are left alone."""
     if isinstance(model, Network):
         for layer in model.layers:
             assert isinstance(layer, Layer)
-            layer.aggregate, layer.attend = aggregate, attend
+            layer.aggregate, layer.attend, layer.project = aggregate, attend, project
         model.drop, model.largest = drop, rtopk
     return model
 
@@ -54,6 +58,16 @@ def aggregate(block: Block, rows: Rows) -> Tensor:
         return cbsr_aggregate(matrix(block), rows.values, rows.columns, rows.width)
     compressed = block.forms.known.get("compressed")
     return matmul(matrix(block) if compressed is None else compressed, dense(rows))
+
+
+def project(rows: Rows, weight: Tensor, bias: Tensor) -> Tensor:
+    """See `base.project`; of kept rows by a kernel, where they are few enough of the width."""
+    if not isinstance(rows, Kept) or rows.values.device.type != "cpu" or rows.width < SPARSE * rows.values.shape[1]:
+        return base.project(rows, weight, bias)
+    from espalier.graph.kept import Mapped
+
+    found: Tensor = Mapped.apply(rows.values, rows.columns, weight, bias)
+    return found
 
 
 def attend(block: Block, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from espalier import config
-from espalier.graph.base import Aggregate, Attend, Block, Kept, Rows, aggregate, attend, dense
+from espalier.graph.base import Aggregate, Attend, Block, Kept, Rows, aggregate, attend, dense, project
 
 
 class Layer(nn.Module):
-    """One layer of message passing, `inputs` to `outputs` columns. `aggregate` and `attend` are the seam."""
+    """One layer of message passing, `inputs` to `outputs` columns. `aggregate`, `attend` and `project` are the seam."""
 
     loops = False
     """Each node hears from itself through an edge of its own."""
@@ -30,6 +30,7 @@ class Layer(nn.Module):
         self.inputs, self.outputs = inputs, outputs
         self.aggregate: Aggregate = aggregate
         self.attend: Attend = attend
+        self.project: Callable[[Rows, Tensor, Tensor], Tensor] = project
 
     def aggregated_first(self, rows: Rows) -> bool:
         """Whether the neighbours are summed before the linear map: the cheaper order of the two."""
@@ -78,7 +79,7 @@ class Mean(Layer):
 
     def forward(self, block: Block, rows: Rows) -> Tensor:
         """The node itself and the mean of its neighbours (zero where it has none)."""
-        own: Tensor = self.own(dense(_first(rows, block.targets)))
+        own = self.project(_first(rows, block.targets), self.own.weight, self.own.bias)
         return own.add_(self.mapped(block, rows, self.weight))
 
 
@@ -93,7 +94,7 @@ class Isomorphism(Layer):
     def forward(self, block: Block, rows: Rows) -> Tensor:
         """The perceptron of the sum; its first matrix before the sum where that is narrower."""
         sums = self.mapped(block, rows, _without_bias(self.first))
-        own = _without_bias(self.first)(dense(_first(rows, block.targets)))
+        own = self.project(_first(rows, block.targets), self.first.weight, torch.zeros_like(self.first.bias))
         hidden = F.relu(sums + (1 + self.epsilon) * own + self.first.bias)
         return self.second(hidden)
 
