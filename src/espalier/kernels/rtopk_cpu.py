@@ -226,17 +226,17 @@ def _ranked_with_nans(values: Any, k: int, keys: Any, before: Any, columns: Any)
 
 
 @njit
-def _ranked(values: int, k: int, before: Any, columns: Any) -> None:
-    """k columns by falling value, equal ones as they were: each goes where as many precede it."""
+def _ranked(values: int, k: int, before: Any, scratch: Any, columns: Any) -> None:
+    """k columns by falling value, equal ones as they were: each goes behind all larger and those equal that came."""
+    scratch[:k] = 0  # how many went to the places that begin here
     for j in range(k):
         own = spread(load_one(values + 4 * j))
         place = 0
         for i in range(0, k, LANES):
-            one = load(values + 4 * i)
-            earlier = ALL if i + LANES <= j else (tail_lanes(j) if i <= j else np.uint16(0))
-            precede = ~at_least(own, one) | (at_least(one, own) & earlier)
-            place += count_lanes(precede & (ALL if i + LANES <= k else tail_lanes(k)))
-        columns[place] = before[j]
+            valid = ALL if i + LANES <= k else tail_lanes(k)
+            place += count_lanes(~at_least(own, load(values + 4 * i)) & valid)
+        columns[place + scratch[place]] = before[j]
+        scratch[place] += 1
 
 
 @njit
@@ -285,7 +285,7 @@ def _rows(source: int, shape: Any, options: Any, begin: int, end: int, to: Any) 
         if ranked:
             gathered(row, k, address(found), address(candidates))
             if plain:
-                _ranked(address(candidates), k, found, order)
+                _ranked(address(candidates), k, found, names, order)
             else:
                 _ranked_with_nans(candidates, k, names, found, order)
         last = address(order) if ranked else address(found)
@@ -315,3 +315,19 @@ def select(source: int, shape: Any, options: Any, pieces: int, values: Any, colu
     to = (address(values), address(columns))
     for piece in numba.prange(pieces):
         _rows(source, shape, options, piece * shape[0] // pieces, (piece + 1) * shape[0] // pieces, to)
+
+
+@njit
+def _back(gradient: Any, columns: Any, begin: int, end: int, to: Any) -> None:
+    for r in range(begin, end):
+        to[r] = 0
+        for j in range(columns.shape[1]):
+            to[r, columns[r, j]] = gradient[r, j]
+
+
+@jit("(float32[:, ::1], int64[:, ::1], int64, float32[:, ::1])", parallel=True)
+def back(gradient: Any, columns: Any, pieces: int, to: Any) -> None:
+    """The gradient of the rows [rows, width] from that of the values kept [rows, k]: zero at all other columns."""
+    rows = to.shape[0]
+    for piece in numba.prange(pieces):
+        _back(gradient, columns, piece * rows // pieces, (piece + 1) * rows // pieces, to)
