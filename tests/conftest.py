@@ -3,7 +3,9 @@ never written is NaN."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,15 @@ torch.use_deterministic_algorithms(True)
 # Shared machines stall for seconds now and then: how long a draw or an example took says nothing of the code.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compiles the kernels that the chosen tests may call, or loads them from numba's cache: compiling for the first
+    time takes seconds for each, which is no test's fault.
+    """
+    if "espalier.kernels" in sys.modules and not session.config.option.collectonly:
+        importlib.import_module("espalier.kernels.rtopk_cpu")
+        sys.modules["espalier.kernels.compiled"].warm()
 
 
 @pytest.fixture(scope="session")

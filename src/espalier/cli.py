@@ -58,7 +58,9 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     plan.add_argument("--score", metavar="FILE", help="compare predictions with the measured steps in FILE (no recipe)")
     plan.add_argument("--out", metavar="FILE", help="where --score writes its rows (default FILE.scored.…)")
     made["train"].add_argument("--run", help="run folder (default runs/<recipe name>)")
-    made["predict"].add_argument("input", help="text to go on from, or a file holding it (@FILE)")
+    made["predict"].add_argument(
+        "input", nargs="?", help="text to go on from; of a graph: nodes, pairs or graphs (default all); or @FILE"
+    )
     made["predict"].add_argument("--tokens", type=int, default=200, help="tokens to generate (default 200)")
     made["predict"].add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest (default)")
     made["predict"].add_argument("--top-k", type=int, help="sample among the k likeliest only")

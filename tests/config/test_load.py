@@ -161,6 +161,7 @@ def test_a_slip_in_any_known_key_is_an_error_that_names_it(key: str) -> None:
     table: dict[str, Any] = {"model": {"kind": "gpt"}, "data": {"path": "a"}}
     owners = {"model.experts": "moe", "model.active": "moe", "model.balance": "moe"}
     owners |= {"model.build": "module", "model.arguments": "module"}
+    owners |= {f"model.{name}": "gcn" for name in ("activation", "k", "dropout", "norm")}
     if key in owners:
         table["model"] = {"kind": owners[key]}
     if key.startswith("train.optimizer.") and last in ("betas", "epsilon") and "adamw" not in above:

@@ -61,7 +61,72 @@ class Module(Choice, frozen=True, tag="module"):
     arguments: dict[str, bool | int | float | str] = {}
 
 
-Model = Gpt | Moe | Module
+class Network(Choice, frozen=True):
+    """What the graph networks share: `depth` layers of message passing, from features to classes.
+
+    `width` columns between layers; `activation = "maxk"` keeps the `k` largest of them in each row (MaxK-GNN).
+    """
+
+    depth: int | None = None
+    width: int | None = None
+    activation: Literal["relu", "elu", "maxk"] | None = None
+    k: int | None = None
+    dropout: float | None = None
+    norm: bool = False
+
+
+class Gcn(Network, frozen=True, tag="gcn"):
+    """Graph convolution with symmetric normalisation (arXiv 1609.02907)."""
+
+
+class Sage(Network, frozen=True, tag="sage"):
+    """GraphSAGE with the mean of the neighbours (arXiv 1706.02216)."""
+
+
+class Gat(Network, frozen=True, tag="gat"):
+    """Graph attention (arXiv 1710.10903); `heads` share the width."""
+
+    heads: int = 8
+
+
+class Gin(Network, frozen=True, tag="gin"):
+    """Graph isomorphism network (arXiv 1810.00826): sums and two-layer perceptrons."""
+
+
+class Messages(Choice, frozen=True, tag="messages"):
+    """Anybody's PyG network: `build = "package.module:function"` is called with (features, classes, **arguments)."""
+
+    build: str
+    arguments: dict[str, bool | int | float | str] = {}
+
+
+GRAPH = (Network, Messages)
+"""The kinds of model that are trained on a graph."""
+
+Model = Gpt | Moe | Module | Gcn | Sage | Gat | Gin | Messages
+
+
+# --- [graph] -----------------------------------------------------------------------------------------------------
+
+
+class Graph(Options, frozen=True):
+    """What is asked of a graph, and how it is read.
+
+    `fanout` neighbours are drawn at each layer, the one next to the targets first (-1: all of them); empty trains on
+    the whole graph. `split` are the shares of training, validation and test where the data brings none.
+    `inductive` hides held-out nodes while training; `undirected` lets messages flow both ways along each edge;
+    `negatives` are drawn for each true link; `pickle` allows files whose loading may run code.
+    """
+
+    task: Literal["node", "link", "graph"] = "node"
+    fanout: tuple[int, ...] = ()
+    split: tuple[float, float, float] = (0.6, 0.2, 0.2)
+    inductive: bool = False
+    undirected: bool = True
+    negatives: int = 1
+    pickle: bool = False
+    order: Literal["auto", "none", "rcmpp", "clusters"] = "auto"
+    format: Literal["auto", "csr", "cbm"] = "auto"
 
 
 # --- [data] ------------------------------------------------------------------------------------------------------
@@ -83,12 +148,13 @@ class Data(Options, frozen=True):
 
 
 class Adamw(Choice, frozen=True, tag="adamw"):
-    """AdamW (fused) on every parameter."""
+    """AdamW (fused) on every parameter; `coupled`: Adam, the decay a part of the gradient (L2)."""
 
     learning_rate: float | None = None
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
+    coupled: bool = False
 
 
 class Muon(Choice, frozen=True, tag="muon"):
@@ -212,6 +278,7 @@ class Recipe(Options, frozen=True):
 
     model: Model
     data: tuple[Data, ...] = ()
+    graph: Graph | None = None
     name: str = "run"
     train: Train = Train()
     plan: Planning = Planning()
@@ -222,4 +289,7 @@ class Recipe(Options, frozen=True):
 
 # Keys that may differ when an existing run folder is taken up again: they say how the run is carried out, not what
 # it means. `train.steps` may only grow.
-RESUMABLE = ("plan", "checkpoint", "comm", "track", "train.steps", "train.validate_every", "train.compile", "name")
+RESUMABLE = (
+    *("plan", "checkpoint", "comm", "track", "train.steps", "train.validate_every", "train.compile", "name"),
+    *("graph.order", "graph.format", "graph.pickle"),
+)

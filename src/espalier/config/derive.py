@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from espalier import config
-from espalier.config import shapes
+from espalier.config import graphs, shapes
 from espalier.config.limits import check
 from espalier.errors import UserError
 
@@ -48,6 +48,8 @@ def resolve(recipe: config.Recipe, vocabulary: int | None = None) -> tuple[confi
     check(recipe)
     if isinstance(recipe.model, config.Module):
         _module(draft)
+    elif isinstance(recipe.model, config.GRAPH):
+        graphs.fill(draft)
     else:
         _model(draft, vocabulary)
         _language(draft)
@@ -86,7 +88,7 @@ class _Draft:
     @property
     def decoder(self) -> config.Gpt | config.Moe:
         """The model so far; only asked for where it is a decoder."""
-        assert not isinstance(self.recipe.model, config.Module)
+        assert isinstance(self.recipe.model, config.Gpt | config.Moe)
         return self.recipe.model
 
     def get(self, key: str) -> Any:
@@ -231,7 +233,9 @@ def _common(draft: _Draft) -> None:
 def _validation(draft: _Draft, steps: int) -> None:
     """A validation reads forward only, which costs a third of training on as many tokens."""
     cost = 0.0
-    if not isinstance(draft.recipe.model, config.Module) and draft.get("train.batch_tokens"):
+    if isinstance(draft.recipe.model, config.GRAPH):
+        cost = graphs.VALIDATION_COST
+    elif not isinstance(draft.recipe.model, config.Module) and draft.get("train.batch_tokens"):
         cost = draft.get("train.validate_tokens") / 3 / draft.get("train.batch_tokens")
     seldom = math.ceil(cost / VALIDATION_SHARE)
     every = max(1, min(1000, steps // 10), min(seldom, steps))

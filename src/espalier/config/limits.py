@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from espalier import config, units
+from espalier.config import graphs
 from espalier.errors import UserError
 
 Limit = tuple[Callable[[Any], bool], str]
@@ -38,7 +39,7 @@ _LIMITS: dict[Limit, tuple[str, ...]] = {
         "train.optimizer.weight_decay",
         "train.optimizer.adamw.weight_decay",
     ),
-    _BELOW_ONE: ("train.optimizer.momentum", "train.optimizer.betas", "train.optimizer.adamw.betas"),
+    _BELOW_ONE: ("model.dropout", "train.optimizer.momentum", "train.optimizer.betas", "train.optimizer.adamw.betas"),
     _SHARE: ("train.schedule.warmup", "train.schedule.decay", "train.schedule.floor"),
     _SPLIT: ("data.validation",),
     _DEPTH: ("model.depth",),
@@ -56,7 +57,8 @@ def check(recipe: config.Recipe) -> None:
                     raise UserError(
                         f"{key} = {value} is not possible.", why=f"it has to be {words}", do=f"correct {key}"
                     )
-    if not isinstance(recipe.model, config.Module):
+    graphs.check(recipe)
+    if isinstance(recipe.model, config.Gpt | config.Moe):
         _decoder(recipe.model)
         _lengths(recipe.model, recipe.train)
     _batch(recipe.train)

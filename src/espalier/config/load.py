@@ -137,6 +137,25 @@ def _value(text: str) -> Any:
     return table["value"] if len(table) == 1 else text
 
 
+_GRAPH_KINDS = ("gcn", "sage", "gat", "gin", "messages")
+
+
+def _is_graph(table: Table) -> bool:
+    return isinstance(table.get("model"), dict) and table["model"].get("kind") in _GRAPH_KINDS
+
+
+def _with_graph_optimizer(table: Table) -> Table:
+    """A graph network gets its authors' optimizer where none is named: Adam with L2 (arXiv 1609.02907, section 5.2)."""
+    train = table.get("train", {})
+    if not _is_graph(table) or not isinstance(train, dict):
+        return table
+    given = train.get("optimizer", {})
+    if not isinstance(given, dict) or "kind" in given:
+        return table
+    usual = {"kind": "adamw", "coupled": True, "weight_decay": 5e-4, "betas": [0.9, 0.999]}
+    return {**table, "train": {**train, "optimizer": {**usual, **given}}}
+
+
 def _normalise(table: Table) -> Table:
     table = {"model": {}, **table}
     if isinstance(table.get("data"), dict):
@@ -145,6 +164,7 @@ def _normalise(table: Table) -> Table:
         table["model"] = {"kind": table["model"]}
     if isinstance(table.get("model"), dict):
         table["model"] = {"kind": "module" if "build" in table["model"] else "gpt", **table["model"]}
+    table = _with_graph_optimizer(table)
     for name, default in (("optimizer", "muon"), ("schedule", "stable")):
         train = table.get("train")
         if isinstance(train, dict) and isinstance(train.get(name), dict):

@@ -1,4 +1,5 @@
-"""AdamW (torch's own, fused): the plain answer. After Loshchilov and Hutter, arXiv 1711.05101.
+"""AdamW (torch's own, fused): the plain answer. After Loshchilov and Hutter, arXiv 1711.05101. With `coupled` Adam with
+L2, as graph networks are trained (Kingma and Ba, arXiv 1412.6980; GCN, arXiv 1609.02907, section 5.2).
 
 Matrices decay, vectors (norms, biases) do not, as in GPT-3 (arXiv 2005.14165).
 """
@@ -25,7 +26,8 @@ def build(options: Adamw, owned: Sequence[Owned]) -> Optimizer:
         {"params": [one.tensor for one in owned if len(one.shape) >= 2], "weight_decay": options.weight_decay},
         {"params": [one.tensor for one in owned if len(one.shape) < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(
+    kind = torch.optim.Adam if options.coupled else torch.optim.AdamW
+    optimizer = kind(
         [group for group in groups if group["params"]],
         lr=options.learning_rate,
         betas=options.betas,

@@ -15,6 +15,7 @@ from espalier import units
 from espalier.config import Gpt, Moe, Muon, Recipe, shapes
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import UserError
+from espalier.graph.workload import GraphWorkload
 from espalier.language import gpt, moe
 from espalier.language import workload as language
 from espalier.language.work import Setting
@@ -36,11 +37,12 @@ def of_recipe(recipe: Recipe) -> Request:
     return _request(recipe, step, _language_tally(recipe.model), **_cuttable(recipe.model, sequence))
 
 
-def of_workload(recipe: Recipe, workload: ModuleWorkload) -> Request:
-    """Of a foreign module with its data."""
+def of_workload(recipe: Recipe, workload: ModuleWorkload | GraphWorkload) -> Request:
+    """Of a foreign module with its data, or of a graph."""
     model = workload.build(torch.device("cpu"), torch.float32)
     tally = _tally(model, workload.embeddings(model))
-    return _request(recipe, (workload.global_batch, 1.0), tally, anatomy=workload.anatomy, layers=1)
+    known = {"remarks": workload.decisions()} if isinstance(workload, GraphWorkload) else {}
+    return _request(recipe, (workload.global_batch, 1.0), tally, anatomy=workload.anatomy, layers=1, **known)
 
 
 def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> Request:

@@ -104,7 +104,7 @@ class Descriptions:
             self.notes.add(f"model.vocabulary is missing: {words['vocabulary']:,} assumed")
         words.setdefault("kind", "gpt")
         resolved, _ = derive.resolve(load.from_table({"model": words}, "the row"))
-        assert not isinstance(resolved.model, config.Module)
+        assert isinstance(resolved.model, config.Gpt | config.Moe)
         return _Model(shapes.sizes(resolved.model), gated, said)
 
     def _cluster(self, said: Words) -> Cluster:

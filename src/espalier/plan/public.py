@@ -10,7 +10,7 @@ import msgspec
 
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
-from espalier.config import Module, Pin, Recipe
+from espalier.config import GRAPH, Module, Pin, Recipe
 from espalier.errors import UserError, nearest
 from espalier.plan import chosen, refusals, search
 from espalier.plan.base import Layout, Plan, Predicted
@@ -116,8 +116,9 @@ def _asked(model: Any, batch: int | None, precision: str, pins: dict[str, Any]) 
     if isinstance(model, str | Path):
         model = derive.resolve(load.load(model, []))[0]
     if isinstance(model, Recipe):
-        if isinstance(model.model, Module):
-            raise UserError("A recipe of kind module has to be opened first.", do="make_plan(the module, …, batch=64)")
+        if isinstance(model.model, (Module, *GRAPH)):
+            kind = "module" if isinstance(model.model, Module) else "a graph"
+            raise UserError(f"A recipe for {kind} has to be opened first.", do="make_plan(the module, …, batch=64)")
         request = asking.of_recipe(derive.resolve(model)[0])
         pin = pins_of(pins, request.pin)
     elif isinstance(model, Request):

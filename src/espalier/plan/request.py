@@ -41,6 +41,7 @@ class Request:
         headroom: leave some of a device's memory free; False for runs that were made, whatever was left.
         factors: what a calibration says of the coefficients.
         sequence_parallel: tensor ranks also share the tokens between matrices.
+        remarks: what was decided of the data already, in sentences.
         refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner, as in
             InternEvo, which also sums gradients whole, or reduces them to each owner in turn.
     """
@@ -76,6 +77,7 @@ class Request:
     factors: Factors = PLAIN
     sequence_parallel: bool = True
     refresh: Literal["gather", "broadcast"] = "gather"
+    remarks: Sequence[str] = ()
 
     @property
     def bytes_each(self) -> int:
@@ -100,4 +102,4 @@ class Request:
     @property
     def model_flops(self) -> float:
         """FLOP of one step that count for MFU."""
-        return float(self.anatomy(1, "none", self.precision, WHOLE).whole.model_flops) * self.global_batch
+        return float(self.anatomy(self.global_batch, "none", self.precision, WHOLE).whole.model_flops)

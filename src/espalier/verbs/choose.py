@@ -89,7 +89,20 @@ def decide(
     request: Request, cluster: clusters.Cluster, calibration: Calibration, trials: Callable[[], Measured]
 ) -> Decision:
     """Searches all layouts; on processors `trials` (called when there is a choice) settle ranks and threads."""
-    request = replace(request, factors=calibration.factors)
+    found = _decided(replace(request, factors=calibration.factors), cluster, calibration, trials)
+    if not request.remarks:
+        return found
+    best, taken = (
+        None if plan is None else msgspec.structs.replace(plan, why=(*plan.why, *request.remarks))
+        for plan in (found.best, found.taken)
+    )
+    assert best is not None
+    return replace(found, best=best, taken=taken)
+
+
+def _decided(
+    request: Request, cluster: clusters.Cluster, calibration: Calibration, trials: Callable[[], Measured]
+) -> Decision:
     refusals.check_pins(request, cluster)
     if not gpus(cluster):
         reasons.check(request, cluster)
@@ -202,6 +215,8 @@ def _trials(
     asked = {key: table[key] for key in ("model", "comm")} | {
         key: table["train"].get(key) for key in ("sequence", "batch_tokens", "precision", "compile", "optimizer")
     }
+    if "graph" in table:
+        asked |= {key: table[key] for key in ("graph", "data")}
     key = runs.hashed([clusters.dumps(cluster), asked])
     return {
         (ranks, threads): (f"{key}/{ranks}x{threads}/{plan.micro_batch}/{plan.recompute}", plan)

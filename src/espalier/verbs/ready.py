@@ -13,8 +13,9 @@ import psutil
 
 from espalier import cluster as clusters
 from espalier import config
-from espalier.config import Gpt, Moe, Recipe, derive, load
+from espalier.config import GRAPH, Gpt, Moe, Recipe, derive, load
 from espalier.errors import UserError
+from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.hardware import probe
 from espalier.language import hf
 from espalier.language import workload as language
@@ -50,7 +51,7 @@ def resolve(path: str | Path, overrides: Sequence[str]) -> Resolved:
 def _with_initial(recipe: Recipe) -> Recipe:
     """Sizes that the recipe leaves open are those of the weights it starts from."""
     model = recipe.model
-    if isinstance(model, config.Module) or model.initial is None:
+    if not isinstance(model, Gpt | Moe) or model.initial is None:
         return recipe
     found = hf.options(Path(model.initial))
     if type(found) is not type(model):
@@ -67,6 +68,9 @@ def open_workload(resolved: Resolved) -> Workload:
     recipe = resolved.recipe
     if isinstance(recipe.model, config.Module):
         return open_module(recipe, resolved.folder)
+    if isinstance(recipe.model, GRAPH):
+        with waiting("Reading the graph") as progress:
+            return open_graph(recipe, resolved.folder, progress)
     with waiting("Reading the corpus") as progress:
         return language.open_language(recipe, progress=progress)
 
@@ -100,18 +104,20 @@ def parameters(recipe: Recipe, workload: Workload) -> int:
     """How many parameters the recipe's model has."""
     if isinstance(workload, ModuleWorkload):
         return sum(parameter.numel() for parameter in workload.parts.model.parameters())
-    assert not isinstance(recipe.model, config.Module)
+    if isinstance(workload, GraphWorkload):
+        return sum(parameter.numel() for parameter in workload.bare().parameters())
+    assert isinstance(recipe.model, Gpt | Moe)
     return derive.parameter_count(recipe.model)
 
 
 def request(
     resolved: Resolved, ranks: int | None = None, resident: int = 0, workload: Workload | None = None
 ) -> Request:
-    """What the planner is asked; allocates nothing and opens no corpus (a foreign module it has to open)."""
+    """What the planner is asked; allocates nothing and opens no corpus (a foreign module or a graph it has to open)."""
     recipe = resolved.recipe
-    if isinstance(recipe.model, config.Module):
+    if isinstance(recipe.model, (config.Module, *GRAPH)):
         workload = workload or open_workload(resolved)
-        assert isinstance(workload, ModuleWorkload)
+        assert isinstance(workload, ModuleWorkload | GraphWorkload)
         asked = asking.of_workload(recipe, workload)
     else:
         asked = asking.of_recipe(recipe)

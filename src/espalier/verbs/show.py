@@ -256,9 +256,12 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
     line(f"Done in {units.show_seconds(seconds)}: {figures or 'no step was left to do'}.")
     # Paths and commands stay whole on one line, so that they can be copied.
     print(f"  report    {page}")
-    language = (run.recipe.get("model") or {}).get("kind") != "module"
+    kind = (run.recipe.get("model") or {}).get("kind")
+    language = kind in ("gpt", "moe")
     if language:
         print(f"  go on     espalier predict {folder} 'def '")
+    elif kind != "module":
+        print(f"  answers   espalier predict {folder}")
     print(f"  evaluate  espalier eval {folder}")
     if language:
         print(f"  export    espalier export {folder} --to hf")

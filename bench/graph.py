@@ -1,0 +1,401 @@
+"""Graph networks beside PyTorch Geometric's on the same graphs: epochs, accuracy, MaxK, inference; and the sampler.
+
+    python bench/graph.py [--quick] [--pairs N] [--json FILE] [--only WORD] [--data FOLDER]
+
+Epochs: forward, loss and backward of two layers over a whole planted graph of 50,000 nodes of degree 16 (and of degree
+50 for MaxK); each peer is the faster of PyG's `edge_index` and its `torch.sparse` CSR form, normalised once.
+Accuracy: Cora and CiteSeer with the standard split (--data or ESPALIER_DATA, folder `planetoid`), ten seeds, the same
+optimizer, steps and sizes on both sides, at the last step. Inference: latency of all nodes, and the most memory that a
+process of its own needs beyond what it held before. Sampler: edges drawn for batches of 1,024 nodes, fan-out 10 and
+10, beside DGL where --dgl names a Python that has it, in a process of its own that takes turns with ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from espalier import config
+from espalier.config import derive, load
+from espalier.graph import generate, pyg, sources
+from espalier.graph.data import Graph, Parts
+from espalier.graph.sample import Sampler, Style
+from espalier.graph.views import infer
+from espalier.graph.workload import GraphWorkload
+from espalier.workload import Shard
+from table import Row, arguments, compare, publish
+
+KINDS = ("gcn", "sage", "gat")
+WIDTH = {"gcn": 64, "sage": 64, "gat": 64}
+ACCURATE = (("cora", "gcn"), ("cora", "gat"), ("citeseer", "gcn"))
+
+
+# --- ours --------------------------------------------------------------------------------------------------------
+
+
+def recipe(kind: str, **changes: Any) -> config.Recipe:
+    table = {"model": {"kind": kind, **changes.pop("model", {})}, "data": {"path": "bench"}, "train": {**changes}}
+    return derive.resolve(load.from_table(table))[0]
+
+
+def opened(graph: Graph, kind: str, **changes: Any) -> GraphWorkload:
+    return GraphWorkload(recipe(kind, **changes), graph)
+
+
+def epoch_of_ours(workload: GraphWorkload) -> Callable[[], None]:
+    model = workload.build(torch.device("cpu"), torch.float32).train()
+    count = workload.global_batch
+
+    def run() -> None:
+        model.zero_grad()
+        (batch,) = workload.batches(0, Shard(0, count, count))
+        loss, weight = workload.loss(model, batch)
+        (loss / weight).backward()
+
+    return run
+
+
+# --- PyG ---------------------------------------------------------------------------------------------------------
+
+
+class Theirs(nn.Module):
+    """Two layers of PyG with the sizes, the nonlinearity and the dropout of ours."""
+
+    def __init__(self, kind: str, inputs: int, width: int, outputs: int, dropout: float) -> None:
+        from torch_geometric.nn import GATConv, GCNConv, SAGEConv
+
+        super().__init__()
+        self.kind, self.dropout = kind, dropout
+        if kind == "gat":
+            self.first = GATConv(inputs, width // 8, heads=8, dropout=dropout)
+            self.second = GATConv(width, outputs, heads=1, concat=False, dropout=dropout)
+        elif kind == "gcn":
+            self.first, self.second = GCNConv(inputs, width, cached=True), GCNConv(width, outputs, cached=True)
+        else:
+            self.first, self.second = SAGEConv(inputs, width), SAGEConv(width, outputs)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        if self.kind != "sage":
+            x = F.dropout(x, self.dropout, self.training)
+        x = self.first(x, edges)
+        x = F.elu(x) if self.kind == "gat" else F.relu(x)
+        return self.second(F.dropout(x, self.dropout, self.training), edges)
+
+
+def forms_of(graph: Graph) -> dict[str, Tensor]:
+    """What PyG takes: the pairs, and the transposed adjacency as torch's CSR."""
+    data = pyg.to_pyg(graph)
+    ones = torch.ones(graph.edges)
+    shape = (graph.nodes, graph.nodes)
+    indptr, indices = torch.from_numpy(graph.indptr), torch.from_numpy(graph.indices.astype(np.int64))
+    return {"edge_index": data.edge_index, "csr": torch.sparse_csr_tensor(indptr, indices, ones, shape)}
+
+
+def epoch_of_theirs(model: nn.Module, graph: Graph, edges: Tensor) -> Callable[[], None]:
+    x, labels = torch.from_numpy(np.array(graph.features)), torch.from_numpy(np.array(graph.labels))
+    train = torch.from_numpy(graph.parts.train)
+
+    def run() -> None:
+        model.zero_grad()
+        F.cross_entropy(model(x, edges)[train], labels[train]).backward()
+
+    return run
+
+
+# --- timing ------------------------------------------------------------------------------------------------------
+
+
+def seconds(run: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    run()
+    return time.perf_counter() - begun
+
+
+def beside(case: str, ours: Callable[[], object], peers: dict[str, Callable[[], object]], pairs: int) -> Row:
+    """Ours beside the fastest peer, in turns; each is run once before, and peers that cannot are left out."""
+    ours()
+    first: dict[str, float] = {}
+    for name, run in list(peers.items()):
+        try:
+            run()
+            first[name] = min(seconds(run) for _ in range(2))
+        except (RuntimeError, ValueError) as error:
+            print(f"{case}: {name} left out ({str(error).splitlines()[0][:80]})", file=sys.stderr)
+    best = min(first, key=lambda name: first[name])
+    taken = [(seconds(ours) * 1e3, seconds(peers[best]) * 1e3) for _ in range(pairs)]
+    return compare(case, f"pyg-{best}", "ms", taken, higher_is_better=False)
+
+
+def epochs(kind: str, graph: Graph, name: str, pairs: int) -> Row:
+    workload = opened(graph, kind)
+    outputs, inputs = graph.outputs, graph.features.shape[1]
+    peers = {}
+    for form, edges in forms_of(graph).items():
+        dropout = recipe(kind).model.dropout
+        peers[form] = epoch_of_theirs(Theirs(kind, inputs, WIDTH[kind], outputs, dropout).train(), graph, edges)
+    return beside(f"{kind} epoch, {name}", epoch_of_ours(workload), peers, pairs)
+
+
+# --- MaxK --------------------------------------------------------------------------------------------------------
+
+
+def maxk(graph: Graph, k: int, pairs: int, steps: int) -> list[Row]:
+    """MaxK-SAGE beside ReLU-SAGE, both ours; accuracy in points after the same steps."""
+    sizes = {"width": 256, "depth": 3, "norm": True}
+    plain = {"model": {**sizes}, "steps": steps}
+    kept = {"model": {**sizes, "k": k}, "steps": steps}
+    ours, theirs = (opened(graph, "sage", **one) for one in (kept, plain))
+    runs = [epoch_of_ours(one) for one in (ours, theirs)]
+    for run in runs:
+        run()
+    taken = [(seconds(runs[0]) * 1e3, seconds(runs[1]) * 1e3) for _ in range(pairs)]
+    rows = [compare(f"maxk-sage epoch, k {k} of 256, {graph.origin}", "relu-sage", "ms", taken, higher_is_better=False)]
+    points = [(100 * trained(ours), 100 * trained(theirs))]
+    return [*rows, compare(f"maxk-sage accuracy, k {k} of 256, {steps} steps", "relu-sage", "%", points)]
+
+
+# --- accuracy ----------------------------------------------------------------------------------------------------
+
+
+def trained(workload: GraphWorkload) -> float:
+    """Test accuracy at the last step, by the product's own optimizer and schedule on one rank."""
+    from espalier import trainer
+    from espalier.launch import base as launch
+    from espalier.plan import base as plans
+
+    count = workload.global_batch
+    plan = plans.Plan(ranks=(plans.Rank(share=(0, count)),), micro_batch=count, precision="fp32")
+    one = trainer.Trainer(trainer.Setting(workload.recipe, plan, workload, launch.places(plan)[0]), None)
+    for step in range(workload.recipe.train.steps or 0):
+        one.train_step(workload.batches(step, Shard(0, count, count)))
+    model = one.built.model.eval()
+    logits = infer(model, workload.task.held)
+    return right(logits, workload.task.graph)
+
+
+def right(logits: Tensor, graph: Graph) -> float:
+    test = torch.from_numpy(graph.parts.test)
+    labels = torch.from_numpy(np.array(graph.labels))[test]
+    return float((logits[test].argmax(1) == labels)[labels >= 0].float().mean())
+
+
+def accuracy(data: Path, name: str, kind: str, seeds: int) -> Row:
+    """Both sides: Adam, L2 5e-4, the authors' rate, constant, no clipping."""
+    graph = sources.load(config.Data(path=str(data / "planetoid" / name)), config.Graph())
+    rate, steps = (0.005, 400) if kind == "gat" else (0.01, 200)
+    edges = forms_of(graph)["edge_index"]
+    pairs = []
+    for seed in range(1, seeds + 1):
+        optimizer = {
+            "kind": "adamw",
+            "coupled": True,
+            "weight_decay": 5e-4,
+            "betas": [0.9, 0.999],
+            "learning_rate": rate,
+        }
+        made = {"steps": steps, "seed": seed, "clip": 0.0, "optimizer": optimizer, "schedule": {"kind": "constant"}}
+        ours = trained(opened(graph, kind, model={"width": WIDTH[kind] if kind == "gat" else 16}, **made))
+        pairs.append((100 * ours, 100 * trained_by_pyg(graph, kind, edges, seed, (rate, steps))))
+        print(f"{name} {kind} seed {seed}: {pairs[-1][0]:.1f} {pairs[-1][1]:.1f}", file=sys.stderr)
+    ours, theirs = (statistics.mean(side) for side in zip(*pairs, strict=True))
+    row = compare(f"{name} {kind} test accuracy, mean of {seeds} seeds", "pyg", "%", pairs)
+    return Row(row.case, row.peer, theirs, ours, ours / theirs, row.unit, row.spread)
+
+
+def trained_by_pyg(graph: Graph, kind: str, edges: Tensor, seed: int, how: tuple[float, int]) -> float:
+    torch.manual_seed(seed)
+    width, dropout = (64, 0.6) if kind == "gat" else (16, 0.5)
+    model = Theirs(kind, graph.features.shape[1], width, graph.outputs, dropout).train()
+    decayed = [one for one in model.parameters() if one.ndim >= 2]
+    rest = [one for one in model.parameters() if one.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 5e-4}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.Adam(groups, lr=how[0])
+    run = epoch_of_theirs(model, graph, edges)
+    for _ in range(how[1]):
+        run()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        return right(model(torch.from_numpy(np.array(graph.features)), edges), graph)
+
+
+# --- inference ---------------------------------------------------------------------------------------------------
+
+
+def inference(kind: str, graph: Graph, name: str, pairs: int) -> Row:
+    workload = opened(graph, kind)
+    model = workload.build(torch.device("cpu"), torch.float32).eval()
+    features = torch.from_numpy(np.array(graph.features))
+    peers = {}
+    for form, edges in forms_of(graph).items():
+        other = Theirs(kind, graph.features.shape[1], WIDTH[kind], graph.outputs, 0.0).eval()
+        peers[form] = torch.no_grad()(lambda other=other, edges=edges: other(features, edges))
+    return beside(f"{kind} inference, {name}", lambda: infer(model, workload.task.held), peers, pairs)
+
+
+def cliquish(nodes: int) -> Graph:
+    """Cliques of 60 to 200 nodes, 5 % of their edges dropped, two random edges per node (as in bench/cbm.py)."""
+    from cbm import cliques
+
+    matrix = cliques(nodes, 60, 200, 0.05, 2).tocoo()
+    draw = np.random.default_rng(0)
+    parts = Parts(*np.array_split(np.arange(nodes), 3))
+    known: dict[str, Any] = {"labels": draw.integers(0, 10, nodes), "parts": parts}
+    return Graph.from_edges(matrix.col, matrix.row, features=draw.normal(size=(nodes, 64)), **known)
+
+
+def memory(kind: str, graph_text: str, folder: str, form: str) -> float:
+    """MiB that inference in a fresh process needs beyond what it held before; form `ours` or one of PyG's."""
+    command = [sys.executable, __file__, "--memory", kind, graph_text, folder, form]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def measure_memory(kind: str, text: str, folder: str, form: str) -> None:
+    graph = generate.load(text, Path(folder))
+    if form == "ours":
+        workload = opened(graph, kind)
+        model = workload.build(torch.device("cpu"), torch.float32).eval()
+        small = opened(generate.load("planted:nodes=100", Path(folder)), kind)
+        infer(small.build(torch.device("cpu"), torch.float32).eval(), small.task.held)  # compiles
+        run: Callable[[], object] = lambda: infer(model, workload.task.held)  # noqa: E731
+        torch.from_numpy(np.array(graph.features)).sum()
+    else:
+        features, edges = torch.from_numpy(np.array(graph.features)), forms_of(graph)[form]
+        other = Theirs(kind, graph.features.shape[1], WIDTH[kind], graph.outputs, 0.0).eval()
+        run = torch.no_grad()(lambda: other(features, edges))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run()
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+# --- the sampler -------------------------------------------------------------------------------------------------
+
+DGL = """
+import sys, time, numpy, torch, dgl
+torch.set_num_threads(int(sys.argv[2]))
+found = numpy.load(sys.argv[1])
+graph = dgl.graph(("csc", (found["indptr"], found["indices"], [])))
+sampler = dgl.dataloading.NeighborSampler([10, 10])
+seeds = torch.from_numpy(found["seeds"])
+for line in sys.stdin:
+    begun, edges = time.perf_counter(), 0
+    for batch in seeds:
+        _, _, blocks = sampler.sample(graph, batch)
+        edges += sum(block.num_edges() for block in blocks)
+    print(edges / (time.perf_counter() - begun), flush=True)
+"""
+
+
+def sampler(graph: Graph, python: str | None, pairs: int, batches: int) -> list[Row]:
+    draw = np.random.default_rng(0)
+    seeds = np.stack([draw.choice(graph.nodes, 1024, replace=False) for _ in range(batches)])
+    ours = Sampler(graph, Style(False, "mean"))
+
+    def rate() -> float:
+        begun, edges = time.perf_counter(), 0
+        for step, batch in enumerate(seeds):
+            edges += sum(block.edges for block in ours.draw(batch, (10, 10), step=step).blocks)
+        return edges / (time.perf_counter() - begun) / 1e6
+
+    rate()
+    if python is None:
+        alone = statistics.median(rate() for _ in range(pairs))
+        print(f"sampler: {alone:.1f} million edges/s (no DGL named by --dgl)", file=sys.stderr)
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "graph.npz"
+        np.savez(file, indptr=graph.indptr, indices=graph.indices.astype(np.int64), seeds=seeds)
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [python, "-c", DGL, str(file), str(torch.get_num_threads())]
+        with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment) as other:
+            assert other.stdin is not None
+            assert other.stdout is not None
+            taken = []
+            for _ in range(pairs + 1):
+                other.stdin.write("go\n")
+                other.stdin.flush()
+                taken.append((float(other.stdout.readline()) / 1e6, rate())[::-1])
+            other.stdin.close()
+    return [compare("sampler, fan-out 10 and 10, 1024 seeds", "dgl-2.1.0", "million edges/s", taken[1:])]
+
+
+# --- all of it ---------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--dgl")
+    parser.add_argument("--data")
+    parser.add_argument("--memory", nargs=4)
+    extra, rest = parser.parse_known_args()
+    if extra.memory:
+        measure_memory(*extra.memory)
+        return
+    sys.argv[1:] = rest
+    options = arguments("Graph networks beside PyG's.")
+    quick = options.quick
+    pairs = options.pairs or (5 if quick else 15)
+    named = extra.data or os.environ.get("ESPALIER_DATA")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        text = f"planted:nodes={10_000 if quick else 50_000},degree=16,features=64"
+        denser = f"planted:nodes={5_000 if quick else 20_000},degree=50,features=64,signal=1,homophily=0.15,classes=16"
+        cases: dict[str, Callable[[], list[Row]]] = {
+            **{f"epoch-{kind}": _later(epochs, kind, text, folder, pairs) for kind in KINDS},
+            **{f"inference-{kind}": _later(inference, kind, text, folder, pairs) for kind in KINDS},
+            **{f"memory-{kind}": _memory_rows(kind, text, folder) for kind in KINDS},
+            "inference-cliques": lambda: [inference("gcn", cliquish(5_000 if quick else 20_000), "cliques", pairs)],
+            **{f"maxk-{k}": _maxk(denser, folder, k, pairs, 20 if quick else 60) for k in (32, 16, 8)},
+            "sampler": lambda: sampler(generate.load(text, Path(folder)), extra.dgl, pairs, 10 if quick else 40),
+        }
+        for name, kind in ACCURATE if named else ():
+            cases[f"accuracy-{name}-{kind}"] = _accuracy(Path(named or ""), name, kind, 2 if quick else 10)
+        for name, run in cases.items():
+            if extra.only in name:
+                rows += run()
+                print(json.dumps([vars(row) for row in rows[-1:]]), file=sys.stderr)
+    publish(rows, options.json)
+
+
+def _maxk(text: str, folder: str, k: int, pairs: int, steps: int) -> Callable[[], list[Row]]:
+    return lambda: maxk(generate.load(text, Path(folder)), k, pairs, steps)
+
+
+def _later(what: Callable[..., Row], kind: str, text: str, folder: str, pairs: int) -> Callable[[], list[Row]]:
+    return lambda: [what(kind, generate.load(text, Path(folder)), text, pairs)]
+
+
+def _memory_rows(kind: str, text: str, folder: str) -> Callable[[], list[Row]]:
+    def run() -> list[Row]:
+        peers = {form: memory(kind, text, folder, form) for form in ("edge_index", "csr")}
+        best = min(peers, key=lambda form: peers[form])
+        pair = [(memory(kind, text, folder, "ours"), peers[best])]
+        return [compare(f"{kind} inference memory, {text}", f"pyg-{best}", "MiB", pair, higher_is_better=False)]
+
+    return run
+
+
+def _accuracy(data: Path, name: str, kind: str, seeds: int) -> Callable[[], list[Row]]:
+    return lambda: [accuracy(data, name, kind, seeds)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Row-wise top-k beside torch.topk and numpy.argpartition: CPU seconds and wall seconds, one thread and two.
+
+    python bench/rtopk.py [--quick] [--pairs N] [--json FILE]
+
+Large tensors of normal values first, then a sweep: widths from 16 to 65536 and k from 1 to width - 1, of each width the
+k with the worst ratio. "Never slower" means that no case has its whole 95 % interval below 1; cases where torch's own
+form is chosen are compared too. Compiling is not counted, allocating the results is.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from espalier.kernels import rtopk
+from table import Row, arguments, compare, interval, publish
+
+LARGE = ((65536, 256, 32), (16384, 1024, 64), (4096, 8192, 128), (65536, 256, 128))
+WIDTHS = (16, 32, 64, 100, 256, 1000, 4096, 16384, 65536)
+
+
+class Taken(NamedTuple):
+    """Milliseconds of one call."""
+
+    cpu: float
+    wall: float
+
+
+def taken(run: Callable[[], Any]) -> Taken:
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    return Taken(1e3 * (time.process_time() - cpu), 1e3 * (time.perf_counter() - wall))
+
+
+def turns(ours: Callable[[], Any], peer: Callable[[], Any], pairs: int) -> list[tuple[Taken, Taken]]:
+    """Both in turn, after one of each that is not counted."""
+    ours(), peer()
+    return [(taken(ours), taken(peer)) for _ in range(pairs)]
+
+
+def argpartition(x: Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
+    array = x.numpy()
+    columns = np.argpartition(array, array.shape[1] - k, axis=1)[:, -k:]
+    return np.take_along_axis(array, columns, axis=1), columns
+
+
+def gradients(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    leaf = x.detach().requires_grad_()
+    run(leaf).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def large(shape: tuple[int, int, int], pairs: int) -> list[Row]:
+    """Every peer on one large tensor."""
+    rows, width, k = shape
+    x = torch.randn(rows, width)
+    half = x.bfloat16()
+    threads = torch.get_num_threads()
+    peers: list[tuple[str, str, Callable[[], Any], Callable[[], Any]]] = [
+        ("torch.topk(sorted=False)", "", lambda: rtopk(x, k), lambda: torch.topk(x, k, sorted=False)),
+        ("torch.topk(sorted=True)", " sorted", lambda: rtopk(x, k, sorted=True), lambda: torch.topk(x, k)),
+        ("torch.topk(sorted=False)", " bf16", lambda: rtopk(half, k), lambda: torch.topk(half, k, sorted=False)),
+        (
+            "torch.topk(sorted=False)",
+            " with gradient",
+            lambda: gradients(lambda leaf: rtopk(leaf, k)[0], x),
+            lambda: gradients(lambda leaf: torch.topk(leaf, k, sorted=False)[0], x),
+        ),
+    ]
+    if threads == 1:  # NumPy has no more
+        peers.insert(1, ("numpy.argpartition", "", lambda: rtopk(x, k), lambda: argpartition(x, k)))
+    found = []
+    for peer, what, ours, theirs in peers:
+        measured = turns(ours, theirs, pairs)
+        for unit in ("cpu", "wall"):
+            case = f"{rows}×{width}, k = {k}{what}, {threads} threads"
+            values = [(getattr(one, unit), getattr(other, unit)) for one, other in measured]
+            found.append(compare(case, peer, f"ms {unit}", values, higher_is_better=False))
+    return found
+
+
+def worst(elements: int, width: int, pairs: int) -> tuple[Row, int]:
+    """Of one width the k with the worst ratio of wall time, and how many k are slower beyond doubt."""
+    x = torch.randn(max(1, -(-elements // width)), width)
+    threads = torch.get_num_threads()
+    rows, slower = [], 0
+    for k in sorted({1, 2, width // 16, width // 8, width // 4, width // 2, width - 1} - {0}):
+        for ranked in (False, True):
+            measured = turns(
+                lambda k=k, ranked=ranked: rtopk(x, k, sorted=ranked),
+                lambda k=k, ranked=ranked: torch.topk(x, k, sorted=ranked),
+                pairs,
+            )
+            values = [(one.wall, other.wall) for one, other in measured]
+            case = f"{x.shape[0]}×{width}, worst k = {k}{' sorted' if ranked else ''}, {threads} threads"
+            rows.append(compare(case, f"torch.topk(sorted={ranked})", "ms wall", values, higher_is_better=False))
+            slower += interval([theirs / ours for ours, theirs in values])[1] < 1
+    return min(rows, key=lambda row: row.ratio), slower
+
+
+def sweep(sizes: Sequence[int], widths: Sequence[int], pairs: int) -> list[Row]:
+    found, slower = [], 0
+    for elements in sizes:
+        for width in widths:
+            row, beyond_doubt = worst(elements, width, pairs)
+            found.append(row)
+            slower += beyond_doubt
+    print(f"sweep, {torch.get_num_threads()} threads: {slower} cases are slower beyond doubt")
+    return found
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    pairs = options.pairs or (7 if options.quick else 15)
+    torch.manual_seed(0)
+    rows: list[Row] = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for shape in LARGE[:3] if options.quick else LARGE:
+            rows += large(shape, pairs)
+        sizes, widths = ((100_000,), WIDTHS[::2]) if options.quick else ((100_000, 1_000_000), WIDTHS)
+        rows += sweep(sizes, widths, max(pairs, 15))
+    publish(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""What a graph recipe leaves open, filled in with its reason, and what it cannot mean, refused. No torch."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from espalier import config
+from espalier.errors import UserError
+
+VALIDATION_COST = 1 / 3
+"""Of a training step on the whole graph: a forward pass over it, without the backward pass (twice a forward)."""
+
+_PAPERS = {
+    "gcn": (2, 64, "relu", 0.5),
+    "sage": (2, 64, "relu", 0.5),
+    "gat": (2, 64, "elu", 0.6),
+    "gin": (3, 64, "relu", 0.5),
+}
+_SOURCES = {
+    "gcn": "two layers, dropout 0.5 (arXiv 1609.02907, section 5.2), and wider than its 16",
+    "sage": "two layers (arXiv 1706.02216, section 4)",
+    "gat": "two layers, 8 heads of 8, ELU, dropout 0.6 (arXiv 1710.10903, section 3.3)",
+    "gin": "within the sizes its authors tried (arXiv 1810.00826, section 7)",
+}
+
+
+class Draft(Protocol):
+    """A recipe being filled; see `config.derive`."""
+
+    recipe: config.Recipe
+
+    def get(self, key: str) -> Any:
+        """The value at a dotted key."""
+        ...
+
+    def fill(self, key: str, value: bool | int | float | str, reason: str) -> None:
+        """Sets `key` where it is None."""
+        ...
+
+
+def fill(draft: Draft) -> None:
+    """Sizes, steps and rates of a graph network."""
+    if draft.recipe.graph is None:
+        draft.recipe = msgspec.structs.replace(draft.recipe, graph=config.Graph())
+    graph, model = draft.recipe.graph, draft.recipe.model
+    assert graph is not None
+    if isinstance(model, config.Network):
+        _network(draft, type(model).__struct_config__.tag, graph)
+    draft.fill("train.sequence", 1, "one target (node, link or graph) counts as one token")
+    whole = not graph.fanout and graph.task == "node"
+    if not whole:
+        draft.fill("train.batch_tokens", 1024 if graph.task != "graph" else 64, f"{graph.task}s per step, as is usual")
+    steps = (200, "as many passes as GCN's authors make (arXiv 1609.02907, section 5.2)")
+    draft.fill("train.steps", *(steps if whole else (1000, "the size of the data is not known here: a thousand steps")))
+    draft.fill("train.optimizer.learning_rate", *_rate(draft.recipe.train.optimizer))
+    if isinstance(draft.recipe.train.optimizer, config.Muon):
+        draft.fill("train.optimizer.adamw.learning_rate", 0.01, "the rate of GCN's authors")
+
+
+def _rate(optimizer: config.Muon | config.Adamw) -> tuple[float, str]:
+    if isinstance(optimizer, config.Muon):
+        return 0.02, "Muon's steps have the same size at every width: 0.02 (its author's)"
+    return 0.01, "the rate of GCN's authors (arXiv 1609.02907, section 5.2)"
+
+
+def _network(draft: Draft, kind: Any, graph: config.Graph) -> None:
+    depth, width, activation, dropout = _PAPERS[kind]
+    source = _SOURCES[kind]
+    if graph.fanout:
+        draft.fill("model.depth", len(graph.fanout), "one layer for each entry of graph.fanout")
+    draft.fill("model.depth", depth, source)
+    draft.fill("model.width", width, source)
+    draft.fill("model.activation", "maxk" if draft.get("model.k") is not None else activation, source)
+    draft.fill("model.dropout", dropout, source)
+    if draft.get("model.activation") == "maxk":
+        eighth = max(1, draft.get("model.width") // 8)
+        draft.fill("model.k", eighth, "width / 8, MaxK-GNN's example (32 of 256, arXiv 2312.08656)")
+
+
+# --- limits ------------------------------------------------------------------------------------------------------
+
+
+def check(recipe: config.Recipe) -> None:
+    """Raises UserError for graph options that contradict each other or are not possible."""
+    model, graph = recipe.model, recipe.graph
+    if not isinstance(model, config.GRAPH):
+        if graph is not None:
+            raise UserError("[graph] belongs to a graph model.", do='model.kind = "gcn", "sage", "gat" or "gin"')
+        return
+    if isinstance(model, config.Network):
+        _width(model)
+    if graph is not None:
+        _graph(graph, model)
+    if len(recipe.data) > 1:
+        raise UserError(f"A graph is read from one [data], and there are {len(recipe.data)}.", do="keep one of them")
+    if recipe.train.recompute not in (None, "none"):
+        raise UserError(f"train.recompute = {recipe.train.recompute!r} is not possible for a graph.", do='"none"')
+
+
+def _width(model: config.Network) -> None:
+    width, k = model.width, model.k
+    if k is not None and k < 1:
+        raise UserError(f"model.k = {k} keeps nothing.", why="it has to be above 0", do="model.k = 8")
+    if k is not None and width is not None and k > width:
+        raise UserError(
+            f"model.k = {k} is more than there is.", why=f"model.width = {width}", do=f"model.k = {max(1, width // 8)}"
+        )
+    if k is not None and model.activation not in (None, "maxk"):
+        raise UserError(
+            f'model.k = {k} belongs to model.activation = "maxk", not {model.activation!r}.', do="give one of them"
+        )
+    if isinstance(model, config.Gat):
+        if model.heads < 1 or (width and width % model.heads):
+            raise UserError(
+                f"model.heads = {model.heads} does not divide model.width = {width}.", do="model.heads = 8, width = 64"
+            )
+        if model.activation == "maxk":
+            raise UserError(
+                'model.activation = "maxk" is not possible with model.kind = "gat".',
+                why="attention weighs every column of a neighbour",
+                do='model.kind = "sage", "gcn" or "gin"',
+            )
+
+
+def _graph(graph: config.Graph, model: config.Model) -> None:
+    if any(one < 1 and one != -1 for one in graph.fanout):
+        raise UserError(
+            f"graph.fanout = {list(graph.fanout)} is not possible.",
+            why="each entry is a number of neighbours above 0, or -1 for all",
+            do="graph.fanout = [10, 10]",
+        )
+    depth = model.depth if isinstance(model, config.Network) else None
+    if graph.fanout and depth is not None and depth != len(graph.fanout):
+        raise UserError(
+            f"graph.fanout = {list(graph.fanout)} has {len(graph.fanout)} entries for model.depth = {depth} layers.",
+            do="one entry for each layer",
+        )
+    if min(graph.split) < 0 or graph.split[0] <= 0 or abs(sum(graph.split) - 1) > 1e-6:
+        raise UserError(
+            f"graph.split = {list(graph.split)} is not possible.",
+            why="the shares of training, validation and test must add up to 1, and training needs some",
+            do="graph.split = [0.6, 0.2, 0.2]",
+        )
+    if graph.negatives < 1:
+        raise UserError(f"graph.negatives = {graph.negatives} is not possible.", do="graph.negatives = 1")
+    if graph.task == "graph" and graph.fanout:
+        raise UserError(
+            'graph.fanout is not possible with graph.task = "graph".',
+            why="each small graph is taken whole",
+            do="leave graph.fanout out",
+        )
+    if graph.task == "graph" and graph.inductive:
+        raise UserError("graph.inductive says nothing when whole graphs are held out.", do="leave it out")

@@ -1,0 +1,150 @@
+"""One layer's edges, rows of which only k columns are kept, and the two ways to aggregate over them: the seam.
+
+Networks know nothing of formats, kernels or ranks: they call their fields `aggregate` and `attend`, which default to
+the plain forms here and are replaced when a run is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Forms:
+    """What was once computed from a block's edges, by name. Has state: it fills on first use."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Any] = {}
+
+    def get(self, name: str, make: Callable[[], Any]) -> Any:
+        """The thing called `name`, made now if it is not there."""
+        if name not in self.known:
+            self.known[name] = make()
+        return self.known[name]
+
+
+class Block(NamedTuple):
+    """The edges of one layer, by target: target t hears from `indices[indptr[t]:indptr[t + 1]]`.
+
+    Targets are the first `len(indptr) - 1` of the `sources` nodes. The matrix is diag(left) W diag(right), each part
+    1 where it is None.
+
+    Attributes:
+        indptr: int64 [targets + 1]; indices: int32 or int64 [edges], below `sources`.
+        weights: float [edges]; left: float [targets]; right: float [sources].
+        features: float [edges, columns], for foreign networks.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    sources: int
+    forms: Forms
+    weights: Tensor | None = None
+    left: Tensor | None = None
+    right: Tensor | None = None
+    features: Tensor | None = None
+
+    @property
+    def targets(self) -> int:
+        """Rows of the result."""
+        return len(self.indptr) - 1
+
+    @property
+    def edges(self) -> int:
+        """Entries."""
+        return len(self.indices)
+
+    def rows(self) -> Tensor:
+        """int64 [edges]: the target of each edge."""
+
+        def make() -> Tensor:
+            counts = self.indptr.diff()
+            every = torch.arange(self.targets, device=counts.device)
+            return torch.repeat_interleave(every, counts, output_size=self.edges)
+
+        rows: Tensor = self.forms.get(f"rows on {self.indptr.device}", make)
+        return rows
+
+
+class Kept(NamedTuple):
+    """Rows of which only k columns are not zero: values float [rows, k] at columns int64 [rows, k] of `width`."""
+
+    values: Tensor
+    columns: Tensor
+    width: int
+
+    def dense(self) -> Tensor:
+        """float [rows, width], zeros where nothing was kept."""
+        empty = self.values.new_zeros(len(self.values), self.width)
+        return empty.scatter(1, self.columns.long(), self.values)
+
+
+Rows = Tensor | Kept
+
+
+def dense(rows: Rows) -> Tensor:
+    """`rows` as a matrix."""
+    return rows.dense() if isinstance(rows, Kept) else rows
+
+
+def project(rows: Rows, weight: Tensor, bias: Tensor) -> Tensor:
+    """The plain form of a linear map, weight [outputs, width], that also takes kept rows."""
+    return torch.nn.functional.linear(dense(rows), weight, bias)
+
+
+class Aggregate(Protocol):
+    """(block, rows of its sources [sources, width]) -> the weighted sums of its targets [targets, width]."""
+
+    def __call__(self, block: Block, rows: Rows) -> Tensor:
+        """Differentiable in `rows`."""
+        ...
+
+
+class Attend(Protocol):
+    """Graph attention over a block: see `attend`."""
+
+    def __call__(self, block: Block, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
+        """Differentiable in `rows` and `scores`."""
+        ...
+
+
+def aggregate(block: Block, rows: Rows) -> Tensor:
+    """The plain form: diag(left) W diag(right) rows, by gather and `index_add`."""
+    x = dense(rows)
+    if block.right is not None:
+        x = x * block.right[:, None]
+    messages = x[block.indices]
+    if block.weights is not None:
+        messages = messages * block.weights[:, None]
+    sums = x.new_zeros(block.targets, x.shape[1]).index_add(0, block.rows(), messages)
+    return sums if block.left is None else sums * block.left[:, None]
+
+
+NEGATIVE_SLOPE = 0.2
+"""Of the LeakyReLU in attention scores (arXiv 1710.10903, section 2.1)."""
+
+
+def attend(block: Block, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
+    """The plain form of graph attention: a softmax over each target's edges, by head.
+
+    Args:
+        block: its weights are not used.
+        rows: [sources, heads, columns].
+        scores: what the target [targets, heads] and the source [sources, heads] add to an edge's score.
+        dropout: share of coefficients dropped, the others scaled up.
+
+    Returns:
+        [targets, heads, columns]; zeros where a target has no edge.
+    """
+    at, heads = block.rows(), rows.shape[1]
+    logits = torch.nn.functional.leaky_relu(scores[0][at] + scores[1][block.indices], NEGATIVE_SLOPE)
+    most = logits.new_full((block.targets, heads), -torch.inf)
+    most = most.scatter_reduce(0, at[:, None].expand_as(logits), logits.detach(), "amax")
+    powers = (logits - most[at]).exp()
+    sums = powers.new_zeros(block.targets, heads).index_add(0, at, powers)
+    shares = torch.nn.functional.dropout(powers / sums[at], dropout)
+    messages = rows[block.indices] * shares[..., None]
+    return rows.new_zeros(block.targets, *rows.shape[1:]).index_add(0, at, messages)

@@ -1,0 +1,364 @@
+"""`Graph`: nodes, the edges into each of them, what is known of both. NumPy arrays, which may lie on disk.
+
+Edges are kept by target (compressed sparse columns of the adjacency): `indices[indptr[v]:indptr[v + 1]]` are the nodes
+that node v hears from, ascending. Policy: an edge given twice becomes one (weights are added, features are the first's)
+and an edge from a node to itself is dropped: networks that want one (GCN, GAT) add exactly one for every node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from espalier.errors import UserError, nearest
+
+Array = NDArray[Any]
+
+IGNORED = -1
+"""The label of a node (or graph) that has none."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which nodes (or graphs) train, validate and test: ascending int64 ids. They may leave nodes out."""
+
+    train: Array
+    validation: Array
+    test: Array
+
+    def named(self) -> tuple[tuple[str, Array], ...]:
+        """The three with their names."""
+        return (("train", self.train), ("validation", self.validation), ("test", self.test))
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One graph, or many small ones side by side.
+
+    Attributes:
+        indptr: int64 [nodes + 1]; indices: int32 or int64 [edges], the source of each edge.
+        features: float32 [nodes, width].
+        labels: int64 [nodes] (classes; -1: none), or float32 [nodes, tasks] (0, 1, NaN: none), or None.
+        parts: the split the data brings, None when it brings none.
+        weights: float32 [edges], None: every edge counts 1. edge_features: float32 [edges, columns].
+        starts: int64 [graphs + 1], the first node of each small graph; labels and parts are then of graphs.
+        classes: names of the classes; names: of the nodes; both may be empty.
+        origin: where it came from. notes: what was mended while reading.
+        numbers: int64 [nodes], the nodes' ids as they were given, None: as they are.
+        identity: stands for the content where reading all of it would take long; empty: the content is hashed.
+    """
+
+    indptr: Array
+    indices: Array
+    features: Array
+    labels: Array | None = None
+    parts: Parts | None = None
+    weights: Array | None = None
+    edge_features: Array | None = None
+    starts: Array | None = None
+    classes: tuple[str, ...] = ()
+    names: Sequence[str] = ()
+    origin: str = "graph"
+    notes: tuple[str, ...] = ()
+    numbers: Array | None = None
+    identity: str = ""
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return len(self.indptr) - 1
+
+    @property
+    def edges(self) -> int:
+        """How many directed edges there are, each way counted."""
+        return len(self.indices)
+
+    @property
+    def items(self) -> int:
+        """What labels are of: nodes, or small graphs."""
+        return self.nodes if self.starts is None else len(self.starts) - 1
+
+    @property
+    def outputs(self) -> int:
+        """Columns a network needs to answer the labels: classes, or tasks. 0 without labels."""
+        if self.labels is None:
+            return 0
+        if self.labels.ndim == 2:
+            return int(self.labels.shape[1])
+        return len(self.classes) or int(self.labels.max(initial=-1)) + 1
+
+    def degrees(self) -> Array:
+        """int64 [nodes]: edges into each node."""
+        return np.diff(self.indptr)
+
+    def targets(self) -> Array:
+        """int64 [edges]: the node each edge leads to."""
+        return np.repeat(np.arange(self.nodes), self.degrees())
+
+    def called(self, node: int) -> str:
+        """A node's name, else `node 7` by the number it was given."""
+        if len(self.names):
+            return self.names[node]
+        return f"node {node if self.numbers is None else int(self.numbers[node])}"
+
+    def find(self, text: str) -> int:
+        """The node with that name or number. Raises UserError naming the nearest name."""
+        if len(self.names) and text in self.names:
+            return list(self.names).index(text)
+        if text.isdecimal() and int(text) < self.nodes:
+            return int(text) if self.numbers is None else int(np.flatnonzero(self.numbers == int(text))[0])
+        near = nearest(text, self.names) if len(self.names) else None
+        raise UserError(
+            f"The graph has no node {text!r}.",
+            why=f"it has {self.nodes:,} nodes, numbered from 0",
+            do=f"did you mean {near}?" if near else f"a number up to {self.nodes - 1}",
+        )
+
+    def fingerprint(self) -> str:
+        """Hash of everything that training sees; ranks compare it at start."""
+        if self.identity:
+            return self.identity
+        digest = xxhash.xxh3_128()
+        arrays = [self.indptr, self.indices, self.features, self.labels, self.weights, self.edge_features, self.starts]
+        if self.parts is not None:
+            arrays += [self.parts.train, self.parts.validation, self.parts.test]
+        for array in arrays:
+            digest.update(b"none" if array is None else f"{array.dtype}{array.shape}".encode())
+            if array is not None:
+                flat = array.reshape(-1)
+                for at in range(0, len(flat), 1 << 22):  # in pieces: it may lie on disk
+                    digest.update(np.ascontiguousarray(flat[at : at + (1 << 22)]).tobytes())
+        return digest.hexdigest()[:16]
+
+    @staticmethod
+    def from_edges(sources: Any, targets: Any, *, features: Any, undirected: bool = False, **known: Any) -> Graph:
+        """A graph from two lists of node ids, `sources[e]` -> `targets[e]`; mirrored when `undirected`.
+
+        `known` are attributes of `Graph`, with `weights` and `edge_features` in the order of the edges given. Arrays
+        and tensors. Raises UserError for ids outside the graph, lengths that differ, NaN features, labels that do not
+        match, a split that names strangers, and a graph without nodes.
+        """
+        ends = _ids(sources, "sources"), _ids(targets, "targets")
+        features = _floats(features, "features")
+        count, notes = len(features), list(known.pop("notes", ()))
+        if len(ends[0]) != len(ends[1]):
+            raise UserError(f"The graph has {len(ends[0])} sources for {len(ends[1])} targets of edges.")
+        for name, one in zip(("sources", "targets"), ends, strict=True):
+            _refuse_strangers(one, count, name)
+        values = {name: known.pop(name, None) for name in ("weights", "edge_features")}
+        values = {name: None if one is None else _floats(one, name) for name, one in values.items()}
+        for name, one in values.items():
+            if one is not None and len(one) != len(ends[0]):
+                raise UserError(f"The graph has {len(one)} rows of {name} for {len(ends[0])} edges.")
+        indptr, indices, kept = _compressed(*ends, count, undirected, notes)
+        made = Graph(
+            indptr,
+            indices,
+            features,
+            weights=None if values["weights"] is None else kept.added(values["weights"]),
+            edge_features=None if values["edge_features"] is None else values["edge_features"][kept.first],
+            notes=tuple(notes),
+            **known,
+        )
+        return checked(made)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Which of the edges given became which edge kept: `first[e]` of edge e; all of `order` by groups at `group`."""
+
+    first: Array
+    order: Array
+    group: Array
+
+    def added(self, values: Array) -> Array:
+        """float32 [edges]: the sum of the values of all that became one edge."""
+        if not len(self.group):
+            return np.zeros(0, np.float32)
+        return np.add.reduceat(values[self.order].astype(np.float64), self.group).astype(np.float32)
+
+
+def _compressed(
+    sources: Array, targets: Array, nodes: int, undirected: bool, notes: list[str]
+) -> tuple[Array, Array, _Kept]:
+    number = np.arange(len(sources))
+    loops = sources == targets
+    if loops.any():
+        notes.append(f"{int(loops.sum()):,} edges from a node to itself were dropped (networks add their own)")
+        sources, targets, number = sources[~loops], targets[~loops], number[~loops]
+    given = len(sources)
+    undirected = undirected and not _symmetric(sources, targets, nodes)
+    if undirected:
+        sources, targets = np.concatenate([sources, targets]), np.concatenate([targets, sources])
+        number = np.concatenate([number, number])
+    keys = targets * np.int64(nodes) + sources
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    fresh = np.ones(len(keys), bool)
+    fresh[1:] = keys[1:] != keys[:-1]
+    group = np.flatnonzero(fresh)
+    keys = keys[group]
+    expected = given * (2 if undirected else 1)
+    if not undirected and len(keys) < expected:
+        notes.append(f"{expected - len(keys):,} edges were given more than once and are kept once")
+    kind = np.int32 if nodes < 2**31 else np.int64
+    indptr = np.zeros(nodes + 1, np.int64)
+    rows = keys // nodes if nodes else keys
+    np.cumsum(np.bincount(rows, minlength=nodes), out=indptr[1:])
+    indices = (keys - rows * nodes).astype(kind)
+    return indptr, indices, _Kept(number[order[group]], number[order], group)
+
+
+def _symmetric(sources: Array, targets: Array, nodes: int) -> bool:
+    """Whether every edge is given both ways already: mirroring would then double the weights."""
+    return np.array_equal(
+        np.unique(sources * np.int64(nodes) + targets), np.unique(targets * np.int64(nodes) + sources)
+    )
+
+
+# --- checks ------------------------------------------------------------------------------------------------------
+
+
+def checked(graph: Graph) -> Graph:
+    """`graph`, found consistent. Raises UserError naming what does not fit."""
+    if graph.nodes == 0:
+        raise UserError(f"The graph {graph.origin} is empty.", why="it has no nodes", do="give one with nodes")
+    if len(graph.features) != graph.nodes:
+        raise UserError(f"The graph has {len(graph.features)} rows of features for {graph.nodes} nodes.")
+    for name in ("features", "weights", "edge_features"):
+        _refuse_not_finite(getattr(graph, name), name)
+    if graph.labels is not None and len(graph.labels) != graph.items:
+        what = "nodes" if graph.starts is None else "graphs"
+        raise UserError(
+            f"The labels do not match: {len(graph.labels)} for {graph.items} {what}.",
+            do="give each one label; -1 where there is none",
+        )
+    if graph.labels is not None and graph.labels.ndim == 1 and graph.classes:
+        _refuse_strangers(np.maximum(graph.labels, 0), len(graph.classes), "a label")
+    for name, ids in graph.parts.named() if graph.parts else ():
+        _refuse_strangers(ids, graph.items, f"the {name} part")
+    if graph.parts is not None:
+        joined = np.concatenate([ids for _, ids in graph.parts.named()])
+        if len(np.unique(joined)) != len(joined):
+            raise UserError(
+                "The split has nodes in two parts at once.",
+                why="what was trained on would be measured",
+                do="give disjoint masks, or none and graph.split",
+            )
+    return graph
+
+
+def _refuse_strangers(ids: Array, count: int, name: str) -> None:
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= count):
+        bad = int(ids[(ids < 0) | (ids >= count)][0])
+        raise UserError(
+            f"{name[0].upper()}{name[1:]} has the id {bad}, outside the graph.",
+            why=f"there are {count}, numbered from 0" if count else "there are none",
+            do="give every node a row of features, or drop what names others",
+        )
+
+
+_PIECE = 1 << 16  # rows looked at at once: the array may lie on disk
+
+
+def _refuse_not_finite(array: Array | None, name: str) -> None:
+    if array is None:
+        return
+    for at in range(0, len(array), _PIECE):
+        good = np.isfinite(array[at : at + _PIECE])
+        if not good.all():
+            row = at + int(np.argwhere(~good)[0][0])
+            raise UserError(
+                f"The graph's {name} hold NaN or infinity, first in row {row}.",
+                why="one such value reaches every node around it",
+                do="replace it before training (numpy.nan_to_num)",
+            )
+
+
+def _array(values: Any) -> Array:
+    return values.detach().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
+
+
+def _ids(values: Any, name: str) -> Array:
+    array = _array(values)
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise UserError(f"The {name} of edges are {array.dtype}, not whole numbers.", do="give int64 node ids")
+    return array.reshape(-1).astype(np.int64)
+
+
+def _floats(values: Any, name: str) -> Array:
+    array = _array(values)
+    if array.dtype.kind not in "fiub":
+        raise UserError(f"The graph's {name} are {array.dtype}, not numbers.", do="give float32 values")
+    if name != "weights" and array.ndim != 2:
+        raise UserError(f"The graph's {name} have {array.ndim} dimensions.", do="give a matrix [rows, columns]")
+    return np.ascontiguousarray(array, dtype=np.float32)
+
+
+# --- splits ------------------------------------------------------------------------------------------------------
+
+
+def divided(graph: Graph, shares: tuple[float, float, float], seed: int) -> Graph:
+    """`graph` with a seeded random split where it brings none: `shares` of its labelled items."""
+    if graph.parts is not None:
+        return graph
+    ids = np.arange(graph.items)
+    if graph.labels is not None:
+        known = graph.labels >= 0 if graph.labels.ndim == 1 else ~np.isnan(graph.labels).all(1)
+        ids = ids[known]
+    return replace(graph, parts=parted(ids, shares, seed))
+
+
+def parted(ids: Array, shares: tuple[float, float, float], seed: int) -> Parts:
+    """`ids` dealt out by `shares`, seeded; each part ascending."""
+    order = np.random.default_rng([seed, 0x5B11]).permutation(ids)
+    cuts = [round(len(ids) * shares[0]), round(len(ids) * (shares[0] + shares[1]))]
+    train, validation, test = (np.sort(part) for part in np.split(order, cuts))
+    return Parts(train, validation, test)
+
+
+def without_edges(graph: Graph, gone: Array) -> Graph:
+    """`graph` without the edges where `gone` (bool [edges]) holds."""
+    counts = np.bincount(graph.targets()[~gone], minlength=graph.nodes)
+    return replace(
+        graph,
+        indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        indices=graph.indices[~gone],
+        weights=None if graph.weights is None else graph.weights[~gone],
+        edge_features=None if graph.edge_features is None else graph.edge_features[~gone],
+    )
+
+
+def relabelled(graph: Graph, permutation: Array) -> Graph:
+    """`graph` with its nodes in another order: node `new` is what `permutation[new]` was. Rows stay ascending."""
+    nodes, inverse = graph.nodes, np.empty(graph.nodes, np.int64)
+    inverse[permutation] = np.arange(nodes)
+    targets, sources = inverse[graph.targets()], inverse[graph.indices]
+    order = np.argsort(targets * np.int64(nodes) + sources)
+    labels, parts, own = graph.labels, graph.parts, graph.numbers
+    return replace(
+        graph,
+        indptr=np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=nodes))]).astype(np.int64),
+        indices=sources[order].astype(graph.indices.dtype),
+        features=np.ascontiguousarray(graph.features[permutation]),
+        labels=None if labels is None else np.ascontiguousarray(labels[permutation]),
+        parts=None if parts is None else Parts(*(np.sort(inverse[ids]) for _, ids in parts.named())),
+        weights=None if graph.weights is None else graph.weights[order],
+        edge_features=None if graph.edge_features is None else graph.edge_features[order],
+        names=[graph.names[at] for at in permutation] if len(graph.names) else (),
+        numbers=np.asarray(permutation, np.int64) if own is None else own[permutation],
+    )
+
+
+def seen_in_training(graph: Graph) -> Graph:
+    """`graph` as an inductive run trains on it: without the edges that touch nodes held out."""
+    assert graph.parts is not None
+    hidden = np.zeros(graph.nodes, bool)
+    hidden[graph.parts.validation] = True
+    hidden[graph.parts.test] = True
+    return without_edges(graph, hidden[graph.indices] | hidden[graph.targets()])

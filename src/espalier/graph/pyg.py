@@ -1,0 +1,203 @@
+"""To and from PyTorch Geometric: `Data` in, `Data` out, and saved files of it. Nothing of PyG is needed to convert.
+
+A heterogeneous graph is refused by name. Files are pickles: loading one may run any code, so they are read with
+torch's weights-only loader, and whole only if the user says so (`graph.pickle = true`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from espalier.errors import UserError, missing_extra
+from espalier.graph.data import Graph, Parts
+
+_MASKS = (("train", "train_mask"), ("validation", "val_mask"), ("test", "test_mask"))
+
+
+def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data") -> Graph:
+    """The `Graph` of a PyG `Data` (or of anything with its attributes). Raises UserError."""
+    _refuse_heterogeneous(data)
+    edges = getattr(data, "edge_index", None)
+    if edges is None:
+        raise UserError(
+            f"{origin} has no edge_index.", why="edges are given as int64 [2, edges]", do="see docs/graph.md"
+        )
+    features = _features(data, origin)
+    sources, targets = edges
+    weights = getattr(data, "edge_weight", None)
+    edge_features = getattr(data, "edge_attr", None)
+    if weights is None and edge_features is not None and edge_features.ndim == 1:
+        weights, edge_features = edge_features, None
+    return Graph.from_edges(
+        sources,
+        targets,
+        features=features,
+        undirected=undirected,
+        labels=_labels(getattr(data, "y", None)),
+        parts=_parts(data),
+        weights=weights,
+        edge_features=edge_features,
+        origin=origin,
+    )
+
+
+def from_many(items: Any, *, origin: str) -> Graph:
+    """Many small PyG graphs side by side; `y` of each is its label."""
+    items = list(items)
+    if not items:
+        raise UserError(f"{origin} holds no graphs.")
+    for item in items:
+        _refuse_heterogeneous(item)
+    widths = [_features(item, origin) for item in items]
+    starts = np.concatenate([[0], np.cumsum([len(one) for one in widths])]).astype(np.int64)
+    edges = [item.edge_index + int(start) for item, start in zip(items, starts, strict=False)]
+    labels = [getattr(item, "y", None) for item in items]
+    known = [one for one in labels if one is not None]
+    if len(known) < len(labels):
+        raise UserError(f"{origin}: a graph has no label y.", do="give each of them one")
+    joined = torch.cat(edges, 1)
+    return Graph.from_edges(
+        joined[0],
+        joined[1],
+        features=torch.cat(widths),
+        labels=_labels(torch.cat([one.reshape(1, -1) for one in known])),
+        starts=starts,
+        origin=origin,
+    )
+
+
+def to_pyg(graph: Graph) -> Any:
+    """A PyG `Data` of `graph`; edges by target, masks for its split. Needs torch_geometric."""
+    data = _library(f"Graph {graph.origin} as a PyG Data").data.Data()
+    targets = torch.from_numpy(graph.targets())
+    data.edge_index = torch.stack([torch.from_numpy(np.asarray(graph.indices, np.int64)), targets])
+    data.x = torch.from_numpy(np.array(graph.features))
+    if graph.labels is not None:
+        data.y = torch.from_numpy(np.array(graph.labels))
+    if graph.weights is not None:
+        data.edge_weight = torch.from_numpy(np.array(graph.weights))
+    if graph.edge_features is not None:
+        data.edge_attr = torch.from_numpy(np.array(graph.edge_features))
+    if graph.parts is not None and graph.starts is None:
+        for (_, ids), (_, name) in zip(graph.parts.named(), _MASKS, strict=True):
+            mask = torch.zeros(graph.nodes, dtype=torch.bool)
+            mask[torch.from_numpy(ids)] = True
+            setattr(data, name, mask)
+    return data
+
+
+def load(path: Path, *, pickle: bool, undirected: bool) -> Graph:
+    """The graph in a file written by `torch.save` of a `Data`, a (data, slices) tuple, a list of `Data`, or a dict.
+
+    Raises UserError for a file that needs unpickling of classes while `pickle` is False.
+    """
+    try:
+        found = torch.load(path, weights_only=not pickle, map_location="cpu")
+    except Exception as error:  # torch's and pickle's errors have no common base
+        if pickle:
+            raise UserError(
+                f"{path} cannot be read: {error}.", do="save it again with torch.save(data, path)"
+            ) from None
+        raise UserError(
+            f"{path} is pickled, and is not read.",
+            why="unpickling may run any code that its author put there",
+            do="graph.pickle = true if you trust it; or torch.save(data.to_dict(), path), which needs no trust",
+        ) from None
+    if isinstance(found, list) or (isinstance(found, tuple) and all(hasattr(one, "edge_index") for one in found)):
+        return from_many(found, origin=str(path))
+    if isinstance(found, tuple) and found:  # PyG's processed files: (data, slices, …)
+        found = found[0]
+    if isinstance(found, dict):
+        found = _Named(found)
+    return from_pyg(found, undirected=undirected, origin=str(path))
+
+
+def dataset(name: str, root: Path, *, undirected: bool) -> Graph:
+    """`pyg:Planetoid/Cora`: the dataset class of `torch_geometric.datasets` and its name, if it takes one."""
+    datasets = _library(f"data.path = 'pyg:{name}'").datasets
+    kind, _, which = name.partition("/")
+    if not hasattr(datasets, kind):
+        from espalier.errors import nearest
+
+        near = nearest(kind, [one for one in dir(datasets) if one[0].isupper()])
+        raise UserError(
+            f"data.path = 'pyg:{name}': PyG has no dataset class {kind!r}.",
+            do=f"did you mean pyg:{near}?" if near else "pyg:Planetoid/Cora",
+        )
+    made = getattr(datasets, kind)
+    try:
+        found = made(str(root / kind), which) if which else made(str(root / kind))
+    except Exception as error:  # downloads fail in many ways
+        raise UserError(
+            f"data.path = 'pyg:{name}' cannot be loaded.",
+            why=f"{type(error).__name__}: {error}",
+            do=f"put its raw files below {root / kind}, or check the name",
+        ) from None
+    if len(found) > 1:
+        return from_many(found, origin=f"pyg:{name}")
+    return from_pyg(found[0], undirected=undirected, origin=f"pyg:{name}")
+
+
+class _Named:
+    """A dict's keys as attributes."""
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        self.__dict__.update(table)
+
+
+def _library(purpose: str) -> Any:
+    try:
+        import torch_geometric.data
+        import torch_geometric.datasets
+    except ImportError:
+        raise missing_extra("torch_geometric", "graph", purpose) from None
+    return torch_geometric
+
+
+def _refuse_heterogeneous(data: Any) -> None:
+    if hasattr(data, "edge_types") or type(data).__name__ == "HeteroData":
+        kinds = [str(one) for one in getattr(data, "node_types", [])]
+        raise UserError(
+            f"A heterogeneous graph cannot be trained{': it has node types ' + ', '.join(kinds) if kinds else ''}.",
+            why="networks here have one kind of node and one kind of edge",
+            do="data.to_homogeneous(), or one of its relations",
+        )
+
+
+def _features(data: Any, origin: str) -> torch.Tensor:
+    features = getattr(data, "x", None)
+    if features is not None:
+        return torch.as_tensor(features).to(torch.float32)
+    count = getattr(data, "num_nodes", None)
+    if count is None:
+        raise UserError(f"{origin} has neither x nor num_nodes.", do="give x, float32 [nodes, columns]")
+    return torch.ones(int(count), 1)
+
+
+def _labels(labels: Any) -> np.ndarray[Any, np.dtype[Any]] | None:
+    if labels is None:
+        return None
+    labels = torch.as_tensor(labels)
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+        if labels.is_floating_point() and bool(labels.isnan().any()):
+            return labels.to(torch.float32)[:, None].numpy()
+    if labels.ndim == 2:
+        return labels.to(torch.float32).numpy()
+    if labels.is_floating_point() and not torch.equal(labels, labels.round()):
+        raise UserError("The labels are not whole numbers.", why="regression is not built", do="give classes 0, 1, …")
+    return labels.to(torch.int64).numpy()
+
+
+def _parts(data: Any) -> Parts | None:
+    given = [getattr(data, name, None) for _, name in _MASKS]
+    if given[0] is None:
+        return None
+    masks = [torch.as_tensor(one if one is not None else torch.zeros_like(given[0])) for one in given]
+    if masks[0].ndim == 2:  # several splits side by side: the first
+        masks = [one[:, 0] if one.ndim == 2 else one for one in masks]
+    return Parts(*(one.nonzero().flatten().numpy() for one in masks))

@@ -1,0 +1,90 @@
+"""Where the graph comes from: `data.path` read, checked, and divided into training, validation and test."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from espalier import config
+from espalier.config import Data
+from espalier.errors import UserError, nearest
+from espalier.folders import cache_folder
+from espalier.graph import generate, imports, planetoid, pyg, tables
+from espalier.graph.data import Graph
+
+KNOWN = (
+    *("python:imports", "pyg:Planetoid/Cora", "rmat:scale=16", "planted:nodes=10000", "a .pt file"),
+    *("an edge list (.csv, .npz, .parquet)", "a Planetoid folder", "an OGB folder"),
+)
+_SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:")
+
+Progress = Callable[[int, int], None]
+
+
+def load(data: Data, options: config.Graph, progress: Progress | None = None) -> Graph:
+    """The graph that `data.path` names. Raises UserError naming what is wrong with it."""
+    path = data.path
+    both = options.undirected
+    if path == "python:imports":
+        return imports.load(progress)
+    if path.startswith("pyg:"):
+        return pyg.dataset(path.removeprefix("pyg:"), _cache(data) / "pyg", undirected=both)
+    if path.partition(":")[0] in generate.KINDS:
+        return generate.load(path, _cache(data), progress)
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return _folder(place, both)
+    if not place.exists():
+        if place.name in planetoid.names(place.parent):  # one data set of a folder that holds several
+            return planetoid.load(place.parent, place.name, undirected=both)
+        raise _missing(path)
+    if place.suffix in (".pt", ".pth"):
+        return pyg.load(place, pickle=options.pickle, undirected=both)
+    if place.suffix in (".pkl", ".pickle"):
+        raise UserError(
+            f"data.path = {path!r} is a pickle, and is not read.",
+            why="unpickling may run any code that its author put there",
+            do="numpy.savez(file, edge_index=…, x=…, y=…), or torch.save(data.to_dict(), path)",
+        )
+    if place.suffix in tables.SUFFIXES:
+        return tables.load(place, undirected=both)
+    raise UserError(f"data.path = {path!r} is not a graph known by its name.", do=f"one of: {'; '.join(KNOWN)}")
+
+
+def _cache(data: Data) -> Path:
+    return Path(data.cache).expanduser() if data.cache else cache_folder() / "graphs"
+
+
+def _folder(place: Path, undirected: bool) -> Graph:
+    if generate.is_store(place):
+        return generate.opened(place)
+    if tables.is_ogb(place):
+        return tables.load_ogb(place, undirected=undirected)
+    for folder in (place, place / "raw"):
+        found = planetoid.names(folder)
+        if len(found) == 1:
+            return planetoid.load(folder, found[0], undirected=undirected)
+        if found:
+            raise UserError(
+                f"data.path = {str(place)!r} holds several data sets: {', '.join(found)}.",
+                do=f"data.path = {str(place / found[0])!r}",
+            )
+    for suffix in tables.SUFFIXES:
+        if (place / f"edges{suffix}").exists():
+            return tables.load(place / f"edges{suffix}", undirected=undirected)
+    raise UserError(
+        f"data.path = {str(place)!r} holds no graph that is known.",
+        why="looked for ind.NAME.graph (Planetoid), raw/edge.csv.gz (OGB) and edges.csv, .npz or .parquet",
+        do="name the file itself",
+    )
+
+
+def _missing(path: str) -> UserError:
+    if _SCHEME.match(path):
+        near = nearest(path, ["python:imports"])
+        return UserError(
+            f"data.path = {path!r}: unknown kind of source.",
+            do=f"did you mean {near}? known: {'; '.join(KNOWN)}" if near else f"known: {'; '.join(KNOWN)}",
+        )
+    return UserError(f"data.path = {path!r} does not exist.", do="check the path, or use path = 'python:imports'")

@@ -1,0 +1,257 @@
+"""Edge lists: `.csv`, `.npz` and `.parquet`, and the folders that OGB's data sets come in.
+
+A table of edges has a column for each end (`source`, `target`, else the first two), maybe `weight`; other columns are
+edge features. A table of nodes lies beside it (`edges.csv` and `nodes.csv`, or `x.csv` and `x.nodes.csv`): `id` (left
+out: the row), `label`, `part` (train, validation, test), and a column for each feature.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from espalier.errors import UserError, missing_extra
+from espalier.graph.data import IGNORED, Array, Graph, Parts
+
+SUFFIXES = (".csv", ".npz", ".parquet")
+
+Columns = Mapping[str, Array]
+
+
+def load(file: Path, *, undirected: bool) -> Graph:
+    """The graph whose edges are in `file`. Raises UserError."""
+    if file.suffix == ".npz":
+        return _arrays(file, undirected)
+    edges = _read(file)
+    beside = [file.with_name(f"{file.stem}.nodes{file.suffix}"), file.with_name(f"nodes{file.suffix}")]
+    nodes = next((_read(one) for one in beside if one.exists() and one != file), {})
+    ends, rest = _ends(edges, file)
+    ids = nodes.get("id")
+    sources, targets = (_numbered(one, ids, file) for one in ends)
+    count = _count(nodes, sources, targets)
+    labels, classes = _labels(nodes.get("label"))
+    weights = rest.pop("weight", None)
+    return Graph.from_edges(
+        sources,
+        targets,
+        features=_features(nodes, sources, targets, count),
+        undirected=undirected,
+        labels=labels,
+        parts=_named_parts(nodes.get("part"), file),
+        weights=None if weights is None else _numbers(weights, "weight", file),
+        edge_features=np.stack([_numbers(one, name, file) for name, one in rest.items()], 1) if rest else None,
+        classes=classes,
+        names=() if ids is None else [str(one) for one in ids],
+        origin=str(file),
+    )
+
+
+def _read(file: Path) -> Columns:
+    return _parquet(file) if file.suffix == ".parquet" else _csv(file)
+
+
+def _csv(file: Path) -> Columns:
+    try:
+        with open(file, newline="", encoding="utf-8") as opened:
+            lines = csv.reader(opened)
+            first = next(lines, None)
+            second = next(lines, first)
+        if first is None or second is None:
+            raise UserError(f"{file} is empty.", do="a line per edge: source,target")
+        head = not all(_is_number(cell) for cell in first)
+        names = [cell.strip() for cell in first] if head else [f"column{at}" for at in range(len(first))]
+        kind: Any = np.float64 if all(_is_number(cell) for cell in second) else str
+        if head and second is first:
+            return {name: np.zeros(0, np.int64) for name in names}
+        table = np.loadtxt(file, dtype=kind, delimiter=",", skiprows=int(head), ndmin=2, comments=None, quotechar='"')
+    except (UnicodeDecodeError, ValueError) as error:
+        raise UserError(f"{file} is not a table: {error}.", do="UTF-8 text, as many cells in every line") from None
+    return {name: table[:, at] for at, name in enumerate(names)}
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _parquet(file: Path) -> Columns:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise missing_extra("pyarrow", "graph", f"data.path = '{file}'") from None
+    try:
+        table = parquet.read_table(file)
+    except Exception as error:  # pyarrow's errors have no common base
+        raise UserError(f"{file} cannot be read: {error}.") from None
+    return {name: table[name].to_numpy() for name in table.column_names}
+
+
+def _ends(edges: Columns, file: Path) -> tuple[tuple[Array, Array], dict[str, Array]]:
+    names = list(edges)
+    if len(names) < 2:
+        raise UserError(f"{file} has {len(names)} column.", why="an edge has two ends", do="columns source and target")
+    pair = ("source", "target") if {"source", "target"} <= set(names) else (names[0], names[1])
+    return (edges[pair[0]], edges[pair[1]]), {name: edges[name] for name in names if name not in pair}
+
+
+def _numbered(ends: Array, ids: Array | None, file: Path) -> Array:
+    """The ends of edges as rows of the table of nodes."""
+    if ids is None:
+        numbers = _numbers(ends, "ends of edges", file)
+        if len(numbers) and not np.array_equal(numbers, np.round(numbers)):
+            raise UserError(f"{file}: ends of edges are not whole numbers.", do="give ids, or names and a nodes table")
+        return numbers.astype(np.int64)
+    order = np.argsort(ids, kind="stable")
+    at = np.searchsorted(ids, ends, sorter=order)
+    found = order[np.minimum(at, len(ids) - 1)]
+    strange = ids[found] != ends
+    if strange.any():
+        raise UserError(
+            f"{file} has an edge at {ends[strange][0]}, which is no id in the table of nodes.",
+            do="give every node a line there, or drop such edges",
+        )
+    return found.astype(np.int64)
+
+
+def _numbers(values: Array, name: str, file: Path) -> Array:
+    try:
+        return np.asarray(values, np.float64)
+    except ValueError as error:
+        raise UserError(f"{file}: {name} must be numbers: {error}.") from None
+
+
+def _count(nodes: Columns, sources: Array, targets: Array) -> int:
+    if nodes:
+        return len(next(iter(nodes.values())))
+    return int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1
+
+
+def _features(nodes: Columns, sources: Array, targets: Array, count: int) -> Array:
+    """The columns that are features; without any: a one, and the logarithm of the degree."""
+    names = [name for name in nodes if name not in ("id", "label", "part")]
+    if names:
+        return np.stack([np.asarray(nodes[name], np.float32) for name in names], 1)
+    valid = [ends[(ends >= 0) & (ends < count)] for ends in (sources, targets)]
+    degree = sum(np.bincount(ends, minlength=count) for ends in valid)
+    return np.stack([np.ones(count), np.log1p(degree)], 1).astype(np.float32)
+
+
+def _labels(column: Array | None) -> tuple[Array | None, tuple[str, ...]]:
+    """Classes by number; words become classes in alphabetical order, an empty one is no label."""
+    if column is None:
+        return None, ()
+    if column.dtype.kind in "fiu":
+        numbers = np.where(np.isnan(column.astype(np.float64)), IGNORED, column)
+        return numbers.astype(np.int64), ()
+    words = np.array([str(word) for word in column])
+    classes = sorted({word for word in words.tolist() if word})
+    known = {word: at for at, word in enumerate(classes)}
+    return np.array([known.get(word, IGNORED) for word in words.tolist()], np.int64), tuple(classes)
+
+
+def _named_parts(column: Array | None, file: Path) -> Parts | None:
+    if column is None:
+        return None
+    words = np.array([str(word) for word in column])
+    strange = set(words.tolist()) - {"train", "validation", "test", ""}
+    if strange:
+        raise UserError(f"{file}: part = {min(strange)!r} is not possible.", do="train, validation, test, or empty")
+    return Parts(*(np.flatnonzero(words == name) for name in ("train", "validation", "test")))
+
+
+_WORDS = {
+    "features": ("features", "x", "feat", "node_feat"),
+    "labels": ("labels", "y", "label", "node_label"),
+    "weights": ("weights", "edge_weight", "weight"),
+    "edge_features": ("edge_features", "edge_attr", "edge_feat"),
+}
+
+
+def _arrays(file: Path, undirected: bool) -> Graph:
+    """From `edge_index` [2, edges] (or `sources`, `targets`) and, under PyG's names or ours, what is known besides."""
+    try:
+        with np.load(file, allow_pickle=False) as opened:
+            found = dict(opened)
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"{file} cannot be read: {error}.",
+            why="arrays of objects are pickled, and unpickling may run any code" if "pickle" in str(error) else "",
+            do="numpy.savez(file, edge_index=…, x=…, y=…)",
+        ) from None
+    if "edge_index" in found:
+        sources, targets = found["edge_index"]
+    elif {"sources", "targets"} <= set(found):
+        sources, targets = found["sources"], found["targets"]
+    else:
+        raise UserError(f"{file} has no edge_index.", why=f"it has {', '.join(found)}", do="int64 [2, edges]")
+    known = {name: next((found[word] for word in words if word in found), None) for name, words in _WORDS.items()}
+    features = known.pop("features")
+    if features is None:
+        features = _features({}, sources, targets, _count({}, sources, targets))
+    labels = known.pop("labels")
+    if labels is not None and labels.dtype.kind in "iu":
+        labels = labels.reshape(len(labels), -1)[:, 0].astype(np.int64)
+    masks = [found.get(name) for name in ("train_mask", "val_mask", "test_mask")]
+    parts = None if any(one is None for one in masks) else Parts(*(np.flatnonzero(np.asarray(one)) for one in masks))
+    made = {"features": features, "labels": labels, "parts": parts, **known}
+    return Graph.from_edges(sources, targets, undirected=undirected, origin=str(file), **made)
+
+
+# --- OGB ---------------------------------------------------------------------------------------------------------
+
+
+def is_ogb(folder: Path) -> bool:
+    """Whether `folder` is laid out as OGB unpacks its data sets (arXiv 2005.00687): `raw/edge.csv.gz` and its kin."""
+    return (folder / "raw" / "edge.csv.gz").exists()
+
+
+def load_ogb(folder: Path, *, undirected: bool) -> Graph:
+    """An OGB data set for nodes or for graphs, with the split it brings."""
+    raw = folder / "raw"
+    sizes = _ogb(raw, "num-node-list", np.int64)
+    edges = _ogb(raw, "edge", np.int64)
+    many = len(sizes) > 1
+    ends = edges.T
+    if many:
+        per_graph = _ogb(raw, "num-edge-list", np.int64)[:, 0]
+        starts = np.concatenate([[0], np.cumsum(sizes[:, 0])])
+        ends = ends + np.repeat(starts[:-1], per_graph)
+    labels = _ogb(raw, "graph-label" if many else "node-label", np.float32)
+    features = raw / "node-feat.csv.gz"
+    nodes = int(sizes.sum())
+    return Graph.from_edges(
+        ends[0],
+        ends[1],
+        features=_ogb(raw, "node-feat", np.float32) if features.exists() else np.ones((nodes, 1), np.float32),
+        undirected=undirected,
+        labels=np.where(np.isnan(labels), IGNORED, labels)[:, 0].astype(np.int64) if labels.shape[1] == 1 else labels,
+        parts=_ogb_parts(folder),
+        edge_features=_ogb(raw, "edge-feat", np.float32) if (raw / "edge-feat.csv.gz").exists() else None,
+        starts=starts if many else None,
+        origin=str(folder),
+    )
+
+
+def _ogb(raw: Path, name: str, kind: Any) -> Array:
+    file = raw / f"{name}.csv.gz"
+    try:
+        return np.loadtxt(file, dtype=kind, delimiter=",", ndmin=2)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}.", do="unpack the data set anew") from None
+
+
+def _ogb_parts(folder: Path) -> Parts | None:
+    splits = sorted(folder.glob("split/*/train.csv.gz"))
+    if not splits:
+        return None
+    place = splits[0].parent
+    return Parts(
+        *(np.sort(np.loadtxt(place / f"{name}.csv.gz", dtype=np.int64, ndmin=1)) for name in ("train", "valid", "test"))
+    )

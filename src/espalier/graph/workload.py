@@ -1,0 +1,298 @@
+"""The Workload Protocol's answer for graphs: one network, one graph (or many small ones), one of three tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from espalier import config
+from espalier.config import Recipe
+from espalier.cost import Anatomy, Cut, Product, Work
+from espalier.errors import UserError
+from espalier.graph import choices, data, fast, foreign, link, metrics, sources, work
+from espalier.graph.data import Array, Graph
+from espalier.graph.gnn import Layer, Network
+from espalier.graph.link import LinkTask
+from espalier.graph.many import GraphTask
+from espalier.graph.node import NodeTask
+from espalier.graph.sample import Style
+from espalier.graph.views import Batch, View
+from espalier.graph.work import Reach
+from espalier.workload import Phase, Shard, to_device
+
+Progress = Callable[[int, int], None]
+Task = NodeTask | LinkTask | GraphTask
+
+GLIMPSES = 5
+"""Held-out answers shown at the end of a run."""
+
+
+class GraphWorkload:
+    """One network on one graph. `train.batch_tokens` counts targets (nodes, links, graphs) here.
+
+    Has state: where the model was built, so that what every step reads lies there too.
+    """
+
+    def __init__(
+        self, recipe: Recipe, graph: Graph, folder: str | Path | None = None, said: Sequence[str] = ()
+    ) -> None:
+        assert recipe.graph is not None
+        self.recipe, self.folder = recipe, folder
+        self.graph = graph
+        self.task = _task(recipe, graph)
+        whole = recipe.graph.task == "node" and not recipe.graph.fanout
+        asked = self.task.items if whole else recipe.train.batch_tokens or self.task.items
+        self.global_batch = min(asked, self.task.items)
+        self.nominal_weight = float(self.global_batch)
+        if recipe.graph.task == "link":
+            self.nominal_weight *= 1 + recipe.graph.negatives
+        self._dtype, self._device = torch.float32, torch.device("cpu")
+        self._epoch, self._order = -1, np.zeros(0, np.int64)
+        self._moved: dict[tuple[int, int, int, int | None], list[Batch]] = {}
+        self._reach: list[Reach] | None = None
+        self._said = tuple(said)
+        self._format: str | None = None
+
+    # --- the model -----------------------------------------------------------------------------------------------
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The network with its seeded weights and the kernels in its seam."""
+        self.decisions()  # before ranks are forked, so that they share what was made
+        self._dtype, self._device, self._moved = dtype, device, {}
+        return fast.equip(self.bare()).to(device=device, dtype=dtype)
+
+    def bare(self) -> nn.Module:
+        """The network with plain aggregation, seeded, on the CPU."""
+        inputs, options = self.graph.features.shape[1], self.recipe.model
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.recipe.train.seed)
+            if isinstance(options, config.Messages):
+                return foreign.build(options, inputs, self._outputs(), self.folder)
+            assert isinstance(options, config.Network)
+            return Network(options, inputs, self._outputs())
+
+    def _outputs(self) -> int:
+        """Columns of the network's answer: classes or tasks; for links, an embedding as wide as the layers."""
+        if not isinstance(self.task, LinkTask):
+            return self.task.outputs
+        options = self.recipe.model
+        return (options.width if isinstance(options, config.Network) else None) or 64
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The layers; a foreign network is one."""
+        return list(model.layers) if isinstance(model, Network) else [model]
+
+    def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
+        """The matrices of the first layer and of the last: what Muon leaves to AdamW."""
+        if isinstance(model, Network):
+            return [parameter for at in (0, -1) for parameter in model.layers[at].parameters() if parameter.ndim == 2]
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        return [*matrices[:1], *matrices[-1:]]
+
+    def recompute(self, model: nn.Module, mode: str) -> None:
+        """Only `none`."""
+        if mode != "none":
+            raise UserError(f"train.recompute = {mode!r} is not possible for a graph.", do='train.recompute = "none"')
+
+    # --- the data ------------------------------------------------------------------------------------------------
+
+    def batches(self, step: int, shard: Shard) -> list[Batch]:
+        """Targets of a seeded permutation per epoch, with what they hear from; the whole graph's stay as they are."""
+        if isinstance(self.task, NodeTask) and not self.task.fanout:
+            return self._standing(shard)
+        return [to_device(self.task.batch(ids, step), self._device, self._dtype) for ids in self._cut(step, shard)]
+
+    def _standing(self, shard: Shard) -> list[Batch]:
+        """On the whole graph every step is the same: its batches are made, and moved to the device, once."""
+        key = (shard.start, shard.stop, shard.micro_batch, shard.rounds)
+        if key not in self._moved:
+            made = [self.task.batch(ids, 0) for ids in self._cut(0, shard)]
+            self._moved[key] = [to_device(batch, self._device, self._dtype) for batch in made]
+        return self._moved[key]
+
+    def _cut(self, step: int, shard: Shard) -> list[Array]:
+        positions = self._positions(step, shard)
+        return [self.task.ids(positions[at - shard.start : end - shard.start]) for at, end in shard.cuts if end > at]
+
+    def _positions(self, step: int, shard: Shard) -> Array:
+        items = self.task.items
+        if isinstance(self.task, NodeTask) and not self.task.fanout:
+            return np.arange(shard.start, shard.stop)
+        found = []
+        at, stop = (step * self.global_batch + one for one in (shard.start, shard.stop))
+        while at < stop:
+            epoch, place = divmod(at, items)
+            until = min(stop, (epoch + 1) * items)
+            found.append(self._permutation(epoch)[place : place + until - at])
+            at = until
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    def _permutation(self, epoch: int) -> Array:
+        if self._epoch != epoch:
+            self._order = np.random.default_rng([self.recipe.train.seed, epoch]).permutation(self.task.items)
+            self._epoch = epoch
+        return self._order
+
+    def documents(self, step: int, shard: Shard) -> list[str]:
+        """Names of the targets."""
+        return [self.task.name(int(item)) for item in self.task.ids(self._positions(step, shard))]
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The task's sum of losses, and how many answers it is of."""
+        return self.task.loss(model, batch)
+
+    def validation_samples(self) -> int:
+        """Held-out nodes, links or graphs."""
+        return self.task.validation
+
+    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+        """The task's figures with all neighbours; under `test_` those of the test part, which chooses nothing."""
+        return self.task.evaluate(model, shard)
+
+    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+        """Quotients as people read them."""
+        return metrics.summary(totals)
+
+    def sample(self, model: nn.Module) -> str:
+        """Some held-out answers beside the truth."""
+        ids = self.task.parts.validation[:: max(1, self.task.validation // GLIMPSES)][:GLIMPSES].tolist()
+        if isinstance(self.task, LinkTask):
+            pairs = [(int(head), int(tail)) for head, tail in self.task.links.pairs[:, ids].T]
+            told = self.task.answers(model, pairs)
+            return "\n".join(f"{one['name']}: {one['probability']:.2f} (it is there)" for one in told)
+        lines = []
+        for item, one in zip(ids, self.task.answers(model, ids), strict=True):
+            if "label" in one:
+                truth = int(self.task.labels[item])
+                true = self.graph.classes[truth] if truth < len(self.graph.classes) else str(truth)
+                lines.append(f"{one['name']}: {one['label']} ({one['probability']:.2f}), in truth {true}")
+        return "\n".join(lines)
+
+    def fingerprint(self) -> str:
+        """Of the graph, its split included."""
+        return self.graph.fingerprint()
+
+    def notes(self) -> list[str]:
+        """What was mended in the graph, and what of it cannot be learned."""
+        found = list(self.graph.notes)
+        alone = int((self.graph.degrees() == 0).sum())
+        if alone:
+            found.append(f"{alone:,} of {self.graph.nodes:,} nodes have no neighbour; they see only themselves")
+        return found
+
+    def phases(self) -> Sequence[Phase]:
+        """One."""
+        return [Phase(0, self.recipe.train.steps or 0)]
+
+    def tasks(self) -> Sequence[str]:
+        """One."""
+        return ["main"]
+
+    def decisions(self) -> tuple[str, ...]:
+        """What was decided of the graph, in sentences; makes the format on first use."""
+        model = self.bare()
+        if not isinstance(model, Network):
+            return ()
+        layers = [layer for layer in model.layers if isinstance(layer, Layer)]
+        assert self.recipe.graph is not None
+        k = model.options.k if model.options.activation == "maxk" else None
+        if self._each or not isinstance(self.task, NodeTask):
+            return (*self._said, *choices.passes(layers, k))
+        if self._format is None:
+            self._format = choices.formatted(
+                self.task.train.block, layers, self.recipe.graph.format, self.recipe.train.steps or 0
+            )
+        return (*self._said, self._format, *choices.passes(layers, k))
+
+    # --- cost ----------------------------------------------------------------------------------------------------
+
+    def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
+        """By layer from its reach: of the whole graph, or of one step's drawn neighbourhood, per target."""
+        bare = self.bare()
+        if not isinstance(bare, Network):
+            return self._foreign_work(bare, micro_batch)
+        layers = [layer for layer in bare.layers if isinstance(layer, Layer)]
+        return work.work(layers, self.reach(), micro_batch, precision, self._each)
+
+    @property
+    def _each(self) -> bool:
+        """Whether work grows with the micro-batch."""
+        return isinstance(self.task, GraphTask) or bool(self.task.fanout)
+
+    def reach(self) -> list[Reach]:
+        """What each layer passes over, the farthest from the targets first; per target where batches are drawn."""
+        if self._reach is None:
+            batches = self.task.batch(self.task.ids(np.arange(self.global_batch)), 0)
+            share = self.global_batch if self._each else 1
+            self._reach = [
+                Reach(block.sources / share, block.targets / share, block.edges / share) for block in batches.blocks
+            ]
+        return self._reach
+
+    def _foreign_work(self, model: nn.Module, micro_batch: Any) -> Work:
+        """Two operations per parameter and node: what a foreign network does inside is not known."""
+        first = self.reach()[0]
+        times = micro_batch if self._each else micro_batch * 0 + 1.0
+        rows = first.sources * times
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        width = self.graph.features.shape[1]
+        moved = 4.0 * width * (first.edges * times + 2 * rows)
+        return Work((Product(rows, parameters, 1),), 0.0, moved, moved, 0.0, 0.0, micro_batch, micro_batch)
+
+    def anatomy(self, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
+        """All of it is one layer: a graph network is not cut."""
+        nothing = Work((), 0.0, 0.0, 0.0, 0.0, 0.0, micro_batch, micro_batch)
+        return Anatomy(1, self.work(micro_batch, recompute, precision), nothing)
+
+
+def _task(recipe: Recipe, graph: Graph) -> Task:
+    options, model = recipe.graph, recipe.model
+    assert options is not None
+    style, depth = _style(model), _depth(model, options)
+    if options.task == "graph":
+        return GraphTask(graph, style, depth, summed=isinstance(model, config.Gin))
+    if graph.starts is not None:
+        raise UserError(
+            f"{graph.origin} holds many graphs, and graph.task is {options.task!r}.", do='graph.task = "graph"'
+        )
+    if options.task == "link":
+        links = link.split(graph, options.split, recipe.train.seed)
+        return LinkTask(View(links.rest, style, depth), links, options.fanout, recipe.train.seed, options.negatives)
+    seen = data.seen_in_training(graph) if options.inductive else graph
+    held = View(graph, style, depth)
+    return NodeTask(View(seen, style, depth) if options.inductive else held, held, options.fanout, recipe.train.seed)
+
+
+def _style(model: config.Model) -> Style:
+    if isinstance(model, config.Gcn):
+        return Style(loops=True, scale="symmetric")
+    if isinstance(model, config.Gat):
+        return Style(loops=True, scale="none")
+    return Style(loops=False, scale="mean" if isinstance(model, config.Sage) else "none")
+
+
+def _depth(model: config.Model, options: config.Graph) -> int:
+    if isinstance(model, config.Network):
+        assert model.depth is not None
+        return model.depth
+    return len(options.fanout)
+
+
+def open_graph(recipe: Recipe, folder: str | Path | None = None, progress: Progress | None = None) -> GraphWorkload:
+    """Reads the graph that `[data]` names and divides it. `recipe` must be resolved. Raises UserError."""
+    assert recipe.graph is not None
+    if not recipe.data:
+        raise UserError("The recipe has no [data].", do='[data] path = "python:imports"')
+    graph = sources.load(recipe.data[0], recipe.graph, progress)
+    if recipe.graph.task != "link":
+        graph = data.divided(graph, recipe.graph.split, recipe.train.seed)
+    said: list[str] = []
+    if recipe.graph.task != "graph" and not recipe.graph.fanout and graph.starts is None:
+        graph, sentence = choices.ordered(graph, recipe.graph.order)
+        said.append(sentence)
+    return GraphWorkload(recipe, graph, folder, said)

@@ -1,0 +1,139 @@
+"""Kernels for the CPU: numba with explicit signatures, a cache on disk, TBB's threads and torch's thread count.
+
+Importing this imports numba; only modules of kernels do, and they are imported when a kernel first runs.
+
+- Only the threading layer `tbb` survives forks and calls from several threads (after GNU OpenMP a forked child dies,
+  the workqueue layer aborts). numba finds it only if the library is loaded already: the wheel puts it where the
+  linker does not look. Without TBB, kernels run on one thread. A layer that the user chose or started is kept.
+- The cache on disk is keyed by the source file of the kernel alone. Functions that a kernel calls (`njit`, `intrinsic`)
+  stand in its own file, or their modules are named in `jit(uses=...)`: else a change there would not be noticed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import numba
+import numba.extending
+import torch
+
+Body = TypeVar("Body", bound=Callable[..., Any])
+
+njit: Callable[[Body], Body] = numba.njit
+"""For functions that kernels call: compiled into them."""
+intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.extending.intrinsic
+"""For functions that write LLVM's code themselves."""
+
+
+def _load_tbb() -> bool:
+    """True when numba will find TBB, or somebody already chose a threading layer."""
+    if numba.config.THREADING_LAYER != "default" or _layer_runs():
+        return True
+    try:
+        files = importlib.metadata.files("tbb") or []
+        ctypes.CDLL(str(next(file for file in files if file.name.startswith("libtbb.so.12")).locate()))
+        importlib.import_module("numba.np.ufunc.tbbpool")
+    except (importlib.metadata.PackageNotFoundError, StopIteration, OSError, ImportError):
+        return False
+    numba.config.THREADING_LAYER = "tbb"
+    return True
+
+
+def _layer_runs() -> bool:
+    try:
+        numba.threading_layer()
+    except ValueError:  # none is started
+        return False
+    return True
+
+
+_PARALLEL = _load_tbb()
+_KERNELS: list[Kernel] = []
+
+
+@dataclass(frozen=True)
+class _Options:
+    parallel: bool
+    fastmath: bool
+    uses: tuple[ModuleType, ...]
+
+
+class Kernel:
+    """A function that numba compiles at its first call, or loads from its cache. Has state: the compiled code.
+
+    Tensors among the arguments are passed as the NumPy arrays they share memory with (no copy, no autograd; numba
+    refuses, by a TypeError, dtypes and strides that no signature names).
+    """
+
+    def __init__(self, body: Callable[..., Any], signatures: tuple[str, ...], options: _Options) -> None:
+        self.body = body
+        self.__name__, self.__doc__ = body.__name__, body.__doc__
+        self._signatures = list(signatures)
+        self._options = replace(options, parallel=options.parallel and _PARALLEL)
+        self._compiled: Any = None
+        _KERNELS.append(self)
+
+    def compile(self) -> Any:
+        """The code for all signatures: from the cache on disk, or 0.3 to 1 s for each."""
+        if self._compiled is None:
+            self.body.__qualname__ += f"_{_key(self._options)}"  # the name is part of the cache's key
+            self._compiled = numba.njit(
+                self._signatures,
+                cache=True,
+                nogil=True,
+                error_model="numpy",
+                parallel=self._options.parallel,
+                fastmath=self._options.fastmath,
+            )(self.body)
+        return self._compiled
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs on as many threads as torch would use here."""
+        run = self._compiled or self.compile()
+        if self._options.parallel:
+            numba.set_num_threads(threads())
+        return run(*(one.detach().numpy() if isinstance(one, torch.Tensor) else one for one in arguments))
+
+
+def jit(
+    *signatures: str, parallel: bool = False, fastmath: bool = False, uses: tuple[ModuleType, ...] = ()
+) -> Callable[[Callable[..., Any]], Kernel]:
+    """Makes the decorated body a `Kernel`.
+
+    Args:
+        signatures: of numba, return type first or left out: `"(float32[:, ::1], int64, int64[:, ::1])"`.
+        parallel: the body has loops over `numba.prange`, and they may share its iterations out to threads. A body
+            must give the same result for every number of threads.
+        fastmath: sums may be reordered, and no NaN or infinity occurs.
+        uses: other modules whose functions are compiled into this one.
+    """
+
+    def make(body: Callable[..., Any]) -> Kernel:
+        return Kernel(body, signatures, _Options(parallel, fastmath, uses))
+
+    return make
+
+
+def _key(options: _Options) -> str:
+    """What numba leaves out of its cache's key: options, and the text of other modules."""
+    texts = [Path(module.__file__ or "").read_bytes() for module in options.uses]
+    return hashlib.sha256(b"".join([repr((options.parallel, options.fastmath)).encode(), *texts])).hexdigest()[:16]
+
+
+def threads() -> int:
+    """How many threads a parallel kernel uses here: torch's number, at most numba's pool."""
+    return min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS))
+
+
+def warm() -> None:
+    """Compiles every kernel of the modules imported so far, so that no first call has to wait for it."""
+    for kernel in _KERNELS:
+        kernel.compile()

@@ -1,0 +1,215 @@
+"""The k largest of every row: RTop-K, arXiv 2409.00822 (ICLR 2025), beside torch.topk.
+
+Many short rows (activations, expert scores, gradients in buckets) need no sort: a threshold is searched per row until
+exactly k elements reach it. The fast forms stand in rtopk_cpu.py and rtopk_gpu.py with what they do otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from espalier.errors import UserError
+from espalier.kernels.base import operation
+
+if TYPE_CHECKING:
+    from jaxtyping import Int, Shaped
+
+Found = tuple[Tensor, Tensor]
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Dtypes of the fast forms, by the number that their kernels know them by."""
+RANKED = 256
+"""Largest k whose values the fast form for the CPU sorts: it counts k² comparisons."""
+_NARROWEST = 16
+"""One vector: rows narrower than that are torch's."""
+_LEAST = {"AVX512": 1, "AVX2": 4}.get(torch.backends.cpu.get_cpu_capability())
+"""Smallest k worth it: on AVX2, where packing takes many instructions, torch's heap of one value is faster. On other
+processors nothing was measured, and torch is left alone."""
+_SMALLEST = 4096
+"""Fewer elements than that are done before a kernel has started."""
+_WIDEST_ON_GPU = 8192
+"""A row is held in the registers of one block."""
+
+
+def rtopk(
+    x: Shaped[Tensor, "*rows width"], k: int, *, max_iterations: int | None = None, sorted: bool = False
+) -> tuple[Shaped[Tensor, "*rows k"], Int[Tensor, "*rows k"]]:
+    """The k largest elements along the last dim, as torch.topk returns them: values and int64 columns.
+
+    NaN counts as largest. Which of equal elements are taken is not promised, nor without `sorted` their order.
+
+    Args:
+        x: any dtype and device torch.topk takes, any strides; fast for float32, bfloat16 and float16.
+        k: from 0 to the width.
+        max_iterations: end the search of a row after that many bisections and, as the paper counts, one more look at
+            the middle: k elements still, the largest among them, but a few of the others may miss the k largest.
+            Meant for GPUs; on CPUs the exact search is as fast. Rows with NaN and integers are always exact.
+        sorted: values fall along the row.
+
+    Returns:
+        Values, differentiable in `x` (reverse mode, any order), and columns.
+
+    Raises:
+        UserError: `k` or `max_iterations` out of range, `x` a scalar, a dtype without order.
+    """
+    _check(x, k, max_iterations)
+    if k == x.shape[-1] and not sorted:
+        columns = torch.arange(k, device=x.device).expand(x.shape).contiguous()
+        return x.clone(memory_format=torch.contiguous_format), columns
+    return row_topk(x, k, max_iterations, sorted)
+
+
+def _check(x: Tensor, k: int, max_iterations: int | None) -> None:
+    if x.dim() == 0:
+        raise UserError("rtopk got a scalar.", do="x.reshape(1)")
+    if x.dtype is torch.bool or x.is_complex():
+        raise UserError(f"rtopk got dtype {x.dtype}, which torch.topk does not order.", do="x.to(torch.uint8) for bool")
+    if not 0 <= k <= x.shape[-1]:
+        raise UserError(
+            f"k = {k}, but a row has {x.shape[-1]} elements.",
+            do=f"a k from 0 to {x.shape[-1]}" if x.shape[-1] else "rows with elements",
+        )
+    if max_iterations is not None and max_iterations < 1:
+        raise UserError(f"max_iterations = {max_iterations}.", do="8, or None for the exact result")
+
+
+@operation("rtopk")
+def row_topk(x: Tensor, k: int, max_iterations: int | None, sorted: bool) -> Found:
+    """torch.topk; with `max_iterations`, the bisection that the fast forms do, on all rows at once."""
+    if max_iterations is None or not x.is_floating_point() or x.numel() == 0 or k == 0:
+        values, columns = torch.topk(x, k, sorted=sorted)
+        return values, columns
+    with torch.no_grad():
+        chosen = _bisected(x.float() if x.dtype in KINDS else x, k, _steps(max_iterations))
+        strange = x.isnan().any(-1, keepdim=True)
+        if strange.any():
+            exact = torch.zeros_like(chosen).scatter_(-1, torch.topk(x, k).indices, True)
+            chosen = torch.where(strange, exact, chosen)
+        columns = chosen.nonzero()[:, -1].reshape(*x.shape[:-1], k)
+    return _ordered(x, columns) if sorted else (x.gather(-1, columns), columns)
+
+
+def _steps(max_iterations: int | None) -> int:
+    """Looks at a row; negative: until it is exact."""
+    return -1 if max_iterations is None else max_iterations + 1
+
+
+def _ordered(x: Tensor, columns: Tensor) -> Found:
+    values, order = x.gather(-1, columns).sort(dim=-1, descending=True, stable=True)
+    return values, columns.gather(-1, order)
+
+
+def _bisected(x: Tensor, k: int, steps: int) -> Tensor:
+    """Which k elements of every row are kept after so many halvings of its bracket [low, high)."""
+    low, top = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    high = torch.full_like(low, torch.nan)  # which no element is at least
+    above = torch.zeros_like(low, dtype=torch.int64)
+    ended = torch.zeros_like(above, dtype=torch.bool)
+    finite = torch.finfo(x.dtype).max
+    for _ in range(steps):
+        middle = 0.5 * low.clamp(min=-finite) + 0.5 * top.clamp(max=finite)
+        between = (low < middle) & (middle < top)
+        ended |= ~between & ((low == top) | (top == high))
+        middle = torch.where(between, middle, top)
+        count = (x >= middle).sum(-1, keepdim=True)
+        up, down = ~ended & (count > k), ~ended & (count <= k)
+        low = torch.where(up, middle, low)
+        high, top = torch.where(down, middle, high), torch.where(down, middle, top)
+        above = torch.where(down, count, above)
+        ended |= count == k
+    open_ = high.isnan()  # the maximum is still inside: keep it before what else is
+    count = (x >= top).sum(-1, keepdim=True)
+    high, above = (torch.where(open_ & (count <= k), new, old) for new, old in ((top, high), (count, above)))
+    low = torch.where(open_ & (count > k), top, low)
+    kept = x >= high
+    inside = ~kept & (x >= low)
+    return kept | (inside & (inside.cumsum(-1) <= k - above))
+
+
+def _wins_on_cpu(x: Tensor, k: int, max_iterations: int | None, sorted: bool) -> bool:
+    if _LEAST is None or x.dtype not in KINDS or (sorted and k > RANKED):
+        return False
+    return _LEAST <= k < x.shape[-1] and x.shape[-1] >= _NARROWEST and x.numel() >= _SMALLEST
+
+
+def _wins_on_gpu(x: Tensor, k: int, max_iterations: int | None, sorted: bool) -> bool:
+    return x.dtype in KINDS and 0 < k < x.shape[-1] <= _WIDEST_ON_GPU and x.numel() >= _SMALLEST
+
+
+@row_topk.fast("cpu", wins=_wins_on_cpu)
+def on_vectors(x: Tensor, k: int, max_iterations: int | None, sorted: bool) -> Found:
+    """numba on vectors of 16 floats."""
+    plain = type(x) is Tensor and not (x.requires_grad and torch.is_grad_enabled())
+    run = _numba if plain and not torch.compiler.is_compiling() else _fast  # an operator costs 30 µs more
+    values, columns = run(x, k, _steps(max_iterations), sorted)
+    return values, columns
+
+
+@row_topk.fast("cuda", wins=_wins_on_gpu)
+def in_registers(x: Tensor, k: int, max_iterations: int | None, sorted: bool) -> Found:
+    """Triton, a row per program."""
+    values, columns = _fast(x, k, _steps(max_iterations), sorted)
+    return values, columns
+
+
+def _numba(x: Tensor, k: int, steps: int, ranked: bool) -> tuple[Tensor, Tensor]:
+    from espalier.kernels.compiled import threads
+    from espalier.kernels.rtopk_cpu import select
+
+    x = x.detach().contiguous()
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    values = torch.empty(rows, k)
+    columns = torch.empty(rows, k, dtype=torch.int64)
+    options = (KINDS[x.dtype], steps, int(ranked))
+    select(x.data_ptr(), (rows, width, k), options, min(rows, 8 * threads()), values, columns)
+    shape = (*x.shape[:-1], k)
+    return values.to(x.dtype).view(shape), columns.view(shape)
+
+
+def _numba_back(gradient: Tensor, columns: Tensor, width: int) -> Tensor:
+    from espalier.kernels.compiled import threads
+    from espalier.kernels.rtopk_cpu import back
+
+    k = columns.shape[-1]
+    rows = columns.numel() // k
+    found = torch.empty(*columns.shape[:-1], width)
+    pieces = min(rows, 8 * threads())
+    back(gradient.contiguous().view(rows, k), columns.view(rows, k), pieces, found.view(rows, width))
+    return found
+
+
+def _triton(x: Tensor, k: int, steps: int, ranked: bool) -> tuple[Tensor, Tensor]:
+    from espalier.kernels.rtopk_gpu import select
+
+    values, columns = select(x.detach().contiguous(), k, steps)
+    return _ordered(x.detach(), columns) if ranked else (values, columns)
+
+
+def _shapes(x: Tensor, k: int, steps: int, ranked: bool) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:-1], k)
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.width = inputs[0].shape[-1]
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1])
+
+
+def _spread_back(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None]:
+    (columns,) = ctx.saved_tensors
+    fits = type(gradient) is Tensor and gradient.device.type == "cpu" and gradient.dtype is torch.float32
+    if fits and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _numba_back(gradient, columns, ctx.width), None, None, None
+    zeros = gradient.new_zeros(*columns.shape[:-1], ctx.width)
+    return zeros.scatter(-1, columns, gradient), None, None, None
+
+
+# An operator of torch's own kind: torch.compile, autocast and fake tensors then see one node with a gradient.
+_fast = torch.library.custom_op("espalier::rtopk", _numba, mutates_args=(), device_types="cpu")
+_fast.register_kernel("cuda", _triton)
+_fast.register_fake(_shapes)
+_fast.register_autograd(_spread_back, setup_context=_keep)

@@ -1,0 +1,15 @@
+"""How is a matrix stored and ordered?"""
+
+from espalier.sparse.attention import attention_aggregate as attention_aggregate
+from espalier.sparse.cbm import CBM as CBM
+from espalier.sparse.cbsr import cbsr_aggregate as cbsr_aggregate
+from espalier.sparse.choose import best_aggregation as best_aggregation
+from espalier.sparse.choose import best_format as best_format
+from espalier.sparse.csr import CSR as CSR
+from espalier.sparse.csr import Scale as Scale
+from espalier.sparse.order import order as order
+from espalier.sparse.product import matmul as matmul
+from espalier.sparse.rcmpp import bandwidth as bandwidth
+from espalier.sparse.rcmpp import profile as profile
+from espalier.sparse.rcmpp import rcmpp as rcmpp
+from espalier.sparse.segment import segment_softmax as segment_softmax

@@ -1,0 +1,113 @@
+"""Attention over a graph's edges, scores, softmax and sum in one pass.
+
+After Veličković et al., "Graph Attention Networks" (arXiv 1710.10903), eq. 1 to 6, with the scores taken apart into a
+target's and a source's term, which is the same sum. The fused form keeps one logarithm per row and head for backward
+and recomputes the shares from it (as FlashAttention does, arXiv 2205.14135): nothing of the edges' number is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from espalier.errors import UserError
+from espalier.kernels.base import operation
+from espalier.sparse.csr import CSR
+from espalier.sparse.segment import segment_softmax
+
+Scores = tuple[Tensor, Tensor]
+"""Of targets [rows, heads] and of sources [columns, heads]: the two halves of GAT's vector a, applied."""
+
+
+def attention_aggregate(
+    adjacency: CSR, features: Tensor, scores: Scores, *, slope: float = 0.2, keep: Tensor | None = None
+) -> Tensor:
+    """Row i, head h: Σ over its entries e = (i, c) of share[e, h] · keep[e, h] · features[c, h]. Differentiable.
+
+    share = softmax over the row's entries of leaky_relu(scores[0][i, h] + scores[1][c, h], slope).
+
+    Args:
+        adjacency: [rows, columns], rows gather; values are not looked at. GAT wants self-loops in it.
+        features: float32 or float64 [columns, heads, width].
+        scores: of targets [rows, heads] and of sources [columns, heads].
+        slope: of the leaky ReLU below zero.
+        keep: [entries, heads], multiplied after the softmax: dropout of attention, zeros and 1/(1-p). No gradient.
+
+    Returns:
+        [rows, heads, width]; zeros in rows without entries.
+
+    Raises UserError: shapes that do not fit.
+    """
+    rows, columns = adjacency.shape
+    if features.dim() != 3 or features.shape[0] != columns:
+        raise UserError(f"features has shape {tuple(features.shape)}.", why=f"it is [{columns}, heads, width]")
+    heads = features.shape[1]
+    named = {"scores[0]": (scores[0], rows), "scores[1]": (scores[1], columns)}
+    if keep is not None:
+        named["keep"] = (keep, adjacency.entries)
+    for name, (tensor, size) in named.items():
+        if tensor.shape != (size, heads):
+            raise UserError(f"{name} has shape {tuple(tensor.shape)}.", why=f"it is [{size}, heads = {heads}]")
+    return graph_attention(adjacency, features, scores, slope, keep)
+
+
+@operation("graph_attention")
+def graph_attention(adjacency: CSR, features: Tensor, scores: Scores, slope: float, keep: Tensor | None) -> Tensor:
+    """The plain form, edge by edge in memory."""
+    rows, columns = adjacency.rows, adjacency.indices.long()
+    edge_scores = functional.leaky_relu(scores[0][rows] + scores[1][columns], slope)
+    shares = segment_softmax(adjacency, edge_scores)
+    shares = shares if keep is None else shares * keep
+    messages = features[columns] * shares[:, :, None]
+    return features.new_zeros(adjacency.shape[0], *features.shape[1:]).index_add(0, rows, messages)
+
+
+def _fits(adjacency: CSR, features: Tensor, scores: Scores, slope: float, keep: Tensor | None) -> bool:
+    kinds = {features.dtype, scores[0].dtype, scores[1].dtype, features.dtype if keep is None else keep.dtype}
+    return kinds in ({torch.float32}, {torch.float64}) and features.numel() > 0 and adjacency.entries > 0
+
+
+@graph_attention.fast("cpu", wins=_fits)
+def fused(adjacency: CSR, features: Tensor, scores: Scores, slope: float, keep: Tensor | None) -> Tensor:
+    """Row by row: scores, softmax and sum while the row is in registers and first-level cache."""
+    result: Tensor = _Attention.apply(adjacency, features, *scores, (slope, keep))
+    return result
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, adjacency: CSR, features: Tensor, target: Tensor, source: Tensor, how: Any) -> Tensor:
+        from espalier.sparse import edges
+        from espalier.sparse.product import piece_cuts
+
+        features, target, source = features.contiguous(), target.contiguous(), source.contiguous()
+        slope, keep = how
+        ctx.adjacency, ctx.slope = adjacency, float(slope)
+        kept = features.new_empty(0, target.shape[1]) if keep is None else keep.contiguous()
+        out = features.new_zeros(adjacency.shape[0], *features.shape[1:])
+        logs = target.new_empty(target.shape)
+        where = (adjacency.indptr, adjacency.indices, piece_cuts(adjacency))
+        edges.attend(out, logs, *where, features, target, source, kept, ctx.slope)
+        ctx.save_for_backward(features, target, source, kept, out, logs)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
+        from espalier.sparse import edges
+        from espalier.sparse.product import piece_cuts
+
+        features, target, source, kept, out, logs = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        pattern, order = ctx.adjacency.transpose
+        weighted = (gradient * out).sum(-1)  # Σ share·dshare of a row, as one dot product
+        dfeatures, dsource = torch.zeros_like(features), torch.zeros_like(source)
+        dscores = torch.empty(ctx.adjacency.entries, target.shape[1], dtype=target.dtype)
+        where = (pattern.indptr, pattern.indices, order, piece_cuts(pattern))
+        known = (features, target, source, kept, logs, weighted, gradient)
+        edges.attend_backward(dfeatures, dsource, dscores, *where, *known, ctx.slope)
+        dtarget = torch.zeros_like(target)
+        edges.sum_segments(dtarget, dscores, ctx.adjacency.indptr, piece_cuts(ctx.adjacency))
+        return None, dfeatures, dtarget, dsource, None

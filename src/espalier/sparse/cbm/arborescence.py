@@ -1,0 +1,150 @@
+"""Kernel: the cheapest tree of directed edges below a root, by Edmonds' algorithm.
+
+In Tarjan's form ("Finding optimum branchings", Networks 7, 1977): one path grows backwards along cheapest incoming
+edges; a cycle is contracted, with its heaps of incoming edges merged (leftist heaps, whose lengths are lowered lazily),
+and taken apart again once all paths ended at the root.
+"""
+
+# ruff: noqa: C901, PLR0912, PLR0913, PLR0915, PLR0917  (kernels take their arrays one by one)
+
+from __future__ import annotations
+
+import numpy as np
+
+from espalier.kernels.compiled import jit, njit
+
+
+@njit
+def _lower(heap, key, owed, left, right):  # type: ignore[no-untyped-def]
+    """Hands what is owed to the keys of `heap` on to its children."""
+    if owed[heap]:
+        for child in (left[heap], right[heap]):
+            if child >= 0:
+                key[child] += owed[heap]
+                owed[child] += owed[heap]
+        owed[heap] = 0
+
+
+@njit
+def _merge(one, two, key, owed, left, right, rank):  # type: ignore[no-untyped-def]
+    """The heap of both; -1 is empty."""
+    spine, depth = np.empty(128, np.int64), 0  # right spines are logarithmic
+    while one >= 0 and two >= 0:
+        if key[two] < key[one]:
+            one, two = two, one
+        _lower(one, key, owed, left, right)
+        spine[depth] = one
+        depth += 1
+        one = right[one]
+    merged = one if one >= 0 else two
+    while depth:
+        depth -= 1
+        top = spine[depth]
+        right[top] = merged
+        beside = rank[left[top]] if left[top] >= 0 else 0
+        if rank[merged] > beside:
+            left[top], right[top] = right[top], left[top]
+        rank[top] = 1 + (rank[right[top]] if right[top] >= 0 else 0)
+        merged = top
+    return merged
+
+
+@njit
+def _group(node, above):  # type: ignore[no-untyped-def]
+    """The contracted node that `node` belongs to."""
+    while above[node] >= 0:
+        node = above[node]
+    return node
+
+
+@jit("int32[::1](int64[::1], int32[::1], int32[::1], int32[::1], int64)")
+def arborescence(degrees, us, vs, hs, alpha):  # type: ignore[no-untyped-def]
+    """The parent of each row, -1 for the root, in the cheapest tree of these edges.
+
+    Root to v of length degrees[v]; of each pair u to v of length h where h < degrees[v] - alpha, and v to u likewise.
+    Joined nodes form a forest by size without path compression, so that joining can be undone.
+    """
+    rows, pairs = len(degrees), len(us)
+    most = rows + 2 * pairs
+    start, end, key = np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.int64)
+    edges = 0
+    for v in range(rows):
+        start[edges], end[edges], key[edges] = rows, v, degrees[v]
+        edges += 1
+    for p in range(pairs):
+        for a, b in ((us[p], vs[p]), (vs[p], us[p])):
+            if hs[p] < degrees[b] - alpha:
+                start[edges], end[edges], key[edges] = a, b, hs[p]
+                edges += 1
+    owed, left, right = np.zeros(edges, np.int64), np.full(edges, -1, np.int64), np.full(edges, -1, np.int64)
+    rank = np.ones(edges, np.int32)
+    heap = np.full(rows + 1, -1, np.int64)
+    for e in range(edges):
+        heap[end[e]] = _merge(heap[end[e]], e, key, owed, left, right, rank)
+    above, size = np.full(rows + 1, -1, np.int64), np.ones(rows + 1, np.int64)
+    joined, joins = np.empty(rows + 1, np.int64), 0
+    seen = np.full(rows + 1, -1, np.int64)
+    seen[rows] = rows
+    path, chosen, length = np.empty(rows + 1, np.int64), np.empty(rows + 1, np.int64), 0
+    incoming = np.full(rows + 1, -1, np.int64)
+    # Cycles in the order of contraction: the contracted node, joins before it, and its edges in one long list.
+    cycle_node, cycle_joins = np.empty(rows + 1, np.int64), np.empty(rows + 1, np.int64)
+    cycle_ptr, cycle_edges = np.zeros(rows + 2, np.int64), np.empty(2 * rows + 2, np.int64)
+    cycles = 0
+    for first in range(rows):
+        node, length = _group(first, above), 0
+        while seen[node] < 0:
+            e = heap[node]
+            while _group(start[e], above) == node:  # both ends were joined meanwhile
+                _lower(e, key, owed, left, right)
+                e = _merge(left[e], right[e], key, owed, left, right, rank)
+            lowest = key[e]
+            key[e] -= lowest
+            owed[e] -= lowest
+            _lower(e, key, owed, left, right)
+            heap[node] = _merge(left[e], right[e], key, owed, left, right, rank)
+            path[length], chosen[length] = node, e
+            length += 1
+            seen[node] = first
+            node = _group(start[e], above)
+            if seen[node] == first:
+                cycle_joins[cycles], filled = joins, cycle_ptr[cycles]
+                merged = np.int64(-1)
+                closing = node
+                while True:
+                    length -= 1
+                    member = path[length]
+                    merged = _merge(merged, heap[member], key, owed, left, right, rank)
+                    cycle_edges[filled] = chosen[length]
+                    filled += 1
+                    small, large = _group(closing, above), _group(member, above)
+                    if small != large:
+                        if size[small] > size[large]:
+                            small, large = large, small
+                        above[small] = large
+                        size[large] += size[small]
+                        joined[joins] = small
+                        joins += 1
+                    if member == closing:
+                        break
+                node = _group(closing, above)
+                heap[node], seen[node] = merged, -1
+                cycle_node[cycles] = node
+                cycles += 1
+                cycle_ptr[cycles] = filled
+        for step in range(length):
+            incoming[_group(end[chosen[step]], above)] = chosen[step]
+    for c in range(cycles - 1, -1, -1):
+        entering = incoming[cycle_node[c]]
+        while joins > cycle_joins[c]:
+            joins -= 1
+            small = joined[joins]
+            size[above[small]] -= size[small]
+            above[small] = -1
+        for t in range(cycle_ptr[c], cycle_ptr[c + 1]):
+            incoming[_group(end[cycle_edges[t]], above)] = cycle_edges[t]
+        incoming[_group(end[entering], above)] = entering
+    parent = np.empty(rows, np.int32)
+    for v in range(rows):
+        parent[v] = -1 if start[incoming[v]] == rows else start[incoming[v]]
+    return parent

@@ -1,0 +1,312 @@
+"""CBM: a binary matrix of which each row is kept as its difference from a similar row.
+
+After Alves et al., "Accelerating Graph Neural Networks Using a Novel Computation-Friendly Matrix Compression Format"
+(IPDPS 2025, arXiv 2409.02208). Ours differs: additions and subtractions are separate lists without values; a row is
+summed in one pass, its parent's result first, instead of a product and then a walk down the tree; matrices may be
+rectangular; the plain format stays inside where compression would not pay.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from espalier.errors import UserError
+from espalier.kernels.base import operation
+from espalier.records import Record
+from espalier.sparse.buffers import BUFFERS
+from espalier.sparse.cbm.build import Deltas, Search, compress
+from espalier.sparse.csr import CSR, Scale
+from espalier.sparse.product import csr_matmul, matmul
+
+RECORD = Record(
+    name="cbm",
+    title="CBM: a binary matrix stored as differences between similar rows",
+    aliases=("compressed binary matrix",),
+    paper="IPDPS 2025, arXiv 2409.02208",
+    question="How is a matrix stored and ordered?",
+    files=("sparse/cbm/",),
+    chosen="aggregation over a graph with many similar neighbourhoods, when entries / (differences + tree edges) is at "
+    "least 1.15, or when it measured faster",
+    cost="additions = width*(differences + tree edges), never more than width*entries; 4 bytes per difference and 16 "
+    "per row; building counts the rows of A*A^T, or compares 48 rows with each by MinHash where that would be too much",
+    law="its product equals the plain sparse product, of whole numbers to the bit, forward and backward, normalised or "
+    "not; its tree is the cheapest arborescence",
+    law_test="tests/sparse/test_cbm.py::test_products_of_whole_numbers_are_those_of_csr_to_the_bit",
+    bench="bench/cbm.py",
+    state="works",
+    remark="on processors; binary matrices and such with a scale for each row and column",
+)
+PAYS = 1.15
+"""With "auto", entries over additions from which on the compressed form is kept: the note of the paper's own authors
+finds it slower at 1.0; bench/cbm.py shows it never slower from here on."""
+_VERSION = "1"
+
+
+class Stats(NamedTuple):
+    """What compression did. Sizes in bytes of the arrays that say what is added, weights and scales left out."""
+
+    kept: Literal["cbm", "csr"]
+    entries: int
+    differences: int
+    tree_edges: int
+    ratio: float
+    """Entries over (differences + tree edges): additions of the plain product over ours."""
+    bytes: int
+    csr_bytes: int
+    depth: int
+    branches: int
+    largest_branch: int
+
+
+@dataclass(frozen=True, eq=False)
+class CBM:
+    """diag(left)·A·diag(right) for a binary A [rows, columns], kept as differences or, where those do not pay, as CSR.
+
+    `CBM.from_csr` makes one. Immutable; keeps its transpose once a backward pass asked for it.
+
+    Attributes:
+        shape: rows, columns.
+        deltas: the compressed A, or None where `plain` holds it.
+        plain: the CSR matrix, scale included, or None.
+        scale: left and right, each float [rows or columns] or None.
+    """
+
+    shape: tuple[int, int]
+    deltas: Deltas | None
+    plain: CSR | None
+    scale: Scale
+    symmetric: bool
+    """Whether A is its own transpose: then the transpose is this very tree with its scales exchanged."""
+
+    @classmethod
+    def from_csr(
+        cls,
+        indptr: Any,
+        indices: Any,
+        shape: tuple[int, int],
+        *,
+        alpha: int | Literal["auto"] = "auto",
+        scale: Literal["row", "symmetric"] | tuple[Tensor | None, Tensor | None] | None = None,
+    ) -> CBM:
+        """Compresses the binary matrix of two arrays (NumPy or torch).
+
+        Args:
+            indptr, indices: offsets of rows [rows + 1] and columns of entries [entries], each place once.
+            shape: rows, columns.
+            alpha: a row is kept as a difference only where that saves more than `alpha` entries, 0 and up. "auto":
+                0, and the whole matrix stays CSR where its product would not be faster.
+            scale: "row" D^-1·A, "symmetric" D^-½·A·D^-½, or (left, right). Add self-loops before.
+
+        Raises UserError: an array that is not a binary matrix of that shape; `alpha` below 0.
+        """
+        return cls.of(_scaled(CSR.of(indptr, indices, shape), scale), alpha)
+
+    @classmethod
+    def of(cls, matrix: CSR, alpha: int | Literal["auto"] = "auto", search: Search | None = None) -> CBM:
+        """Compresses a CSR matrix, binary or scaled (`normalised`, `scaled`); `search` as `build.compress` has it.
+
+        Raises UserError: other weights, entries given twice.
+        """
+        if alpha != "auto" and (not isinstance(alpha, int) or isinstance(alpha, bool) or alpha < 0):
+            raise UserError(
+                f"alpha = {alpha!r}.", why="it is 'auto' or a number of entries from 0 up", do="alpha='auto'"
+            )
+        scale = matrix.scale or _ones(matrix)
+        if matrix.coalesced() is not matrix:
+            raise UserError(
+                "An entry of the matrix is there twice.", do="CSR.coalesced(), or CSR.from_edges, join them"
+            )
+        pattern = matrix.binary()
+        deltas = compress(pattern, 0 if alpha == "auto" else alpha, search)
+        if alpha == "auto" and pattern.entries < PAYS * deltas.additions:
+            return cls(matrix.shape, None, matrix, scale, matrix.symmetric)
+        return cls(matrix.shape, deltas, None, scale, matrix.symmetric)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arrays are."""
+        return self.plain.device if self.deltas is None and self.plain is not None else torch.device("cpu")
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """M·X for X [columns] or [columns, ...]; differentiable, by the transposed matrix. See `sparse.matmul`."""
+        rows, columns = self.shape
+        if self.plain is not None:
+            return matmul(self.plain, x)
+        if x.dim() == 0 or x.shape[0] != columns:
+            raise UserError(f"x has shape {tuple(x.shape)}.", why=f"a matrix {rows} x {columns} needs [{columns}, ...]")
+        dense = x.reshape(columns, math.prod(x.shape[1:]))
+        dense = dense if x.dtype in (torch.float32, torch.float64) else dense.float()
+        return cbm_matmul(self, dense).reshape(rows, *x.shape[1:]).to(x.dtype)
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        """`matmul`."""
+        return self.matmul(x)
+
+    @cached_property
+    def transposed(self) -> CBM:
+        """The transposed matrix: of a symmetric A the same tree, else the columns compressed by the same rule."""
+        shape, scale = (self.shape[1], self.shape[0]), Scale(self.scale.right, self.scale.left)
+        if self.deltas is None and self.plain is not None:
+            return CBM(shape, None, self.plain.transposed, scale, self.symmetric)
+        if self.symmetric:
+            return CBM(shape, self.deltas, None, scale, True)
+        pattern = self.pattern().transposed
+        return CBM.of(pattern if scale == (None, None) else pattern.scaled(scale))
+
+    def pattern(self) -> CSR:
+        """The binary A."""
+        if self.deltas is None and self.plain is not None:
+            return self.plain.binary()
+        assert self.deltas is not None
+        return restored(self.deltas, self.shape)
+
+    def to_csr(self) -> CSR:
+        """The matrix as CSR, with values where it is scaled."""
+        pattern = self.pattern()
+        return pattern if self.scale == (None, None) else pattern.scaled(self.scale)
+
+    def stats(self) -> Stats:
+        """Sizes, additions and shape of the tree."""
+        if self.deltas is None:
+            assert self.plain is not None
+            entries, size = self.plain.entries, self.plain.binary().bytes()
+            return Stats("csr", entries, entries, 0, 1.0, size, size, 0, 0, 0)
+        found = self.deltas
+        entries = self.pattern().entries
+        branches = found.branches()
+        return Stats(
+            kept="cbm",
+            entries=entries,
+            differences=found.differences,
+            tree_edges=found.edges,
+            ratio=entries / max(1, found.additions),
+            bytes=found.bytes(),
+            csr_bytes=self.pattern().bytes(),
+            depth=found.depth(),
+            branches=len(branches),
+            largest_branch=int(branches.max()) if len(branches) else 0,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Writes one safetensors file, to be read by `load` and mapped rather than copied."""
+        from safetensors.torch import save_file
+
+        tensors = {name: one for name, one in zip(("left", "right"), self.scale, strict=True) if one is not None}
+        if self.deltas is not None:
+            tensors |= vars(self.deltas)
+        else:
+            assert self.plain is not None
+            tensors |= {"indptr": self.plain.indptr, "indices": self.plain.indices}
+        says = {"rows": self.shape[0], "columns": self.shape[1], "symmetric": int(self.symmetric)}
+        said = {"espalier.cbm": _VERSION} | {name: str(value) for name, value in says.items()}
+        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, str(path), metadata=said)
+
+    @classmethod
+    def load(cls, path: str | Path) -> CBM:
+        """Reads what `save` wrote. Raises UserError: another file."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                said = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} cannot be read.", why=str(error), do="give a file that CBM.save wrote") from error
+        if said.get("espalier.cbm") != _VERSION:
+            raise UserError(f"{path} is not a saved CBM.", do="give a file that CBM.save wrote")
+        shape = (int(said["rows"]), int(said["columns"]))
+        scale = Scale(tensors.pop("left", None), tensors.pop("right", None))
+        if "indptr" in tensors:
+            pattern = CSR(tensors["indptr"], tensors["indices"], shape)
+            plain = pattern if scale == (None, None) else pattern.scaled(scale)
+            return cls(shape, None, plain, scale, said["symmetric"] == "1")
+        return cls(shape, Deltas(**tensors), None, scale, said["symmetric"] == "1")
+
+
+def _scaled(matrix: CSR, scale: Any) -> CSR:
+    if scale is None:
+        return matrix
+    return matrix.normalised(scale) if isinstance(scale, str) else matrix.scaled(Scale(*scale))
+
+
+def _ones(matrix: CSR) -> Scale:
+    """No scale, if all values are one. Raises UserError else."""
+    if matrix.values is not None and bool((matrix.values != 1).any()):
+        raise UserError(
+            "CBM holds binary matrices; this one has weights.",
+            why="a row can be the difference of two others only where equal columns have equal weights",
+            do="normalise a binary matrix, give its weights as scale=(left, right), or stay with CSR",
+        )
+    return Scale(None, None)
+
+
+def restored(deltas: Deltas, shape: tuple[int, int]) -> CSR:
+    """The binary matrix of which `deltas` are the differences."""
+    from espalier.sparse.cbm import deltas as kernels
+
+    indptr = torch.zeros(shape[0] + 1, dtype=torch.int64)
+    kernels.restored_degrees(deltas.order, deltas.parent, deltas.plus_ptr, deltas.minus_ptr, indptr[1:])
+    indptr = indptr.cumsum(0)
+    indices = torch.empty(int(indptr[-1]), dtype=torch.int32)
+    lists = (deltas.order, deltas.parent, deltas.plus_ptr, deltas.plus, deltas.minus_ptr, deltas.minus)
+    kernels.restore(*lists, indptr, indices)
+    return CSR(indptr, indices, shape)
+
+
+@operation("cbm_matmul")
+def cbm_matmul(matrix: CBM, x: Tensor) -> Tensor:
+    """The plain form, in the paper's two stages: differences times X, then down the tree."""
+    deltas = matrix.deltas
+    assert deltas is not None
+    x = x if matrix.scale.right is None else x * matrix.scale.right.to(x.dtype)[:, None]
+    sums = []
+    for ids, ptr in ((deltas.plus, deltas.plus_ptr), (deltas.minus, deltas.minus_ptr)):
+        lists = CSR(ptr.long(), ids, (matrix.shape[0], matrix.shape[1]))
+        sums.append(csr_matmul.reference.run(lists, x, None))
+    rows: dict[int, Tensor] = {-1: x.new_zeros(x.shape[1])}
+    for place, (row, above) in enumerate(zip(deltas.order.tolist(), deltas.parent.tolist(), strict=True)):
+        rows[row] = rows[above] + sums[0][place] - sums[1][place]
+    y = torch.stack([rows[row] for row in range(matrix.shape[0])]) if matrix.shape[0] else x[:0]
+    return y if matrix.scale.left is None else y * matrix.scale.left.to(x.dtype)[:, None]
+
+
+@cbm_matmul.fast("cpu", wins=lambda matrix, x: x.numel() > 0 and matrix.shape[0] > 0)
+def branch_by_branch(matrix: CBM, x: Tensor) -> Tensor:
+    """By the kernels of `rows`: branches in parallel, each row in one pass; backward by the transposed matrix."""
+    result: Tensor = _Product.apply(matrix, x)
+    return result
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, matrix: CBM, x: Tensor) -> Tensor:
+        ctx.matrix = matrix
+        return _product(matrix, x.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.matrix.transposed.matmul(gradients[0])
+
+
+def _product(matrix: CBM, x: Tensor) -> Tensor:
+    from espalier.sparse import rows
+
+    deltas = matrix.deltas
+    assert deltas is not None
+    y = BUFFERS.empty((matrix.shape[0], x.shape[1]), x.dtype)
+    tiles = rows.tiles(x.shape[1], x.element_size())
+    left, right = (None if one is None else one.to(x.dtype) for one in matrix.scale)
+    lists = (deltas.order, deltas.parent, deltas.plus_ptr, deltas.plus, deltas.minus_ptr, deltas.minus)
+    factors = x.new_empty(0) if left is None else left
+    if right is None:
+        rows.add_differences(y, *lists, factors, x, deltas.cuts, tiles)
+    else:
+        rows.add_scaled_differences(y, *lists, factors, right, x, deltas.cuts, tiles)
+    return y

@@ -1,0 +1,274 @@
+"""The plain format of a sparse matrix: compressed rows, binary or weighted, with what graphs need of it.
+
+Row i holds what node i gathers: `indices[indptr[i]:indptr[i + 1]]` are its neighbours. For a graph given as edges
+(source, target) that is row = target, column = source, so that `A @ X` sums the messages that arrive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from espalier.errors import UserError
+
+_LARGEST = 2**31 - 1
+"""Column ids are int32."""
+
+
+class Scale(NamedTuple):
+    """Diagonals of M = diag(left)·A·diag(right); None stands for ones."""
+
+    left: Tensor | None
+    right: Tensor | None
+
+
+class Transpose(NamedTuple):
+    """The transposed pattern, and where each of its entries stands in the original."""
+
+    pattern: CSR
+    order: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class CSR:
+    """A sparse matrix by rows. Immutable; keeps its transpose once somebody asked for it. `CSR.of` checks its input.
+
+    Attributes:
+        indptr: int64 [rows + 1]. indices: int32 [entries], ascending in each row.
+        shape: rows, columns.
+        values: float32 or float64 [entries], or None where all are one.
+        scale: set where `values` is left[row]·right[column]: what remains is a binary matrix, which CBM can hold.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    shape: tuple[int, int]
+    values: Tensor | None = None
+    scale: Scale | None = None
+
+    @classmethod
+    def of(cls, indptr: Any, indices: Any, shape: tuple[int, int], values: Any = None) -> CSR:
+        """The matrix of three arrays (NumPy or torch, any integer type); rows are sorted, nothing else is changed.
+
+        Duplicate entries stay: their values add up, as everywhere in linear algebra (`coalesced` joins them).
+        Raises UserError: ids outside the matrix, offsets that do not ascend, lengths that do not fit.
+        """
+        indptr, indices = _integers(indptr, "indptr"), _integers(indices, "indices")
+        _check(indptr, indices, shape)
+        values = None if values is None else _values(values, len(indices))
+        matrix = cls(indptr.long(), indices.int(), (int(shape[0]), int(shape[1])), values)
+        return matrix if matrix._sorted() else matrix._by_row_and_column()
+
+    @classmethod
+    def from_edges(cls, edges: Any, shape: tuple[int, int], values: Any = None) -> CSR:
+        """The matrix of `edges` [2, entries], sources above targets (as in PyG): entry [target, source].
+
+        An edge given twice is there once (binary), or has the sum of its weights.
+        Raises UserError: ids outside the matrix, `edges` of another form.
+        """
+        edges = _integers(edges, "edges", dims=2)
+        if edges.shape[0] != 2:
+            raise UserError(f"edges has shape {tuple(edges.shape)}.", why="it is [2, edges]: sources above targets")
+        column, row = edges.long()
+        _check_ids(column, shape[1], "a source of edges")
+        _check_ids(row, shape[0], "a target of edges")
+        values = None if values is None else _values(values, edges.shape[1])
+        order = torch.argsort(row * shape[1] + column, stable=True)
+        kept = None if values is None else values[order]
+        matrix = cls(_offsets(row, shape[0]), column[order].int(), (int(shape[0]), int(shape[1])), kept)
+        return matrix.coalesced()
+
+    @classmethod
+    def from_torch(cls, matrix: Tensor, binary: bool = False) -> CSR:
+        """The matrix of a two-dimensional torch tensor of layout CSR, COO or dense; `binary` drops the values."""
+        if matrix.dim() != 2:
+            raise UserError(f"The matrix has {matrix.dim()} dims.", do="give one of two dims")
+        shape = (int(matrix.shape[0]), int(matrix.shape[1]))
+        if matrix.layout == torch.sparse_csr:
+            indptr, indices, values = matrix.crow_indices(), matrix.col_indices(), matrix.values()
+            return cls.of(indptr, indices, shape, None if binary else values)
+        entries = (matrix if matrix.layout == torch.sparse_coo else matrix.to_sparse_coo()).coalesce()
+        return cls.from_edges(entries.indices().flip(0), shape, None if binary else entries.values())
+
+    def to_torch(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A torch tensor of layout `sparse_csr` (values of one where this matrix is binary)."""
+        values = torch.ones(self.entries, dtype=dtype) if self.values is None else self.values.to(dtype)
+        return torch.sparse_csr_tensor(self.indptr.int(), self.indices, values, self.shape, check_invariants=False)
+
+    def to_dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[rows, columns]; duplicate entries are added."""
+        values = torch.ones(self.entries, dtype=dtype) if self.values is None else self.values.to(dtype)
+        dense = torch.zeros(self.shape, dtype=dtype)
+        return dense.index_put_((self.rows, self.indices.long()), values, accumulate=True)
+
+    @property
+    def entries(self) -> int:
+        """Stored entries (edges)."""
+        return len(self.indices)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arrays are."""
+        return self.indices.device
+
+    @cached_property
+    def degrees(self) -> Tensor:
+        """int64 [rows]: entries of each row."""
+        return self.indptr.diff()
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """int64 [entries]: the row of each entry."""
+        return torch.repeat_interleave(self.degrees, output_size=self.entries)
+
+    @cached_property
+    def transpose(self) -> Transpose:
+        """The transposed pattern (this very matrix if the pattern is symmetric) and the order of its entries."""
+        order = torch.argsort(self.indices, stable=True)
+        columns = self.rows[order].int()
+        shape = (self.shape[1], self.shape[0])
+        turned = CSR(_offsets(self.indices, shape[0]), columns, shape)
+        same = shape == self.shape and torch.equal(turned.indptr, self.indptr) and torch.equal(columns, self.indices)
+        return Transpose(self.binary() if same else turned, order)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the pattern is its own transpose."""
+        return self.transpose.pattern.indices is self.indices
+
+    @cached_property
+    def transposed(self) -> CSR:
+        """The transposed matrix, values included."""
+        pattern, order = self.transpose
+        scale = None if self.scale is None else Scale(self.scale.right, self.scale.left)
+        if self.values is None or (scale is not None and self.symmetric and scale.left is scale.right):
+            return self if self.symmetric else pattern
+        return CSR(pattern.indptr, pattern.indices, pattern.shape, self.values[order], scale)
+
+    def binary(self) -> CSR:
+        """The same pattern with all entries one; shares its arrays."""
+        return self if self.values is None else CSR(self.indptr, self.indices, self.shape)
+
+    def coalesced(self) -> CSR:
+        """Entries at the same place joined: one entry (binary), or one with the sum of their values."""
+        new = torch.ones(self.entries, dtype=torch.bool)
+        new[1:] = (self.indices.diff() != 0) | (self.rows.diff() != 0)
+        if bool(new.all()):
+            return self
+        values = None
+        if self.values is not None:
+            values = torch.zeros(int(new.sum()), dtype=self.values.dtype).index_add_(0, new.cumsum(0) - 1, self.values)
+        return CSR(_offsets(self.rows[new], self.shape[0]), self.indices[new], self.shape, values)
+
+    def with_self_loops(self) -> CSR:
+        """A + I of a binary square matrix; a loop that is there stays one."""
+        self._need_square("with_self_loops")
+        if self.values is not None:
+            raise UserError("with_self_loops is for a binary matrix.", do="add the loops first, weights afterwards")
+        nodes = torch.arange(self.shape[0])
+        edges = torch.stack([torch.cat([self.indices.long(), nodes]), torch.cat([self.rows, nodes])])
+        return CSR.from_edges(edges, self.shape)
+
+    def normalised(self, kind: str) -> CSR:
+        """diag(left)·A·diag(right) of a binary matrix; 0 where a node has no entry.
+
+        Args:
+            kind: "row": D^-1·A, the mean of the neighbours. "symmetric": D^-½·A·D^-½ (Kipf and Welling, arXiv
+                1609.02907, where A holds self-loops), D the row sums; of a square matrix.
+        """
+        if self.values is not None:
+            raise UserError("The matrix has weights already.", do="normalise a binary matrix: matrix.binary()")
+        if kind not in ("row", "symmetric"):
+            raise UserError(f"normalised(kind={kind!r}) is not known.", do="kind = 'row' or 'symmetric'")
+        degrees = self.degrees.float()
+        if kind == "row":
+            return self.scaled(Scale(torch.where(degrees > 0, 1 / degrees, 0.0), None))
+        self._need_square("normalised('symmetric')")
+        both = torch.where(degrees > 0, degrees.rsqrt(), 0.0)
+        return self.scaled(Scale(both, both))
+
+    def scaled(self, scale: Scale) -> CSR:
+        """diag(left)·A·diag(right) of a binary matrix. `left` [rows], `right` [columns]."""
+        assert self.values is None
+        values = torch.ones(self.entries, dtype=torch.float32)
+        for diagonal, ids, size in zip(scale, (self.rows, self.indices), self.shape, strict=True):
+            if diagonal is not None and diagonal.shape != (size,):
+                raise UserError(f"A diagonal of the scale has shape {tuple(diagonal.shape)}.", why=f"it needs {size}")
+            values = values if diagonal is None else values * diagonal[ids]
+        return CSR(self.indptr, self.indices, self.shape, values, scale)
+
+    def bytes(self) -> int:
+        """Of offsets, indices and values; offsets counted as the 4 bytes they need below 2^31 entries."""
+        return 4 * (self.shape[0] + 1 + self.entries) + (0 if self.values is None else 4 * self.entries)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """A·X, differentiable: see `espalier.sparse.matmul`."""
+        from espalier.sparse.product import matmul
+
+        return matmul(self, x)
+
+    def _need_square(self, purpose: str) -> None:
+        if self.shape[0] != self.shape[1]:
+            raise UserError(f"{purpose} needs a square matrix, this one is {self.shape[0]} x {self.shape[1]}.")
+
+    def _sorted(self) -> bool:
+        falling = self.indices.diff() < 0
+        falling[self.indptr[1:-1][(self.indptr[1:-1] > 0) & (self.indptr[1:-1] < self.entries)] - 1] = False
+        return not bool(falling.any())
+
+    def _by_row_and_column(self) -> CSR:
+        order = torch.argsort(self.rows * self.shape[1] + self.indices, stable=True)
+        values = None if self.values is None else self.values[order]
+        return CSR(self.indptr, self.indices[order], self.shape, values)
+
+
+def _integers(array: Any, name: str, dims: int = 1) -> Tensor:
+    tensor = torch.as_tensor(
+        array.astype(np.int64) if isinstance(array, np.ndarray) and array.dtype.kind == "u" else array
+    )
+    if tensor.numel() == 0 and not isinstance(array, Tensor | np.ndarray):
+        tensor = tensor.long()
+    if tensor.dim() != dims or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise UserError(
+            f"{name} is of type {str(tensor.dtype).removeprefix('torch.')} and shape {tuple(tensor.shape)}.",
+            why=f"it holds integers and has {dims} dim{'s' * (dims > 1)}",
+        )
+    return tensor.detach()
+
+
+def _values(values: Any, entries: int) -> Tensor:
+    tensor = torch.as_tensor(values).detach()
+    if tensor.shape != (entries,):
+        raise UserError(f"values has shape {tuple(tensor.shape)}, and there are {entries} entries.")
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def _check(indptr: Tensor, indices: Tensor, shape: tuple[int, int]) -> None:
+    rows, columns = shape
+    if rows < 0 or columns < 0 or columns > _LARGEST or rows > _LARGEST:
+        raise UserError(f"shape is {tuple(shape)}.", why=f"rows and columns are 0 to {_LARGEST}")
+    if len(indptr) != rows + 1:
+        raise UserError(f"indptr has {len(indptr)} offsets.", why=f"{rows} rows need {rows + 1}")
+    if int(indptr[0]) != 0 or int(indptr[-1]) != len(indices) or bool((indptr.diff() < 0).any()):
+        raise UserError(
+            f"indptr goes from {int(indptr[0])} to {int(indptr[-1])}.",
+            why=f"offsets ascend from 0 to the {len(indices)} entries",
+        )
+    _check_ids(indices, columns, "indices")
+
+
+def _check_ids(ids: Tensor, size: int, name: str) -> None:
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= size):
+        wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        raise UserError(f"{name} holds the id {wrong}.", why=f"ids are 0 to {size - 1}", do="check the number of nodes")
+
+
+def _offsets(ids: Tensor, size: int) -> Tensor:
+    offsets = torch.zeros(size + 1, dtype=torch.int64)
+    offsets[1:] = torch.bincount(ids, minlength=size).cumsum(0)
+    return offsets

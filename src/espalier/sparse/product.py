@@ -1,0 +1,143 @@
+"""Sparse times dense: the differentiable product of a matrix by rows, plain and compiled.
+
+The compiled form sums in the order of the entries, so the result does not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from espalier.errors import UserError
+from espalier.kernels.base import operation
+from espalier.sparse.buffers import BUFFERS
+from espalier.sparse.csr import CSR
+
+if TYPE_CHECKING:
+    from espalier.sparse.cbm import CBM
+
+PIECES = 64
+"""Pieces of work of a product: enough for 16 threads to finish together, whatever the rows' lengths."""
+
+
+def matmul(adjacency: CSR | CBM, x: Tensor, values: Tensor | None = None) -> Tensor:
+    """A·X: row i of the result is the (weighted) sum of the rows of X that row i of A names. Differentiable, twice too.
+
+    Args:
+        adjacency: [rows, columns]; CSR or CBM.
+        x: float [columns] or [columns, ...]; half precision is summed in float32. Gradient by the transpose.
+        values: [entries], instead of the matrix's own values (CSR only), in the order of its entries. Has a gradient.
+
+    Returns:
+        [rows] or [rows, ...], of the type of `x`.
+
+    Raises UserError: sizes that do not fit, `values` for a CBM.
+    """
+    rows, columns = adjacency.shape
+    if x.dim() == 0 or x.shape[0] != columns:
+        raise UserError(f"x has shape {tuple(x.shape)}.", why=f"a matrix {rows} x {columns} needs [{columns}, ...]")
+    if not isinstance(adjacency, CSR):
+        if values is not None:
+            raise UserError("A CBM has no values of its own to replace.", do="use the CSR matrix: cbm.to_csr()")
+        return adjacency.matmul(x)
+    if values is not None and values.shape != (adjacency.entries,):
+        raise UserError(f"values has shape {tuple(values.shape)}, the matrix has {adjacency.entries} entries.")
+    weights = adjacency.values if values is None else values
+    dense = x.reshape(columns, math.prod(x.shape[1:]))
+    if x.dtype not in (torch.float32, torch.float64):
+        dense = dense.float()
+    weights = None if weights is None else weights.to(dense.dtype)
+    return csr_matmul(adjacency, dense, weights).reshape(rows, *x.shape[1:]).to(x.dtype)
+
+
+@operation("csr_matmul")
+def csr_matmul(adjacency: CSR, x: Tensor, values: Tensor | None) -> Tensor:
+    """The plain form: every message is written out, then added to its row."""
+    messages = x[adjacency.indices.long()]
+    if values is not None:
+        messages = messages * values[:, None]
+    return x.new_zeros(adjacency.shape[0], x.shape[1]).index_add(0, adjacency.rows, messages)
+
+
+@csr_matmul.fast("cpu", wins=lambda adjacency, x, values: adjacency.entries > 0 and x.shape[1] > 0)
+def summed_in_registers(adjacency: CSR, x: Tensor, values: Tensor | None) -> Tensor:
+    """By the kernels of `rows`; the gradients by them too, with the transposed matrix."""
+    result: Tensor = _Product.apply(adjacency, x, values)
+    return result
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, adjacency: CSR, x: Tensor, values: Tensor | None) -> Tensor:
+        ctx.adjacency = adjacency
+        ctx.save_for_backward(x if values is not None and values.requires_grad else None, values)
+        return product(adjacency, x, values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        (gradient,) = gradients
+        x, values = ctx.saved_tensors
+        dx = dvalues = None
+        if ctx.needs_input_grad[1]:
+            dx = summed_in_registers(*turned(ctx.adjacency, gradient, values))
+        if ctx.needs_input_grad[2]:
+            dvalues = _Dots.apply(ctx.adjacency, gradient, x)
+        return None, dx, dvalues
+
+
+class _Dots(torch.autograd.Function):
+    """values[e] = <left[row of e], right[column of e]>."""
+
+    @staticmethod
+    def forward(ctx: Any, adjacency: CSR, left: Tensor, right: Tensor) -> Tensor:
+        from espalier.sparse import edges
+
+        ctx.adjacency = adjacency
+        ctx.save_for_backward(left, right)
+        values = left.new_empty(adjacency.entries)
+        cuts = piece_cuts(adjacency)
+        edges.dot_rows(values, adjacency.indptr, adjacency.indices, left.contiguous(), right.contiguous(), cuts)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
+        (gradient,) = gradients
+        left, right = ctx.saved_tensors
+        dleft = summed_in_registers(ctx.adjacency, right, gradient)
+        return None, dleft, summed_in_registers(*turned(ctx.adjacency, left, gradient))
+
+
+def turned(adjacency: CSR, x: Tensor, values: Tensor | None) -> tuple[CSR, Tensor, Tensor | None]:
+    """The arguments of the product with the transposed matrix; `values` in the order of `adjacency`'s entries."""
+    pattern, order = adjacency.transpose
+    if values is not None and values is adjacency.values:
+        return pattern, x, adjacency.transposed.values
+    return pattern, x, None if values is None else values[order]
+
+
+def product(adjacency: CSR, x: Tensor, values: Tensor | None) -> Tensor:
+    """A·X by the kernels, without autograd. `x` float32 or float64 [columns, width]."""
+    from espalier.sparse import rows
+
+    x = x.contiguous()
+    y = BUFFERS.empty((adjacency.shape[0], x.shape[1]), x.dtype)
+    tiles = rows.tiles(x.shape[1], x.element_size())
+    if values is None:
+        rows.add_rows(y, adjacency.indptr, adjacency.indices, x, piece_cuts(adjacency), tiles)
+    else:
+        weights = values.contiguous()
+        rows.add_weighted_rows(y, adjacency.indptr, adjacency.indices, weights, x, piece_cuts(adjacency), tiles)
+    return y
+
+
+def piece_cuts(adjacency: CSR) -> Any:
+    """Where the rows are cut into pieces of work; kept with the matrix."""
+    from espalier.sparse import rows
+
+    kept = adjacency.__dict__.get("_cuts")
+    if kept is None:
+        kept = adjacency.__dict__["_cuts"] = rows.pieces(adjacency.indptr.numpy(), PIECES)
+    return kept

@@ -1,0 +1,154 @@
+"""RCM++: reverse Cuthill-McKee from the node whose levels are narrowest. After Hou, Liu and Zhu, arXiv 2409.04171.
+
+The walk towards remote nodes is George and Liu's (ACM TOMS 5(3), 1979). Deviations: a walk begins at the component's
+node of least degree, not at a random one, so that an order is reproducible; every traversal already is an ordering,
+so that the chosen one need not be made again; small graphs are so cheap that bandwidth and profile of each candidate
+are measured instead of guessed from the width, and a few more nodes of the last levels are tried.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from espalier.cost import Cost, Number
+from espalier.errors import UserError, nearest
+from espalier.records import Record
+from espalier.sparse.rcmpp.pattern import Pattern, like, positions
+
+FINDERS = ("bi-criteria", "george-liu", "mind")
+SPARE_WORK = 2**21
+"""Entries and nodes that may be visited for trials beyond the walk: about 10 ms; none for most graphs of 10⁵ nodes."""
+LEAST_TRIALS, MOST_TRIALS = 4, 16
+"""Fewer than the first are not worth measuring for; the second is all of the two lists that a walk leaves."""
+NODE_WORK = 4
+"""Visiting a node costs about as much as four entries."""
+
+RECORD = Record(
+    name="rcmpp",
+    title="RCM++: reverse Cuthill-McKee started from the node with the narrowest levels",
+    aliases=("rcm++", "rcm-plus-plus", "rcm", "reverse cuthill-mckee"),
+    paper="Hou, Liu and Zhu, 2024, arXiv 2409.04171",
+    question="How is a matrix stored and ordered?",
+    files=("sparse/rcmpp/", "sparse/order.py"),
+    chosen="a graph whose order is not already local, before it is partitioned, packed or multiplied often",
+    cost="one pass over the entries, then a traversal of them for each node tried: 2 to 5 on large graphs",
+    law="the order equals the plain form's; its bandwidth is below twice the width of its root's levels",
+    law_test="tests/sparse/test_rcmpp.py::test_the_order_equals_the_plain_forms",
+    bench="bench/rcmpp.py",
+    state="works",
+)
+
+
+def rcmpp(indptr: Any, indices: Any, *, finder: str = "bi-criteria", restarts: int = 1) -> Any:
+    """An order of the nodes of a square sparse matrix in which neighbours are near each other.
+
+    Unsymmetric patterns are ordered as A + Aᵀ; entries on the diagonal and repeated entries make no difference.
+    Components follow each other, each from a start of its own; ties go to the smaller degree, then to the smaller id.
+
+    Args:
+        indptr: integers [nodes + 1], where each row begins. indices: integers [entries], the columns of its entries.
+            NumPy or torch; CSR and CSC are the same here.
+        finder: how a component's start is found: "bi-criteria" (RCM++), "george-liu" (remotest), "mind" (least degree,
+            no search).
+        restarts: walks from different nodes, of which the best is kept; each costs about as much as the first.
+
+    Returns:
+        `permutation` [nodes] of the same kind (int32 if `indices` is, else int64), as SciPy's:
+        `permutation[new] = old`, so that `A[permutation][:, permutation]` is the ordered matrix.
+
+    Raises:
+        UserError: ids outside the matrix or offsets that do not fit, unknown finder, restarts below 1 or without use.
+    """
+    _check(finder, restarts)
+    return like(trace(Pattern.of(indptr, indices), finder, restarts).permutation, indices)
+
+
+class Trace(NamedTuple):
+    """An order, and how it came about: uint32 [nodes] new to old; traversals made; nodes in the widest level kept."""
+
+    permutation: np.ndarray
+    traversals: int
+    width: int
+
+
+def trace(pattern: Pattern, finder: str = "bi-criteria", restarts: int = 1) -> Trace:
+    """`rcmpp` for a pattern that is checked already."""
+    from espalier.sparse.rcmpp import compiled, passes
+
+    rows = pattern.both_ways
+    by_rank, rank, order = (np.empty(pattern.nodes, np.uint32) for _ in range(3))
+    passes.ranked(rows.degree, by_rank, rank)
+    choice = FINDERS.index(finder), restarts, trials(len(rows.indices), pattern.nodes) if finder == FINDERS[0] else 0
+    few = rows.twins < pattern.nodes // 8  # then looking for them costs more than they save
+    traversals, width = compiled.cuthill_mckee(
+        rows.indptr, rows.indices, rows.same, not few, rows.degree, by_rank, rank, *choice, order
+    )
+    return Trace(order[::-1], int(traversals), int(width))
+
+
+def trials(entries: int, nodes: int) -> int:
+    """How many starts beyond the walk's are tried, all candidates being measured; 0: the levels' width decides."""
+    affordable = SPARE_WORK // max(1, entries + NODE_WORK * nodes)
+    return min(affordable, MOST_TRIALS) if affordable >= LEAST_TRIALS else 0
+
+
+def bandwidth(indptr: Any, indices: Any, permutation: Any = None) -> int:
+    """The greatest distance of an entry from the diagonal, max |new(u) - new(v)|, under `permutation` if given.
+
+    Arrays and errors as in `rcmpp`; `permutation[new] = old` [nodes].
+    """
+    return _spread(indptr, indices, permutation)[0]
+
+
+def profile(indptr: Any, indices: Any, permutation: Any = None) -> int:
+    """Entries from each row's first to the diagonal, summed over the rows of A + Aᵀ, under `permutation` if given.
+
+    That is the sum over u of new(u) - min(new(u), new of its neighbours): what a Cholesky factor in a skyline holds.
+    Arrays and errors as in `rcmpp`; `permutation[new] = old` [nodes].
+    """
+    return _spread(indptr, indices, permutation)[1]
+
+
+def cost(entries: Number, nodes: Number, traversals: Number = 3.0, *, per_entry: float = 5e-9) -> Cost:
+    """What an order costs.
+
+    Args:
+        entries, nodes: of the symmetric pattern (arrays allowed).
+        traversals: nodes tried as starts; walks over meshes, circuits and road-like graphs took 2 to 5.
+        per_entry: seconds to visit an entry, 3 to 8 ns on one core of a 2.5 GHz Xeon (bench/rcmpp.py).
+
+    Returns:
+        `seconds["order"]`; `held["order"]`: bytes of the copies and of the five arrays of nodes while it runs.
+    """
+    visits = entries + NODE_WORK * nodes
+    return Cost(
+        seconds={"order": (1.0 + traversals) * visits * per_entry},
+        held={"order": 4.0 * entries + 34.0 * nodes},
+        sources={"order": "one pass and each traversal visit every entry; bench/rcmpp.py"},
+    )
+
+
+def _spread(indptr: Any, indices: Any, permutation: Any) -> tuple[int, int]:
+    from espalier.sparse.rcmpp import passes
+
+    pattern = Pattern.of(indptr, indices)
+    found = passes.spread(pattern.indptr, pattern.indices, positions(permutation, pattern.nodes))
+    return int(found[0]), int(found[1])
+
+
+def _check(finder: str, restarts: int) -> None:
+    if finder not in FINDERS:
+        near = nearest(str(finder), FINDERS)
+        raise UserError(
+            f"finder={finder!r} is not known.",
+            why=f"there are {', '.join(FINDERS)}",
+            do=f"finder={near or FINDERS[0]!r}" if near is None else f"finder={near!r}",
+        )
+    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 1:
+        raise UserError(f"restarts={restarts!r} is not a number of walks.", do="restarts=1, or more")
+    if finder == "mind" and restarts > 1:
+        raise UserError(
+            f"restarts={restarts} is of no use with finder='mind'.", why="it does not search", do="finder='bi-criteria'"
+        )

@@ -1,0 +1,252 @@
+"""Where graphs come from: each form gives the same graph, what is not one is named, and nothing of a file is run."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from espalier import config
+from espalier.config import Data
+from espalier.errors import UserError
+from espalier.graph import imports, planetoid, pyg, sources, tables
+
+from .conftest import made
+
+
+def load(path, **options):
+    return sources.load(Data(path=str(path)), config.Graph(**options))
+
+
+def same(left, right):
+    assert np.array_equal(left.indptr, right.indptr)
+    assert np.array_equal(left.indices, right.indices)
+    np.testing.assert_allclose(left.features, right.features, rtol=1e-6)
+    assert (left.labels is None) == (right.labels is None)
+    if left.labels is not None:
+        assert np.array_equal(left.labels, right.labels)
+
+
+def as_dict(graph):
+    edges = np.stack([graph.indices.astype(np.int64), graph.targets()])
+    masks = {}
+    for (_, ids), name in zip(graph.parts.named(), ("train_mask", "val_mask", "test_mask"), strict=True):
+        masks[name] = torch.from_numpy(np.isin(np.arange(graph.nodes), ids))
+    return {
+        "edge_index": torch.from_numpy(edges),
+        "x": torch.from_numpy(graph.features),
+        "y": torch.from_numpy(graph.labels),
+        **masks,
+    }
+
+
+def test_npz_csv_parquet_and_saved_dicts_give_the_same_graph(tmp_path):
+    graph = made()
+    table = as_dict(graph)
+    np.savez(tmp_path / "g.npz", **{name: value.numpy() for name, value in table.items()})
+    torch.save(table, tmp_path / "g.pt")
+    pairs = [f"{a},{b}" for a, b in zip(graph.indices, graph.targets(), strict=True)]
+    (tmp_path / "edges.csv").write_text("source,target\n" + "\n".join(pairs) + "\n")
+    part = np.full(graph.nodes, "", dtype="<U10")
+    for name, ids in graph.parts.named():
+        part[ids] = name
+    rows = [
+        ",".join([str(graph.labels[at]), part[at], *(repr(float(one)) for one in graph.features[at])])
+        for at in range(graph.nodes)
+    ]
+    (tmp_path / "nodes.csv").write_text("label,part,a,b,c,d,e\n" + "\n".join(rows) + "\n")
+    for name in ("g.npz", "g.pt", "edges.csv", ""):
+        found = load(tmp_path / name)
+        same(found, graph)
+        assert all(
+            np.array_equal(a, b) for (_, a), (_, b) in zip(found.parts.named(), graph.parts.named(), strict=True)
+        )
+
+
+def test_parquet_as_csv(tmp_path):
+    pytest.importorskip("pyarrow")
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table({"source": [0, 1, 2], "target": [1, 2, 0], "weight": [1.0, 2.0, 3.0]})
+    parquet.write_table(table, tmp_path / "e.parquet")
+    (tmp_path / "e.csv").write_text("source,target,weight\n0,1,1\n1,2,2\n2,0,3\n")
+    one, two = (load(tmp_path / name, undirected=False) for name in ("e.parquet", "e.csv"))
+    same(one, two)
+    assert one.weights.tolist() == two.weights.tolist()
+
+
+def test_names_stand_for_nodes(tmp_path):
+    (tmp_path / "net.csv").write_text("source,target\nann,bob\nbob,eve\n")
+    (tmp_path / "net.nodes.csv").write_text("id,label,age\neve,x,1\nann,y,2\nbob,x,3\n")
+    graph = load(tmp_path / "net.csv", undirected=False)
+    assert graph.classes == ("x", "y")
+    assert graph.labels.tolist() == [0, 1, 0]
+    assert [graph.called(one) for one in graph.indices[graph.indptr[0] : graph.indptr[1]]] == ["bob"]
+    (tmp_path / "net.csv").write_text("source,target\nann,zoe\n")
+    with pytest.raises(UserError, match="zoe, which is no id"):
+        load(tmp_path / "net.csv")
+
+
+class Trap:
+    """Unpickling it would end the test."""
+
+    def __reduce__(self):
+        return (pytest.fail, ("code of a pickle ran",))
+
+
+def test_pickles_are_refused_and_say_why(tmp_path):
+    torch.save({"x": Trap()}, tmp_path / "g.pt")
+    with pytest.raises(UserError, match="may run any code"):
+        load(tmp_path / "g.pt")
+    (tmp_path / "g.pkl").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(UserError, match="may run any code"):
+        load(tmp_path / "g.pkl")
+    np.savez(tmp_path / "g.npz", edge_index=np.array([Trap()], object))
+    with pytest.raises(UserError, match="may run any code"):
+        load(tmp_path / "g.npz")
+    for part in ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index"):
+        (tmp_path / f"ind.bad.{part}").write_bytes(pickle.dumps(Trap()) if part != "test.index" else b"1\n")
+    with pytest.raises(UserError, match="no array"):
+        planetoid.load(tmp_path, "bad", undirected=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("python:import", "did you mean python:imports"),
+        ("nowhere/at/all", "does not exist"),
+        ("rmat:scael=3", "scale"),
+        ("planted:nodes=many", "not a number"),
+        ("planted:nodes=0", "not possible"),
+    ],
+)
+def test_paths_that_name_no_graph(path, says):
+    with pytest.raises(UserError, match=says):
+        load(path)
+
+
+def test_a_folder_without_a_graph_says_what_was_looked_for(tmp_path):
+    with pytest.raises(UserError, match=r"looked for ind\.NAME\.graph"):
+        load(tmp_path)
+
+
+def test_pyg_data_goes_there_and_back():
+    pytest.importorskip("torch_geometric")
+    graph = made(weights=np.arange(240.0) + 1)
+    back = pyg.from_pyg(pyg.to_pyg(graph))
+    same(back, graph)
+    assert np.array_equal(back.weights, graph.weights)
+    assert np.array_equal(back.parts.test, graph.parts.test)
+
+
+def test_a_heterogeneous_graph_is_refused_by_name():
+    data = SimpleNamespace(edge_types=[("a", "to", "b")], node_types=["author", "paper"])
+    with pytest.raises(UserError, match="node types author, paper"):
+        pyg.from_pyg(data)
+
+
+def test_many_small_graphs_from_a_list():
+    items = [SimpleNamespace(x=torch.ones(n, 2), edge_index=torch.tensor([[0], [1]]), y=n % 2) for n in (2, 3, 4)]
+    for item in items:
+        item.y = torch.tensor([item.y])
+    graph = pyg.from_many(items, origin="list")
+    assert graph.starts.tolist() == [0, 2, 5, 9]
+    assert graph.labels.tolist() == [0, 1, 0]
+    assert sorted(zip(graph.indices.tolist(), graph.targets().tolist(), strict=True)) == [(0, 1), (2, 3), (5, 6)]
+
+
+def test_ogb_folders(tmp_path):
+    def write(name, text):
+        file = tmp_path / f"{name}.csv.gz"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(gzip.compress(text.encode()))
+
+    write("raw/edge", "0,1\n1,2\n")
+    write("raw/num-node-list", "3\n")
+    write("raw/node-feat", "1,2\n3,4\n5,6\n")
+    write("raw/node-label", "0\n1\n0\n")
+    for name, node in (("train", 0), ("valid", 1), ("test", 2)):
+        write(f"split/time/{name}", f"{node}\n")
+    assert tables.is_ogb(tmp_path)
+    graph = load(tmp_path)
+    assert graph.edges == 4
+    assert graph.labels.tolist() == [0, 1, 0]
+    assert graph.parts.validation.tolist() == [1]
+    write("raw/num-node-list", "1\n2\n")
+    write("raw/num-edge-list", "0\n2\n")
+    write("raw/edge", "0,1\n1,0\n")
+    write("raw/graph-label", "1\n0\n")
+    for name, item in (("train", 0), ("valid", 1), ("test", 1)):
+        write(f"split/time/{name}", f"{item}\n" if name != "test" else "")
+    many = tables.load_ogb
+    with pytest.warns(UserWarning, match="no data"):
+        graph = many(tmp_path, undirected=True)
+    assert graph.starts.tolist() == [0, 1, 3]
+    assert graph.indices.tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(("name", "nodes", "edges", "classes"), [("cora", 2708, 10556, 7), ("citeseer", 3327, 9104, 6)])
+def test_planetoid_files_as_everybody_counts_them(data_folder, name, nodes, edges, classes):
+    graph = load(data_folder / "planetoid" / name)
+    assert (graph.nodes, graph.edges, graph.outputs) == (nodes, edges, classes)  # PyG's table of its data sets
+    assert [len(ids) for _, ids in graph.parts.named()] == [20 * classes, 500, 1000]
+    np.testing.assert_allclose(graph.features.sum(1)[graph.features.sum(1) > 0], 1, rtol=1e-5)
+
+
+SOURCE = b"""
+import os, json as j
+from . import beside
+from ..up import one, two
+from pack.inner import (
+    three,
+    four as five,
+)
+  # import commented
+x = "import quoted"
+"""
+
+
+def test_imports_are_read_as_python_means_them():
+    module = imports.Module("pack.sub.mine", "", "pack", False)
+    found = set(imports._imported(module, SOURCE))
+    assert {
+        "os",
+        "json",
+        "pack.sub",
+        "pack.sub.beside",
+        "pack.up",
+        "pack.up.one",
+        "pack.inner",
+        "pack.inner.four",
+    } <= found
+    assert "commented" not in found
+    package = imports.Module("pack.sub", "", "pack", True)
+    assert "pack.sub.beside" in set(imports._imported(package, SOURCE))
+
+
+def test_this_machine_has_an_import_graph(tmp_path, monkeypatch):
+    site, library = tmp_path / "site", tmp_path / "library"
+    for at, folder in enumerate((site / "alpha", library / "json")):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("from . import part\n")
+        for name in ["part", *(f"m{one}" for one in range(imports.FEWEST))]:
+            (folder / f"{name}.py").write_text(f"import json\nimport alpha.part\nword{at} = {at}\n")
+    info = site / "alpha-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: alpha\nVersion: 1\n")
+    (info / "RECORD").write_text("alpha/__init__.py,,\nalpha/part.py,,\n")
+    paths = {"stdlib": str(library), "purelib": str(site), "platlib": str(site)}
+    monkeypatch.setattr(imports.sysconfig, "get_paths", lambda: paths)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    graph, again = imports.load(), imports.load()
+    assert graph.classes == ("alpha", "python")
+    assert graph.called(graph.find("alpha.part")) == "alpha.part"
+    near = graph.indices[graph.indptr[graph.find("alpha.part")] :][:3]
+    assert len(near) == 3
+    assert graph.fingerprint() == again.fingerprint()
+    assert np.allclose(np.linalg.norm(graph.features, axis=1), 1, atol=1e-5)

@@ -1,0 +1,242 @@
+"""The workload's laws: ranks and micro-batches change nothing but rounding, full fan-out is the whole graph, kernels
+answer as the plain forms, and what cannot be asked is refused by name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from espalier import rank, trainer
+from espalier.config import derive, load
+from espalier.errors import UserError
+from espalier.graph import base, fast, link, predict
+from espalier.graph.data import Graph, divided
+from espalier.graph.gnn import largest
+from espalier.graph.workload import GraphWorkload, open_graph
+from espalier.launch import base as launch
+from espalier.launch import local
+from espalier.plan import base as plans
+from espalier.workload import Shard
+
+from .conftest import made
+
+STEPS = 4
+
+
+def recipe_of(model=None, graph=None, **train):
+    table = {
+        "model": {"kind": "gcn", "depth": 2, "width": 8, "dropout": 0.0, **(model or {})},
+        "data": {"path": "made"},
+        "graph": graph or {},
+        "train": {"steps": STEPS, "precision": "fp64", **train},
+    }
+    return derive.resolve(load.from_table(table))[0]
+
+
+def plan_of(recipe, workload, ranks=1, micro_batch=None):
+    samples = workload.global_batch
+    cuts = [samples * one // ranks for one in range(ranks + 1)]
+    shares = tuple(plans.Rank(share=(cuts[one], cuts[one + 1])) for one in range(ranks))
+    return plans.Plan(ranks=shares, micro_batch=micro_batch or samples, precision=recipe.train.precision)
+
+
+def train(recipe, graph, ranks=1, micro_batch=None):
+    """(losses by step, held-out loss) as rank 0 tells them."""
+    workload = GraphWorkload(recipe, graph)
+    plan = plan_of(recipe, workload, ranks, micro_batch)
+
+    def life(place):
+        losses = []
+
+        def emit(event, **fields):
+            if event in ("step", "validation"):
+                losses.append(fields["loss"])
+
+        with rank.joined(place, 20.0) as channel:
+            trainer.Trainer(trainer.Setting(recipe, plan, workload, place, emit=emit), channel).run()
+        return losses
+
+    places = launch.places(plan)
+    return local.run(life, places)[0] if ranks > 1 else life(places[0])
+
+
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gin"])
+def test_ranks_and_micro_batches_change_nothing_but_rounding(kind):
+    graph, recipe = made(), recipe_of({"kind": kind})
+    alone = train(recipe, graph)
+    assert train(recipe, graph, ranks=2) == pytest.approx(alone, rel=1e-6)
+    assert train(recipe, graph, micro_batch=7) == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("task", ["node", "link"])
+def test_four_ranks_draw_what_one_draws(task):
+    graph = made()
+    recipe = recipe_of({"kind": "sage"}, {"fanout": [3, 2], "task": task}, batch_tokens=24)
+    alone = train(recipe, graph)
+    assert train(recipe, graph, ranks=4, micro_batch=5) == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gin"])
+def test_full_fan_out_trains_as_the_whole_graph(kind):
+    graph = made()
+    whole = train(recipe_of({"kind": kind}), graph)
+    sampled = train(recipe_of({"kind": kind}, {"fanout": [-1, -1]}, batch_tokens=30), graph)
+    assert sampled == pytest.approx(whole, rel=1e-6)
+
+
+def test_training_learns():
+    losses = train(recipe_of(steps=60, precision="fp32", optimizer={"learning_rate": 0.05}), made(nodes=200, edges=600))
+    assert losses[-2] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gin"])
+@pytest.mark.parametrize("k", [None, 1, 3])
+def test_kernels_answer_as_the_plain_forms(kind, k):
+    if kind == "gat" and k is not None:
+        return
+    recipe, graph = recipe_of({"kind": kind, **({} if k is None else {"k": k})}), made()
+    workload = GraphWorkload(recipe, graph)
+    found = []
+    for plain in (False, True):
+        model = workload.build(torch.device("cpu"), torch.float64)
+        assert (model.layers[0].aggregate, model.layers[0].attend) == (fast.aggregate, fast.attend)
+        if plain:
+            for layer in model.layers:
+                layer.aggregate, layer.attend, layer.project = base.aggregate, base.attend, base.project
+            model.largest = largest
+        (batch,) = workload.batches(0, Shard(0, workload.global_batch, workload.global_batch))
+        loss, _ = workload.loss(model, batch)
+        loss.backward()
+        found.append([loss.detach(), *(one.grad for one in model.parameters())])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean():
+    torch.manual_seed(0)
+    rows = torch.rand(301, 7, requires_grad=True)
+    dropped = fast.drop(rows, 0.5)
+    dropped.sum().backward()
+    assert torch.equal(dropped == 0, rows.grad == 0)
+    assert torch.allclose(dropped[dropped != 0], 2 * rows[dropped != 0])
+    assert abs(float((dropped == 0).double().mean()) - 0.5) < 0.05
+    torch.manual_seed(0)
+    torch.rand(301, 7)
+    assert torch.equal(fast.drop(rows, 0.5), dropped)
+
+
+def many(count=40):
+    """Small rings and stars."""
+    sources, targets, labels, starts = [], [], [], [0]
+    for at in range(count):
+        size, first = 4 + at % 3, starts[-1]
+        ring = at % 2 == 0
+        for node in range(size):
+            if ring or node > 0:
+                sources.append(first + node)
+                targets.append(first + ((node + 1) % size if ring else 0))
+        labels.append(int(ring))
+        starts.append(first + size)
+    graph = Graph.from_edges(
+        sources,
+        targets,
+        features=np.ones((starts[-1], 2)),
+        undirected=True,
+        labels=np.array(labels),
+        starts=np.array(starts),
+    )
+    return divided(graph, (0.6, 0.2, 0.2), 1)
+
+
+def test_small_graphs_are_told_apart_side_by_side_as_alone():
+    recipe = recipe_of({"kind": "gin"}, {"task": "graph"}, batch_tokens=12, steps=60, optimizer={"learning_rate": 0.03})
+    workload = GraphWorkload(recipe, many())
+    model = workload.build(torch.device("cpu"), torch.float64).eval()
+    together = workload.task.infer(model, np.array([5, 0, 9]))
+    apart = torch.cat([workload.task.infer(model, np.array([one])) for one in (5, 0, 9)])
+    torch.testing.assert_close(together, apart)
+    losses = train(recipe, many())
+    assert losses[-2] < 0.5 * losses[0]
+    assert train(recipe, many(), ranks=2) == pytest.approx(losses, rel=1e-6)
+
+
+def test_links_held_out_carry_no_message_and_are_ranked():
+    graph = made(nodes=80, edges=300)
+    links = link.split(graph, (0.6, 0.2, 0.2), 1)
+    held = links.pairs[:, np.concatenate([links.parts.validation, links.parts.test])]
+    flows = set(zip(links.rest.indices.tolist(), links.rest.targets().tolist(), strict=True))
+    assert not any((a, b) in flows or (b, a) in flows for a, b in held.T.tolist())
+    assert len(flows) == 2 * len(links.parts.train)
+    workload = GraphWorkload(recipe_of({"kind": "sage"}, {"task": "link"}), graph)
+    model = workload.build(torch.device("cpu"), torch.float64).eval()
+    found = workload.evaluate(model, Shard(0, workload.validation_samples(), 8))
+    figures = workload.summary({name: total / weight for name, (total, weight) in found.items()})
+    assert {"loss", "mrr", "auc", "hits@10", "test_mrr"} <= set(figures)
+    assert 0 < figures["mrr"] <= 1
+
+
+def test_a_stranger_is_never_the_head_and_depends_on_its_link_alone():
+    ids = np.arange(50)
+    heads = ids % 7
+    drawn = link.strangers(ids, heads, 7, 9, (1, 4))
+    assert drawn.shape == (50, 9)
+    assert (drawn != heads[:, None]).all()
+    assert drawn.min() >= 0
+    assert drawn.max() < 7
+    assert np.array_equal(link.strangers(ids[20:30], heads[20:30], 7, 9, (1, 4)), drawn[20:30])
+    assert not np.array_equal(link.strangers(ids, heads, 7, 9, (1, 5)), drawn)
+
+
+def test_answers_name_what_was_asked_for():
+    graph = made()
+    workload = GraphWorkload(recipe_of(), graph)
+    model = workload.build(torch.device("cpu"), torch.float64).eval()
+    everything = predict.answers(workload, model, None)
+    assert len(everything) == graph.nodes
+    assert predict.answers(workload, model, "3, 5\n7") == [everything[at] for at in (3, 5, 7)]
+    with pytest.raises(UserError, match="no node '99'"):
+        predict.answers(workload, model, "99")
+    pairs = GraphWorkload(recipe_of({}, {"task": "link"}), graph)
+    model = pairs.build(torch.device("cpu"), torch.float64).eval()
+    assert len(predict.answers(pairs, model, "0,1; 2,3")) == 2
+    with pytest.raises(UserError, match="no pair"):
+        predict.answers(pairs, model, "0,1,2")
+
+
+@pytest.mark.parametrize(
+    ("model", "graph", "known", "says"),
+    [
+        ({}, {}, {"labels": None, "parts": None}, "has no labels"),
+        ({}, {"task": "graph"}, {}, "is one graph"),
+    ],
+)
+def test_what_the_graph_lacks_is_named(model, graph, known, says):
+    with pytest.raises(UserError, match=says):
+        GraphWorkload(recipe_of(model, graph), made(**known))
+
+
+@pytest.mark.parametrize(
+    ("model", "graph", "says"),
+    [
+        ({"k": 0}, {}, "model.k = 0"),
+        ({"k": 9, "width": 8}, {}, "model.k = 9 is more than there is"),
+        ({"kind": "gat", "width": 12}, {}, "does not divide"),
+        ({"kind": "gat", "activation": "maxk", "width": 16}, {}, "not possible with"),
+        ({"depth": 3}, {"fanout": [5, 5]}, "2 entries for model.depth = 3"),
+        ({}, {"fanout": [0]}, "graph.fanout"),
+        ({}, {"split": [0.5, 0.2, 0.2]}, "add up to 1"),
+        ({}, {"task": "graph", "fanout": [2, 2]}, "not possible with graph.task"),
+        ({"dropout": 1.0}, {}, "model.dropout = 1.0"),
+        ({"kind": "gpt", "dropout": None}, {"task": "node"}, "belongs to a graph model"),
+    ],
+)
+def test_options_that_contradict_are_refused(model, graph, says):
+    table = {"model": {"kind": "gcn", **model}, "data": {"path": "x"}, "graph": graph}
+    table["model"] = {name: value for name, value in table["model"].items() if value is not None}
+    with pytest.raises(UserError, match=says):
+        derive.resolve(load.from_table(table))
+
+
+def test_the_workload_needs_data():
+    with pytest.raises(UserError, match=r"no \[data\]"):
+        open_graph(derive.resolve(load.from_table({"model": {"kind": "gcn"}}))[0])
