@@ -4,10 +4,9 @@
 
 Epochs: forward, loss and backward of two layers over a whole planted graph of 50,000 nodes of degree 16 (and of degree
 50 for MaxK); each peer is the faster of PyG's `edge_index` and its `torch.sparse` CSR form, normalised once.
-Accuracy: Cora and CiteSeer with the standard split (--data or ESPALIER_DATA, folder `planetoid`), ten seeds, the same
-optimizer, steps and sizes on both sides, at the last step. Inference: latency of all nodes, and the most memory that a
-process of its own needs beyond what it held before. Sampler: edges drawn for batches of 1,024 nodes, fan-out 10 and
-10, beside DGL where --dgl names a Python that has it, in a process of its own that takes turns with ours.
+Accuracy: Cora and CiteSeer with the standard split (--data, folder `planetoid`), ten seeds, the same optimizer, steps
+and sizes on both sides, at the last step. Inference: latency of all nodes, and the most memory a process needs beyond
+what it held before. Sampler: edges drawn for batches of 1,024 nodes, fan-out 10 and 10, beside DGL under --dgl PYTHON.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A linear map of rows of which only k values are kept, in numba: k rows of the matrix are added, not all of them.
 
 It is what MaxK-GNN (arXiv 2312.08656) leaves to a dense product; at k = width / 8 it does an eighth of the additions.
-The
-gradient of the matrix is summed in a fixed number of pieces, so it is the same for every number of threads.
+The gradient of the matrix is summed in a fixed number of pieces, so it is the same for every number of threads.
 """
 
 from __future__ import annotations
