@@ -50,6 +50,7 @@ check: setup-dev
 bench: setup-dev
 	$(BIN)/python bench/language.py $(ARGS)
 	$(BIN)/python bench/buff.py $(ARGS)
+	$(BIN)/python bench/amsp.py $(ARGS)
 
 docs: setup-dev
 	$(BIN)/python -m espalier.records > docs/systems.md
