@@ -1,4 +1,4 @@
-"""Anybody's network: on the whole graph and on drawn neighbourhoods, equal at full fan-out; mistakes are its author's."""
+"""Anybody's network: on the whole graph and around drawn nodes, equal at full fan-out; mistakes are its author's."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from espalier.graph.gnn import Layer, Network
 from espalier.kernels import rtopk
 from espalier.sparse import CSR, Scale, attention_aggregate, cbsr_aggregate, matmul
 
-
 SPARSE = 4
 """A dense product does an addition some four times as fast as the kernel that adds chosen rows (bench/graph.py)."""
 

@@ -1,7 +1,7 @@
 """A linear map of rows of which only k values are kept, in numba: k rows of the matrix are added, not all of them.
 
-It is what MaxK-GNN (arXiv 2312.08656) leaves to a dense product; at k = width / 8 it does an eighth of the additions. The
-gradient of the matrix is summed in a fixed number of pieces, so it is the same for every number of threads.
+It is what MaxK-GNN (arXiv 2312.08656) leaves to a dense product; at k = width / 8 it does an eighth of the additions.
+The gradient of the matrix is summed in a fixed number of pieces, so it is the same for every number of threads.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def mapped(values, columns, matrix, bias, out):  # type: ignore[no-untyped-def]
     parallel=True,
     fastmath=True,
 )
-def gradients(values, columns, matrix, given, of_values, of_matrix):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+def gradients(values, columns, matrix, given, of_values, of_matrix):  # type: ignore[no-untyped-def]
     """From `given` [rows, outputs] the gradient of the values, and of the matrix in len(of_matrix) pieces."""
     pieces, rows = len(of_matrix), len(values)
     for piece in numba.prange(pieces):
