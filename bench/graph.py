@@ -145,10 +145,9 @@ def beside(case: str, ours: Callable[[], object], peers: dict[str, Callable[[], 
 
 def epochs(kind: str, graph: Graph, name: str, pairs: int) -> Row:
     workload = opened(graph, kind)
-    outputs, inputs = graph.outputs, graph.features.shape[1]
+    outputs, inputs, dropout = graph.outputs, graph.features.shape[1], recipe(kind).model.dropout
     peers = {}
     for form, edges in forms_of(graph).items():
-        dropout = recipe(kind).model.dropout
         peers[form] = epoch_of_theirs(Theirs(kind, inputs, WIDTH, outputs, dropout).train(), graph, edges)
     return beside(f"{kind} epoch, {name}", epoch_of_ours(workload), peers, pairs)
 
