@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from espalier.workload import Shard
 from table import Row, arguments, compare, publish
 
 KINDS = ("gcn", "sage", "gat")
-WIDTH = {"gcn": 64, "sage": 64, "gat": 64}
+WIDTH = 64
 ACCURATE = (("cora", "gcn"), ("cora", "gat"), ("citeseer", "gcn"))
 
 
@@ -143,11 +144,10 @@ def beside(case: str, ours: Callable[[], object], peers: dict[str, Callable[[], 
 
 def epochs(kind: str, graph: Graph, name: str, pairs: int) -> Row:
     workload = opened(graph, kind)
-    outputs, inputs = graph.outputs, graph.features.shape[1]
+    outputs, inputs, dropout = graph.outputs, graph.features.shape[1], recipe(kind).model.dropout
     peers = {}
     for form, edges in forms_of(graph).items():
-        dropout = recipe(kind).model.dropout
-        peers[form] = epoch_of_theirs(Theirs(kind, inputs, WIDTH[kind], outputs, dropout).train(), graph, edges)
+        peers[form] = epoch_of_theirs(Theirs(kind, inputs, WIDTH, outputs, dropout).train(), graph, edges)
     return beside(f"{kind} epoch, {name}", epoch_of_ours(workload), peers, pairs)
 
 
@@ -209,12 +209,12 @@ def accuracy(data: Path, name: str, kind: str, seeds: int) -> Row:
             "learning_rate": rate,
         }
         made = {"steps": steps, "seed": seed, "clip": 0.0, "optimizer": optimizer, "schedule": {"kind": "constant"}}
-        ours = trained(opened(graph, kind, model={"width": WIDTH[kind] if kind == "gat" else 16}, **made))
+        ours = trained(opened(graph, kind, model={"width": WIDTH if kind == "gat" else 16}, **made))
         pairs.append((100 * ours, 100 * trained_by_pyg(graph, kind, edges, seed, (rate, steps))))
         print(f"{name} {kind} seed {seed}: {pairs[-1][0]:.1f} {pairs[-1][1]:.1f}", file=sys.stderr)
     ours, theirs = (statistics.mean(side) for side in zip(*pairs, strict=True))
     row = compare(f"{name} {kind} test accuracy, mean of {seeds} seeds", "pyg", "%", pairs)
-    return Row(row.case, row.peer, theirs, ours, ours / theirs, row.unit, row.spread)
+    return replace(row, peer_value=theirs, ours=ours, ratio=ours / theirs)
 
 
 def trained_by_pyg(graph: Graph, kind: str, edges: Tensor, seed: int, how: tuple[float, int]) -> float:
@@ -243,7 +243,7 @@ def inference(kind: str, graph: Graph, name: str, pairs: int) -> Row:
     features = torch.from_numpy(np.array(graph.features))
     peers = {}
     for form, edges in forms_of(graph).items():
-        other = Theirs(kind, graph.features.shape[1], WIDTH[kind], graph.outputs, 0.0).eval()
+        other = Theirs(kind, graph.features.shape[1], WIDTH, graph.outputs, 0.0).eval()
         peers[form] = torch.no_grad()(lambda other=other, edges=edges: other(features, edges))
     return beside(f"{kind} inference, {name}", lambda: infer(model, workload.task.held), peers, pairs)
 
@@ -274,10 +274,9 @@ def measure_memory(kind: str, text: str, folder: str, form: str) -> None:
         small = opened(generate.load("planted:nodes=100", Path(folder)), kind)
         infer(small.build(torch.device("cpu"), torch.float32).eval(), small.task.held)  # compiles
         run: Callable[[], object] = lambda: infer(model, workload.task.held)  # noqa: E731
-        torch.from_numpy(np.array(graph.features)).sum()
     else:
         features, edges = torch.from_numpy(np.array(graph.features)), forms_of(graph)[form]
-        other = Theirs(kind, graph.features.shape[1], WIDTH[kind], graph.outputs, 0.0).eval()
+        other = Theirs(kind, graph.features.shape[1], WIDTH, graph.outputs, 0.0).eval()
         run = torch.no_grad()(lambda: other(features, edges))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     run()
