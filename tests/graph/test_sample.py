@@ -6,6 +6,7 @@ import numba
 import numpy as np
 import pytest
 import torch
+from awkward import pretend_threads
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,10 +98,10 @@ def test_a_batch_is_the_same_for_any_cut_and_any_threads():
                 assert _row(apart, i) == _row(together, at + i)
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(min(2, numba.config.NUMBA_NUM_THREADS))
+        pretend_threads(min(2, numba.config.NUMBA_NUM_THREADS))
         again = sampler.draw(seeds, (4, 3), seed=7, step=9)
     finally:
-        torch.set_num_threads(before)
+        pretend_threads(before)
     assert np.array_equal(again.nodes, together.nodes)
     assert torch.equal(again.blocks[0].weights, together.blocks[0].weights)
     assert not np.array_equal(sampler.draw(seeds, (4, 3), seed=7, step=10).nodes, together.nodes)

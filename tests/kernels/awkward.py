@@ -47,3 +47,12 @@ def assert_right(x: Tensor, k: int, found: tuple[Tensor, Tensor], *, falling: bo
 
 def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(0.25), other.nan_to_num(0.25))
+
+
+_REAL_THREADS = torch.get_num_threads
+
+
+def pretend_threads(number: int) -> None:
+    """Makes kernels use `number` threads while torch keeps its one: a child forked after torch's own pool has worked
+    would hang at its first parallel operation."""
+    torch.get_num_threads = _REAL_THREADS if number == _REAL_THREADS() else lambda: number

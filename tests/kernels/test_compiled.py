@@ -13,6 +13,7 @@ import numba
 import numpy as np
 import pytest
 import torch
+from awkward import pretend_threads
 
 from espalier.kernels import compiled
 from espalier.kernels.compiled import jit, threads
@@ -58,11 +59,11 @@ def test_what_no_signature_names_is_refused() -> None:
 def test_as_many_threads_as_torch_has_but_no_more_than_there_are() -> None:
     try:
         for wanted in (2, 1, 500):
-            torch.set_num_threads(wanted)
+            pretend_threads(wanted)
             summed(WHOLE)
             assert numba.get_num_threads() == threads() == min(wanted, numba.config.NUMBA_NUM_THREADS)
     finally:
-        torch.set_num_threads(1)
+        pretend_threads(1)
 
 
 def test_a_forked_child_runs_kernels_and_so_does_its_parent() -> None:

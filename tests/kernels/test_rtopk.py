@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from awkward import WIDTHS, assert_right, hard_rows, same, shares
+from awkward import WIDTHS, assert_right, hard_rows, pretend_threads, same, shares
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -184,11 +184,11 @@ def test_the_form_is_chosen_by_dtype_and_shape() -> None:
 def test_threads_change_no_bit() -> None:
     x = torch.randn(501, 130, generator=torch.Generator().manual_seed(7))
     one = FAST(x, 20, None, False)
-    torch.set_num_threads(2)
+    pretend_threads(2)
     try:
         two = FAST(x, 20, None, False)
     finally:
-        torch.set_num_threads(1)
+        pretend_threads(1)
     assert all(torch.equal(left, right) for left, right in zip(one, two, strict=True))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from awkward import pretend_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -179,11 +180,11 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     targets, features = torch.randn(300, 3, generator=random), torch.randn(200, 3, 11, generator=random)
     results = []
     for threads in (1, 2):
-        torch.set_num_threads(threads)
+        pretend_threads(threads)
         inputs = [one.clone().requires_grad_() for one in (x, features, targets, scores)]
         found = [matmul(matrix, inputs[0]), attention_aggregate(matrix, inputs[1], (inputs[2], inputs[3]))]
         results.append([*found, *torch.autograd.grad([one.sin().sum() for one in found], inputs)])
-    torch.set_num_threads(1)
+    pretend_threads(1)
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
