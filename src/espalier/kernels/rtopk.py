@@ -39,8 +39,6 @@ RECORD = Record(
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of the fast forms, by the number that their kernels know them by."""
-RANKED = 256
-"""Largest k whose values the fast form for the CPU sorts: it counts k² comparisons."""
 _NARROWEST = 16
 """One vector: rows narrower than that are torch's."""
 _LEAST = {"AVX512": 1, "AVX2": 4}.get(torch.backends.cpu.get_cpu_capability())
@@ -148,7 +146,7 @@ def _bisected(x: Tensor, k: int, steps: int) -> Tensor:
 
 
 def _wins_on_cpu(x: Tensor, k: int, max_iterations: int | None, sorted: bool) -> bool:
-    if _LEAST is None or x.dtype not in KINDS or (sorted and k > RANKED):
+    if _LEAST is None or x.dtype not in KINDS:
         return False
     return _LEAST <= k < x.shape[-1] and x.shape[-1] >= _NARROWEST and x.numel() >= _SMALLEST
 
