@@ -42,7 +42,7 @@ _LONG, _SAMPLED = 1024, 32
 """Rows from this width on are sampled, by this many vectors."""
 _SHARE = 3
 """Sampling pays while at least this many elements come to each that is kept."""
-_FEW = 64
+_FEW = 128
 """Up to here sorting by comparing each with all, 16 at a time, is faster than dealing."""
 _SNAP_AFTER, _SNAP_EVERY = 8, 4
 _LARGEST = np.float32(3.4028234663852886e38)  # finite float32
