@@ -316,12 +316,12 @@ def _rows(source: int, shape: Any, options: Any, begin: int, end: int, to: Any) 
 
 
 @jit(
-    "(int64, UniTuple(int64, 3), UniTuple(int64, 3), int64, float32[:, ::1], int64[:, ::1])",
+    "(int64, UniTuple(int64, 3), UniTuple(int64, 3), int64, UniTuple(int64, 2))",
     parallel=True,
     uses=(lanes, rows),
 )
-def select(source: int, shape: Any, options: Any, pieces: int, values: Any, columns: Any) -> None:
-    """The k largest of every row to `values` and `columns` [rows, k].
+def select(source: int, shape: Any, options: Any, pieces: int, to: Any) -> None:
+    """The k largest of every row. Addresses: to pass two arrays takes as long as to search a hundred rows.
 
     Args:
         source: address of the elements [rows, width], contiguous.
@@ -329,10 +329,8 @@ def select(source: int, shape: Any, options: Any, pieces: int, values: Any, colu
         options: what the elements are; how many times a row's bracket is halved (negative: until it is exact);
             whether the values shall fall (1) or the columns rise (0).
         pieces: how many runs of rows are shared out to threads.
-        values: 16-bit elements come out widened.
-        columns: of the values.
+        to: addresses of the values [rows, k], float32 (16-bit elements come out widened), and of their columns, int64.
     """
-    to = (address(values), address(columns))
     for piece in numba.prange(pieces):
         _rows(source, shape, options, piece * shape[0] // pieces, (piece + 1) * shape[0] // pieces, to)
 
