@@ -35,6 +35,7 @@ from espalier.kernels.lanes import (
     spread,
     store,
     store_wide,
+    unordered,
 )
 from espalier.kernels.rows import ALL, FLOAT32, copied, drawn_in, gathered, reaching, summary, tail_lanes
 
@@ -42,6 +43,8 @@ _LONG, _SAMPLED = 1024, 32
 """Rows from this width on are sampled, by this many vectors."""
 _SHARE = 3
 """Sampling pays while at least this many elements come to each that is kept."""
+_NARROW = 24
+"""Rows up to this width, where sorted, are not searched: each element is compared with all."""
 _FEW = 128
 """Up to here sorting by comparing each with all, 16 at a time, is faster than dealing."""
 _SNAP_AFTER, _SNAP_EVERY = 8, 4
@@ -232,6 +235,23 @@ def _ranked(values: int, k: int, columns: Any, seen: Any, to: Any) -> None:
 
 
 @njit
+def _first_of_few(values: int, n: int, k: int, seen: Any, to: Any) -> bool:
+    """As `_ranked` for a narrow row as a whole: writes its first k columns; False, and nothing, if there is a NaN."""
+    if unordered(load(values), load(values + 4 * (n - LANES))):
+        return False
+    seen[:n] = 0
+    for j in range(n):
+        own = spread(load_one(values + 4 * j))
+        place = 0
+        for i in range(0, n, LANES):
+            valid = ALL if i + LANES <= n else tail_lanes(n)
+            place += count_lanes(~at_least(own, load(values + 4 * i)) & valid)
+        to[min(place + seen[place], k)] = j  # there is room behind the last
+        seen[place] += 1
+    return True
+
+
+@njit
 def _dealt(values: Any, k: int, columns: Any, keys: Any, to: Any) -> None:
     """Sorts columns by falling value, NaN first: dealt into 256 heaps for each byte of their keys, the lowest first."""
     counts = np.zeros((4, 256), np.int64)
@@ -299,11 +319,15 @@ def _rows(source: int, shape: Any, options: Any, begin: int, end: int, to: Any) 
         if kind != FLOAT32:
             copied(row, n, kind, address(wide))
             row = address(wide)
-        plain = _select(row, n, k, limit, score, scratch)
+        done = False
+        if ranked and n <= _NARROW and limit < 0:
+            copied(row, n, np.int64(FLOAT32), address(candidates))
+            done = _first_of_few(address(candidates), n, k, names, found)
+        plain = done or _select(row, n, k, limit, score, scratch)
         if not plain:
             copied(row, n, np.int64(FLOAT32), address(wide))
             _chosen_with_nans(wide, n, k, names, found)
-        if ranked:
+        if ranked and not done:
             gathered(row, k, address(found), address(candidates))
             if plain and k <= _FEW:
                 _ranked(address(candidates), k, found, names, order)
