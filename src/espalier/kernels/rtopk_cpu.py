@@ -35,6 +35,7 @@ from espalier.kernels.lanes import (
     spread,
     store,
     store_wide,
+    unordered,
 )
 from espalier.kernels.rows import ALL, FLOAT32, copied, drawn_in, gathered, reaching, summary, tail_lanes
 
@@ -42,6 +43,10 @@ _LONG, _SAMPLED = 1024, 32
 """Rows from this width on are sampled, by this many vectors."""
 _SHARE = 3
 """Sampling pays while at least this many elements come to each that is kept."""
+_NARROW = 24
+"""Rows up to this width, where sorted, are not searched: each element is compared with all."""
+_FEW = 128
+"""Up to here sorting by comparing each with all, 16 at a time, is faster than dealing."""
 _SNAP_AFTER, _SNAP_EVERY = 8, 4
 _LARGEST = np.float32(3.4028234663852886e38)  # finite float32
 _NAN_KEY = np.int32(0x7FFFFFFF)
@@ -215,28 +220,63 @@ def _chosen_with_nans(row: Any, n: int, k: int, keys: Any, columns: Any) -> None
 
 
 @njit
-def _ranked_with_nans(values: Any, k: int, keys: Any, before: Any, columns: Any) -> None:
-    """As `_ranked`, in the order of the keys."""
-    _keys(values, k, keys)
-    for j in range(k):
-        place = 0
-        for i in range(k):
-            place += keys[i] > keys[j] or (keys[i] == keys[j] and i < j)
-        columns[place] = before[j]
-
-
-@njit
-def _ranked(values: int, k: int, before: Any, scratch: Any, columns: Any) -> None:
-    """k columns by falling value, equal ones as they were: each goes behind all larger and those equal that came."""
-    scratch[:k] = 0  # how many went to the places that begin here
+def _ranked(values: int, k: int, columns: Any, seen: Any, to: Any) -> None:
+    """Sorts few columns by falling value: each goes behind all larger and behind the equal ones that came before."""
+    seen[:k] = 0  # how many went to the places that begin here
     for j in range(k):
         own = spread(load_one(values + 4 * j))
         place = 0
         for i in range(0, k, LANES):
             valid = ALL if i + LANES <= k else tail_lanes(k)
             place += count_lanes(~at_least(own, load(values + 4 * i)) & valid)
-        columns[place + scratch[place]] = before[j]
-        scratch[place] += 1
+        to[place + seen[place]] = columns[j]
+        seen[place] += 1
+    columns[:k] = to[:k]
+
+
+@njit
+def _first_of_few(values: int, n: int, k: int, seen: Any, to: Any) -> bool:
+    """As `_ranked` for a narrow row as a whole: writes its first k columns; False, and nothing, if there is a NaN."""
+    if unordered(load(values), load(values + 4 * (n - LANES))):
+        return False
+    seen[:n] = 0
+    for j in range(n):
+        own = spread(load_one(values + 4 * j))
+        place = 0
+        for i in range(0, n, LANES):
+            valid = ALL if i + LANES <= n else tail_lanes(n)
+            place += count_lanes(~at_least(own, load(values + 4 * i)) & valid)
+        to[min(place + seen[place], k)] = j  # there is room behind the last
+        seen[place] += 1
+    return True
+
+
+@njit
+def _dealt(values: Any, k: int, columns: Any, keys: Any, to: Any) -> None:
+    """Sorts columns by falling value, NaN first: dealt into 256 heaps for each byte of their keys, the lowest first."""
+    counts = np.zeros((4, 256), np.int64)
+    _keys(values, k, keys[0].view(np.int32))
+    for j in range(k):
+        key = np.uint32(keys[0, j] ^ np.uint32(0x7FFFFFFF))  # rises, as an unsigned number, where the key falls
+        keys[0, j] = key
+        for byte in range(4):
+            counts[byte, (key >> np.uint32(8 * byte)) & np.uint32(255)] += 1
+    here, there, now, then = keys[0], keys[1], columns, to
+    for byte in range(4):
+        begins = counts[byte]
+        shift = np.uint32(8 * byte)
+        if begins[(here[0] >> shift) & np.uint32(255)] == k:
+            continue
+        total = 0
+        for heap in range(256):
+            total, begins[heap] = total + begins[heap], total
+        for j in range(k):
+            heap = (here[j] >> shift) & np.uint32(255)
+            place = begins[heap]
+            begins[heap] = place + 1
+            there[place], then[place] = here[j], now[j]
+        here, there, now, then = there, here, then, now
+    columns[:k] = now[:k]
 
 
 @njit
@@ -271,6 +311,7 @@ def _rows(source: int, shape: Any, options: Any, begin: int, end: int, to: Any) 
     names = np.empty(n + LANES, np.int32)
     found = np.empty(k + LANES, np.int32)
     order = np.empty(k + LANES, np.int32)
+    keys = np.empty((2, k), np.uint32)
     scratch = (address(candidates), address(names), address(found))
     score = _normal(k / n)
     for r in range(begin, end):
@@ -278,30 +319,33 @@ def _rows(source: int, shape: Any, options: Any, begin: int, end: int, to: Any) 
         if kind != FLOAT32:
             copied(row, n, kind, address(wide))
             row = address(wide)
-        plain = _select(row, n, k, limit, score, scratch)
+        done = False
+        if ranked and n <= _NARROW and limit < 0:
+            copied(row, n, np.int64(FLOAT32), address(candidates))
+            done = _first_of_few(address(candidates), n, k, names, found)
+        plain = done or _select(row, n, k, limit, score, scratch)
         if not plain:
             copied(row, n, np.int64(FLOAT32), address(wide))
             _chosen_with_nans(wide, n, k, names, found)
-        if ranked:
+        if ranked and not done:
             gathered(row, k, address(found), address(candidates))
-            if plain:
+            if plain and k <= _FEW:
                 _ranked(address(candidates), k, found, names, order)
             else:
-                _ranked_with_nans(candidates, k, names, found, order)
-        last = address(order) if ranked else address(found)
+                _dealt(candidates, k, found, keys, order)
         for j in range(0, k, LANES):
             valid = ALL if j + LANES <= k else tail_lanes(k)
-            store_wide(columns + 8 * (r * k + j), load_ints(last + 4 * j), valid)
-        gathered(row, k, last, values + 4 * r * k)
+            store_wide(columns + 8 * (r * k + j), load_ints(address(found) + 4 * j), valid)
+        gathered(row, k, address(found), values + 4 * r * k)
 
 
 @jit(
-    "(int64, UniTuple(int64, 3), UniTuple(int64, 3), int64, float32[:, ::1], int64[:, ::1])",
+    "(int64, UniTuple(int64, 3), UniTuple(int64, 3), int64, UniTuple(int64, 2))",
     parallel=True,
     uses=(lanes, rows),
 )
-def select(source: int, shape: Any, options: Any, pieces: int, values: Any, columns: Any) -> None:
-    """The k largest of every row to `values` and `columns` [rows, k].
+def select(source: int, shape: Any, options: Any, pieces: int, to: Any) -> None:
+    """The k largest of every row. Addresses: to pass two arrays takes as long as to search a hundred rows.
 
     Args:
         source: address of the elements [rows, width], contiguous.
@@ -309,10 +353,8 @@ def select(source: int, shape: Any, options: Any, pieces: int, values: Any, colu
         options: what the elements are; how many times a row's bracket is halved (negative: until it is exact);
             whether the values shall fall (1) or the columns rise (0).
         pieces: how many runs of rows are shared out to threads.
-        values: 16-bit elements come out widened.
-        columns: of the values.
+        to: addresses of the values [rows, k], float32 (16-bit elements come out widened), and of their columns, int64.
     """
-    to = (address(values), address(columns))
     for piece in numba.prange(pieces):
         _rows(source, shape, options, piece * shape[0] // pieces, (piece + 1) * shape[0] // pieces, to)
 
