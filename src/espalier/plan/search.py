@@ -34,8 +34,6 @@ from espalier.plan.step import Step
 TIE = 0.03
 """Widest tie: the errors of two layouts of one model on the same machines are mostly the same, so that their difference
 is surer than either."""
-ROOMY = 0.5
-"""Share of a processor's memory up to which larger micro-batches are preferred among equals."""
 ROOM = 0.97
 """Within a tie a plan that needs more than this share of what it may hold comes last."""
 UNEQUAL = 8
@@ -80,7 +78,7 @@ class Option:
         memory fewer passes come before less memory: every further pass adds to all gradients once more."""
         layout, limit = self.layout, self.peak - self.over
         tight = self.peak > ROOM * limit
-        fewer = layout.micro_batch if self.peak <= ROOMY * limit and not gpus(self.cluster) else 0
+        fewer = layout.micro_batch if self.peak <= memory.ROOMY * limit and not gpus(self.cluster) else 0
         return (tight, *layout.key(), -fewer, self.peak, layout.world, layout.pp, layout.optimizer, layout.micro_batch)
 
 

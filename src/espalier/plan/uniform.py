@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from espalier.cluster import Cluster
-from espalier.plan import network, reasons
+from espalier.plan import memory, network, reasons
 from espalier.plan.base import Exchange, Plan, Rank, Stage, Unit
 from espalier.plan.estimate import estimate, grid, scaled
 from espalier.plan.layouts import MODES, Layouts
@@ -25,8 +25,7 @@ from espalier.plan.seats import gpus, seats, shares
 name = "uniform"
 
 NEAR = 1.02
-ROOMY = 0.5
-"""Of micro-batches whose estimates differ by no more than `NEAR`, the largest is taken that needs at most this share of
+"""Of micro-batches whose estimates differ by no more than this, the largest is taken that needs at most `memory.ROOMY` of
 the memory, since every further pass adds to all gradients once more; else the smallest, which holds least."""
 
 TRIED = 1.05
@@ -143,7 +142,7 @@ def _choose(request: Request, cluster: Cluster, ranks: int, threads: int) -> Cho
             continue
         order = sorted(fits, key=lambda i: (float(priced.seconds[i]), int(sizes[i])))
         near = [i for i in order if priced.seconds[i] <= NEAR * priced.seconds[order[0]]]
-        roomy = [i for i in near if priced.peak[i] <= ROOMY * (priced.peak[i] - priced.over[i])]
+        roomy = [i for i in near if priced.peak[i] <= memory.ROOMY * (priced.peak[i] - priced.over[i])]
         first = max(roomy, key=lambda i: int(sizes[i])) if roomy else min(near, key=lambda i: int(sizes[i]))
         order = [first, *(i for i in order if i != first)]
         best = Layouts(dp=ranks, micro_batch=int(sizes[first]), recompute=mode, threads=threads)
