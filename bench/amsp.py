@@ -5,8 +5,9 @@
 Peers on PyTorch's own Gloo: DistributedDataParallel, ZeroRedundancyOptimizer, FSDP2 over all ranks, and FSDP2 inside
 nodes with replicas between them (HSDP). All train the same decoder on the same bytes with fused AdamW, in turn, in the
 same processes. Also measured: the planner's seconds of five layouts, after its processors' speed is taken from a step
-that exchanges nothing and its link's from plain data parallel; hosts of 1.0 and 0.4 cores with samples by speed beside
-equal ones; and our engine beside DDP and FSDP2 on loopback. Links and unequal hosts need root (see bench/netlab.py).
+that exchanges nothing and its links' from plain data parallel, with the nodes' limit and without; hosts of 1.0 and 0.4
+cores with samples by speed beside equal ones; and our engine beside DDP and FSDP2 on loopback. Links and unequal hosts
+need root (see bench/netlab.py).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from table import Row, arguments, compare, publish
 
 Triple = tuple[int, int, int]
 LINKS = Shape(nodes=2, hosts=2, rate=200e6, delay=2e-3)
+FREE = Shape(nodes=2, hosts=2)
 UNEQUAL = Shape(nodes=1, hosts=2, cpu=(1.0, 0.4))
 PLACE = "2 nodes x 2, 200 Mbit/s + 2 ms"
 ALONE = Contestant("alone", "alone")
@@ -125,6 +127,11 @@ def two_nodes() -> clusters.Cluster:
     return clusters.loads(node.format(0) + node.format(1) + between)
 
 
+def unlimited() -> clusters.Cluster:
+    """The lab without limits: one machine of four cores."""
+    return clusters.loads('[[nodes]]\nname = "node0"\ndevice = "cpu"\ncores = 4\nmemory = "16GiB"\n')
+
+
 def layout_of(task: Task, factors: Triple, ranks: int = 4) -> Layouts:
     """Data parallel with these factors, one micro-batch."""
     params, grads, optimizer = factors
@@ -140,21 +147,31 @@ def speed(task: Task, alone: float) -> Factors:
     return Factors(product=slow, attention=slow, memory=slow, issue=slow)
 
 
-def link(task: Task, factors: Factors, plain: float) -> Factors:
-    """`factors` with the link on which plain data parallel is predicted to take `plain` seconds."""
+def links(task: Task, factors: Factors, inside: float, between: float) -> Factors:
+    """`factors` with the links on which plain data parallel is predicted to take `inside` seconds where nothing limits
+    the nodes' links, and `between` seconds where something does."""
+    plain = fitted(task, factors, "inside", inside, unlimited())
+    return fitted(task, plain, "between", between, two_nodes())
 
-    def miss(between: float) -> float:
-        return predicted(task, msgspec.structs.replace(factors, between=between), (1, 1, 1)) - plain
 
-    low, high = 0.3, 4.0
+def fitted(task: Task, factors: Factors, name: str, plain: float, cluster: clusters.Cluster) -> Factors:
+    """`factors` with the one called `name` such that plain data parallel is predicted to take `plain` seconds."""
+
+    def at(value: float) -> Factors:
+        return msgspec.structs.replace(factors, **{name: value})
+
+    def miss(value: float) -> float:
+        return predicted(task, at(value), (1, 1, 1), cluster) - plain
+
+    low, high = 0.3, 20.0
     if miss(low) > 0 or miss(high) < 0:
         return factors
-    return msgspec.structs.replace(factors, between=float(brentq(miss, low, high)))
+    return at(float(brentq(miss, low, high)))
 
 
-def predicted(task: Task, factors: Factors, triple: Triple) -> float:
+def predicted(task: Task, factors: Factors, triple: Triple, cluster: clusters.Cluster | None = None) -> float:
     """Seconds of a step."""
-    return estimate(request_of(task, 4), two_nodes(), layout_of(task, triple), factors).step_seconds
+    return estimate(request_of(task, 4), cluster or two_nodes(), layout_of(task, triple), factors).step_seconds
 
 
 def choose(task: Task, cluster: clusters.Cluster, ranks: int, factors: Factors | None = None) -> Any:
@@ -192,13 +209,16 @@ def slow_links(task: Task, note: str) -> list[Row]:
 
 def predictions(task: Task, note: str) -> list[Row]:
     """Predicted seconds of five layouts beside the measured ones, and the order of both."""
-    found = in_lab(replace_task(task, [ALONE, *map(named, LAYOUTS)], task.rounds), LINKS)
+    free = in_lab(replace_task(task, [ALONE, named((1, 1, 1))], task.rounds), FREE).seconds
+    found = in_lab(replace_task(task, [ALONE, *map(named, LAYOUTS)], task.rounds, steps=5), LINKS)
     print(f"{found.parameters / 1e6:.1f} M, {PLACE}, five layouts{note}:")
     show(found)
     measured = {triple: statistics.median(found.seconds[told(triple)]) for triple in LAYOUTS}
-    factors = link(task, speed(task, statistics.median(found.seconds["alone"])), measured[1, 1, 1])
+    busy = speed(task, statistics.median(found.seconds["alone"]))
+    factors = links(task, busy, statistics.median(free["1/1/1"]), measured[1, 1, 1])
     expected = {triple: predicted(task, factors, triple) for triple in LAYOUTS}
-    print(f"  link's seconds per byte x {factors.between:.2f} (of 90 % of the declared rate), from 1/1/1")
+    print(f"  seconds per byte between nodes x {factors.between:.2f} (of 90 % of the declared rate), from 1/1/1;")
+    print(f"  inside x {factors.inside:.2f} (of the assumed rate), from 1/1/1 without limits")
     for triple, seconds in measured.items():
         error = expected[triple] / seconds - 1
         print(f"  {told(triple)}: predicted {expected[triple]:.3f} s, measured {seconds:.3f} s, {error:+.1%}")
@@ -209,7 +229,7 @@ def predictions(task: Task, note: str) -> list[Row]:
         for turn in range(len(found.seconds["alone"]))
     ]
     mean = statistics.mean(abs(expected[one] / measured[one] - 1) for one in others)
-    case = f"predicted steps of {len(others)} layouts, fitted to alone and 1/1/1{note}"
+    case = f"predicted steps of {len(others)} layouts, fitted to alone and 1/1/1 with and without limits{note}"
     row = compare(case, "goal", "mean error of medians", errors, higher_is_better=False)
     order = float(spearmanr([*expected.values()], [*measured.values()]).statistic)
     ranked_alike = Row(f"order of {len(LAYOUTS)} layouts{note}", "measured", 1.0, order, order, "Spearman", "-")

@@ -40,7 +40,7 @@ print("all right")
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_interpreted_kernel_is_exact_and_stops_where_the_reference_stops(dtype: str) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}

@@ -72,7 +72,7 @@ def fastest_of(request: Request, cluster: Cluster) -> tuple[float, int]:
     return min(times, default=float("inf")), len(times)
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", [*range(3), *(pytest.param(block, marks=pytest.mark.slow) for block in range(3, 10))])
 def test_the_search_equals_brute_force(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
         request, cluster = random_case(seed)

@@ -30,7 +30,13 @@ def _trained(channel: Channel, how: Spread, accumulate: int, dtype: torch.dtype,
 # --- the same as plain PyTorch ---
 
 
-@pytest.mark.parametrize("factors", triples(8), ids=lambda factors: "-".join(map(str, factors)))
+def _often(factors: Factors) -> Any:
+    """Strategies with names, and one with three different factors, in every suite; the others in the slow one."""
+    plain = set(factors) <= {1, 8} or tuple(factors) == (2, 4, 8)
+    return pytest.param(factors, marks=() if plain else pytest.mark.slow, id="-".join(map(str, factors)))
+
+
+@pytest.mark.parametrize("factors", map(_often, triples(8)))
 def test_every_triple_on_eight_ranks_trains_as_one_rank_does(factors: Factors) -> None:
     steps = STEPS // 4  # all twenty on real ranks: below, and marked slow for eight
     expected = plain(torch.float64, steps)
@@ -47,7 +53,11 @@ def _all_triples(channel: Channel, accumulate: int, dtype: torch.dtype, nodes: A
 
 @pytest.mark.parametrize(
     ("accumulate", "dtype", "tolerance", "nodes"),
-    [(1, torch.float64, 1e-12, TWO_NODES[4]), (3, torch.float64, 1e-12, ()), (1, torch.float32, 1e-5, ())],
+    [
+        (3, torch.float64, 1e-12, TWO_NODES[4]),
+        (1, torch.float32, 1e-5, ()),
+        pytest.param(1, torch.float64, 1e-12, (), marks=pytest.mark.slow),
+    ],
 )
 def test_every_triple_on_four_gloo_ranks_trains_as_one_rank_does(
     accumulate: int, dtype: torch.dtype, tolerance: float, nodes: Any

@@ -25,7 +25,7 @@ CUDA_MEMORY = 0.92
 CPU_RUNTIME = 256 * 2**20
 CPU_MEMORY = 0.9
 ROOMY = 0.5
-"""Share of a processor's memory up to which larger micro-batches are preferred among equals: fewer passes, less work."""
+"""Share of a processor's memory up to which larger micro-batches are preferred among equals: fewer passes."""
 SLACK = {"cuda": 0.1, "cpu": 0.0}
 """Of what a model holds on a device, the share that the allocator keeps in pieces nobody can use. Assumed: published
 FSDP peaks of about 27 bytes per parameter are 16 of states, 8 of AdamW's temporaries, and the rest this."""

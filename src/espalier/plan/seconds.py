@@ -133,8 +133,8 @@ def _exchanged(step: Step, layer: Pass, anatomy: Anatomy) -> Pass:
     if np.any(np.asarray(layouts.sp) > 1):
         sequence = sequence_seconds(step, stream / layouts.tp, again)
     gathers = weights(step, request.layer_parameters / layouts.tp)
-    ahead = _exposed(step, gathers["all_gather"], layer.forward)
-    behind = _exposed(step, gathers["all_gather"] + gathers["reduce_scatter"], layer.backward + layer.recompute)
+    ahead = _awaited(step, gathers["all_gather"], layer.forward)
+    behind = _awaited(step, gathers["all_gather"] + gathers["reduce_scatter"], layer.backward + layer.recompute)
     return replace(layer, tensor=tensor, sequence=sequence, weights=ahead + behind)
 
 
@@ -195,6 +195,13 @@ def _exposed(step: Step, taken: Number, window: Number, pieces: Number = 1) -> N
     return exposed(piece, pieces, usable, INTERFERENCE[kind])
 
 
+def _awaited(step: Step, taken: Number, window: Number) -> Number:
+    """The same for what computation itself waits for, block by block. On processors none of it counts as hidden: a
+    gather moves on only between blocks, and its copies take the cores that compute. So counted, five layouts on slow
+    links come in the order in which they were measured (bench/amsp.py)."""
+    return _exposed(step, taken, window) if step.cuda else taken + 0.0 * window
+
+
 def exposed(piece: Number, pieces: Number, window: Number, interference: float) -> Number:
     """Of `pieces` exchanges of `piece` seconds, what `window` seconds of computation cannot hide, and the loss by what
     is hidden. A single exchange may run from the window's beginning; of several the last starts at its end."""
@@ -235,7 +242,7 @@ def _once(step: Step, last: Mapping[str, Number]) -> dict[str, Number]:
     reduce = _exposed(step, found["seconds"], backward, count)
     return {
         "all_reduce": reduce,
-        "refresh": _exposed(step, refresh(step), last["forward"]),
+        "refresh": _awaited(step, refresh(step), last["forward"]),
         "optimizer": _optimizer(step) + 0.0 * reduce,
     }
 
@@ -325,7 +332,7 @@ def sources(step: Step) -> dict[str, str]:
         "send": f"activations from stage to stage, and {STALL * 1e6:g} µs for each hand-over (assumed)",
         "all_reduce": "launch + hops x latency + 2(n-1)/n bytes/bandwidth per bucket, less what backward "
         f"hides; {told}",
-        "refresh": "gathers of updated parameters, less what the next forward hides",
+        "refresh": "gathers of updated parameters, on GPUs less what the next forward hides",
         "optimizer": f"memory traffic: {ADAM_BYTES} bytes per AdamW parameter, {MUON_BYTES} per Muon parameter and its "
         f"{NEWTON_SCHULZ} iterations of 3 products, {CLIP_BYTES} for clipping",
     }

@@ -25,8 +25,8 @@ from espalier.plan.seats import gpus, seats, shares
 name = "uniform"
 
 NEAR = 1.02
-"""Of micro-batches whose estimates differ by no more than this, the largest is taken that needs at most `memory.ROOMY` of
-the memory, since every further pass adds to all gradients once more; else the smallest, which holds least."""
+"""Of micro-batches whose estimates differ by no more than this, the largest is taken that needs at most `memory.ROOMY`
+of the memory, since every further pass adds to all gradients once more; else the smallest, which holds least."""
 
 TRIED = 1.05
 """Of trials that differ by no more than this, the one with most ranks is taken: processes wait for each other once a
