@@ -86,6 +86,9 @@ class Failing(torch.autograd.Function):
         raise ZeroDivisionError
 
 
+ODD = ("fails", "looks", "skips", "averages", "halves")
+
+
 def _odd_loop(channel: Channel | None, plan: Plan, way: str) -> Any:
     """A loop that does something besides: fails in a backward, averages, reads or clears parameters."""
     model, loss = resnet()
@@ -107,8 +110,12 @@ def _odd_loop(channel: Channel | None, plan: Plan, way: str) -> Any:
         found.backward()
         if way == "skips" and step == 3:
             model.zero_grad()
+        if way == "clamps":
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        if way.startswith("norm "):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=float(way.removeprefix("norm ")))
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=way != "zeros")
         if way == "averages":
             torch._foreach_lerp_(average, [parameter.detach() for parameter in model.parameters()], 0.5)
         if way == "halves" and step == 1:
@@ -117,7 +124,7 @@ def _odd_loop(channel: Channel | None, plan: Plan, way: str) -> Any:
     return average if way == "averages" else list(copy.deepcopy(model.state_dict()).values())
 
 
-@pytest.mark.parametrize("way", ["fails", "looks", "skips", "averages", "halves"])
+@pytest.mark.parametrize("way", [*ODD, "clamps", "zeros", "norm 0", "norm 1", "norm inf", "norm -inf"])
 @pytest.mark.parametrize("shard", [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2)])
 def test_what_loops_do_beside_training_works_too(shard: tuple[int, int, int], way: str) -> None:
     if shard[0] > 1 and way in ("averages", "halves"):

@@ -6,7 +6,8 @@ moves. Each backward pass exchanges, as under DistributedDataParallel, unless it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,6 +29,9 @@ ELEMENTWISE = frozenset(
     ["Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Lion", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"],
 )
 """Optimizers that move each number by itself, so that a piece moves as it would in the whole."""
+
+REDUCTIONS = {float("inf"): dist.ReduceOp.MAX, float("-inf"): dist.ReduceOp.MIN}
+"""How norms of pieces become the whole's, where their powers are not added up."""
 
 
 class Follow:
@@ -165,27 +169,29 @@ class Follow:
         slots = [(flat, slot) for flat in self.sharding.flats if not self._direct[flat] for slot in flat.slots]
         place = {slot.name: index for index, (_, slot) in enumerate(slots)}
         found = torch.zeros(len(slots), dtype=torch.float64, device=slots[0][0].full.device)
-        infinite = order == float("inf")
+        if order == float("-inf"):
+            found.fill_(float("inf"))
+        power = order if order and not math.isinf(order) else 1.0  # order 0 counts, infinite orders compare
         for flat in dict.fromkeys(flat for flat, _ in slots):
-            copies = 1.0 if infinite else self.channel.size() / flat.mesh.placement.factors.optimizer
+            copies = 1.0 if math.isinf(order) else self.channel.size() / flat.mesh.placement.factors.optimizer
             for slot, owned, _ in flat.moved:
-                if owned.tensor.grad is not None:
+                if owned.tensor.grad is not None and owned.tensor.numel():
                     norm = torch.linalg.vector_norm(owned.tensor.grad.double(), order)
-                    found[place[slot.name]] = norm if infinite else norm**order / copies
+                    found[place[slot.name]] = norm**power / copies
         options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
+        options.reduceOp = dist.ReduceOp(REDUCTIONS.get(order, dist.ReduceOp.SUM))
         with traffic(Traffic.CONTROL):
             self.channel.allreduce([found], options).wait()
-        norms = found if infinite else found ** (1.0 / order)
+        norms = found ** (1.0 / power)
         kinds = {slot.name: torch.promote_types(slot.parameter.dtype, torch.float32) for _, slot in slots}
         return {name: norms[place[name]].to(kind) for name, kind in kinds.items()}
 
-    def scale(self, name: str, factor: Any) -> None:
+    def change(self, name: str, operation: Callable[[Tensor], Any]) -> None:
         """See `gradient.Holder`."""
         self._norms.clear()
         for one in self.sharding.owned:
             if one.name == name and one.tensor.grad is not None:
-                one.tensor.grad.mul_(factor)
+                operation(one.tensor.grad)
 
     # --- whole states ------------------------------------------------------------------------------------------------
 
