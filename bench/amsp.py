@@ -12,7 +12,6 @@ need root (see bench/netlab.py).
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import statistics
@@ -286,13 +285,7 @@ def replace_task(task: Task, contestants: Sequence[Contestant], rounds: int, ste
 
 def main() -> None:
     """Runs what is asked and prints the table."""
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--only", default="links,layouts,unequal,loopback")
-    mine, rest = own.parse_known_args()
-    whole = list(sys.argv)
-    sys.argv[1:] = rest  # what is left is what every bench script takes
-    asked = arguments(__doc__ or "")
-    sys.argv = whole
+    asked = arguments(__doc__ or "", only={"default": "links,layouts,unequal,loopback"})
     depth, width = (3, 256) if asked.quick else (6, 384)
     note, rounds = (", quick", asked.pairs or 5) if asked.quick else ("", asked.pairs or 7)
     limit = 60.0 if asked.quick else 150.0
@@ -305,7 +298,7 @@ def main() -> None:
     }
     rows: list[Row] = []
     try:
-        for name in mine.only.split(","):
+        for name in asked.only.split(","):
             rows += cases[name]()
     finally:
         publish(rows, asked.json)  # what is known when it is told to end

@@ -11,7 +11,6 @@ constant, layers passed, FLOP, tensor traffic, gradients, hand-overs. Planning: 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -178,14 +177,8 @@ def data(named: str | None) -> Path | None:
 
 
 def main() -> None:
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--data", metavar="FILE")
-    mine, rest = own.parse_known_args()
-    command = list(sys.argv)
-    sys.argv[1:] = rest  # what is left is what every bench script takes
-    options = arguments(__doc__ or "")
-    sys.argv = command
-    path = data(mine.data)
+    options = arguments(__doc__ or "", data={"metavar": "FILE"})
+    path = data(options.data)
     rows = predictions(path, options.pairs or (3 if options.quick else 10)) if path else []
     with tempfile.TemporaryDirectory() as folder:
         rows += [planning(devices, 3 if options.quick else 7, Path(folder)) for devices in DEVICES]

@@ -10,7 +10,6 @@ its nodes in random order; the first in both. All products include the allocatio
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -154,19 +153,13 @@ def building(name: str, graph: Graph, pairs: int) -> list[Row]:
 
 
 def main() -> None:
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--data", metavar="FOLDER")
-    own.add_argument("--graph", metavar="NAME", help="one graph only")
-    mine, rest = own.parse_known_args()
-    command = list(sys.argv)
-    sys.argv[1:] = rest  # what is left is what every bench script takes
-    options = arguments(__doc__ or "")
-    sys.argv = command
+    own = {"data": {"metavar": "FOLDER"}, "graph": {"metavar": "NAME", "help": "one graph only"}}
+    options = arguments(__doc__ or "", **own)
     warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
     pairs = options.pairs or (5 if options.quick else 15)
     rows = []
-    drawn = graphs(options.quick, mine.data)
-    for name, graph in ((name, drawn[name]) for name in ([mine.graph] if mine.graph else drawn)):
+    drawn = graphs(options.quick, options.data)
+    for name, graph in ((name, drawn[name]) for name in ([options.graph] if options.graph else drawn)):
         case = f"{name} ({graph.shape[0]} nodes, {graph.nnz} edges)" if options.quick else name
         rows += products(case, graph, pairs)
         rows += building(case, graph, pairs)

@@ -11,7 +11,6 @@ what it held before. Sampler: edges drawn for batches of 1,024 nodes, fan-out 10
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -338,20 +337,14 @@ def sampler(graph: Graph, python: str | None, pairs: int, batches: int) -> list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--dgl")
-    parser.add_argument("--data")
-    parser.add_argument("--memory", nargs=4)
-    extra, rest = parser.parse_known_args()
-    if extra.memory:
-        measure_memory(*extra.memory)
+    own = {"only": {"default": ""}, "dgl": {"metavar": "PYTHON"}, "data": {"metavar": "FOLDER"}, "memory": {"nargs": 4}}
+    options = arguments(__doc__ or "", **own)
+    if options.memory:
+        measure_memory(*options.memory)
         return
-    sys.argv[1:] = rest
-    options = arguments("Graph networks beside PyG's.")
     quick = options.quick
     pairs = options.pairs or (5 if quick else 15)
-    named = extra.data or os.environ.get("ESPALIER_DATA")
+    named = options.data or os.environ.get("ESPALIER_DATA")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         text = f"planted:nodes={10_000 if quick else 50_000},degree=16,features=64"
@@ -362,12 +355,12 @@ def main() -> None:
             **{f"memory-{kind}": _memory_rows(kind, text, folder) for kind in KINDS},
             "inference-cliques": lambda: [inference("gcn", cliquish(5_000 if quick else 20_000), "cliques", pairs)],
             **{f"maxk-{k}": _maxk(denser, folder, k, pairs, 20 if quick else 60) for k in (32, 16, 8)},
-            "sampler": lambda: sampler(generate.load(text, Path(folder)), extra.dgl, pairs, 10 if quick else 40),
+            "sampler": lambda: sampler(generate.load(text, Path(folder)), options.dgl, pairs, 10 if quick else 40),
         }
         for name, kind in ACCURATE if named else ():
             cases[f"accuracy-{name}-{kind}"] = _accuracy(Path(named or ""), name, kind, 2 if quick else 10)
         for name, run in cases.items():
-            if extra.only in name:
+            if options.only in name:
                 rows += run()
                 print(json.dumps([vars(row) for row in rows[-1:]]), file=sys.stderr)
     publish(rows, options.json)

@@ -10,7 +10,6 @@ folder `matrices` of the one that ESPALIER_DATA names. Products: torch's CSR wit
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -226,17 +225,11 @@ def product(name: str, matrix: Matrix, pairs: int) -> Row:
 
 
 def main() -> None:
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--data", metavar="FOLDER")
-    mine, rest = own.parse_known_args()
-    command = list(sys.argv)
-    sys.argv[1:] = rest  # what is left is what every bench script takes
-    options = arguments(__doc__ or "")
-    sys.argv = command
+    options = arguments(__doc__ or "", data={"metavar": "FOLDER"})
     torch.set_num_threads(1)
     pairs = options.pairs or (5 if options.quick else 15)
-    given = os.environ.get("ESPALIER_DATA")
-    folder = Path(mine.data) if mine.data else Path(given) / "matrices" if given else None
+    given = options.data or os.environ.get("ESPALIER_DATA")
+    folder = Path(given) / "matrices" if given else None
     rcmpp(*(getattr(grid(9, 9), name) for name in ("indptr", "indices")))  # compiled before it is timed
     rows, products = [], []
     for name, build in large(options.quick).items():

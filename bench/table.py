@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -67,18 +68,21 @@ def machine() -> str:
     return f"{name}, {cores} cores, Linux {platform.release()}, {versions}"
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """`--quick` and `--json FILE`, as every bench script takes them."""
+def arguments(description: str, **more: dict[str, Any]) -> argparse.Namespace:
+    """`--quick`, `--pairs N` and `--json FILE`, as every bench script takes them, and the script's own: name and what
+    argparse is to know of it."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="reduced sizes, at most five minutes; said in each row")
     parser.add_argument("--pairs", type=int, help="how often ours and each peer take turns")
     parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
+    for name, known in more.items():
+        parser.add_argument(f"--{name}", **known)
     return parser.parse_args()
 
 
 def publish(rows: Sequence[Row], json_file: str | None) -> None:
     """Prints the Markdown table with the machine's name; writes the JSON if asked."""
-    command = " ".join(["python", *sys.argv])
+    command = " ".join(["python", *_told(sys.argv)])
     print("| case | peer | peer's value | ours | ratio | unit | spread of the ratio |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
@@ -88,3 +92,13 @@ def publish(rows: Sequence[Row], json_file: str | None) -> None:
     if json_file:
         table = {"machine": machine(), "command": command, "rows": [asdict(row) for row in rows]}
         Path(json_file).write_text(json.dumps(table, indent=1))
+
+
+def _told(arguments: Sequence[str]) -> list[str]:
+    """The command line as anybody would give it: without the file to write, and without where this machine has what."""
+    told: list[str] = []
+    for word, before in zip(arguments, ["", *arguments[:-1]], strict=True):
+        if word == "--json" or before == "--json":
+            continue
+        told.append(before[2:].upper() if before.startswith("--") and "/" in word else word)
+    return told

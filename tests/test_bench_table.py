@@ -1,0 +1,59 @@
+"""The table that every bench script prints and writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from espalier import records
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def table() -> Any:
+    spec = importlib.util.spec_from_file_location("bench_table", ROOT / "bench" / "table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_middle_of_paired_ratios_is_told_with_its_spread(table: Any) -> None:
+    row = table.compare("a case", "a peer", "s", [(1.0, 2.0), (2.0, 6.0), (1.0, 1.0)], higher_is_better=False)
+    assert (row.peer_value, row.ours, row.ratio) == (2.0, 1.0, 2.0)
+    assert row.spread == "1.000-3.000 (n=3)"
+
+
+def test_what_is_written_is_shown_and_names_no_folder_of_this_machine(
+    table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "measured"
+    folder.mkdir()
+    file = folder / "rtopk.json"
+    words = ["bench/rtopk.py", "--pairs", "3", "--data", str(tmp_path), "--json", str(file), "--only", "large"]
+    monkeypatch.setattr(sys, "argv", words)
+    row = table.compare("a case", "a peer", "s", [(1.0, 2.0)] * 9, higher_is_better=False)
+    table.publish([row], str(file))
+    assert "| a case | a peer | 2 | 1 | 2.00 | s | 2.000-2.000 (n=9) |" in capsys.readouterr().out
+    (found,) = records.measured("rtopk", tmp_path)
+    assert found.command == "python bench/rtopk.py --pairs 3 --data DATA --only large"
+    assert str(tmp_path) not in file.read_text()
+    assert records.measured("rtop", tmp_path) == []
+    assert json.loads(file.read_text())["rows"] == [msgspec.to_builtins(found.rows[0])]
+
+
+def test_every_system_that_is_measured_shows_its_table() -> None:
+    for record in records.all_records():
+        for run in records.measured(record.name):
+            text = records.explain(record.name)
+            assert run.command in text
+            assert all(row.case in text for row in run.rows)
