@@ -56,4 +56,4 @@ def test_every_system_that_is_measured_shows_its_table() -> None:
         for run in records.measured(record.name):
             text = records.explain(record.name)
             assert run.command in text
-            assert all(row.case in text for row in run.rows)
+            assert all(row.case in text for row in run.rows[:16])

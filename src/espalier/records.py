@@ -82,6 +82,7 @@ class Measured(Struct, frozen=True):
 
 
 _HEADINGS = ("case", "peer", "peer's value", "ours", "ratio", "unit", "spread of the ratio")
+_SHOWN = 16  # rows of a table that fit on a terminal
 
 
 def measured(name: str, package: Path = _PACKAGE) -> list[Measured]:
@@ -129,9 +130,10 @@ def explain(name: str) -> str:
     lines = [record.title, *(f"  {key:9} {value}" for key, value in _lines(record))]
     for run in measured(record.name):
         lines += ["", f"  {run.command}", f"  {run.machine}"]
-        cells = [_HEADINGS, *map(_cells, run.rows)]
+        cells = [_HEADINGS, *map(_cells, run.rows[:_SHOWN])]
         wide = [max(len(row[column]) for row in cells) for column in range(len(_HEADINGS))]
         lines += ["  " + "  ".join(text.ljust(width) for text, width in zip(row, wide, strict=True)) for row in cells]
+        lines += [f"  and {len(run.rows) - _SHOWN} more in docs/systems.md"] if len(run.rows) > _SHOWN else []
     return "\n".join(line.rstrip() for line in lines)
 
 

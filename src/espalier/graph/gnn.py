@@ -79,7 +79,11 @@ class Mean(Layer):
 
     def forward(self, block: Block, rows: Rows) -> Tensor:
         """The node itself and the mean of its neighbours (zero where it has none)."""
-        own = self.project(_first(rows, block.targets), self.own.weight, self.own.bias)
+        first = _first(rows, block.targets)
+        mixed = torch.is_autocast_enabled(self.own.weight.device.type)
+        if isinstance(first, Tensor) and not mixed and not torch.is_grad_enabled():  # one buffer less
+            return self.mapped(block, rows, self.weight).addmm_(first, self.own.weight.T).add_(self.own.bias)
+        own = self.project(first, self.own.weight, self.own.bias)
         return own.add_(self.mapped(block, rows, self.weight))
 
 
