@@ -1,4 +1,4 @@
-"""Encoded collectives: the same bits on all ranks, one lossy step, bytes by formula, and errors that name the message."""
+"""Encoded collectives: the same bits on all ranks, one lossy step, bytes by formula, errors that name the message."""
 
 from __future__ import annotations
 

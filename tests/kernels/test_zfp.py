@@ -1,4 +1,4 @@
-"""ZFP at a fixed rate: the fast form writes the plain form's bytes, both are zfpy's, and tiny blocks come back right."""
+"""ZFP at a fixed rate: the fast form writes the plain form's bytes, both are zfpy's, tiny blocks come back right."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Collectives whose messages are encoded: what a Channel does for a class of traffic that has a codec.
 
 Reductions are a direct exchange: each rank encodes the parts of the others once, the owner of a part adds what comes,
-in rank order and in full precision, and the sum is encoded once more for everybody, its owner included, so that all ranks
-end with the same bits. That is one lossy step for each contribution and one for the sum, whatever the number of ranks
-(a ring of N ranks has N - 1). Parts are cut into pieces, so that encoding, sending and decoding overlap.
+in rank order and in full precision, and the sum is encoded once more for everybody, its owner included, so that all
+ranks end with the same bits. That is one lossy step for each contribution and one for the sum, whatever the number of
+ranks (a ring of N ranks has N - 1). Parts are cut into pieces, so that encoding, sending and decoding overlap.
 
 With a residual (`base.feedback`) what is lost is added to what is sent next: the sum over steps of what arrives is the
 sum of what was given, less what the residuals hold.

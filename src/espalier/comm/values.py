@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,13 +21,30 @@ def floats(tensor: Tensor, codec: str) -> Tensor:
             why=f"it rounds real numbers: {names}",
             do="codec 'mpc' or 'split', which lose nothing, or 'exact'",
         )
-    return tensor.detach().reshape(-1).to("cpu", torch.float32).contiguous()
+    return _borrowed(tensor.detach().reshape(-1).to("cpu", torch.float32).contiguous())
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """[bytes] the same memory."""
-    flat = tensor.detach().reshape(-1).cpu().contiguous()
+    """[bytes] the same memory, where it is the host's and contiguous; `tensor` must live as long."""
+    flat = _borrowed(tensor.detach().reshape(-1).cpu().contiguous())
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+class _Lent:
+    """Memory of a tensor for NumPy, which keeps the tensor as long as it looks at it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        pointer = (tensor.data_ptr(), False)
+        self.__array_interface__ = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": pointer, "version": 3}
+
+
+def _borrowed(tensor: Tensor) -> Tensor:
+    """`tensor`'s memory as another storage: the kernels look at it through NumPy, and a storage that NumPy has once
+    seen can never be resized, which is how sharded parameters are let go."""
+    if tensor.numel() == 0:
+        return tensor
+    return torch.from_numpy(np.asarray(_Lent(tensor))).view(tensor.dtype)
 
 
 def check_length(wire: Tensor, expected: int, codec: str) -> None:
