@@ -40,7 +40,7 @@ RECORD = Record(
     law_test="tests/comm/test_coded.py::test_with_feedback_what_arrives_is_what_was_sent_less_the_residuals",
     bench="bench/hybrid.py",
     state="partly",
-    remark="on processors, through Gloo and MPI; there are no kernels for GPUs yet: their tensors cross through the host",
+    remark="on processors, through Gloo and MPI; there are no kernels for GPUs yet: their tensors cross by the host",
 )
 
 MARGIN = 1.2
