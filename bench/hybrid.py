@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -32,6 +31,8 @@ from table import Row, compare, publish
 RATES = (50e6, 100e6, 500e6, 1000e6)
 HOSTS = 4
 VALUES = 2**20
+LINK = 125.0
+"""MB/s of 1 Gbit/s: below this a codec can only lose there."""
 
 
 def over_links(task: dict[str, Any], rate: float) -> dict[str, Any]:
@@ -160,9 +161,8 @@ def codecs(turns: int) -> list[Row]:
             column = [(mine[index], theirs[index]) for mine, theirs in found]
             rows.append(compare(f"{name}, {what}, 4 MiB float32", peer, "MB/s", column))
     for name in ("bf16", "int1", "int8:stochastic", "split", "mpc", "zfp:8", "topk:0.01"):
-        found_alone = [ours(name, x) for _ in range(turns)]
-        encode, decode = (statistics.median(column) for column in zip(*found_alone, strict=True))
-        rows.append(Row(f"{name}, 4 MiB float32: decode beside encode", "-", encode, decode, 1.0, "MB/s", "-"))
+        slower = [(min(ours(name, x)), LINK) for _ in range(turns)]
+        rows.append(compare(f"{name}, slower of both ways, 4 MiB float32", "1 Gbit/s", "MB/s", slower))
     return rows
 
 

@@ -35,12 +35,15 @@ ALONE = {
     "optimizer states in shards": ({}, {"ranks": 2, "shard": (1, 1, 2)}, 1e-9),
     "gradients in shards": ({}, {"ranks": 2, "shard": (1, 2, 2)}, 1e-9),
     "all states in shards": ({}, {"ranks": 2, "shard": (2, 2, 2)}, 1e-9),
+    "codec without loss": ({}, {"ranks": 2, "codec": "split"}, 1e-9),
+    "int8 with feedback": ({}, {"ranks": 2, "codec": "int8"}, 5e-3),
 }
 
 # Choices that answer one question exclude each other; all other pairs must run.
 SHARDS = [name for name in ALONE if name.endswith("in shards")]
 SAME_QUESTION = [{"recompute selective", "recompute block"}, {"ranks", "unequal shares"}]
 SAME_QUESTION += [set(pair) for pair in itertools.combinations(SHARDS, 2)]
+SAME_QUESTION += [{"codec without loss", "int8 with feedback"}]
 
 PAIRS = [pair for pair in itertools.combinations(ALONE, 2) if set(pair) not in SAME_QUESTION]
 
@@ -70,13 +73,14 @@ def recipe_of(corpus, train):
     return derive.resolve(load.from_table(table))[0]
 
 
-def curve(recipe, micro_batch=8, recompute="none", ranks=1, cuts=None, shard=()):
+def curve(recipe, micro_batch=8, recompute="none", ranks=1, cuts=None, shard=(), codec="exact"):
     cuts = cuts or tuple(8 * one // ranks for one in range(ranks + 1))
     shares = tuple(plans.Rank(share=share) for share in itertools.pairwise(cuts))
     groups = [tuple(range(size)) if size > 1 else () for size in shard]
     unit = plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups, strict=False)), whole=True)
     how = {"micro_batch": micro_batch, "recompute": recompute, "precision": recipe.train.precision}
-    plan = plans.Plan(ranks=shares, units=(unit,), **how)
+    exchange = plans.Exchange(traffic="gradients", codec=codec)
+    plan = plans.Plan(ranks=shares, units=(unit,), exchanges=(exchange,), **how)
     workload = open_language(recipe)
 
     def life(place):

@@ -6,8 +6,10 @@ different ranks, and Gloo matches by order. Here the order is that of the launch
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from torch.futures import Future
 
 _DEFAULT = timedelta(0)
+_PATIENCE = 2.0
+"""Seconds that leaving waits for the job under way: a thread that ends with the interpreter, inside of torch, aborts."""
 
 
 class Task(Work):
@@ -99,6 +103,7 @@ class Lane:
         self._jobs: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._broken: BaseException | None = None
+        _LANES.add(self)
 
     def put(self, job: Callable[[], Any]) -> Task:
         """The Work of `job`, which runs after all that were put before. After an error no later one runs."""
@@ -114,6 +119,25 @@ class Lane:
         if self._thread is not None:
             self._jobs.put(None)
 
+    def join(self) -> None:
+        """Waits a little for the thread's end, unless this is that thread."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_PATIENCE)
+
     def _run(self) -> None:
         while (task := self._jobs.get()) is not None:
             self._broken = task.run(self._broken)
+            del task
+
+
+_LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+@atexit.register
+def close_all() -> None:
+    """Ends the threads of all lanes of this process."""
+    lanes = list(_LANES)
+    for lane in lanes:
+        lane.close()
+    for lane in lanes:
+        lane.join()
