@@ -74,7 +74,7 @@ def test_parameters_are_never_rounded() -> None:
 
 
 def test_a_codec_that_is_none_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match="comm.codec = 'zhybird'"):
+    with pytest.raises(UserError, match=r"comm\.codec = 'zhybird'"):
         decided(machines("1Gbit/s"), "zhybird")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -149,6 +149,27 @@ def sent_bytes(operation: str, size: Any, ranks: Any, *, root: bool = False) -> 
     return 0 * size
 
 
+@dataclass(frozen=True)
+class Spent:
+    """What encoded collectives of one class did on this rank.
+
+    Attributes:
+        sent: bytes that left it, headers included; raw: those of the same values as they are.
+        seconds: in codecs, of its communication thread.
+        lost, given: sums of squares of what feedback kept back, and of what was to be sent with it.
+    """
+
+    sent: float = 0.0
+    raw: float = 0.0
+    seconds: float = 0.0
+    lost: float = 0.0
+    given: float = 0.0
+
+    def plus(self, other: Spent, sign: int = 1) -> Spent:
+        """The sum (or difference) of both."""
+        return Spent(*(mine + sign * theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+
 @dataclass
 class Ledger:
     """Payload bytes and calls that left this rank, by traffic class and operation. Has state; safe among threads.
@@ -159,6 +180,7 @@ class Ledger:
 
     bytes: dict[tuple[str, str], float] = field(default_factory=dict)
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    encoded: dict[str, Spent] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def add(self, kind: str, operation: str, count: float) -> None:
@@ -167,6 +189,12 @@ class Ledger:
         with self._lock:
             self.bytes[key] = self.bytes.get(key, 0) + count
             self.calls[key] = self.calls.get(key, 0) + 1
+
+    def add_encoded(self, kind: str, operation: str, spent: Spent) -> None:
+        """Books an encoded collective of class `kind`."""
+        self.add(kind, operation, spent.sent)
+        with self._lock:
+            self.encoded[kind] = self.encoded.get(kind, Spent()).plus(spent)
 
     def by_class(self) -> dict[str, float]:
         """Bytes by traffic class."""

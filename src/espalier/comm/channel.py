@@ -131,7 +131,7 @@ class Channel(_ProcessGroup):
         """Launches encoded collectives; the ledger gets what they send once that is known."""
         entry = Entry(self._label, operation, coded.kind, payload(tensors), self.members)
 
-        booked = partial(self.ledger.add, coded.kind, operation)
+        booked = partial(self.ledger.add_encoded, coded.kind, operation)
         return self._end(entry, lambda: [start(booked) for start in starts])
 
     def set_timeout(self, timeout: timedelta) -> None:

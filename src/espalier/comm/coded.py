@@ -11,6 +11,7 @@ sum of what was given, less what the residuals hold.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from espalier.comm import message
-from espalier.comm.base import Codec
+from espalier.comm.base import Codec, Spent
 from espalier.comm.lane import Lane, Task
 from espalier.comm.message import Bucket
 from espalier.errors import UserError
@@ -37,8 +38,8 @@ would cost too."""
 NAME = 64
 """Bytes of a codec's name that ranks compare."""
 
-Start = Callable[[Callable[[int], None]], Task]
-"""Launches a collective; what is given is called with the bytes it sent."""
+Start = Callable[[Callable[[Spent], None]], Task]
+"""Launches a collective; what is given is called with what it took."""
 
 
 def parts(elements: int, ranks: int) -> list[int]:
@@ -152,7 +153,7 @@ class Coded:
         """Ends the thread."""
         self.lane.close()
 
-    def _launch(self, act: Callable[[_Job], None], booked: Callable[[int], None]) -> Task:
+    def _launch(self, act: Callable[[_Job], None], booked: Callable[[Spent], None]) -> Task:
         self.number += 1
         job = _Job(self, Bucket(self.kind, self.number))
 
@@ -160,7 +161,7 @@ class Coded:
             with torch.no_grad():
                 act(job)
                 job.finish()
-            booked(job.sent)
+            booked(Spent(job.sent, job.raw, job.seconds, job.lost, job.given))
 
         return self.lane.put(run)
 
@@ -175,21 +176,25 @@ class _Coming(NamedTuple):
 
 
 class _Job:
-    """One collective while it runs in the lane. Has state: the sends under way, and bytes sent."""
+    """One collective while it runs in the lane. Has state: the sends under way, and what it takes (see `Spent`)."""
 
     def __init__(self, coded: Coded, bucket: Bucket) -> None:
         self.codec, self.inner, self.bucket = coded.codec, coded.inner, bucket
         self.rank, self.ranks = coded.place
         self.members, self.timeout = coded.members, coded.timeout
         self.others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
-        self.sent = 0
+        self.sent = self.raw = 0
+        self.seconds = self.lost = self.given = 0.0
         self._going: list[Work] = []
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def send(self, values: Tensor, peers: Sequence[int]) -> Tensor | None:
         """Sends `values` [n] to `peers`. Returns the encoded bytes, None where they go as they are."""
+        begun = time.perf_counter()
         sends, raw = message.seal(self.codec, values, self.bucket)
+        self.seconds += time.perf_counter() - begun
+        self.raw += len(peers) * values.nbytes
         for peer in peers:
             for index, one in enumerate(sends):
                 self._going.append(self.inner.send([one], peer, index))
@@ -209,7 +214,11 @@ class _Job:
         if wire is None:
             residual.zero_()
         else:
+            begun = time.perf_counter()
             torch.sub(wanted, self.codec.decode(wire, wanted), out=residual)
+            self.seconds += time.perf_counter() - begun
+            self.lost += float(torch.dot(residual, residual))
+            self.given += float(torch.dot(wanted, wanted))
 
     def expect(self, source: int, like: Tensor) -> _Coming:
         """Gets ready for a message from `source`."""
@@ -225,7 +234,10 @@ class _Job:
         if header.rest:
             rest = torch.empty(header.rest, dtype=torch.uint8)
             self.inner.recv([rest], coming.source, 1).wait(self.timeout())
-        return message.opened(self.codec, (coming.first, rest), coming.like, told)
+        begun = time.perf_counter()
+        found = message.opened(self.codec, (coming.first, rest), coming.like, told)
+        self.seconds += time.perf_counter() - begun
+        return found
 
     def finish(self) -> None:
         """Returns when all that was sent has left."""
@@ -297,6 +309,7 @@ class _Job:
             elif values.numel():
                 self._going.append(self.inner.send([values], peer, 2))
                 self.sent += values.nbytes
+                self.raw += values.nbytes
         outputs[self.rank].detach().copy_(inputs[self.rank].detach().view(outputs[self.rank].shape))
         for target, piece, one in coming:
             target.detach().view(-1)[piece] = self.receive(one).to(target.device)

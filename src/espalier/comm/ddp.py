@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from espalier.comm.base import Codec, Traffic
+from espalier.comm.base import Codec, Spent, Traffic
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.coded import Coded
 
@@ -94,8 +94,8 @@ class Hook:
         self._buckets = {}
         self._parts = {id(one): state[name].clone() for name, one in model.named_parameters() if name in state}
 
-    def _booked(self, count: int) -> None:
-        self.sent += count
+    def _booked(self, spent: Spent) -> None:
+        self.sent += int(spent.sent)
 
     def _residual(self, parameters: list[Tensor], buffer: Tensor) -> Tensor:
         """Of a bucket. DDP rebuilds its buckets after the first step; residuals go with their parameters."""

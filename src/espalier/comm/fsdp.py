@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from espalier.comm.base import Codec, Traffic
+from espalier.comm.base import Codec, Spent, Traffic
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.coded import Coded
 from espalier.comm.ddp import coded
@@ -94,8 +94,8 @@ class _Gather(_Room, AllGather):
         return _given(task, async_op)
 
 
-def _unbooked(count: int) -> None:
-    """Bytes that no ledger keeps."""
+def _unbooked(spent: Spent) -> None:
+    """What no ledger keeps."""
 
 
 def _given(task: dist.Work, async_op: bool) -> dist.Work | None:

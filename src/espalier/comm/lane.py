@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _DEFAULT = timedelta(0)
 _PATIENCE = 2.0
-"""Seconds that leaving waits for the job under way: a thread that ends with the interpreter, inside of torch, aborts."""
+"""Seconds that leaving waits for the job under way: a thread that ends with the interpreter, in torch, aborts it."""
 
 
 class Task(Work):

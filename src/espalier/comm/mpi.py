@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.comm.base import Codec
+from espalier.comm.base import Codec, Spent
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.coded import Coded
 from espalier.errors import PeerLost, UserError, missing_extra
@@ -176,8 +176,8 @@ def _limit() -> timedelta:
     return timedelta(seconds=TIMEOUT)
 
 
-def _unbooked(count: int) -> None:
-    """Bytes that no ledger keeps."""
+def _unbooked(spent: Spent) -> None:
+    """What no ledger keeps."""
 
 
 def _tensor(array: Array) -> Tensor:
