@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from espalier.comm import Channel, Traffic, coded, message, traffic
 from espalier.comm.base import feedback
 from espalier.comm.codecs import codec
 from espalier.comm.lane import Lane
-from espalier.errors import RunFailed, UserError
+from espalier.errors import PeerLost, RunFailed, UserError
 from espalier.testing import forks, ranks, same
 
 NAMES = ["bf16", "int8", "int4", "split", "mpc", "zfp:8", "topk:0.1"]
@@ -295,8 +296,6 @@ def test_a_lane_keeps_the_order_and_stops_at_an_error() -> None:
 
 
 def test_a_task_has_a_deadline() -> None:
-    from datetime import timedelta
-
     lane, gate = Lane("test"), threading.Event()
     task = lane.put(gate.wait)
     with pytest.raises(RuntimeError, match="Timed out"):
@@ -304,3 +303,51 @@ def test_a_task_has_a_deadline() -> None:
     gate.set()
     assert task.wait()
     lane.close()
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+
+def _absent(channel: Channel) -> str:
+    channel.use(Traffic.GRADIENTS, codec("int8"))
+    if channel.rank() == 1:
+        time.sleep(3)  # longer than the others wait
+        return ""
+    channel.set_timeout(timedelta(seconds=1))
+    with pytest.raises(PeerLost) as error, traffic(Traffic.GRADIENTS):
+        dist.all_reduce(mine(channel, 20_000))
+    return str(error.value)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    said = forks(3, _absent)
+    for rank in (0, 2):
+        assert "gradients" in said[rank]
+        assert "rank 1 has not entered it" in said[rank]
+
+
+class _Noise:
+    """A group that flips a bit of what it sends."""
+
+    def __init__(self, inner: Any) -> None:
+        self.send_whole, self.recv = inner.send, inner.recv
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        tensors[0][5000] ^= 4
+        return self.send_whole(tensors, peer, tag)
+
+
+def _damaged(channel: Channel) -> str:
+    channel.use(Traffic.GRADIENTS, codec("int8"))
+    channel.set_timeout(timedelta(seconds=2))
+    if channel.rank() == 1:
+        own = channel._coded[Traffic.GRADIENTS]
+        own.inner = _Noise(own.inner)
+    with pytest.raises(RunFailed) as error, traffic(Traffic.GRADIENTS):
+        dist.all_reduce(mine(channel, 40_000))
+    return str(error.value)
+
+
+def test_a_message_damaged_on_its_way_ends_the_run_and_names_its_sender() -> None:
+    said = forks(2, _damaged)
+    assert "class 'gradients' from rank 1 is damaged (collective 1" in said[0]

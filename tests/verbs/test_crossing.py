@@ -95,3 +95,12 @@ def test_a_link_carries_what_the_slowest_of_three_lets_through() -> None:
     halves = network.encoded(on, Crossing("gradients", "between", "x", 4.0), 2)
     assert halves.between is not None
     assert halves.between.bandwidth == pytest.approx(2 * raw)
+
+
+def test_a_probed_machine_gets_the_speed_of_its_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crossing.hybrid, "measure", lambda: {"int8": crossing.hybrid.Rate(3.9, 2e9, 3e9)})
+    found = crossing.measured(machines("1Gbit/s", codecs=""))
+    assert [one.codec for table in found.nodes for one in table.device.codecs] == ["int8", "int8"]
+    assert clusters.loads(clusters.dumps(found)) == found
+    rates = crossing._rates(found)
+    assert rates == {"int8": (3.9, 2e9, 3e9)}

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from espalier.comm.values import bytes_of, check_length
 from espalier.errors import RunFailed
+from espalier.kernels import planes as kernels
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LEVEL = 1
 _SAMPLE = 2**16
 """Bytes of a plane that tell whether it is noise."""
@@ -52,12 +52,15 @@ class Split:
         lengths = wire[: 8 * width].clone().view(torch.int64).tolist()
         check_length(wire, 8 * width + sum(lengths) if min(lengths) >= 0 else -1, self.name)
         room = memoryview(wire.contiguous().numpy())  # type: ignore[arg-type]
-        planes = torch.empty(length, width, dtype=torch.uint8)
+        planes = torch.empty(width, length, dtype=torch.uint8)
         at = 8 * width
         for index, size in enumerate(lengths):
-            planes[:, width - 1 - index] = _unpacked(room[at : at + size], length, self.name)
+            planes[index] = _unpacked(room[at : at + size], length, self.name)
             at += size
-        return _joined(planes, like)
+        if not length:
+            return torch.empty_like(like)
+        words = kernels.joined(planes, like.is_floating_point()) if width in kernels.WORDS else planes.T.contiguous()
+        return words.view(-1).view(like.dtype).view(like.shape).to(like.device)
 
     def wire_bytes(self, elements: Any, element_bytes: int) -> Any:
         """At most: the planes as they are, and their lengths."""
@@ -66,22 +69,10 @@ class Split:
 
 def _planes(tensor: Tensor, width: int) -> list[Tensor]:
     """[n] each, the highest byte first."""
-    words = bytes_of(tensor).view(_WORDS[width]) if width in _WORDS else bytes_of(tensor)
-    if tensor.is_floating_point() and width in _WORDS and width > 1:
-        words = (words << 1) | ((words >> (8 * width - 1)) & 1)
-    rows = words.view(torch.uint8).view(-1, width)
-    return [rows[:, index].contiguous() for index in reversed(range(width))]
-
-
-def _joined(planes: Tensor, like: Tensor) -> Tensor:
-    """The tensor of [n, width] bytes, the lowest first."""
-    width = planes.shape[1]
-    flat = planes.view(-1)
-    if like.is_floating_point() and width in _WORDS and width > 1:
-        words = flat.view(_WORDS[width])
-        low = torch.iinfo(words.dtype).max
-        flat = (((words >> 1) & low) | (words << (8 * width - 1))).view(torch.uint8)
-    return flat.view(like.dtype).view(like.shape).to(like.device) if like.numel() else torch.empty_like(like)
+    raw = bytes_of(tensor)
+    if width not in kernels.WORDS:
+        return list(raw.view(-1, width).T.contiguous())
+    return list(kernels.apart(raw.view(kernels.WORDS[width]), tensor.is_floating_point()))
 
 
 def _packed(plane: Tensor, packer: zstandard.ZstdCompressor) -> Any:
