@@ -17,7 +17,7 @@ from espalier.plan.base import Plan
 from espalier.shard.amsp import Amsp
 from espalier.shard.follow import Follow, refuse_split
 from espalier.shard.pieces import Pieces
-from espalier.shard.spread import Spread, factors
+from espalier.shard.spread import Spread, codecs, factors
 
 TIMEOUT = 60.0
 """Seconds any wait for another rank may take."""
@@ -109,6 +109,7 @@ def _spread(plan: Plan, model: nn.Module) -> Spread:
         factors=factors(plan.units),
         nodes=() if on_gpus else [plan.ranks[rank].node for rank in plan.trainers],
         whole=matrices if any(unit.whole for unit in plan.units) else frozenset(),
+        codecs=codecs(plan.exchanges),
         low=torch.bfloat16 if plan.precision == "bf16" and any(unit.optimizer for unit in plan.units) else None,
     )
 

@@ -23,6 +23,7 @@ from torch import nn
 from espalier import comm, compose, units
 from espalier.checkpoint import sharded as checkpoints
 from espalier.comm.base import Traffic, traffic
+from espalier.comm.meter import Meter
 from espalier.config import Muon, Recipe
 from espalier.errors import Interrupted, RunFailed, UserError
 from espalier.hardware.peak import peak_memory
@@ -138,6 +139,7 @@ def spread(setting: Setting, model: nn.Module) -> spreading.Spread:
         whole=hidden,
         low=torch.bfloat16 if masters else None,
         bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"),
+        codecs=spreading.codecs(plan.exchanges),
     )
 
 
@@ -185,7 +187,7 @@ class Trainer:
         self.tokens = 0
         self.built = build(setting, channel)
         self.stopping = False
-        self.sent: dict[str, float] = {}
+        self.sent = Meter(channel)
         one = self.workload.work(setting.plan.micro_batch, "none", setting.plan.precision)
         self.step_flops = one.model_flops / setting.plan.micro_batch * self.workload.global_batch
         self.step_tokens = one.tokens / setting.plan.micro_batch * self.workload.global_batch
@@ -297,19 +299,10 @@ class Trainer:
             "learning_rate": (recipe.train.optimizer.learning_rate or 0.0) * agreed.rate,
             "gradient_norm": agreed.gradient_norm,
             "memory": peak_memory(setting.device),
-            "bytes": self._sent(),
+            **self.sent.read(),
             "exposed": agreed.exposed,
         }
         setting.emit("step", **fields)
-
-    def _sent(self) -> dict[str, float]:
-        """Payload bytes this rank has sent since the last report, by traffic class."""
-        if not isinstance(self.channel, comm.Channel):
-            return {}
-        totals = self.channel.ledger.by_class()
-        fresh = {kind: count - self.sent.get(kind, 0.0) for kind, count in totals.items()}
-        self.sent = totals
-        return {kind: count for kind, count in fresh.items() if count}
 
     @torch.no_grad()
     def validate(self) -> float | None:

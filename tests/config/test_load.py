@@ -196,7 +196,7 @@ def test_a_slip_in_any_known_key_is_an_error_that_names_it(key: str) -> None:
         ("train.optimizer=adam", 'train.optimizer.kind = "adamw"'),
         ("model.experts=4", 'model.kind = "moe", or leave experts out'),
         ("steps=5", "did you mean train.steps?"),
-        ("comm.codec.ratio=0.05", "unknown key comm.codec"),
+        ("comm.codecs.ratio=0.05", "unknown key comm.codecs"),
         ("train.clip=nan", "train.clip is not a number"),
         ("train.seed=0x10000000000000000", "more than 64 bits"),
         ("track.sample=\udcff", "not UTF-8"),

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from espalier.cluster.catalogue import default_link, device, known_devices
 from espalier.cluster.file import dumps, loads, read
-from espalier.cluster.values import Cluster, Copy, Device, Disk, Link, Node, Pair, Place, Rate
+from espalier.cluster.values import Cluster, Coding, Copy, Device, Disk, Link, Node, Pair, Place, Rate
 
 __all__ = [
     "Cluster",
+    "Coding",
     "Copy",
     "Device",
     "Disk",

@@ -200,6 +200,9 @@ def _check_device(it: Device, where: str) -> None:
         _positive(measured.flops, f"{where}.device.rates")
         for count in (measured.rows, measured.inner, measured.columns, measured.threads, measured.processes):
             _positive(count, f"{where}.device.rates")
+    for coding in it.codecs:
+        for value in (coding.ratio, coding.encode, coding.decode):
+            _positive(value, f"{where}.device.codecs")
     for copy in it.copies:
         for value in (copy.threads, copy.processes, copy.bandwidth):
             _positive(value, f"{where}.device.copies")

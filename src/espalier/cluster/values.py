@@ -34,6 +34,15 @@ class Copy(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     bandwidth: float
 
 
+class Coding(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A measured codec on one core: float32 bytes over encoded bytes, and float32 bytes/s of encoding and decoding."""
+
+    codec: str
+    ratio: float
+    encode: float
+    decode: float
+
+
 class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One compute device. `flops`: precision -> sustained or peak FLOP/s of dense matrix products, per device."""
 
@@ -54,6 +63,7 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     """Bytes a rank holds before it holds anything of the model; 0 when not measured."""
     rates: tuple[Rate, ...] = ()
     copies: tuple[Copy, ...] = ()
+    codecs: tuple[Coding, ...] = ()
     source: str = ""
 
 

@@ -4,9 +4,12 @@ from espalier.comm.base import Codec as Codec
 from espalier.comm.base import Ledger as Ledger
 from espalier.comm.base import Traffic as Traffic
 from espalier.comm.base import current_traffic as current_traffic
+from espalier.comm.base import feedback as feedback
 from espalier.comm.base import sent_bytes as sent_bytes
 from espalier.comm.base import traffic as traffic
 from espalier.comm.channel import Channel as Channel
+from espalier.comm.codecs import codec as codec
+from espalier.comm.ddp import ddp_hook as ddp_hook
 from espalier.comm.exact import EXACT as EXACT
 from espalier.comm.exact import Exact as Exact
 from espalier.comm.rendezvous import connect as connect

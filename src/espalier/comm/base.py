@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,13 +50,51 @@ def current_traffic(default: Traffic = Traffic.ACTIVATIONS) -> Traffic:
     return _CURRENT.get() or default
 
 
+_RESIDUAL: ContextVar[Tensor | None] = ContextVar("residual", default=None)
+
+
+@contextmanager
+def feedback(residual: Tensor | None) -> Iterator[None]:
+    """Error feedback for what is launched inside the block: what a lossy codec loses stays in `residual` and is added
+    to what is sent next (arXiv 1901.09847). Exact and lossless codecs leave it alone.
+
+    Args:
+        residual: as many elements as the tensor that is reduced, in the order of its elements; float32, or float64 for
+            float64. Belongs to that tensor on this rank, and must outlive the exchange. None: no feedback.
+    """
+    token = _RESIDUAL.set(residual)
+    try:
+        yield
+    finally:
+        _RESIDUAL.reset(token)
+
+
+def current_residual() -> Tensor | None:
+    """The residual of the enclosing `feedback` block."""
+    return _RESIDUAL.get()
+
+
 class Codec(Protocol):
     """How a tensor becomes bytes and comes back. `exact` is the plain answer."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """As `codecs.codec` reads it."""
 
-    def encode(self, tensor: Tensor) -> Tensor:
-        """A 1-D tensor to its wire form (uint8, or the tensor itself when nothing changes)."""
+    @property
+    def lossless(self) -> bool:
+        """Whether every bit comes back."""
+
+    @property
+    def fixed(self) -> bool:
+        """Whether `wire_bytes` is exact, whatever the values are."""
+
+    def encode(self, tensor: Tensor) -> Tensor | None:
+        """A 1-D tensor to its wire form (uint8, or the tensor itself when nothing changes).
+
+        None where it cannot carry the values, as some are not finite: then they are sent as they are, never turned
+        into numbers.
+        """
         ...
 
     def decode(self, wire: Tensor, like: Tensor) -> Tensor:
@@ -64,13 +102,17 @@ class Codec(Protocol):
         ...
 
     def wire_bytes(self, elements: Any, element_bytes: int) -> Any:
-        """Bytes on the wire for `elements` values of `element_bytes` each (NumPy arrays allowed)."""
+        """Bytes on the wire for `elements` values of `element_bytes` each, or the most they can be (NumPy arrays
+        allowed)."""
         ...
 
+
+@runtime_checkable
+class Carrying(Protocol):
+    """A codec that says itself what it is sent through. `exact` names the group as it is; a test's slow link waits."""
+
     def carrier(self, inner: Any) -> Any:
-        """What a Channel sends through: an object with the collective methods of `inner` (a Gloo, NCCL or MPI group)
-        that encodes, sends over `inner` and decodes. A codec that changes nothing returns `inner` itself.
-        """
+        """An object with the collective methods of `inner` (a Gloo, NCCL or MPI group)."""
         ...
 
 
@@ -107,6 +149,27 @@ def sent_bytes(operation: str, size: Any, ranks: Any, *, root: bool = False) -> 
     return 0 * size
 
 
+@dataclass(frozen=True)
+class Spent:
+    """What encoded collectives of one class did on this rank.
+
+    Attributes:
+        sent: bytes that left it, headers included; raw: those of the same values as they are.
+        seconds: in codecs, of its communication thread.
+        lost, given: sums of squares of what feedback kept back, and of what was to be sent with it.
+    """
+
+    sent: float = 0.0
+    raw: float = 0.0
+    seconds: float = 0.0
+    lost: float = 0.0
+    given: float = 0.0
+
+    def plus(self, other: Spent, sign: int = 1) -> Spent:
+        """The sum (or difference) of both."""
+        return Spent(*(mine + sign * theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+
 @dataclass
 class Ledger:
     """Payload bytes and calls that left this rank, by traffic class and operation. Has state; safe among threads.
@@ -117,6 +180,7 @@ class Ledger:
 
     bytes: dict[tuple[str, str], float] = field(default_factory=dict)
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    encoded: dict[str, Spent] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def add(self, kind: str, operation: str, count: float) -> None:
@@ -125,6 +189,12 @@ class Ledger:
         with self._lock:
             self.bytes[key] = self.bytes.get(key, 0) + count
             self.calls[key] = self.calls.get(key, 0) + 1
+
+    def add_encoded(self, kind: str, operation: str, spent: Spent) -> None:
+        """Books an encoded collective of class `kind`."""
+        self.add(kind, operation, spent.sent)
+        with self._lock:
+            self.encoded[kind] = self.encoded.get(kind, Spent()).plus(spent)
 
     def by_class(self) -> dict[str, float]:
         """Bytes by traffic class."""

@@ -9,32 +9,36 @@ sends half as much and gives each rank the same bits whatever the timing.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions, Store
 
-from espalier.comm.base import Codec, Ledger, Traffic, current_traffic, sent_bytes
+from espalier.comm.base import Carrying, Codec, Ledger, Traffic, current_traffic, sent_bytes
+from espalier.comm.coded import Coded, Start
+from espalier.comm.given import (
+    REDUCTIONS,
+    ReduceOp,
+    averages,
+    is_connection,
+    many,
+    payload,
+    reducing,
+    residual_of,
+    type_of,
+    wire_size,
+)
 from espalier.comm.watch import Entry, Watch
 from espalier.comm.work import Pending
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-ReduceOp = dist.ReduceOp
-
-# Sum of `rows` [ranks, elements] into `out` [elements], for the reductions that a reduce-scatter can do by itself.
-_REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
-    ReduceOp.SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
-    ReduceOp.AVG: lambda rows: rows.sum(0, dtype=rows.dtype) / len(rows),
-    ReduceOp.MIN: lambda rows: rows.amin(0),
-    ReduceOp.MAX: lambda rows: rows.amax(0),
-    ReduceOp.PRODUCT: lambda rows: rows.prod(0, dtype=rows.dtype),
-}
 
 
 @dataclass(frozen=True)
@@ -84,20 +88,51 @@ class Channel(_ProcessGroup):
         self._inner = inner
         self._codecs: dict[Traffic, Codec] = {}
         self._carriers: dict[tuple[Traffic, Any], Any] = {}
+        self._coded: dict[Traffic, Coded] = {}
         self._alone = next(iter(inner.values())) if len(set(inner.values())) == 1 else None
         self._stream = inner["cuda"] if line.inner == "nccl" else None
         self._rank, self._size, self._label = asked.rank, asked.size, asked.name
         for device, backend in inner.items():
             if isinstance(backend, torch._C._distributed_c10d.Backend):
                 # Lets torch find a backend for its queries, and carries the few calls that C++ makes past this class.
-                self._register_backend(torch.device(device), _type_of(backend), backend)
-                self._set_default_backend(_type_of(backend))
+                self._register_backend(torch.device(device), type_of(backend), backend)
+                self._set_default_backend(type_of(backend))
 
     def use(self, kind: Traffic, codec: Codec) -> None:
-        """From now on, what is of class `kind` crosses this Channel as `codec` writes it. Same call on every rank."""
-        self._codecs[kind] = codec
-        for inner in self._inner.values():
-            self._carriers[kind, inner] = codec.carrier(inner)
+        """From now on, what is of class `kind` crosses this Channel as `codec` writes it. Same call on every rank.
+
+        Sums, gathers, all-to-alls and messages of floats are encoded, in a Gloo group and a thread of their own;
+        other reductions, integers and small tensors go as they are. Raises UserError when the ranks' codecs differ.
+        """
+        if kind in self._coded:
+            self._coded.pop(kind).close()
+        if isinstance(codec, Carrying):
+            self._codecs[kind] = codec
+            self._carriers |= {(kind, inner): codec.carrier(inner) for inner in self._inner.values()}
+        elif self._size > 1:
+            self._codecs.pop(kind, None)
+            from espalier.comm.rendezvous import apart
+
+            place = (self._rank, self._size)
+            coded = Coded(codec, apart(self, kind), place, kind._value_, self.members, lambda: self.timeout)
+            weakref.finalize(self, coded.lane.close)
+            self._coded[kind] = coded
+
+    def _coding(self, tensors: Sequence[Tensor], operation: Any = None, parts: bool = False) -> Coded | None:
+        """What encodes these `tensors`, reduced by `operation` if by any; None: they go as they are. Of `parts`, which
+        may differ in size from rank to rank, each is looked at by itself."""
+        coded = self._coded.get(current_traffic(self.default_traffic)) if self._coded else None
+        if coded is None or getattr(operation, "op", operation) not in (None, ReduceOp.SUM, ReduceOp.AVG):
+            return None
+        takes = coded.carries if parts else coded.takes
+        return coded if all(takes(tensor) for tensor in tensors) else None
+
+    def _encoded(self, coded: Coded, operation: str, tensors: Sequence[Tensor], starts: Sequence[Start]) -> Pending:
+        """Launches encoded collectives; the ledger gets what they send once that is known."""
+        entry = Entry(self._label, operation, coded.kind, payload(tensors), self.members)
+
+        booked = partial(self.ledger.add_encoded, coded.kind, operation)
+        return self._end(entry, lambda: [start(booked) for start in starts])
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Changes the deadline of later waits."""
@@ -126,7 +161,7 @@ class Channel(_ProcessGroup):
         """Books the operation on `tensors` (the whole payload). Returns what carries it, and its record."""
         kind = current_traffic(self.default_traffic)
         codec = self._codecs.get(kind)
-        size = _bytes(tensors) if codec is None else _wire(codec, tensors)
+        size = payload(tensors) if codec is None else wire_size(codec, tensors)
         if sent is None:
             sent = sent_bytes(operation, size, self._size, root=root == self._rank)
         self.ledger.add(kind._value_, operation, sent)
@@ -135,9 +170,11 @@ class Channel(_ProcessGroup):
         entry.stream = carrier is self._stream
         return carrier if codec is None else self._carriers[kind, carrier], entry
 
-    def _message(self, operation: str, tensors: Sequence[Tensor], peer: int, tag: int) -> tuple[Any, Entry]:
+    def _message(
+        self, operation: str, tensors: Sequence[Tensor], peer: int, tag: int, sent: float | None = None
+    ) -> tuple[Any, Entry]:
         """The same for a message to or from `peer` (rank in this group): numbered by its direction."""
-        carrier, entry = self._begin(operation, tensors)
+        carrier, entry = self._begin(operation, tensors, sent)
         me, other = self.members[self._rank], self.members[peer]
         source, target = (me, other) if operation == "send" else (other, me)
         entry.expected = (me, other)
@@ -150,7 +187,7 @@ class Channel(_ProcessGroup):
         try:
             works = launch()
         except RuntimeError as error:
-            if _is_connection(str(error)):
+            if is_connection(str(error)):
                 raise watch.failure(entry, str(error)) from None
             raise
         # NCCL keeps the deadline itself; its wait with a timeout would block the host instead of the stream.
@@ -161,8 +198,13 @@ class Channel(_ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Pending:
         """Every rank gets the reduction of all ranks' `tensors`, in place."""
-        tensors = _many(tensors)
-        options = _reducing(AllreduceOptions, opts)
+        tensors = many(tensors)
+        options = reducing(AllreduceOptions, opts)
+        coded = self._coding(tensors, options.reduceOp)
+        if coded is not None:
+            kept, mean = residual_of(tensors), averages(options)
+            starts = [coded.all_reduce(tensor, kept, mean) for tensor in tensors]
+            return self._encoded(coded, "all_reduce", tensors, starts)
         carrier, entry = self._begin("all_reduce", tensors)
         if len(tensors) == 1:
             return self._end(entry, lambda: carrier.allreduce(tensors, options))
@@ -174,7 +216,7 @@ class Channel(_ProcessGroup):
 
     def reduce(self, tensors: Any, opts: Any) -> Pending:
         """The root gets the reduction of all ranks' `tensors`."""
-        tensors = _many(tensors)
+        tensors = many(tensors)
         carrier, entry = self._begin("reduce", tensors, root=opts.rootRank)
         return self._end(entry, lambda: carrier.reduce(tensors, opts))
 
@@ -197,8 +239,13 @@ class Channel(_ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_scatter(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Pending:
-        options = _reducing(ReduceScatterOptions, opts)
-        reduction = _REDUCTIONS.get(options.reduceOp.op if hasattr(options.reduceOp, "op") else options.reduceOp)
+        options = reducing(ReduceScatterOptions, opts)
+        reduction = REDUCTIONS.get(options.reduceOp.op if hasattr(options.reduceOp, "op") else options.reduceOp)
+        coded = self._coding(inputs, options.reduceOp)
+        if coded is not None:
+            kept, mean = residual_of(inputs), averages(options)
+            starts = [coded.reduce_scatter(o, i, kept, mean) for o, i in zip(outputs, inputs, strict=True)]
+            return self._encoded(coded, "reduce_scatter", inputs, starts)
         if self._stream is not None and outputs[0].is_cuda:
             carrier, entry = self._begin("reduce_scatter", inputs)
             pairs = list(zip(outputs, inputs, strict=True))
@@ -222,7 +269,7 @@ class Channel(_ProcessGroup):
         """For reductions that are not arithmetic: a whole all-reduce, and its bytes."""
         carrier, entry = self._begin("all_reduce", inputs)
         whole = [tensor.detach().reshape(-1).clone() for tensor in inputs]
-        plain = _reducing(AllreduceOptions, options.reduceOp)
+        plain = reducing(AllreduceOptions, options.reduceOp)
 
         def finish() -> None:
             for output, total in zip(outputs, whole, strict=True):
@@ -234,7 +281,7 @@ class Channel(_ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any) -> Pending:
         """Every rank gets the root's `tensors`."""
-        tensors = _many(tensors)
+        tensors = many(tensors)
         carrier, entry = self._begin("broadcast", tensors, root=opts.rootRank)
         return self._end(entry, lambda: carrier.broadcast(tensors, opts))
 
@@ -245,6 +292,10 @@ class Channel(_ProcessGroup):
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Pending:
         """`all_gather_single` of several tensors."""
         options = opts or AllgatherOptions()
+        coded = self._coding(outputs)
+        if coded is not None:
+            starts = [coded.all_gather(output, input_) for output, input_ in zip(outputs, inputs, strict=True)]
+            return self._encoded(coded, "all_gather", outputs, starts)
         carrier, entry = self._begin("all_gather", outputs)
         pairs = [(output, input_.contiguous()) for output, input_ in zip(outputs, inputs, strict=True)]
         return self._end(entry, lambda: [carrier._allgather_base(o, i, options) for o, i in pairs])
@@ -266,14 +317,14 @@ class Channel(_ProcessGroup):
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Pending:
         """The root gets all ranks' input."""
-        sent = 0 if opts.rootRank == self._rank else _bytes(inputs)
+        sent = 0 if opts.rootRank == self._rank else payload(inputs)
         carrier, entry = self._begin("gather", inputs, sent)
         return self._end(entry, lambda: carrier.gather(outputs, inputs, opts))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Pending:
         """Rank r gets the root's r-th tensor."""
         others = [part for parts in inputs for rank, part in enumerate(parts) if rank != self._rank]
-        carrier, entry = self._begin("scatter", outputs, _bytes(others) if opts.rootRank == self._rank else 0)
+        carrier, entry = self._begin("scatter", outputs, payload(others) if opts.rootRank == self._rank else 0)
         return self._end(entry, lambda: carrier.scatter(outputs, inputs, opts))
 
     def all_to_all_single(
@@ -281,6 +332,11 @@ class Channel(_ProcessGroup):
     ) -> Pending:
         """Rank r gets every rank's r-th part of `input`; parts are equal where no splits of dim 0 are given."""
         sent = None
+        coded = self._coding([input], parts=True)
+        if coded is not None:
+            into = output.detach().split(list(output_splits or []) or output.size(0) // self._size)
+            out_of = input.detach().split(list(input_splits or []) or input.size(0) // self._size)
+            return self._encoded(coded, "all_to_all", [input], [coded.all_to_all(into, out_of)])
         if input_splits:
             elements = input.numel() // max(1, input.size(0)) * (sum(input_splits) - input_splits[self._rank])
             sent = elements * input.element_size()
@@ -293,7 +349,10 @@ class Channel(_ProcessGroup):
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Pending:
         """`all_to_all_single` with the parts as lists, sent as one tensor (Gloo has no list form)."""
-        sent = _bytes([part for rank, part in enumerate(inputs) if rank != self._rank])
+        coded = self._coding(inputs, parts=True)
+        if coded is not None:
+            return self._encoded(coded, "all_to_all", inputs, [coded.all_to_all(outputs, inputs)])
+        sent = payload([part for rank, part in enumerate(inputs) if rank != self._rank])
         carrier, entry = self._begin("all_to_all", inputs, sent)
         source = torch.cat([part.detach().reshape(-1) for part in inputs])
         splits = [[part.numel() for part in parts] for parts in (outputs, inputs)]
@@ -308,12 +367,20 @@ class Channel(_ProcessGroup):
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Pending:
         """Sends `tensors` to rank `peer` of this group."""
+        coded = self._coding(tensors)
+        if coded is not None:
+            works, sent = coded.send(tensors[0], peer, tag)
+            return self._end(self._message("send", tensors, peer, tag, sent)[1], lambda: works)
         carrier, entry = self._message("send", tensors, peer, tag)
         return self._end(entry, lambda: carrier.send(tensors, peer, tag))
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> Pending:
         """Receives into `tensors` from rank `peer` of this group."""
         carrier, entry = self._message("recv", tensors, peer, tag)
+        coded = self._coding(tensors)
+        if coded is not None:
+            work, finish = coded.recv(tensors[0], peer, tag)
+            return self._end(entry, lambda: work, finish)
         return self._end(entry, lambda: carrier.recv(tensors, peer, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Pending:
@@ -326,38 +393,3 @@ class Channel(_ProcessGroup):
         """Returns when all ranks have come. Carries no payload."""
         carrier, entry = self._begin("barrier", [])
         return self._end(entry, lambda: carrier.barrier(opts or dist.BarrierOptions()))
-
-
-def _type_of(backend: Any) -> dist.ProcessGroup.BackendType:
-    return getattr(dist.ProcessGroup.BackendType, backend.name().upper(), dist.ProcessGroup.BackendType.CUSTOM)
-
-
-def _many(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    if len(tensors) == 1:
-        return tensors[0].nbytes
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def _wire(codec: Codec, tensors: Sequence[Tensor]) -> float:
-    return sum(codec.wire_bytes(tensor.numel(), tensor.element_size()) for tensor in tensors)
-
-
-def _reducing(kind: Any, given: Any) -> Any:
-    """Options of class `kind` for `given`: options of any reducing operation, a ReduceOp, or None (SUM)."""
-    if isinstance(given, kind):
-        return given
-    options = kind()
-    if given is not None:
-        options.reduceOp = getattr(given, "reduceOp", given)
-    return options
-
-
-def _is_connection(message: str) -> bool:
-    return any(
-        word in message.lower()
-        for word in ("connect", "closed", "timed out", "timeout", "broken pipe", "reset by peer")
-    )

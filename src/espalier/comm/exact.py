@@ -12,6 +12,8 @@ class Exact:
     """Sends tensors as they are. The default of every traffic class and the reference of every other codec."""
 
     name = "exact"
+    lossless = True
+    fixed = True
 
     def encode(self, tensor: Tensor) -> Tensor:
         """`tensor` itself."""

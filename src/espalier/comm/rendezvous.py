@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from espalier.comm.base import Ledger
+from espalier.comm.base import Ledger, Traffic
 from espalier.comm.channel import Asked, Channel, Line
 from espalier.comm.staged import Staged
 from espalier.comm.watch import Watch
@@ -58,6 +58,16 @@ def _mpi(asked: Asked) -> dict[str, Any]:
 
 
 INNER: dict[str, Callable[[Asked], dict[str, Any]]] = {"gloo": _gloo, "nccl": _nccl, "mpi": _mpi, "staged": _staged}
+
+
+def apart(channel: Channel, kind: Traffic) -> Any:
+    """A group of the same ranks for host tensors, for the encoded messages of one class: what has several phases in a
+    thread of its own must not mix with what torch launches."""
+    made = INNER["gloo" if channel.line.inner in ("nccl", "mpi", "staged") else channel.line.inner]
+    store = PrefixStore(f"coded {kind._value_}", channel.get_group_store())
+    name = f"{channel.group_name} {kind._value_}"
+    members = channel.members
+    return made(Asked(store, channel.rank(), channel.size(), channel.timeout, members, name))["cpu"]
 
 
 def connect(store: Store, rank: int, world: int, *, timeout: float, inner: str = "gloo") -> Channel:

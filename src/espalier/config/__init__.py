@@ -259,10 +259,15 @@ class Checkpoint(Options, frozen=True):
 
 
 class Comm(Options, frozen=True):
-    """What every exchange obeys."""
+    """What every exchange obeys.
+
+    `codec`: what crosses links between machines, `"auto"` (as measured), `"exact"`, a policy (`"naive"`, `"mzhybrid"`,
+    `"zhybrid"`) or the codec of gradients (`"int8"`, `"zfp:8"` …), which on one machine is used there.
+    """
 
     timeout: str = "60s"
     bucket: str = "25MiB"
+    codec: str = "auto"
 
 
 class Track(Options, frozen=True):

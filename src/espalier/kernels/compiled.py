@@ -15,6 +15,7 @@ import ctypes
 import hashlib
 import importlib
 import importlib.metadata
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,6 +58,8 @@ def _layer_runs() -> bool:
 
 _PARALLEL = _load_tbb()
 _KERNELS: list[Kernel] = []
+_COMPILING = threading.RLock()
+"""Two threads that call a kernel for the first time compile it once."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +86,17 @@ class Kernel:
 
     def compile(self) -> Any:
         """The code for all signatures: from the cache on disk, or 0.3 to 1 s for each."""
-        if self._compiled is None:
-            self.body.__qualname__ += f"_{_key(self._options)}"  # the name is part of the cache's key
-            self._compiled = numba.njit(
-                self._signatures,
-                cache=True,
-                nogil=True,
-                error_model="numpy",
-                parallel=self._options.parallel,
-                fastmath=self._options.fastmath,
-            )(self.body)
+        with _COMPILING:
+            if self._compiled is None:
+                self.body.__qualname__ += f"_{_key(self._options)}"  # the name is part of the cache's key
+                self._compiled = numba.njit(
+                    self._signatures,
+                    cache=True,
+                    nogil=True,
+                    error_model="numpy",
+                    parallel=self._options.parallel,
+                    fastmath=self._options.fastmath,
+                )(self.body)
         return self._compiled
 
     def __call__(self, *arguments: Any) -> Any:

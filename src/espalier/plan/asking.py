@@ -103,6 +103,7 @@ def _request(recipe: Recipe, step: tuple[int, float], tally: _Tally, **known: An
         memory=None if options.memory is None else float(units.size(options.memory, "plan.memory")),
         redundancy=options.redundancy,
         max_devices=options.max_devices,
+        codec=recipe.comm.codec,
         **known,
     )
 

@@ -6,6 +6,7 @@ the shorthand people read, derived from the rest.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -65,6 +66,30 @@ class Exchange(Part, frozen=True):
     level: Literal["inside", "between", "all"] = "all"
     codec: str = "exact"
     agreement: str = "every_step"
+
+
+class Crossing(Protocol):
+    """What is read of a request's crossings."""
+
+    @property
+    def traffic(self) -> str:
+        """Its class."""
+
+    @property
+    def level(self) -> Any:
+        """Of the links."""
+
+    @property
+    def codec(self) -> str:
+        """What it is encoded with."""
+
+
+def exchanges(crossings: Iterable[Crossing]) -> tuple[Exchange, ...]:
+    """Gradients, and whatever else is encoded."""
+    found = tuple(Exchange(traffic=one.traffic, level=one.level, codec=one.codec) for one in crossings)
+    if any(one.traffic == "gradients" for one in found):
+        return found
+    return (Exchange(traffic="gradients"), *found)
 
 
 class Rule(Part, frozen=True):

@@ -9,7 +9,7 @@ import msgspec
 from espalier import units
 from espalier.plan import layouts as space
 from espalier.plan import network
-from espalier.plan.base import Exchange, Plan, Predicted, Rank, RunnerUp, Stage, Unit
+from espalier.plan.base import Plan, Predicted, Rank, RunnerUp, Stage, Unit, exchanges
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.estimate import estimate
 from espalier.plan.layouts import Layouts
@@ -48,7 +48,7 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
         ranks=_ranks(request, option),
         units=(_unit(request, layout),),
         stages=_stages(request, option),
-        exchanges=(Exchange(traffic="gradients"),) if layout.shards > 1 else (),
+        exchanges=exchanges(request.crossings) if layout.shards > 1 else (),
         algorithm=layout.algorithm,
         micro_batch=int(min(layout.micro_batch, max(_samples(request, option)))),
         recompute=layout.recompute,

@@ -118,7 +118,7 @@ def estimate(
         terms=terms,
         memory_bytes={**kinds, "peak": sum(kinds.values())},
         memory_limit=tight.limit,
-        sent_bytes={name: float(value) for name, value in sent(request, layout).items()},
+        sent_bytes={name: float(value) for name, value in _encoded(sent(request, layout), request, on).items()},
         sources={**seconds.sources(made), **memory.sources(request, on)},
     )
 
@@ -148,6 +148,20 @@ def sent(request: Request, layouts: Layouts) -> dict[str, Number]:
         "control": cost.ring_bytes("all_reduce", _steering(request, layouts), layouts.world),
     }
     return found | ({"parameters": params} if np.any(np.asarray(params) > 0) else {})
+
+
+def _encoded(found: Mapping[str, Number], request: Request, on: Fleet) -> dict[str, Number]:
+    """Bytes sent, with those that are encoded counted as such: of rings through all ranks, (ranks - ranks of a machine)
+    of (ranks - 1) parts cross between machines. Headers are left out, and what is too small to be encoded."""
+    result = dict(found)
+    for one in request.crossings:
+        if one.traffic not in found or on.ranks == 1:
+            continue
+        far = (on.ranks - on.per_node) / (on.ranks - 1) if on.between is not None else 0.0
+        share = {"between": far, "inside": 1 - far, "all": 1.0}[one.level]
+        width = request.bytes_each / 4
+        result[one.traffic] = found[one.traffic] * (1 - share + share / (one.ratio * width))
+    return result
 
 
 def _steering(request: Request, layouts: Layouts) -> Number:

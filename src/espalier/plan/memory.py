@@ -87,6 +87,9 @@ def _stage(step: Step, anatomy: Anatomy, micro_batches: Number, is_first: bool) 
     kept = waiting * step.stage_layers * anatomy.layer.kept + has_head * anatomy.rest.kept
     transient = np.maximum(anatomy.layer.transient, has_head * anatomy.rest.transient)
     update = np.maximum(orthogonal_bytes(request), request.temporaries * trainable / layouts.optimizer)
+    crossing = request.crossing("gradients")
+    if crossing is not None and crossing.lossy:
+        found["feedback"] = np.maximum(4.0, storage.grads) * trainable * (np.asarray(layouts.shards) > 1)
     found["activations"] = factors.held * kept
     # The worst moment is in backward, or in the optimizer's step when no activation is held any more.
     found["transient"] = np.maximum(factors.held * transient, update - factors.held * kept)

@@ -8,7 +8,7 @@ On processors sums and gathers go inside machines first, as the engine does them
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -17,6 +17,7 @@ import numpy as np
 from espalier.cluster import Cluster, Link, Node
 from espalier.cost import Number, ring_bytes
 from espalier.plan.factors import PLAIN, Factors
+from espalier.plan.request import Crossing
 from espalier.plan.seats import seats
 from espalier.plan.speed import Setting
 
@@ -122,6 +123,22 @@ def seconds(operation: Operation, size: Number, ranks: Number, stride: Number, o
     if operation in _BY_LEVEL and on.by_level:
         return _level_by_level(operation, size, ranks, stride, on)
     return _at_once(operation, size, ranks, stride, on)
+
+
+def encoded(on: Fleet, crossing: Crossing | None, width: Number) -> Fleet:
+    """The fleet as encoded values of `width` bytes find it: links of the codec's level carry as many raw bytes/s as the
+    slowest of encoding, sending and decoding, which go on at once, piece by piece."""
+    if crossing is None:
+        return on
+    each = width / 4.0
+
+    def through(link: Link) -> Link:
+        speed = min(crossing.encode * each, crossing.decode * each, crossing.ratio * each * link.bandwidth)
+        return msgspec.structs.replace(link, bandwidth=speed)
+
+    near = through(on.inside) if crossing.level != "between" else on.inside
+    far = through(on.between) if on.between is not None and crossing.level != "inside" else on.between
+    return replace(on, inside=near, between=far)
 
 
 _BY_LEVEL = ("all_reduce", "all_gather", "reduce_scatter")

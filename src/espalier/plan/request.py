@@ -19,6 +19,25 @@ class Storage(NamedTuple):
     optimizer: Number
 
 
+class Crossing(NamedTuple):
+    """How one class of traffic crosses the links of one level: see `comm.hybrid`.
+
+    Attributes:
+        traffic, level, codec: as in a plan's `Exchange`.
+        ratio: float32 bytes over encoded bytes.
+        encode, decode: float32 bytes/s.
+        lossy: what is lost is kept beside the gradients.
+    """
+
+    traffic: str
+    level: Literal["inside", "between", "all"]
+    codec: str
+    ratio: float = 1.0
+    encode: float = float("inf")
+    decode: float = float("inf")
+    lossy: bool = False
+
+
 @dataclass(frozen=True)
 class Request:
     """A model, a batch, and what was decided already.
@@ -44,6 +63,7 @@ class Request:
         remarks: what was decided of the data already, in sentences.
         refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner, as in
             InternEvo, which also sums gradients whole, or reduces them to each owner in turn.
+        codec: what the recipe says of that; crossings: what is encoded on its way.
     """
 
     parameters: int
@@ -78,6 +98,12 @@ class Request:
     sequence_parallel: bool = True
     refresh: Literal["gather", "broadcast"] = "gather"
     remarks: Sequence[str] = ()
+    codec: str = "exact"
+    crossings: Sequence[Crossing] = ()
+
+    def crossing(self, traffic: str) -> Crossing | None:
+        """How that class is encoded; None: it is not."""
+        return next((one for one in self.crossings if one.traffic == traffic), None)
 
     @property
     def bytes_each(self) -> int:

@@ -258,8 +258,9 @@ def buckets(step: Step, size: Number) -> Number:
 def gradients(step: Step) -> dict[str, Number]:
     """Seconds of summing a step's gradients, bucket by bucket, and their bytes (AMSP, section 2.5): scattered from the
     gradients' shards to the optimizer's, then summed over that shard's replicas."""
-    layouts, request, on = step.layouts, step.request, step.on
-    storage = step.storage
+    layouts, request, storage = step.layouts, step.request, step.storage
+    width = float(np.min(storage.grads))
+    on = network.encoded(step.on, request.crossing("gradients"), width)
     size = storage.grads * step.stage_parameters / layouts.grads
     count = buckets(step, size)
     further = layouts.optimizer // np.asarray(layouts.grads)
@@ -282,7 +283,8 @@ def refresh(step: Step) -> Number:
     if request.refresh == "broadcast":
         return _owner_by_owner(step, size, ranks, stride, request.tensors)
     count = buckets(step, size)
-    return count * network.seconds("all_gather", size / count, ranks, stride, step.on)
+    on = network.encoded(step.on, request.crossing("parameters"), float(np.min(step.storage.params)))
+    return count * network.seconds("all_gather", size / count, ranks, stride, on)
 
 
 def _optimizer(step: Step) -> Number:

@@ -15,7 +15,7 @@ import numpy as np
 
 from espalier.cluster import Cluster
 from espalier.plan import memory, network, reasons
-from espalier.plan.base import Exchange, Plan, Rank, Stage, Unit
+from espalier.plan.base import Plan, Rank, Stage, Unit, exchanges
 from espalier.plan.estimate import estimate, grid, scaled
 from espalier.plan.layouts import MODES, Layouts
 from espalier.plan.reasons import Choice, key
@@ -187,7 +187,7 @@ def _plan(request: Request, cluster: Cluster, chosen: Choice, note: str) -> Plan
         ranks=ranks,
         units=(Unit(),),
         stages=(stage,),
-        exchanges=(Exchange(traffic="gradients"),) if len(ranks) > 1 else (),
+        exchanges=exchanges(request.crossings) if len(ranks) > 1 else (),
         micro_batch=int(layout.micro_batch),
         recompute=layout.recompute,
         precision=request.precision,

@@ -33,7 +33,7 @@ from espalier.shard.arrange import Piece
 from espalier.shard.blocks import Membership, blocks_of, norms_of
 from espalier.shard.exchange import Exchanges
 from espalier.shard.flat import Flat, Slot
-from espalier.shard.mesh import Groups, Mesh
+from espalier.shard.mesh import Codecs, Groups, Mesh
 from espalier.shard.placement import Factors, place
 from espalier.shard.seen import Seen, twice
 from espalier.shard.spread import Spread, groups, units
@@ -107,7 +107,8 @@ class Amsp:
         slots = [Slot(name, parameter, n) for n, (parameter, name) in enumerate(names_of(self.model).items())]
         chosen = [spread.of(slot.name).check(world, f"shard of {slot.name!r}") for slot in slots]
         made: Groups = {}
-        meshes = {factors: Mesh(place(factors, nodes), channel, made) for factors in dict.fromkeys(chosen)}
+        codecs = Codecs(spread.codecs, nodes) if spread.codecs else None
+        meshes = {factors: Mesh(place(factors, nodes), channel, made, codecs) for factors in dict.fromkeys(chosen)}
         exact = norms_of(self.model)  # norms keep their precision, as under autocast
         kinds = [
             (p.dtype, p.device, p.dtype == torch.float32 and id(p) not in exact)
@@ -312,15 +313,20 @@ class Amsp:
             "params": sum(flat.part.nbytes for flat in self.flats),
             "grads": sum(flat.summed.nbytes for flat in self.flats if flat.summed is not None),
             "masters": sum(flat.masters.nbytes for flat in self.flats if flat.masters is not None),
+            "feedback": sum(flat.residual.nbytes for flat in self.flats if flat.residual is not None),
         }
 
     def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
         """See `Sharding.parts`."""
+        from espalier.shard.residuals import Residuals
         from espalier.shard.state import Model, States
 
         if self._channel is None:
             return {"model": self.model, "optimizer": optimizer}
-        return {"model": Model(self), "optimizer": States(self, optimizer, self._channel)}
+        parts: dict[str, Stateful] = {"model": Model(self), "optimizer": States(self, optimizer, self._channel)}
+        if any(flat.residual is not None for flat in self.flats):
+            parts["feedback"] = Residuals(self, self._channel)
+        return parts
 
     def whole(self, flat: Flat, own: Tensor) -> Tensor:
         """[unit] every rank's `own` [optimizer span] of a unit, on every rank. All ranks call it."""

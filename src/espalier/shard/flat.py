@@ -75,6 +75,7 @@ class Flat:
         moved: the pieces that this rank's optimizer moves.
         weight: what this rank's gradients count in the sum.
         missing: gradients still to come in this round.
+        residual: what lossy codecs have not sent yet of this rank's gradients; None where there are none.
     """
 
     def __init__(self, slots: Sequence[Slot], arranged: Arranged, mesh: Mesh, low: torch.dtype | None = None) -> None:
@@ -91,6 +92,10 @@ class Flat:
         self.part = self.full[_slice(self.params)].clone() if self.sharded else self.full
         self.collected: Tensor | None = None
         self.summed = None if self.scattered else self._collecting()
+        self.residual: Tensor | None = None
+        if mesh.feeds_back:
+            kind = torch.promote_types(self.full.dtype, torch.float32)
+            self.residual = torch.zeros(self.length, dtype=kind, device="cpu")
         self.moved = self._moved()
         self.missing = len(self.slots)
         self.rounds = 0
@@ -194,14 +199,14 @@ class Flat:
         stages: list[Stage] = []
         if self.scattered:
             scatter = self.mesh.scatter(self.length, "params", "grads")
-            stages += [stage(buffer, Span(0, self.length)) for stage in scatter]
+            stages += [stage(buffer, Span(0, self.length), self.residual) for stage in scatter]
             stages.append(self._keep(buffer))
             self.collected = None
         if last:
             if self.summed is None:
                 self.summed = torch.empty(self.grads.length, dtype=buffer.dtype, device=buffer.device)
             made = [*self.mesh.scatter(self.length, "optimizer"), *self.mesh.reduce(self.length)]
-            stages += [stage(self.summed, self.grads) for stage in made]
+            stages += [stage(self.summed, self.grads, self.residual) for stage in made]
         return stages
 
     def _sealed(self) -> Tensor:

@@ -5,8 +5,8 @@ Bytes are AMSP's (arXiv 2311.00257, section on communication cost), padding incl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -34,6 +34,9 @@ hosts on two nodes, 200 Mbit/s and 2 ms between these, 10.8 M parameters: steps 
 2.35 s."""
 
 
+LOSSLESS = "split"
+
+
 @dataclass(frozen=True)
 class Spread:
     """How a model is to lie on the ranks.
@@ -45,6 +48,8 @@ class Spread:
         whole: names of the parameters that no shard of the optimizer's state may cut.
         low: dtype of the parameters when the optimizer is to keep masters in the dtype they have now.
         bucket_bytes: bytes of gradients exchanged at once, and at most `PIPED` where that goes machine by machine.
+        codecs: by class of traffic and level (`inside` a machine or `between`), as `comm.codecs.codec` reads them.
+            Parameters are not rounded: a lossy codec becomes `LOSSLESS`, as no rank keeps them in full precision.
     """
 
     factors: Sequence[tuple[str, Factors]] = (("*", Factors()),)
@@ -53,6 +58,7 @@ class Spread:
     whole: frozenset[str] = frozenset()
     low: torch.dtype | None = None
     bucket_bytes: int = BUCKET
+    codecs: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     def of(self, name: str) -> Factors:
         """The factors of a parameter."""
@@ -89,6 +95,32 @@ def factors(units: Iterable[Unit]) -> list[tuple[str, Factors]]:
         (unit.pattern, Factors(*(len(ranks) or 1 for ranks in (unit.params, unit.grads, unit.optimizer))))
         for unit in units
     ]
+
+
+class Exchange(Protocol):
+    """What is read of a plan's exchanges."""
+
+    @property
+    def traffic(self) -> str:
+        """Its class."""
+
+    @property
+    def level(self) -> str:
+        """`inside` machines, `between` them, or `all`."""
+
+    @property
+    def codec(self) -> str:
+        """As `comm.codecs.codec` reads it."""
+
+
+def codecs(exchanges: Iterable[Exchange]) -> dict[tuple[str, str], str]:
+    """The codecs that a plan's exchanges ask for, by class and level."""
+    return {
+        (one.traffic, level): one.codec
+        for one in exchanges
+        for level in (("inside", "between") if one.level == "all" else (one.level,))
+        if one.codec != "exact"
+    }
 
 
 def claim(units: Iterable[Unit]) -> Claim:

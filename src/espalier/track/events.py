@@ -10,7 +10,8 @@ writes these; a reader ignores names and fields it does not know:
 |            | derivations [{key, value, why}] |
 | plan       | predicted: as `plan.base.Predicted` |
 | step       | step, loss, tokens, seconds, mfu, learning_rate, gradient_norm, memory (resident bytes of the rank), |
-|            | bytes {traffic class: bytes sent by the rank}, exposed (seconds waiting for communication) |
+|            | bytes {traffic class: bytes sent by the rank}, exposed (seconds waiting for communication), |
+|            | and of encoded classes saved {class: bytes}, coding {class: seconds}, lost {class: share of the 2-norm} |
 | validation | step, loss, bits_per_byte (language) and whatever else the workload's `summary` says |
 | checkpoint | step, seconds (in the background), blocked (seconds training stood still), bytes, path |
 | incident   | kind, what, rank, step, action |

@@ -83,6 +83,7 @@ def _context(run: Run) -> dict[str, Any]:
         "time": draw.shares(predicted.get("terms") or {}, show_seconds),
         "step_seconds": predicted.get("step_seconds") or 0.0,
         "traffic": _traffic(run, predicted),
+        "encoded": _encoded(run),
         "compared": _compared(run, predicted),
         "plan": run.plan,
         "layout": _layout(run.plan),
@@ -215,6 +216,18 @@ def _traffic(run: Run, predicted: Mapping[str, Any]) -> list[tuple[str, float, f
     names = [name for name in {**expected, **measured} if expected.get(name) or measured.get(name)]
     rows = [(name.replace("_", " "), float(expected.get(name, 0)), measured.get(name, 0.0)) for name in names]
     return sorted(rows, key=lambda row: -max(row[1:]))
+
+
+def _encoded(run: Run) -> list[tuple[str, float, float, float]]:
+    """(class, bytes saved, seconds in codecs, share kept for the next step) of encoded classes, per step and rank."""
+    found = []
+    for name, column in run.steps.items():
+        if name.startswith("saved."):
+            kind = name.removeprefix("saved.")
+            others = [run.steps.get(f"{what}.{kind}", np.zeros(1)) for what in ("coding", "lost")]
+            saved, seconds, lost = (float(np.nanmean(one)) for one in (column, *others))
+            found.append((kind.replace("_", " "), saved, seconds, lost))
+    return found
 
 
 def _compared(run: Run, predicted: Mapping[str, Any]) -> list[Row]:

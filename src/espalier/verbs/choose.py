@@ -25,7 +25,7 @@ from espalier.plan import chosen, reasons, refusals, search, uniform
 from espalier.plan.calibrate import Calibration
 from espalier.plan.request import Request
 from espalier.plan.seats import gpus
-from espalier.verbs import ready
+from espalier.verbs import crossing, ready
 from espalier.workload import Workload
 
 TRIAL_SECONDS, ROUNDS = 1.0, 2
@@ -89,7 +89,9 @@ def decide(
     request: Request, cluster: clusters.Cluster, calibration: Calibration, trials: Callable[[], Measured]
 ) -> Decision:
     """Searches all layouts; on processors `trials` (called when there is a choice) settle ranks and threads."""
-    found = _decided(replace(request, factors=calibration.factors), cluster, calibration, trials)
+    request, told = crossing.encoded(request, cluster)
+    request = replace(request, factors=calibration.factors, remarks=(*request.remarks, *told))
+    found = _decided(request, cluster, calibration, trials)
     if not request.remarks:
         return found
     best, taken = (
@@ -97,7 +99,7 @@ def decide(
         for plan in (found.best, found.taken)
     )
     assert best is not None
-    return replace(found, best=best, taken=taken)
+    return replace(found, best=best, taken=best if found.taken is found.best else taken)
 
 
 def _decided(

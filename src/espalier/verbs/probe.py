@@ -17,7 +17,7 @@ from espalier.cluster import Cluster
 from espalier.hardware import hosts, probe
 from espalier.launch import base as launch
 from espalier.launch import torchrun
-from espalier.verbs import ready, show
+from espalier.verbs import crossing, ready, show
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     place = torchrun.place()
     if place is None:
-        found = probe.probe(progress=ready.say, disk=Path(arguments.disk))
+        found = crossing.measured(probe.probe(progress=ready.say, disk=Path(arguments.disk)))
         probe.save(found, say=ready.say)
     else:
         with rank.joined(place, timeout=120.0) as channel:
@@ -46,6 +46,6 @@ def _all(channel: dist.ProcessGroup | None, place: launch.Place, arguments: argp
     """Under torchrun and its like: every machine, and the links between all ranks."""
 
     def measure() -> Cluster:
-        return probe.probe(progress=ready.say, disk=Path(arguments.disk))
+        return crossing.measured(probe.probe(progress=ready.say, disk=Path(arguments.disk)))
 
     return measure() if channel is None else hosts.probe_ranks(channel, place.local_rank, measure)

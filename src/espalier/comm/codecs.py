@@ -1,0 +1,73 @@
+"""Codecs by the names that plans, recipes and hooks use: `codec("int8")`, `codec("zfp:8")`, `codec("topk:0.01")`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from espalier.comm.base import Codec
+from espalier.comm.bf16 import Bf16
+from espalier.comm.exact import EXACT
+from espalier.comm.lowbit import Lowbit
+from espalier.comm.mpc import Mpc
+from espalier.comm.split import Split
+from espalier.comm.topk import Topk
+from espalier.comm.zfp import Zfp
+from espalier.errors import UserError, nearest
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"Codec {name!r} got {text!r} for its number.", do=f"{name}:{_EXAMPLES[name]}") from None
+
+
+def _lowbit(bits: int) -> Callable[[str], Codec]:
+    def made(text: str) -> Codec:
+        if text not in ("", "stochastic", "nearest"):
+            raise UserError(f"int{bits} rounds {text!r}.", do=f"int{bits} (nearest) or int{bits}:stochastic")
+        return Lowbit(bits, stochastic=text == "stochastic")
+
+    return made
+
+
+def _plain(made: Callable[[], Codec]) -> Callable[[str], Codec]:
+    def without(text: str) -> Codec:
+        if text:
+            raise UserError(f"Codec {made().name!r} takes no number, and got {text!r}.", do=made().name)
+        return made()
+
+    return without
+
+
+_EXAMPLES = {"zfp": "8", "topk": "0.01", "mpc": "1"}
+FAMILIES: dict[str, Callable[[str], Codec]] = {
+    "exact": _plain(lambda: EXACT),
+    "bf16": _plain(Bf16),
+    "int8": _lowbit(8),
+    "int4": _lowbit(4),
+    "int1": _lowbit(1),
+    "split": _plain(Split),
+    "mpc": lambda text: Mpc(int(_number("mpc", text or "1"))),
+    "zfp": lambda text: Zfp(_number("zfp", text or "8")),
+    "topk": lambda text: Topk(_number("topk", text or "0.01")),
+}
+
+
+def codec(name: str | Codec) -> Codec:
+    """The codec called `name`: a family, and after a colon its number or manner. A codec is returned as it is.
+
+    Raises:
+        UserError: there is no such family (the nearest is named), or its number is out of range.
+
+    >>> codec("zfp:8").name, codec("int4").name
+    ('zfp:8', 'int4')
+    """
+    if not isinstance(name, str):
+        return name
+    family, _, text = name.partition(":")
+    if family not in FAMILIES:
+        near = nearest(family, FAMILIES)
+        why = f"there are {', '.join(FAMILIES)}"
+        raise UserError(f"No codec is called {name!r}.", why=why, do=near or "int8")
+    return FAMILIES[family](text)

@@ -1,0 +1,73 @@
+"""What a Channel is given, in the forms in which torch gives it: tensors, lists of them, options, reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from espalier.comm.base import Codec, current_residual
+
+ReduceOp = dist.ReduceOp
+
+# Sum of `rows` [ranks, elements] into `out` [elements], for the reductions that a reduce-scatter can do by itself.
+REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
+    ReduceOp.SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
+    ReduceOp.AVG: lambda rows: rows.sum(0, dtype=rows.dtype) / len(rows),
+    ReduceOp.MIN: lambda rows: rows.amin(0),
+    ReduceOp.MAX: lambda rows: rows.amax(0),
+    ReduceOp.PRODUCT: lambda rows: rows.prod(0, dtype=rows.dtype),
+}
+
+
+def type_of(backend: Any) -> dist.ProcessGroup.BackendType:
+    """What torch calls a backend."""
+    return getattr(dist.ProcessGroup.BackendType, backend.name().upper(), dist.ProcessGroup.BackendType.CUSTOM)
+
+
+def residual_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The residual of the enclosing block, which belongs to one tensor."""
+    return current_residual() if len(tensors) == 1 else None
+
+
+def averages(options: Any) -> bool:
+    """Whether options ask for a mean."""
+    return bool(getattr(options.reduceOp, "op", options.reduceOp) == ReduceOp.AVG)
+
+
+def many(tensors: Any) -> list[Tensor]:
+    """A tensor, or several, as a list."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def payload(tensors: Sequence[Tensor]) -> int:
+    """Bytes of all of them."""
+    if len(tensors) == 1:
+        return tensors[0].nbytes
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def wire_size(codec: Codec, tensors: Sequence[Tensor]) -> float:
+    """Bytes of all of them as `codec` writes them."""
+    return sum(codec.wire_bytes(tensor.numel(), tensor.element_size()) for tensor in tensors)
+
+
+def reducing(kind: Any, given: Any) -> Any:
+    """Options of class `kind` for `given`: options of any reducing operation, a ReduceOp, or None (SUM)."""
+    if isinstance(given, kind):
+        return given
+    options = kind()
+    if given is not None:
+        options.reduceOp = getattr(given, "reduceOp", given)
+    return options
+
+
+def is_connection(message: str) -> bool:
+    """Whether an error of a group tells of a lost peer."""
+    return any(
+        word in message.lower()
+        for word in ("connect", "closed", "timed out", "timeout", "broken pipe", "reset by peer")
+    )

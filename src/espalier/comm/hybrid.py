@@ -1,0 +1,158 @@
+"""One codec for each kind of traffic, by policy: hybrid compression (Xu, Anthony, Zhou et al., arXiv 2409.02423).
+
+Gradients are averaged over many ranks and may be rounded hard; activations and parameters are used at once and are
+rounded mildly or not at all. The paper's three schemes are policies here; `auto` compresses what crosses a measured
+link only where that pays. Deviations, and why:
+
+- Gradients go in 8-bit blocks by default, with error feedback: about eight times as exact as ZFP at the same bits.
+- Parameters are never rounded in `train`: the paper keeps a copy in full precision beside them, our shards move the
+  parameters themselves.
+- The paper's rates are not published with its tables; 8 and 16 bits are what its text names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from espalier.comm.base import Traffic
+from espalier.comm.codecs import FAMILIES, codec
+from espalier.errors import UserError, nearest
+from espalier.records import Record
+
+RECORD = Record(
+    name="hybrid",
+    title="Hybrid compression: one codec and rate for each kind of traffic (MPC without loss, ZFP at a fixed rate)",
+    aliases=("hybrid-compression", "zhybrid", "mzhybrid", "zfp", "mpc"),
+    paper="Xu, Anthony, Zhou et al., CCGrid, arXiv 2409.02423",
+    question="What crosses the wire?",
+    files=("comm/hybrid.py", "comm/coded.py", "comm/lowbit.py", "comm/zfp.py", "comm/mpc.py", "comm/split.py"),
+    chosen="links between machines slower than the codec: min(encode, decode, ratio * bandwidth) above 1.2 times the "
+    "bandwidth, as measured by `espalier probe`",
+    cost="fixed rates: header and rate/32 of the float32 bytes exactly; MPC and split: by content, at most +3.1 %; "
+    "seconds = raw bytes / min(encode, decode, ratio * bandwidth), since pieces are encoded, sent and decoded at once",
+    law="every lossless codec gives back every bit; ZFP's stream equals the reference's byte for byte; all ranks end "
+    "with the same bits; with error feedback the sum of what arrives is the sum of what was sent, less the residuals",
+    law_test="tests/comm/test_coded.py::test_with_feedback_what_arrives_is_what_was_sent_less_the_residuals",
+    bench="bench/hybrid.py",
+    state="partly",
+    remark="on processors, through Gloo and MPI; there are no kernels for GPUs yet: their tensors cross by the host",
+)
+
+MARGIN = 1.2
+"""Compression must beat the raw link by this factor, as it takes cores from computation."""
+SAMPLE = 2**20
+"""Values that `measure` encodes."""
+
+POLICIES: dict[str, dict[Traffic, str]] = {
+    "naive": dict.fromkeys((Traffic.GRADIENTS, Traffic.ACTIVATIONS, Traffic.PARAMETERS, Traffic.OUTER_STEP), "zfp:8"),
+    "mzhybrid": {
+        Traffic.GRADIENTS: "zfp:8",
+        Traffic.OUTER_STEP: "zfp:8",
+        Traffic.ACTIVATIONS: "mpc",
+        Traffic.PARAMETERS: "mpc",
+    },
+    "zhybrid": {
+        Traffic.GRADIENTS: "zfp:8",
+        Traffic.OUTER_STEP: "zfp:8",
+        Traffic.ACTIVATIONS: "zfp:16",
+        Traffic.PARAMETERS: "zfp:16",
+    },
+}
+"""The paper's schemes, section on hybrid compression: by class of traffic."""
+AUTO: dict[Traffic, str] = {
+    Traffic.GRADIENTS: "int8",
+    Traffic.OUTER_STEP: "int8",
+    Traffic.ACTIVATIONS: "split",
+    Traffic.PARAMETERS: "split",
+}
+"""What `auto` asks about, class by class: gradients hard, the rest without loss."""
+
+
+class Rate(NamedTuple):
+    """What one codec does on one core: raw bytes over encoded bytes, and raw bytes/s."""
+
+    ratio: float
+    encode: float
+    decode: float
+
+    def over(self, bandwidth: float) -> float:
+        """Raw bytes/s that get through a link of so many bytes/s."""
+        return min(self.encode, self.decode, self.ratio * bandwidth)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The codecs of a plan, by class of traffic (what is missing goes as it is), and why."""
+
+    codecs: Mapping[Traffic, str]
+    why: str
+
+
+def choose(option: str, bandwidth: float | None, rates: Mapping[str, Rate]) -> Chosen:
+    """The codecs for links of one level.
+
+    Args:
+        option: `auto`, `exact`, a policy, or a codec for gradients (`int8`, `zfp:8` …).
+        bandwidth: bytes/s of the slowest such link; None: there is none, and `auto` compresses nothing.
+        rates: measured, by codec; what is missing `auto` does not choose.
+
+    Raises:
+        UserError: there is no such policy or codec.
+    """
+    if option in POLICIES:
+        return Chosen(POLICIES[option], f"comm.codec = {option}: the paper's scheme")
+    if option != "auto":
+        family = option.partition(":")[0]
+        if family not in FAMILIES:
+            near = nearest(family, [*POLICIES, *FAMILIES, "auto"])
+            why = f"policies are auto, {', '.join(POLICIES)}; codecs {', '.join(FAMILIES)}"
+            raise UserError(f"comm.codec = {option!r} is unknown.", why=why, do=f"comm.codec={near or 'auto'}")
+        name = codec(option).name
+        return Chosen({} if name == "exact" else {Traffic.GRADIENTS: name}, f"comm.codec = {name}")
+    if bandwidth is None:
+        return Chosen({}, "nothing is compressed inside one machine")
+    if not rates:
+        return Chosen({}, "nothing is compressed: no codec was measured here (espalier probe)")
+    found = {kind: name for kind, name in AUTO.items() if name in rates and pays(rates[name], bandwidth)}
+    best = max((rates[name].over(bandwidth) / bandwidth for name in found.values()), default=1.0)
+    shown = f"{8e-6 * bandwidth:,.0f} Mbit/s between machines"
+    if not found:
+        return Chosen({}, f"nothing is compressed: {shown} are no slower than the codecs")
+    return Chosen(found, f"gradients go as {found.get(Traffic.GRADIENTS, 'they are')}: {best:.1f} times {shown}")
+
+
+def pays(rate: Rate, bandwidth: float) -> bool:
+    """Whether a link carries more with this codec than without, by `MARGIN`. A codec slower than that never does."""
+    return rate.over(bandwidth) > MARGIN * bandwidth
+
+
+def measure(names: Iterable[str] = (), seconds: float = 0.2) -> dict[str, Rate]:
+    """Measures codecs on this machine, on one thread, on normal float32 values.
+
+    Args:
+        names: default: those that `auto` may choose.
+        seconds: for each.
+    """
+    values = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(1)) * 1e-3
+    found = {}
+    for name in names or sorted(set(AUTO.values())):
+        one = codec(name)
+        wire = one.encode(values)  # compiles too
+        assert wire is not None
+        one.decode(wire, values)
+        times: list[tuple[float, float]] = []
+        end = time.perf_counter() + seconds
+        while len(times) < 3 or time.perf_counter() < end:
+            begin = time.perf_counter()
+            one.encode(values)
+            middle = time.perf_counter()
+            one.decode(wire, values)
+            times.append((middle - begin, time.perf_counter() - middle))
+        encode, decode = (min(column) for column in zip(*times, strict=True))
+        found[name] = Rate(values.nbytes / wire.nbytes, values.nbytes / encode, values.nbytes / decode)
+    return found

@@ -1,0 +1,75 @@
+"""What a plan encodes on its way: the recipe's `comm.codec`, decided by the links and codecs that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from espalier.cluster import Cluster, Coding
+from espalier.comm import hybrid
+from espalier.comm.base import Traffic
+from espalier.comm.codecs import codec
+from espalier.plan.request import Crossing, Request
+from espalier.plan.seats import gpus
+
+TRAINED = (Traffic.GRADIENTS, Traffic.PARAMETERS)
+"""What `train` sends today; activations stay on their ranks."""
+LOSSLESS = "split"
+"""In place of a lossy codec for parameters: no rank keeps them in full precision beside."""
+
+
+def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]:
+    """The request with its crossings, and why, in sentences. Raises UserError for an unknown `comm.codec`.
+
+    `auto` looks at processors only: on GPUs nothing was measured.
+    """
+    several = cluster.machines > 1
+    devices = list(range(len(cluster.devices())))
+    bandwidth = cluster.slowest(devices, "between").bandwidth if several and not gpus(cluster) else None
+    rates = _rates(cluster)
+    chosen = hybrid.choose(request.codec, bandwidth, rates)
+    found = []
+    for kind in TRAINED:
+        name = chosen.codecs.get(kind)
+        if name is None:
+            continue
+        if kind is Traffic.PARAMETERS and not codec(name).lossless:
+            name = LOSSLESS
+        rate = rates.get(name) or _unmeasured(name)
+        lossy = not codec(name).lossless
+        found.append(Crossing(kind.value, "between" if several else "all", name, *rate, lossy))
+    said = [chosen.why] if found or (request.codec == "auto" and bandwidth is not None) else []
+    return replace(request, crossings=tuple(found)), said
+
+
+def measured(cluster: Cluster) -> Cluster:
+    """A probed machine with the codecs of its processor, measured now."""
+    found = tuple(Coding(name, *rate) for name, rate in hybrid.measure().items())
+    tables = [
+        msgspec.structs.replace(one, device=msgspec.structs.replace(one.device, codecs=found))
+        if one.device.kind == "cpu"
+        else one
+        for one in cluster.nodes
+    ]
+    return msgspec.structs.replace(cluster, nodes=tuple(tables))
+
+
+def _rates(cluster: Cluster) -> dict[str, hybrid.Rate]:
+    """Of the slowest device, codec by codec; a codec that some device has not measured is left out."""
+    tables = [one.device.codecs for one in cluster.nodes]
+    names = set.intersection(*({one.codec for one in table} for table in tables))
+    found = {}
+    for name in sorted(names):
+        here = [one for table in tables for one in table if one.codec == name]
+        least = (min(getattr(one, what) for one in here) for what in ("ratio", "encode", "decode"))
+        found[name] = hybrid.Rate(*least)
+    return found
+
+
+def _unmeasured(name: str) -> hybrid.Rate:
+    """Its ratio, where that is fixed, and no price for coding."""
+    one = codec(name)
+    ratio = 4 * 2**20 / one.wire_bytes(2**20, 4) if one.fixed else 1.0
+    return hybrid.Rate(ratio, float("inf"), float("inf"))

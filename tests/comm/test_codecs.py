@@ -1,0 +1,158 @@
+"""All codecs: bytes as announced, shape and dtype back, and an error for everything they cannot carry."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from espalier.comm.codecs import FAMILIES, codec
+from espalier.comm.values import FLOATS
+from espalier.errors import RunFailed, UserError
+
+LOSSY = ["bf16", "int8", "int8:stochastic", "int4", "int1", "zfp:4", "zfp:8", "zfp:24", "topk:0.01", "topk:1"]
+LOSSLESS = ["exact", "split", "mpc", "mpc:7"]
+ERROR = {"bf16": 2**-8, "int8": 0.02, "int4": 0.2, "zfp:24": 1e-5, "topk:1": 1e-7}
+"""Largest relative error in the 2-norm on normal values."""
+
+
+def test_every_family_is_here() -> None:
+    assert {name.partition(":")[0] for name in LOSSY + LOSSLESS} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", LOSSY + LOSSLESS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_shape_dtype_and_bytes(name: str, dtype: torch.dtype) -> None:
+    one = codec(name)
+    assert codec(one) is one
+    assert codec(one.name).name == one.name
+    for shape in ((0,), (1,), (3,), (1023,), (2, 513), (5000,)):
+        x = torch.randn(shape).to(dtype)
+        wire = one.encode(x.reshape(-1))
+        assert wire is not None
+        bound = one.wire_bytes(x.numel(), x.element_size())
+        assert wire.nbytes == bound if one.fixed else wire.nbytes <= bound
+        back = one.decode(wire, x)
+        assert (back.shape, back.dtype) == (x.shape, x.dtype)
+        if name in ERROR and x.numel():
+            assert (back - x).double().norm() <= (ERROR[name] + 2**-8 * (dtype != torch.float64)) * x.double().norm()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 3000), st.integers(0, 10**6), st.sampled_from(LOSSLESS), st.sampled_from(FLOATS))
+def test_the_lossless_ones_bring_back_every_bit_pattern(length: int, seed: int, name: str, dtype: torch.dtype) -> None:
+    width = torch.empty(0, dtype=dtype).element_size()
+    raw = np.random.default_rng(seed).integers(0, 255, length * width, dtype=np.uint8, endpoint=True)
+    x = torch.from_numpy(raw).view(dtype) if length else torch.empty(0, dtype=dtype)
+    one = codec(name)
+    wire = one.encode(x)
+    assert wire is not None
+    back = one.decode(wire, x)
+    assert torch.equal(back.view(torch.uint8), x.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_special_values_keep_their_bits(name: str) -> None:
+    x = torch.tensor([0.0, -0.0, 1e-45, -1e-39, float("inf"), float("-inf"), float("nan")] * 50)
+    x.view(torch.int32)[-1] = 0x7FC0BEEF  # a NaN with a payload
+    one = codec(name)
+    wire = one.encode(x)
+    assert wire is not None
+    assert torch.equal(one.decode(wire, x).view(torch.int32), x.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e300])
+def test_the_lossy_ones_refuse_what_would_not_be_finite(name: str, bad: float) -> None:
+    x = torch.zeros(2000, dtype=torch.float64)
+    x[1500] = bad
+    assert codec(name).encode(x) is None
+
+
+def test_bf16_does_not_round_to_infinity() -> None:
+    assert codec("bf16").encode(torch.full((3,), torch.finfo(torch.float32).max)) is None
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+def test_the_lossy_ones_name_the_dtype_they_do_not_take(name: str, dtype: torch.dtype) -> None:
+    with pytest.raises(UserError, match=str(dtype).removeprefix("torch.")):
+        codec(name).encode(torch.zeros(5, dtype=dtype))
+
+
+def test_integers_go_through_the_lossless_ones() -> None:
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        x = torch.arange(-500, 500).to(dtype)
+        for name in LOSSLESS:
+            wire = codec(name).encode(x)
+            assert wire is not None
+            assert torch.equal(codec(name).decode(wire, x), x)
+    with pytest.raises(UserError, match="words of 2, 4 or 8 bytes"):
+        codec("mpc").encode(torch.zeros(3, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSY + LOSSLESS if name != "exact"])
+def test_a_message_that_was_cut_is_refused(name: str) -> None:
+    x = torch.randn(3000)
+    wire = codec(name).encode(x)
+    assert wire is not None
+    for cut in (wire[:-1], wire[:5], wire[:0]):
+        with pytest.raises((RunFailed, UserError)):
+            codec(name).decode(cut, x)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("int9", "int"),
+        ("zfp:1", "zfp:2.25"),
+        ("zfp:99", "zfp:32"),
+        ("zfp:nan", "zfp:8"),
+        ("zfp:much", "zfp:8"),
+        ("topk:0", "topk:0.01"),
+        ("topk:2", "topk:0.01"),
+        ("mpc:0", "mpc:1"),
+        ("mpc:33", "mpc:1"),
+        ("int8:upwards", "int8"),
+        ("bf16:3", "bf16"),
+        ("spilt", "split"),
+        ("", "int8"),
+    ],
+)
+def test_a_name_that_is_none_is_answered_with_one_that_is(name: str, says: str) -> None:
+    with pytest.raises(UserError) as error:
+        codec(name)
+    assert says in error.value.do
+
+
+def test_topk_keeps_the_largest_of_every_row() -> None:
+    x = torch.randn(3000)
+    one = codec("topk:0.1")
+    wire = one.encode(x)
+    assert wire is not None
+    back = one.decode(wire, x)
+    for first in range(0, 3000, 1024):
+        row, kept = x[first : first + 1024], back[first : first + 1024]
+        count = min(102, len(row))
+        assert int((kept != 0).sum()) == count
+        assert torch.equal(kept[kept != 0], row[kept != 0])
+        assert row[kept == 0].abs().max() <= kept[kept != 0].abs().min()
+
+
+def test_int8_is_more_exact_than_zfp_at_the_same_bits_on_noise() -> None:
+    x = torch.randn(50_000)
+    error = {}
+    for name in ("int8", "zfp:8"):
+        wire = codec(name).encode(x)
+        assert wire is not None
+        error[name] = float((codec(name).decode(wire, x) - x).norm() / x.norm())
+    assert error["int8"] * 5 < error["zfp:8"]
+
+
+def test_split_saves_a_third_of_bf16_noise() -> None:
+    x = torch.randn(200_000).bfloat16()
+    wire = codec("split").encode(x)
+    assert wire is not None
+    assert x.nbytes / wire.nbytes > 1.4

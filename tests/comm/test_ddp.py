@@ -1,0 +1,134 @@
+"""The codecs in DistributedDataParallel and FSDP2: lossless ones change nothing, lossy ones train, all ranks alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from espalier.comm import Channel, ddp_hook
+from espalier.comm.fsdp import compress
+from espalier.errors import UserError
+from espalier.testing import forks, same
+
+STEPS = 8
+
+
+def net() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 64))
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, world: int, steps: int = STEPS) -> float:
+    value = 0.0
+    for step in range(steps):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
+        loss = (model(x) - x.flip(1)).square().sum(1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        value = float(loss.detach())
+    return value
+
+
+def _ddp(channel: Channel, name: str | None, feedback: bool = True) -> Any:
+    model = DistributedDataParallel(net(), bucket_cap_mb=0.1)
+    hook = None
+    if name is not None:
+        hook = ddp_hook(name, feedback=feedback)
+        model.register_comm_hook(None, hook)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    train(model, optimizer, channel.rank(), channel.size())
+    dist.barrier()
+    values = {key: value.clone() for key, value in model.module.state_dict().items()}
+    return values, hook.sent if hook else 0, hook.state_dict(model.module) if hook else {}
+
+
+def loss(values: Any) -> float:
+    model = net()
+    model.load_state_dict(values)
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(99))
+    with torch.no_grad():
+        return float((model(x) - x.flip(1)).square().sum(1).mean())
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return forks(2, _ddp, None)[0][0]
+
+
+@pytest.mark.parametrize("name", ["split", "mpc"])
+def test_a_lossless_hook_changes_nothing(name: str, plain: Any) -> None:
+    for values, _, kept in forks(2, _ddp, name):
+        same(values, plain, relative=1e-5)
+        assert not kept
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "bf16", "topk:0.1"])
+def test_a_lossy_hook_trains_alike_on_all_ranks(name: str, plain: Any) -> None:
+    first, *others = forks(2, _ddp, name)
+    for other in others:
+        same(other[0], first[0], bitwise=True)
+    gained = loss(net().state_dict()) - loss(plain)
+    assert loss(first[0]) < loss(plain) + (0.5 if name == "topk:0.1" else 0.02) * gained
+    raw = STEPS * sum(value.nbytes for value in plain.values())
+    assert first[1] < raw * {"bf16": 0.53, "topk:0.1": 0.2}.get(name, 0.28)
+    assert set(first[2]) == set(plain)
+
+
+def _kept(channel: Channel) -> None:
+    model = net()
+    hook, other = ddp_hook("int4"), ddp_hook("int4")
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.1)
+    wrapped.register_comm_hook(None, hook)
+    train(wrapped, torch.optim.SGD(model.parameters(), lr=0.1), channel.rank(), channel.size(), 3)
+    dist.barrier()
+    kept = hook.state_dict(model)
+    assert all(part.abs().max() > 0 for part in kept.values())
+    other.load_state_dict(model, kept)
+    same(other.state_dict(model), kept, bitwise=True)
+
+
+def test_residuals_go_with_their_parameters() -> None:
+    forks(2, _kept)
+
+
+def _wrong(channel: Channel) -> None:
+    with pytest.raises(UserError, match="No codec is called 'int7'"):
+        ddp_hook("int7")
+    with pytest.raises(UserError, match="disagree about the codec"):
+        ddp_hook("int8" if channel.rank() else "int4")
+    with pytest.raises(UserError, match="no FSDP2 unit"):
+        compress(net())
+
+
+def test_what_cannot_be_is_said_at_once() -> None:
+    forks(2, _wrong)
+
+
+def _fsdp(channel: Channel, gradients: str, parameters: str) -> Any:
+    model = net()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    compress(model, gradients=gradients, parameters=parameters)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    train(model, optimizer, channel.rank(), channel.size())
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("gradients", "parameters", "share"), [("split", "mpc", 1e-4), ("int8", "exact", 0.02), ("int8", "bf16", 0.03)]
+)
+def test_fsdp2_trains_through_codecs(gradients: str, parameters: str, share: float, plain: Any) -> None:
+    first, *others = forks(2, _fsdp, gradients, parameters)
+    for other in others:
+        same(other, first, bitwise=True)
+    gained = loss(net().state_dict()) - loss(plain)
+    assert abs(loss(first) - loss(plain)) < share * gained

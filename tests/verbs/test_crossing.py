@@ -1,0 +1,106 @@
+"""What a plan encodes: by the recipe, the links and the measured codecs; priced, and told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from espalier import cluster as clusters
+from espalier.config import Pin, Shard, derive, load
+from espalier.errors import UserError
+from espalier.plan import asking, network
+from espalier.plan.calibrate import DATASHEET
+from espalier.plan.request import Crossing, Request
+from espalier.verbs import choose, crossing
+
+HOST = '[[nodes]]\nname = "{}"\ncores = 2\nmemory = "8GiB"\n[nodes.device]\nname = "cpu"\nkind = "cpu"\n'
+HOST += "memory = 8589934592\nmemory_bandwidth = 1e10\nflops = {{ fp32 = 4e10 }}\n"
+CODECS = 'codecs = [["int8", 3.94, 4e9, 6e9], ["split", 1.19, 3e8, 5e8]]\n'
+
+
+def request(**more: object) -> Request:
+    table = {
+        "model": {"depth": 4, "width": 256, "heads": 4, "vocabulary": 512},
+        "train": {"steps": 10, "sequence": 128, "batch_tokens": 128 * 64},
+    }
+    return replace(asking.of_recipe(derive.resolve(load.from_table(table))[0]), **more)  # type: ignore[arg-type]
+
+
+def machines(between: str, codecs: str = CODECS, hosts: int = 2) -> clusters.Cluster:
+    text = "".join(HOST.format(name) + codecs for name in "abcd"[:hosts])
+    links = f'[links]\nbetween = {{ bandwidth = "{between}", latency = "100us" }}\n' if hosts > 1 else ""
+    return clusters.loads(text + links)
+
+
+def decided(cluster: clusters.Cluster, codec: str, ranks: int = 2) -> choose.Decision:
+    shard = Shard(params=1, grads=1, optimizer=1)
+    asked = replace(request(pin=Pin(ranks=ranks, threads=1, shard=shard)), codec=codec)
+    return choose.decide(asked, cluster, DATASHEET, dict)
+
+
+def test_auto_encodes_between_machines_where_links_are_slow() -> None:
+    slow, raw = (decided(machines("100Mbit/s"), codec) for codec in ("auto", "exact"))
+    assert slow.best.exchanges[0].codec == "int8"
+    assert slow.best.exchanges[0].level == "between"
+    assert any("gradients go as int8" in line for line in slow.best.why)
+    assert slow.best.predicted is not None
+    assert raw.best.predicted is not None
+    assert [one.codec for one in raw.best.exchanges] == ["exact"]
+    ratio = raw.best.predicted.sent_bytes["gradients"] / slow.best.predicted.sent_bytes["gradients"]
+    assert ratio == pytest.approx(3.94)
+    terms = [plan.best.predicted.terms["all_reduce"] for plan in (raw, slow)]
+    assert terms[0] > 2 * terms[1]
+    assert slow.best.predicted.memory_bytes["feedback"] > 0
+    assert "feedback" not in raw.best.predicted.memory_bytes
+
+
+def test_auto_leaves_fast_links_and_unmeasured_codecs_alone() -> None:
+    for cluster in (machines("200Gbit/s"), machines("100Mbit/s", codecs="")):
+        assert [one.codec for one in decided(cluster, "auto").best.exchanges] == ["exact"]
+
+
+def test_one_machine_encodes_only_what_is_asked_for() -> None:
+    alone = machines("", hosts=1)
+    assert [one.codec for one in decided(alone, "auto").best.exchanges] == ["exact"]
+    (one,) = decided(alone, "int4").best.exchanges
+    assert (one.codec, one.level) == ("int4", "all")
+
+
+def test_parameters_are_never_rounded() -> None:
+    found, _ = crossing.encoded(replace(request(), codec="zhybrid"), machines("100Mbit/s"))
+    assert {one.traffic: one.codec for one in found.crossings} == {"gradients": "zfp:8", "parameters": "split"}
+    assert [one.lossy for one in found.crossings] == [True, False]
+
+
+def test_a_codec_that_is_none_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"comm\.codec = 'zhybird'"):
+        decided(machines("1Gbit/s"), "zhybird")
+
+
+def test_a_link_carries_what_the_slowest_of_three_lets_through() -> None:
+    on = network.fleet(machines("100Mbit/s"), 2)
+    assert on.between is not None
+    raw = on.between.bandwidth
+    for one, expected in (
+        (Crossing("gradients", "between", "x", 4.0, 1e12, 1e12), 4 * raw),
+        (Crossing("gradients", "between", "x", 4.0, raw, 1e12), raw),
+        (Crossing("gradients", "between", "x", 4.0, 1e12, 2 * raw), 2 * raw),
+        (Crossing("gradients", "inside", "x", 4.0), raw),
+    ):
+        found = network.encoded(on, one, 4)
+        assert found.between is not None
+        assert found.between.bandwidth == pytest.approx(expected)
+    assert network.encoded(on, None, 4) is on
+    halves = network.encoded(on, Crossing("gradients", "between", "x", 4.0), 2)
+    assert halves.between is not None
+    assert halves.between.bandwidth == pytest.approx(2 * raw)
+
+
+def test_a_probed_machine_gets_the_speed_of_its_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crossing.hybrid, "measure", lambda: {"int8": crossing.hybrid.Rate(3.9, 2e9, 3e9)})
+    found = crossing.measured(machines("1Gbit/s", codecs=""))
+    assert [one.codec for table in found.nodes for one in table.device.codecs] == ["int8", "int8"]
+    assert clusters.loads(clusters.dumps(found)) == found
+    rates = crossing._rates(found)
+    assert rates == {"int8": (3.9, 2e9, 3e9)}
