@@ -36,7 +36,7 @@ def _often(factors: Factors) -> Any:
     return pytest.param(factors, marks=() if plain else pytest.mark.slow, id="-".join(map(str, factors)))
 
 
-@pytest.mark.parametrize("factors", map(_often, triples(8)))
+@pytest.mark.parametrize("factors", [_often(factors) for factors in triples(8)])
 def test_every_triple_on_eight_ranks_trains_as_one_rank_does(factors: Factors) -> None:
     steps = STEPS // 4  # all twenty on real ranks: below, and marked slow for eight
     expected = plain(torch.float64, steps)
