@@ -38,7 +38,7 @@ from espalier.plan.factors import Factors
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.verbs.choose import decide
-from netlab import Lab, Shape, ranked
+from netlab import Lab, Shape, first_said, ranked
 from table import Row, arguments, compare, publish
 
 Triple = tuple[int, int, int]
@@ -77,14 +77,7 @@ def on_loopback(task: Task, world: int) -> Outcome:
 
 
 def _outcome(ranks: Sequence[subprocess.Popen[str]]) -> Outcome:
-    try:
-        said = [rank.communicate(timeout=1800)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError("a rank failed; its error is above")
-    outcome = msgspec.json.decode(said[0].splitlines()[-1], type=Outcome)
+    outcome = msgspec.json.decode(first_said(ranks), type=Outcome)
     losses = [loss for name, loss in outcome.losses.items() if name != "alone"]
     assert max(losses, default=0.0) - min(losses, default=0.0) < 1e-3, (
         f"contestants do not train alike: {outcome.losses}"
@@ -203,7 +196,7 @@ def slow_links(task: Task, note: str) -> list[Row]:
     show(found)
     rows = [against(case, found, told(chosen), name) for name in PEERS]
     best = min(PEERS, key=lambda name: statistics.median(found.seconds[name]))
-    return [*rows, replace(against(case, found, told(chosen), best), peer=f"best fixed ({best})")]
+    return [*rows, msgspec.structs.replace(against(case, found, told(chosen), best), peer=f"best fixed ({best})")]
 
 
 def predictions(task: Task, note: str) -> list[Row]:
@@ -232,7 +225,7 @@ def predictions(task: Task, note: str) -> list[Row]:
     row = compare(case, "goal", "mean error of medians", errors, higher_is_better=False)
     order = float(spearmanr([*expected.values()], [*measured.values()]).statistic)
     ranked_alike = Row(f"order of {len(LAYOUTS)} layouts{note}", "measured", 1.0, order, order, "Spearman", "-")
-    return [replace(row, ours=mean, ratio=GOAL / mean), ranked_alike]
+    return [msgspec.structs.replace(row, ours=mean, ratio=GOAL / mean), ranked_alike]
 
 
 def unequal(task: Task, note: str) -> list[Row]:

@@ -19,10 +19,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from scipy.optimize import nnls
 
@@ -162,7 +162,7 @@ def planning(devices: int, repeats: int, folder: Path) -> Row:
     layout = json.loads(done.stdout)["layout"]
     print(f"{devices:,} devices: {layout}")
     row = compare(f"plan Llama 7B on {devices:,} GPUs", "goal", "s", [(one, GOAL) for one in taken], False)
-    return replace(row, spread=f"{row.spread}; the goal is not a measurement")
+    return msgspec.structs.replace(row, spread=f"{row.spread}; the goal is not a measurement")
 
 
 def data(named: str | None) -> Path | None:

@@ -11,7 +11,6 @@ what it held before. Sampler: edges drawn for batches of 1,024 nodes, fan-out 10
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import statistics
@@ -20,10 +19,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -213,7 +212,7 @@ def accuracy(data: Path, name: str, kind: str, seeds: int) -> Row:
         print(f"{name} {kind} seed {seed}: {pairs[-1][0]:.1f} {pairs[-1][1]:.1f}", file=sys.stderr)
     ours, theirs = (statistics.mean(side) for side in zip(*pairs, strict=True))
     row = compare(f"{name} {kind} test accuracy, mean of {seeds} seeds", "pyg", "%", pairs)
-    return replace(row, peer_value=theirs, ours=ours, ratio=ours / theirs)
+    return msgspec.structs.replace(row, peer_value=theirs, ours=ours, ratio=ours / theirs)
 
 
 def trained_by_pyg(graph: Graph, kind: str, edges: Tensor, seed: int, how: tuple[float, int]) -> float:
@@ -362,7 +361,7 @@ def main() -> None:
         for name, run in cases.items():
             if options.only in name:
                 rows += run()
-                print(json.dumps([vars(row) for row in rows[-1:]]), file=sys.stderr)
+                print(msgspec.json.encode(rows[-1:]).decode(), file=sys.stderr)
     publish(rows, options.json)
 
 

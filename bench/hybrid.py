@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 from espalier.comm.codecs import codec
-from netlab import Lab, Shape
+from netlab import Lab, Shape, first_said
 from table import Row, compare, publish
 
 RATES = (50e6, 100e6, 500e6, 1000e6)
@@ -39,15 +39,7 @@ def over_links(task: dict[str, Any], rate: float) -> dict[str, Any]:
     """`task` on every host of a lab, as rank 0 tells it."""
     command = [sys.executable, str(Path(__file__).parent / "hybrid_rank.py"), json.dumps(task)]
     with Lab(Shape(nodes=HOSTS, hosts=1, rate=rate)) as lab:
-        ranks = lab.start(command)
-        try:
-            said = [rank.communicate(timeout=1800)[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError("a rank failed; its error is above")
-    found: dict[str, Any] = json.loads(said[0].splitlines()[-1])
+        found: dict[str, Any] = json.loads(first_said(lab.start(command)))
     return found
 
 

@@ -310,6 +310,18 @@ def duration(text: str) -> float:
     return float(text)
 
 
+def first_said(ranks: Sequence[subprocess.Popen[str]]) -> str:
+    """The last line that rank 0 printed, once all have ended. Raises RuntimeError when one failed."""
+    try:
+        said = [rank.communicate(timeout=1800)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError("a rank failed; its error is above")
+    return said[0].splitlines()[-1]
+
+
 def main() -> int:
     """Runs a command on every host and prints what they say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 
-@dataclass(frozen=True)
-class Row:
-    """One comparison. `ratio` > 1 means ours is better; `spread` is the 95 % interval of the paired ratio."""
-
-    case: str
-    peer: str
-    peer_value: float
-    ours: float
-    ratio: float
-    unit: str
-    spread: str
+from espalier.records import Comparison as Row
+from espalier.records import Measured
 
 
 def compare(
@@ -90,8 +80,8 @@ def publish(rows: Sequence[Row], json_file: str | None) -> None:
         print(f"| {row.case} | {row.peer} | {values} | {row.unit} | {row.spread} |")
     print(f"\nMachine: {machine()}. Command: `{command}`.")
     if json_file:
-        table = {"machine": machine(), "command": command, "rows": [asdict(row) for row in rows]}
-        Path(json_file).write_text(json.dumps(table, indent=1))
+        table = msgspec.json.encode(Measured(machine(), command, tuple(rows)))
+        Path(json_file).write_bytes(msgspec.json.format(table, indent=1))
 
 
 def _told(arguments: Sequence[str]) -> list[str]:
