@@ -59,7 +59,7 @@ def test_a_foreign_model_in_an_ordinary_loop_trains_as_in_plain_pytorch(name: st
     """Clipping, a scheduler, and both states, which come out whole in torch's own form."""
     state, optimizer, norms = plainly(name, 0.1)
     assert all(norm > 0.1 for norm in norms), "the clip must bind, or its test shows nothing"
-    for results in forks(4, _all, name, timeout=55.0):
+    for results in forks(4, _all, name, timeout=150):
         for found, found_optimizer, found_norms in results:
             same(found, state, relative=1e-10)
             same(found_norms, norms, relative=1e-10)

@@ -120,7 +120,7 @@ def test_nothing_is_left_for_later() -> None:
 
 def test_imports_point_downwards() -> None:
     command = [str(Path(sys.executable).parent / "lint-imports"), "--no-logo"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout
 
 
@@ -129,14 +129,14 @@ def test_every_module_has_its_line_in_the_contract() -> None:
     contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("layers = [")[2].partition("]")[0]
     named = set(re.findall(r"\w+", contract))
     names = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
-    modules = {name for name in names if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()}
+    modules = {name for name in names if [*(PACKAGE / name).glob("*.py")] or (PACKAGE / f"{name}.py").is_file()}
     assert not modules - named - {"__init__", "testing"}
 
 
 def test_what_must_be_light_loads_no_torch() -> None:
     script = f"import sys, importlib\nfor name in {LIGHT.split()!r}: importlib.import_module(name)\n"
     script += "heavy = {'torch', 'numba', 'transformers', 'rich'} & set(sys.modules)\nassert not heavy, heavy\n"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
 
 

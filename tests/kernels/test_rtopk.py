@@ -247,3 +247,21 @@ def test_numpy_agrees() -> None:
     x = torch.randn(200, 500, generator=torch.Generator().manual_seed(8))
     values = rtopk(x, 50)[0].sort(dim=-1).values
     assert np.array_equal(values.numpy(), np.sort(np.partition(x.numpy(), 450, axis=1)[:, 450:], axis=1))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own jvp
+def test_functions_of_functions_and_changes_in_place_work() -> None:
+    x = torch.randn(300, 64)
+    expected = torch.topk(x, 4, sorted=True).values
+    found = torch.func.functionalize(lambda rows: rtopk(rows, 4, sorted=True)[0])(x)
+    assert torch.equal(found, expected)
+    assert torch.equal(
+        torch.vmap(lambda rows: rtopk(rows, 4, sorted=True)[0])(x.view(3, 100, 64)).view(300, 4), expected
+    )
+    _, tangent = torch.func.jvp(lambda rows: rtopk(rows, 4, sorted=True)[0], (x,), (torch.ones_like(x),))
+    assert torch.equal(tangent, torch.ones(300, 4))
+    leaf = x.clone().requires_grad_()
+    values, _ = rtopk(leaf, 4)
+    values.mul_(2).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.sum() == 2 * 4 * 300

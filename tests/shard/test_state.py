@@ -60,14 +60,14 @@ def _some_resumed(channel: Channel, folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    forks(4, _all_saved, folder, timeout=50.0)
+    forks(4, _all_saved, folder, timeout=150)
     return folder
 
 
 @pytest.mark.parametrize("n", [4, 2])
 def test_every_triples_checkpoint_resumes_under_others_and_on_other_numbers_of_ranks(saved: Path, n: int) -> None:
     end = plain(torch.float64, STEPS)["parameters"]
-    for results in forks(n, _some_resumed, saved, timeout=55.0):
+    for results in forks(n, _some_resumed, saved, timeout=150):
         assert len(results) == 10 * n // 2
         for trained in results:
             same(trained, end, relative=1e-12)

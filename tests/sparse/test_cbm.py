@@ -289,3 +289,47 @@ def test_a_scale_is_folded_into_the_same_tree() -> None:
     compressed = CBM.of(whole.scaled(Scale(left, left)), 0)
     assert compressed.transposed.deltas is compressed.deltas
     torch.testing.assert_close(compressed.to_csr().to_dense(), left[:, None] * whole.to_dense() * left)
+
+
+def _saved(folder: Path) -> tuple[Path, dict[str, Tensor], dict[str, str]]:
+    from safetensors import safe_open
+
+    path = folder / "matrix.safetensors"
+    cliques = torch.block_diag(*[torch.ones(20, 20)] * 3)
+    CBM.of(CSR.from_torch(cliques, binary=True).normalised("symmetric")).save(path)
+    with safe_open(str(path), framework="pt") as file:
+        return path, {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118 (not a dict)
+
+
+SPOILT: dict[str, Callable[[dict[str, Tensor], dict[str, str]], Any]] = {
+    "a column outside": lambda tensors, said: tensors["plus"].add_(50),
+    "a row twice": lambda tensors, said: tensors["order"].fill_(1),
+    "a parent after its child": lambda tensors, said: tensors["parent"].copy_(tensors["order"].flip(0)),
+    "offsets that fall": lambda tensors, said: tensors["plus_ptr"].mul_(-1),
+    "cuts elsewhere": lambda tensors, said: tensors["cuts"].add_(1),
+    "wide numbers": lambda tensors, said: tensors.update(plus=tensors["plus"].long()),
+    "more rows": lambda tensors, said: said.update(rows="70"),
+    "no rows": lambda tensors, said: said.pop("rows"),
+    "no columns": lambda tensors, said: tensors.pop("plus"),
+    "a short scale": lambda tensors, said: tensors.update(left=tensors["left"][1:].clone()),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_damaged_file_is_refused(tmp_path: Path, how: str) -> None:
+    path, tensors, said = _saved(tmp_path)
+    assert CBM.load(path).stats().kept == "cbm"
+    SPOILT[how](tensors, said)
+    save_file(tensors, str(path), metadata=said)
+    with pytest.raises(UserError, match="is damaged"):
+        CBM.load(path)
+
+
+def test_scales_may_be_numpys_and_have_strides() -> None:
+    cliques = CSR.from_torch(torch.block_diag(*[torch.ones(20, 20)] * 3), binary=True)
+    wide = torch.rand(60, 2)
+    strided = CBM.from_csr(cliques.indptr, cliques.indices, (60, 60), scale=(wide[:, 0], torch.ones(1).expand(60)))
+    arrays = CBM.from_csr(cliques.indptr, cliques.indices, (60, 60), scale=(wide[:, 0].numpy(), None))
+    x = torch.randn(60, 4)
+    assert torch.allclose(strided @ x, arrays @ x)
+    assert torch.allclose(strided @ x, wide[:, :1] * (cliques.to_dense() @ x), atol=1e-5)

@@ -300,3 +300,36 @@ def test_free_memory_is_kept_only_so_far(monkeypatch: pytest.MonkeyPatch) -> Non
     held.clear()
     assert buffers._bytes == LEAST
     assert not buffers._used
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_offsets_without_a_sign_are_looked_at_too(kind: torch.dtype) -> None:
+    whole = CSR.of(torch.tensor([0, 2, 3], dtype=kind), torch.arange(3).to(kind), (2, 3))
+    assert whole.degrees.tolist() == [2, 1]
+    with pytest.raises(UserError, match="indptr goes from 0 to 6"):
+        CSR.of(torch.tensor([0, 5, 3, 6]).to(kind), torch.arange(6), (3, 6))
+
+
+@pytest.mark.parametrize("shape", [(2, 2**33), (-1, 3)])
+def test_edges_of_a_matrix_that_cannot_be_held_are_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(UserError, match="shape is"):
+        CSR.from_edges(torch.tensor([[2**32 + 1, 3], [0, 1]]), shape)
+
+
+@pytest.mark.parametrize("kind", [torch.complex64, torch.int64, torch.bool])
+def test_only_floats_are_multiplied(kind: torch.dtype) -> None:
+    matrix = CSR.of([0, 1, 2], [1, 0], (2, 2))
+    with pytest.raises(UserError, match="x is of type"):
+        matmul(matrix, torch.ones(2, 3).to(kind))
+    with pytest.raises(UserError, match="values"):
+        matmul(matrix, torch.ones(2, 3), torch.ones(2).to(kind))
+
+
+def test_attention_is_differentiated_once_and_says_so() -> None:
+    looped = CSR.from_edges(torch.randint(0, 8, (2, 20)), (8, 8)).with_self_loops()
+    features = torch.randn(8, 2, 3, requires_grad=True)
+    scores = tuple(torch.randn(8, 2, requires_grad=True) for _ in range(2))
+    out = attention_aggregate(looped, features, scores)
+    (gradient,) = torch.autograd.grad(out.square().sum(), features, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()

@@ -47,7 +47,7 @@ def espalier(folder: Path, *arguments: str) -> Any:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -258,7 +258,7 @@ def test_a_browser_lays_it_out_without_overflow_or_error(tmp_path: Path) -> None
                "--hide-scrollbars", "--disable-background-networking", "--disable-component-update", "--disable-sync",
                "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
                (tmp_path / "frames.html").as_uri()]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     found = re.search(r"<title>([^<]*)</title>", done.stdout.split("<iframe")[0] + done.stdout.split("</iframe>")[-1])
     assert found is not None, done.stderr[-2000:]
     assert found[1].split() == [f"{w}/{w}/0" for w in widths]

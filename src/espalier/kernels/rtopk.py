@@ -147,14 +147,20 @@ def _bisected(x: Tensor, k: int, steps: int) -> Tensor:
     return kept | (inside & (inside.cumsum(-1) <= k - above))
 
 
+def _transformed(x: Tensor) -> bool:
+    """Inside vmap, jvp, functionalize and the like, whose tensors have no memory of their own."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 def _wins_on_cpu(x: Tensor, k: int, max_iterations: int | None, sorted: bool) -> bool:
-    if _LEAST is None or x.dtype not in KINDS:
+    if _LEAST is None or x.dtype not in KINDS or _transformed(x):
         return False
     return _LEAST <= k < x.shape[-1] and x.shape[-1] >= _NARROWEST and x.numel() >= _SMALLEST
 
 
 def _wins_on_gpu(x: Tensor, k: int, max_iterations: int | None, sorted: bool) -> bool:
-    return x.dtype in KINDS and 0 < k < x.shape[-1] <= _WIDEST_ON_GPU and x.numel() >= _SMALLEST
+    fits = x.dtype in KINDS and 0 < k < x.shape[-1] <= _WIDEST_ON_GPU and x.numel() >= _SMALLEST
+    return fits and not _transformed(x)
 
 
 def _is_one_of_few(x: Tensor, k: int, max_iterations: int | None, sorted: bool) -> bool:
@@ -195,14 +201,12 @@ def _numba(x: Tensor, k: int, steps: int, ranked: bool) -> tuple[Tensor, Tensor]
     from espalier.kernels.rtopk_cpu import select
 
     x = x.detach().contiguous()
-    rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    values = torch.empty(rows, k)
-    columns = torch.empty(rows, k, dtype=torch.int64)
+    rows, width, shape = x.numel() // x.shape[-1], x.shape[-1], (*x.shape[:-1], k)
+    values, columns = torch.empty(shape), torch.empty(shape, dtype=torch.int64)
     options = (KINDS[x.dtype], steps, int(ranked))
     to = (values.data_ptr(), columns.data_ptr())
     select(x.data_ptr(), (rows, width, k), options, _pieces(rows, x.numel()), to)
-    shape = (*x.shape[:-1], k)
-    return values.to(x.dtype).view(shape), columns.view(shape)
+    return values.to(x.dtype), columns
 
 
 def _numba_back(gradient: Tensor, columns: Tensor, width: int) -> Tensor:

@@ -61,7 +61,7 @@ class CSR:
         indptr, indices = _integers(indptr, "indptr"), _integers(indices, "indices")
         _check(indptr, indices, shape)
         values = None if values is None else _values(values, len(indices))
-        matrix = cls(indptr.long(), indices.int(), (int(shape[0]), int(shape[1])), values)
+        matrix = cls(indptr, indices.int(), (int(shape[0]), int(shape[1])), values)
         return matrix if matrix._sorted() else matrix._by_row_and_column()
 
     @classmethod
@@ -74,7 +74,8 @@ class CSR:
         edges = _integers(edges, "edges", dims=2)
         if edges.shape[0] != 2:
             raise UserError(f"edges has shape {tuple(edges.shape)}.", why="it is [2, edges]: sources above targets")
-        column, row = edges.long()
+        _check_shape(shape)
+        column, row = edges
         _check_ids(column, shape[1], "a source of edges")
         _check_ids(row, shape[0], "a target of edges")
         values = None if values is None else _values(values, edges.shape[1])
@@ -238,20 +239,26 @@ def _integers(array: Any, name: str, dims: int = 1) -> Tensor:
             f"{name} is of type {str(tensor.dtype).removeprefix('torch.')} and shape {tuple(tensor.shape)}.",
             why=f"it holds integers and has {dims} dim{'s' * (dims > 1)}",
         )
-    return tensor.detach()
+    return tensor.detach().long()
 
 
 def _values(values: Any, entries: int) -> Tensor:
     tensor = torch.as_tensor(values).detach()
     if tensor.shape != (entries,):
         raise UserError(f"values has shape {tuple(tensor.shape)}, and there are {entries} entries.")
+    if tensor.is_complex():
+        raise UserError("values are complex.", why="weights are real", do="values.real, or values.abs()")
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def _check_shape(shape: tuple[int, int]) -> None:
+    if min(shape) < 0 or max(shape) > _LARGEST:
+        raise UserError(f"shape is {tuple(shape)}.", why=f"rows and columns are 0 to {_LARGEST}")
 
 
 def _check(indptr: Tensor, indices: Tensor, shape: tuple[int, int]) -> None:
     rows, columns = shape
-    if rows < 0 or columns < 0 or columns > _LARGEST or rows > _LARGEST:
-        raise UserError(f"shape is {tuple(shape)}.", why=f"rows and columns are 0 to {_LARGEST}")
+    _check_shape(shape)
     if len(indptr) != rows + 1:
         raise UserError(f"indptr has {len(indptr)} offsets.", why=f"{rows} rows need {rows + 1}")
     if int(indptr[0]) != 0 or int(indptr[-1]) != len(indices) or bool((indptr.diff() < 0).any()):

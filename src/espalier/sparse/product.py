@@ -34,15 +34,18 @@ def matmul(adjacency: CSR | CBM, x: Tensor, values: Tensor | None = None) -> Ten
     Returns:
         [rows] or [rows, ...], of the type of `x`.
 
-    Raises UserError: sizes that do not fit, `values` for a CBM.
+    Raises UserError: sizes that do not fit, numbers that are not real floats, `values` for a CBM.
     """
     rows, columns = adjacency.shape
     if x.dim() == 0 or x.shape[0] != columns:
         raise UserError(f"x has shape {tuple(x.shape)}.", why=f"a matrix {rows} x {columns} needs [{columns}, ...]")
+    for name, one in (("x", x), ("values", values)):
+        if one is not None and not one.is_floating_point():
+            raise UserError(f"{name} is of type {str(one.dtype).removeprefix('torch.')}.", do=f"{name}.float()")
     if not isinstance(adjacency, CSR):
         if values is not None:
             raise UserError("A CBM has no values of its own to replace.", do="use the CSR matrix: cbm.to_csr()")
-        return adjacency.matmul(x)
+        return adjacency.product(x)
     if values is not None and values.shape != (adjacency.entries,):
         raise UserError(f"values has shape {tuple(values.shape)}, the matrix has {adjacency.entries} entries.")
     weights = adjacency.values if values is None else values

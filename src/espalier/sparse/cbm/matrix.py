@@ -136,11 +136,13 @@ class CBM:
 
     def matmul(self, x: Tensor) -> Tensor:
         """M·X for X [columns] or [columns, ...]; differentiable, by the transposed matrix. See `sparse.matmul`."""
+        return matmul(self if self.plain is None else self.plain, x)
+
+    def product(self, x: Tensor) -> Tensor:
+        """`matmul` of what it has checked."""
         rows, columns = self.shape
         if self.plain is not None:
-            return matmul(self.plain, x)
-        if x.dim() == 0 or x.shape[0] != columns:
-            raise UserError(f"x has shape {tuple(x.shape)}.", why=f"a matrix {rows} x {columns} needs [{columns}, ...]")
+            return self.plain.matmul(x)
         dense = x.reshape(columns, math.prod(x.shape[1:]))
         dense = dense if x.dtype in (torch.float32, torch.float64) else dense.float()
         return cbm_matmul(self, dense).reshape(rows, *x.shape[1:]).to(x.dtype)
@@ -221,19 +223,33 @@ class CBM:
             raise UserError(f"{path} cannot be read.", why=str(error), do="give a file that CBM.save wrote") from error
         if said.get("espalier.cbm") != _VERSION:
             raise UserError(f"{path} is not a saved CBM.", do="give a file that CBM.save wrote")
+        try:
+            return cls._of_file(said, tensors)
+        except (KeyError, TypeError, ValueError, UserError) as error:
+            raise UserError(f"{path} is damaged.", why=str(error), do="give a file that CBM.save wrote") from error
+
+    @classmethod
+    def _of_file(cls, said: dict[str, str], tensors: dict[str, Tensor]) -> CBM:
         shape = (int(said["rows"]), int(said["columns"]))
         scale = Scale(tensors.pop("left", None), tensors.pop("right", None))
+        for name, one, size in zip(("left", "right"), scale, shape, strict=True):
+            if one is not None and one.shape != (size,):
+                raise ValueError(f"{name} has shape {tuple(one.shape)}")
         if "indptr" in tensors:
-            pattern = CSR(tensors["indptr"], tensors["indices"], shape)
+            pattern = CSR.of(tensors.pop("indptr"), tensors.pop("indices"), shape)
             plain = pattern if scale == (None, None) else pattern.scaled(scale)
             return cls(shape, None, plain, scale, said["symmetric"] == "1")
-        return cls(shape, Deltas(**tensors), None, scale, said["symmetric"] == "1")
+        deltas = Deltas(**tensors)
+        deltas.check(shape)
+        return cls(shape, deltas, None, scale, said["symmetric"] == "1")
 
 
 def _scaled(matrix: CSR, scale: Any) -> CSR:
     if scale is None:
         return matrix
-    return matrix.normalised(scale) if isinstance(scale, str) else matrix.scaled(Scale(*scale))
+    if isinstance(scale, str):
+        return matrix.normalised(scale)
+    return matrix.scaled(Scale(*(None if one is None else torch.as_tensor(one).contiguous() for one in scale)))
 
 
 def _ones(matrix: CSR) -> Scale:
