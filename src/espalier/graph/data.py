@@ -110,13 +110,14 @@ class Graph:
         """The node with that name or number. Raises UserError naming the nearest name."""
         if len(self.names) and text in self.names:
             return list(self.names).index(text)
-        if text.isdecimal() and int(text) < self.nodes:
+        numbered = any(name.isdecimal() for name in self.names)  # a number is then a name, never a row
+        if text.isdecimal() and int(text) < self.nodes and not numbered:
             return int(text) if self.numbers is None else int(np.flatnonzero(self.numbers == int(text))[0])
         near = nearest(text, self.names) if len(self.names) else None
         raise UserError(
             f"The graph has no node {text!r}.",
-            why=f"it has {self.nodes:,} nodes, numbered from 0",
-            do=f"did you mean {near}?" if near else f"a number up to {self.nodes - 1}",
+            why=f"it has {self.nodes:,} nodes, {'with ids of their own' if numbered else 'numbered from 0'}",
+            do=f"did you mean {near}?" if near else "one of its ids" if numbered else f"up to {self.nodes - 1}",
         )
 
     def fingerprint(self) -> str:
@@ -282,6 +283,15 @@ def _refuse_not_finite(array: Array | None, name: str) -> None:
 
 def _array(values: Any) -> Array:
     return values.detach().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
+
+
+def whole_labels(values: Array) -> Array:
+    """int64 classes of numbers; NaN is no label. Raises UserError for what is not whole."""
+    if values.dtype.kind == "f":
+        values = np.where(np.isnan(values), IGNORED, values)
+        if not np.array_equal(values, np.round(values)) or np.isinf(values).any():
+            raise UserError("The labels are not whole numbers.", why="regression is not built", do="classes 0, 1, …")
+    return values.astype(np.int64)
 
 
 def _ids(values: Any, name: str) -> Array:

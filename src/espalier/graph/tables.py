@@ -2,12 +2,15 @@
 
 A table of edges has a column for each end (`source`, `target`, else the first two), maybe `weight`; other columns are
 edge features. A table of nodes lies beside it (`edges.csv` and `nodes.csv`, or `x.csv` and `x.nodes.csv`): `id` (left
-out: the row), `label`, `part` (train, validation, test), and a column for each feature.
+out: the row), `label`, `part` (train, validation, test), and a column for each feature. No label, or no part, is -1, an
+empty cell, a null, `nan`, `None` or `null`.
 """
 
 from __future__ import annotations
 
 import csv
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from espalier.errors import UserError, missing_extra
-from espalier.graph.data import IGNORED, Array, Graph, Parts
+from espalier.graph.data import IGNORED, Array, Graph, Parts, whole_labels
 
 SUFFIXES = (".csv", ".npz", ".parquet")
 
@@ -45,7 +48,7 @@ def load(file: Path, *, undirected: bool) -> Graph:
         weights=None if weights is None else _numbers(weights, "weight", file),
         edge_features=np.stack([_numbers(one, name, file) for name, one in rest.items()], 1) if rest else None,
         classes=classes,
-        names=() if ids is None else [str(one) for one in ids],
+        names=() if ids is None else _words(ids),
         origin=str(file),
     )
 
@@ -108,16 +111,48 @@ def _numbered(ends: Array, ids: Array | None, file: Path) -> Array:
         if len(numbers) and not np.array_equal(numbers, np.round(numbers)):
             raise UserError(f"{file}: ends of edges are not whole numbers.", do="give ids, or names and a nodes table")
         return numbers.astype(np.int64)
-    order = np.argsort(ids, kind="stable")
-    at = np.searchsorted(ids, ends, sorter=order)
-    found = order[np.minimum(at, len(ids) - 1)]
-    strange = ids[found] != ends
+    known, ends = _alike(ids), _alike(ends)
+    if known.dtype.kind != ends.dtype.kind:
+        known, ends = known.astype(str), ends.astype(str)
+    order = np.argsort(known, kind="stable")
+    twice = known[order][1:] == known[order][:-1]
+    if twice.any():
+        raise UserError(
+            f"{file}: two nodes have the id {known[order][1:][twice][0]}.",
+            why="an edge there could mean either",
+            do="give each node an id of its own",
+        )
+    at = np.searchsorted(known, ends, sorter=order)
+    found = order[np.minimum(at, len(known) - 1)]
+    strange = known[found] != ends
     if strange.any():
         raise UserError(
             f"{file} has an edge at {ends[strange][0]}, which is no id in the table of nodes.",
             do="give every node a line there, or drop such edges",
         )
     return found.astype(np.int64)
+
+
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
+_POINTLESS = re.compile(r"(-?[0-9]+)\.0*")
+_MISSING = ("", "-1", "nan", "NaN", "None", "null")
+
+
+def _alike(ids: Array) -> Array:
+    """Ids in the one form that can be compared: int64 where all are whole numbers, however stored, else text."""
+    if ids.dtype.kind in "iu":
+        return ids.astype(np.int64)
+    if ids.dtype.kind == "f" and (np.abs(ids) < 2**53).all() and (ids == np.round(ids)).all():
+        return ids.astype(np.int64)
+    words = _words(ids)
+    return np.array([int(word) for word in words] if all(map(_WHOLE.fullmatch, words)) else words)
+
+
+def _words(column: Array) -> list[str]:
+    """A column as text: whole numbers without a point (39, not 39.0), nothing where a value is missing."""
+    missing = [one is None or (isinstance(one, float) and math.isnan(one)) for one in column.tolist()]
+    words = ["" if gone else str(one).strip() for one, gone in zip(column.tolist(), missing, strict=True)]
+    return [_POINTLESS.sub(r"\1", word) if _POINTLESS.fullmatch(word) else word for word in words]
 
 
 def _numbers(values: Array, name: str, file: Path) -> Array:
@@ -144,22 +179,23 @@ def _features(nodes: Columns, sources: Array, targets: Array, count: int) -> Arr
 
 
 def _labels(column: Array | None) -> tuple[Array | None, tuple[str, ...]]:
-    """Classes by number; words become classes in alphabetical order, an empty one is no label."""
+    """Classes by number; words become classes in their order, and what says that there is none is no label."""
     if column is None:
         return None, ()
     if column.dtype.kind in "fiu":
-        numbers = np.where(np.isnan(column.astype(np.float64)), IGNORED, column)
-        return numbers.astype(np.int64), ()
-    words = np.array([str(word) for word in column])
-    classes = sorted({word for word in words.tolist() if word})
+        return whole_labels(column), ()
+    words = _words(column)
+    distinct = {word for word in words if word not in _MISSING}
+    numbers = all(map(_WHOLE.fullmatch, distinct))
+    classes = sorted(distinct, key=lambda word: (int(word) if numbers else 0, word))
     known = {word: at for at, word in enumerate(classes)}
-    return np.array([known.get(word, IGNORED) for word in words.tolist()], np.int64), tuple(classes)
+    return np.array([known.get(word, IGNORED) for word in words], np.int64), tuple(classes)
 
 
 def _named_parts(column: Array | None, file: Path) -> Parts | None:
     if column is None:
         return None
-    words = np.array([str(word) for word in column])
+    words = np.array(["" if word in _MISSING else word for word in _words(column)])
     strange = set(words.tolist()) - {"train", "validation", "test", ""}
     if strange:
         raise UserError(f"{file}: part = {min(strange)!r} is not possible.", do="train, validation, test, or empty")
