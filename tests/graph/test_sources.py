@@ -217,6 +217,82 @@ def test_many_small_graphs_from_a_list():
     assert sorted(zip(graph.indices.tolist(), graph.targets().tolist(), strict=True)) == [(0, 1), (2, 3), (5, 6)]
 
 
+def test_many_small_graphs_keep_what_is_known_of_edges_and_touch_no_other():
+    def item(end, **known):
+        ends = torch.tensor([[0], [end]])
+        return SimpleNamespace(x=torch.ones(2, 2), edge_index=ends, y=torch.tensor([0]), **known)
+
+    known = [{"edge_weight": torch.tensor([one]), "edge_attr": torch.tensor([[one]])} for one in (2.0, 3.0)]
+    graph = pyg.from_many([item(1, **one) for one in known], undirected=True, origin="list")
+    assert graph.indices.tolist() == [1, 0, 3, 2]
+    assert graph.weights.tolist() == graph.edge_features[:, 0].tolist() == [2, 2, 3, 3]
+    with pytest.raises(UserError, match="list, item 0 has an edge at 2, outside its 2 nodes"):
+        pyg.from_many([item(2), item(1)], origin="list")
+    with pytest.raises(UserError, match="list, item 1 lacks"):
+        pyg.from_many([item(1, **known[0]), item(1)], origin="list")
+
+
+def test_a_saved_dict_of_a_heterogeneous_graph_is_refused_by_name(tmp_path):
+    table = {"_global_store": {}, "author": {"x": torch.ones(2, 1)}, "paper": {"x": torch.ones(2, 1)}}
+    torch.save({**table, ("author", "to", "paper"): {"edge_index": torch.tensor([[0], [1]])}}, tmp_path / "g.pt")
+    with pytest.raises(UserError, match="node types author, paper"):
+        load(tmp_path / "g.pt")
+
+
+def arrays(folder, **known):
+    given = {"edge_index": np.array([[0, 1], [1, 2]]), "x": np.ones((3, 2)), **known}
+    np.savez(folder / "g.npz", **{name: one for name, one in given.items() if one is not None})
+    return load(folder / "g.npz", undirected=False)
+
+
+@pytest.mark.parametrize("left", [("train_mask", "test_mask"), ("test_mask",)])
+def test_a_mask_left_out_is_empty_and_the_others_hold(tmp_path, left):
+    masks = {name: np.arange(3) == at for at, name in enumerate(left)}
+    found = arrays(tmp_path, y=np.array([0, 1, 0]), **masks).parts
+    expected = {name: [at] for at, name in enumerate(left)}
+    assert found.train.tolist() == expected.get("train_mask", [])
+    assert found.validation.tolist() == []
+    assert found.test.tolist() == expected["test_mask"]
+    saved = pyg.from_pyg(
+        SimpleNamespace(
+            edge_index=torch.tensor([[0], [1]]),
+            x=torch.ones(3, 1),
+            **{name: torch.from_numpy(one) for name, one in masks.items()},
+        )
+    )
+    assert saved.parts.test.tolist() == expected["test_mask"]
+
+
+def test_labels_of_arrays(tmp_path):
+    tasks = np.array([[0, 1], [1, -1], [1, 0]])
+    np.testing.assert_array_equal(arrays(tmp_path, y=tasks).labels, [[0, 1], [1, np.nan], [1, 0]])
+    assert arrays(tmp_path, y=np.array([1.0, np.nan, 0.0])).labels.tolist() == [1, -1, 0]
+    words = arrays(tmp_path, y=np.array(["b", "", "a"]))
+    assert (words.labels.tolist(), words.classes) == ([1, -1, 0], ("a", "b"))
+    given = SimpleNamespace(edge_index=torch.tensor([[0], [1]]), x=torch.ones(3, 1))
+    given.y = torch.tensor([1.0, float("nan"), 0.0])
+    assert pyg.from_pyg(given).labels.tolist() == [1, -1, 0]
+
+
+@pytest.mark.parametrize(
+    ("known", "says"),
+    [
+        ({"y": np.array([[0, 1], [2, 0], [1, 1]])}, "matrix of 2 columns that holds 2"),
+        ({"y": np.array([0, 10**12, 1])}, "A label is 1000000000000"),
+        ({"y": np.array([0, 0.5, 1])}, "not whole numbers"),
+        ({"edge_index": np.array([[0, 1], [1, 2], [2, 0]])}, r"shape \[3, 2\], not \[2, edges\](.|\n)*transpose"),
+        ({"edge_weight": np.ones((2, 2))}, r"weights have the shape \[2, 2\]"),
+    ],
+)
+def test_arrays_that_cannot_be_are_named(tmp_path, known, says):
+    with pytest.raises(UserError, match=says):
+        arrays(tmp_path, **known)
+
+
+def test_weights_in_a_column_are_weights(tmp_path):
+    assert arrays(tmp_path, edge_weight=np.array([[2.0], [3.0]])).weights.tolist() == [2, 3]
+
+
 def test_ogb_folders(tmp_path):
     def write(name, text):
         file = tmp_path / f"{name}.csv.gz"

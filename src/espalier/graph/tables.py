@@ -11,14 +11,14 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from espalier.errors import UserError, missing_extra
-from espalier.graph.data import IGNORED, Array, Graph, Parts, whole_labels
+from espalier.graph.data import IGNORED, Array, Graph, Parts
 
 SUFFIXES = (".csv", ".npz", ".parquet")
 
@@ -222,7 +222,7 @@ def _arrays(file: Path, undirected: bool) -> Graph:
             do="numpy.savez(file, edge_index=…, x=…, y=…)",
         ) from None
     if "edge_index" in found:
-        sources, targets = found["edge_index"]
+        sources, targets = both_ends(found["edge_index"], str(file))
     elif {"sources", "targets"} <= set(found):
         sources, targets = found["sources"], found["targets"]
     else:
@@ -231,13 +231,71 @@ def _arrays(file: Path, undirected: bool) -> Graph:
     features = known.pop("features")
     if features is None:
         features = _features({}, sources, targets, _count({}, sources, targets))
-    labels = known.pop("labels")
-    if labels is not None and labels.dtype.kind in "iu":
-        labels = labels.reshape(len(labels), -1)[:, 0].astype(np.int64)
-    masks = [found.get(name) for name in ("train_mask", "val_mask", "test_mask")]
-    parts = None if any(one is None for one in masks) else Parts(*(np.flatnonzero(np.asarray(one)) for one in masks))
-    made = {"features": features, "labels": labels, "parts": parts, **known}
+    labels, classes = _array_labels(known.pop("labels"))
+    parts = masked_parts([found.get(name) for name in ("train_mask", "val_mask", "test_mask")])
+    made = {"features": features, "labels": labels, "classes": classes, "parts": parts, **known}
     return Graph.from_edges(sources, targets, undirected=undirected, origin=str(file), **made)
+
+
+def _array_labels(labels: Array | None) -> tuple[Array | None, tuple[str, ...]]:
+    """Labels of an array: classes by number or by word, or a matrix of tasks."""
+    if labels is None or (labels.ndim == 2 and labels.dtype.kind == "f"):
+        return labels, ()
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim == 2 and labels.dtype.kind in "iub":
+        return matrix_labels(labels), ()
+    if labels.ndim != 1:
+        raise UserError(f"The labels have the shape {list(labels.shape)}.", do="one class, or a row of tasks, for each")
+    if labels.dtype.kind == "b":
+        return labels.astype(np.int64), ()
+    return _labels(labels.astype(str) if labels.dtype.kind == "S" else labels)
+
+
+# --- what arrays mean, PyG's as well ----------------------------------------------------------------------------
+
+
+def whole_labels(values: Array) -> Array:
+    """int64 classes of numbers; NaN is no label. Raises UserError for what is not whole."""
+    if values.dtype.kind == "f":
+        values = np.where(np.isnan(values), IGNORED, values)
+        if not np.array_equal(values, np.round(values)) or np.isinf(values).any():
+            raise UserError("The labels are not whole numbers.", why="regression is not built", do="classes 0, 1, …")
+    return values.astype(np.int64)
+
+
+def matrix_labels(values: Array) -> Array:
+    """float32 [nodes, tasks] of a matrix of labels; in whole numbers it must hold 0, 1 and -1 for none."""
+    if values.dtype.kind not in "iu":
+        return values.astype(np.float32)
+    strange = values[~np.isin(values, (0, 1, IGNORED))]
+    if len(strange):
+        raise UserError(
+            f"The labels are a matrix of {values.shape[1]} columns that holds {strange[0]}.",
+            why="each column is a question answered by 0 or 1, -1 where there is no answer",
+            do="one column of classes, or columns of 0 and 1",
+        )
+    return np.where(values == IGNORED, np.nan, values).astype(np.float32)
+
+
+def masked_parts(masks: Sequence[Any]) -> Parts | None:
+    """The split that masks of training, validation and test give; one left out is empty, None without any."""
+    given = [None if one is None else np.asarray(one).astype(bool) for one in masks]
+    given = [one[:, 0] if one is not None and one.ndim == 2 else one for one in given]  # several splits: the first
+    if all(one is None for one in given):
+        return None
+    return Parts(*(np.zeros(0, np.int64) if one is None else np.flatnonzero(one) for one in given))
+
+
+def both_ends(edges: Any, origin: str) -> tuple[Any, Any]:
+    """Sources and targets of an `edge_index` [2, edges]. Raises UserError for another shape."""
+    shape = tuple(np.shape(edges))
+    if len(shape) != 2 or shape[0] != 2:
+        raise UserError(
+            f"{origin}: edge_index has the shape {list(shape)}, not [2, edges].",
+            do="transpose it (edge_index.T)" if shape[1:] == (2,) else "a row of sources and a row of targets",
+        )
+    return edges[0], edges[1]
 
 
 # --- OGB ---------------------------------------------------------------------------------------------------------
