@@ -239,6 +239,13 @@ def test_a_saved_dict_of_a_heterogeneous_graph_is_refused_by_name(tmp_path):
         load(tmp_path / "g.pt")
 
 
+def test_many_graphs_laid_over_each_other_are_not_one(tmp_path):
+    table = {"edge_index": torch.tensor([[0, 0], [1, 1]]), "x": torch.ones(4, 1)}
+    torch.save((table, {"edge_index": torch.tensor([0, 1, 2])}), tmp_path / "g.pt")
+    with pytest.raises(UserError, match="holds 2 graphs laid over each other"):
+        load(tmp_path / "g.pt")
+
+
 def arrays(folder, **known):
     given = {"edge_index": np.array([[0, 1], [1, 2]]), "x": np.ones((3, 2)), **known}
     np.savez(folder / "g.npz", **{name: one for name, one in given.items() if one is not None})

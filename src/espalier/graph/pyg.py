@@ -150,6 +150,13 @@ def load(path: Path, *, pickle: bool, undirected: bool) -> Graph:
     if isinstance(found, list) or (isinstance(found, tuple) and all(hasattr(one, "edge_index") for one in found)):
         return from_many(found, undirected=undirected, origin=str(path))
     if isinstance(found, tuple) and found:  # PyG's processed files: (data, slices, …)
+        slices = found[1] if len(found) > 1 and isinstance(found[1], dict) else {}
+        if (count := len(slices.get("edge_index", ())) - 1) > 1:
+            raise UserError(
+                f"{path} holds {count} graphs laid over each other (data, slices).",
+                why="their edges would be taken for those of one graph",
+                do="torch.save(list(dataset), path) with graph.pickle = true, or pyg:NAME",
+            )
         found = found[0]
     if isinstance(found, dict):
         _refuse_kinds(found)
