@@ -92,6 +92,63 @@ def test_names_stand_for_nodes(tmp_path):
         load(tmp_path / "net.csv")
 
 
+@pytest.mark.parametrize("form", ["csv", "csv with text", "text", "float"])
+def test_whole_numbers_as_ids_are_named_alike_however_they_are_stored(tmp_path, form):
+    ids, ends, part = [39, 3, 10], [(39, 3), (3, 10)], ["train", "validation", "test"]
+    if form.startswith("csv"):
+        text = form == "csv with text"
+        lines = [f"{one},{at}" + (f",{part[at]}" if text else "") for at, one in enumerate(ids)]
+        (tmp_path / "nodes.csv").write_text("\n".join(["id,label" + ",part" * text, *lines]) + "\n")
+        (tmp_path / "edges.csv").write_text("source,target\n39,3\n3,10\n")
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        kind = {"text": str, "float": float}[form]
+        parquet.write_table(pyarrow.table({"id": [kind(one) for one in ids]}), tmp_path / "nodes.parquet")
+        edges = {"source": [one for one, _ in ends], "target": [one for _, one in ends]}
+        parquet.write_table(pyarrow.table(edges), tmp_path / "edges.parquet")
+    graph = load(tmp_path, undirected=False)
+    assert list(graph.names) == ["39", "3", "10"]
+    assert (graph.find("39"), graph.find("3"), graph.find("10")) == (0, 1, 2)
+    assert (graph.indices.tolist(), graph.targets().tolist()) == ([0, 1], [1, 2])
+    with pytest.raises(UserError, match="no node '1'"):
+        graph.find("1")
+
+
+def test_two_nodes_of_one_id_are_refused(tmp_path):
+    (tmp_path / "edges.csv").write_text("source,target\n7,8\n")
+    (tmp_path / "nodes.csv").write_text("id,part\n7,train\n007,test\n8,test\n")
+    with pytest.raises(UserError, match="two nodes have the id 7"):
+        load(tmp_path)
+
+
+def test_labels_and_parts_that_are_missing_are_none(tmp_path):
+    labels = ["b", "-1", "", "nan", "None", "a"]
+    (tmp_path / "edges.csv").write_text("source,target\n0,1\n")
+    (tmp_path / "nodes.csv").write_text("label,part\n" + "".join(f"{one},train\n" for one in labels))
+    graph = load(tmp_path)
+    assert (graph.labels.tolist(), graph.classes) == ([1, -1, -1, -1, -1, 0], ("a", "b"))
+    numbers = "".join(f"{one},train\n" for one in (*range(12), -1, ""))
+    (tmp_path / "nodes.csv").write_text("label,part\n" + numbers)
+    assert load(tmp_path).labels.tolist() == [*range(12), -1, -1]
+    (tmp_path / "nodes.csv").write_text("label\n0.5\n1\n")
+    with pytest.raises(UserError, match="not whole numbers"):
+        load(tmp_path)
+
+
+def test_nulls_of_parquet_are_no_label_and_no_part(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"source": [0], "target": [1]}), tmp_path / "edges.parquet")
+    nodes = {"label": ["x", None, "y", None], "part": ["train", None, "test", "validation"]}
+    parquet.write_table(pyarrow.table(nodes), tmp_path / "nodes.parquet")
+    graph = load(tmp_path)
+    assert (graph.labels.tolist(), graph.classes) == ([0, -1, 1, -1], ("x", "y"))
+    assert [ids.tolist() for _, ids in graph.parts.named()] == [[0], [3], [2]]
+
+
 class Trap:
     """Unpickling it would end the test."""
 
@@ -158,6 +215,89 @@ def test_many_small_graphs_from_a_list():
     assert graph.starts.tolist() == [0, 2, 5, 9]
     assert graph.labels.tolist() == [0, 1, 0]
     assert sorted(zip(graph.indices.tolist(), graph.targets().tolist(), strict=True)) == [(0, 1), (2, 3), (5, 6)]
+
+
+def test_many_small_graphs_keep_what_is_known_of_edges_and_touch_no_other():
+    def item(end, **known):
+        ends = torch.tensor([[0], [end]])
+        return SimpleNamespace(x=torch.ones(2, 2), edge_index=ends, y=torch.tensor([0]), **known)
+
+    known = [{"edge_weight": torch.tensor([one]), "edge_attr": torch.tensor([[one]])} for one in (2.0, 3.0)]
+    graph = pyg.from_many([item(1, **one) for one in known], undirected=True, origin="list")
+    assert graph.indices.tolist() == [1, 0, 3, 2]
+    assert graph.weights.tolist() == graph.edge_features[:, 0].tolist() == [2, 2, 3, 3]
+    with pytest.raises(UserError, match="list, item 0 has an edge at 2, outside its 2 nodes"):
+        pyg.from_many([item(2), item(1)], origin="list")
+    with pytest.raises(UserError, match="list, item 1 lacks"):
+        pyg.from_many([item(1, **known[0]), item(1)], origin="list")
+
+
+def test_a_saved_dict_of_a_heterogeneous_graph_is_refused_by_name(tmp_path):
+    table = {"_global_store": {}, "author": {"x": torch.ones(2, 1)}, "paper": {"x": torch.ones(2, 1)}}
+    torch.save({**table, ("author", "to", "paper"): {"edge_index": torch.tensor([[0], [1]])}}, tmp_path / "g.pt")
+    with pytest.raises(UserError, match="node types author, paper"):
+        load(tmp_path / "g.pt")
+
+
+def test_many_graphs_laid_over_each_other_are_not_one(tmp_path):
+    table = {"edge_index": torch.tensor([[0, 0], [1, 1]]), "x": torch.ones(4, 1)}
+    torch.save((table, {"edge_index": torch.tensor([0, 1, 2])}), tmp_path / "g.pt")
+    with pytest.raises(UserError, match="holds 2 graphs laid over each other"):
+        load(tmp_path / "g.pt")
+
+
+def arrays(folder, **known):
+    given = {"edge_index": np.array([[0, 1], [1, 2]]), "x": np.ones((3, 2)), **known}
+    np.savez(folder / "g.npz", **{name: one for name, one in given.items() if one is not None})
+    return load(folder / "g.npz", undirected=False)
+
+
+@pytest.mark.parametrize("left", [("train_mask", "test_mask"), ("test_mask",)])
+def test_a_mask_left_out_is_empty_and_the_others_hold(tmp_path, left):
+    masks = {name: np.arange(3) == at for at, name in enumerate(left)}
+    found = arrays(tmp_path, y=np.array([0, 1, 0]), **masks).parts
+    expected = {name: [at] for at, name in enumerate(left)}
+    assert found.train.tolist() == expected.get("train_mask", [])
+    assert found.validation.tolist() == []
+    assert found.test.tolist() == expected["test_mask"]
+    saved = pyg.from_pyg(
+        SimpleNamespace(
+            edge_index=torch.tensor([[0], [1]]),
+            x=torch.ones(3, 1),
+            **{name: torch.from_numpy(one) for name, one in masks.items()},
+        )
+    )
+    assert saved.parts.test.tolist() == expected["test_mask"]
+
+
+def test_labels_of_arrays(tmp_path):
+    tasks = np.array([[0, 1], [1, -1], [1, 0]])
+    np.testing.assert_array_equal(arrays(tmp_path, y=tasks).labels, [[0, 1], [1, np.nan], [1, 0]])
+    assert arrays(tmp_path, y=np.array([1.0, np.nan, 0.0])).labels.tolist() == [1, -1, 0]
+    words = arrays(tmp_path, y=np.array(["b", "", "a"]))
+    assert (words.labels.tolist(), words.classes) == ([1, -1, 0], ("a", "b"))
+    given = SimpleNamespace(edge_index=torch.tensor([[0], [1]]), x=torch.ones(3, 1))
+    given.y = torch.tensor([1.0, float("nan"), 0.0])
+    assert pyg.from_pyg(given).labels.tolist() == [1, -1, 0]
+
+
+@pytest.mark.parametrize(
+    ("known", "says"),
+    [
+        ({"y": np.array([[0, 1], [2, 0], [1, 1]])}, "matrix of 2 columns that holds 2"),
+        ({"y": np.array([0, 10**12, 1])}, "A label is 1000000000000"),
+        ({"y": np.array([0, 0.5, 1])}, "not whole numbers"),
+        ({"edge_index": np.array([[0, 1], [1, 2], [2, 0]])}, r"shape \[3, 2\], not \[2, edges\](.|\n)*transpose"),
+        ({"edge_weight": np.ones((2, 2))}, r"weights have the shape \[2, 2\]"),
+    ],
+)
+def test_arrays_that_cannot_be_are_named(tmp_path, known, says):
+    with pytest.raises(UserError, match=says):
+        arrays(tmp_path, **known)
+
+
+def test_weights_in_a_column_are_weights(tmp_path):
+    assert arrays(tmp_path, edge_weight=np.array([[2.0], [3.0]])).weights.tolist() == [2, 3]
 
 
 def test_ogb_folders(tmp_path):

@@ -110,13 +110,14 @@ class Graph:
         """The node with that name or number. Raises UserError naming the nearest name."""
         if len(self.names) and text in self.names:
             return list(self.names).index(text)
-        if text.isdecimal() and int(text) < self.nodes:
+        numbered = any(name.isdecimal() for name in self.names)  # a number is then a name, never a row
+        if text.isdecimal() and int(text) < self.nodes and not numbered:
             return int(text) if self.numbers is None else int(np.flatnonzero(self.numbers == int(text))[0])
         near = nearest(text, self.names) if len(self.names) else None
         raise UserError(
             f"The graph has no node {text!r}.",
-            why=f"it has {self.nodes:,} nodes, numbered from 0",
-            do=f"did you mean {near}?" if near else f"a number up to {self.nodes - 1}",
+            why=f"it has {self.nodes:,} nodes, {'with ids of their own' if numbered else 'numbered from 0'}",
+            do=f"did you mean {near}?" if near else "one of its ids" if numbered else f"up to {self.nodes - 1}",
         )
 
     def fingerprint(self) -> str:
@@ -232,14 +233,8 @@ def checked(graph: Graph) -> Graph:
         raise UserError(f"The graph has {len(graph.features)} rows of features for {graph.nodes} nodes.")
     for name in ("features", "weights", "edge_features"):
         _refuse_not_finite(getattr(graph, name), name)
-    if graph.labels is not None and len(graph.labels) != graph.items:
-        what = "nodes" if graph.starts is None else "graphs"
-        raise UserError(
-            f"The labels do not match: {len(graph.labels)} for {graph.items} {what}.",
-            do="give each one label; -1 where there is none",
-        )
-    if graph.labels is not None and graph.labels.ndim == 1 and graph.classes:
-        _refuse_strangers(np.maximum(graph.labels, 0), len(graph.classes), "a label")
+    if graph.labels is not None:
+        _refuse_labels(graph, graph.labels)
     for name, ids in graph.parts.named() if graph.parts else ():
         _refuse_strangers(ids, graph.items, f"the {name} part")
     if graph.parts is not None:
@@ -251,6 +246,28 @@ def checked(graph: Graph) -> Graph:
                 do="give disjoint masks, or none and graph.split",
             )
     return graph
+
+
+_FEW = 1000  # so many classes are never too many: a piece of a larger graph keeps its numbers
+
+
+def _refuse_labels(graph: Graph, labels: Array) -> None:
+    if len(labels) != graph.items:
+        what = "nodes" if graph.starts is None else "graphs"
+        raise UserError(
+            f"The labels do not match: {len(labels)} for {graph.items} {what}.",
+            do="give each one label; -1 where there is none",
+        )
+    if labels.ndim != 1:
+        return
+    if graph.classes:
+        _refuse_strangers(np.maximum(labels, 0), len(graph.classes), "a label")
+    elif (most := int(labels.max(initial=-1))) >= max(graph.items, _FEW):
+        raise UserError(
+            f"A label is {most}, which would make {most + 1} classes for {graph.items} labels.",
+            why="classes are numbered from 0, and there cannot be more of them than labels",
+            do="number the classes 0, 1, …; -1 where there is none",
+        )
 
 
 def _refuse_strangers(ids: Array, count: int, name: str) -> None:
@@ -295,7 +312,11 @@ def _floats(values: Any, name: str) -> Array:
     array = _array(values)
     if array.dtype.kind not in "fiub":
         raise UserError(f"The graph's {name} are {array.dtype}, not numbers.", do="give float32 values")
-    if name != "weights" and array.ndim != 2:
+    if name == "weights":
+        array = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
+        if array.ndim != 1:
+            raise UserError(f"The graph's weights have the shape {list(array.shape)}.", do="give one for each edge")
+    elif array.ndim != 2:
         raise UserError(f"The graph's {name} have {array.ndim} dimensions.", do="give a matrix [rows, columns]")
     return np.ascontiguousarray(array, dtype=np.float32)
 

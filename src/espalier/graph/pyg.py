@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from espalier.errors import UserError, missing_extra
-from espalier.graph.data import Graph, Parts
+from espalier.graph.data import Array, Graph
+from espalier.graph.tables import both_ends, masked_parts, matrix_labels, whole_labels
 
 _MASKS = (("train", "train_mask"), ("validation", "val_mask"), ("test", "test_mask"))
 
@@ -21,32 +22,24 @@ _MASKS = (("train", "train_mask"), ("validation", "val_mask"), ("test", "test_ma
 def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data") -> Graph:
     """The `Graph` of a PyG `Data` (or of anything with its attributes). Raises UserError."""
     _refuse_heterogeneous(data)
-    edges = getattr(data, "edge_index", None)
-    if edges is None:
-        raise UserError(
-            f"{origin} has no edge_index.", why="edges are given as int64 [2, edges]", do="see docs/graph.md"
-        )
     features = _features(data, origin)
-    sources, targets = edges
-    weights = getattr(data, "edge_weight", None)
-    edge_features = getattr(data, "edge_attr", None)
-    if weights is None and edge_features is not None and edge_features.ndim == 1:
-        weights, edge_features = edge_features, None
+    sources, targets = _ends(data, origin)
+    weights, edge_features = _of_edges(data)
     return Graph.from_edges(
         sources,
         targets,
         features=features,
         undirected=undirected,
         labels=_labels(getattr(data, "y", None)),
-        parts=_parts(data),
+        parts=masked_parts([getattr(data, name, None) for _, name in _MASKS]),
         weights=weights,
         edge_features=edge_features,
         origin=origin,
     )
 
 
-def from_many(items: Any, *, origin: str) -> Graph:
-    """Many small PyG graphs side by side; `y` of each is its label."""
+def from_many(items: Any, *, undirected: bool = False, origin: str) -> Graph:
+    """Many small PyG graphs side by side; `y` of each is its label. Raises UserError naming the item at fault."""
     items = list(items)
     if not items:
         raise UserError(f"{origin} holds no graphs.")
@@ -54,20 +47,67 @@ def from_many(items: Any, *, origin: str) -> Graph:
         _refuse_heterogeneous(item)
     widths = [_features(item, origin) for item in items]
     starts = np.concatenate([[0], np.cumsum([len(one) for one in widths])]).astype(np.int64)
-    edges = [item.edge_index + int(start) for item, start in zip(items, starts, strict=False)]
+    edges = [_shifted(item, starts[at : at + 2], f"{origin}, item {at}") for at, item in enumerate(items)]
     labels = [getattr(item, "y", None) for item in items]
     known = [one for one in labels if one is not None]
     if len(known) < len(labels):
         raise UserError(f"{origin}: a graph has no label y.", do="give each of them one")
     joined = torch.cat(edges, 1)
+    weights, edge_features = (_joined(list(one), origin) for one in zip(*map(_of_edges, items), strict=True))
     return Graph.from_edges(
         joined[0],
         joined[1],
         features=torch.cat(widths),
         labels=_labels(torch.cat([one.reshape(1, -1) for one in known])),
         starts=starts,
+        undirected=undirected,
+        weights=weights,
+        edge_features=edge_features,
         origin=origin,
     )
+
+
+def _ends(data: Any, origin: str) -> tuple[Any, Any]:
+    edges = getattr(data, "edge_index", None)
+    if edges is None:
+        raise UserError(
+            f"{origin} has no edge_index.", why="edges are given as int64 [2, edges]", do="see docs/graph.md"
+        )
+    return both_ends(edges, origin)
+
+
+def _of_edges(data: Any) -> tuple[Any, Any]:
+    """Weights and features of the edges of a `Data`; `edge_attr` of one dimension is weights."""
+    weights, features = getattr(data, "edge_weight", None), getattr(data, "edge_attr", None)
+    if weights is None and features is not None and features.ndim == 1:
+        return features, None
+    return weights, features
+
+
+def _shifted(item: Any, nodes: Array, origin: str) -> torch.Tensor:
+    """The edges of a small graph whose nodes are numbered from `nodes[0]` to before `nodes[1]`."""
+    edges = torch.stack(_ends(item, origin))
+    count = int(nodes[1] - nodes[0])
+    strange = edges[(edges < 0) | (edges >= count)]
+    if len(strange):
+        raise UserError(
+            f"{origin} has an edge at {int(strange[0])}, outside its {count} nodes.",
+            why="it would lead into another graph",
+            do="number the nodes of each graph from 0",
+        )
+    return edges + int(nodes[0])
+
+
+def _joined(values: list[Any], origin: str) -> torch.Tensor | None:
+    """What graphs know of their edges, end to end."""
+    without = [at for at, one in enumerate(values) if one is None]
+    if len(without) == len(values):
+        return None
+    if without:
+        raise UserError(
+            f"{origin}, item {without[0]} lacks what others know of edges.", do="give all of them it, or none"
+        )
+    return torch.cat(values)
 
 
 def to_pyg(graph: Graph) -> Any:
@@ -108,10 +148,18 @@ def load(path: Path, *, pickle: bool, undirected: bool) -> Graph:
             do="graph.pickle = true if you trust it; or torch.save(data.to_dict(), path), which needs no trust",
         ) from None
     if isinstance(found, list) or (isinstance(found, tuple) and all(hasattr(one, "edge_index") for one in found)):
-        return from_many(found, origin=str(path))
+        return from_many(found, undirected=undirected, origin=str(path))
     if isinstance(found, tuple) and found:  # PyG's processed files: (data, slices, …)
+        slices = found[1] if len(found) > 1 and isinstance(found[1], dict) else {}
+        if (count := len(slices.get("edge_index", ())) - 1) > 1:
+            raise UserError(
+                f"{path} holds {count} graphs laid over each other (data, slices).",
+                why="their edges would be taken for those of one graph",
+                do="torch.save(list(dataset), path) with graph.pickle = true, or pyg:NAME",
+            )
         found = found[0]
     if isinstance(found, dict):
+        _refuse_kinds(found)
         found = _Named(found)
     return from_pyg(found, undirected=undirected, origin=str(path))
 
@@ -138,7 +186,7 @@ def dataset(name: str, root: Path, *, undirected: bool) -> Graph:
             do=f"put its raw files below {root / kind}, or check the name",
         ) from None
     if len(found) > 1:
-        return from_many(found, origin=f"pyg:{name}")
+        return from_many(found, undirected=undirected, origin=f"pyg:{name}")
     return from_pyg(found[0], undirected=undirected, origin=f"pyg:{name}")
 
 
@@ -168,6 +216,15 @@ def _refuse_heterogeneous(data: Any) -> None:
         )
 
 
+def _refuse_kinds(table: dict[Any, Any]) -> None:
+    """Refuses what `HeteroData.to_dict()` gives: a dict for each kind of node and, by (from, how, to), of edge."""
+    if "edge_index" not in table and any(isinstance(one, dict) for one in table.values()):
+        kinds = [one for one in table if isinstance(one, str) and one != "_global_store"]
+        _refuse_heterogeneous(
+            _Named({"edge_types": [one for one in table if isinstance(one, tuple)], "node_types": kinds})
+        )
+
+
 def _features(data: Any, origin: str) -> torch.Tensor:
     features = getattr(data, "x", None)
     if features is not None:
@@ -178,26 +235,10 @@ def _features(data: Any, origin: str) -> torch.Tensor:
     return torch.ones(int(count), 1)
 
 
-def _labels(labels: Any) -> np.ndarray[Any, np.dtype[Any]] | None:
+def _labels(labels: Any) -> Array | None:
     if labels is None:
         return None
-    labels = torch.as_tensor(labels)
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
-        if labels.is_floating_point() and bool(labels.isnan().any()):
-            return labels.to(torch.float32)[:, None].numpy()
-    if labels.ndim == 2:
-        return labels.to(torch.float32).numpy()
-    if labels.is_floating_point() and not torch.equal(labels, labels.round()):
-        raise UserError("The labels are not whole numbers.", why="regression is not built", do="give classes 0, 1, …")
-    return labels.to(torch.int64).numpy()
-
-
-def _parts(data: Any) -> Parts | None:
-    given = [getattr(data, name, None) for _, name in _MASKS]
-    if given[0] is None:
-        return None
-    masks = [torch.as_tensor(one if one is not None else torch.zeros_like(given[0])) for one in given]
-    if masks[0].ndim == 2:  # several splits side by side: the first
-        masks = [one[:, 0] if one.ndim == 2 else one for one in masks]
-    return Parts(*(one.nonzero().flatten().numpy() for one in masks))
+    given = np.atleast_1d(torch.as_tensor(labels).detach().cpu().numpy())
+    if given.ndim == 2 and given.shape[1] == 1 and not (given.dtype.kind == "f" and np.isnan(given).any()):
+        given = given[:, 0]
+    return matrix_labels(given) if given.ndim == 2 else whole_labels(given)

@@ -2,13 +2,16 @@
 
 A table of edges has a column for each end (`source`, `target`, else the first two), maybe `weight`; other columns are
 edge features. A table of nodes lies beside it (`edges.csv` and `nodes.csv`, or `x.csv` and `x.nodes.csv`): `id` (left
-out: the row), `label`, `part` (train, validation, test), and a column for each feature.
+out: the row), `label`, `part` (train, validation, test), and a column for each feature. No label, or no part, is -1, an
+empty cell, a null, `nan`, `None` or `null`.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +48,7 @@ def load(file: Path, *, undirected: bool) -> Graph:
         weights=None if weights is None else _numbers(weights, "weight", file),
         edge_features=np.stack([_numbers(one, name, file) for name, one in rest.items()], 1) if rest else None,
         classes=classes,
-        names=() if ids is None else [str(one) for one in ids],
+        names=() if ids is None else _words(ids),
         origin=str(file),
     )
 
@@ -108,16 +111,48 @@ def _numbered(ends: Array, ids: Array | None, file: Path) -> Array:
         if len(numbers) and not np.array_equal(numbers, np.round(numbers)):
             raise UserError(f"{file}: ends of edges are not whole numbers.", do="give ids, or names and a nodes table")
         return numbers.astype(np.int64)
-    order = np.argsort(ids, kind="stable")
-    at = np.searchsorted(ids, ends, sorter=order)
-    found = order[np.minimum(at, len(ids) - 1)]
-    strange = ids[found] != ends
+    known, ends = _alike(ids), _alike(ends)
+    if known.dtype.kind != ends.dtype.kind:
+        known, ends = known.astype(str), ends.astype(str)
+    order = np.argsort(known, kind="stable")
+    twice = known[order][1:] == known[order][:-1]
+    if twice.any():
+        raise UserError(
+            f"{file}: two nodes have the id {known[order][1:][twice][0]}.",
+            why="an edge there could mean either",
+            do="give each node an id of its own",
+        )
+    at = np.searchsorted(known, ends, sorter=order)
+    found = order[np.minimum(at, len(known) - 1)]
+    strange = known[found] != ends
     if strange.any():
         raise UserError(
             f"{file} has an edge at {ends[strange][0]}, which is no id in the table of nodes.",
             do="give every node a line there, or drop such edges",
         )
     return found.astype(np.int64)
+
+
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
+_POINTLESS = re.compile(r"(-?[0-9]+)\.0*")
+_MISSING = ("", "-1", "nan", "NaN", "None", "null")
+
+
+def _alike(ids: Array) -> Array:
+    """Ids in the one form that can be compared: int64 where all are whole numbers, however stored, else text."""
+    if ids.dtype.kind in "iu":
+        return ids.astype(np.int64)
+    if ids.dtype.kind == "f" and (np.abs(ids) < 2**53).all() and (ids == np.round(ids)).all():
+        return ids.astype(np.int64)
+    words = _words(ids)
+    return np.array([int(word) for word in words] if all(map(_WHOLE.fullmatch, words)) else words)
+
+
+def _words(column: Array) -> list[str]:
+    """A column as text: whole numbers without a point (39, not 39.0), nothing where a value is missing."""
+    missing = [one is None or (isinstance(one, float) and math.isnan(one)) for one in column.tolist()]
+    words = ["" if gone else str(one).strip() for one, gone in zip(column.tolist(), missing, strict=True)]
+    return [_POINTLESS.sub(r"\1", word) if _POINTLESS.fullmatch(word) else word for word in words]
 
 
 def _numbers(values: Array, name: str, file: Path) -> Array:
@@ -144,22 +179,23 @@ def _features(nodes: Columns, sources: Array, targets: Array, count: int) -> Arr
 
 
 def _labels(column: Array | None) -> tuple[Array | None, tuple[str, ...]]:
-    """Classes by number; words become classes in alphabetical order, an empty one is no label."""
+    """Classes by number; words become classes in their order, and what says that there is none is no label."""
     if column is None:
         return None, ()
     if column.dtype.kind in "fiu":
-        numbers = np.where(np.isnan(column.astype(np.float64)), IGNORED, column)
-        return numbers.astype(np.int64), ()
-    words = np.array([str(word) for word in column])
-    classes = sorted({word for word in words.tolist() if word})
+        return whole_labels(column), ()
+    words = _words(column)
+    distinct = {word for word in words if word not in _MISSING}
+    numbers = all(map(_WHOLE.fullmatch, distinct))
+    classes = sorted(distinct, key=lambda word: (int(word) if numbers else 0, word))
     known = {word: at for at, word in enumerate(classes)}
-    return np.array([known.get(word, IGNORED) for word in words.tolist()], np.int64), tuple(classes)
+    return np.array([known.get(word, IGNORED) for word in words], np.int64), tuple(classes)
 
 
 def _named_parts(column: Array | None, file: Path) -> Parts | None:
     if column is None:
         return None
-    words = np.array([str(word) for word in column])
+    words = np.array(["" if word in _MISSING else word for word in _words(column)])
     strange = set(words.tolist()) - {"train", "validation", "test", ""}
     if strange:
         raise UserError(f"{file}: part = {min(strange)!r} is not possible.", do="train, validation, test, or empty")
@@ -186,7 +222,7 @@ def _arrays(file: Path, undirected: bool) -> Graph:
             do="numpy.savez(file, edge_index=…, x=…, y=…)",
         ) from None
     if "edge_index" in found:
-        sources, targets = found["edge_index"]
+        sources, targets = both_ends(found["edge_index"], str(file))
     elif {"sources", "targets"} <= set(found):
         sources, targets = found["sources"], found["targets"]
     else:
@@ -195,13 +231,71 @@ def _arrays(file: Path, undirected: bool) -> Graph:
     features = known.pop("features")
     if features is None:
         features = _features({}, sources, targets, _count({}, sources, targets))
-    labels = known.pop("labels")
-    if labels is not None and labels.dtype.kind in "iu":
-        labels = labels.reshape(len(labels), -1)[:, 0].astype(np.int64)
-    masks = [found.get(name) for name in ("train_mask", "val_mask", "test_mask")]
-    parts = None if any(one is None for one in masks) else Parts(*(np.flatnonzero(np.asarray(one)) for one in masks))
-    made = {"features": features, "labels": labels, "parts": parts, **known}
+    labels, classes = _array_labels(known.pop("labels"))
+    parts = masked_parts([found.get(name) for name in ("train_mask", "val_mask", "test_mask")])
+    made = {"features": features, "labels": labels, "classes": classes, "parts": parts, **known}
     return Graph.from_edges(sources, targets, undirected=undirected, origin=str(file), **made)
+
+
+def _array_labels(labels: Array | None) -> tuple[Array | None, tuple[str, ...]]:
+    """Labels of an array: classes by number or by word, or a matrix of tasks."""
+    if labels is None or (labels.ndim == 2 and labels.dtype.kind == "f"):
+        return labels, ()
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim == 2 and labels.dtype.kind in "iub":
+        return matrix_labels(labels), ()
+    if labels.ndim != 1:
+        raise UserError(f"The labels have the shape {list(labels.shape)}.", do="one class, or a row of tasks, for each")
+    if labels.dtype.kind == "b":
+        return labels.astype(np.int64), ()
+    return _labels(labels.astype(str) if labels.dtype.kind == "S" else labels)
+
+
+# --- what arrays mean, PyG's as well ----------------------------------------------------------------------------
+
+
+def whole_labels(values: Array) -> Array:
+    """int64 classes of numbers; NaN is no label. Raises UserError for what is not whole."""
+    if values.dtype.kind == "f":
+        values = np.where(np.isnan(values), IGNORED, values)
+        if not np.array_equal(values, np.round(values)) or np.isinf(values).any():
+            raise UserError("The labels are not whole numbers.", why="regression is not built", do="classes 0, 1, …")
+    return values.astype(np.int64)
+
+
+def matrix_labels(values: Array) -> Array:
+    """float32 [nodes, tasks] of a matrix of labels; in whole numbers it must hold 0, 1 and -1 for none."""
+    if values.dtype.kind not in "iu":
+        return values.astype(np.float32)
+    strange = values[~np.isin(values, (0, 1, IGNORED))]
+    if len(strange):
+        raise UserError(
+            f"The labels are a matrix of {values.shape[1]} columns that holds {strange[0]}.",
+            why="each column is a question answered by 0 or 1, -1 where there is no answer",
+            do="one column of classes, or columns of 0 and 1",
+        )
+    return np.where(values == IGNORED, np.nan, values).astype(np.float32)
+
+
+def masked_parts(masks: Sequence[Any]) -> Parts | None:
+    """The split that masks of training, validation and test give; one left out is empty, None without any."""
+    given = [None if one is None else np.asarray(one).astype(bool) for one in masks]
+    given = [one[:, 0] if one is not None and one.ndim == 2 else one for one in given]  # several splits: the first
+    if all(one is None for one in given):
+        return None
+    return Parts(*(np.zeros(0, np.int64) if one is None else np.flatnonzero(one) for one in given))
+
+
+def both_ends(edges: Any, origin: str) -> tuple[Any, Any]:
+    """Sources and targets of an `edge_index` [2, edges]. Raises UserError for another shape."""
+    shape = tuple(np.shape(edges))
+    if len(shape) != 2 or shape[0] != 2:
+        raise UserError(
+            f"{origin}: edge_index has the shape {list(shape)}, not [2, edges].",
+            do="transpose it (edge_index.T)" if shape[1:] == (2,) else "a row of sources and a row of targets",
+        )
+    return edges[0], edges[1]
 
 
 # --- OGB ---------------------------------------------------------------------------------------------------------
