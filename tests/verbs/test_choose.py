@@ -71,7 +71,7 @@ def test_as_many_processors_as_are_allowed_and_no_more() -> None:
 
 
 def test_over_slow_links_the_sharded_plan_is_best_and_taken() -> None:
-    """Replicas with sharded states: fewer bytes to sum inside a machine, and each rank moves less."""
+    """States shard inside machines: each rank moves less, and what comes back crosses no slow link."""
     pinned = request(pin=Pin(ranks=4))
     machines = '[[nodes]]\nname = "{}"\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
     links = '[links]\nbetween = { bandwidth = "200Mbit/s", latency = "2ms" }'
@@ -80,8 +80,7 @@ def test_over_slow_links_the_sharded_plan_is_best_and_taken() -> None:
     assert found.taken is found.best
     assert found.taken.planner == "search"
     assert found.taken.layout is not None
-    assert found.taken.layout.shard["optimizer"] > 1
-    assert found.taken.layout.shard["params"] < 4
+    assert found.taken.layout.shard == {"params": 1, "grads": 1, "optimizer": 2}
     assert [rank.node for rank in found.taken.ranks] == [0, 0, 1, 1]
 
 
