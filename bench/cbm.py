@@ -25,11 +25,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier.sparse import CBM, CSR
 from espalier.sparse.cbm.build import compress
-from table import Row, arguments, compare, publish
+from table import Row, arguments, compare, publish, settle
 
 Graph = Any
-SETTLE = 0.02
-"""Seconds between turns."""
 
 
 def from_pairs(nodes: int, left: Any, right: Any) -> Graph:
@@ -106,11 +104,11 @@ def timed(run: Callable[[], Any]) -> float:
 
 
 def together(ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int) -> list[tuple[float, float]]:
-    """Milliseconds of both in turn, after one of each that is not counted. Each starts when the threads that the other
-    leaves spinning (OpenMP's do for milliseconds) have gone to sleep, and is run twice: the second run counts."""
+    """Milliseconds of both in turn, after one of each that is not counted. At its turn each is run twice in a row; the
+    second counts, with its own data in the caches as in repeated use."""
 
     def alone(run: Callable[[], Any]) -> float:
-        time.sleep(SETTLE)
+        settle()
         run()
         return 1e3 * timed(run)
 
