@@ -18,8 +18,9 @@ from torch import Tensor
 
 from espalier.errors import UserError
 from espalier.sync.choices import Choices
-from espalier.sync.members import Arrived, Flight, Members, Note
-from espalier.sync.update import Sum, Update
+from espalier.sync.fragment import Fragment, fragment_of, split, views_of
+from espalier.sync.members import Arrived, Members, Note
+from espalier.sync.update import Sum
 
 EXPOSED = 0.02
 """Share of a round that may be spent waiting before rounds become longer."""
@@ -52,32 +53,6 @@ class Rounds:
             raise UserError(f"pace = {self.pace}.", why="the fastest replica has 1, others less")
 
 
-@dataclass
-class Fragment:
-    """A part of the model that travels at once. Has state.
-
-    Attributes:
-        live: the tensors that the inner optimizer moves.
-        views: the same places in `x`.
-        base: with `parameters`: x as it was where the fragment under way began.
-        flight: under way; arrived: a flight that is here already (taken up from a checkpoint).
-        due: local steps until the flight is used; None: at the fragment's next departure.
-        rate: the inner learning rate when it departed; age: local steps since then.
-    """
-
-    live: list[Tensor]
-    x: Tensor
-    views: list[Tensor]
-    update: Update
-    residual: Tensor | None
-    base: Tensor | None = None
-    flight: Flight | None = None
-    arrived: Arrived | None = None
-    due: int | None = None
-    rate: float = 1.0
-    age: int = 0
-
-
 class OuterSync:
     """Counts local steps and makes replicas agree round by round. Has state: the outer parameters and what travels.
 
@@ -90,8 +65,9 @@ class OuterSync:
 
     Attributes:
         steps: of a round of the fastest replica, as agreed.
-        rounds: that are over; clock: local steps in this one.
-        waited: seconds spent standing still for flights, of the last round; flown: of its flights.
+        rounds: that are over; clock: local steps in this one; begun: steps of the fastest replica before it.
+        waited, stood: seconds spent standing still for flights, of the last round and in all; flown: of its flights.
+        on_moving, on_moved: called before and after live tensors are set.
         stopping: some replica asked to stop, and all know.
     """
 
@@ -105,16 +81,18 @@ class OuterSync:
     ) -> None:
         self.choices, self.members = choices, members
         self.steps, self.pace, self.weight, self.adapt = rounds.steps, rounds.pace, rounds.weight, rounds.adapt
-        self.rounds = self.clock = 0
+        self.rounds = self.clock = self.begun = 0
         self.waited = self.flown = 0.0
         self.stopping = False
         self.wish = 0.0
         self._asked = False
         self._begun = time.perf_counter()
         self._still = 0.0
-        self.on_moved: Callable[[], None] = lambda: None
+        self.stood = 0.0
+        self.on_moving: Callable[[], None] = _nothing
+        self.on_moved: Callable[[], None] = _nothing
         lossy = members is not None and not members.codec.lossless
-        self.fragments = [_fragment(part, choices, lossy, total) for part in split(live, choices.fragments)]
+        self.fragments = [fragment_of(part, choices, lossy, total) for part in split(live, choices.fragments)]
 
     # --- local steps -----------------------------------------------------------------------------------------------
 
@@ -131,7 +109,7 @@ class OuterSync:
         """
         self.clock += 1
         self._asked |= stop
-        moved = False
+        moved, length, steps = False, self.own_steps, self.steps
         for index, fragment in enumerate(self.fragments):
             fragment.age += 1
             if fragment.due is not None:
@@ -140,49 +118,47 @@ class OuterSync:
                     self._use(fragment)
                     self._put(fragment, self.choices.mixing)
                     moved = True
-            if self.clock == self._departure(index):
+            if self.clock == -(-(index + 1) * length // len(self.fragments)):
                 moved |= self._depart(fragment, rate)
         if moved:
             self.on_moved()
-        if self.clock < self.own_steps:
+        if self.clock < length:
             return False
-        self._next_round()
+        self._next_round(steps)
         return True
 
-    def _departure(self, index: int) -> int:
-        return -(-(index + 1) * self.own_steps // len(self.fragments))
-
-    def _next_round(self) -> None:
+    def _next_round(self, steps: int) -> None:
         now = time.perf_counter()
         self.waited, self._still = self._still, 0.0
-        self._measure(now - self._begun)
+        self._measure(now - self._begun, steps)
         self._begun = now
         self.rounds += 1
+        self.begun += steps
         self.clock = 0
 
-    def _measure(self, seconds: float) -> None:
-        """What length of a round would hide its flights."""
+    def _measure(self, seconds: float, steps: int) -> None:
+        """What length of a round would hide its flights, after one of `steps`."""
         if self.members is None or not self.adapt:
             return
-        step = max(1e-9, (seconds - self.waited) / self.steps)
+        step = max(1e-9, (seconds - self.waited) / steps)
         fits = -(-MARGIN * self.flown // step)
         if self.waited > EXPOSED * seconds:
-            self.wish = max(self.steps + 1, fits)
-        elif self.flown < SLACK * self.steps * step and self.flown:
+            self.wish = max(steps + 1, fits)
+        elif 0 < self.flown < SLACK * steps * step:
             self.wish = max(1.0, fits)
         else:
-            self.wish = float(self.steps)
+            self.wish = float(steps)
 
     # --- departures and arrivals -----------------------------------------------------------------------------------
 
     def _depart(self, fragment: Fragment, rate: float) -> bool:
         """A copy leaves; with a delay of a round, what left before is used. Returns whether live tensors were set."""
-        choices = self.choices
+        choices, weight = self.choices, self._weight()
         sent = self._copy(fragment)
         base = fragment.x.clone() if choices.average == "parameters" else None
         if choices.delay == 1:
             self._use(fragment)
-        self._launch(fragment, sent, base, rate)
+        self._launch(fragment, (sent, weight), base, rate)
         if choices.delay == 1:
             self._put(fragment)
             return True
@@ -196,7 +172,7 @@ class OuterSync:
     def _copy(self, fragment: Fragment) -> Tensor:
         """[n] what this replica gives: its parameters, or how far it went from the outer ones; times its weight."""
         sent = torch.empty_like(fragment.x)
-        views = _views(sent, fragment.live)
+        views = views_of(sent, fragment.live)
         torch._foreach_copy_(views, fragment.live)
         if self.choices.average == "differences":
             torch.sub(fragment.x, sent, out=sent)
@@ -206,9 +182,10 @@ class OuterSync:
     def _weight(self) -> float:
         return self.weight * self.own_steps / self.steps
 
-    def _launch(self, fragment: Fragment, sent: Tensor, base: Tensor | None, rate: float) -> None:
+    def _launch(self, fragment: Fragment, weighted: tuple[Tensor, float], base: Tensor | None, rate: float) -> None:
+        sent, weight = weighted
         step = (time.perf_counter() - self._begun - self._still) / max(1, self.clock)
-        note = Note(self._weight(), self.wish, float(self._asked), step)
+        note = Note(weight, self.wish, float(self._asked), step)
         fragment.base, fragment.rate, fragment.age = base, rate, 0
         if self.members is None:
             fragment.arrived = Arrived(sent, {0: note}, 0.0)
@@ -233,7 +210,9 @@ class OuterSync:
         if fragment.flight is not None and self.members is not None:
             begun = time.perf_counter()
             fragment.arrived = self.members.arrive(fragment.flight)
-            self._still += time.perf_counter() - begun
+            stood = time.perf_counter() - begun
+            self._still += stood
+            self.stood += stood
             self.flown = fragment.arrived.seconds * len(self.fragments)
             fragment.flight = None
         return fragment.arrived
@@ -246,6 +225,7 @@ class OuterSync:
             self.steps = int(wish)
 
     def _put(self, fragment: Fragment, mixing: float = 0.0) -> None:
+        self.on_moving()
         if mixing == 0.0:
             torch._foreach_copy_(fragment.live, fragment.views)
         else:
@@ -256,6 +236,7 @@ class OuterSync:
     @torch.no_grad()
     def swap(self) -> None:
         """Exchanges the live parameters with the outer ones, to look at these; call it again to go on."""
+        self.on_moving()
         for fragment in self.fragments:
             kept = [tensor.clone() for tensor in fragment.live]
             torch._foreach_copy_(fragment.live, fragment.views)
@@ -272,9 +253,9 @@ class OuterSync:
                 self._put(fragment, self.choices.mixing)
             if fragment.age:
                 sent = self._copy(fragment)
-                base = fragment.x.clone() if self.choices.average == "parameters" else None
+                base, weight = fragment.x.clone() if self.choices.average == "parameters" else None, self._weight()
                 self._use(fragment)
-                self._launch(fragment, sent, base, rate)
+                self._launch(fragment, (sent, weight), base, rate)
             self._use(fragment)
             self._put(fragment)
         self.clock = 0
@@ -287,21 +268,30 @@ class OuterSync:
 
     # --- state -------------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
+    def begin(self) -> None:
+        """The live tensors are the outer parameters from now on, and nothing is under way."""
+        for one in self.fragments:
+            torch._foreach_copy_(one.views, one.live)
+            one.base = one.flight = one.arrived = one.due = None
+            one.age = 0
+        self.clock = 0
+
     def state_dict(self) -> dict[str, Any]:
         """Everything but the live tensors; waits for what travels, and does not use it yet."""
-        found: dict[str, Any] = {
-            "counts": {"steps": self.steps, "rounds": self.rounds, "clock": self.clock, "wish": self.wish}
-        }
+        return {"common": self.common_state(), "own": self.own_state(live=False)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave, on the same shards."""
+        self.load_common(state["common"])
+        self.load_own(state["own"])
+
+    def common_state(self) -> dict[str, Any]:
+        """What is the same on all replicas: counts, outer parameters, and what was under way, arrived."""
+        found: dict[str, Any] = {"steps": self.steps, "rounds": self.rounds}
         for index, one in enumerate(self.fragments):
-            part: dict[str, Any] = {
-                "x": one.x,
-                "update": one.update.state_dict(),
-                "rate": one.rate,
-                "due": one.due,
-                "age": one.age,
-            }
-            if one.residual is not None:
-                part["residual"] = one.residual
+            part: dict[str, Any] = {"x": one.x, "update": one.update.state_dict(), "rate": one.rate}
             arrived = self._arrive(one)
             if arrived is not None:
                 part["total"] = arrived.total
@@ -311,59 +301,44 @@ class OuterSync:
             found[str(index)] = part
         return found
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave, on the same shards."""
-        counts = state["counts"]
-        self.steps, self.rounds = int(counts["steps"]), int(counts["rounds"])
-        self.clock, self.wish = int(counts["clock"]), float(counts["wish"])
+    def load_common(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `common_state` gave."""
+        self.steps, self.rounds = int(state["steps"]), int(state["rounds"])
         for index, one in enumerate(self.fragments):
             part = state[str(index)]
             one.x.copy_(part["x"])
             one.update.load_state_dict(part["update"])
-            one.rate, one.due, one.age = float(part["rate"]), part["due"], int(part["age"])
-            one.base = one.flight = one.arrived = None
-            if one.residual is not None and "residual" in part:
-                one.residual.copy_(part["residual"])
+            one.rate, one.base, one.flight, one.arrived = float(part["rate"]), None, None, None
             if "total" in part:
                 notes = {int(member): Note(*note) for member, note in part["notes"].items()}
                 one.arrived = Arrived(part["total"].clone(), notes, 0.0)
                 one.base = part["base"].clone() if "base" in part else None
 
+    def own_state(self, live: bool = True) -> dict[str, Any]:
+        """What is this replica's: where it is in its round, its live tensors, and what codecs have kept back."""
+        found: dict[str, Any] = {"clock": self.clock, "begun": self.begun, "wish": self.wish}
+        for index, one in enumerate(self.fragments):
+            part: dict[str, Any] = {"due": one.due, "age": one.age}
+            if live:
+                part["live"] = list(one.live)
+            if one.residual is not None:
+                part["residual"] = one.residual
+            found[str(index)] = part
+        return found
 
-def split(live: Sequence[Tensor], fragments: int) -> list[list[Tensor]]:
-    """Tensors in order, cut into `fragments` parts of about equal size. Raises UserError: fewer tensors than parts."""
-    if fragments > len(live):
-        raise UserError(
-            f"sync.fragments = {fragments}, and the model has {len(live)} tensors.", do=f"sync.fragments={len(live)}"
-        )
-    whole = sum(tensor.numel() for tensor in live)
-    parts: list[list[Tensor]] = [[]]
-    done = 0
-    for index, tensor in enumerate(live):
-        missing = fragments - len(parts)
-        if parts[-1] and missing and (done >= len(parts) * whole / fragments or len(live) - index <= missing):
-            parts.append([])
-        parts[-1].append(tensor)
-        done += tensor.numel()
-    return parts
-
-
-def _fragment(live: list[Tensor], choices: Choices, lossy: bool, total: Sum | None) -> Fragment:
-    kinds = {(tensor.dtype, tensor.device) for tensor in live}
-    if len(kinds) > 1:
-        raise UserError(
-            f"Parameters of several kinds travel together: {sorted(map(str, kinds))}.",
-            do="bring the model to one dtype and device",
-        )
-    x = torch.cat([tensor.detach().reshape(-1) for tensor in live])
-    cuts = [0]
-    for tensor in live:
-        cuts.append(cuts[-1] + tensor.numel())
-    residual = torch.zeros_like(x) if lossy else None
-    return Fragment([tensor.detach() for tensor in live], x, _views(x, live), Update(x, choices, cuts, total), residual)
+    def load_own(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `own_state` gave."""
+        self.clock, self.begun, self.wish = int(state["clock"]), int(state["begun"]), float(state["wish"])
+        self.on_moving()
+        for index, one in enumerate(self.fragments):
+            part = state[str(index)]
+            one.due, one.age = part["due"], int(part["age"])
+            if "live" in part:
+                torch._foreach_copy_(one.live, part["live"])
+            if one.residual is not None and "residual" in part:
+                one.residual.copy_(part["residual"])
+        self.on_moved()
 
 
-def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    parts = flat.split([tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+def _nothing() -> None:
+    pass
