@@ -46,7 +46,7 @@ def gone(host: Host, rank: int, argv: Sequence[str], code: int, last: str) -> Es
     return UserError(
         f"Host {host.name} cannot be reached.",
         why=f"`{shown}` ended with {code}{words}",
-        do=f"try by hand what stands in `why`; ssh needs a key there (ssh-copy-id {host.name})",
+        do=f"run that command by hand; over ssh the host needs your key (ssh-copy-id {host.name})",
     )
 
 
@@ -55,7 +55,7 @@ def unanswered(host: Host, argv: Sequence[str], seconds: float, last: str) -> Us
     return UserError(
         f"Host {host.name} did not answer within {seconds:.0f} s.",
         why=f"`{shlex.join(argv)}` is still waiting" + (f"; its last words: {last}" if last else ""),
-        do="try by hand what stands in `why`",
+        do="run that command by hand",
     )
 
 
