@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from espalier.plan.base import Plan
+if TYPE_CHECKING:
+    from espalier.plan.base import Plan
 
 ROLES = ("trainer", "optimizer", "evaluator", "spare")
 

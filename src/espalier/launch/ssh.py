@@ -338,9 +338,9 @@ def _done(far: Far) -> Told:
 
 
 def _error(far: Far, told: Told) -> EspalierError:
-    """The error that a process told of, in this process; a user's mistake names the host."""
+    """The error that a process told of, in this process, with its host. An interrupt is nobody's."""
     kind = getattr(errors, told["kind"], RunFailed)
-    what = told["what"] if kind is not UserError else f"On host {far.host.name}: {told['what']}"
+    what = told["what"] if kind is Interrupted else f"On host {far.host.name}: {told['what']}"
     error = kind(what, why=told["why"], do=told["do"])
     assert isinstance(error, EspalierError)
     return error
