@@ -82,6 +82,7 @@ runpy.run_module("espalier.verbs.hosted", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_host_without_the_data_is_named(home, capfd) -> None:
     """The second host has another current folder and lacks the launcher's."""
     (home / "elsewhere").mkdir()

@@ -126,16 +126,19 @@ def affordable(seconds: float, tried: int, large: int, repeats: int) -> tuple[in
 def _affordable(
     group: dist.ProcessGroup | None, pair: tuple[int, int], device: torch.device, large: int, repeats: int
 ) -> tuple[int, int]:
-    """`affordable`, as the pair's first rank finds it."""
-    tried = min(TRIED, large)
-    seconds = _ping_pong(group, pair, torch.zeros(tried, dtype=torch.uint8, device=device), 1, warm=0)
-    found = torch.tensor(affordable(seconds[0], tried, large, repeats), dtype=torch.int64, device=device)
-    first, second = pair
-    if dist.get_rank(group) == first:
-        dist.send(found, group=group, group_dst=second)
-    else:
-        dist.recv(found, group=group, group_src=first)
-    return int(found[0]), int(found[1])
+    """`affordable`, as the pair's first rank finds it in two tries: the first of them opens a connection, which is slow
+    to begin."""
+    size, times = min(TRIED, large), repeats
+    for _ in range(2):
+        tried = torch.zeros(size, dtype=torch.uint8, device=device)
+        seconds = _ping_pong(group, pair, tried, 1, warm=0)
+        found = torch.tensor(affordable(seconds[0], size, large, repeats), dtype=torch.int64, device=device)
+        if dist.get_rank(group) == pair[0]:
+            dist.send(found, group=group, group_dst=pair[1])
+        else:
+            dist.recv(found, group=group, group_src=pair[0])
+        size, times = int(found[0]), int(found[1])
+    return size, times
 
 
 def _ping_pong(

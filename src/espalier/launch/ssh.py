@@ -347,10 +347,12 @@ def _error(far: Far, told: Told) -> EspalierError:
 
 
 def _cause(failed: Sequence[EspalierError], interrupted: bool) -> EspalierError:
-    """The error to show: a rank's own before one that merely lost a peer."""
+    """The error to show: a rank's own before one that merely lost a peer. When nobody interrupted the run, ranks that
+    were interrupted lost their lifeline, and another knows why."""
     own = [error for error in failed if not isinstance(error, PeerLost)]
     stopped = [error for error in own if isinstance(error, Interrupted)]
-    return (stopped if interrupted and stopped else own or failed)[0]
+    others = [error for error in own if not isinstance(error, Interrupted)]
+    return ((stopped if interrupted else others) or own or failed)[0]
 
 
 def _agree(fars: Sequence[Far], greetings: Sequence[Told]) -> list[str]:
