@@ -194,11 +194,11 @@ except EspalierError as error:
 """
 
 
-def started(options: Launch, tmp_path: Path, stay: str) -> subprocess.Popen[str]:
+def started(options: Launch, tmp_path: Path, stay: str, *before: str) -> subprocess.Popen[str]:
     program = tmp_path / "launcher.py"
     program.write_text(textwrap.dedent(LAUNCHER))
     command = [sys.executable, str(program), options.command, str(options.python), stay]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*before, *command], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
     time.sleep(0.5)  # until both wait for signals
@@ -219,6 +219,21 @@ def test_the_second_interrupt_ends_those_that_do_not_obey(options, tmp_path) -> 
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == Interrupted.exit_code
+    assert all_ended(tmp_path, ("a", "b"))
+
+
+def test_a_hangup_stops_the_run_and_under_nohup_it_does_not(options, tmp_path) -> None:
+    process = started(options, tmp_path, "obeys", "nohup")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == Interrupted.exit_code
+    process = started(options, tmp_path, "obeys")
+    process.send_signal(signal.SIGHUP)
     process.communicate(timeout=30)
     assert process.returncode == Interrupted.exit_code
     assert all_ended(tmp_path, ("a", "b"))

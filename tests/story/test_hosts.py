@@ -45,6 +45,9 @@ threads = 1
 [comm]
 codec = "exact"
 
+[sync]
+kind = "every_step"
+
 [launch]
 command = "ip netns exec {host} sh -c {command}"
 """

@@ -168,4 +168,4 @@ def _bind(interface: str) -> None:
     """Keeps Gloo and NCCL on one interface; and torch from asking for the names of addresses, which may take seconds
     for each where nobody answers."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "2")  # errors

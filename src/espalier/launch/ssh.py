@@ -251,7 +251,9 @@ class Crowd:
                 for far in self.all:
                     far.tell({"is": "stop"})
 
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it stays ignored
+            numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, pass_on) for number in numbers}
         try:
             yield seen
