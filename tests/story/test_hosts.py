@@ -17,7 +17,11 @@ import pytest
 
 from espalier import cluster as clusters
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+]
 
 RATE, DELAY = 50e6, 0.005
 RECIPE = """
@@ -100,7 +104,7 @@ def environment(home: Path) -> dict[str, str]:
 
 def espalier(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command_line(*arguments), cwd=home, env=environment(home), capture_output=True, text=True, timeout=170,
+        command_line(*arguments), cwd=home, env=environment(home), capture_output=True, text=True, timeout=400,
         check=False,
     )  # fmt: skip
 
