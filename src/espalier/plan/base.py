@@ -213,8 +213,9 @@ class Plan(Part, frozen=True):
         first = self.ranks[trainers[0]]
         stages = [stage for stage in self.stages if stage.pipeline == 0] or [Stage(ranks=trainers)]
         stage = stages[0]
+        copies = len(self.outer.replicas) if self.outer is not None and stage.ranks else 1
         return Layout(
-            dp=len(stage.ranks or trainers) // (stage.tensor * stage.sequence),
+            dp=copies * len(stage.ranks or trainers) // (stage.tensor * stage.sequence),
             tp=stage.tensor,
             sp=stage.sequence,
             pp=len({one.layers for one in stages}),

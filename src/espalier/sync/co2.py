@@ -6,7 +6,6 @@ what travels is a copy, the clip clips, nothing in the outer step blocks, and no
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -18,12 +17,11 @@ from torch import nn
 
 from espalier.comm.codecs import codec
 from espalier.compose import Claim
-from espalier.cost import Cost, Number, Wire
 from espalier.errors import UserError
 from espalier.records import Record
 from espalier.sync.choices import METHODS, Choices
 from espalier.sync.members import Crew, Members
-from espalier.sync.outer import MARGIN, OuterSync, Rounds
+from espalier.sync.outer import OuterSync, Rounds
 
 CLAIM = Claim(
     "outer_rounds",
@@ -49,8 +47,6 @@ RECORD = Record(
     bench="bench/co2.py",
     state="partly",
 )
-COPIES = 4
-"""Copies of what a rank moves that an outer engine holds: the outer parameters, momentum, what was sent, its sum."""
 
 
 class CO2:
@@ -166,31 +162,3 @@ def _store(group: Any) -> Any:
     getter = getattr(group, "get_group_store", None)
     store = getter() if getter is not None else _get_default_store()
     return PrefixStore(f"outer of {_world.pg_names.get(group, 'all')}", store)
-
-
-# --- what it costs -----------------------------------------------------------------------------------------------
-
-
-def flight_seconds(size: Number, replicas: Number, link: Wire, ratio: Number = 1.0) -> Number:
-    """Seconds of one exchange of `size` bytes of parameters among `replicas`, encoded `ratio` times smaller: a direct
-    exchange, two phases of (G-1)/G of the bytes from each."""
-    sent = 2 * size * (replicas - 1) / replicas / ratio
-    return link.launch + 2 * link.latency + sent / link.bandwidth
-
-
-def least_steps(flight: float, step: float) -> int:
-    """Local steps of a round that hide a flight: ceil(1.1 * flight / step)."""
-    return max(1, math.ceil(MARGIN * flight / step))
-
-
-def cost(size: Number, replicas: Number, link: Wire, steps: Number, ratio: Number = 1.0) -> Cost:
-    """What outer rounds add to each step of a rank that moves `size` bytes.
-
-    `seconds`: `outer`, the flight's share of a step, hidden or not; `sent`: `outer_step`, likewise; `held`: `outer`.
-    """
-    return Cost(
-        seconds={"outer": flight_seconds(size, replicas, link, ratio) / steps},
-        sent={"outer_step": 2 * size * (replicas - 1) / replicas / ratio / steps},
-        held={"outer": COPIES * size},
-        sources={"outer": "2(G-1)/G bytes / bandwidth, once in a round (sync.co2)"},
-    )

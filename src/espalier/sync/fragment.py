@@ -24,7 +24,7 @@ class Fragment:
         base: with `parameters`: x as it was where the fragment under way began.
         flight: under way; arrived: a flight that is here already (taken up from a checkpoint).
         due: local steps until the flight is used; None: at the fragment's next departure.
-        rate: the inner learning rate when it departed; age: local steps since then.
+        age: local steps since it departed.
     """
 
     live: list[Tensor]
@@ -36,7 +36,6 @@ class Fragment:
     flight: Flight | None = None
     arrived: Arrived | None = None
     due: int | None = None
-    rate: float = 1.0
     age: int = 0
 
 

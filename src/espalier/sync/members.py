@@ -24,8 +24,6 @@ from espalier.comm.coded import Coded
 from espalier.comm.lane import Task
 from espalier.errors import PeerLost
 
-NOTE = 4
-"""Numbers that travel beside every sum: weight, steps wished for, stop, and seconds of a step; float64."""
 GRACE = 5.0
 """Seconds after the first sign of a failure in which survivors report: they notice a death within milliseconds of each
 other, a silent link within the spread of their rounds."""
@@ -39,12 +37,14 @@ class Note(NamedTuple):
         steps: local steps of a round that would hide its flights (0: no wish).
         stop: it was asked to stop.
         seconds: of one local step.
+        rate: its inner learning rate; all use that of the first member.
     """
 
     weight: float = 1.0
     steps: float = 0.0
     stop: float = 0.0
     seconds: float = 0.0
+    rate: float = 1.0
 
 
 class Arrived(NamedTuple):

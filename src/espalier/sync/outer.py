@@ -19,6 +19,7 @@ from torch import Tensor
 from espalier.errors import UserError
 from espalier.sync.choices import Choices
 from espalier.sync.fragment import Fragment, fragment_of, split, views_of
+from espalier.sync.hiding import MARGIN
 from espalier.sync.members import Arrived, Members, Note
 from espalier.sync.update import Sum
 
@@ -26,8 +27,6 @@ EXPOSED = 0.02
 """Share of a round that may be spent waiting before rounds become longer."""
 SLACK = 0.5
 """Rounds become shorter when a flight takes less than this share of one."""
-MARGIN = 1.1
-"""Rounds are planned this much longer than a flight."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +184,8 @@ class OuterSync:
     def _launch(self, fragment: Fragment, weighted: tuple[Tensor, float], base: Tensor | None, rate: float) -> None:
         sent, weight = weighted
         step = (time.perf_counter() - self._begun - self._still) / max(1, self.clock)
-        note = Note(weight, self.wish, float(self._asked), step)
-        fragment.base, fragment.rate, fragment.age = base, rate, 0
+        note = Note(weight, self.wish, float(self._asked), step, rate)
+        fragment.base, fragment.age = base, 0
         if self.members is None:
             fragment.arrived = Arrived(sent, {0: note}, 0.0)
         else:
@@ -202,7 +201,7 @@ class OuterSync:
         if fragment.base is not None:
             mean = torch.sub(fragment.base, mean, out=mean)
             fragment.base = None
-        fragment.update.apply(mean, fragment.rate)
+        fragment.update.apply(mean, arrived.notes[min(arrived.notes)].rate)
         if fragment is self.fragments[-1]:
             self._listen(arrived.notes)
 
@@ -291,7 +290,7 @@ class OuterSync:
         """What is the same on all replicas: counts, outer parameters, and what was under way, arrived."""
         found: dict[str, Any] = {"steps": self.steps, "rounds": self.rounds}
         for index, one in enumerate(self.fragments):
-            part: dict[str, Any] = {"x": one.x, "update": one.update.state_dict(), "rate": one.rate}
+            part: dict[str, Any] = {"x": one.x, "update": one.update.state_dict()}
             arrived = self._arrive(one)
             if arrived is not None:
                 part["total"] = arrived.total
@@ -308,7 +307,7 @@ class OuterSync:
             part = state[str(index)]
             one.x.copy_(part["x"])
             one.update.load_state_dict(part["update"])
-            one.rate, one.base, one.flight, one.arrived = float(part["rate"]), None, None, None
+            one.base = one.flight = one.arrived = None
             if "total" in part:
                 notes = {int(member): Note(*note) for member, note in part["notes"].items()}
                 one.arrived = Arrived(part["total"].clone(), notes, 0.0)
@@ -320,7 +319,7 @@ class OuterSync:
         for index, one in enumerate(self.fragments):
             part: dict[str, Any] = {"due": one.due, "age": one.age}
             if live:
-                part["live"] = list(one.live)
+                part["live"] = [tensor.clone() for tensor in one.live]  # the common model is restored into them first
             if one.residual is not None:
                 part["residual"] = one.residual
             found[str(index)] = part
