@@ -11,7 +11,7 @@ from torch import nn
 
 from espalier import testing
 from espalier.errors import UserError
-from espalier.sync.co2 import CO2
+from espalier.sync import CO2
 
 
 def model() -> nn.Module:
@@ -37,7 +37,9 @@ def flat(net: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1).clone() for parameter in net.parameters()])
 
 
-@pytest.mark.parametrize("settings", [{}, {"codec": "int4"}, {"method": "diloco", "momentum": 0.5}, {"method": "local_sgd"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"codec": "int4"}, {"method": "diloco", "momentum": 0.5}, {"method": "local_sgd"}]
+)
 def test_all_ranks_learn_one_model(settings: dict[str, Any]) -> None:
     def life(channel: Any) -> tuple[list[float], torch.Tensor, float]:
         net = model()
