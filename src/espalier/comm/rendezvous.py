@@ -96,16 +96,23 @@ def connect(store: Store, rank: int, world: int, *, timeout: float, inner: str =
     try:
         dist.init_process_group("espalier", store=space, rank=rank, world_size=world, timeout=limit, pg_options=inner)
     except RuntimeError as error:
-        absent = [other for other in range(world) if not space.check([f"here/{other}"])]
-        who = f"ranks {absent} never came" if absent else "all came, but a connection between them failed"
         raise PeerLost(
-            f"Rank {rank} waited {show_seconds(timeout)} for {world} ranks to connect: {who}.",
+            f"Rank {rank} waited {show_seconds(timeout)} for {world} ranks to connect: {_absent(space, world)}.",
             why=str(error).strip().splitlines()[0],
             do="look at the logs of those ranks; check that they reach the store's host",
         ) from None
     channel = dist.group.WORLD
     assert isinstance(channel, Channel)
     return channel
+
+
+def _absent(space: Store, world: int) -> str:
+    """Who did not come."""
+    try:
+        absent = [other for other in range(world) if not space.check([f"here/{other}"])]
+    except RuntimeError:
+        return "the one that serves the store has left"
+    return f"ranks {absent} never came" if absent else "all came, but a connection between them failed"
 
 
 def disconnect() -> None:

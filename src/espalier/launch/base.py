@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from espalier.plan.base import Plan
 
+_SERVING = 60.0
+"""Seconds in which the store's server must answer its own process."""
 ROLES = ("trainer", "optimizer", "evaluator", "spare")
 
 
@@ -68,17 +70,22 @@ class Task(Protocol):
 
 @cache
 def store(place: Place, timeout: float) -> Any:
-    """The rendezvous store (a torch TCPStore) seen from `place`, one per process. Waits at most `timeout` seconds."""
+    """The rendezvous store (a torch TCPStore) seen from `place`. Waits at most `timeout` seconds."""
+    if place.serves:
+        _serve(place.host, place.port, place.listen_fd)
+    return _connected(place.host, place.port, timeout)
+
+
+@cache
+def _serve(host: str, port: int, listen_fd: int) -> Any:
+    """The server, one per process whatever it is asked for: a port can be listened on once."""
+    return _connected(host, port, _SERVING, is_master=True, master_listen_fd=listen_fd if listen_fd >= 0 else None)
+
+
+def _connected(host: str, port: int, timeout: float, **how: Any) -> Any:
     from datetime import timedelta
 
     from torch._C._distributed_c10d import TCPStore
 
-    return TCPStore(
-        place.host,
-        place.port,
-        world_size=None,
-        is_master=place.serves,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        master_listen_fd=place.listen_fd if place.listen_fd >= 0 else None,
-    )
+    settings = {"is_master": False, "wait_for_workers": False, **how}
+    return TCPStore(host, port, world_size=None, timeout=timedelta(seconds=timeout), **settings)

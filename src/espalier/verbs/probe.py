@@ -16,14 +16,14 @@ from espalier import run as runs
 from espalier.cluster import Cluster
 from espalier.hardware import hosts, probe
 from espalier.launch import base as launch
-from espalier.launch import torchrun
+from espalier.launch import started
 from espalier.verbs import crossing, ready, show
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Probes anew, whatever is cached."""
     torch.set_num_threads(1)
-    place = torchrun.place()
+    place = started.place()
     if place is None:
         found = crossing.measured(probe.probe(progress=ready.say, disk=Path(arguments.disk)))
         probe.save(found, say=ready.say)

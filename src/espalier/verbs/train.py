@@ -24,7 +24,7 @@ from espalier.config import Constant, load
 from espalier.errors import EspalierError, Interrupted, UserError
 from espalier.hardware import limits
 from espalier.launch import base as launch
-from espalier.launch import handshake, local, torchrun
+from espalier.launch import handshake, local, started
 from espalier.plan import base as plans
 from espalier.plan.seats import peak_flops
 from espalier.track import report
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains to the end, or to Ctrl-C (exit code 130, state saved)."""
     torch.set_num_threads(1)  # ranks are forked from here; see launch.local
     sys.stdout = cast("TextIO", Forgiving(sys.stdout))
-    place = torchrun.place()
+    place = started.place()
     if place is not None:
         return _run_as_rank(arguments, place)
     job = _prepare(arguments)
