@@ -29,7 +29,7 @@ def probe_ranks(group: dist.ProcessGroup, local_rank: int, measure: Callable[[],
         local_rank: this rank's device on its machine, where there are several.
         measure: measures this machine (default: `probe.probe`).
     """
-    hosts = _gather(group, _host())
+    hosts = _gather(group, host())
     names = list(dict.fromkeys(hosts))
     leads = [hosts.index(name) for name in names]
     own = (measure or probe.probe)() if dist.get_rank(group) in leads else None
@@ -58,7 +58,8 @@ def _gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
     return gathered
 
 
-def _host() -> str:
+def host() -> str:
+    """This machine: the same for two ranks exactly when they share a host name and a network namespace."""
     return f"{socket.gethostname()}|{os.stat('/proc/self/ns/net').st_ino}"
 
 
