@@ -90,7 +90,7 @@ def decide(
 ) -> Decision:
     """Searches all layouts; on processors `trials` (called when there is a choice) settle ranks and threads."""
     request, told = crossing.encoded(request, cluster)
-    request = replace(request, factors=calibration.factors, remarks=(*request.remarks, *told))
+    request = replace(request, factors=calibration.factors, remarks=(*request.remarks, *told, *reasons.ring(cluster)))
     found = _decided(request, cluster, calibration, trials)
     if not request.remarks:
         return found

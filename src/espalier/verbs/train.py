@@ -22,9 +22,9 @@ from espalier.checkpoint.place import open_place
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import Constant, load
 from espalier.errors import EspalierError, Interrupted, UserError
-from espalier.hardware import limits
+from espalier.hardware import hosts, limits
 from espalier.launch import base as launch
-from espalier.launch import handshake, local, started
+from espalier.launch import handshake, local, numbering, started
 from espalier.plan import base as plans
 from espalier.plan.seats import peak_flops
 from espalier.track import report
@@ -220,6 +220,7 @@ def _run_as_rank(arguments: argparse.Namespace, place: launch.Place) -> int:
     store = launch.store(place, timeout)
     device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
     place = replace(place, device=device)
+    store.set(f"espalier/{place.attempt}/host/{place.rank}", hosts.host())
     if place.rank == 0:
         try:
             job = _prepare(arguments, world=place.world)
@@ -227,7 +228,7 @@ def _run_as_rank(arguments: argparse.Namespace, place: launch.Place) -> int:
             store.set("espalier/plan", b"!" + str(error.what).encode())
             raise
         store.set("espalier/plan", plans.dumps(job.plan))
-        return _first_rank(job, place, arguments.json)
+        return _first_rank(job, _numbered(place, job.plan, store), arguments.json)
     text = store.get("espalier/plan")
     if text.startswith(b"!"):
         raise UserError(f"Rank 0 could not start: {text[1:].decode()}")
@@ -236,10 +237,16 @@ def _run_as_rank(arguments: argparse.Namespace, place: launch.Place) -> int:
     folder = runs.RunFolder(Path(arguments.run or Path("runs") / resolved.recipe.name))
     job = Job(resolved, workload, ready.machines(resolved.recipe), plans.loads(text), 0, folder, True)
     try:
-        rank.train(job.setting(place), job.identity())
+        rank.train(job.setting(_numbered(place, job.plan, store)), job.identity())
     except Interrupted as error:
         return error.exit_code  # rank 0 says it
     return 0
+
+
+def _numbered(place: launch.Place, plan: plans.Plan, store: Any) -> launch.Place:
+    """The place as the rank of the plan that it is: what launchers put on one machine need not follow one another."""
+    told = [store.get(f"espalier/{place.attempt}/host/{one}").decode() for one in range(place.world)]
+    return replace(place, rank=numbering.numbered(told, [one.node for one in plan.ranks]).index(place.rank))
 
 
 def _first_rank(job: Job, place: launch.Place, as_json: bool) -> int:
