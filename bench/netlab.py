@@ -194,7 +194,7 @@ class Lab:
             whole = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *whole]
         return subprocess.Popen(whole, env=environment, stdout=subprocess.PIPE, text=True)
 
-    def start_mpi(self, mpiexec: str, command: Sequence[str], extra: Mapping[str, str]) -> subprocess.Popen[str]:
+    def start_mpi(self, mpiexec: str, command: Sequence[str]) -> subprocess.Popen[str]:
         """Starts `command` on every host by MPICH's `mpiexec`, which runs on the first."""
         enter = Path(tempfile.mkdtemp(prefix="netlab-")) / "enter"
         self._made.append(enter)
@@ -206,7 +206,8 @@ class Lab:
         names = ",".join(_address(index) for index in range(hosts))
         how = ["-launcher", "ssh", "-launcher-exec", str(enter), "-iface", "eth0", "-hosts", names, "-ppn", "1"]
         whole = [*self._entering(self._host(0), "host0"), mpiexec, *how, "-n", str(hosts), *command]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", **extra}
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         return subprocess.Popen(whole, env=environment, stdout=subprocess.PIPE, text=True)
 
     def enter(self, index: int) -> None:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from espalier.cluster import Cluster, Link, Node, Place
-from espalier.cost import Number, ring_bytes
+from espalier.cost import Number, in_turn, ring_bytes
 from espalier.plan.factors import PLAIN, Factors
 from espalier.plan.request import Crossing
 from espalier.plan.seats import seats
@@ -134,13 +134,13 @@ def seconds(operation: Operation, size: Number, ranks: Number, stride: Number, o
 
 def encoded(on: Fleet, crossing: Crossing | None, width: Number) -> Fleet:
     """The fleet as encoded values of `width` bytes find it: links of the codec's level carry as many raw bytes/s as the
-    slowest of encoding, sending and decoding, which go on at once, piece by piece."""
+    slower of sending and of encoding and decoding, which one thread does in turn while other pieces are sent."""
     if crossing is None:
         return on
     each = width / 4.0
 
     def through(link: Link) -> Link:
-        speed = min(crossing.encode * each, crossing.decode * each, crossing.ratio * each * link.bandwidth)
+        speed = each * min(in_turn(crossing.encode, crossing.decode), crossing.ratio * link.bandwidth)
         return msgspec.structs.replace(link, bandwidth=speed)
 
     near = through(on.inside) if crossing.level != "between" else on.inside
