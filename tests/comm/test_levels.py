@@ -124,6 +124,14 @@ def _other_tensors(channel: Channel) -> None:
     through.all_reduce(turned, average=True)
     same(turned.float(), torch.ones(200, 300))
     assert turned.stride() == (1, 200)
+    for dtype in (torch.float64, torch.float16):
+        found = torch.full((9000,), 0.5, dtype=dtype)
+        Hierarchy(channel, "aab", "int8").all_reduce(found)
+        same(found, torch.full((9000,), 1.5, dtype=dtype), relative=0.01)
+    with pytest.raises(UserError, match=r"mean of torch.int64"):
+        through.all_reduce(integers, average=True)
+    with pytest.raises(UserError, match=r"residual has 3 values for a tensor of 9000"):
+        through.all_reduce(found, torch.zeros(3))
 
 
 def test_integers_and_tensors_in_any_layout_are_summed_in_place() -> None:

@@ -9,6 +9,7 @@ compression (arXiv 2409.02423) between machines; deviation: these may have diffe
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from espalier.comm.base import Codec, Traffic, feedback, traffic
 from espalier.comm.channel import Channel
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.coded import parts
+from espalier.comm.rendezvous import within
 from espalier.errors import UserError
 from espalier.hardware.hosts import host
 
@@ -55,17 +57,17 @@ class Hierarchy:
         Raises:
             UserError: the ranks gave different arguments, `nodes` is not one for each rank, or there is no such codec.
         """
-        names, chosen = _agreed(channel, nodes, codec, kind)
+        names, chosen, name = _agreed(channel, nodes, codec, kind)
         self.nodes, self._kind = names, kind
         beside = [[rank for rank, name in enumerate(names) if name == one] for one in dict.fromkeys(names)]
         mine = next(ranks for ranks in beside if channel.rank() in ranks)
         self._ranks = len(names)
         self._carriers = min(map(len, beside))
         self._seat = mine.index(channel.rank())
-        self._inside = _joined(channel, mine)
+        self._inside = within(channel, mine, f"{name} inside")
         self._between: Channel | None = None
         if self._seat < self._carriers:
-            self._between = _joined(channel, [ranks[self._seat] for ranks in beside])
+            self._between = within(channel, [ranks[self._seat] for ranks in beside], f"{name} between")
             if len(beside) > 1:
                 self._between.use(kind, chosen)
 
@@ -76,11 +78,13 @@ class Hierarchy:
             tensor: any shape; of one shape and dtype on all ranks. Integers, and parts of less than 16 KiB, are exact.
             residual: float32 (float64 for float64) of as many elements, zeros at first, this rank's: what is lost
                 between machines is kept there and added to what is sent next. None: no feedback.
-            average: divide by the number of ranks.
+            average: divide by the number of ranks; for floats.
 
         Raises:
+            UserError: the residual has not the tensor's size, or integers are to be averaged.
             PeerLost: a rank did not answer in time. RunFailed: a message was damaged.
         """
+        _check(tensor, residual, average)
         flat = tensor.detach().reshape(-1)
         ends = parts(flat.numel(), self._carriers)
         cut = [slice(a, b) for a, b in pairwise(ends)]
@@ -89,7 +93,7 @@ class Hierarchy:
             if self._between is not None and total.numel():
                 kept = None if residual is None else residual.view(-1)[cut[self._seat]]
                 with feedback(kept):
-                    dist.all_reduce(total, group=self._between)
+                    self._between.allreduce([total]).wait()
                 total = total / self._ranks if average else total
             whole = self._handed_round(total, cut)
         tensor.detach().copy_(whole.view(tensor.shape))
@@ -102,7 +106,7 @@ class Hierarchy:
         if members == 1:
             return flat.clone()
         rows = flat.new_empty(members * mine)
-        dist.all_to_all_single(rows, flat, [mine] * members, sizes, group=self._inside)
+        self._inside.alltoall_base(rows, flat, [mine] * members, sizes).wait()
         return rows.view(members, mine).sum(0, dtype=rows.dtype)
 
     def _handed_round(self, total: Tensor, cut: Sequence[slice]) -> Tensor:
@@ -112,19 +116,30 @@ class Hierarchy:
             return total
         sizes = [part.stop - part.start for part in cut] + [0] * (members - self._carriers)
         whole = total.new_empty(sum(sizes))
-        dist.all_to_all_single(whole, total.repeat(members), sizes, [total.numel()] * members, group=self._inside)
+        self._inside.alltoall_base(whole, total.repeat(members), sizes, [total.numel()] * members).wait()
         return whole
+
+
+def _check(tensor: Tensor, residual: Tensor | None, average: bool) -> None:
+    if average and not tensor.is_floating_point():
+        raise UserError(f"The mean of {tensor.dtype} was asked for.", do="all_reduce it as float32")
+    if residual is not None and (residual.numel() != tensor.numel() or not residual.is_contiguous()):
+        raise UserError(
+            f"The residual has {residual.numel()} values for a tensor of {tensor.numel()}.",
+            do=f"torch.zeros({tensor.numel()}), kept for this tensor from step to step",
+        )
 
 
 def _agreed(
     channel: Channel, nodes: Sequence[Hashable] | None, codec: str | Codec, kind: Traffic
-) -> tuple[list[str], Codec]:
-    """The machine of each rank and the codec, once all have said the same. Raises UserError on all ranks."""
+) -> tuple[list[str], Codec, str]:
+    """The machine of each rank and the codec, once all have said the same, and a name that nothing else bears. Raises
+    UserError on all ranks."""
     name = codec if isinstance(codec, str) else codec.name
     told: list[Any] = [None] * channel.size()
     given = None if nodes is None else [str(one) for one in nodes]
     with traffic(Traffic.CONTROL):
-        dist.all_gather_object(told, (given, name, kind._value_, host()), group=channel)
+        dist.all_gather_object(told, (given, name, kind._value_, host(), secrets.token_hex(8)), group=channel)
     for index, what in enumerate(("nodes", "codec", "kind")):
         odd = next((rank for rank, said in enumerate(told) if said[index] != told[0][index]), None)
         if odd is not None:
@@ -138,17 +153,9 @@ def _agreed(
             f"nodes names the machines of {len(given)} ranks, and there are {channel.size()}.",
             do="one name for each rank, in rank order, or none at all",
         )
-    return given or [said[3] for said in told], codec_of(codec)
+    return given or [said[3] for said in told], codec_of(codec), f"hierarchy {told[0][4]}"
 
 
 def _shown(said: Any) -> str:
     """An argument in a message: of many machines the first."""
     return f"{said[:8]}{' …' * (len(said) > 8)}" if isinstance(said, list) else str(said)
-
-
-def _joined(channel: Channel, ranks: Sequence[int]) -> Channel:
-    """A Channel of some of its ranks, with its deadline."""
-    members = [channel.members[rank] for rank in ranks]
-    found = dist.new_group(members, timeout=channel.timeout, use_local_synchronization=True)
-    assert isinstance(found, Channel)
-    return found
