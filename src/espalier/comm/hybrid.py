@@ -12,9 +12,11 @@ link only where that pays. Deviations, and why:
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -49,6 +51,8 @@ RECORD = Record(
 
 MARGIN = 1.2
 """Compression must beat the raw link by this factor, as it takes cores from computation."""
+BATCH = 0.01
+"""Seconds of a batch of measured calls: several time slices of Linux's scheduler (3 ms)."""
 
 POLICIES: dict[str, dict[Traffic, str]] = {
     "naive": dict.fromkeys((Traffic.GRADIENTS, Traffic.ACTIVATIONS, Traffic.PARAMETERS, Traffic.OUTER_STEP), "zfp:8"),
@@ -149,14 +153,22 @@ def measure(names: Iterable[str] = (), seconds: float = 0.2) -> dict[str, Rate]:
         one = codec(name)
         sends, _ = message.seal(one, values, told[0])
         first, rest = sends[0], sends[1] if len(sends) > 1 else None
-        message.opened(one, (first, rest), values, told)  # compiles too
-        turns, encode, decode, end = 0, 0.0, 0.0, time.perf_counter() + seconds
-        while turns < 3 or time.perf_counter() < end:
-            begin = time.perf_counter()
-            message.seal(one, values, told[0])
-            middle = time.perf_counter()
-            message.opened(one, (first, rest), values, told)
-            encode, decode, turns = encode + middle - begin, decode + time.perf_counter() - middle, turns + 1
-        sent, given = sum(part.nbytes for part in sends) - message.HEADER, turns * values.nbytes
-        found[name] = Rate(values.nbytes / sent, given / encode, given / decode)
+        ways = (partial(message.seal, one, values, told[0]), partial(message.opened, one, (first, rest), values, told))
+        encode, decode = (_usual_seconds(way, seconds / 2) for way in ways)
+        sent = sum(part.nbytes for part in sends) - message.HEADER
+        found[name] = Rate(values.nbytes / sent, values.nbytes / encode, values.nbytes / decode)
     return found
+
+
+def _usual_seconds(run: Callable[[], object], seconds: float) -> float:
+    """Seconds of a call: the median of batches, each long enough to be interrupted by what else usually runs here."""
+    run()  # compiles too
+    batches: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(batches) < 3 or time.perf_counter() < end:
+        begin, calls = time.perf_counter(), 0
+        while (took := time.perf_counter() - begin) < BATCH or not calls:
+            run()
+            calls += 1
+        batches.append(took / calls)
+    return statistics.median(batches)
