@@ -270,6 +270,79 @@ class Comm(Options, frozen=True):
     codec: str = "auto"
 
 
+class Launch(Options, frozen=True):
+    """How ranks are started on the hosts of `--hosts`, and where they meet.
+
+    `command`: what runs `{command}` (one line of shell) on `{host}`; `interface`: a network interface (`"eth1"`), an
+    address or a network (`"10.8.0.0/24"`) that all traffic stays on (default: the one on the way to the first host);
+    `port`: where the ranks meet on the first host (0: any free one); `python`: the interpreter that has Espalier
+    there (default: the path of the one here).
+    """
+
+    command: str = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 {host} {command}"
+    interface: str | None = None
+    port: int = 0
+    python: str | None = None
+
+
+# --- [sync] ------------------------------------------------------------------------------------------------------
+
+
+class Auto(Choice, frozen=True, tag="auto"):
+    """At every step, or by rounds where the links between machines are so slow that little else would happen."""
+
+
+class EveryStep(Choice, frozen=True, tag="every_step"):
+    """Replicas agree at every step: plain data parallel."""
+
+
+class ByRounds(Choice, frozen=True):
+    """Replicas take `steps` steps of their own in a round, then agree. What is left out is the method's own, the number
+    of steps and the codec what the links ask for; see `sync.choices`.
+
+    `replicas`: in how many parts the ranks are cut (as many as machines). `adapt`: rounds follow the measured waits.
+    """
+
+    replicas: int | None = None
+    steps: int | None = None
+    adapt: bool = True
+    codec: str | None = None
+    average: Literal["parameters", "differences"] | None = None
+    delay: float | None = None
+    fragments: int | None = None
+    rate: float | None = None
+    momentum: float | None = None
+    nesterov: bool | None = None
+    clip: float | None = None
+    scaled: bool | None = None
+    penalty: Literal["none", "norm", "per_tensor", "constant"] | None = None
+    constant: float | None = None
+    mixing: float | None = None
+
+
+class LocalSgd(ByRounds, frozen=True, tag="local_sgd"):
+    """The mean of the replicas after each round (arXiv 1805.09767)."""
+
+
+class SlowMo(ByRounds, frozen=True, tag="slowmo"):
+    """With momentum between rounds (arXiv 1910.00643)."""
+
+
+class DiLoCo(ByRounds, frozen=True, tag="diloco"):
+    """With Nesterov momentum between rounds (arXiv 2311.08105)."""
+
+
+class StreamingDiLoCo(ByRounds, frozen=True, tag="streaming_diloco"):
+    """In fragments, behind the next steps, in four bits (arXiv 2501.18512)."""
+
+
+class Co2(ByRounds, frozen=True, tag="co2"):
+    """One round late, so that the exchange is hidden behind it (arXiv 2401.16265)."""
+
+
+Sync = Auto | EveryStep | LocalSgd | SlowMo | DiLoCo | StreamingDiLoCo | Co2
+
+
 class Track(Options, frozen=True):
     """What is recorded beside the run log. `profile = [from, to]` writes a Chrome trace of those steps."""
 
@@ -289,12 +362,14 @@ class Recipe(Options, frozen=True):
     plan: Planning = Planning()
     checkpoint: Checkpoint = Checkpoint()
     comm: Comm = Comm()
+    sync: Sync = Auto()
+    launch: Launch = Launch()
     track: Track = Track()
 
 
 # Keys that may differ when an existing run folder is taken up again: they say how the run is carried out, not what
 # it means. `train.steps` may only grow.
 RESUMABLE = (
-    *("plan", "checkpoint", "comm", "track", "train.steps", "train.validate_every", "train.compile", "name"),
+    *("plan", "checkpoint", "comm", "launch", "track", "train.steps", "train.validate_every", "train.compile", "name"),
     *("graph.order", "graph.format", "graph.pickle"),
 )

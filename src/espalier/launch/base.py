@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from espalier.plan.base import Plan
+if TYPE_CHECKING:
+    from espalier.plan.base import Plan
 
-_SERVING = 60.0
-"""Seconds in which the store's server must answer its own process."""
 ROLES = ("trainer", "optimizer", "evaluator", "spare")
 
 
@@ -68,24 +66,35 @@ class Task(Protocol):
         ...
 
 
-@cache
 def store(place: Place, timeout: float) -> Any:
-    """The rendezvous store (a torch TCPStore) seen from `place`. Waits at most `timeout` seconds."""
-    if place.serves:
-        _serve(place.host, place.port, place.listen_fd)
-    return _connected(place.host, place.port, timeout)
+    """The rendezvous store (a torch TCPStore) seen from `place`, one per process, whatever the timeouts of its calls.
 
-
-@cache
-def _serve(host: str, port: int, listen_fd: int) -> Any:
-    """The server, one per process whatever it is asked for: a port can be listened on once."""
-    return _connected(host, port, _SERVING, is_master=True, master_listen_fd=listen_fd if listen_fd >= 0 else None)
-
-
-def _connected(host: str, port: int, timeout: float, **how: Any) -> Any:
+    Waits at most `timeout` seconds, now and in what is asked of it until the next call.
+    """
     from datetime import timedelta
 
-    from torch._C._distributed_c10d import TCPStore
+    found = _connected(place.host, place.port, place.listen_fd if place.serves else None, timeout)
+    found.set_timeout(timedelta(seconds=timeout))
+    return found
 
-    settings = {"is_master": False, "wait_for_workers": False, **how}
-    return TCPStore(host, port, world_size=None, timeout=timedelta(seconds=timeout), **settings)
+
+def _connected(host: str, port: int, served: int | None, timeout: float) -> Any:
+    """The store at that address, made once; `served`: the descriptor it listens on here (-1: it opens the port)."""
+    if (host, port) not in _stores:
+        from datetime import timedelta
+
+        from torch._C._distributed_c10d import TCPStore
+
+        _stores[host, port] = TCPStore(
+            host,
+            port,
+            world_size=None,
+            is_master=served is not None,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=served if served is not None and served >= 0 else None,
+        )
+    return _stores[host, port]
+
+
+_stores: dict[tuple[str, int], Any] = {}

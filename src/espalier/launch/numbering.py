@@ -19,7 +19,12 @@ def numbered(hosts: Sequence[str], nodes: Sequence[int]) -> list[int]:
     """
     names = list(dict.fromkeys(hosts))
     here = {name: deque(index for index, one in enumerate(hosts) if one == name) for name in names}
-    known = Counter(nodes) == Counter({machine: len(here[name]) for machine, name in enumerate(names)})
+    known = follows([names.index(host) for host in hosts], nodes)
     order = [names[node] for node in nodes] if known else sorted(hosts, key=names.index)
     found = [here[name].popleft() for name in order]
     return found if found[0] == 0 else list(range(len(hosts)))
+
+
+def follows(machines: Sequence[int], nodes: Sequence[int]) -> bool:
+    """Whether processes on `machines` can become the ranks of a plan whose ranks sit on `nodes`."""
+    return Counter(machines) == Counter(nodes) and machines[0] == nodes[0]
