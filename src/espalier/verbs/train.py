@@ -169,8 +169,8 @@ def _planned(
 
 
 def _on(nodes: Sequence[int] | None, plan: plans.Plan, cluster: clusters.Cluster) -> plans.Plan:
-    """The plan with its ranks on the machines where they are, if those are the cluster's and ranks cannot be numbered as
-    the plan has them (`numbering`)."""
+    """The plan with its ranks on the machines where they are, if those are the cluster's and ranks cannot be numbered
+    as the plan has them (`numbering`)."""
     planned = [one.node for one in plan.ranks]
     if nodes is None or cluster.machines != len(set(nodes)) or numbering.follows(nodes, planned):
         return plan
