@@ -1,23 +1,26 @@
 """Codecs and encoded collectives: speeds beside zfpy, blosc2 and torch's int8; all-reduces and DDP over slow links.
 
-    python bench/hybrid.py [--quick] [--pairs N] [--json FILE] [--only codecs,links,ddp]
+    python bench/hybrid.py [--quick] [--pairs N] [--json FILE] [--only codecs,links,mpi,fast,sites,ddp]
 
 Codecs: one thread, 4 MiB of normal float32 that lie in memory, encoded and decoded in turn; zfpy and blosc2 where they
 are installed. Links: an all-reduce of 64 MiB (--quick: 16 MiB) over 4 hosts with an uplink each, beside Gloo in float32
 and in half precision (what DDP's fp16 hook sends), in turn in the same processes; `auto` is what the break-even rule
-chooses there. Bytes: the interface's payload and the ledger's. DDP: steps of a perceptron with 16 MiB of gradients.
-All hosts share this machine's cores. Links need root (see bench/netlab.py).
+chooses there. Bytes: the interface's payload and the ledger's. MPI: the same beside MPI_Allreduce of the mpich wheel,
+under its mpiexec, with the codecs on a Channel and round mpi4py; and what of an MPI_Iallreduce is still to be waited
+for after 0.5 s of computing. Fast: the same hosts with no limit. Sites: a ring of 4 machines at two sites, ranks
+numbered by the measured links beside ranks numbered in turn. DDP: steps of a perceptron with 16 MiB of gradients. All
+hosts share this machine's cores. All but codecs need root (see bench/netlab.py), MPI also `espalier[mpi]`.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +29,39 @@ import torch
 
 from espalier.comm.codecs import codec
 from netlab import Lab, Shape, first_said
-from table import Row, compare, publish
+from table import Row, arguments, compare, publish
 
 RATES = (50e6, 100e6, 500e6, 1000e6)
 HOSTS = 4
 VALUES = 2**20
 LINK = 125.0
 """MB/s of 1 Gbit/s: below this a codec can only lose there."""
+MPI = "MPI_Allreduce (mpich)"
 
 
-def over_links(task: dict[str, Any], rate: float) -> dict[str, Any]:
+def over_links(task: dict[str, Any], shape: Shape, mpiexec: str = "") -> dict[str, Any]:
     """`task` on every host of a lab, as rank 0 tells it."""
     command = [sys.executable, str(Path(__file__).parent / "hybrid_rank.py"), json.dumps(task)]
-    with Lab(Shape(nodes=HOSTS, hosts=1, rate=rate)) as lab:
-        found: dict[str, Any] = json.loads(first_said(lab.start(command)))
+    with Lab(shape) as lab:
+        ranks = [lab.start_mpi(mpiexec, command)] if mpiexec else lab.start(command)
+        found: dict[str, Any] = json.loads(first_said(ranks))
     return found
+
+
+def shaped(rate: float) -> Shape:
+    """Hosts with an uplink each."""
+    return Shape(nodes=HOSTS, hosts=1, rate=rate)
+
+
+def case_of(size: int, rate: float) -> str:
+    """What is done, in words."""
+    return f"all-reduce of {size >> 20} MiB, {HOSTS} hosts, {f'{rate / 1e6:g} Mbit/s' if rate else 'no limit'}"
+
+
+def beside(case: str, found: dict[str, list[float]], ours: str, peer: str, named: str = "") -> Row:
+    """A row from the seconds of two contestants."""
+    pairs = list(zip(found[ours], found[peer], strict=True))
+    return compare(f"{case}, {ours}", named or peer, "s", pairs, higher_is_better=False)
 
 
 def links(turns: int, quick: bool) -> list[Row]:
@@ -48,18 +69,58 @@ def links(turns: int, quick: bool) -> list[Row]:
     rows, size = [], 2**24 if quick else 2**26
     for rate in RATES:
         names = ["gloo", "fp16", "int8", "int4", "auto"]
-        found = over_links({"what": "all_reduce", "contestants": names, "bytes": size, "turns": turns}, rate)
-        case = f"all-reduce of {size >> 20} MiB, {HOSTS} hosts, {rate / 1e6:g} Mbit/s"
-        for ours in ("int8", "int4", "auto"):
-            for peer in ("gloo", "fp16"):
-                seconds = found["seconds"]
-                pairs = list(zip(seconds[ours], seconds[peer], strict=True))
-                rows.append(compare(f"{case}, {ours}", peer, "s", pairs, higher_is_better=False))
+        task = {"what": "all_reduce", "contestants": names, "bytes": size, "turns": turns}
+        found = over_links(task, shaped(rate))
+        case = case_of(size, rate)
+        rows += [beside(case, found["seconds"], ours, peer) for ours in names[2:] for peer in names[:2]]
         for ours in ("int8", "int4"):
             sent, booked = found["wire"][ours], found["ledger"][ours]
             rows.append(Row(f"{case}, {ours}: bytes", "interface", sent, booked, sent / booked, "bytes", "-"))
         print(f"{case}: auto: {found['auto']}", file=sys.stderr)
     return rows
+
+
+def mpi(turns: int, quick: bool) -> list[Row]:
+    """Beside MPI's own, under mpiexec."""
+    mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+    if mpiexec is None or not importlib.util.find_spec("mpi4py"):
+        print("mpi: left out, as mpi4py and mpich are not installed", file=sys.stderr)
+        return []
+    rows, size = [], 2**24 if quick else 2**26
+    for rate in RATES:
+        names = ["mpi", "int8", "mpi4py int8", "mpi4py int4"]
+        task = {"what": "all_reduce", "contestants": names, "bytes": size, "turns": turns}
+        found = over_links(task, shaped(rate), mpiexec)
+        rows += [beside(case_of(size, rate), found["seconds"], ours, "mpi", MPI) for ours in names[1:]]
+    task = {"what": "progress", "bytes": 2**20, "seconds": 0.5, "turns": 3 * turns}
+    found = over_links(task, Shape(nodes=2, hosts=1, rate=100e6), mpiexec)
+    case = "MPI_Iallreduce of 1 MiB behind 0.5 s of products, 2 hosts, 100 Mbit/s, with Progress"
+    for what, unit, better in (("waits", "ms", False), ("products", "products", True)):
+        pairs = list(zip(found[what]["progress"], found[what]["plain"], strict=True))
+        rows.append(compare(f"{case}: {what}", "without", unit, pairs, higher_is_better=better))
+    return rows
+
+
+def fast(turns: int, quick: bool) -> list[Row]:
+    """Where links are as fast as this machine's memory lets them be."""
+    size = 2**24 if quick else 2**26
+    names = ["gloo", "auto", "int8", "gloo again"]
+    task = {"what": "all_reduce", "contestants": names, "bytes": size, "turns": 3 * turns}
+    found = over_links(task, shaped(0.0))
+    print(f"{case_of(size, 0.0)}: auto: {found['auto']}", file=sys.stderr)
+    chosen = f"{case_of(size, 0.0)}; auto takes {found['chosen']}"
+    return [beside(chosen, found["seconds"], ours, "gloo") for ours in names[1:]]
+
+
+def sites(turns: int, quick: bool) -> list[Row]:
+    """Rank order."""
+    size = 2**22 if quick else 2**24
+    task = {"what": "sites", "bytes": size, "turns": turns}
+    found = over_links(task, Shape(nodes=2, hosts=2, rate=100e6))
+    case = f"ring of {size >> 20} MiB through 4 machines, 2 at each of 2 sites, 100 Mbit/s between, ranks in the order"
+    pairs = list(zip(found["seconds"]["ring"], found["seconds"]["turn"], strict=True))
+    order = ", ".join(map(str, found["order"]))
+    return [compare(f"{case} {order} that the measured links give", "ranks in turn", "s", pairs, False)]
 
 
 def ddp(turns: int, quick: bool) -> list[Row]:
@@ -68,12 +129,9 @@ def ddp(turns: int, quick: bool) -> list[Row]:
     for rate in RATES[1:2] if quick else RATES:
         names = ["ddp", "fp16", "int8", "int4"]
         task = {"what": "ddp", "contestants": names, "turns": turns, "steps": 2, "width": 1024}
-        found = over_links(task, rate)
-        for ours in ("int8", "int4"):
-            for peer in ("ddp", "fp16"):
-                pairs = list(zip(found["seconds"][ours], found["seconds"][peer], strict=True))
-                case = f"DDP step, 16 MiB of gradients, {HOSTS} hosts, {rate / 1e6:g} Mbit/s, {ours}"
-                rows.append(compare(case, peer, "s", pairs, higher_is_better=False))
+        found = over_links(task, shaped(rate))
+        case = f"DDP step, 16 MiB of gradients, {HOSTS} hosts, {rate / 1e6:g} Mbit/s"
+        rows += [beside(case, found["seconds"], ours, peer) for ours in names[2:] for peer in names[:2]]
         print(f"losses at the end: {found['losses']}", file=sys.stderr)
     return rows
 
@@ -158,23 +216,17 @@ def codecs(turns: int) -> list[Row]:
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="smaller tensors, fewer turns")
-    parser.add_argument("--pairs", type=int, help="turns of each contestant")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
-    parser.add_argument("--only", default="codecs,links,ddp")
-    asked = parser.parse_args(arguments)
+def main() -> None:
+    asked = arguments((__doc__ or "").splitlines()[0], only={"default": "codecs,links,mpi,fast,sites,ddp"})
     torch.set_num_threads(1)
-    chosen, rows = asked.only.split(","), []
-    if "codecs" in chosen:
-        rows += codecs(asked.pairs or 7)
-    if "links" in chosen:
-        rows += links(asked.pairs or 5, asked.quick)
-    if "ddp" in chosen:
-        rows += ddp(asked.pairs or 5, asked.quick)
+    turns = asked.pairs or (3 if asked.quick else 5)
+    rows: list[Row] = []
+    for name in asked.only.split(","):
+        rows += codecs(turns) if name == "codecs" else PARTS[name](turns, asked.quick)
     publish(rows, asked.json)
 
+
+PARTS = {"links": links, "mpi": mpi, "fast": fast, "sites": sites, "ddp": ddp}
 
 if __name__ == "__main__":
     try:

@@ -1,13 +1,15 @@
-"""One host of bench/hybrid.py: all-reduces, or steps of DistributedDataParallel, by several contestants in turn."""
+"""One host of bench/hybrid.py: all-reduces by several contestants in turn, steps of DistributedDataParallel, waits of
+MPI with and without progress, rings through two sites."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from espalier.comm import Traffic, connect, ddp_hook, disconnect, hybrid, traffic
+from espalier.cluster import order
+from espalier.comm import Traffic, connect, ddp_hook, disconnect, hybrid, mpi, traffic
 from espalier.comm.codecs import codec
-from espalier.launch import torchrun
+from espalier.hardware import link
+from espalier.launch import started
 from espalier.launch.base import store
 
 TIMEOUT = 300.0
+WARM = 2**18
+"""Values of each contestant's first all-reduce, which does not count."""
 PACKET = 66
 """Bytes of Ethernet, IP and TCP headers with timestamps."""
 
@@ -39,11 +45,13 @@ def wire_bytes() -> int:
 def all_reducer(name: str) -> Callable[[torch.Tensor], None]:
     """Sums a tensor over the ranks, in place."""
     limit = timedelta(seconds=TIMEOUT)
-    if name in ("gloo", "fp16"):
+    if name.startswith("mpi"):
+        return by_mpi(name.partition(" ")[2])
+    if name in ("gloo", "gloo again", "fp16"):
         group: Any = dist.new_group(backend="gloo", timeout=limit)
 
         def plain(x: torch.Tensor) -> None:
-            if name == "gloo":
+            if name != "fp16":
                 dist.all_reduce(x, group=group)
             else:  # what torch's fp16_compress_hook sends
                 half = x.half()
@@ -61,24 +69,43 @@ def all_reducer(name: str) -> Callable[[torch.Tensor], None]:
     return coded
 
 
+def by_mpi(name: str) -> Callable[[torch.Tensor], None]:
+    """MPI's own all-reduce, or codec `name` round mpi4py."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+
+    def plain(x: torch.Tensor) -> None:
+        comm.Allreduce(MPI.IN_PLACE, x.numpy())
+
+    def coded(x: torch.Tensor) -> None:
+        x.copy_(torch.from_numpy(mpi.allreduce(comm, x.numpy(), codec=name)))
+
+    return coded if name else plain
+
+
+def chosen_here() -> tuple[str, str]:
+    """What `auto` takes on the link as a collective finds it, with codecs measured on all hosts at once, and why."""
+    plain, x = all_reducer("gloo"), torch.zeros(2**21)
+    plain(x)
+    begin = time.perf_counter()
+    plain(x)
+    took = torch.tensor(time.perf_counter() - begin)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    ranks = dist.get_world_size()
+    bandwidth = 2 * (ranks - 1) / ranks * x.nbytes / float(took)
+    told: list[Any] = [None] * ranks
+    dist.all_gather_object(told, {name: tuple(rate) for name, rate in hybrid.measure().items()})
+    slowest = {name: hybrid.Rate(*map(min, zip(*(one[name] for one in told), strict=True))) for name in told[0]}
+    chosen = hybrid.choose("auto", bandwidth, slowest)
+    return chosen.codecs.get(Traffic.GRADIENTS, "exact"), chosen.why
+
+
 def reduce(task: dict[str, Any]) -> dict[str, Any]:
     """Seconds of each turn, and bytes of one all-reduce by the interface and by the ledger, of each contestant."""
     names = list(task["contestants"])
-    if "auto" in names:  # on the link as a collective finds it
-        plain, x = all_reducer("gloo"), torch.zeros(2**21)
-        plain(x)
-        begin = time.perf_counter()
-        plain(x)
-        took = torch.tensor(time.perf_counter() - begin)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        ranks = dist.get_world_size()
-        bandwidth = 2 * (ranks - 1) / ranks * x.nbytes / float(took)
-        rates = {} if dist.get_rank() else hybrid.measure()
-        told = [rates]
-        dist.broadcast_object_list(told, 0)
-        chosen = hybrid.choose("auto", bandwidth, {key: hybrid.Rate(*value) for key, value in told[0].items()})
-        names[names.index("auto")] = chosen.codecs.get(Traffic.GRADIENTS, "gloo")
-        task["auto"] = chosen.why
+    taken, why = chosen_here() if "auto" in names else ("", "")
+    names = [taken if name == "auto" else name for name in names]
     runs = {label: all_reducer(name) for label, name in zip(task["contestants"], names, strict=True)}
     values = torch.randn(task["bytes"] // 4, generator=torch.Generator().manual_seed(dist.get_rank()))
     ledger = dist.group.WORLD.ledger
@@ -87,7 +114,7 @@ def reduce(task: dict[str, Any]) -> dict[str, Any]:
     booked: dict[str, float] = {}
     for turn in range(-1, task["turns"]):
         for label, run in runs.items():
-            x = values.clone()
+            x = values[: WARM if turn < 0 else None].clone()
             dist.barrier()
             before, sent, begin = wire_bytes(), sum(ledger.by_class().values()), time.perf_counter()
             run(x)
@@ -102,8 +129,57 @@ def reduce(task: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "wire": {label: statistics.median(found) for label, found in wire.items()},
         "ledger": booked,
-        "auto": task.get("auto", ""),
+        "auto": why,
+        "chosen": taken,
     }
+
+
+def progress(task: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds that are still to be waited for a sum after so many seconds of products, and the products, of each
+    turn with and without Progress."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    values, a = torch.zeros(task["bytes"] // 4), torch.eye(256)
+    found: dict[str, dict[str, list[float]]] = {what: {"plain": [], "progress": []} for what in ("waits", "products")}
+    for turn in range(-1, task["turns"]):
+        for label in ("plain", "progress"):
+            dist.barrier()
+            products = 0
+            with mpi.Progress(comm) if label == "progress" else contextlib.nullcontext():
+                request = comm.Iallreduce(MPI.IN_PLACE, values.numpy())
+                end = time.perf_counter() + task["seconds"]
+                while time.perf_counter() < end:
+                    a = a @ a
+                    products += 1
+                begin = time.perf_counter()
+                request.Wait()
+                took = time.perf_counter() - begin
+            if turn >= 0:
+                found["waits"][label].append(1e3 * took)
+                found["products"][label].append(products)
+    return found
+
+
+def sites(task: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of Gloo's ring with ranks numbered in turn, as these are, and in the order that measured links give."""
+    found = order.ring(link.measure(repeats=4, large=2**19).bandwidth.tolist())
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    limit = timedelta(seconds=TIMEOUT)
+    groups = {}
+    for label, places in (("turn", range(ranks)), ("ring", found)):
+        store = dist.PrefixStore(label, dist.group.WORLD.get_group_store())
+        groups[label] = dist.ProcessGroupGloo(store, list(places).index(rank), ranks, limit)
+    seconds: dict[str, list[float]] = {label: [] for label in groups}
+    for turn in range(-1, task["turns"]):
+        for label, group in groups.items():
+            x = torch.zeros(task["bytes"] // 4)
+            dist.barrier()
+            begin = time.perf_counter()
+            group.allreduce([x]).wait()
+            if turn >= 0:
+                seconds[label].append(time.perf_counter() - begin)
+    return {"seconds": seconds, "order": found}
 
 
 def net(width: int) -> nn.Module:
@@ -146,15 +222,20 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+TASKS = {"all_reduce": reduce, "progress": progress, "sites": sites, "ddp": train}
+
+
 def main() -> None:
     """The task is the one argument; rank 0 prints the result."""
     torch.set_num_threads(1)
     task = json.loads(sys.argv[1])
-    place = torchrun.place()
+    place = started.place()
     assert place is not None
+    if task["what"] == "sites":  # machines of the two sites in turn
+        place = replace(place, rank=[0, 2, 1, 3][place.rank])
     connect(store(place, TIMEOUT), place.rank, place.world, timeout=TIMEOUT)
-    found = reduce(task) if task["what"] == "all_reduce" else train(task)
-    if os.environ["RANK"] == "0":
+    found = TASKS[task["what"]](task)
+    if place.rank == 0:
         print(json.dumps(found), flush=True)
     disconnect()
 

@@ -1,12 +1,13 @@
 """A network of slow links on one machine: hosts on nodes, fast inside a node, as slow as you say between nodes.
 
-    python bench/netlab.py --nodes 2 --hosts 2 --rate 200mbit --delay 2ms [--cpu 1.0,0.4] -- COMMAND ...
+    python bench/netlab.py --nodes 2 --hosts 2 --rate 200mbit --delay 2ms [--loss 1] [--cpu 1.0,0.4] -- COMMAND ...
 
-Each host is a network namespace with one interface, eth0, on its node's bridge. A node's uplink is limited by the
-kernel (tbf), both ways; a delay, in one direction, is added by a small program that forwards frames between uplinks,
-as many kernels have no netem. Without a delay that is a bridge too. Needs root, iproute2, and veth, bridge and sch_tbf
-in the kernel. Each command gets torch's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and NETLAB_NODES: the node of
-each rank, with commas. Exit status: the first that is not 0.
+Each host is a network namespace with one interface, eth0, on its node's bridge, and has a name and a /dev/shm of its
+own (MPIs talk through shared memory to whoever bears their host's name). A node's uplink is limited by the kernel
+(tbf), both ways; a delay, in one direction, and loss come from a small program that forwards frames between uplinks, as
+many kernels have no netem. Without them that is a bridge too. Needs root, iproute2, and veth, bridge and sch_tbf in the
+kernel. Each command gets torch's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and NETLAB_NODES: the node of each
+rank, with commas. Exit status: the first that is not 0.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import contextlib
 import ctypes
 import heapq
 import os
+import random
 import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +38,8 @@ CPU_PERIOD = 20_000
 CLONE_NEWNET = 0x40000000
 SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
+OWN = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+"""What a host does before its command, in namespaces of its own."""
 HEADER = 10  # bytes of a virtio_net_hdr, which keeps offloaded segments and checksums whole
 LARGEST = 70_000
 
@@ -47,6 +52,7 @@ class Shape:
         nodes, hosts: how many nodes, and hosts on each.
         rate: bits/s of a node's uplink, each way; 0: unlimited.
         delay: seconds from a node to another.
+        loss: share of the frames between nodes that is lost; the kernel hands over up to 64 KiB of packets as one.
         cpu: cores that each host may use (empty: all there are); repeated until all hosts have one.
     """
 
@@ -54,6 +60,7 @@ class Shape:
     hosts: int = 2
     rate: float = 0.0
     delay: float = 0.0
+    loss: float = 0.0
     cpu: tuple[float, ...] = ()
 
     @property
@@ -70,6 +77,7 @@ class Lab:
         self._name = f"netlab-{os.getpid()}"
         self._forwarder = 0
         self._groups: list[Path] = []
+        self._made: list[Path] = []
 
     def __enter__(self) -> Lab:
         if os.geteuid():
@@ -92,6 +100,9 @@ class Lab:
         for group in self._groups:
             with contextlib.suppress(OSError):
                 group.rmdir()
+        for file in self._made:
+            file.unlink()
+            file.parent.rmdir()
 
     # --- building ----------------------------------------------------------------------------------------------------
 
@@ -117,7 +128,7 @@ class Lab:
             self._limit(self._wire, f"u{node}")
         for index, node in enumerate(self.shape.node_of):
             self._add_host(index, self._hub(node))
-        if self.shape.delay:
+        if self.shape.delay or self.shape.loss:
             self._forward()
             return
         _bridge(self._wire)
@@ -178,10 +189,45 @@ class Lab:
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # no reverse look-up of names in here
             **extra,
         }
-        whole = ["ip", "netns", "exec", self._host(index), *command]
+        whole = [*self._entering(self._host(index), f"host{index}"), *command]
         if group is not None:  # a shell joins the group and becomes the command
             whole = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *whole]
         return subprocess.Popen(whole, env=environment, stdout=subprocess.PIPE, text=True)
+
+    def start_mpi(self, mpiexec: str, command: Sequence[str]) -> subprocess.Popen[str]:
+        """Starts `command` on every host by MPICH's `mpiexec`, which runs on the first."""
+        enter = Path(tempfile.mkdtemp(prefix="netlab-")) / "enter"
+        self._made.append(enter)
+        inside = " ".join(self._entering(f'"{self._name}-host$index"', "host$index")).replace(OWN, f"'{OWN}'")
+        skip = 'while [ "${1#-}" != "$1" ]; do shift; done'  # what ssh would take
+        enter.write_text(f'#!/bin/sh\n{skip}\nindex=$((${{1##*.}} - 1)); shift\nexec {inside} sh -c "$*"\n')
+        enter.chmod(0o755)
+        hosts = len(self.shape.node_of)
+        names = ",".join(_address(index) for index in range(hosts))
+        how = ["-launcher", "ssh", "-launcher-exec", str(enter), "-iface", "eth0", "-hosts", names, "-ppn", "1"]
+        whole = [*self._entering(self._host(0), "host0"), mpiexec, *how, "-n", str(hosts), *command]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+        return subprocess.Popen(whole, env=environment, stdout=subprocess.PIPE, text=True)
+
+    def enter(self, index: int) -> None:
+        """This thread, and what it starts from now on, is on host `index`."""
+        _enter(self._host(index))
+
+    @staticmethod
+    def _entering(space: str, name: str) -> list[str]:
+        """What stands before a host's command."""
+        return ["ip", "netns", "exec", space, "unshare", "--uts", "--ipc", "--mount", "sh", "-c", OWN, name]
+
+    @contextlib.contextmanager
+    def cut(self, node: int) -> Iterator[None]:
+        """Node `node` has no uplink inside the block; what was on its way is lost."""
+        device = ("dev", "uplink")
+        _run("ip", "-n", self._hub(node), "link", "set", *device, "down")
+        try:
+            yield
+        finally:
+            _run("ip", "-n", self._hub(node), "link", "set", *device, "up")
 
     def _share(self, index: int) -> Path | None:
         """A control group that may use the host's share of the processor (version 1 or 2)."""
@@ -252,7 +298,7 @@ def _forwarding(wire: str, shape: Shape, ready: int) -> None:
     os.write(ready, b"1")
     os.close(ready)
     waiting: list[tuple[float, int, socket.socket, bytes]] = []
-    count = 0
+    count, chance = 0, random.Random(1)
     while True:
         while waiting and waiting[0][0] <= time.monotonic():
             _, _, port, frame = heapq.heappop(waiting)
@@ -262,7 +308,7 @@ def _forwarding(wire: str, shape: Shape, ready: int) -> None:
         for port in select.select(ports, [], [], left)[0]:
             for frame in _frames(port):
                 target = home.get(frame[HEADER : HEADER + 6])
-                if target is not None and target is not port:
+                if target is not None and target is not port and chance.random() >= shape.loss:
                     count += 1
                     heapq.heappush(waiting, (time.monotonic() + shape.delay, count, target, frame))
 
@@ -329,11 +375,12 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=2, help="on each node")
     parser.add_argument("--rate", type=rate, default=0.0, help="of a node's uplink, each way: 200mbit")
     parser.add_argument("--delay", type=duration, default=0.0, help="from node to node: 2ms")
+    parser.add_argument("--loss", type=float, default=0.0, help="of the frames from node to node: 1 (percent)")
     parser.add_argument("--cpu", default="", help="cores of each host: 1.0,0.4")
     parser.add_argument("command", nargs="+")
     asked = parser.parse_args()
     cpu = tuple(float(part) for part in asked.cpu.split(",") if part)
-    shape = Shape(asked.nodes, asked.hosts, asked.rate, asked.delay, cpu)
+    shape = Shape(asked.nodes, asked.hosts, asked.rate, asked.delay, asked.loss / 100, cpu)
     with Lab(shape) as lab:
         started = lab.start(asked.command)
         for index, process in enumerate(started):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -38,3 +39,13 @@ def data_folder() -> Path:
     if not folder.is_dir():
         pytest.skip("no measured tables: set ESPALIER_DATA to their folder")
     return folder
+
+
+@pytest.fixture(scope="session")
+def mpiexec() -> str:
+    """The mpiexec beside this Python, or on the path; a test that needs it is skipped where it or mpi4py is missing."""
+    pytest.importorskip("mpi4py", reason="espalier[mpi] is not installed")
+    found = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+    if found is None:
+        pytest.skip("there is no mpiexec")
+    return found

@@ -26,10 +26,12 @@ SURFACE = {"option keys": 116, "verbs": 8, "flags": 20, "public names": 9}
 LIGHT = """espalier espalier.cli espalier.config espalier.config.load espalier.cost espalier.errors espalier.units
 espalier.cluster espalier.compose espalier.records espalier.plan.base espalier.track.events"""
 
-# Environment variables of Python, torch, their launchers and libraries, Slurm and the XDG folders; never options.
+# Environment variables of Python, torch, their launchers and libraries, Slurm, MPI's mpiexec and the XDG folders; never
+# options.
 ENVIRONMENT = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|OMP_NUM_THREADS|HOME|PYTHONPATH"
     r"|(TORCH|TORCHELASTIC|PYTORCH|CUDA|NCCL|GLOO|SLURM|XDG)_\w+"
+    r"|(OMPI_COMM|MV2_COMM|PMI|MPI)_\w+"
 )
 
 COMPILED = {"jit", "njit", "vectorize", "guvectorize", "intrinsic", "overload"}

@@ -12,7 +12,7 @@ from torch import nn
 from espalier import comm
 from espalier.errors import UserError
 from espalier.launch import base as launch
-from espalier.launch import torchrun
+from espalier.launch import started
 from espalier.plan.base import Plan
 from espalier.shard.amsp import Amsp
 from espalier.shard.follow import Follow, refuse_split
@@ -125,7 +125,7 @@ def _channel(ranks: int) -> Any:
     if dist.is_initialized():
         world = dist.group.WORLD
         return world if isinstance(world, comm.Channel) else dist.new_group(backend="espalier")
-    place = torchrun.place()
+    place = started.place()
     if place is None or place.world == 1:
         if ranks > 1:
             raise UserError(

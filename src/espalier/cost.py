@@ -151,6 +151,12 @@ class Cost:
         return Cost(_scale(self.seconds, factor), self.held, _scale(self.sent, factor), self.sources)
 
 
+def in_turn(*rates: float) -> float:
+    """Bytes/s of stages that one thread does one after the other, each at its own rate."""
+    seconds = sum(1 / rate for rate in rates)
+    return 1 / seconds if seconds else float("inf")
+
+
 def total(costs: Iterable[Cost]) -> Cost:
     """The sum of all `costs`."""
     result = Cost()

@@ -199,6 +199,18 @@ def test_integers_small_tensors_and_other_reductions_go_as_they_are() -> None:
     ranks(2, _left_alone)
 
 
+def _empty_parts(channel: Channel) -> None:
+    channel.use(Traffic.ACTIVATIONS, codec("int8"))
+    nothing = torch.empty(0)
+    dist.all_to_all_single(nothing, torch.empty(0))
+    sizes = [0] * channel.size()
+    dist.all_to_all_single(nothing, torch.empty(0), sizes, sizes)
+
+
+def test_nothing_can_be_exchanged() -> None:
+    ranks(3, _empty_parts)
+
+
 def _back_to_exact(channel: Channel) -> Any:
     for name in ("int4", "exact"):
         channel.use(Traffic.ACTIVATIONS, codec(name))

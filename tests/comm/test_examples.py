@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,11 +28,7 @@ def test_it_trains(name: str) -> None:
     assert sent is None or float(sent[1]) < 0.28
 
 
-def test_mpi_ranks_get_the_same_sum() -> None:
-    pytest.importorskip("mpi4py", reason="espalier[mpi] is not installed")
-    mpiexec = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
-    if mpiexec is None:
-        pytest.skip("there is no mpiexec")
+def test_mpi_ranks_get_the_same_sum(mpiexec: str) -> None:
     said = run(mpiexec, "-n", "3", sys.executable, "examples/mpi_sum.py")
     error = re.search(r"3 ranks, relative error ([\d.e-]+), all alike: True", said)
     assert error is not None

@@ -11,7 +11,7 @@ MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
 
 def test_every_rank_gets_one_cluster_with_each_host_once_and_its_links_measured(monkeypatch):
     def task(channel):
-        monkeypatch.setattr(hosts, "_host", lambda: "ab"[channel.rank() // 2] + "|1")
+        monkeypatch.setattr(hosts, "host", lambda: "ab"[channel.rank() // 2] + "|1")
         return cluster.dumps(hosts.probe_ranks(channel, channel.rank() % 2, lambda: cluster.loads(MACHINE)))
 
     texts = forks(3, task)

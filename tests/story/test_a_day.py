@@ -160,6 +160,18 @@ def test_torchrun_gives_the_same_curve_as_local_ranks(home):
     assert [found[step] for step in sorted(found)] == [expected[step] for step in sorted(found)]
 
 
+def test_mpiexec_gives_the_same_curve_as_local_ranks(home, mpiexec):
+    command = [mpiexec, "-n", "2", sys.executable, "-m", "espalier", "train", "recipe.toml", "--run", "runs/mpi"]
+    done = subprocess.run(
+        command, cwd=home, env=environment(home), capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected, found = (
+        [one["loss"] for one in events(home, run) if one["event"] == "step"] for run in ("recipe", "mpi")
+    )
+    assert found == expected[:8]
+
+
 def test_a_foreign_module_trains_and_resumes(home):
     Path(home / "mine.py").write_text(
         """

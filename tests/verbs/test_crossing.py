@@ -78,14 +78,14 @@ def test_a_codec_that_is_none_is_refused_by_name() -> None:
         decided(machines("1Gbit/s"), "zhybird")
 
 
-def test_a_link_carries_what_the_slowest_of_three_lets_through() -> None:
+def test_a_link_carries_what_coding_and_the_codecs_ratio_let_through() -> None:
     on = network.fleet(machines("100Mbit/s"), 2)
     assert on.between is not None
     raw = on.between.bandwidth
     for one, expected in (
         (Crossing("gradients", "between", "x", 4.0, 1e12, 1e12), 4 * raw),
-        (Crossing("gradients", "between", "x", 4.0, raw, 1e12), raw),
-        (Crossing("gradients", "between", "x", 4.0, 1e12, 2 * raw), 2 * raw),
+        (Crossing("gradients", "between", "x", 4.0, raw, 1e18), raw),
+        (Crossing("gradients", "between", "x", 4.0, 6 * raw, 3 * raw), 2 * raw),
         (Crossing("gradients", "inside", "x", 4.0), raw),
     ):
         found = network.encoded(on, one, 4)

@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import Struct
 
+from espalier.cluster import order
+
 
 class Rate(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One measurement: `processes` processes of `threads` threads at once multiply [rows, inner] by [inner, columns].
@@ -160,6 +162,25 @@ class Cluster(Struct, frozen=True, kw_only=True, dict=True):
     def machines(self) -> int:
         """How many machines there are."""
         return 1 + max(place.node for place in self.devices())
+
+    @cached_property
+    def links(self) -> list[list[float]]:
+        """[machine][machine] bytes/s: of the slowest measured pair of their devices, else what the level has."""
+        machine = [place.node for place in self.devices()]
+        rest = self.between.bandwidth if self.between else 0.0
+        found = [[rest] * self.machines for _ in range(self.machines)]
+        seen: dict[tuple[int, int], float] = {}
+        for pair in self.pairs:
+            a, b = sorted((machine[pair.a], machine[pair.b]))
+            seen[a, b] = min(pair.bandwidth, seen.get((a, b), pair.bandwidth))
+        for (a, b), bandwidth in seen.items():
+            found[a][b] = found[b][a] = bandwidth
+        return found
+
+    @cached_property
+    def ring(self) -> tuple[int, ...]:
+        """The machines in the order in which ranks sit on them: rings then cross slow links least."""
+        return order.ring(self.links) if self.pairs else tuple(range(self.machines))
 
     @property
     def same_speed(self) -> bool:

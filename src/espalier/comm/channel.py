@@ -31,6 +31,7 @@ from espalier.comm.given import (
     payload,
     reducing,
     residual_of,
+    shares,
     type_of,
     wire_size,
 )
@@ -334,8 +335,7 @@ class Channel(_ProcessGroup):
         sent = None
         coded = self._coding([input], parts=True)
         if coded is not None:
-            into = output.detach().split(list(output_splits or []) or output.size(0) // self._size)
-            out_of = input.detach().split(list(input_splits or []) or input.size(0) // self._size)
+            into, out_of = shares(output, output_splits, self._size), shares(input, input_splits, self._size)
             return self._encoded(coded, "all_to_all", [input], [coded.all_to_all(into, out_of)])
         if input_splits:
             elements = input.numel() // max(1, input.size(0)) * (sum(input_splits) - input_splits[self._rank])

@@ -33,6 +33,12 @@ def residual_of(tensors: Sequence[Tensor]) -> Tensor | None:
     return current_residual() if len(tensors) == 1 else None
 
 
+def shares(tensor: Tensor, splits: Any, ranks: int) -> list[Tensor]:
+    """Each rank's part of a tensor, by `splits` of dim 0; equal parts where there are none (`split` would make one part
+    of an empty tensor)."""
+    return list(tensor.detach().split(list(splits)) if splits else tensor.detach().tensor_split(ranks))
+
+
 def averages(options: Any) -> bool:
     """Whether options ask for a mean."""
     return bool(getattr(options.reduceOp, "op", options.reduceOp) == ReduceOp.AVG)

@@ -6,8 +6,10 @@ part, and the sum encoded once more, so that all ranks end with the same bits. N
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from threading import Event, Thread
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from espalier.comm.base import Codec, Spent
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.coded import Coded
+from espalier.comm.given import shares
 from espalier.errors import PeerLost, UserError, missing_extra
 
 TIMEOUT = 60.0
@@ -26,8 +29,6 @@ POLL = 50e-6
 """Seconds between two looks at what is under way: MPI moves large messages only while somebody asks."""
 
 Array = np.ndarray[Any, Any]
-_APART: dict[int, Any] = {}
-"""The communicator that carries the messages of one that was given, by its handle."""
 
 
 def allreduce(comm: Any, array: Array, codec: str | Codec = "int8", residual: Array | None = None) -> Array:
@@ -73,9 +74,9 @@ def allgather(comm: Any, array: Array, codec: str | Codec = "split") -> Array:
 def alltoall(comm: Any, array: Array, codec: str | Codec = "split") -> Array:
     """Rank r gets every rank's r-th part of `array` along its first dim, which the ranks divide. Errors as of
     `reduce_scatter`."""
-    parts, size = _parts(comm, array)
+    parts, _ = _parts(comm, array)
     found = np.empty_like(parts)
-    give, take = (list(_tensor(one).split(size)) for one in (parts, found))
+    give, take = (shares(_tensor(one), None, comm.Get_size()) for one in (parts, found))
     _run(comm, codec, lambda through: through.all_to_all(take, give))
     return found
 
@@ -102,19 +103,7 @@ class Messages:
     that makes MPI move it."""
 
     def __init__(self, comm: Any) -> None:
-        try:
-            from mpi4py import MPI
-        except ImportError:
-            raise missing_extra("mpi4py", "mpi", "espalier.comm.mpi") from None
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise UserError(
-                "This MPI was started for one thread, and codecs use another.",
-                do="mpi4py.rc.thread_level = 'multiple' before `from mpi4py import MPI`",
-            )
-        key = MPI._handleof(comm)
-        if key not in _APART:
-            _APART[key] = comm.Dup()  # so that nobody else's messages are taken for ours
-        self._comm = _APART[key]
+        self._comm = _apart(comm)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Request:
         """Begins to send one tensor of bytes or values."""
@@ -133,12 +122,10 @@ class Request:
 
     def wait(self, timeout: timedelta) -> bool:
         """Returns when it is done. Raises PeerLost at the deadline."""
-        ended = Event()
-        left = timeout.total_seconds()
+        deadline = time.monotonic() + timeout.total_seconds()
         while not self._request.Test():
-            ended.wait(POLL)
-            left -= POLL
-            if left <= 0:
+            time.sleep(POLL)
+            if time.monotonic() > deadline:
                 raise PeerLost(
                     f"Rank {self._peer} of the communicator did not answer within {timeout.total_seconds():g} s.",
                     do="look at that rank's output; all ranks must call the same collective",
@@ -149,13 +136,16 @@ class Request:
 class Progress:
     """Keeps MPI moving while the block computes: with many MPIs a large message begins only when somebody looks.
 
+    Used once. Raises UserError where mpi4py is not installed or MPI was started for one thread. Has state: its thread.
+
     >>> with Progress(comm):  # doctest: +SKIP
     ...     request = comm.Iallreduce(MPI.IN_PLACE, array)
     ...     compute()
-    ...     request.Wait()
+    >>> request.Wait()  # doctest: +SKIP
     """
 
     def __init__(self, comm: Any) -> None:
+        _threaded()
         self._comm, self._stop = comm, Event()
         self._thread = Thread(target=self._run, name="espalier-mpi", daemon=True)
 
@@ -170,6 +160,37 @@ class Progress:
     def _run(self) -> None:
         while not self._stop.wait(POLL):
             self._comm.Iprobe()
+
+
+def _threaded() -> Any:
+    """mpi4py's MPI, which several threads may call."""
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        raise missing_extra("mpi4py", "mpi", "espalier.comm.mpi") from None
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise UserError(
+            "This MPI was started for one thread, and codecs use another.",
+            do="mpi4py.rc.thread_level = 'multiple' before `from mpi4py import MPI`",
+        )
+    return MPI
+
+
+@cache
+def _key(mpi: Any) -> int:
+    """The attribute of a communicator that holds the one for our messages; it goes when the communicator goes."""
+    found: int = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, apart: apart.Free())
+    return found
+
+
+def _apart(comm: Any) -> Any:
+    """A communicator of the same ranks, so that nobody else's messages are taken for ours."""
+    key = _key(_threaded())
+    found = comm.Get_attr(key)
+    if found is None:
+        found = comm.Dup()
+        comm.Set_attr(key, found)
+    return found
 
 
 def _limit() -> timedelta:

@@ -6,7 +6,7 @@ first one. `init_process_group("espalier", ...)` by foreign code works as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -70,6 +70,21 @@ def apart(channel: Channel, kind: Traffic) -> Any:
     return made(Asked(store, channel.rank(), channel.size(), channel.timeout, members, name))["cpu"]
 
 
+def within(channel: Channel, ranks: Sequence[int], name: str) -> Channel:
+    """A Channel of `ranks` of `channel`, with its ledger and deadline. These ranks call it alike, others do not.
+
+    Args:
+        channel: the ranks it is made of; ranks: some of them, this one among them, by their numbers in it.
+        name: nothing else among these ranks bears it. (torch's `new_group` names a group by how many each rank has
+            made before, so it hangs where that differs.)
+    """
+    members = tuple(channel.members[rank] for rank in ranks)
+    name = f"{name} {'-'.join(map(str, members))}"
+    store = PrefixStore(name, channel.get_group_store())
+    asked = Asked(store, list(ranks).index(channel.rank()), len(members), channel.timeout, members, name)
+    return Channel(asked, INNER[channel.line.inner](asked), channel.line)
+
+
 def connect(store: Store, rank: int, world: int, *, timeout: float, inner: str = "gloo") -> Channel:
     """Joins `world` ranks into torch's default group and returns it as a Channel.
 
@@ -96,16 +111,23 @@ def connect(store: Store, rank: int, world: int, *, timeout: float, inner: str =
     try:
         dist.init_process_group("espalier", store=space, rank=rank, world_size=world, timeout=limit, pg_options=inner)
     except RuntimeError as error:
-        absent = [other for other in range(world) if not space.check([f"here/{other}"])]
-        who = f"ranks {absent} never came" if absent else "all came, but a connection between them failed"
         raise PeerLost(
-            f"Rank {rank} waited {show_seconds(timeout)} for {world} ranks to connect: {who}.",
+            f"Rank {rank} waited {show_seconds(timeout)} for {world} ranks to connect: {_absent(space, world)}.",
             why=str(error).strip().splitlines()[0],
             do="look at the logs of those ranks; check that they reach the store's host",
         ) from None
     channel = dist.group.WORLD
     assert isinstance(channel, Channel)
     return channel
+
+
+def _absent(space: Store, world: int) -> str:
+    """Who did not come."""
+    try:
+        absent = [other for other in range(world) if not space.check([f"here/{other}"])]
+    except RuntimeError:
+        return "the one that serves the store has left"
+    return f"ranks {absent} never came" if absent else "all came, but a connection between them failed"
 
 
 def disconnect() -> None:

@@ -35,7 +35,7 @@ def probe_ranks(group: dist.ProcessGroup, local_rank: int, measure: Callable[[],
         local_rank: this rank's device on its machine, where there are several.
         measure: measures this machine (default: `probe.probe`).
     """
-    hosts = _gather(group, _host())
+    hosts = _gather(group, host())
     names = list(dict.fromkeys(hosts))
     leads = [hosts.index(name) for name in names]
     own = (measure or probe.probe)() if dist.get_rank(group) in leads else None
@@ -60,7 +60,7 @@ def probe_ranks(group: dist.ProcessGroup, local_rank: int, measure: Callable[[],
 
 def key(group: dist.ProcessGroup) -> str:
     """What a measurement of the ranks of `group` is valid for, as a short hash: their machines and interfaces."""
-    own = f"{_host()} {os.environ.get('GLOO_SOCKET_IFNAME')} {probe.identity()}"
+    own = f"{host()} {os.environ.get('GLOO_SOCKET_IFNAME')} {probe.identity()}"
     return blake2b("/".join(_gather(group, own)).encode(), digest_size=6).hexdigest()
 
 
@@ -91,7 +91,8 @@ def _gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
     return gathered
 
 
-def _host() -> str:
+def host() -> str:
+    """This machine: the same for two ranks exactly when they share a kernel, a host name and a network namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # cloned machines bear one name
     except OSError:

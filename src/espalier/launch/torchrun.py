@@ -25,16 +25,14 @@ def place(threads: int | None = None) -> Place | None:
             why=f"{', '.join(present)} are set, as a launcher would",
             do="start with torchrun, or unset them to run on this machine alone",
         )
-    rank, world, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    if not 0 < port < 65536:
-        raise UserError(f"MASTER_PORT={port} is no port that ranks could meet at.", do="torchrun --standalone …")
-    local = _number("LOCAL_RANK", 0)
+    rank, world, port = number("RANK"), number("WORLD_SIZE"), master_port()
+    local = number("LOCAL_RANK", 0)
     return Place(
         rank=rank,
         world=world,
         local_rank=local,
-        threads=threads or max(1, len(os.sched_getaffinity(0)) // _number("LOCAL_WORLD_SIZE", 1)),
-        attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
+        threads=threads or max(1, len(os.sched_getaffinity(0)) // number("LOCAL_WORLD_SIZE", 1)),
+        attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
         host=os.environ["MASTER_ADDR"],
         port=port,
         # torchrun's agent serves a store for all its attempts; other launchers leave that to rank 0.
@@ -42,7 +40,16 @@ def place(threads: int | None = None) -> Place | None:
     )
 
 
-def _number(name: str, default: int | None = None) -> int:
+def master_port() -> int:
+    """MASTER_PORT. Raises UserError where it is no port."""
+    port = number("MASTER_PORT")
+    if not 0 < port < 65536:
+        raise UserError(f"MASTER_PORT={port} is no port that ranks could meet at.", do="MASTER_PORT=29500")
+    return port
+
+
+def number(name: str, default: int | None = None) -> int:
+    """A launcher's variable. Raises UserError where it is no whole number."""
     text = os.environ.get(name, "" if default is None else str(default))
     try:
         return int(text)

@@ -77,8 +77,9 @@ def _samples(request: Request, option: Option) -> list[int]:
     if option.shares is None:
         each, over = divmod(batch, layout.dp)
         return [each + (index < over) for index in range(layout.dp)]
-    on = network.fleet(option.cluster, int(layout.world), layout.threads)
-    most = [share for share, kind in zip(option.shares, on.kinds, strict=True) for _ in range(kind.ranks)]
+    kinds = network.kinds(seats(option.cluster, int(layout.world)))
+    share = dict(zip(dict.fromkeys(kinds), option.shares, strict=True))
+    most = [share[kind] for kind in kinds]
     spare = sum(most) - batch  # shares are rounded up; the last ranks (the slowest) give back one each, then again
     index = len(most) - 1
     while spare > 0:

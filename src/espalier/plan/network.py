@@ -8,14 +8,15 @@ On processors sums and gathers go inside machines first, as the engine does them
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from espalier.cluster import Cluster, Link, Node
-from espalier.cost import Number, ring_bytes
+from espalier.cluster import Cluster, Link, Node, Place
+from espalier.cost import Number, in_turn, ring_bytes
 from espalier.plan.factors import PLAIN, Factors
 from espalier.plan.request import Crossing
 from espalier.plan.seats import seats
@@ -83,11 +84,11 @@ def fleet(cluster: Cluster, ranks: int, threads: int = 1) -> Fleet:
     on_device = Counter(place.rank for place in placed)
     on_node = Counter(place.node for place in placed)
     used = sorted(on_device)
-    kinds: dict[tuple[int, int], list[Any]] = {}
-    for place in placed:
-        kinds.setdefault((id(place.table), on_device[place.rank]), [place.table, 0])[1] += 1
+    found: dict[tuple[int, int], list[Any]] = {}
+    for place, kind in zip(placed, kinds(placed), strict=True):
+        found.setdefault(kind, [place.table, 0])[1] += 1
     said = []
-    for (_, processes), (table, count) in kinds.items():
+    for (_, processes), (table, count) in found.items():
         cores = table.cores or threads * processes
         setting = Setting() if table.device.kind == "cuda" else Setting(threads, processes, cores)
         said.append(Kind(table, setting, count))
@@ -100,6 +101,12 @@ def fleet(cluster: Cluster, ranks: int, threads: int = 1) -> Fleet:
         inside=_reached(cluster.slowest(used, "inside"), "inside"),
         between=_reached(cluster.slowest(used, "between"), "between") if across else None,
     )
+
+
+def kinds(placed: Sequence[Place]) -> list[tuple[int, int]]:
+    """What ranks in these places have in common with others: their device's table, and how many ranks it carries."""
+    on_device = Counter(place.rank for place in placed)
+    return [(id(place.table), on_device[place.rank]) for place in placed]
 
 
 def _reached(link: Link, level: Literal["inside", "between"]) -> Link:
@@ -127,13 +134,13 @@ def seconds(operation: Operation, size: Number, ranks: Number, stride: Number, o
 
 def encoded(on: Fleet, crossing: Crossing | None, width: Number) -> Fleet:
     """The fleet as encoded values of `width` bytes find it: links of the codec's level carry as many raw bytes/s as the
-    slowest of encoding, sending and decoding, which go on at once, piece by piece."""
+    slower of sending and of encoding and decoding, which one thread does in turn while other pieces are sent."""
     if crossing is None:
         return on
     each = width / 4.0
 
     def through(link: Link) -> Link:
-        speed = min(crossing.encode * each, crossing.decode * each, crossing.ratio * each * link.bandwidth)
+        speed = each * min(in_turn(crossing.encode, crossing.decode), crossing.ratio * link.bandwidth)
         return msgspec.structs.replace(link, bandwidth=speed)
 
     near = through(on.inside) if crossing.level != "between" else on.inside

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from espalier import units
-from espalier.cluster import Cluster
+from espalier.cluster import Cluster, order
 from espalier.errors import UserError
 from espalier.plan import memory, speed
 from espalier.plan.base import Plan, Predicted, RunnerUp
@@ -101,6 +101,16 @@ def _recompute_reason(request: Request, chosen: Choice, made: Plan) -> str:
 def asked_for(ranks: int) -> str:
     """The remark when the number of ranks was given, by the recipe or by a launcher such as torchrun."""
     return f"{ranks} ranks were asked for." if ranks > 1 else "1 rank was asked for."
+
+
+def ring(cluster: Cluster) -> list[str]:
+    """The remark when ranks do not sit on machines in the order of the cluster file."""
+    asked = tuple(range(cluster.machines))
+    if cluster.ring == asked:
+        return []
+    ours, plain = (order.crossings(cluster.links, one) for one in (cluster.ring, asked))
+    machines = ", ".join(map(str, cluster.ring))
+    return [f"Ranks follow machines {machines}: a ring crosses the slowest links {ours} times, in their order {plain}."]
 
 
 def _remarks(cluster: Cluster, made: Plan) -> list[str]:

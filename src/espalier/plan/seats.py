@@ -9,14 +9,17 @@ from espalier.plan import speed
 
 
 def seats(cluster: Cluster, ranks: int) -> list[Place]:
-    """The device of each rank: GPUs in order where there are any, else equally many ranks on each processor."""
+    """The device of each rank: GPUs in order where there are any, else equally many ranks on each processor; machine by
+    machine, in the order in which a ring through them crosses slow links least."""
     places = cluster.devices()
     gpus = [place for place in places if place.table.device.kind == "cuda"]
-    if gpus:
-        assert ranks <= len(gpus), "planners refuse more ranks than GPUs"
-        return gpus[:ranks]
+    assert ranks <= len(gpus) or not gpus, "planners refuse more ranks than GPUs"
     each, over = divmod(ranks, len(places))
-    return [place for index, place in enumerate(places) for _ in range(each + (index < over))]
+    taken = gpus[:ranks] or [one for index, one in enumerate(places) for _ in range(each + (index < over))]
+    if not cluster.pairs:
+        return taken
+    turn = {machine: index for index, machine in enumerate(cluster.ring)}
+    return sorted(taken, key=lambda place: turn[place.node])
 
 
 def shares(global_batch: int, ranks: int) -> list[tuple[int, int]]:

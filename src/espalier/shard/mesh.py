@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Reduc
 from espalier.comm import Channel
 from espalier.comm.base import Traffic, feedback, traffic
 from espalier.comm.codecs import codec
+from espalier.comm.levels import level
 from espalier.errors import UserError
 from espalier.shard.exchange import Stage
 from espalier.shard.placement import Axis, Placement, Span
@@ -64,9 +65,9 @@ class Mesh:
     def _encode(self, axis: Axis, groups: tuple[Any, Any], codecs: Codecs) -> None:
         """Gives the groups of an axis the codecs of its level. Sums of gradients may be rounded, with feedback; what is
         gathered (parameters, and sums on their way back) is not."""
-        level = "between" if len({codecs.nodes[rank] for rank in axis.members(self.rank)}) > 1 else "inside"
+        where = level(codecs.nodes, axis.members(self.rank))
         for group, kind, sums in ((groups[0], Traffic.GRADIENTS, True), (groups[1], _gathered(axis), False)):
-            name = codecs.names.get((kind._value_, level))
+            name = codecs.names.get((kind._value_, where))
             if name is None:
                 continue
             chosen = codec(name)

@@ -151,7 +151,7 @@ def _every_step(
     request: Request, cluster: clusters.Cluster, calibration: Calibration, trials: Callable[[], Measured]
 ) -> Decision:
     request, told = crossing.encoded(request, cluster)
-    request = replace(request, factors=calibration.factors, remarks=(*request.remarks, *told))
+    request = replace(request, factors=calibration.factors, remarks=(*request.remarks, *told, *reasons.ring(cluster)))
     found = _decided(request, cluster, calibration, trials)
     if not request.remarks:
         return found

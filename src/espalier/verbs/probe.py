@@ -17,7 +17,7 @@ from espalier.cluster import Cluster
 from espalier.errors import UserError
 from espalier.hardware import hosts, probe
 from espalier.launch import base as launch
-from espalier.launch import torchrun
+from espalier.launch import started
 from espalier.verbs import crossing, ready, show
 
 
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"probe takes no option {arguments.overrides[0]!r} without --hosts.", do="leave it out, or name hosts"
         )
     torch.set_num_threads(1)
-    place = torchrun.place()
+    place = started.place()
     if place is None:
         found = crossing.measured(probe.probe(progress=ready.say, disk=Path(arguments.disk)))
         probe.save(found, say=ready.say)

@@ -23,9 +23,9 @@ from espalier.checkpoint.place import open_place
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import Constant, load
 from espalier.errors import EspalierError, Interrupted, PeerLost
-from espalier.hardware import limits
+from espalier.hardware import hosts, limits
 from espalier.launch import base as launch
-from espalier.launch import handshake, local, torchrun
+from espalier.launch import handshake, local, numbering, started
 from espalier.plan import base as plans
 from espalier.plan.seats import peak_flops
 from espalier.track import report
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains to the end, or to Ctrl-C (exit code 130, state saved)."""
     torch.set_num_threads(1)  # ranks are forked from here; see launch.local
     sys.stdout = cast("TextIO", Forgiving(sys.stdout))
-    place = torchrun.place()
+    place = started.place()
     if place is not None:
         return _run_as_rank(arguments, place)
     job = _prepare(arguments)
@@ -169,8 +169,10 @@ def _planned(
 
 
 def _on(nodes: Sequence[int] | None, plan: plans.Plan, cluster: clusters.Cluster) -> plans.Plan:
-    """The plan with its ranks on the machines where they are, if those are the cluster's."""
-    if nodes is None or cluster.machines != len(set(nodes)):
+    """The plan with its ranks on the machines where they are, if those are the cluster's and ranks cannot be numbered
+    as the plan has them (`numbering`)."""
+    planned = [one.node for one in plan.ranks]
+    if nodes is None or cluster.machines != len(set(nodes)) or numbering.follows(nodes, planned):
         return plan
     ranks = (msgspec.structs.replace(one, node=node) for one, node in zip(plan.ranks, nodes, strict=True))
     return msgspec.structs.replace(plan, ranks=tuple(ranks))
@@ -281,7 +283,7 @@ def lead(prepare: Callable[[], Job], place: launch.Place, as_json: bool) -> int:
         raise
     if store is not None:
         store.set("espalier/plan", plans.dumps(job.plan))
-    return _first_rank(job, place, as_json)
+    return _first_rank(job, _numbered(place, job.plan), as_json)
 
 
 def heard(place: launch.Place) -> bytes:
@@ -296,10 +298,20 @@ def follow(given: Asked, cluster: clusters.Cluster, plan: bytes, place: launch.P
     """Another rank's part: it trains by the `plan` that it heard."""
     job = Job(given.resolved, given.workload, cluster, plans.loads(plan), 0, runs.RunFolder(given.path), True)
     try:
-        rank.train(job.setting(place), job.identity())
+        rank.train(job.setting(_numbered(place, job.plan)), job.identity())
     except Interrupted as error:
         return error.exit_code  # rank 0 says it
     return 0
+
+
+def _numbered(place: launch.Place, plan: plans.Plan) -> launch.Place:
+    """The place as the rank of the plan that it is: what launchers put on one machine need not follow one another."""
+    if place.world == 1:
+        return place
+    store, key = launch.store(place, WAIT), f"espalier/{place.attempt}/host"
+    store.set(f"{key}/{place.rank}", hosts.host())
+    told = [store.get(f"{key}/{one}").decode() for one in range(place.world)]
+    return replace(place, rank=numbering.numbered(told, [one.node for one in plan.ranks]).index(place.rank))
 
 
 def _first_rank(job: Job, place: launch.Place, as_json: bool) -> int:
