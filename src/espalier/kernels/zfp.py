@@ -144,7 +144,7 @@ def _signed(value: int) -> int:
 
 @pack.fast("cpu")
 def pack_by_planes(x: Tensor, rate: float) -> Tensor | None:
-    """numba: two planes of a block are one look-up."""
+    """numba: the transform in vectors over blocks; two planes of a block are one look-up."""
     from espalier.kernels import zfp_cpu
 
     words = torch.zeros(stream_bytes(x.numel(), rate) // 8, dtype=torch.int64).view(torch.uint64)
@@ -154,7 +154,7 @@ def pack_by_planes(x: Tensor, rate: float) -> Tensor | None:
 
 @unpack.fast("cpu")
 def unpack_by_planes(wire: Tensor, rate: float, length: int) -> Tensor:
-    """numba: a plane of a block is one look-up."""
+    """numba: eight bits of a block are one look-up; the transform in vectors over blocks."""
     from espalier.kernels import zfp_cpu
 
     if wire.data_ptr() % 8 or not wire.is_contiguous():
