@@ -80,7 +80,7 @@ def test_interpreted_kernels_write_the_cpus_bytes_and_sums_through_them_have_the
     assert done.stdout == "all right\n", done.stderr
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize("width", bits.BITS)
 def test_kernels_compile_for_gpus(capability: int, width: int) -> None:
     from triton.backends.compiler import GPUTarget
