@@ -20,7 +20,12 @@ from espalier.plan import base as plans
 from espalier.shard import spread
 
 STEPS = 4
-SETTLED = {"steps": 120, "batch_tokens": 512, "precision": "fp32", "optimizer": {"kind": "muon"}}
+SETTLED = {
+    "steps": 150,
+    "batch_tokens": 512,
+    "precision": "fp32",
+    "optimizer": {"kind": "adamw", "learning_rate": 0.004},
+}
 
 # name -> (changes of the recipe's [train], changes of the plan, tolerance of the curve against the reference)
 ALONE = {
@@ -129,14 +134,14 @@ def losses(recipe, ranks, codec):
 
 
 def test_int8_with_feedback_reaches_the_loss_of_whole_numbers(corpus):
-    """At equal tokens, where the loss has fallen to less than a third: neither above nor below. (AdamW at the learning
-    rate that this small model gets by default is too hot for such a comparison: any noise helps it by a tenth and more;
-    bench/hybrid_loss.py shows it.)"""
+    """At equal tokens, where the loss has fallen to a fifth: neither above nor below. (At the learning rate that this
+    small model gets by default AdamW is too hot for such a comparison: any noise helps it by a tenth and more, as
+    bench/hybrid_loss.py shows.)"""
     recipe = recipe_of(corpus, SETTLED)
     (first, plain), (_, coded) = (losses(recipe, 2, name) for name in ("exact", "int8"))
-    assert plain < 0.33 * first
+    assert plain < 0.2 * first
     assert coded != plain
-    assert coded == pytest.approx(plain, rel=0.02)
+    assert coded == pytest.approx(plain, rel=0.01)
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ RECORD = Record(
     law_test="tests/comm/test_coded.py::test_with_feedback_what_arrives_is_what_was_sent_less_the_residuals",
     bench="bench/hybrid.py",
     state="partly",
-    remark="on processors, through Gloo and MPI; kernels for GPUs of int8, int4 and int1, checked in Triton's "
+    remark="on processors, through Gloo and MPI; kernels for GPUs of int8, int4, int1 and ZFP, checked in Triton's "
     "interpreter only; with the other codecs GPU tensors cross by the host",
 )
 
