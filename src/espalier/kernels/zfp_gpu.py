@@ -27,7 +27,7 @@ def _turned(c):  # type: ignore[no-untyped-def]
     return ((c.to(tl.uint32, bitcast=True) + mask) ^ mask).to(tl.uint32)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _plane(a, b, c, d, k: tl.constexpr):  # type: ignore[no-untyped-def]
     return ((a >> k) & 1) | (((b >> k) & 1) << 1) | (((c >> k) & 1) << 2) | (((d >> k) & 1) << 3)
 
@@ -101,7 +101,7 @@ def pack_blocks(x_ptr, table_ptr, words_ptr, bad_ptr, length, blocks, BITS: tl.c
         before = limb
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _swapped(x, shift: tl.constexpr, mask):  # type: ignore[no-untyped-def]
     """Two index bits of 64 places change their meaning."""
     moved = ((x >> shift) ^ x) & mask
@@ -117,7 +117,7 @@ def _from_nibbles(x):  # type: ignore[no-untyped-def]
     return _swapped(x, 3, 0x0A0A0A0A0A0A0A0A)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _signed(top, end, shift: tl.constexpr):  # type: ignore[no-untyped-def]
     mask = 0xAAAAAAAA
     u = ((((top >> shift) & 0xFFFF) << 16) | ((end >> shift) & 0xFFFF)).to(tl.uint32)
@@ -135,10 +135,9 @@ def _window(words_ptr, at, last, here):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def unpack_blocks(
-    words_ptr, table_ptr, first_ptr, cut_ptr, out_ptr, length, last, BITS: tl.constexpr, LANES: tl.constexpr
-):  # type: ignore[no-untyped-def]
-    """The values of `LANES` blocks, eight bits of each in one look-up (the first look-up takes what is left over)."""
+def unpack_blocks(words_ptr, tables_ptr, out_ptr, length, last, BITS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The values of `LANES` blocks, eight bits of each in one look-up (the first look-up takes what is left over).
+    `tables` are zfp_cpu's three, one behind the other."""
     block = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     here = 4 * block < length
     at = block * BITS
@@ -148,7 +147,7 @@ def unpack_blocks(
     payload: tl.constexpr = BITS - 9
     head: tl.constexpr = (payload + 7) % 8 + 1 if payload > 0 else 0
     bits = ((window >> 9) & ((1 << head) - 1)).to(tl.int64)
-    entry = tl.load(first_ptr + head * 256 + bits).to(tl.uint64, bitcast=True)
+    entry = tl.load(tables_ptr + (17 + head) * 256 + bits).to(tl.uint64, bitcast=True)
     nibbles = 0xFFFFFFFFF0000000
     near = entry & nibbles
     far = tl.zeros((LANES,), tl.uint64)
@@ -156,14 +155,14 @@ def unpack_blocks(
     at += 9 + head
     for _ in tl.static_range((payload - head) // 8):
         bits = (_window(words_ptr, at, last, here) & 255).to(tl.int64)
-        entry = tl.load(table_ptr + (entry & 0xFF00).to(tl.int64) + bits).to(tl.uint64, bitcast=True)
+        entry = tl.load(tables_ptr + (entry & 0xFF00).to(tl.int64) + bits).to(tl.uint64, bitcast=True)
         found = entry & nibbles
         step = (plane & 63).to(tl.uint64)
         near |= tl.where(plane < 64, found >> step, 0)
         far |= tl.where(plane < 64, (found << 1) << (63 - step), tl.where(plane < 128, found >> step, 0))
         plane += ((entry >> 16) & 127).to(tl.int32)
         at += 8
-    found = tl.load(cut_ptr + ((entry >> 8) & 255).to(tl.int64)).to(tl.uint64, bitcast=True) << 60
+    found = tl.load(tables_ptr + 26 * 256 + ((entry >> 8) & 255).to(tl.int64)).to(tl.uint64, bitcast=True) << 60
     step = (plane & 63).to(tl.uint64)
     near |= tl.where(plane < 64, found >> step, 0)
     far |= tl.where((plane >= 64) & (plane < 128), found >> step, 0)
@@ -190,9 +189,10 @@ def unpack_blocks(
 
 
 @functools.cache
-def _tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    unpacking = [torch.from_numpy(one).view(torch.int64).to(device) for one in UNPACKING]
-    return torch.from_numpy(PACKING).view(torch.int32).to(device), unpacking[0], unpacking[1], unpacking[2]
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """For packing and for unpacking."""
+    unpacking = torch.cat([torch.from_numpy(one).view(torch.int64) for one in UNPACKING])
+    return torch.from_numpy(PACKING).view(torch.int32).to(device), unpacking.to(device)
 
 
 def pack(x: Tensor, bits: int, words: Tensor) -> bool:
@@ -214,8 +214,8 @@ def unpack(words: Tensor, bits: int, values: Tensor) -> None:
     blocks = -(-values.numel() // 4)
     if not blocks:
         return
-    _, table, first, cut = _tables(values.device)
+    tables = _tables(values.device)[1]
     with torch.cuda.device_of(values):
         unpack_blocks[-(-blocks // LANES),](
-            words, table, first, cut, values, values.numel(), words.numel() - 1, BITS=bits, LANES=LANES, **_OPTIONS
+            words, tables, values, values.numel(), words.numel() - 1, BITS=bits, LANES=LANES, **_OPTIONS
         )
