@@ -252,17 +252,20 @@ def uneven_hosts() -> clusters.Cluster:
 
 
 def loopback(task: Task, world: int, note: str) -> list[Row]:
-    """Our engine as DDP and as FSDP2, beside them, without slow links."""
+    """Our engine as DDP and as FSDP2, beside them, without slow links; and DDP beside a second DDP, which shows how far
+    from 1 such a ratio comes out by itself."""
     plain, full = (1, 1, 1), (world, world, world)
-    everybody = [Contestant("ddp", "ddp"), named(plain), Contestant("fsdp2", "fsdp2"), named(full)]
+    peers = [Contestant("ddp", "ddp"), Contestant("fsdp2", "fsdp2"), Contestant("ddp again", "ddp")]
+    everybody = [*peers, named(plain), named(full)]
     found = on_loopback(replace_task(task, everybody, task.rounds, steps=3), world)
     case = f"{found.parameters / 1e6:.1f} M, loopback, {world} ranks"
     print(f"{case}{note}:")
     show(found)
-    return [
+    rows = [
         against(f"{case}, {told(ours)}{note}", found, told(ours), peer)
         for ours, peer in ((plain, "ddp"), (full, "fsdp2"))
     ]
+    return [*rows, against(f"{case}, a second DDP in the place of ours{note}", found, "ddp again", "ddp")]
 
 
 def against(case: str, found: Outcome, ours: str, peer: str) -> Row:
@@ -281,7 +284,7 @@ def main() -> None:
     asked = arguments(__doc__ or "", only={"default": "links,layouts,unequal,loopback"})
     depth, width = (3, 256) if asked.quick else (6, 384)
     note, rounds = (", quick", asked.pairs or 5) if asked.quick else ("", asked.pairs or 7)
-    limit = 60.0 if asked.quick else 150.0
+    limit = 60.0 if asked.quick else 250.0
     task = Task(depth, width, sequence=64, batch=8, contestants=(), rounds=rounds, limit=limit)
     cases: dict[str, Callable[[], list[Row]]] = {
         "links": lambda: slow_links(task, note),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier.kernels import rtopk
-from table import Row, arguments, compare, publish
+from table import Row, arguments, compare, publish, settle
 
 LARGE = ((65536, 256, 32), (16384, 1024, 64), (4096, 8192, 128), (65536, 256, 128))
 WIDTHS = (16, 32, 64, 100, 256, 1000, 4096, 16384, 65536)
@@ -36,6 +36,7 @@ class Taken(NamedTuple):
 
 
 def taken(run: Callable[[], Any]) -> Taken:
+    settle()
     wall, cpu = time.perf_counter(), time.process_time()
     run()
     return Taken(1e3 * (time.process_time() - cpu), 1e3 * (time.perf_counter() - wall))

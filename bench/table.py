@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import msgspec
 
 from espalier.records import Comparison as Row
 from espalier.records import Measured
+
+SETTLE = 0.02
+"""Seconds."""
 
 
 def compare(
@@ -32,6 +36,12 @@ def compare(
         unit,
         f"{low:.3f}-{high:.3f} (n={len(ratios)})",
     )
+
+
+def settle() -> None:
+    """Waits until threads that a contestant left spinning have gone to sleep: OpenMP's spin for milliseconds, on a core
+    that the next one's threads need and charged to its processor time."""
+    time.sleep(SETTLE)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

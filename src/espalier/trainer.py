@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from espalier import comm, compose, units
+from espalier import comm, compose, replicas, units
 from espalier.checkpoint import sharded as checkpoints
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.meter import Meter
 from espalier.config import Muon, Recipe
 from espalier.errors import Interrupted, RunFailed, UserError
+from espalier.feed import ahead, hearing_signals, seed_step
 from espalier.hardware.peak import peak_memory
 from espalier.launch import base as launch
 from espalier.optim import adamw, muon, schedules
@@ -36,7 +35,7 @@ from espalier.shard import spread as spreading
 from espalier.shard.base import Sharding
 from espalier.stages import whole
 from espalier.stages.base import Schedule
-from espalier.sync import every_step
+from espalier.sync import by_rounds, co2, every_step
 from espalier.sync.base import Agreed, Agreement
 from espalier.workload import Shard, Workload, to_device
 
@@ -61,6 +60,8 @@ class Built(NamedTuple):
     optimizer: Optimizer
     schedule: Schedule
     agreement: Agreement
+    replica: dist.ProcessGroup | None
+    """The ranks that are one at every step; None: this one alone."""
 
 
 @dataclass
@@ -95,7 +96,7 @@ class Setting:
 
 def claims(recipe: Recipe, plan: Plan) -> list[compose.Claim]:
     """What the mechanisms chosen by `recipe` and `plan` need and change."""
-    chosen = [spreading.claim(plan.units), whole.CLAIM, every_step.CLAIM]
+    chosen = [spreading.claim(plan.units), whole.CLAIM, every_step.CLAIM if plan.outer is None else co2.CLAIM]
     chosen.append(muon.CLAIM if isinstance(recipe.train.optimizer, Muon) else adamw.CLAIM)
     if plan.recompute != "none":
         chosen.append(RECOMPUTE[plan.recompute])
@@ -114,12 +115,18 @@ def build(setting: Setting, channel: dist.ProcessGroup | None) -> Built:
     workload.recompute(model, plan.recompute)
     if plan.compile:
         compile_blocks(workload.blocks(model))
-    sharding = amsp.Amsp(model, channel, spread(setting, model))
+    replica = channel if plan.outer is None else replicas.mine(plan.outer, channel)
+    sharding = amsp.Amsp(model, replica, spread(setting, model))
     optimizer = build_optimizer(recipe, sharding.owned, tables(workload, model))
     schedule = whole.Whole(workload.nominal_weight, sharding.accumulate, _context(plan, setting.device))
-    totals = every_step.Totals(channel, workload.nominal_weight)
-    agreement = every_step.EveryStep(sharding, optimizer, totals, recipe.train.clip)
-    return Built(model, sharding, optimizer, schedule, agreement)
+    totals = every_step.Totals(replica, workload.nominal_weight)
+    agreement: Agreement = every_step.EveryStep(sharding, optimizer, totals, recipe.train.clip)
+    if plan.outer is not None:
+        rate = recipe.train.optimizer.learning_rate or 0.0
+        timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
+        engine = replicas.engine(plan, sharding, channel, replica, timeout)
+        agreement = by_rounds.ByRounds(agreement, engine, sharding, rate)
+    return Built(model, sharding, optimizer, schedule, agreement, replica)
 
 
 def spread(setting: Setting, model: nn.Module) -> spreading.Spread:
@@ -131,7 +138,8 @@ def spread(setting: Setting, model: nn.Module) -> spreading.Spread:
         hidden = frozenset(one.name for one in owned_by(model) if muon.moves(one, named))
     masters = plan.precision == "bf16" and any(unit.optimizer for unit in plan.units)
     nccl = setting.place.device.startswith("cuda") and not plan.mixed  # finds the way through machines by itself
-    nodes = () if nccl else [plan.ranks[rank].node for rank in plan.trainers]
+    ranks = plan.trainers if plan.outer is None else plan.outer.replicas[0]
+    nodes = () if nccl else [plan.ranks[rank].node for rank in ranks]
     return spreading.Spread(
         factors=spreading.factors(plan.units),
         nodes=nodes,
@@ -183,7 +191,7 @@ class Trainer:
         self.channel = channel
         self.workload = setting.workload
         self.steps = setting.recipe.train.steps or 0
-        self.step = 0
+        self.step = self.level = 0
         self.tokens = 0
         self.built = build(setting, channel)
         self.stopping = False
@@ -205,11 +213,14 @@ class Trainer:
             outcome = self.built.schedule.run(self.built.model, batches, self.workload.loss)
         with comm.phase("agreement"):
             rate = schedules.factor(recipe.train.schedule, self.step, self.steps)
+            following = min(self.built.agreement.following(self.step), self.steps)
             agreed = self.built.agreement.step(outcome, rate, self.stopping)
+            if following == self.steps:
+                self.built.agreement.finish(rate)
         if agreed.faulty or not math.isfinite(agreed.gradient_norm):
             self._not_a_number(agreed, batches)
-        self.step += 1
-        self.tokens += round(self.step_tokens)
+        self.tokens += round(self.step_tokens * (following - self.step))
+        self.step = following
         return agreed
 
     def _not_a_number(self, agreed: Agreed, batches: Sequence[Any]) -> None:
@@ -217,6 +228,9 @@ class Trainer:
         faulty, what = agreed.faulty, "loss"
         if not faulty:
             faulty, what = self._ranks_with_bad_gradients(batches), "gradient"
+        if (outer := self.setting.plan.outer) is not None:
+            replica, _ = replicas.place(outer, self.setting.place.rank)
+            faulty = tuple(outer.replicas[replica][rank] for rank in faulty)
         start, stop = self.setting.plan.ranks[faulty[0]].share if faulty else (0, self.workload.global_batch)
         names = self.workload.documents(self.step, Shard(start, stop, self.setting.plan.micro_batch))
         shown = ", ".join(list(dict.fromkeys(names))[:5])
@@ -236,57 +250,60 @@ class Trainer:
         )
         apart.run(self.built.model, batches, self.workload.loss)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.built.model.parameters() if p.grad is not None])
-        flags = torch.zeros(self.setting.place.world)
-        flags[self.setting.place.rank] = float(not torch.isfinite(norm))
-        self._sum(flags)
+        replica = self.built.replica
+        flags = torch.zeros(1 if replica is None else replica.size())
+        flags[0 if replica is None else replica.rank()] = float(not torch.isfinite(norm))
+        self._sum(flags, replica)
         return tuple(int(rank) for rank in flags.nonzero().flatten())
 
-    def _sum(self, values: torch.Tensor) -> None:
-        if self.channel is not None:
+    def _sum(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        if group is not None:
             with traffic(Traffic.CONTROL):
-                dist.all_reduce(values, group=self.channel)
+                dist.all_reduce(values, group=group)
 
     # --- the run -------------------------------------------------------------------------------------------------
 
     def run(self, saved: checkpoints.Checkpoints | None = None) -> None:
         """Trains from `self.step` to the end, validating and saving on the way. Raises Interrupted after Ctrl-C."""
         recipe = self.setting.recipe
-        with self._hearing_signals(), self._profile() as profile, self._feed() as feed:
+        with hearing_signals(self._stop), self._profile() as profile, self._feed() as feed:
             for batches, waited in feed:
                 begun = time.perf_counter()
                 agreed = self.train_step(batches)
                 profile()
                 self._report(agreed, time.perf_counter() - begun + waited)
+                if not self.built.agreement.level:
+                    continue
                 loss = self.validate() if self._due(recipe.train.validate_every) else None
-                stop = agreed.stop or self.step == self.setting.stop_after
+                stop = agreed.stop or self._stops_here()
                 if saved is not None and (stop or self._due(recipe.checkpoint.every)):
                     self.save(saved, loss, wait=stop)
                 if stop and self.step < self.steps:
                     raise self._interrupted(saved)
+                self.level = self.step
 
     def _due(self, every: int | None) -> bool:
-        return self.step == self.steps or (every is not None and every > 0 and self.step % every == 0)
+        """Whether a multiple of `every` steps was reached since all replicas were at one step last."""
+        return self.step == self.steps or (every is not None and every > 0 and self.step // every > self.level // every)
 
-    @contextlib.contextmanager
-    def _feed(self) -> Iterator[Iterator[tuple[Sequence[Any], float]]]:
-        """(batches, seconds waited for them) of each remaining step, made ready one step ahead in a thread."""
+    def _stops_here(self) -> bool:
+        after = self.setting.stop_after
+        return after is not None and self.level < after <= self.step
+
+    def _feed(self) -> contextlib.AbstractContextManager[Iterator[tuple[Sequence[Any], float]]]:
+        """(batches, seconds waited for them) of each remaining step."""
         shard, device = self.setting.shard, self.setting.device
 
-        def make(step: int) -> Sequence[Any]:
-            return self.workload.batches(step, shard)
+        def numbers() -> Iterator[int]:
+            step = self.step
+            while step < self.steps:
+                yield step
+                step = self.built.agreement.following(self.step)
 
-        def all_of_them(pool: ThreadPoolExecutor) -> Iterator[tuple[Sequence[Any], float]]:
-            ahead = pool.submit(make, self.step) if self.step < self.steps else None
-            while ahead is not None:
-                begun = time.perf_counter()
-                batches = [to_device(batch, device) for batch in ahead.result()]
-                waited = time.perf_counter() - begun
-                following = self.step + 1
-                ahead = pool.submit(make, following) if following < self.steps else None
-                yield batches, waited
+        def there(batches: Sequence[Any]) -> Sequence[Any]:
+            return [to_device(batch, device) for batch in batches]
 
-        with ThreadPoolExecutor(1, thread_name_prefix="feed") as pool:
-            yield all_of_them(pool)
+        return ahead(numbers(), lambda step: self.workload.batches(step, shard), there)
 
     def _report(self, agreed: Agreed, seconds: float) -> None:
         recipe, setting = self.setting.recipe, self.setting
@@ -314,12 +331,13 @@ class Trainer:
         rank = self.setting.place.rank
         ends, size = [samples * index // world for index in range(world + 1)], self.setting.plan.micro_batch
         shards = [Shard(start, stop, size) for start, stop in itertools.pairwise(ends)]
-        with comm.phase("validation"), _context(self.setting.plan, self.setting.device)():
+        shown = self.built.agreement.shown()
+        with comm.phase("validation"), _context(self.setting.plan, self.setting.device)(), shown:
             found = self.workload.evaluate(self.built.model, shards[rank])
             self.built.sharding.idle(max(len(one.cuts) for one in shards) - len(shards[rank].cuts))
             names = sorted(found)
             totals = torch.tensor([found[name] for name in names], dtype=torch.float64)
-            self._sum(totals)
+            self._sum(totals, self.channel)
         means = {name: float(totals[i, 0] / totals[i, 1]) for i, name in enumerate(names)}
         self.setting.emit("validation", step=self.step, **self.workload.summary(means))
         return means.get("loss")
@@ -336,7 +354,11 @@ class Trainer:
 
     def parts(self) -> Mapping[str, Any]:
         """Everything that has state, by name."""
-        return self.built.sharding.parts(self.built.optimizer)
+        parts, agreement, outer = self.built.sharding.parts(self.built.optimizer), self.built.agreement, None
+        if isinstance(agreement, by_rounds.ByRounds) and (outer := self.setting.plan.outer) is not None:
+            replica, shard = replicas.place(outer, self.setting.place.rank)
+            return by_rounds.parts(parts, agreement, replica, f"{shard} of {len(outer.replicas[replica])}")
+        return parts
 
     def save(self, saved: checkpoints.Checkpoints, loss: float | None, wait: bool) -> None:
         """Saves the state after `self.step` steps."""
@@ -350,20 +372,13 @@ class Trainer:
             loaded = saved.load(self.parts())
         if loaded is not None:
             self.step, self.tokens = int(loaded.meta["step"]), int(loaded.meta["tokens"])
+            self.level = self.step
+            self.built.agreement.at(self.step)
 
-    # --- signals and profile -------------------------------------------------------------------------------------
+    # --- the end and the profile -------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _hearing_signals(self) -> Iterator[None]:
-        def hear(number: int, frame: Any) -> None:
-            self.stopping = True
-
-        before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _stop(self) -> None:
+        self.stopping = True
 
     @contextlib.contextmanager
     def _profile(self) -> Iterator[Callable[[], None]]:
@@ -382,11 +397,3 @@ class Trainer:
             f"Stopped after step {self.step} of {self.steps}; the state is {where}.",
             do="run the same command again to go on",
         )
-
-
-def seed_step(device: torch.device, seed: int) -> None:
-    """Seeds the generators a step can draw from. `torch.manual_seed` would, without a GPU in use, queue a call with its
-    stack trace for later at every step."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)

@@ -113,19 +113,19 @@ class Coded:
 
     def all_reduce(self, tensor: Tensor, residual: Tensor | None, average: bool) -> Start:
         """The sum (or mean) of all ranks' `tensor` [n], in place, with the same bits on all."""
-        return lambda booked: self._launch(lambda job: job.all_reduce(tensor, residual, average), booked)
+        return lambda booked: self.launch(lambda job: job.all_reduce(tensor, residual, average), booked)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, residual: Tensor | None, average: bool) -> Start:
         """Rank r gets the sum (or mean) of all ranks' r-th part of `input` [ranks * m], in `output` [m]."""
-        return lambda booked: self._launch(lambda job: job.reduce_scatter(output, input, residual, average), booked)
+        return lambda booked: self.launch(lambda job: job.reduce_scatter(output, input, residual, average), booked)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Start:
         """Every rank gets all ranks' `input` [m] in `output` [ranks * m], its own as the others see it."""
-        return lambda booked: self._launch(lambda job: job.all_gather(output, input), booked)
+        return lambda booked: self.launch(lambda job: job.all_gather(output, input), booked)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Start:
         """Rank r gets every rank's r-th of `inputs`. Parts may have any sizes; small ones go as they are."""
-        return lambda booked: self._launch(lambda job: job.all_to_all(outputs, inputs), booked)
+        return lambda booked: self.launch(lambda job: job.all_to_all(outputs, inputs), booked)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> tuple[list[Work], int]:
         """Works of the sends of `tensor` to `peer`, and their bytes."""
@@ -152,11 +152,16 @@ class Coded:
 
         return work, finish
 
+    def everyone(self, told: Tensor) -> list[Tensor]:
+        """Every rank's `told` (of one shape and dtype), as it is. Only inside a job of the lane."""
+        return _everyone(self, told)
+
     def close(self) -> None:
         """Ends the thread."""
         self.lane.close()
 
-    def _launch(self, act: Callable[[_Job], None], booked: Callable[[Spent], None]) -> Task:
+    def launch(self, act: Callable[[_Job], None], booked: Callable[[Spent], None]) -> Task:
+        """Runs `act` with a job of the lane; `booked` is called with what it took."""
         self.number += 1
         job = _Job(self, Bucket(self.kind, self.number, self.members[self.place[0]]))
         after = following()

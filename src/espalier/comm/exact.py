@@ -20,8 +20,8 @@ class Exact:
         return tensor
 
     def decode(self, wire: Tensor, like: Tensor) -> Tensor:
-        """`wire` itself, seen in `like`'s shape."""
-        return wire.view(like.shape)
+        """`wire` itself (or bytes of it), seen in `like`'s dtype and shape."""
+        return wire.view(like.dtype).view(like.shape)
 
     def wire_bytes(self, elements: Any, element_bytes: int) -> Any:
         """Every value costs its own bytes (NumPy arrays allowed)."""

@@ -273,6 +273,64 @@ class Comm(Options, frozen=True):
     nonfinite: Literal["pass", "stop"] = "pass"
 
 
+# --- [sync] ------------------------------------------------------------------------------------------------------
+
+
+class Auto(Choice, frozen=True, tag="auto"):
+    """At every step, or by rounds where the links between machines are so slow that little else would happen."""
+
+
+class EveryStep(Choice, frozen=True, tag="every_step"):
+    """Replicas agree at every step: plain data parallel."""
+
+
+class ByRounds(Choice, frozen=True):
+    """Replicas take `steps` steps of their own in a round, then agree. What is left out is the method's own, the number
+    of steps and the codec what the links ask for; see `sync.choices`.
+
+    `replicas`: in how many parts the ranks are cut (as many as machines). `adapt`: rounds follow the measured waits.
+    """
+
+    replicas: int | None = None
+    steps: int | None = None
+    adapt: bool = True
+    codec: str | None = None
+    average: Literal["parameters", "differences"] | None = None
+    delay: float | None = None
+    fragments: int | None = None
+    rate: float | None = None
+    momentum: float | None = None
+    nesterov: bool | None = None
+    clip: float | None = None
+    scaled: bool | None = None
+    penalty: Literal["none", "norm", "per_tensor", "constant"] | None = None
+    constant: float | None = None
+    mixing: float | None = None
+
+
+class LocalSgd(ByRounds, frozen=True, tag="local_sgd"):
+    """The mean of the replicas after each round (arXiv 1805.09767)."""
+
+
+class SlowMo(ByRounds, frozen=True, tag="slowmo"):
+    """With momentum between rounds (arXiv 1910.00643)."""
+
+
+class DiLoCo(ByRounds, frozen=True, tag="diloco"):
+    """With Nesterov momentum between rounds (arXiv 2311.08105)."""
+
+
+class StreamingDiLoCo(ByRounds, frozen=True, tag="streaming_diloco"):
+    """In fragments, behind the next steps, in four bits (arXiv 2501.18512)."""
+
+
+class Co2(ByRounds, frozen=True, tag="co2"):
+    """One round late, so that the exchange is hidden behind it (arXiv 2401.16265)."""
+
+
+Sync = Auto | EveryStep | LocalSgd | SlowMo | DiLoCo | StreamingDiLoCo | Co2
+
+
 class Track(Options, frozen=True):
     """What is recorded beside the run log. `profile = [from, to]` writes a Chrome trace of those steps."""
 
@@ -292,6 +350,7 @@ class Recipe(Options, frozen=True):
     plan: Planning = Planning()
     checkpoint: Checkpoint = Checkpoint()
     comm: Comm = Comm()
+    sync: Sync = Auto()
     track: Track = Track()
 
 

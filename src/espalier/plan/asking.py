@@ -104,6 +104,7 @@ def _request(recipe: Recipe, step: tuple[int, float], tally: _Tally, **known: An
         redundancy=options.redundancy,
         max_devices=options.max_devices,
         codec=recipe.comm.codec,
+        sync=recipe.sync,
         **known,
     )
 

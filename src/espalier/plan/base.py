@@ -92,6 +92,24 @@ def exchanges(crossings: Iterable[Crossing]) -> tuple[Exchange, ...]:
     return (Exchange(traffic="gradients"), *found)
 
 
+class Outer(Part, frozen=True):
+    """Replicas that agree round by round: which ranks make each, and how they do.
+
+    Attributes:
+        replicas: ranks of each, in order of rank; within one the plan's units hold.
+        method: a key of `sync.choices.METHODS`; settings: what of its `Choices` was set otherwise.
+        steps: local steps of a round of the fastest replica; adapt: whether they follow the measured waits.
+        paces: of each replica, its steps for each of the fastest.
+    """
+
+    replicas: tuple[tuple[int, ...], ...]
+    method: str = "co2"
+    settings: dict[str, float | str | bool] = {}
+    steps: int = 1
+    adapt: bool = True
+    paces: tuple[float, ...] = ()
+
+
 class Rule(Part, frozen=True):
     """A value that may change while running: where it starts, its bounds, and the signal that moves it."""
 
@@ -156,6 +174,7 @@ class Plan(Part, frozen=True):
     units: tuple[Unit, ...] = (Unit(),)
     stages: tuple[Stage, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
+    outer: Outer | None = None
     rules: tuple[Rule, ...] = ()
     algorithm: str = "data"
     """What tensor and sequence ranks do: see `plan.layouts.ALGORITHMS`."""
@@ -194,8 +213,9 @@ class Plan(Part, frozen=True):
         first = self.ranks[trainers[0]]
         stages = [stage for stage in self.stages if stage.pipeline == 0] or [Stage(ranks=trainers)]
         stage = stages[0]
+        copies = len(self.outer.replicas) if self.outer is not None and stage.ranks else 1
         return Layout(
-            dp=len(stage.ranks or trainers) // (stage.tensor * stage.sequence),
+            dp=copies * len(stage.ranks or trainers) // (stage.tensor * stage.sequence),
             tp=stage.tensor,
             sp=stage.sequence,
             pp=len({one.layers for one in stages}),

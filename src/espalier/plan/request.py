@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from espalier.config import Pin
+from espalier.config import EveryStep, Pin, Sync
 from espalier.cost import WHOLE, Anatomy, Cut, Number
 from espalier.plan.factors import PLAIN, Factors
 
@@ -64,6 +64,7 @@ class Request:
         refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner, as in
             InternEvo, which also sums gradients whole, or reduces them to each owner in turn.
         codec: what the recipe says of that; crossings: what is encoded on its way.
+        sync: when replicas are to agree.
     """
 
     parameters: int
@@ -100,6 +101,7 @@ class Request:
     remarks: Sequence[str] = ()
     codec: str = "exact"
     crossings: Sequence[Crossing] = ()
+    sync: Sync = field(default_factory=EveryStep)
 
     def crossing(self, traffic: str) -> Crossing | None:
         """How that class is encoded; None: it is not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -54,4 +55,25 @@ class Agreement(Protocol):
 
     def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
         """Ends the step begun by the schedule. `learning_rate` is the schedule's factor of each group's own rate."""
+        ...
+
+    @property
+    def level(self) -> bool:
+        """Whether all replicas are at the same step now, so that they may validate and save together."""
+        ...
+
+    def following(self, step: int) -> int:
+        """The number of the step that comes after `step` on this rank."""
+        ...
+
+    def at(self, step: int) -> None:
+        """What was restored is the state before `step`."""
+        ...
+
+    def shown(self) -> AbstractContextManager[None]:
+        """Surrounds what looks at the model that all replicas agreed on last."""
+        ...
+
+    def finish(self, learning_rate: float) -> None:
+        """After the last step: makes all replicas one."""
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -47,6 +48,22 @@ class EveryStep:
             self.optimizer.step(learning_rate)
             self.sharding.refresh()
         return Agreed(loss / weight if weight else math.nan, weight, size, learning_rate, stopping, exposed, faulty)
+
+    level = True
+
+    def following(self, step: int) -> int:
+        """The next."""
+        return step + 1
+
+    def at(self, step: int) -> None:
+        """See `Agreement.at`."""
+
+    def shown(self) -> AbstractContextManager[None]:
+        """See `Agreement.shown`: it is the model as it is."""
+        return nullcontext()
+
+    def finish(self, learning_rate: float) -> None:
+        """See `Agreement.finish`: they are."""
 
     def _scale(self, gradients: list[Tensor], scale: float, size: float) -> None:
         if self.clip > 0 and size > self.clip:

@@ -17,11 +17,11 @@ import torch
 from espalier import cluster as clusters
 from espalier import run as runs
 from espalier import units
-from espalier.config import load
+from espalier.config import Auto, ByRounds, Co2, load
 from espalier.errors import UserError
 from espalier.folders import cache_folder
 from espalier.plan import base as plans
-from espalier.plan import chosen, reasons, refusals, search, uniform
+from espalier.plan import chosen, co2, reasons, refusals, search, uniform
 from espalier.plan.calibrate import Calibration
 from espalier.plan.request import Request
 from espalier.plan.seats import gpus
@@ -88,7 +88,68 @@ class Decision:
 def decide(
     request: Request, cluster: clusters.Cluster, calibration: Calibration, trials: Callable[[], Measured]
 ) -> Decision:
-    """Searches all layouts; on processors `trials` (called when there is a choice) settle ranks and threads."""
+    """Searches all layouts; on processors `trials` (called when there is a choice) settle ranks and threads. Where
+    replicas are to agree by rounds, each is planned by itself."""
+    if isinstance(request.sync, ByRounds):
+        return _by_rounds(request, cluster, calibration, request.sync)
+    found = _every_step(request, cluster, calibration, trials)
+    if isinstance(request.sync, Auto) and cluster.machines > 1 and found.taken is not None and found.fits:
+        return _if_rounds_pay(found, request, cluster, calibration)
+    return found
+
+
+def _if_rounds_pay(found: Decision, request: Request, cluster: clusters.Cluster, calibration: Calibration) -> Decision:
+    """Rounds instead, where the links between machines leave little else."""
+    assert found.taken is not None
+    try:
+        made = co2.cut(request, cluster, Co2())
+        options = co2.instead(found.taken, _apart(made, calibration))
+        return found if options is None else _by_rounds(request, cluster, calibration, options)
+    except UserError:
+        return found  # pins, batches or memory that rounds cannot have: they were not asked for
+
+
+def _apart(made: co2.Cut, calibration: Calibration) -> list[plans.Plan]:
+    """A plan of each replica by itself, made once for equal ones. Raises UserError when one cannot be had."""
+    known: dict[str, plans.Plan] = {}
+    found = []
+    for one in made.clusters:
+        name = clusters.dumps(one)
+        if name not in known:
+            known[name] = _alone(made.request, one, calibration)
+        found.append(known[name])
+    return found
+
+
+def _alone(request: Request, cluster: clusters.Cluster, calibration: Calibration) -> plans.Plan:
+    decision = _every_step(request, cluster, calibration, dict)
+    if decision.taken is not None and not co2.whole(decision.taken):
+        ranks = len(decision.taken.ranks)
+        decision = _every_step(co2.sharded(request, ranks), cluster, calibration, dict)
+    if decision.taken is None:
+        raise decision.refusal()
+    return decision.taken
+
+
+def _by_rounds(request: Request, cluster: clusters.Cluster, calibration: Calibration, options: ByRounds) -> Decision:
+    made = co2.cut(request, cluster, options)
+    parts = _apart(made, calibration)
+    counts = sorted({len(part.ranks) for part in parts})
+    if len(counts) > 1:
+        raise UserError(
+            f"Replicas of {' and '.join(map(str, counts))} ranks cannot agree by rounds.",
+            why="each rank sends what it owns to its like in the other replicas",
+            do=f"plan.pin.ranks={made.count * counts[0]}",
+        )
+    step = min(part.predicted.step_seconds if part.predicted else 1.0 for part in parts)
+    chosen = co2.round_of(options, made, step, 4.0 * request.trainable)
+    plan = co2.join(parts, made, chosen, options)
+    return Decision(request, cluster, search.Found((), None, 0, 0.0), plan, plan, True)
+
+
+def _every_step(
+    request: Request, cluster: clusters.Cluster, calibration: Calibration, trials: Callable[[], Measured]
+) -> Decision:
     request, told = crossing.encoded(request, cluster)
     request = replace(request, factors=calibration.factors, remarks=(*request.remarks, *told))
     found = _decided(request, cluster, calibration, trials)

@@ -1,0 +1,266 @@
+"""Which replicas a run is cut into, how many steps a round has, and what travels. After CO2, arXiv 2401.16265, which
+gives no rule for the number of steps: here it is the least that hides the exchange (`sync.hiding.least_steps`).
+
+A replica is a machine (or what `sync.replicas` says), planned by itself for its share of the batch; within one, the
+optimizer's state is cut among all its ranks, so that each sends only what it owns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from espalier import units
+from espalier.cluster import Cluster, Link
+from espalier.comm.codecs import codec
+from espalier.config import ByRounds, Co2, EveryStep, Shard
+from espalier.errors import UserError
+from espalier.plan.base import Exchange, Outer, Plan, Predicted, Rank, Rule
+from espalier.plan.request import Request
+from espalier.sync import hiding
+from espalier.sync.choices import METHODS
+
+SLOW = 4.0
+"""With sync.kind = "auto": how many times as long as a machine's own step one with every exchange must take before
+rounds are chosen. Less than that is better bought with codecs, which change what is learned less."""
+MOST = 500
+"""Steps of a round at most: DiLoCo's (arXiv 2311.08105), the longest that is published to work."""
+LONG = 16
+"""Steps from which on four bits are chosen for what travels: with error feedback these change the loss less than rounds
+four times as long do (the bound on the loss grows with steps)."""
+WAITING = 0.05
+"""Share of a round that a method which waits for its exchange may wait."""
+SHORT = "int4"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A run's replicas: machines (or parts of one) as clusters of their own, and one replica's request."""
+
+    clusters: Sequence[Cluster]
+    request: Request
+    link: Link
+
+    @property
+    def count(self) -> int:
+        """How many replicas."""
+        return len(self.clusters)
+
+
+def cut(request: Request, cluster: Cluster, options: ByRounds) -> Cut:
+    """The replicas of a run. Raises UserError: fewer than two, or a batch or ranks that they cannot share equally."""
+    machines = cluster.machines
+    count = options.replicas or (machines if machines > 1 else request.pin.ranks or 1)
+    if count < 2:
+        raise UserError(
+            "sync by rounds needs two replicas, and here is one machine.",
+            do="sync.replicas=2, --hosts for more machines, or sync.kind=every_step",
+        )
+    if machines > 1 and count != machines:
+        raise UserError(f"sync.replicas = {count}, and there are {machines} machines.", do=f"sync.replicas={machines}")
+    if request.global_batch % count:
+        near = -(-request.global_batch // count) * count
+        raise UserError(
+            f"A batch of {request.global_batch} samples cannot be shared equally by {count} replicas.",
+            do=f"a batch of {near} samples (train.batch_tokens)",
+        )
+    pin = request.pin
+    if pin.ranks is not None and pin.ranks % count:
+        raise UserError(
+            f"plan.pin.ranks = {pin.ranks} is no multiple of {count} replicas.", do=f"plan.pin.ranks={count}"
+        )
+    own = None if pin.ranks is None else pin.ranks // count
+    inner = replace(
+        request,
+        global_batch=request.global_batch // count,
+        pin=msgspec.structs.replace(pin, ranks=own),
+        sync=EveryStep(),
+        crossings=(),
+    )
+    link = cluster.slowest(range(len(cluster.devices())), "between") if machines > 1 else cluster.nodes[0].inside
+    return Cut(_machines(cluster, count), inner, link)
+
+
+def _machines(cluster: Cluster, count: int) -> list[Cluster]:
+    if cluster.machines == count:
+        found = []
+        for machine in range(count):
+            places = [place for place in cluster.devices() if place.node == machine]
+            tables = {id(place.table): place.table for place in places}
+            nodes = tuple(
+                msgspec.structs.replace(table, count=1, devices=sum(place.table is table for place in places))
+                for table in tables.values()
+            )
+            found.append(msgspec.structs.replace(cluster, nodes=nodes, between=None, pairs=()))
+        return found
+    node = cluster.nodes[0]
+    part = msgspec.structs.replace(node, devices=max(1, node.devices // count), cores=max(1, node.cores // count))
+    return [msgspec.structs.replace(cluster, nodes=(part,), pairs=())] * count
+
+
+def sharded(request: Request, ranks: int) -> Request:
+    """`request` with the optimizer's state cut among all `ranks`."""
+    shard = Shard(params=1, grads=1, optimizer=ranks)
+    return replace(request, pin=msgspec.structs.replace(request.pin, ranks=ranks, shard=shard))
+
+
+def whole(plan: Plan) -> bool:
+    """Whether a replica's plan cuts the optimizer's state among all its ranks."""
+    return all((len(unit.optimizer) or 1) == len(plan.ranks) for unit in plan.units)
+
+
+def method_of(options: ByRounds) -> str:
+    """The key in `METHODS`."""
+    return str(type(options).__struct_config__.tag)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What was chosen of the rounds: steps, codec, and why."""
+
+    steps: int
+    codec: str
+    flight: float
+    why: tuple[str, ...]
+
+
+def round_of(options: ByRounds, made: Cut, step: float, size: float) -> Round:
+    """How long a round is and what travels.
+
+    Args:
+        options: what the recipe says.
+        made: the replicas.
+        step: seconds of a local step of the fastest.
+        size: bytes of a replica's parameters.
+
+    Raises UserError: no round of at most `MOST` steps hides the exchange; says what link or batch would.
+    """
+    method = METHODS[method_of(options)]
+    name = options.codec or method.codec
+    hidden = (options.delay if options.delay is not None else method.delay) > 0
+
+    def asked(name: str) -> tuple[float, int]:
+        flight = float(hiding.flight_seconds(size, made.count, made.link, ratio(name)))
+        return flight, hiding.least_steps(flight, step if hidden else WAITING * step)
+
+    flight, steps = asked(name)
+    differences = (options.average or method.average) == "differences"
+    if options.codec is None and options.steps is None and differences and steps > LONG and ratio(name) < ratio(SHORT):
+        name = SHORT
+        flight, steps = asked(name)
+    raw, raw_steps = asked("exact")
+    needs = f"{raw_steps} local steps hide that in full precision" if hidden else f"{raw_steps} local steps between"
+    said = [
+        f"The exchange of all parameters takes {units.show_seconds(raw)} on this link, a local step "
+        f"{units.show_seconds(step)}: {needs}"
+        + (f", {steps} with the differences as {name}." if name != "exact" else ".")
+    ]
+    if options.steps is None and steps > MOST:
+        raise _never(made, step, size, name)
+    if options.steps is not None and options.steps < steps:
+        waits = flight - (options.steps * step if hidden else 0.0)
+        said.append(
+            f"sync.steps = {options.steps} leaves {units.show_seconds(max(0.0, waits))} of it in view each round."
+        )
+    return Round(options.steps or steps, name, flight, tuple(said))
+
+
+def _never(made: Cut, step: float, size: float, name: str) -> UserError:
+    """Says what link or batch would do."""
+    sent = 2 * size * (made.count - 1) / made.count / ratio(name)
+    bandwidth = hiding.MARGIN * sent / (MOST * step)
+    factor = math.ceil(
+        float(hiding.flight_seconds(size, made.count, made.link, ratio(name))) * hiding.MARGIN / (MOST * step)
+    )
+    return UserError(
+        f"No round of up to {MOST} steps hides the exchange between these replicas.",
+        why=f"it takes {units.show_seconds(sent / made.link.bandwidth)} as {name}, a step {units.show_seconds(step)}",
+        do=f"a link of {bandwidth * 8 / 1e6:.3g} Mbit/s, a batch {factor} times as large, or sync.steps=… by hand",
+    )
+
+
+def ratio(name: str) -> float:
+    """float32 bytes over encoded bytes, where that is fixed."""
+    one = codec(name)
+    return 4 * 2**20 / float(one.wire_bytes(2**20, 4)) if one.fixed else 1.0
+
+
+def join(parts: Sequence[Plan], made: Cut, chosen: Round, options: ByRounds) -> Plan:
+    """One plan of the replicas' own. `parts`: of each replica, alike but for their devices and speed."""
+    size = made.request.global_batch
+    ranks: list[Rank] = []
+    replicas = []
+    for index, part in enumerate(parts):
+        several = len({id(one) for one in made.clusters}) > 1
+        replicas.append(tuple(range(len(ranks), len(ranks) + len(part.ranks))))
+        for rank in part.ranks:
+            start, stop = rank.share
+            share = (start + index * size, stop + index * size)
+            ranks.append(msgspec.structs.replace(rank, node=index if several else rank.node, share=share))
+    seconds = [part.predicted.step_seconds if part.predicted else 1.0 for part in parts]
+    paces = tuple(min(seconds) / one for one in seconds)
+    outer = Outer(
+        replicas=tuple(replicas),
+        method=method_of(options),
+        settings=settings_of(options, chosen.codec),
+        steps=chosen.steps,
+        adapt=options.adapt,
+        paces=() if all(pace > 0.95 for pace in paces) else paces,
+    )
+    first = parts[0]
+    return msgspec.structs.replace(
+        first,
+        planner="co2",
+        ranks=tuple(ranks),
+        outer=outer,
+        exchanges=(*first.exchanges, Exchange(traffic="outer_step", codec=chosen.codec, agreement=outer.method)),
+        rules=(*first.rules, Rule(name="sync.steps", start=chosen.steps, low=1, high=MOST, signal="wait of a round")),
+        predicted=_predicted(first.predicted, made, chosen, outer),
+        why=(*chosen.why, *first.why),
+        runners_up=(),
+    )
+
+
+def settings_of(options: ByRounds, codec_name: str) -> dict[str, float | str | bool]:
+    """What differs from the method's own choices."""
+    own = METHODS[method_of(options)]
+    given = {name: value for name in vars(own) if (value := getattr(options, name)) is not None}
+    given["codec"] = codec_name
+    return {key: value for key, value in given.items() if value != getattr(own, key)}
+
+
+def _predicted(inside: Predicted | None, made: Cut, chosen: Round, outer: Outer) -> Predicted | None:
+    if inside is None:
+        return None
+    shards = len(outer.replicas[0])
+    size = 4.0 * made.request.trainable
+    delay = outer.settings.get("delay", METHODS[outer.method].delay)
+    hidden = chosen.steps * inside.step_seconds if delay else 0.0
+    exposed = max(0.0, chosen.flight - hidden) / chosen.steps
+    added = hiding.cost(size / shards, made.count, made.link, chosen.steps, ratio(chosen.codec))
+    held = {key: float(value) for key, value in added.held.items()}
+    seconds = inside.step_seconds + exposed
+    speed = made.count * inside.step_seconds / seconds
+    peak = inside.memory_bytes.get("peak", 0.0) + sum(held.values())
+    return msgspec.structs.replace(
+        inside,
+        step_seconds=seconds,
+        tokens_per_second=inside.tokens_per_second * speed,
+        tokens_per_second_per_device=inside.tokens_per_second_per_device * speed / made.count,
+        mfu=inside.mfu * speed / made.count,
+        terms={**inside.terms, "outer": exposed},
+        memory_bytes={**inside.memory_bytes, **held, "peak": peak},
+        sent_bytes={**inside.sent_bytes, **{key: float(value) for key, value in added.sent.items()}},
+        sources={**inside.sources, **added.sources},
+    )
+
+
+def instead(together: Plan, apart: Sequence[Plan]) -> ByRounds | None:
+    """With `auto`: the rounds that pay for what a step with every exchange loses; None: it loses little."""
+    seconds = [plan.predicted.step_seconds for plan in (together, *apart) if plan.predicted is not None]
+    if len(seconds) < 2 or seconds[0] < SLOW * max(seconds[1:]):
+        return None
+    return Co2()

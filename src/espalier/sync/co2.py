@@ -1,0 +1,164 @@
+"""CO2: replicas far apart train on while the average of their last round travels. After arXiv 2401.16265.
+
+Also around anybody's model and optimizer, in their own loop. It deviates from the authors' code where that is wrong:
+what travels is a copy, the clip clips, nothing in the outer step blocks, and no round depends on timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from espalier.comm.codecs import codec
+from espalier.compose import Claim
+from espalier.errors import UserError
+from espalier.records import Record
+from espalier.sync.choices import METHODS, Choices
+from espalier.sync.members import Crew, Members
+from espalier.sync.outer import OuterSync, Rounds
+
+CLAIM = Claim(
+    "outer_rounds",
+    question="sync",
+    needs=frozenset({"gradients are summed"}),
+    changes=frozenset({"owns the optimizer step", "replicas differ between rounds"}),
+    forbids=frozenset({"owns the optimizer step"}),
+    instead=("every_step",),
+)
+RECORD = Record(
+    name="co2",
+    title="CO2: local steps, and an outer step whose exchange is hidden behind the next round",
+    aliases=("outer sync", "local sgd", "slowmo", "diloco", "streaming diloco"),
+    paper="arXiv 2401.16265",
+    question="When do replicas agree?",
+    files=("sync/co2.py", "sync/outer.py", "sync/update.py", "sync/members.py", "plan/co2.py"),
+    chosen="machines between which an exchange of gradients takes several times as long as a step",
+    cost="per round 2(G-1)/G of the parameters from each replica, divided by the codec's ratio, behind steps >= 1.1 * "
+    "exchange / step; held: outer parameters, momentum and two copies in flight, of this rank's shard",
+    law="bit for bit the recurrence of the paper in one process; one step without delay is data parallel; a checkpoint "
+    "in flight resumes to the bit; what is dead is dropped from the mean",
+    law_test="tests/sync/test_outer.py::test_twenty_rounds_are_those_of_the_recurrence_to_the_bit",
+    bench="bench/co2.py",
+    state="partly",
+)
+
+
+class CO2:
+    """An outer agreement around a model and the optimizer that moves it, on every rank of a group.
+
+    Train in an ordinary loop on each rank's own data; every `optimizer.step()` counts as a local step, and at the
+    end of a round the parameters are set to the common ones. Call `finish()` after the last step: then all ranks hold
+    one model. Models with running statistics (BatchNorm) are refused: these would differ between ranks.
+
+    Args:
+        model: on every rank; rank 0's parameters go to all.
+        optimizer: of its parameters, any kind; keeps its own state through rounds.
+        steps: local steps of a round; None: begins at 8 and follows the measured waits, for all ranks alike.
+        method: a key of `sync.choices.METHODS`.
+        group: the ranks; None: torch's default group.
+        choices: settings of `sync.choices.Choices` other than the method's.
+
+    Raises:
+        UserError: an unknown method or setting, a model that cannot be averaged, no process group.
+        PeerLost: (from `optimizer.step`, `finish`) this rank was given up by the others.
+
+    >>> outer = CO2(model, optimizer, steps=24, codec="int4")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        steps: int | None = None,
+        method: str = "co2",
+        group: dist.ProcessGroup | None = None,
+        **choices: Any,
+    ) -> None:
+        _refuse(model)
+        chosen = chosen_of(method, choices)
+        self.optimizer = optimizer
+        live = [p for one in optimizer.param_groups for p in one["params"] if p.requires_grad]
+        members = None
+        if dist.is_initialized() or group is not None:
+            everyone = group if group is not None else dist.group.WORLD
+            assert everyone is not None
+            with torch.no_grad():
+                for tensor in [*model.parameters(), *model.buffers()]:
+                    dist.broadcast(tensor.detach(), dist.get_global_rank(everyone, 0), group=everyone)
+            crew = Crew(_store(everyone), everyone.rank(), tuple(range(everyone.size())))
+            members = Members(crew, codec(chosen.codec)) if everyone.size() > 1 else None
+        self.engine = OuterSync(live, chosen, members, Rounds(steps or 8, adapt=steps is None))
+        self._hook = optimizer.register_step_post_hook(self._stepped)
+
+    @property
+    def rate(self) -> float:
+        """The inner learning rate."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _stepped(self, *_: Any) -> None:
+        self.engine.after_step(self.rate)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """The common parameters in place of this rank's own, to validate or save them."""
+        self.engine.swap()
+        try:
+            yield
+        finally:
+            self.engine.swap()
+
+    def finish(self) -> None:
+        """Makes all ranks one model. All call it after their last step."""
+        self.engine.finish(self.rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of this rank needs beside its model and its optimizer; also in flight."""
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave, after model and optimizer took back theirs."""
+        self.engine.load_state_dict(state)
+
+    def detach(self) -> None:
+        """Leaves model and optimizer as they are."""
+        self._hook.remove()
+        self.engine.close()
+
+
+def chosen_of(method: str, settings: dict[str, Any]) -> Choices:
+    """The choices of a method with some set otherwise. Raises UserError for a name that is none."""
+    if method not in METHODS:
+        raise UserError(f"sync.kind = {method!r} is unknown.", do=f"one of {', '.join(METHODS)}")
+    known = {one.name for one in fields(Choices)}
+    wrong = sorted(set(settings) - known)
+    if wrong:
+        raise UserError(
+            f"{wrong[0]!r} is no setting of an outer agreement.", why=f"there are {', '.join(sorted(known))}"
+        )
+    return replace(METHODS[method], **settings)
+
+
+def _refuse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "running_mean", None) is not None:
+            raise UserError(
+                f"{name or type(model).__name__} keeps running statistics, which would differ between replicas.",
+                do="GroupNorm or LayerNorm, or track_running_stats=False",
+            )
+
+
+def _store(group: Any) -> Any:
+    """The store that a group's ranks met in."""
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.distributed_c10d import _get_default_store, _world
+
+    getter = getattr(group, "get_group_store", None)
+    store = getter() if getter is not None else _get_default_store()
+    return PrefixStore(f"outer of {_world.pg_names.get(group, 'all')}", store)

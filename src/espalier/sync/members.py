@@ -1,0 +1,268 @@
+"""Who takes part in the outer rounds, and what travels between them: a flight is one sum on its way, in its own thread.
+
+Sums are a direct exchange in rank order, so all members get the same bits (`comm.coded`). A flight counts when every
+member has it: the last to get it says so in the store, the first to fail says the opposite, and one word is never
+replaced by the other. After a failure those that report within a grace period are the members from then on, and the
+flight is flown again among them from what each had sent; its weights say what the sum is of.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+
+from espalier.comm.base import Codec, Ledger, Spent, Traffic
+from espalier.comm.coded import Coded
+from espalier.comm.lane import Task
+from espalier.errors import PeerLost
+
+GRACE = 5.0
+"""Seconds after the first sign of a failure in which survivors report: they notice a death within milliseconds of each
+other, a silent link within the spread of their rounds."""
+
+
+class Note(NamedTuple):
+    """What a member says of its round.
+
+    Attributes:
+        weight: of what it sends: samples behind it, in any unit that all share.
+        steps: local steps of a round that would hide its flights (0: no wish).
+        stop: it was asked to stop.
+        seconds: of one local step.
+        rate: its inner learning rate; all use that of the first member.
+    """
+
+    weight: float = 1.0
+    steps: float = 0.0
+    stop: float = 0.0
+    seconds: float = 0.0
+    rate: float = 1.0
+
+
+class Arrived(NamedTuple):
+    """A flight that every member has: the sum, who is in it with what to say, and how long it took."""
+
+    total: Tensor
+    notes: dict[int, Note]
+    seconds: float
+
+    @property
+    def weight(self) -> float:
+        """Of the whole sum."""
+        return sum(note.weight for note in self.notes.values())
+
+
+class Crew(NamedTuple):
+    """What members need to find each other.
+
+    Attributes:
+        store: of all ranks; its server must outlive every member.
+        member, members: this replica's number, and those that begin.
+        shard, shards: this rank's number among the ranks of its replica, and how many these are.
+        timeout: seconds of any wait for a message.
+        grace: seconds; see `GRACE`.
+        ledger: books what is sent; may be None.
+    """
+
+    store: Any
+    member: int
+    members: tuple[int, ...]
+    shard: int = 0
+    shards: int = 1
+    timeout: float = 60.0
+    grace: float = GRACE
+    ledger: Ledger | None = None
+
+
+@dataclass
+class Flight:
+    """One sum under way. Has state: what it needs to be flown again."""
+
+    sent: Tensor
+    """[n] this member's contribution, unchanged until the flight has ended."""
+    residual: Tensor | None
+    note: Note
+    number: int
+    result: Tensor = field(init=False)
+    kept: Tensor | None = field(init=False)
+    notes: dict[int, Note] = field(init=False, default_factory=dict)
+    task: Task = field(init=False)
+    seconds: float = field(init=False, default=0.0)
+
+    def ready(self) -> None:
+        """Before a (further) try."""
+        self.result = self.sent.clone()
+        self.kept = None if self.residual is None else self.residual.clone()
+
+
+class Members:
+    """The living members as this rank sees them, and their flights. Has state.
+
+    Args:
+        crew: see there.
+        codec: of what travels.
+        on_change: called as `on_change(lost, members)` after members were lost.
+    """
+
+    def __init__(
+        self, crew: Crew, codec: Codec, on_change: Callable[[tuple[int, ...], tuple[int, ...]], None] | None = None
+    ) -> None:
+        self.crew, self.codec, self.on_change = crew, codec, on_change
+        self.members = crew.members
+        self.store = crew.store.clone() if hasattr(crew.store, "clone") else crew.store
+        self.epoch = 0
+        self._number = 0
+        self._past: list[Any] = []  # groups with messages under way, which must not be taken apart
+        self._coded = self._joined()
+
+    # --- the group -----------------------------------------------------------------------------------------------
+
+    def _space(self) -> Any:
+        return PrefixStore(f"outer/{self.epoch}", self.store)
+
+    def _joined(self) -> Coded | None:
+        """The members' group of this epoch, of the ranks with this rank's shard; None where a replica is alone."""
+        if len(self.members) == 1:
+            return None
+        crew, place = self.crew, (self.members.index(self.crew.member), len(self.members))
+        limit = timedelta(seconds=crew.timeout)
+        inner = ProcessGroupGloo(PrefixStore(f"shard{crew.shard}", self._space()), *place, limit)
+        ranks = [member * crew.shards + crew.shard for member in self.members]
+        return Coded(self.codec, inner, place, Traffic.OUTER_STEP._value_, ranks, lambda: limit)
+
+    # --- flights -------------------------------------------------------------------------------------------------
+
+    def launch(self, values: Tensor, residual: Tensor | None, note: Note) -> Flight:
+        """Begins the sum of all members' `values` [n], which must not change any more. All launch in one order.
+
+        `residual` [n]: error feedback of lossy codecs.
+        """
+        self._number += 1
+        flight = Flight(values, residual, note, self._number)
+        self._fly(flight)
+        return flight
+
+    def _fly(self, flight: Flight) -> None:
+        flight.ready()
+        coded = self._coded
+        if coded is None:
+            return
+        verdict = _Verdict(self._space(), flight.number, len(self.members) * self.crew.shards, self.crew)
+
+        def act(job: Any) -> None:
+            begun = time.perf_counter()
+            try:
+                job.all_reduce(flight.result, flight.residual, False)
+                told = torch.tensor(flight.note, dtype=torch.float64)
+                there = coded.everyone(told)
+            except BaseException:
+                verdict.failed()
+                raise
+            flight.notes = {m: Note(*row.tolist()) for m, row in zip(self.members, there, strict=True)}
+            flight.seconds = time.perf_counter() - begun
+            verdict.here()
+
+        flight.task = coded.launch(act, self._book)
+
+    def _book(self, spent: Spent) -> None:
+        if self.crew.ledger is not None:
+            self.crew.ledger.add_encoded(Traffic.OUTER_STEP._value_, "all_reduce", spent)
+
+    def arrive(self, flight: Flight) -> Arrived:
+        """Waits for a flight, if need be among fewer members.
+
+        Raises PeerLost: this member was given up by the others, or reaches none of those that live.
+        """
+        while self._coded is not None:
+            try:
+                flight.task.wait()
+                return Arrived(flight.result, flight.notes, flight.seconds)
+            except Exception as error:
+                self._past.append(flight.task)
+                self._regroup(error)
+            if flight.residual is not None and flight.kept is not None:
+                flight.residual.copy_(flight.kept)
+            self._fly(flight)
+        return Arrived(flight.sent.clone(), {self.crew.member: flight.note}, 0.0)
+
+    # --- fewer members -------------------------------------------------------------------------------------------
+
+    def _regroup(self, error: Exception) -> None:
+        """Agrees with the other survivors who they are, in a new group."""
+        if self._coded is not None:
+            self._past.append(self._coded)
+            self._coded.close()
+        space, crew, before = self._space(), self.crew, self.members
+        rank = crew.member * crew.shards + crew.shard
+        try:
+            space.set(f"left/{rank}", "")
+            found = self._survivors(space)
+            space.compare_set("members", "", json.dumps(found))
+            space.set_timeout(timedelta(seconds=crew.timeout))
+            self.members = tuple(json.loads(space.get("members")))
+        except RuntimeError as lost:
+            raise PeerLost(
+                f"Replica {crew.member} lost the others, and the store where they would meet again.",
+                why=f"{error}; {lost}".splitlines()[0],
+                do="run the same command again; it resumes from the last checkpoint",
+            ) from None
+        if crew.member not in self.members:
+            raise PeerLost(
+                f"Replica {crew.member} was given up by the others; replicas {list(self.members)} go on.",
+                why=str(error).splitlines()[0],
+                do=f"a grace of more than {crew.grace:g} s, or a link that is not silent for so long",
+            )
+        self.epoch += 1
+        self._coded = self._joined()
+        if self.on_change is not None:
+            self.on_change(tuple(sorted(set(before) - set(self.members))), self.members)
+
+    def _survivors(self, space: Any) -> list[int]:
+        """Members all of whose ranks have reported, once all have or the grace is over."""
+        shards = self.crew.shards
+        until = time.monotonic() + self.crew.grace
+        while True:
+            there = [
+                member
+                for member in self.members
+                if all(space.check([f"left/{member * shards + shard}"]) for shard in range(shards))
+            ]
+            if len(there) == len(self.members) or time.monotonic() > until:
+                return there
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """Ends the thread of flights."""
+        if self._coded is not None:
+            self._coded.close()
+
+
+class _Verdict:
+    """Whether all ranks have a flight. What is said first stays."""
+
+    def __init__(self, space: Any, number: int, ranks: int, crew: Crew) -> None:
+        self.space, self.number, self.ranks, self.crew = space, number, ranks, crew
+
+    def here(self) -> None:
+        """This rank has it. Returns when all have; raises RuntimeError when one has not."""
+        if self.space.add(f"arrived/{self.number}", 1) == self.ranks:
+            self.space.compare_set(f"verdict/{self.number}", "", "all")
+        word = f"verdict/{self.number}"
+        try:
+            self.space.wait([word], timedelta(seconds=self.crew.timeout))
+        except RuntimeError:
+            self.failed()
+        if self.space.get(word) != b"all":
+            raise RuntimeError(f"outer flight {self.number} did not reach every member")
+
+    def failed(self) -> None:
+        """This rank has not."""
+        self.space.compare_set(f"verdict/{self.number}", "", "failed")

@@ -1,0 +1,343 @@
+"""One engine for replicas that take several steps of their own between agreements: Local SGD, SlowMo, DiLoCo, Streaming
+DiLoCo and CO2 (arXiv 2401.16265) are settings of it.
+
+A round is some local steps. Each fragment of the model departs at a step of its own in the round, as a copy, and is
+used when its flight has arrived: at once, later in the next round, or a whole round later. It deviates from CO2's own
+code where that is wrong: what travels is a copy, the clip clips, and whether a round happens never depends on timing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espalier.errors import UserError
+from espalier.sync.choices import Choices
+from espalier.sync.fragment import Fragment, fragment_of, split, views_of
+from espalier.sync.hiding import MARGIN
+from espalier.sync.members import Arrived, Members, Note
+from espalier.sync.update import Sum
+
+EXPOSED = 0.02
+"""Share of a round that may be spent waiting before rounds become longer."""
+SLACK = 0.5
+"""Rounds become shorter when a flight takes less than this share of one."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How long a replica's rounds are.
+
+    Attributes:
+        steps: local steps of the fastest replica.
+        pace: this replica's steps for each of the fastest, above 0, at most 1.
+        weight: of one of its steps in a mean, such as its samples.
+        adapt: whether `steps` follows the measured waits.
+    """
+
+    steps: int
+    pace: float = 1.0
+    weight: float = 1.0
+    adapt: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UserError(f"sync.steps = {self.steps}.", why="a round has at least one step", do="sync.steps=1")
+        if not 0 < self.pace <= 1:
+            raise UserError(f"pace = {self.pace}.", why="the fastest replica has 1, others less")
+
+
+class OuterSync:
+    """Counts local steps and makes replicas agree round by round. Has state: the outer parameters and what travels.
+
+    Args:
+        live: what the inner optimizer moves on this rank; moved by this engine too.
+        choices: see there.
+        members: the other replicas; None: there are none, and means are of one.
+        rounds: how long they are.
+        total: adds small tensors over the ranks of one replica (norms of what is sharded in it).
+
+    Attributes:
+        steps: of a round of the fastest replica, as agreed.
+        rounds: that are over; clock: local steps in this one; begun: steps of the fastest replica before it.
+        waited, stood: seconds spent standing still for flights, of the last round and in all; flown: of its flights.
+        on_moving, on_moved: called before and after live tensors are set.
+        stopping: some replica asked to stop, and all know.
+    """
+
+    def __init__(
+        self,
+        live: Sequence[Tensor],
+        choices: Choices,
+        members: Members | None,
+        rounds: Rounds,
+        total: Sum | None = None,
+    ) -> None:
+        self.choices, self.members = choices, members
+        self.steps, self.pace, self.weight, self.adapt = rounds.steps, rounds.pace, rounds.weight, rounds.adapt
+        self.rounds = self.clock = self.begun = 0
+        self.waited = self.flown = 0.0
+        self.stopping = False
+        self.wish = 0.0
+        self._asked = False
+        self._begun = time.perf_counter()
+        self._still = 0.0
+        self.stood = 0.0
+        self.on_moving: Callable[[], None] = _nothing
+        self.on_moved: Callable[[], None] = _nothing
+        lossy = members is not None and not members.codec.lossless
+        self.fragments = [fragment_of(part, choices, lossy, total) for part in split(live, choices.fragments)]
+
+    # --- local steps -----------------------------------------------------------------------------------------------
+
+    @property
+    def own_steps(self) -> int:
+        """Local steps of this replica in a round."""
+        return max(1, round(self.pace * self.steps))
+
+    @torch.no_grad()
+    def after_step(self, rate: float = 1.0, stop: bool = False) -> bool:
+        """Call after every local optimizer step with its learning rate. Returns whether a round is over.
+
+        Raises PeerLost: see `Members.arrive`.
+        """
+        self.clock += 1
+        self._asked |= stop
+        moved, length, steps = False, self.own_steps, self.steps
+        for index, fragment in enumerate(self.fragments):
+            fragment.age += 1
+            if fragment.due is not None:
+                fragment.due -= 1
+                if fragment.due <= 0:
+                    self._use(fragment)
+                    self._put(fragment, self.choices.mixing)
+                    moved = True
+            if self.clock == -(-(index + 1) * length // len(self.fragments)):
+                moved |= self._depart(fragment, rate)
+        if moved:
+            self.on_moved()
+        if self.clock < length:
+            return False
+        self._next_round(steps)
+        return True
+
+    def _next_round(self, steps: int) -> None:
+        now = time.perf_counter()
+        self.waited, self._still = self._still, 0.0
+        self._measure(now - self._begun, steps)
+        self._begun = now
+        self.rounds += 1
+        self.begun += steps
+        self.clock = 0
+
+    def _measure(self, seconds: float, steps: int) -> None:
+        """What length of a round would hide its flights, after one of `steps`."""
+        if self.members is None or not self.adapt:
+            return
+        step = max(1e-9, (seconds - self.waited) / steps)
+        fits = -(-MARGIN * self.flown // step)
+        if self.waited > EXPOSED * seconds:
+            self.wish = max(steps + 1, fits)
+        elif 0 < self.flown < SLACK * steps * step:
+            self.wish = max(1.0, fits)
+        else:
+            self.wish = float(steps)
+
+    # --- departures and arrivals -----------------------------------------------------------------------------------
+
+    def _depart(self, fragment: Fragment, rate: float) -> bool:
+        """A copy leaves; with a delay of a round, what left before is used. Returns whether live tensors were set."""
+        choices, weight = self.choices, self._weight()
+        sent = self._copy(fragment)
+        base = fragment.x.clone() if choices.average == "parameters" else None
+        if choices.delay == 1:
+            self._use(fragment)
+        self._launch(fragment, (sent, weight), base, rate)
+        if choices.delay == 1:
+            self._put(fragment)
+            return True
+        if choices.delay == 0:
+            self._use(fragment)
+            self._put(fragment, choices.mixing)
+            return True
+        fragment.due = min(max(1, -(-int(choices.delay * 1000) * self.own_steps // 1000)), max(1, self.own_steps - 1))
+        return False
+
+    def _copy(self, fragment: Fragment) -> Tensor:
+        """[n] what this replica gives: its parameters, or how far it went from the outer ones; times its weight."""
+        sent = torch.empty_like(fragment.x)
+        views = views_of(sent, fragment.live)
+        torch._foreach_copy_(views, fragment.live)
+        if self.choices.average == "differences":
+            torch.sub(fragment.x, sent, out=sent)
+        weight = self._weight()
+        return sent if weight == 1.0 else sent.mul_(weight)
+
+    def _weight(self) -> float:
+        return self.weight * self.own_steps / self.steps
+
+    def _launch(self, fragment: Fragment, weighted: tuple[Tensor, float], base: Tensor | None, rate: float) -> None:
+        sent, weight = weighted
+        step = (time.perf_counter() - self._begun - self._still) / max(1, self.clock)
+        note = Note(weight, self.wish, float(self._asked), step, rate)
+        fragment.base, fragment.age = base, 0
+        if self.members is None:
+            fragment.arrived = Arrived(sent, {0: note}, 0.0)
+        else:
+            fragment.flight = self.members.launch(sent, fragment.residual, note)
+
+    def _use(self, fragment: Fragment) -> None:
+        """Waits for what is under way, if anything is, and updates the outer parameters."""
+        arrived = self._arrive(fragment)
+        if arrived is None:
+            return
+        fragment.flight = fragment.arrived = fragment.due = None
+        mean = arrived.total.div_(arrived.weight) if arrived.weight != 1.0 else arrived.total
+        if fragment.base is not None:
+            mean = torch.sub(fragment.base, mean, out=mean)
+            fragment.base = None
+        fragment.update.apply(mean, arrived.notes[min(arrived.notes)].rate)
+        if fragment is self.fragments[-1]:
+            self._listen(arrived.notes)
+
+    def _arrive(self, fragment: Fragment) -> Arrived | None:
+        if fragment.flight is not None and self.members is not None:
+            begun = time.perf_counter()
+            fragment.arrived = self.members.arrive(fragment.flight)
+            stood = time.perf_counter() - begun
+            self._still += stood
+            self.stood += stood
+            self.flown = fragment.arrived.seconds * len(self.fragments)
+            fragment.flight = None
+        return fragment.arrived
+
+    def _listen(self, notes: Mapping[int, Note]) -> None:
+        """What all members take from the same flight in the same round."""
+        self.stopping = self.stopping or any(note.stop for note in notes.values())
+        wish = max(note.steps for note in notes.values())
+        if self.adapt and wish:
+            self.steps = int(wish)
+
+    def _put(self, fragment: Fragment, mixing: float = 0.0) -> None:
+        self.on_moving()
+        if mixing == 0.0:
+            torch._foreach_copy_(fragment.live, fragment.views)
+        else:
+            torch._foreach_lerp_(fragment.live, fragment.views, 1.0 - mixing)
+
+    # --- the outer model ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchanges the live parameters with the outer ones, to look at these; call it again to go on."""
+        self.on_moving()
+        for fragment in self.fragments:
+            kept = [tensor.clone() for tensor in fragment.live]
+            torch._foreach_copy_(fragment.live, fragment.views)
+            torch._foreach_copy_(fragment.views, kept)
+        self.on_moved()
+
+    @torch.no_grad()
+    def finish(self, rate: float = 1.0) -> None:
+        """Makes all replicas one, with all that they did: whatever travels is waited for, the rest sent after it."""
+        for fragment in self.fragments:
+            late = self.choices.delay == 1  # what is under way is not in the live tensors: these were set back
+            if not late and self._arrive(fragment) is not None:
+                self._use(fragment)
+                self._put(fragment, self.choices.mixing)
+            if fragment.age:
+                sent = self._copy(fragment)
+                base, weight = fragment.x.clone() if self.choices.average == "parameters" else None, self._weight()
+                self._use(fragment)
+                self._launch(fragment, (sent, weight), base, rate)
+            self._use(fragment)
+            self._put(fragment)
+        self.clock = 0
+        self.on_moved()
+
+    def close(self) -> None:
+        """Ends the thread of flights."""
+        if self.members is not None:
+            self.members.close()
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """The live tensors are the outer parameters from now on, and nothing is under way."""
+        for one in self.fragments:
+            torch._foreach_copy_(one.views, one.live)
+            one.base = one.flight = one.arrived = one.due = None
+            one.age = 0
+        self.clock = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the live tensors; waits for what travels, and does not use it yet."""
+        return {"common": self.common_state(), "own": self.own_state(live=False)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave, on the same shards."""
+        self.load_common(state["common"])
+        self.load_own(state["own"])
+
+    def common_state(self) -> dict[str, Any]:
+        """What is the same on all replicas: counts, outer parameters, and what was under way, arrived."""
+        found: dict[str, Any] = {"steps": self.steps, "rounds": self.rounds}
+        for index, one in enumerate(self.fragments):
+            part: dict[str, Any] = {"x": one.x, "update": one.update.state_dict()}
+            arrived = self._arrive(one)
+            if arrived is not None:
+                part["total"] = arrived.total
+                part["notes"] = {str(member): list(note) for member, note in arrived.notes.items()}
+                if one.base is not None:
+                    part["base"] = one.base
+            found[str(index)] = part
+        return found
+
+    def load_common(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `common_state` gave."""
+        self.steps, self.rounds = int(state["steps"]), int(state["rounds"])
+        for index, one in enumerate(self.fragments):
+            part = state[str(index)]
+            one.x.copy_(part["x"])
+            one.update.load_state_dict(part["update"])
+            one.base = one.flight = one.arrived = None
+            if "total" in part:
+                notes = {int(member): Note(*note) for member, note in part["notes"].items()}
+                one.arrived = Arrived(part["total"].clone(), notes, 0.0)
+                one.base = part["base"].clone() if "base" in part else None
+
+    def own_state(self, live: bool = True) -> dict[str, Any]:
+        """What is this replica's: where it is in its round, its live tensors, and what codecs have kept back."""
+        found: dict[str, Any] = {"clock": self.clock, "begun": self.begun, "wish": self.wish}
+        for index, one in enumerate(self.fragments):
+            part: dict[str, Any] = {"due": one.due, "age": one.age}
+            if live:
+                part["live"] = [tensor.clone() for tensor in one.live]  # the common model is restored into them first
+            if one.residual is not None:
+                part["residual"] = one.residual
+            found[str(index)] = part
+        return found
+
+    def load_own(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `own_state` gave."""
+        self.clock, self.begun, self.wish = int(state["clock"]), int(state["begun"]), float(state["wish"])
+        self.on_moving()
+        for index, one in enumerate(self.fragments):
+            part = state[str(index)]
+            one.due, one.age = part["due"], int(part["age"])
+            if "live" in part:
+                torch._foreach_copy_(one.live, part["live"])
+            if one.residual is not None and "residual" in part:
+                one.residual.copy_(part["residual"])
+        self.on_moved()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,108 @@
+"""Replicas as threads over real Gloo groups, each with a small model of its own data; and what they should come to."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from espalier.comm.codecs import codec
+from espalier.sync.choices import Choices
+from espalier.sync.members import Crew, Members
+from espalier.sync.outer import OuterSync, Rounds
+
+RATE = 0.05
+SIZES = (7, 5, 11, 4, 6)
+
+
+class Replica:
+    """A model of five tensors, its own target, SGD with momentum inside. Has state."""
+
+    def __init__(self, member: int, dtype: torch.dtype = torch.float64) -> None:
+        start = torch.Generator().manual_seed(0)
+        self.live = [torch.randn(size, generator=start, dtype=dtype) for size in SIZES]
+        own = torch.Generator().manual_seed(100 + member)
+        self.target = [torch.randn(size, generator=own, dtype=dtype) for size in SIZES]
+        self.heavy = [torch.zeros_like(tensor) for tensor in self.live]
+        self.draw = own
+        self.momentum = 0.9
+
+    def step(self, rate: float = RATE) -> None:
+        """One local step towards this replica's target, through noise of its own."""
+        for tensor, target, heavy in zip(self.live, self.target, self.heavy, strict=True):
+            noise = torch.randn(tensor.shape, generator=self.draw, dtype=tensor.dtype)
+            heavy.mul_(self.momentum).add_(tensor - target + 0.1 * noise)
+            tensor.sub_(rate * heavy)
+
+    def flat(self) -> Tensor:
+        """A copy of all its parameters."""
+        return torch.cat([tensor.clone() for tensor in self.live])
+
+
+def together(count: int, run: Callable[[int, Callable[..., OuterSync]], Any], **crew: Any) -> list[Any]:
+    """`run(member, make)` on as many threads; `make(replica, choices, rounds)` is this member's engine."""
+    store, results, errors = HashStore(), [None] * count, []
+
+    def one(member: int) -> None:
+        lives = itertools.count()
+
+        def make(replica: Replica, choices: Choices, rounds: Rounds, **more: Any) -> OuterSync:
+            life = PrefixStore(f"life{next(lives)}", store)
+            place = Crew(life, member, tuple(range(count)), **{"timeout": 20.0, "grace": 1.0, **crew})
+            return OuterSync(replica.live, choices, Members(place, codec(choices.codec)), rounds, **more)
+
+        try:
+            results[member] = run(member, make)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(member,)) for member in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def simulated(count: int, choices: Choices, steps: int, rounds: int) -> list[Tensor]:
+    """x after every round by the paper's recurrence, in one process, means in rank order. CO2 with delay 1, SlowMo with
+    delay 0; no penalty, no codec, one fragment."""
+    replicas = [Replica(member) for member in range(count)]
+    x = replicas[0].flat()
+    m, before, found = torch.zeros_like(x), None, []
+    for _ in range(rounds):
+        ends = []
+        for replica in replicas:
+            for _ in range(steps):
+                replica.step()
+            ends.append(replica.flat())
+        now = (x.clone(), ends)
+        late = now if choices.delay == 0 else before
+        if late is not None:
+            x = x.clone()
+            difference = _difference(choices, *late) / (RATE if choices.scaled else 1.0)
+            m = choices.momentum * m + difference
+            step = torch.add(difference, m, alpha=choices.momentum) if choices.nesterov else m
+            if choices.clip:
+                step = step.clamp(-choices.clip, choices.clip)
+            x = torch.sub(x, step, alpha=choices.rate * (RATE if choices.scaled else 1.0))
+        before = now
+        for replica in replicas:
+            for tensor, part in zip(replica.live, x.split(SIZES), strict=True):
+                tensor.copy_(part)
+        found.append(x.clone())
+    return found
+
+
+def _difference(choices: Choices, start: Tensor, ends: list[Tensor]) -> Tensor:
+    """The mean in rank order of what travelled."""
+    sent = [start - end if choices.average == "differences" else end for end in ends]
+    mean = torch.stack(sent).sum(0) / len(sent)
+    return mean if choices.average == "differences" else start - mean
