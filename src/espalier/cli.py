@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         verb.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     made["plan"].add_argument("recipe", nargs="?", help="a recipe file (TOML)")
     made["train"].add_argument("recipe", help="a recipe file (TOML)")
-    for name in ("plan", "train"):
+    for name in ("plan", "train", "probe"):
         made[name].add_argument("overrides", nargs="*", metavar="key=value", help="changes, such as train.steps=50")
     for name in ("eval", "predict", "report", "export"):
         made[name].add_argument("run", help="a run folder, such as runs/language")
@@ -47,6 +47,10 @@ def parser() -> argparse.ArgumentParser:
 def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     made["probe"].add_argument("--out", default="cluster.toml", help="file to write (default cluster.toml)")
     made["probe"].add_argument("--disk", default=".", help="folder whose disk is measured (default: here)")
+    for name in ("train", "probe"):
+        made[name].add_argument(
+            "--hosts", help="a,b,user@c:2 (ranks), or @FILE: run on these hosts over ssh (docs/hosts.md)"
+        )
     plan = made["plan"]
     plan.add_argument("--cluster", help="a cluster file instead of this machine")
     plan.add_argument(
@@ -88,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         top.print_help()
         return 2
     try:
-        run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.verbs.{arguments.verb}").run
+        verb = arguments.verb if getattr(arguments, "hosts", None) is None else "across"
+        run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.verbs.{verb}").run
         return run(arguments)
     except EspalierError as error:
         if arguments.json:

@@ -58,3 +58,12 @@ def test_a_link_of_two_speeds_is_told() -> None:
     two[0, 1] = two[1, 0] = True
     matrix = link.Matrix(np.ones((2, 2)), np.ones((2, 2)), 0.0, two)
     assert matrix.notes() == ("link 0-1: repeated transfers fall into two groups of different speed",)
+
+
+@pytest.mark.parametrize(
+    ("rate", "size", "repeats"),
+    [(1e9, 4 * 2**20, 12), (50e6 / 8, 1_562_500, 6), (1e6 / 8, 2**18, 3)],
+)
+def test_a_slow_link_is_measured_with_fewer_bytes_in_bounded_time(rate: float, size: int, repeats: int) -> None:
+    """At 50 Mbit/s a transfer of a quarter of a second, eight there and back within four seconds with the warm-up."""
+    assert link.affordable(2 * link.TRIED / rate, link.TRIED, link.LARGE, 12) == (size, repeats)

@@ -96,9 +96,14 @@ class Task(Work):
 
 
 class Lane:
-    """Runs jobs one after the other. Has state: its thread, which begins with the first job and ends with `close`."""
+    """Runs jobs one after the other. Has state: its thread, which begins with the first job and ends with `close`.
+
+    Attributes:
+        patience: seconds that leaving the process waits for the job under way.
+    """
 
     def __init__(self, name: str) -> None:
+        self.patience = _PATIENCE
         self._name = name
         self._jobs: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -122,7 +127,7 @@ class Lane:
     def join(self) -> None:
         """Waits a little for the thread's end, unless this is that thread."""
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_PATIENCE)
+            self._thread.join(self.patience)
 
     def _run(self) -> None:
         while (task := self._jobs.get()) is not None:

@@ -273,6 +273,21 @@ class Comm(Options, frozen=True):
     nonfinite: Literal["pass", "stop"] = "pass"
 
 
+class Launch(Options, frozen=True):
+    """How ranks are started on the hosts of `--hosts`, and where they meet.
+
+    `command`: what runs `{command}` (one line of shell) on `{host}`; `interface`: a network interface (`"eth1"`), an
+    address or a network (`"10.8.0.0/24"`) that all traffic stays on (default: the one on the way to the first host);
+    `port`: where the ranks meet on the first host (0: any free one); `python`: the interpreter that has Espalier
+    there (default: the path of the one here).
+    """
+
+    command: str = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 {host} {command}"
+    interface: str | None = None
+    port: int = 0
+    python: str | None = None
+
+
 # --- [sync] ------------------------------------------------------------------------------------------------------
 
 
@@ -351,12 +366,13 @@ class Recipe(Options, frozen=True):
     checkpoint: Checkpoint = Checkpoint()
     comm: Comm = Comm()
     sync: Sync = Auto()
+    launch: Launch = Launch()
     track: Track = Track()
 
 
 # Keys that may differ when an existing run folder is taken up again: they say how the run is carried out, not what
 # it means. `train.steps` may only grow.
 RESUMABLE = (
-    *("plan", "checkpoint", "comm", "track", "train.steps", "train.validate_every", "train.compile", "name"),
+    *("plan", "checkpoint", "comm", "launch", "track", "train.steps", "train.validate_every", "train.compile", "name"),
     *("graph.order", "graph.format", "graph.pickle"),
 )

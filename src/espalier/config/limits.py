@@ -20,6 +20,7 @@ _SPLIT: Limit = (lambda value: 0 < value <= 0.5, "above 0 and at most 0.5")
 _DEPTH: Limit = (lambda value: 0 < value <= 10_000, "above 0 and at most 10,000")
 _THREADS: Limit = (lambda value: 0 < value <= 4096, "above 0 and at most 4096")
 _RATE: Limit = (lambda value: 0 < value <= 100, "above 0 and at most 100")
+_PORT: Limit = (lambda value: 0 <= value < 65536, "a port below 65536, or 0 for any free one")
 
 _LIMITS: dict[Limit, tuple[str, ...]] = {
     _POSITIVE: (
@@ -45,6 +46,7 @@ _LIMITS: dict[Limit, tuple[str, ...]] = {
     _DEPTH: ("model.depth",),
     _THREADS: ("plan.pin.threads",),
     _RATE: ("train.optimizer.learning_rate", "train.optimizer.adamw.learning_rate"),
+    _PORT: ("launch.port",),
 }
 
 
@@ -63,6 +65,12 @@ def check(recipe: config.Recipe) -> None:
         _lengths(recipe.model, recipe.train)
     _batch(recipe.train)
     _places(recipe)
+    if "{command}" not in recipe.launch.command:
+        raise UserError(
+            f"launch.command = {recipe.launch.command!r} has no {{command}}.",
+            why="that is where the line of shell goes which starts a rank",
+            do='launch.command = "ssh {host} {command}"',
+        )
     units.seconds(recipe.comm.timeout, "comm.timeout")
     units.size(recipe.comm.bucket, "comm.bucket")
 

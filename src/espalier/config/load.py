@@ -27,9 +27,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> config.Recipe:
     return _recipe(table, str(path), _overridden(table, overrides))
 
 
-def from_table(table: Table, origin: str = "recipe") -> config.Recipe:
-    """The recipe a TOML table says; `origin` names the table in messages."""
-    return _recipe(table, origin, [])
+def from_table(table: Table, origin: str = "recipe", overrides: Sequence[str] = ()) -> config.Recipe:
+    """The recipe a TOML table says, with `key=value` overrides; `origin` names the table in messages."""
+    return _recipe(table, origin, _overridden(table, overrides))
 
 
 def _recipe(table: Table, origin: str, overridden: Sequence[str]) -> config.Recipe:

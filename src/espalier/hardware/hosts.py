@@ -1,7 +1,7 @@
 """Measures several machines at once: each by one of its ranks, and the links between all of them.
 
-Two ranks are on one machine when they share a host name and a network namespace; variables such as LOCAL_WORLD_SIZE
-are not asked, since launchers set them in different ways.
+Two ranks are on one machine when they share a host name, a boot and a network namespace; variables such as
+LOCAL_WORLD_SIZE are not asked, since launchers set them in different ways.
 """
 
 from __future__ import annotations
@@ -10,13 +10,19 @@ import itertools
 import os
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch.distributed as dist
 
+from espalier import cluster as clusters
 from espalier.cluster import Cluster, Link, Node
+from espalier.errors import UserError
+from espalier.folders import cache_folder
 from espalier.hardware import link as links
 from espalier.hardware import probe
 
@@ -52,6 +58,33 @@ def probe_ranks(group: dist.ProcessGroup, local_rank: int, measure: Callable[[],
     )
 
 
+def key(group: dist.ProcessGroup) -> str:
+    """What a measurement of the ranks of `group` is valid for, as a short hash: their machines and interfaces."""
+    own = f"{_host()} {os.environ.get('GLOO_SOCKET_IFNAME')} {probe.identity()}"
+    return blake2b("/".join(_gather(group, own)).encode(), digest_size=6).hexdigest()
+
+
+def kept(name: str) -> Cluster | None:
+    """The cluster kept under `key` on this machine, if there is a readable one."""
+    try:
+        return clusters.read(_file(name))
+    except UserError:
+        return None
+
+
+def keep(found: Cluster, name: str) -> None:
+    """Keeps `found` on this machine; where the cache cannot be written, hosts are measured again the next time."""
+    with suppress(OSError):
+        _file(name).parent.mkdir(parents=True, exist_ok=True)
+        beside = _file(name).with_suffix(f".{os.getpid()}")
+        beside.write_text(clusters.dumps(found))
+        os.replace(beside, _file(name))
+
+
+def _file(name: str) -> Path:
+    return cache_folder() / f"hosts-{name}.toml"
+
+
 def _gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
@@ -59,7 +92,11 @@ def _gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
 
 
 def _host() -> str:
-    return f"{socket.gethostname()}|{os.stat('/proc/self/ns/net').st_ino}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # cloned machines bear one name
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()}|{boot}|{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def _named(node: Node, name: str) -> Node:

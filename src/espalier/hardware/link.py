@@ -22,6 +22,11 @@ from espalier.cluster import Link, Pair
 
 SMALL = 8
 LARGE = 4 * 2**20
+TRIED = 2**18
+"""Bytes of the transfer that says how slow a link is: more than a token bucket of 64 KiB lets through at once."""
+TRANSFER_SECONDS, PAIR_SECONDS = 0.25, 4.0
+"""What one transfer, and all large ones of a pair together, are meant to take on a slow link: at 50 Mbit/s a transfer
+of 0.25 s is 1.5 MB, of which a bucket of 64 KiB is 4 %."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class Matrix:
 def measure(group: dist.ProcessGroup | None = None, *, large: int = LARGE, repeats: int = 12) -> Matrix:
     """Measures all links of `group` (default: all ranks). Every rank calls it; every rank gets the same matrix.
 
-    Takes about `repeats`·(4·latency + 2·large/bandwidth) for each pair. Waits are bounded by the group's own timeout.
+    Takes about `repeats`·(4·latency + 2·large/bandwidth) for each pair; where that were more than `PAIR_SECONDS`,
+    messages are smaller and fewer. Waits are bounded by the group's own timeout.
     """
     rank, ranks, device = dist.get_rank(group), dist.get_world_size(group), _device(group)
     rows = torch.zeros(3, ranks, ranks, dtype=torch.float64)
@@ -72,9 +78,10 @@ def measure(group: dist.ProcessGroup | None = None, *, large: int = LARGE, repea
         dist.barrier(group=group)
         if rank in (a, b):
             small = _ping_pong(group, (a, b), torch.zeros(SMALL, dtype=torch.uint8, device=device), repeats)
-            big = _ping_pong(group, (a, b), torch.zeros(large, dtype=torch.uint8, device=device), repeats)
+            size, times = _affordable(group, (a, b), device, large, repeats)
+            big = _ping_pong(group, (a, b), torch.zeros(size, dtype=torch.uint8, device=device), times)
             if rank == a:
-                rows[:, a, b] = rows[:, b, a] = torch.tensor(_fit(small, big, large), dtype=torch.float64)
+                rows[:, a, b] = rows[:, b, a] = torch.tensor(_fit(small, big, size), dtype=torch.float64)
     launch = _launch(group, device, repeats) if ranks > 1 else 0.0
     everything = torch.cat([rows.flatten(), torch.tensor([launch if rank == 0 else 0.0], dtype=torch.float64)])
     everything = everything.to(device)
@@ -109,13 +116,38 @@ def _fit(small: Sequence[float], large: Sequence[float], size: int) -> tuple[flo
     return latency, size / max(whole - latency, 1e-9), float(bimodal(large))
 
 
+def affordable(seconds: float, tried: int, large: int, repeats: int) -> tuple[int, int]:
+    """Bytes and repeats for a link on which `tried` bytes took `seconds` there and back: as asked on a fast one."""
+    each = max(seconds / 2 / tried, 1e-12)
+    size = min(large, max(tried, int(TRANSFER_SECONDS / each)))
+    return size, min(repeats, max(3, int(PAIR_SECONDS / (2 * size * each)) - 2))
+
+
+def _affordable(
+    group: dist.ProcessGroup | None, pair: tuple[int, int], device: torch.device, large: int, repeats: int
+) -> tuple[int, int]:
+    """`affordable`, as the pair's first rank finds it in two tries: the first of them opens a connection, which is slow
+    to begin."""
+    size, times = min(TRIED, large), repeats
+    for _ in range(2):
+        tried = torch.zeros(size, dtype=torch.uint8, device=device)
+        seconds = _ping_pong(group, pair, tried, 1, warm=0)
+        found = torch.tensor(affordable(seconds[0], size, large, repeats), dtype=torch.int64, device=device)
+        if dist.get_rank(group) == pair[0]:
+            dist.send(found, group=group, group_dst=pair[1])
+        else:
+            dist.recv(found, group=group, group_src=pair[0])
+        size, times = int(found[0]), int(found[1])
+    return size, times
+
+
 def _ping_pong(
-    group: dist.ProcessGroup | None, pair: tuple[int, int], message: torch.Tensor, repeats: int
+    group: dist.ProcessGroup | None, pair: tuple[int, int], message: torch.Tensor, repeats: int, warm: int = 2
 ) -> list[float]:
-    """Seconds of each round trip, as the pair's first rank sees them; two more go before as warm-up."""
+    """Seconds of each round trip, as the pair's first rank sees them; `warm` more go before as warm-up."""
     first, second = pair
     times = []
-    for _ in range(repeats + 2):
+    for _ in range(repeats + warm):
         begin = time.perf_counter()
         if dist.get_rank(group) == first:
             dist.send(message, group=group, group_dst=second)
@@ -125,7 +157,7 @@ def _ping_pong(
             dist.send(message, group=group, group_dst=first)
         _wait(message)
         times.append(time.perf_counter() - begin)
-    return times[2:]
+    return times[warm:]
 
 
 def _launch(group: dist.ProcessGroup | None, device: torch.device, repeats: int) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from espalier.plan.base import Plan
+if TYPE_CHECKING:
+    from espalier.plan.base import Plan
 
 ROLES = ("trainer", "optimizer", "evaluator", "spare")
 
@@ -66,19 +66,35 @@ class Task(Protocol):
         ...
 
 
-@cache
 def store(place: Place, timeout: float) -> Any:
-    """The rendezvous store (a torch TCPStore) seen from `place`, one per process. Waits at most `timeout` seconds."""
+    """The rendezvous store (a torch TCPStore) seen from `place`, one per process, whatever the timeouts of its calls.
+
+    Waits at most `timeout` seconds, now and in what is asked of it until the next call.
+    """
     from datetime import timedelta
 
-    from torch._C._distributed_c10d import TCPStore
+    found = _connected(place.host, place.port, place.listen_fd if place.serves else None, timeout)
+    found.set_timeout(timedelta(seconds=timeout))
+    return found
 
-    return TCPStore(
-        place.host,
-        place.port,
-        world_size=None,
-        is_master=place.serves,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        master_listen_fd=place.listen_fd if place.listen_fd >= 0 else None,
-    )
+
+def _connected(host: str, port: int, served: int | None, timeout: float) -> Any:
+    """The store at that address, made once; `served`: the descriptor it listens on here (-1: it opens the port)."""
+    if (host, port) not in _stores:
+        from datetime import timedelta
+
+        from torch._C._distributed_c10d import TCPStore
+
+        _stores[host, port] = TCPStore(
+            host,
+            port,
+            world_size=None,
+            is_master=served is not None,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            master_listen_fd=served if served is not None and served >= 0 else None,
+        )
+    return _stores[host, port]
+
+
+_stores: dict[tuple[str, int], Any] = {}

@@ -1,32 +1,64 @@
-"""Before the first step all ranks compare who they are: versions, recipe, data. The odd one is named."""
+"""Before the first step all ranks compare who they are: versions, recipe, data. The odd one is named.
+
+Loads no torch until ranks compare over a group: hosts that a user names say their versions before anything else.
+"""
 
 from __future__ import annotations
 
-import platform
 import socket
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
-from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 def identity(**hashes: str) -> dict[str, str]:
-    """What all ranks must share: versions of Python and PyTorch, and the given hashes. Plus the host's name."""
+    """What all ranks must share: versions of Espalier (with a hash of its code), Python (3.11 is 3.11) and PyTorch,
+    and the given hashes. Plus the host's name."""
     return {
         "host": socket.gethostname(),
-        "python": platform.python_version(),
-        "torch": torch.__version__.split("+")[0],
+        "espalier": f"{_version('espalier')} ({code()})",
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "torch": _version("torch").split("+")[0],
         **hashes,
     }
 
 
+@cache
+def code() -> str:
+    """A hash of this package's source: two checkouts may bear one version."""
+    package = Path(__file__).parents[1]
+    whole = sha256()
+    for file in sorted(package.rglob("*.py")):
+        whole.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
+    return whole.hexdigest()[:8]
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def compare(own: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
     """Gathers every rank's identity over `group` and raises UserError on all ranks when they differ."""
-    if group is None or dist.get_world_size(group) == 1:
+    if group is None:
+        return
+    import torch.distributed as dist
+
+    from espalier.comm.base import Traffic, traffic
+
+    if dist.get_world_size(group) == 1:
         return
     gathered: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size(group))]
     with traffic(Traffic.CONTROL):
@@ -52,6 +84,7 @@ def check(identities: Sequence[Mapping[str, str]]) -> None:
 
 
 _REMEDY = {
+    "espalier": "install the same Espalier on every host",
     "data": "copy the corpus to every host, or delete the token cache on the odd one so that it is built again",
     "recipe": "use the same recipe file and overrides on every host",
     "python": "use the same Python version on every host",

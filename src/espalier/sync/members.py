@@ -9,6 +9,9 @@ flight is flown again among them from what each had sent; its weights say what t
 from __future__ import annotations
 
 import json
+import math
+import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,9 +27,10 @@ from espalier.comm.coded import Coded
 from espalier.comm.lane import Task
 from espalier.errors import PeerLost
 
-GRACE = 5.0
-"""Seconds after the first sign of a failure in which survivors report: they notice a death within milliseconds of each
-other, a silent link within the spread of their rounds."""
+GRACE = 3.0
+"""Seconds after the first sign of a failure in which survivors report."""
+LOOK = 0.02
+"""Seconds between looks into the store while something is under way."""
 
 
 class Note(NamedTuple):
@@ -83,6 +87,49 @@ class Crew(NamedTuple):
 
 
 @dataclass
+class Outcome:
+    """Whether all ranks of all members have done something. Has state: the answer, once there is one."""
+
+    space: Any
+    number: int
+    ranks: int
+    limit: float
+    known: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    done_at: float = math.inf
+
+    def here(self) -> None:
+        """This rank has done it."""
+        if self.space.add(f"arrived/{self.number}", 1) == self.ranks:
+            self.space.compare_set(f"verdict/{self.number}", "", "all")
+        self.done_at = time.monotonic()
+
+    def failed(self, error: BaseException) -> None:
+        """This rank has not, and nobody has."""
+        self.error = self.error or error
+        self.space.compare_set(f"verdict/{self.number}", "", "failed")
+
+    def look(self, rank: int) -> bool:
+        """Whether there is an answer; of a failure the others learn at once that this rank is alive."""
+        if time.monotonic() > self.done_at + self.limit:
+            self.failed(RuntimeError(f"the others did not finish exchange {self.number} in {self.limit:g} s"))
+        word = f"verdict/{self.number}"
+        if not self.space.check([word]):
+            return False
+        if self.space.get(word) != b"all":
+            self.space.set(f"left/{rank}", "")
+            self.error = self.error or RuntimeError(f"exchange {self.number} did not reach every member")
+        self.known.set()
+        return True
+
+    def wait(self) -> None:
+        """Returns when all have done it. Raises what went wrong."""
+        self.known.wait()
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass
 class Flight:
     """One sum under way. Has state: what it needs to be flown again."""
 
@@ -92,15 +139,9 @@ class Flight:
     note: Note
     number: int
     result: Tensor = field(init=False)
-    kept: Tensor | None = field(init=False)
     notes: dict[int, Note] = field(init=False, default_factory=dict)
-    task: Task = field(init=False)
+    outcome: Outcome = field(init=False)
     seconds: float = field(init=False, default=0.0)
-
-    def ready(self) -> None:
-        """Before a (further) try."""
-        self.result = self.sent.clone()
-        self.kept = None if self.residual is None else self.residual.clone()
 
 
 class Members:
@@ -118,10 +159,28 @@ class Members:
         self.crew, self.codec, self.on_change = crew, codec, on_change
         self.members = crew.members
         self.store = crew.store.clone() if hasattr(crew.store, "clone") else crew.store
-        self.epoch = 0
+        self.epoch, self._closed = 0, False
         self._number = 0
         self._past: list[Any] = []  # groups with messages under way, which must not be taken apart
+        self._waiting: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
         self._coded = self._joined()
+        if self._coded is not None:
+            threading.Thread(target=self._look, name="espalier-members", daemon=True).start()
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among all ranks of all members."""
+        return self.crew.member * self.crew.shards + self.crew.shard
+
+    def _look(self) -> None:
+        """Looks after the exchanges under way, in their order, in a thread of its own."""
+        while (outcome := self._waiting.get()) is not None:
+            try:
+                while not outcome.look(self.rank) and not self._closed:
+                    time.sleep(LOOK)
+            except RuntimeError as error:  # the store is gone
+                outcome.error = outcome.error or error
+                outcome.known.set()
 
     # --- the group -----------------------------------------------------------------------------------------------
 
@@ -151,26 +210,41 @@ class Members:
         return flight
 
     def _fly(self, flight: Flight) -> None:
-        flight.ready()
-        coded = self._coded
+        coded, members = self._coded, self.members
         if coded is None:
             return
-        verdict = _Verdict(self._space(), flight.number, len(self.members) * self.crew.shards, self.crew)
+        flight.result = result = flight.sent.clone()
+        residual = None if flight.residual is None else flight.residual.clone()
 
         def act(job: Any) -> None:
             begun = time.perf_counter()
-            try:
-                job.all_reduce(flight.result, flight.residual, False)
-                told = torch.tensor(flight.note, dtype=torch.float64)
-                there = coded.everyone(told)
-            except BaseException:
-                verdict.failed()
-                raise
-            flight.notes = {m: Note(*row.tolist()) for m, row in zip(self.members, there, strict=True)}
+            job.all_reduce(result, residual, False)
+            there = coded.everyone(torch.tensor(flight.note, dtype=torch.float64))
+            flight.notes = {member: Note(*row.tolist()) for member, row in zip(members, there, strict=True)}
             flight.seconds = time.perf_counter() - begun
-            verdict.here()
+            if flight.residual is not None and residual is not None:
+                flight.residual.copy_(residual)
 
-        flight.task = coded.launch(act, self._book)
+        flight.outcome = self._together(coded, flight.number, act, self._book)
+
+    def _together(
+        self, coded: Coded, number: int, act: Callable[[Any], None], book: Callable[[Spent], None]
+    ) -> Outcome:
+        """Launches `act`, which counts when all ranks of all members have done it."""
+        outcome = Outcome(self._space(), number, len(self.members) * self.crew.shards, self.crew.timeout)
+
+        def run(job: Any) -> None:
+            try:
+                act(job)
+                outcome.here()
+            except BaseException as error:
+                outcome.failed(error)
+                raise
+
+        self._past = [task for task in self._past if not isinstance(task, Task) or not task.is_success()]
+        self._past.append(coded.launch(run, book))
+        self._waiting.put(outcome)
+        return outcome
 
     def _book(self, spent: Spent) -> None:
         if self.crew.ledger is not None:
@@ -183,15 +257,31 @@ class Members:
         """
         while self._coded is not None:
             try:
-                flight.task.wait()
+                flight.outcome.wait()
                 return Arrived(flight.result, flight.notes, flight.seconds)
             except Exception as error:
-                self._past.append(flight.task)
                 self._regroup(error)
-            if flight.residual is not None and flight.kept is not None:
-                flight.residual.copy_(flight.kept)
             self._fly(flight)
         return Arrived(flight.sent.clone(), {self.crew.member: flight.note}, 0.0)
+
+    def share(self, told: Tensor) -> dict[int, Tensor]:
+        """Every member's `told` (float64 [n], n the same for all), as it is; waits for it. Between flights only.
+
+        Raises PeerLost: see `arrive`.
+        """
+        self._number += 1
+        while (coded := self._coded) is not None:
+            rows: list[Tensor] = []
+
+            def act(job: Any, coded: Coded = coded, rows: list[Tensor] = rows) -> None:
+                rows += coded.everyone(told)
+
+            try:
+                self._together(coded, self._number, act, _unbooked).wait()
+                return dict(zip(self.members, rows, strict=True))
+            except Exception as error:
+                self._regroup(error)
+        return {self.crew.member: told}
 
     # --- fewer members -------------------------------------------------------------------------------------------
 
@@ -199,11 +289,11 @@ class Members:
         """Agrees with the other survivors who they are, in a new group."""
         if self._coded is not None:
             self._past.append(self._coded)
+            self._coded.lane.patience = self.crew.timeout  # it may still wait for messages that will not come
             self._coded.close()
         space, crew, before = self._space(), self.crew, self.members
-        rank = crew.member * crew.shards + crew.shard
         try:
-            space.set(f"left/{rank}", "")
+            space.set(f"left/{self.rank}", "")
             found = self._survivors(space)
             space.compare_set("members", "", json.dumps(found))
             space.set_timeout(timedelta(seconds=crew.timeout))
@@ -240,29 +330,12 @@ class Members:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Ends the thread of flights."""
+        """Ends the threads."""
+        self._closed = True
+        self._waiting.put(None)
         if self._coded is not None:
             self._coded.close()
 
 
-class _Verdict:
-    """Whether all ranks have a flight. What is said first stays."""
-
-    def __init__(self, space: Any, number: int, ranks: int, crew: Crew) -> None:
-        self.space, self.number, self.ranks, self.crew = space, number, ranks, crew
-
-    def here(self) -> None:
-        """This rank has it. Returns when all have; raises RuntimeError when one has not."""
-        if self.space.add(f"arrived/{self.number}", 1) == self.ranks:
-            self.space.compare_set(f"verdict/{self.number}", "", "all")
-        word = f"verdict/{self.number}"
-        try:
-            self.space.wait([word], timedelta(seconds=self.crew.timeout))
-        except RuntimeError:
-            self.failed()
-        if self.space.get(word) != b"all":
-            raise RuntimeError(f"outer flight {self.number} did not reach every member")
-
-    def failed(self) -> None:
-        """This rank has not."""
-        self.space.compare_set(f"verdict/{self.number}", "", "failed")
+def _unbooked(spent: Spent) -> None:
+    """A few numbers."""

@@ -14,6 +14,7 @@ from espalier import cluster as clusters
 from espalier import rank
 from espalier import run as runs
 from espalier.cluster import Cluster
+from espalier.errors import UserError
 from espalier.hardware import hosts, probe
 from espalier.launch import base as launch
 from espalier.launch import torchrun
@@ -22,6 +23,10 @@ from espalier.verbs import crossing, ready, show
 
 def run(arguments: argparse.Namespace) -> int:
     """Probes anew, whatever is cached."""
+    if arguments.overrides:
+        raise UserError(
+            f"probe takes no option {arguments.overrides[0]!r} without --hosts.", do="leave it out, or name hosts"
+        )
     torch.set_num_threads(1)
     place = torchrun.place()
     if place is None:

@@ -39,13 +39,18 @@ class Resolved:
 
 def resolve(path: str | Path, overrides: Sequence[str]) -> Resolved:
     """Reads a recipe and derives what it leaves open."""
-    recipe = _with_initial(load.load(path, overrides))
+    return settle(load.load(path, overrides), Path(path).absolute().parent)
+
+
+def settle(recipe: Recipe, folder: Path | None) -> Resolved:
+    """Derives what a recipe leaves open; `folder`: where its file lies."""
+    recipe = _with_initial(recipe)
     vocabulary = None
     if isinstance(recipe.model, Gpt | Moe) and recipe.data and recipe.model.vocabulary is None:
         with waiting("Reading the corpus") as progress:
             vocabulary = language.vocabulary(recipe.data, progress)
     resolved, derivations = derive.resolve(recipe, vocabulary=vocabulary)
-    return Resolved(resolved, derivations, Path(path).absolute().parent)
+    return Resolved(resolved, derivations, folder)
 
 
 def _with_initial(recipe: Recipe) -> Recipe:

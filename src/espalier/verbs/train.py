@@ -8,11 +8,12 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+import msgspec
 import torch
 
 from espalier import cluster as clusters
@@ -21,7 +22,7 @@ from espalier import run as runs
 from espalier.checkpoint.place import open_place
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import Constant, load
-from espalier.errors import EspalierError, Interrupted, UserError
+from espalier.errors import EspalierError, Interrupted, PeerLost
 from espalier.hardware import limits
 from espalier.launch import base as launch
 from espalier.launch import handshake, local, torchrun
@@ -32,6 +33,9 @@ from espalier.track.events import Log
 from espalier.track.progress import Forgiving, Progress
 from espalier.verbs import choose, ready, show
 from espalier.workload import Workload
+
+WAIT = 600.0
+"""Seconds that ranks wait for the plan: the first one may still be building the token shards."""
 
 
 @dataclass(frozen=True)
@@ -90,31 +94,64 @@ def _carry_out(job: Job, as_json: bool) -> int:
 # --- before ------------------------------------------------------------------------------------------------------
 
 
-def _prepare(arguments: argparse.Namespace, world: int | None = None) -> Job:
-    resolved = ready.resolve(arguments.recipe, arguments.overrides)
+@dataclass(frozen=True)
+class Asked:
+    """A recipe whose data is open, and where its run is to go; nothing is decided or written yet."""
+
+    resolved: ready.Resolved
+    workload: Workload
+    path: Path
+    before: config.Recipe | None
+    """The recipe of the run that is taken up again."""
+    quiet: bool
+
+
+def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> Asked:
+    """Opens the data of a recipe. Raises UserError when the run's folder holds another run."""
     recipe = resolved.recipe
-    path = arguments.run or Path("runs") / recipe.name
+    path = Path(run or Path("runs") / recipe.name)
     before = None
-    if (existing := runs.RunFolder(Path(path))).exists():
+    if (existing := runs.RunFolder(path)).exists():
         runs.refuse_other_meaning(existing, recipe)
         before = existing.read()
-    workload = ready.open_workload(resolved)
+    return Asked(resolved, ready.open_workload(resolved), path, before, quiet)
+
+
+def joining(resolved: ready.Resolved, run: str | None) -> Asked:
+    """Opens the data of a recipe on a rank that writes nothing."""
+    path = Path(run or Path("runs") / resolved.recipe.name)
+    return Asked(resolved, ready.open_workload(resolved), path, None, True)
+
+
+def _prepare(arguments: argparse.Namespace, world: int | None = None) -> Job:
+    resolved = ready.resolve(arguments.recipe, arguments.overrides)
+    return decided(asked(resolved, arguments.run, arguments.json), lambda: ready.machines(resolved.recipe), world)
+
+
+def decided(
+    given: Asked,
+    machines: Callable[[], clusters.Cluster],
+    world: int | None = None,
+    nodes: Sequence[int] | None = None,
+) -> Job:
+    """Plans the run and opens its folder. `nodes`: the machine that each rank is on already."""
+    resolved, workload, recipe = given.resolved, given.workload, given.resolved.recipe
     if recipe.checkpoint.target is not None:
         open_place(recipe.checkpoint.target)  # an unknown scheme is refused before anything is written
-    cluster = ready.machines(recipe)
-    folder = runs.open_folder(path)
+    cluster = machines()
+    folder = runs.open_folder(given.path)
     try:
-        plan = _planned(folder, resolved, workload, cluster, world)
+        plan = _on(nodes, _planned(folder, resolved, workload, cluster, world), cluster)
     except BaseException:
         folder.discard_if_empty()
         folder.release()
         raise
     if not _is_finished(recipe, folder):
         folder.write(recipe, cluster, plan)
-        if not arguments.json:
-            show.notes([*workload.notes(), *_stretched(before, recipe)])
+        if not given.quiet:
+            show.notes([*workload.notes(), *_stretched(given.before, recipe)])
             show.plan(plan, resolved.derivations, recipe.train.steps)
-    return Job(resolved, workload, cluster, plan, ready.parameters(recipe, workload), folder, arguments.json)
+    return Job(resolved, workload, cluster, plan, ready.parameters(recipe, workload), folder, given.quiet)
 
 
 def _planned(
@@ -129,6 +166,14 @@ def _planned(
         plan = choose.choose(resolved, workload, cluster, world)
     choose.refuse_elsewhere(plan, world)
     return plan
+
+
+def _on(nodes: Sequence[int] | None, plan: plans.Plan, cluster: clusters.Cluster) -> plans.Plan:
+    """The plan with its ranks on the machines where they are, if those are the cluster's."""
+    if nodes is None or cluster.machines != len(set(nodes)):
+        return plan
+    ranks = (msgspec.structs.replace(one, node=node) for one, node in zip(plan.ranks, nodes, strict=True))
+    return msgspec.structs.replace(plan, ranks=tuple(ranks))
 
 
 def _stretched(before: config.Recipe | None, recipe: config.Recipe) -> list[str]:
@@ -216,25 +261,40 @@ class Recording:
 
 def _run_as_rank(arguments: argparse.Namespace, place: launch.Place) -> int:
     """Under torchrun and its like: rank 0 decides, the others take its plan from the store."""
-    timeout = 600.0  # the first rank may still be building the token shards
-    store = launch.store(place, timeout)
     device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
     place = replace(place, device=device)
     if place.rank == 0:
-        try:
-            job = _prepare(arguments, world=place.world)
-        except EspalierError as error:
-            store.set("espalier/plan", b"!" + str(error.what).encode())
-            raise
-        store.set("espalier/plan", plans.dumps(job.plan))
-        return _first_rank(job, place, arguments.json)
-    text = store.get("espalier/plan")
-    if text.startswith(b"!"):
-        raise UserError(f"Rank 0 could not start: {text[1:].decode()}")
+        return lead(lambda: _prepare(arguments, world=place.world), place, arguments.json)
+    text = heard(place)
     resolved = ready.resolve(arguments.recipe, arguments.overrides)
-    workload = ready.open_workload(resolved)
-    folder = runs.RunFolder(Path(arguments.run or Path("runs") / resolved.recipe.name))
-    job = Job(resolved, workload, ready.machines(resolved.recipe), plans.loads(text), 0, folder, True)
+    return follow(joining(resolved, arguments.run), ready.machines(resolved.recipe), text, place)
+
+
+def lead(prepare: Callable[[], Job], place: launch.Place, as_json: bool) -> int:
+    """The first rank's part: it decides, tells the others by the store, and trains with them."""
+    store = launch.store(place, WAIT) if place.world > 1 else None
+    try:
+        job = prepare()
+    except EspalierError as error:
+        if store is not None:
+            store.set("espalier/plan", b"!" + str(error.what).encode())
+        raise
+    if store is not None:
+        store.set("espalier/plan", plans.dumps(job.plan))
+    return _first_rank(job, place, as_json)
+
+
+def heard(place: launch.Place) -> bytes:
+    """The plan that the first rank has decided on, once it has."""
+    text: bytes = launch.store(place, WAIT).get("espalier/plan")
+    if text.startswith(b"!"):
+        raise PeerLost(f"Rank 0 could not start: {text[1:].decode()}")
+    return text
+
+
+def follow(given: Asked, cluster: clusters.Cluster, plan: bytes, place: launch.Place) -> int:
+    """Another rank's part: it trains by the `plan` that it heard."""
+    job = Job(given.resolved, given.workload, cluster, plans.loads(plan), 0, runs.RunFolder(given.path), True)
     try:
         rank.train(job.setting(place), job.identity())
     except Interrupted as error:

@@ -1,0 +1,377 @@
+"""Starts ranks on hosts that the user names, over ssh or any other command, and watches them from here.
+
+One process per rank, each on a command of its own, whose standard input is its lifeline (`launch.hosted`). PyTorch's
+store and Gloo or NCCL do everything between the ranks; this file only starts them, hears them and ends them. Commands
+run in process groups of their own: Ctrl-C reaches this process, which passes it on. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from espalier import errors
+from espalier.config import Launch
+from espalier.errors import EspalierError, Interrupted, PeerLost, RunFailed, UserError
+from espalier.launch import handshake, reach
+from espalier.launch.failed import gone, together, unanswered
+from espalier.launch.hosted import MARK, PATIENCE, Told
+from espalier.launch.hosts import Host, command, resolve
+
+ANSWER_SECONDS = 60.0
+"""How long a host may take to start a process and let it speak."""
+OTHERS_SECONDS = 3.0
+"""How long the others may take to tell their own trouble once one has told its own."""
+END_SECONDS = 5.0
+"""How long processes may take to end once they were told to."""
+CLOCK_SECONDS = 5.0
+"""A clock that differs by more is spoken of."""
+
+Show = Callable[["Far", str, str], None]
+"""Called with a process, `out` or `err`, and a line that it wrote."""
+
+
+@dataclass
+class Far:
+    """One started process, seen from here. Has state: what it said, and whether it has ended."""
+
+    host: Host
+    argv: Sequence[str]
+    process: subprocess.Popen[bytes]
+    rank: int = -1
+    local: tuple[int, int] = (0, 1)
+    """Its number on its host, and how many there are."""
+    said: list[Told] = field(default_factory=list)
+    open: dict[int, tuple[str, bytes]] = field(default_factory=dict)
+    """Its output still read: descriptor -> (`out` or `err`, the beginning of a line)."""
+    last: str = ""
+    """The last line of its standard error."""
+    code: int | None = None
+    error: EspalierError | None = None
+
+    @property
+    def named(self) -> str:
+        """For messages and logs."""
+        return f"{self.host.name} {self.rank}" if self.rank >= 0 else self.host.name
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Says one thing to the process; one that has gone is met where its end is noticed."""
+        assert self.process.stdin is not None
+        with suppress(OSError, ValueError):
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+
+
+class Crowd:
+    """The processes on all hosts. Has state: them, and their log. Use with `with`: none is left behind."""
+
+    def __init__(self, options: Launch, module: str, show: Show, patience: float = ANSWER_SECONDS) -> None:
+        self.options, self.module, self.show, self.patience = options, module, show, patience
+        self.all: list[Far] = []
+        self._selector = selectors.DefaultSelector()
+        self._log: Any = None
+        self._waiting: list[str] = []
+
+    def __enter__(self) -> Crowd:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        self._selector.close()
+        if self._log is not None:
+            self._log.close()
+
+    def log_to(self, file: Path) -> None:
+        """Every line of every process goes to `file` from now on, and those heard before now. Lines name host, rank."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._log = file.open("a", encoding="utf-8", buffering=1)
+        self._log.writelines(self._waiting)
+        self._waiting.clear()
+
+    # --- starting ----------------------------------------------------------------------------------------------------
+
+    def gather(self, hosts: Sequence[Host]) -> list[str]:
+        """Starts the ranks on all hosts, has them compare who they are and find each other. Returns what to tell the
+        user. Raises UserError naming the host that cannot be reached, is another, or is not met by the others."""
+        first = [self._start(host) for host in hosts]
+        greetings = self.ask(first, None, "hello", self.patience)
+        notes = _agree(first, greetings)
+        for far, said in zip(first, greetings, strict=True):
+            ranks = far.host.ranks or max(1, said["gpus"])
+            more = [self._start(far.host) for _ in range(ranks - 1)]
+            for index, one in enumerate([far, *more]):
+                one.local = (index, ranks)
+        self.all.sort(key=lambda far: (hosts.index(far.host), far.local[0]))
+        for rank, far in enumerate(self.all):
+            far.rank = rank
+        later = [far for far in self.all if far not in first]
+        self.ask(later, None, "hello", self.patience)
+        known = {
+            far.host: [reach.Address(**one) for one in said["addresses"]]
+            for far, said in zip(first, greetings, strict=True)
+        }
+        self._meet(known)
+        return notes
+
+    def _start(self, host: Host) -> Far:
+        argv = command(host, self.options, self.module)
+        try:
+            process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
+            )
+        except OSError as error:
+            raise UserError(
+                f"launch.command cannot be run: {argv[0]}: {error.strerror}.", do="correct launch.command"
+            ) from None
+        far = Far(host, argv, process)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for stream, name in ((process.stdout, "out"), (process.stderr, "err")):
+            os.set_blocking(stream.fileno(), False)
+            self._selector.register(stream.fileno(), selectors.EVENT_READ, far)
+            far.open[stream.fileno()] = (name, b"")
+        self.all.append(far)
+        return far
+
+    def _meet(self, known: Mapping[Host, Sequence[reach.Address]]) -> None:
+        """The first listens; the others find an address of it that answers."""
+        first, *others = self.all
+        if not others:
+            first.tell({"is": "alone", **self._seat(first)})
+            return
+        serve = {"is": "serve", "port": self.options.port, "interface": self.options.interface, **self._seat(first)}
+        (serving,) = self.ask([first], lambda far: serve, "serving", self.patience)
+        found = [reach.Address(**one) for one in serving["addresses"]]
+        names = resolve(first.host)
+
+        def search(far: Far) -> Told:
+            targets = reach.in_order(found, names, known[far.host])
+            rest = {"port": serving["port"], "word": serving["word"], "interface": self.options.interface}
+            return {"is": "reach", "addresses": targets, **rest, **self._seat(far)}
+
+        most = len(found) * reach.TRY_SECONDS + self.patience
+        answers = self.ask(others, search, ("reached", "lost"), most)
+        lost = [far for far, said in zip(others, answers, strict=True) if said["is"] == "lost"]
+        if lost:
+            tried = ", ".join(f"{one.address}:{serving['port']}" for one in found)
+            raise UserError(
+                f"Host {lost[0].host.name} does not reach the first host, {first.host.name}.",
+                why=f"nothing answered at {tried}",
+                do=f"open TCP between the hosts in their firewalls (docs/hosts.md), or set launch.interface; "
+                f"launch.port = {self.options.port or 29500} makes the port a fixed one",
+            )
+        first.tell({"is": "met", "address": answers[0]["address"]})
+
+    def _seat(self, far: Far) -> Told:
+        index, each = far.local
+        return {
+            "rank": far.rank, "world": len(self.all), "local_rank": index, "local_world": each, "host": far.host.name,
+        }  # fmt: skip
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    def ask(
+        self, whom: Sequence[Far], message: Callable[[Far], Told] | None, kind: str | tuple[str, ...], seconds: float
+    ) -> list[Told]:
+        """Says `message` to each (if there is one), and waits for an answer of `kind` from each; the answers, in order.
+
+        Raises the error of the one that failed (of all, where they fail alike), or UserError for one that is silent
+        for `seconds`.
+        """
+        kinds = (kind,) if isinstance(kind, str) else kind
+        if message is not None:
+            for far in whom:
+                far.tell(message(far))
+        deadline, failing = time.monotonic() + seconds, False
+        while (late := [far for far in whom if not _answered(far, kinds)]) and time.monotonic() < deadline:
+            self._listen(min(0.5, max(0.0, deadline - time.monotonic())))
+            failed = [far for far in self.all if far.error is not None]
+            if failed and not failing:
+                failing, deadline = True, min(deadline, time.monotonic() + OTHERS_SECONDS)
+            if failed and not [far for far in late if far.error is None]:
+                break
+        self._raise(late, seconds, failing)
+        return [far.said.pop(0) for far in whom]
+
+    def _raise(self, late: Sequence[Far], seconds: float, failing: bool) -> None:
+        failed = [far.error for far in self.all if far.error is not None]
+        if failed:
+            raise together(failed)
+        if late and not failing:
+            raise unanswered(late[0].host, late[0].argv, seconds, late[0].last)
+
+    def prepare(self, message: Callable[[Far], Told]) -> None:
+        """Tells every rank what it is about, waits until all have opened their data, and compares what they found."""
+        answers = self.ask(self.all, message, "ready", PATIENCE)
+        _compare(self.all, [said["identity"] for said in answers])
+
+    def carry_out(self) -> Told:
+        """Lets all ranks begin and waits for their end; what the first had to say. Raises the error that ended them.
+
+        The first Ctrl-C, SIGTERM or SIGHUP asks the ranks to save and stop, the second ends them at once.
+        """
+        with self._passing_on_signals() as interrupted:
+            for far in self.all:
+                far.tell({"is": "go"})
+            while [far for far in self.all if far.code is None and not _done(far)] and len(interrupted) < 2:
+                self._listen(0.5)
+                if [far for far in self.all if far.error is not None]:
+                    self._hear_out()
+                    break
+        failed = [far.error for far in self.all if far.error is not None]
+        if len(interrupted) > 1 or (interrupted and not failed and not _done(self.all[0])):
+            raise Interrupted("Stopped before the state could be saved.")
+        if failed:
+            raise _cause(failed, bool(interrupted))
+        return _done(self.all[0])
+
+    def _hear_out(self) -> None:
+        """Lets the others end by themselves, for a while, and say why."""
+        deadline = time.monotonic() + OTHERS_SECONDS
+        while [far for far in self.all if far.code is None and not _done(far)] and time.monotonic() < deadline:
+            self._listen(0.1)
+
+    @contextmanager
+    def _passing_on_signals(self) -> Iterator[list[int]]:
+        seen: list[int] = []
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            seen.append(number)
+            if len(seen) == 1:
+                for far in self.all:
+                    far.tell({"is": "stop"})
+
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it stays ignored
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, pass_on) for number in numbers}
+        try:
+            yield seen
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # --- hearing -----------------------------------------------------------------------------------------------------
+
+    def _listen(self, seconds: float) -> None:
+        """Takes in whatever the processes say within `seconds` at most, and notices those that have ended."""
+        for key, _ in self._selector.select(seconds):
+            self._read(key.data, key.fd)
+        for far in self.all:
+            # A multiplexing ssh leaves its standard error open behind it, so its end is not asked for.
+            if far.code is None and far.process.poll() is not None:
+                for descriptor in list(far.open):
+                    self._read(far, descriptor)
+                far.code = far.process.returncode
+                if far.error is None and not _done(far):
+                    far.error = gone(far.host, far.rank, far.argv, far.code, far.last)
+
+    def _read(self, far: Far, descriptor: int) -> None:
+        name, rest = far.open.get(descriptor, ("", b""))
+        try:
+            data = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        if not data:
+            self._selector.unregister(descriptor)
+            del far.open[descriptor]
+            lines = [rest] if rest else []
+        else:
+            far.open[descriptor] = (name, rest)
+        for line in lines:
+            self._take(far, name, line.decode(errors="replace"))
+
+    def _take(self, far: Far, name: str, line: str) -> None:
+        text, mark, told = line.partition(MARK)
+        if mark and name == "out":
+            far.said.append(json.loads(told))
+            if far.said[-1]["is"] == "failed":
+                far.error = _error(far, far.said.pop())
+        if text or not mark:
+            if name == "err" and text.strip():
+                far.last = text.strip()[-300:]
+            entry = f"[{far.named}] {text}\n"
+            if self._log is not None:
+                self._log.write(entry)
+            else:
+                self._waiting.append(entry)
+            self.show(far, name, text)
+
+    # --- ending ------------------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """No process is left: they are told to end, and their commands are killed if need be."""
+        for far in self.all:
+            if far.code is None:
+                far.tell({"is": "end"})
+            with suppress(OSError):
+                far.process.stdin.close()  # type: ignore[union-attr]
+        deadline = time.monotonic() + END_SECONDS
+        while [far for far in self.all if far.process.poll() is None] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for far in self.all:
+            if far.process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(far.process.pid, signal.SIGKILL)
+            far.process.wait()
+            for stream in (far.process.stdout, far.process.stderr):
+                if stream is not None:
+                    stream.close()
+
+
+def _answered(far: Far, kinds: tuple[str, ...]) -> bool:
+    return far.error is None and bool(far.said) and far.said[0]["is"] in kinds
+
+
+def _done(far: Far) -> Told:
+    """What a process said at its good end; empty when it did not."""
+    return far.said[-1] if far.said and far.said[-1]["is"] == "done" else {}
+
+
+def _error(far: Far, told: Told) -> EspalierError:
+    """The error that a process told of, in this process, with its host. An interrupt is nobody's."""
+    kind = getattr(errors, told["kind"], RunFailed)
+    what = told["what"] if kind is Interrupted else f"On host {far.host.name}: {told['what']}"
+    error = kind(what, why=told["why"], do=told["do"])
+    assert isinstance(error, EspalierError)
+    return error
+
+
+def _cause(failed: Sequence[EspalierError], interrupted: bool) -> EspalierError:
+    """The error to show: a rank's own before one that merely lost a peer. When nobody interrupted the run, ranks that
+    were interrupted lost their lifeline, and another knows why."""
+    own = [error for error in failed if not isinstance(error, PeerLost)]
+    stopped = [error for error in own if isinstance(error, Interrupted)]
+    others = [error for error in own if not isinstance(error, Interrupted)]
+    return ((stopped if interrupted else others) or own or failed)[0]
+
+
+def _agree(fars: Sequence[Far], greetings: Sequence[Told]) -> list[str]:
+    """Raises UserError when the hosts' versions differ; says whose clock does."""
+    _compare(fars, [said["identity"] for said in greetings])
+    now = time.time()
+    notes = []
+    for far, said in zip(fars, greetings, strict=True):
+        ahead = said["time"] - now
+        if abs(ahead) > CLOCK_SECONDS:
+            way = "ahead of" if ahead > 0 else "behind"
+            notes.append(
+                f"The clock of host {far.host.name} is {abs(ahead):,.0f} s {way} the one here. That is harmless: ranks "
+                "never compare clocks, and the run log is written by the first host alone."
+            )
+    return notes
+
+
+def _compare(fars: Sequence[Far], identities: Sequence[Mapping[str, str]]) -> None:
+    handshake.check([{**one, "host": far.host.name} for far, one in zip(fars, identities, strict=True)])

@@ -1,0 +1,111 @@
+"""`espalier train --hosts` and `espalier probe --hosts`: the same verbs on hosts that the user names. Loads no torch
+here: the work is done on the hosts (`verbs.hosted`), this process starts them, hears them and ends them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO, cast
+
+import msgspec
+
+from espalier import cluster as clusters
+from espalier import run as runs
+from espalier.config import Recipe, limits, load
+from espalier.errors import RunFailed, UserError
+from espalier.launch import hosts, torchrun
+from espalier.launch.ssh import Crowd, Far
+from espalier.track.progress import Forgiving
+
+MODULE = "espalier.verbs.hosted"
+LOG = "hosts.log"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the verb on the hosts."""
+    sys.stdout = cast("TextIO", Forgiving(sys.stdout))
+    if torchrun.place() is not None:
+        raise UserError(
+            "--hosts was given, and RANK and WORLD_SIZE are set.",
+            why="either a launcher such as torchrun has started this rank, or --hosts starts the ranks",
+            do="leave --hosts out under torchrun, or unset RANK and WORLD_SIZE",
+        )
+    named = hosts.parse(arguments.hosts)
+    return _train(arguments, named) if arguments.verb == "train" else _probe(arguments, named)
+
+
+def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
+    recipe = load.load(arguments.recipe, arguments.overrides)
+    limits.check(recipe)
+    chosen, here = hosts.here_first(named)
+    folder = Path(arguments.run or Path("runs") / recipe.name)
+    message = {
+        "is": "task",
+        "task": "train",
+        "recipe": load.to_table(recipe),
+        "origin": str(arguments.recipe),
+        "beside": str(Path(arguments.recipe).absolute().parent),
+        "folder": os.getcwd(),
+        "absolute": folder.is_absolute(),
+        "run": str(folder),
+        "quiet": arguments.json,
+    }
+    log = folder / "logs" / LOG
+    with Crowd(recipe.launch, MODULE, _show) as crowd:
+        _say(crowd.gather(chosen))
+        crowd.prepare(lambda far: {**message, "nodes": [chosen.index(one.host) for one in crowd.all]})
+        if not here:
+            _say([f"The run is kept on host {chosen[0].name}: {folder.absolute()}. What all ranks write is in {log}."])
+        crowd.log_to(log)
+        try:
+            done = crowd.carry_out()
+        except RunFailed as error:
+            why = f"{error.why}; " if error.why else ""
+            raise type(error)(error.what, why=f"{why}what all hosts wrote is in {log}", do=error.do) from None
+    return int(done["code"])
+
+
+def _probe(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
+    options = _launch_options(arguments.overrides)
+    chosen, _ = hosts.here_first(named)
+    message = {"is": "task", "task": "probe", "folder": os.getcwd(), "absolute": True, "disk": arguments.disk}
+    with Crowd(options.launch, MODULE, _show) as crowd:
+        _say(crowd.gather(chosen))
+        crowd.prepare(lambda far: message)
+        done = crowd.carry_out()
+    found = clusters.loads(done["cluster"])
+    runs.replace(Path(arguments.out), done["cluster"])
+    from espalier.verbs import show
+
+    if arguments.json:
+        print(json.dumps(msgspec.to_builtins(found)))
+    else:
+        print(show.cluster(found))
+        print(f"\nWritten to {arguments.out}: espalier plan RECIPE --cluster {arguments.out}")
+    return 0
+
+
+def _launch_options(overrides: Sequence[str]) -> Recipe:
+    """The options `launch.*` of a command line that has no recipe."""
+    for text in overrides:
+        if not text.strip().startswith("launch."):
+            raise UserError(f"probe takes no option {text!r}.", do="launch.command, .interface, .port or .python")
+    recipe = load.from_table({"model": {"kind": "gpt"}}, "the command line", overrides)
+    limits.check(recipe)
+    return recipe
+
+
+def _show(far: Far, stream: str, line: str) -> None:
+    """The first rank speaks for all on the terminal; everything else is in the log."""
+    if far.rank == 0:
+        print(line, file=sys.stderr if stream == "err" else sys.stdout, flush=True)
+
+
+def _say(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)

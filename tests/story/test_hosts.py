@@ -1,0 +1,208 @@
+"""Four hosts on slow links, each a network namespace: measured, planned for, trained on, killed and gone on with."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from espalier import cluster as clusters
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+]
+
+RATE, DELAY = 50e6, 0.005
+RECIPE = """
+[model]
+depth = 1
+width = 32
+heads = 2
+
+[data]
+path = "corpus"
+validation = 0.2
+
+[train]
+steps = 4
+sequence = 32
+batch_tokens = 256
+validate_tokens = 1024
+
+[plan]
+trial = false
+
+[plan.pin]
+threads = 1
+
+[comm]
+codec = "exact"
+
+[sync]
+kind = "every_step"
+
+[launch]
+command = "ip netns exec {host} sh -c {command}"
+"""
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[str]:
+    """Four namespaces at 50 Mbit/s and 5 ms; their names with commas."""
+    file = Path(__file__).parents[2] / "bench" / "netlab.py"
+    spec = importlib.util.spec_from_file_location("netlab", file)
+    assert spec is not None
+    assert spec.loader is not None
+    netlab = sys.modules["netlab"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(netlab)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with netlab.Lab(netlab.Shape(nodes=4, hosts=1, rate=RATE, delay=DELAY)) as made:
+            yield ",".join(made._host(index) for index in range(4))
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hosts")
+    (folder / "recipe.toml").write_text(RECIPE)
+    (folder / "corpus").mkdir()
+    for number in range(12):
+        (folder / "corpus" / f"{number}.txt").write_text(f"The number {number} comes before {number + 1}.\n" * 40)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(lab: str, home: Path) -> clusters.Cluster:
+    command = "launch.command=ip netns exec {host} sh -c {command}"
+    done = espalier(home, "probe", "--hosts", lab, command, "--out", "four.toml")
+    assert done.returncode == 0, done.stderr
+    return clusters.read(home / "four.toml")
+
+
+def command_line(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "espalier", *arguments]
+
+
+def environment(home: Path) -> dict[str, str]:
+    return {**os.environ, "XDG_CACHE_HOME": str(home / "cache"), "COLUMNS": "100"}
+
+
+def espalier(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command_line(*arguments), cwd=home, env=environment(home), capture_output=True, text=True, timeout=400,
+        check=False,
+    )  # fmt: skip
+
+
+def events(home: Path, run: str, kind: str) -> list[dict[str, Any]]:
+    file = home / "runs" / run / "events.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def processes(lab: str) -> list[str]:
+    """What still runs in the namespaces."""
+    found = []
+    for host in lab.split(","):
+        listed = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=False)
+        found += listed.stdout.split()
+    return found
+
+
+def none_left(lab: str, within: float = 15.0) -> bool:
+    deadline = time.monotonic() + within
+    while processes(lab) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not processes(lab)
+
+
+def test_the_links_between_the_hosts_are_measured_as_they_are(measured, home) -> None:
+    assert measured.machines == 4
+    assert len(measured.pairs) == 6
+    for pair in measured.pairs:
+        assert pair.bandwidth == pytest.approx(RATE / 8, rel=0.2)
+        assert DELAY <= pair.latency < 4 * DELAY
+    assert measured.between is not None
+    planned = espalier(home, "plan", "recipe.toml", "--cluster", "four.toml", "plan.pin.ranks=4", "--json")
+    assert planned.returncode == 0, planned.stderr
+    assert [rank["node"] for rank in json.loads(planned.stdout)["ranks"]] == [0, 1, 2, 3]
+
+
+def test_four_hosts_train_as_four_local_ranks_do(lab, home, measured) -> None:
+    far = espalier(home, "train", "recipe.toml", "--hosts", lab, "plan.cluster=four.toml", "name=far")
+    assert far.returncode == 0, far.stdout + far.stderr
+    near = espalier(home, "train", "recipe.toml", "plan.pin.ranks=4", "name=near")
+    assert near.returncode == 0, near.stdout + near.stderr
+    expected = [event["loss"] for event in events(home, "near", "step")]
+    assert [event["loss"] for event in events(home, "far", "step")] == pytest.approx(expected, rel=1e-5)
+    assert len(expected) == 4
+    assert far.stdout.count("step 1/4") == 1
+    assert none_left(lab)
+
+
+def begun(home: Path, run: str, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 100
+    while len(events(home, run, "step")) < 3 and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+
+
+def endless(home: Path, lab: str, run: str) -> subprocess.Popen[str]:
+    every = ("train.steps=100000", "train.validate_every=100000", "checkpoint.every=100000")
+    arguments = ("train", "recipe.toml", "--hosts", lab, "plan.cluster=four.toml", f"name={run}", *every)
+    process = subprocess.Popen(
+        command_line(*arguments), cwd=home, env=environment(home), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    begun(home, run, process)
+    return process
+
+
+def test_a_killed_rank_ends_all_and_is_named_with_its_host(lab, home, measured) -> None:
+    process = endless(home, lab, "killed")
+    third = lab.split(",")[2]
+    (victim,) = subprocess.run(
+        ["ip", "netns", "pids", third], capture_output=True, text=True, check=True
+    ).stdout.split()
+    os.kill(int(victim), signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"Rank 2 on host {third} was killed (SIGKILL)" in errors
+    assert "hosts.log" in errors
+    assert none_left(lab)
+
+
+def test_an_interrupt_saves_and_the_same_command_resumes(lab, home, measured) -> None:
+    process = endless(home, lab, "long")
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, output + errors
+    assert "run the same command again to go on" in errors
+    assert none_left(lab)
+    reached = len(events(home, "long", "step"))
+    process = subprocess.Popen(
+        process.args, cwd=home, env=environment(home), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 100
+    while len(events(home, "long", "step")) < reached + 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.kill()  # the launcher dies: its ranks notice, save and end
+    process.communicate(timeout=60)
+    assert none_left(lab)
+    steps = [event["step"] for event in events(home, "long", "step")]
+    assert steps == list(range(1, len(steps) + 1))

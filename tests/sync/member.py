@@ -1,0 +1,44 @@
+"""One member of a crew, as a forked process: what it says after each round, and at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from crews import RATE, Replica
+from torch._C._distributed_c10d import TCPStore
+
+from espalier.comm.codecs import codec
+from espalier.errors import PeerLost
+from espalier.sync.choices import METHODS
+from espalier.sync.members import Crew, Members
+from espalier.sync.outer import OuterSync, Rounds
+
+
+def life(port: int, place: tuple[int, int], method: str, rounds: int, pause: float, say: Callable[[str], None]) -> None:
+    """Trains `place` = (member, members) for some rounds; says `round N`, and at the end the hash of its parameters and
+    who was lost. Ends the process: 0, or 7 when the others gave it up."""
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+    member, members = place
+    crew = Crew(store, member, tuple(range(members)), timeout=6.0, grace=2.0)
+    replica, choices = Replica(member), METHODS[method]
+    lost: list[str] = []
+    team = Members(crew, codec(choices.codec), lambda gone, left: lost.append(f"lost {gone} left {left}"))
+    engine = OuterSync(replica.live, choices, team, Rounds(4))
+    try:
+        while engine.rounds < rounds:
+            replica.step()
+            time.sleep(pause)
+            if engine.after_step(RATE):
+                say(f"round {engine.rounds}")
+        engine.finish(RATE)
+    except PeerLost as error:
+        say(error.what)
+        os._exit(7)
+    say(" ".join([hashlib.sha256(replica.flat().numpy().tobytes()).hexdigest(), *lost]))
+    os._exit(0)

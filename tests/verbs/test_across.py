@@ -1,0 +1,124 @@
+"""`--hosts` from the command line: what is refused before anything starts, and a run on two pretended hosts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from espalier import cli
+
+RECIPE = """
+[model]
+depth = 1
+width = 32
+heads = 2
+
+[data]
+path = "corpus"
+validation = 0.2
+cache = "cache"
+
+[train]
+steps = 4
+sequence = 32
+batch_tokens = 256
+validate_tokens = 1024
+
+[plan]
+trial = false
+cluster = "machine.toml"
+
+[plan.pin]
+threads = 1
+"""
+
+MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
+SAME = "launch.command=sh -c {command}"
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "corpus").mkdir()
+    for number in range(9):
+        (tmp_path / "corpus" / f"{number}.txt").write_text(f"{number} comes before {number + 1}.\n" * 30)
+    (tmp_path / "machine.toml").write_text(MACHINE)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    return tmp_path
+
+
+def losses(home: Path, run: str) -> list[float]:
+    lines = (home / "runs" / run / "events.jsonl").read_text().splitlines()
+    return [event["loss"] for event in map(json.loads, lines) if event["event"] == "step"]
+
+
+def refused(capfd, *arguments: str) -> str:
+    assert cli.main(list(arguments)) == 2
+    return capfd.readouterr().err
+
+
+def test_two_hosts_train_as_two_ranks_of_one_machine_do_and_keep_one_log(home, capfd) -> None:
+    assert cli.main(["train", "recipe.toml", "--hosts", "hosta,hostb", "name=far", SAME]) == 0
+    out = capfd.readouterr().out
+    assert out.count("step 1/4") == 1, "progress is shown once"
+    assert "Done in" in out
+    assert cli.main(["train", "recipe.toml", "plan.pin.ranks=2", "name=near", "--json"]) == 0
+    assert losses(home, "far") == losses(home, "near")
+    assert len(losses(home, "far")) == 4
+    log = (home / "runs" / "far" / "logs" / "hosts.log").read_text()
+    assert "[hosta 0] " in log
+    assert "hosta" not in out
+
+
+LACKING = """
+import pathlib, runpy, sys
+there = pathlib.Path.is_dir
+pathlib.Path.is_dir = lambda path: str(path) != sys.argv[1] and there(path)
+runpy.run_module("espalier.verbs.hosted", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_host_without_the_data_is_named(home, capfd) -> None:
+    """The second host has another current folder and lacks the launcher's."""
+    (home / "elsewhere").mkdir()
+    (home / "lacking.py").write_text(LACKING)
+    program = home / "python"
+    lacking = f"cd elsewhere; exec {sys.executable} {home}/lacking.py {home}"
+    program.write_text(f'#!/bin/sh\nif [ "$PRETENDED" = hostb ]; then {lacking}; fi\nexec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    command = "launch.command=env PRETENDED={host} sh -c {command}"
+    text = refused(capfd, "train", "recipe.toml", "--hosts", "hosta,hostb", command, f"launch.python={program}")
+    assert "On host hostb" in text
+    assert f"no folder {home}" in text
+    assert not (home / "runs" / "recipe" / "run.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["train", "recipe.toml", "--hosts", ""], "names no host"),
+        (["train", "recipe.toml", "--hosts", "a,a"], "a more than once"),
+        (["train", "none.toml", "--hosts", "a"], "none.toml"),
+        (["train", "recipe.toml", "--hosts", "a", "launch.command=ssh {host}"], "has no {command}"),
+        (["train", "recipe.toml", "--hosts", "a", "launch.port=70000"], "launch.port = 70000"),
+        (["train", "recipe.toml", "--hosts", "a", "launch.command=not-a-program {command}"], "not-a-program"),
+        (["probe", "--hosts", "a", "train.steps=3"], "train.steps=3"),
+        (["probe", "train.steps=3"], "train.steps=3"),
+        (["probe", "--hosts", "a", "launch.command=sh -c 'exit 255' {command}"], "Host a cannot be reached"),
+        (["probe", "--hosts", "a,b", SAME, "launch.interface=eth77"], "launch.interface = 'eth77'"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_starts(home, capfd, arguments, named) -> None:
+    assert named in refused(capfd, *arguments)
+    assert not (home / "runs").exists()
+
+
+def test_hosts_and_torchrun_are_not_both_obeyed(home, capfd, monkeypatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "RANK and WORLD_SIZE are set" in refused(capfd, "train", "recipe.toml", "--hosts", "a,b")
