@@ -157,9 +157,13 @@ def trained(place: Place, workload: LanguageWorkload, recipe: Recipe, scheme: Sc
     return float(sums[0] / sums[1])
 
 
-def recipe_of(seed: int, quick: bool) -> Recipe:
-    """A decoder of 0.36 M parameters on 0.8 M tokens (`quick`: 0.1 M and 0.2 M)."""
-    depth, width, steps = (2, 64, 100) if quick else (3, 96, 400)
+SIZES = {"quick": (2, 64, 100), "cause": (2, 64, 300), "schemes": (3, 96, 400)}
+"""Depth, width and steps: 0.1 M and 0.36 M parameters, 0.2 M to 0.8 M tokens."""
+
+
+def recipe_of(seed: int, size: str) -> Recipe:
+    """A decoder of one of the sizes."""
+    depth, width, steps = SIZES[size]
     table: dict[str, Any] = {
         "model": {"depth": depth, "width": width, "heads": 4},
         "data": {"path": "python:stdlib"},
@@ -175,11 +179,17 @@ def recipe_of(seed: int, quick: bool) -> Recipe:
     return derive.resolve(load.from_table(table))[0]
 
 
-def losses(asked: dict[str, Scheme], seeds: Sequence[int], quick: bool) -> dict[str, list[float]]:
+def shown(size: str) -> str:
+    """For the names of rows."""
+    depth, width, steps = SIZES[size]
+    return f"{depth} layers of {width}, {steps} steps, "
+
+
+def losses(asked: dict[str, Scheme], seeds: Sequence[int], size: str) -> dict[str, list[float]]:
     """By scheme, one for each seed."""
     found: dict[str, list[float]] = {name: [] for name in asked}
     for seed in seeds:
-        recipe = recipe_of(seed, quick)
+        recipe = recipe_of(seed, size)
         workload = open_language(recipe)
         for name, scheme in asked.items():
             places = [Place(rank=one, world=RANKS, local_rank=one) for one in range(RANKS)]
@@ -189,9 +199,9 @@ def losses(asked: dict[str, Scheme], seeds: Sequence[int], quick: bool) -> dict[
     return found
 
 
-def beside(asked: dict[str, Scheme], seeds: Sequence[int], quick: bool, case: str) -> list[Row]:
+def beside(asked: dict[str, Scheme], seeds: Sequence[int], size: str, case: str) -> list[Row]:
     """Rows of all schemes beside the first."""
-    found = losses(asked, seeds, quick)
+    found = losses(asked, seeds, size)
     plain = next(iter(asked))
     return [
         compare(f"{case}{name}", "uncompressed", "nats/byte", list(zip(mine, found[plain], strict=True)), False)
@@ -200,16 +210,16 @@ def beside(asked: dict[str, Scheme], seeds: Sequence[int], quick: bool, case: st
     ]
 
 
-def cause(seeds: Sequence[int], quick: bool) -> list[Row]:
+def cause(seeds: Sequence[int], size: str) -> list[Row]:
     """Int8 beside noise of its size, at two learning rates."""
     rows = []
-    options = recipe_of(1, quick).train.optimizer
+    options = recipe_of(1, size).train.optimizer
     assert options.learning_rate is not None
     for part in (1.0, 1 / 3):
         rate = options.learning_rate * part
         asked = {"exact": Scheme(), "int8": Scheme("int8", feedback=True), "noise of int8's size": Scheme(noise=True)}
         asked = {name: replace(one, rate=rate) for name, one in asked.items()}
-        rows += beside(asked, seeds, quick, f"AdamW at {rate:.2g}, ")
+        rows += beside(asked, seeds, size, f"{shown(size)}AdamW at {rate:.2g}, ")
     return rows
 
 
@@ -228,13 +238,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         assert wire is not None
         one.decode(wire, some)
     seeds, rows = range(1, asked.seeds + 1), []
-    size = "quick: 0.1 M parameters, " if asked.quick else ""
     if "schemes" in asked.only:
-        rate = recipe_of(1, asked.quick).train.optimizer.learning_rate
+        size = "quick" if asked.quick else "schemes"
+        rate = recipe_of(1, size).train.optimizer.learning_rate
         assert rate is not None
-        rows += beside({name: replace(one, rate=rate / 3) for name, one in schemes().items()}, seeds, asked.quick, size)
+        chosen = {name: replace(one, rate=rate / 3) for name, one in schemes().items()}
+        rows += beside(chosen, seeds, size, shown(size))
     if "cause" in asked.only:
-        rows += cause(seeds, asked.quick)
+        rows += cause(seeds, "quick" if asked.quick else "cause")
     publish(rows, asked.json)
 
 
