@@ -125,4 +125,4 @@ def test_the_record_beside_the_code_wins_over_the_table(tmp_path: Path) -> None:
         law="l",
         state="works",
     )
-    assert found["co2"] == records.read(PACKAGE)["co2"]
+    assert found["luwu"] == records.read(PACKAGE)["luwu"]

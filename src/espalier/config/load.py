@@ -66,14 +66,16 @@ def changed(before: config.Recipe, after: config.Recipe) -> list[tuple[str, Any,
     return found
 
 
-def known_keys(kind: Any = config.Recipe, prefix: str = "") -> list[str]:
-    """Every dotted key of the option tree, all alternatives of every choice included."""
+def known_keys(kind: Any = config.Recipe, prefix: str = "", choices: bool = True) -> list[str]:
+    """Every dotted key of the option tree, with `choices` also those of every alternative of a choice."""
     keys: list[str] = []
     for struct in _structs(kind):
         if struct.__struct_config__.tag is not None:
             keys.append(prefix + "kind")
+            if not choices:
+                continue
         for name, hint in get_type_hints(struct).items():
-            inner = known_keys(hint, f"{prefix}{name}.")
+            inner = known_keys(hint, f"{prefix}{name}.", choices)
             keys.extend(inner or [prefix + name])
     return sorted(set(keys))
 
@@ -234,7 +236,9 @@ def _chosen(structs: list[Any], table: Mapping[str, Any], origin: str, path: tup
 def _unknown(path: tuple[str, ...], struct: Any, origin: str) -> UserError:
     key = ".".join(path)
     known = [other for other in known_keys() if other != key]
+    always = set(known_keys(choices=False))
     same_name = [other for other in known if other.split(".")[-1] == path[-1]]
+    same_name.sort(key=lambda other: other not in always)  # what every recipe has comes before what a choice brings
     sibling = nearest(path[-1], get_type_hints(struct))
     if sibling:
         near: str | None = ".".join((*path[:-1], sibling))

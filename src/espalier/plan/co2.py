@@ -23,9 +23,10 @@ from espalier.plan.request import Request
 from espalier.sync import hiding
 from espalier.sync.choices import METHODS
 
-SLOW = 4.0
-"""With sync.kind = "auto": how many times as long as a machine's own step one with every exchange must take before
-rounds are chosen. Less than that is better bought with codecs, which change what is learned less."""
+SLOW, ALONE = 3.0, 0.9
+"""With sync.kind = "auto", rounds are chosen where the best that agrees at every step takes so many times as long as its
+replica's own step; or that share of as many times as there are replicas, which is what one of them would take for all.
+Less is better bought with codecs, which change less of what is learned."""
 MOST = 500
 """Steps of a round at most: DiLoCo's (arXiv 2311.08105), the longest that is published to work."""
 LONG = 16
@@ -261,6 +262,6 @@ def _predicted(inside: Predicted | None, made: Cut, chosen: Round, outer: Outer)
 def instead(together: Plan, apart: Sequence[Plan]) -> ByRounds | None:
     """With `auto`: the rounds that pay for what a step with every exchange loses; None: it loses little."""
     seconds = [plan.predicted.step_seconds for plan in (together, *apart) if plan.predicted is not None]
-    if len(seconds) < 2 or seconds[0] < SLOW * max(seconds[1:]):
+    if len(seconds) < 2 or seconds[0] < min(SLOW, ALONE * len(apart)) * max(seconds[1:]):
         return None
     return Co2()

@@ -1,0 +1,138 @@
+"""Rounds in a plan: the fewest steps that hide the exchange, replicas that share the batch, and when nothing does."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from espalier import cluster as clusters
+from espalier.cluster import Cluster, Link
+from espalier.config import Auto, ByRounds, Co2, DiLoCo, EveryStep, LocalSgd, Shard, derive, load
+from espalier.errors import UserError
+from espalier.plan import asking, co2
+from espalier.plan.base import Plan, dumps, loads
+from espalier.plan.calibrate import DATASHEET
+from espalier.plan.request import Request
+from espalier.sync import hiding
+from espalier.verbs.choose import decide
+
+
+def asked(sync: Any, samples: int = 64, **pins: Any) -> Request:
+    table = {
+        "model": {"depth": 4, "width": 256},
+        "data": {"path": "python:stdlib"},
+        "train": {"steps": 10, "sequence": 128, "batch_tokens": samples * 128, "optimizer": {"kind": "adamw"}},
+        "plan": {"pin": pins},
+    }
+    return replace(asking.of_recipe(derive.resolve(load.from_table(table))[0]), sync=sync)
+
+
+def office(between: str = "100Mbit/s", machines: int = 4, cores: int = 4) -> Cluster:
+    return clusters.loads(
+        f'[[nodes]]\ndevice = "cpu"\ncount = {machines}\ncores = {cores}\nmemory = "16GiB"\n[links]\n'
+        f'between = {{ bandwidth = "{between}", latency = "5ms" }}'
+    )
+
+
+def planned(request: Request, cluster: Cluster) -> Plan:
+    decision = decide(request, cluster, DATASHEET, dict)
+    assert decision.taken is not None
+    return decision.taken
+
+
+def test_a_round_is_the_shortest_that_hides_its_exchange() -> None:
+    request = asked(Co2(codec="exact"))
+    plan = planned(request, office())
+    assert plan.outer is not None
+    assert plan.predicted is not None
+    local = plan.predicted.step_seconds
+    flight = hiding.flight_seconds(4.0 * request.trainable, 4, Link(bandwidth=100e6 / 8, latency=5e-3))
+    assert (plan.outer.steps - 1) * local < 1.1 * flight <= plan.outer.steps * local * (1 + 1e-9)
+    assert plan.predicted.terms["outer"] == 0
+    assert plan.rules[-1].name == "sync.steps"
+    assert any("local steps hide that in full precision" in sentence for sentence in plan.why)
+    assert loads(dumps(plan)) == plan
+
+
+def test_four_bits_are_taken_where_rounds_would_be_long() -> None:
+    long, short = (planned(asked(Co2(codec=name)), office("20Mbit/s")) for name in ("exact", None))
+    assert long.outer is not None
+    assert short.outer is not None
+    assert long.outer.steps > co2.LONG
+    assert short.outer.settings == {"codec": "int4"}
+    assert short.outer.steps <= -(-long.outer.steps // 7)
+    assert any("with the differences as int4" in sentence for sentence in short.why)
+
+
+def test_replicas_share_the_batch_and_cut_their_optimizer_among_their_ranks() -> None:
+    plan = planned(asked(Co2(), ranks=8), office())
+    assert plan.outer is not None
+    assert plan.outer.replicas == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert [rank.node for rank in plan.ranks] == [0, 0, 1, 1, 2, 2, 3, 3]
+    cuts = [rank.share for rank in plan.ranks]
+    assert cuts[0][0] == 0
+    assert cuts[-1][1] == 64
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(cuts))
+    assert all(len(unit.optimizer) == 2 for unit in plan.units)
+
+
+def test_a_slower_machine_takes_fewer_steps() -> None:
+    mixed = clusters.loads(
+        '[[nodes]]\ndevice = "A100-80GB"\ncount = 1\ndevices = 1\n[[nodes]]\ndevice = "V100-32GB"\ncount = 1\n'
+        'devices = 1\n[links]\nbetween = "50Mbit/s"'
+    )
+    plan = planned(asked(Co2()), mixed)
+    assert plan.outer is not None
+    assert plan.outer.paces[0] == 1.0
+    assert 0 < plan.outer.paces[1] < 0.9
+
+
+def test_methods_that_wait_have_rounds_in_which_that_is_little() -> None:
+    for options in (DiLoCo(codec="exact"), LocalSgd(codec="exact")):
+        plan = planned(asked(options), office("1Gbit/s"))
+        assert plan.predicted is not None
+        assert 0 < plan.predicted.terms["outer"] <= 0.06 * plan.predicted.step_seconds
+
+
+def test_auto_takes_rounds_only_where_little_else_would_happen() -> None:
+    assert planned(asked(Auto()), office("10Gbit/s")).outer is None
+    assert planned(asked(Auto()), office("20Mbit/s")).outer is not None
+    assert planned(asked(EveryStep()), office("20Mbit/s")).outer is None
+    assert planned(asked(Auto(), ranks=3), office("20Mbit/s", machines=3)).outer is None, "64 samples are no thirds"
+
+
+@pytest.mark.parametrize(
+    ("options", "cluster", "pins", "says"),
+    [
+        (Co2(), office(machines=1), {}, "needs two replicas"),
+        (Co2(replicas=3), office(), {}, "sync.replicas = 3, and there are 4 machines"),
+        (Co2(), office(machines=3), {}, "cannot be shared equally by 3 replicas"),
+        (Co2(), office(), {"ranks": 6}, "plan.pin.ranks = 6 is no multiple of 4"),
+        (Co2(codec="exact"), office("10kbit/s"), {}, "No round of up to 500 steps"),
+    ],
+)
+def test_what_cannot_be_says_what_would(options: ByRounds, cluster: Cluster, pins: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        planned(asked(options, **pins), cluster)
+    assert caught.value.do
+    if "500" in says:
+        assert "Mbit/s" in caught.value.do
+        assert "batch" in caught.value.do
+
+
+def test_steps_by_hand_say_what_stays_in_view() -> None:
+    plan = planned(asked(Co2(steps=1, codec="exact")), office())
+    assert plan.outer is not None
+    assert plan.outer.steps == 1
+    assert plan.predicted is not None
+    assert plan.predicted.terms["outer"] > 0
+    assert any("sync.steps = 1 leaves" in sentence for sentence in plan.why)
+
+
+def test_settings_are_those_that_differ() -> None:
+    assert co2.settings_of(Co2(momentum=0.2, clip=0.5), "exact") == {"clip": 0.5}
+    assert co2.method_of(DiLoCo()) == "diloco"
+    assert Shard(params=1, grads=1, optimizer=2) == co2.sharded(asked(EveryStep()), 2).pin.shard
