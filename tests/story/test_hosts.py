@@ -206,3 +206,21 @@ def test_an_interrupt_saves_and_the_same_command_resumes(lab, home, measured) ->
     assert none_left(lab)
     steps = [event["step"] for event in events(home, "long", "step")]
     assert steps == list(range(1, len(steps) + 1))
+
+
+def test_four_hosts_agree_by_rounds_that_were_planned_for_their_links(lab, home, measured) -> None:
+    asked = ("sync.kind=co2", "train.steps=24", "train.validate_every=12", "checkpoint.every=12", "model.width=128")
+    arguments = ("train", "recipe.toml", "--hosts", lab, "plan.cluster=four.toml", "name=rounds", *asked)
+    done = espalier(home, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "local steps hide that in full precision" in done.stdout.replace("\n", " ")
+    plan = json.loads((home / "runs" / "rounds" / "plan.json").read_text())
+    assert plan["outer"]["replicas"] == [[0], [1], [2], [3]]
+    assert plan["outer"]["steps"] > 1
+    losses = [event["loss"] for event in events(home, "rounds", "validation")]
+    assert len(losses) >= 2
+    assert losses[-1] < losses[0]
+    traffic = [event["bytes"] for event in events(home, "rounds", "step")]
+    assert any(sent.get("outer_step") for sent in traffic)
+    assert not any(sent.get("gradients") for sent in traffic)
+    assert none_left(lab)
