@@ -9,8 +9,8 @@ have no error feedback, ours has. Every contestant of a seed begins with the sam
 loss is that of held-out windows after the last step. Activations of tensor and pipeline parallelism, where the paper
 rounds too, are not sent by anything in Espalier yet, so the schemes differ here only in what they do to parameters.
 
-`cause`: at the learning rate that a recipe gets by default and at a third of it, int8 beside exact gradients with
-unbiased noise of its size and no feedback. If int8 helps, and such noise as much, it is no error of sums that helps.
+`cause`: int8 beside exact gradients with unbiased noise of its size and no feedback, at the learning rate that a recipe
+gets by default and at a third of it. Where int8 changes the loss no more than such noise does, no sum is wrong.
 """
 
 from __future__ import annotations

@@ -134,9 +134,9 @@ def losses(recipe, ranks, codec):
 
 
 def test_int8_with_feedback_reaches_the_loss_of_whole_numbers(corpus):
-    """At equal tokens, where the loss has fallen to a fifth: neither above nor below. (At the learning rate that this
-    small model gets by default AdamW is too hot for such a comparison: any noise helps it by a tenth and more, as
-    bench/hybrid_loss.py shows.)"""
+    """At equal tokens, where the loss has fallen to a fifth: neither above nor below. (At the learning rate that so
+    small a model gets by default, AdamW is too hot for such a comparison: any noise changes the loss by several per
+    cent, up or down, as bench/hybrid_loss.py --only cause shows.)"""
     recipe = recipe_of(corpus, SETTLED)
     (first, plain), (_, coded) = (losses(recipe, 2, name) for name in ("exact", "int8"))
     assert plain < 0.2 * first
