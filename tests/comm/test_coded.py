@@ -23,6 +23,21 @@ from espalier.testing import forks, ranks, same
 NAMES = ["bf16", "int8", "int4", "split", "mpc", "zfp:8", "topk:0.1"]
 
 
+def _compiled(channel: Channel) -> None:
+    x = torch.ones(2048)
+    for name in [*NAMES, "int1", "zfp:16"]:
+        one = codec(name)
+        wire = one.encode(x)
+        assert wire is not None
+        one.decode(wire, x)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled() -> None:
+    """Kernels compiled and kept on the disk before several ranks would compile them at once, against a deadline."""
+    forks(1, _compiled, timeout=150.0)
+
+
 def mine(channel: Channel, length: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(channel.rank() + 1)
     return torch.randn(length, generator=generator).to(dtype)

@@ -86,7 +86,15 @@ class Coded:
 
     def __post_init__(self) -> None:
         self.lane = Lane(f"espalier-{self.kind}")
+        self._warm()
         self._agree()
+
+    def _warm(self) -> None:
+        """Kernels are compiled at their first use, for seconds: now, while nobody waits for a message of this rank."""
+        sample = torch.zeros(ALIGNED)
+        wire = self.codec.encode(sample)
+        if wire is not None:
+            self.codec.decode(wire, sample)
 
     def _agree(self) -> None:
         """Raises UserError when the ranks' codecs differ."""
