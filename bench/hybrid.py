@@ -213,6 +213,10 @@ def codecs(turns: int) -> list[Row]:
     for name in ("bf16", "int1", "int8:stochastic", "split", "mpc", "zfp:8", "topk:0.01"):
         slower = [(min(ours(name, x)), LINK) for _ in range(turns)]
         rows.append(compare(f"{name}, slower of both ways, 4 MiB float32", "1 Gbit/s", "MB/s", slower))
+    low = x.bfloat16().repeat(2)
+    for name in ("int8", "split", "mpc"):
+        slower = [(min(ours(name, low)), LINK) for _ in range(turns)]
+        rows.append(compare(f"{name}, slower of both ways, 4 MiB bfloat16", "1 Gbit/s", "MB/s", slower))
     return rows
 
 

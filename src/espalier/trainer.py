@@ -147,7 +147,7 @@ def spread(setting: Setting, model: nn.Module) -> spreading.Spread:
         whole=hidden,
         low=torch.bfloat16 if masters else None,
         bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"),
-        codecs=spreading.codecs(plan.exchanges),
+        codecs=spreading.codecs(plan.exchanges, recipe.comm.nonfinite == "stop"),
     )
 
 

@@ -156,3 +156,19 @@ def test_split_saves_a_third_of_bf16_noise() -> None:
     wire = codec("split").encode(x)
     assert wire is not None
     assert x.nbytes / wire.nbytes > 1.4
+
+
+@pytest.mark.parametrize("name", LOSSY + LOSSLESS)
+def test_a_mark_stops_where_a_value_is_not_finite(name: str) -> None:
+    """Its messages are those of the codec without the mark; lossless ones look at their values too."""
+    plain, strict = codec(name), codec(name + "!")
+    assert strict.name == plain.name + "!"
+    assert (strict.lossless, strict.fixed) == (plain.lossless, plain.fixed)
+    x = torch.randn(5000)
+    wire, expected = strict.encode(x), plain.encode(x)
+    assert wire is not None
+    assert expected is not None
+    assert torch.equal(wire, expected)
+    assert torch.equal(strict.decode(wire, x), plain.decode(expected, x))
+    x[4321] = torch.nan
+    assert strict.encode(x) is None

@@ -11,7 +11,7 @@ from torch import nn
 
 from espalier import testing
 from espalier.errors import UserError
-from espalier.sync.co2 import CO2
+from espalier.sync import CO2
 
 
 def model() -> nn.Module:

@@ -20,6 +20,12 @@ from espalier.plan import base as plans
 from espalier.shard import spread
 
 STEPS = 4
+SETTLED = {
+    "steps": 150,
+    "batch_tokens": 512,
+    "precision": "fp32",
+    "optimizer": {"kind": "adamw", "learning_rate": 0.004},
+}
 
 # name -> (changes of the recipe's [train], changes of the plan, tolerance of the curve against the reference)
 ALONE = {
@@ -74,7 +80,8 @@ def recipe_of(corpus, train):
 
 
 def curve(recipe, micro_batch=8, recompute="none", ranks=1, cuts=None, shard=(), codec="exact"):
-    cuts = cuts or tuple(8 * one // ranks for one in range(ranks + 1))
+    samples = recipe.train.batch_tokens // recipe.train.sequence
+    cuts = cuts or tuple(samples * one // ranks for one in range(ranks + 1))
     shares = tuple(plans.Rank(share=share) for share in itertools.pairwise(cuts))
     groups = [tuple(range(size)) if size > 1 else () for size in shard]
     unit = plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups, strict=False)), whole=True)
@@ -120,16 +127,42 @@ def test_what_differs_in_meaning_differs_in_its_curve(corpus):
         assert curve(recipe_of(corpus, ALONE[name][0])) != pytest.approx(plain, rel=1e-6)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_int8_with_feedback_reaches_the_loss_of_whole_numbers(corpus, seed):
-    """At equal tokens, within 0.5 %, where the loss has fallen far below that of the first steps. (Rounding often helps
-    AdamW on this small model: it may well be lower.)"""
-    recipe = recipe_of(corpus, {"steps": 60, "seed": seed, "precision": "fp32"})
-    plain, coded = (curve(recipe, ranks=2, codec=name) for name in ("exact", "int8"))
+def losses(recipe, ranks, codec):
+    """First and last ten of a run."""
+    found = curve(recipe, ranks=ranks, codec=codec)
+    return sum(found[:10]) / 10, sum(found[-10:]) / 10
+
+
+def test_int8_with_feedback_reaches_the_loss_of_whole_numbers(corpus):
+    """At equal tokens, where the loss has fallen to a fifth: neither above nor below. (At the learning rate that this
+    small model gets by default AdamW is too hot for such a comparison: any noise helps it by a tenth and more, as
+    bench/hybrid_loss.py shows.)"""
+    recipe = recipe_of(corpus, SETTLED)
+    (first, plain), (_, coded) = (losses(recipe, 2, name) for name in ("exact", "int8"))
+    assert plain < 0.2 * first
     assert coded != plain
-    last = [sum(one[-10:]) / 10 for one in (plain, coded)]
-    assert last[0] < 0.7 * plain[0]
-    assert last[1] < last[0] * 1.005
+    assert coded == pytest.approx(plain, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_int8_with_feedback_costs_less_than_half_a_percent_over_three_seeds(ranks):
+    """Real text, a decoder of 0.1 M parameters, the optimizer of every recipe, 0.6 M tokens."""
+    found = []
+    for seed in (1, 2, 3):
+        table = {
+            "model": {"depth": 2, "width": 64, "heads": 2},
+            "data": {"path": "python:stdlib"},
+            "train": {"steps": 300, "sequence": 128, "batch_tokens": 2048, "seed": seed},
+        }
+        recipe = derive.resolve(load.from_table(table))[0]
+        found.append([losses(recipe, ranks, name)[1] for name in ("exact", "int8")])
+    plain, coded = (sum(column) / 3 for column in zip(*found, strict=True))
+    assert plain < 2
+    assert coded == pytest.approx(plain, rel=0.005), found
+    for one, other in found:
+        assert other == pytest.approx(one, rel=0.01), found
 
 
 def test_two_answers_to_one_question_are_refused_by_name():

@@ -41,6 +41,15 @@ def test_without_a_terminal_there_is_one_line_a_minute() -> None:
     assert lines[2] == "step 61/300 · loss 2.5 · 4.10 k tok/s · MFU 31.0% · 1.00 GiB · 3 min 59 s left"
 
 
+def test_what_is_no_text_counts_samples() -> None:
+    out = io.StringIO()
+    progress = Progress(2, out=out)
+    progress.event({"event": "run", "workload": "graph"})
+    progress.event(step(1))
+    progress.close()
+    assert "4.10 k samples/s" in out.getvalue()
+
+
 def test_validations_and_incidents_always_have_a_line() -> None:
     out = io.StringIO()
     with showing(Progress(10, first_step=4, out=out, clock=Clock())) as progress:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from espalier import cluster as clusters
-from espalier.config import Pin, Shard, derive, load
+from espalier.config import EveryStep, Pin, Shard, derive, load
 from espalier.plan import asking, search
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.factors import Factors
@@ -47,12 +47,22 @@ def test_a_calibration_reaches_the_plain_planner_on_processors() -> None:
     assert (plain.predicted.spread, slow.predicted.spread) == (DATASHEET.spread, SLOW.spread)
 
 
-def test_processors_behind_a_slow_network_are_left_out() -> None:
-    near, far = decided(processors(4, "10Gbit/s")), decided(processors(4, "1Mbit/s"))
+def test_processors_behind_a_slow_network_are_left_out_where_all_agree_at_every_step() -> None:
+    near, far = (
+        decided(processors(4, between), asked=request(sync=EveryStep())) for between in ("10Gbit/s", "1Mbit/s")
+    )
     assert {rank.node for rank in near.best.ranks} == {0, 1, 2, 3}
     assert {rank.node for rank in far.best.ranks} == {0}
     assert far.taken == far.best, "what is shown is what is trained"
     assert max(rank.share[1] for rank in far.best.ranks) == 64
+
+
+def test_processors_behind_a_slow_network_agree_by_rounds() -> None:
+    far = decided(processors(4, "10Mbit/s"))
+    assert far.taken is not None
+    assert far.taken.outer is not None
+    assert {rank.node for rank in far.taken.ranks} == {0, 1, 2, 3}
+    assert far.taken == far.best
 
 
 def test_slow_processors_are_left_out_of_mixed_machines() -> None:

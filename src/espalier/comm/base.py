@@ -116,6 +116,19 @@ class Carrying(Protocol):
         ...
 
 
+@runtime_checkable
+class Resident(Protocol):
+    """A codec that encodes and decodes tensors of some devices where they are, so that only bytes are copied."""
+
+    def runs_on(self, device: str) -> bool:
+        """Whether it does on devices of this type (`cuda`)."""
+
+
+def stays(codec: Codec, device: str) -> bool:
+    """Whether a tensor on `device` need not be copied to the host for `codec`."""
+    return device == "cpu" or (isinstance(codec, Resident) and codec.runs_on(device))
+
+
 def sent_bytes(operation: str, size: Any, ranks: Any, *, root: bool = False) -> Any:
     """Payload bytes one rank sends in one collective (NumPy arrays allowed), by the minimal ring algorithms.
 

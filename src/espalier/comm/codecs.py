@@ -10,6 +10,7 @@ from espalier.comm.exact import EXACT
 from espalier.comm.lowbit import Lowbit
 from espalier.comm.mpc import Mpc
 from espalier.comm.split import Split
+from espalier.comm.strict import MARK, Strict
 from espalier.comm.topk import Topk
 from espalier.comm.zfp import Zfp
 from espalier.errors import UserError, nearest
@@ -57,6 +58,8 @@ FAMILIES: dict[str, Callable[[str], Codec]] = {
 def codec(name: str | Codec) -> Codec:
     """The codec called `name`: a family, and after a colon its number or manner. A codec is returned as it is.
 
+    A name that ends in `!` stops the run where a value is not finite; else such values are sent as they are.
+
     Raises:
         UserError: there is no such family (the nearest is named), or its number is out of range.
 
@@ -65,6 +68,8 @@ def codec(name: str | Codec) -> Codec:
     """
     if not isinstance(name, str):
         return name
+    if name.endswith(MARK):
+        return Strict(codec(name.removesuffix(MARK)))
     family, _, text = name.partition(":")
     if family not in FAMILIES:
         near = nearest(family, FAMILIES)

@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.distributed import Work
 
 from espalier.comm import message
-from espalier.comm.base import Codec, Spent
+from espalier.comm.base import Codec, Spent, stays
 from espalier.comm.lane import Lane, Task
 from espalier.comm.message import Bucket
+from espalier.comm.streams import following
 from espalier.errors import UserError
 
 PIECE = 2**18
@@ -128,13 +129,15 @@ class Coded:
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> tuple[list[Work], int]:
         """Works of the sends of `tensor` to `peer`, and their bytes."""
-        sends, _ = message.seal(self.codec, _flat(tensor), Bucket(self.kind, 0))
+        sends, _ = message.seal(
+            self.codec, _flat(tensor, self.codec), Bucket(self.kind, 0, self.members[self.place[0]])
+        )
         works = [self.inner.send([one], peer, _tag(tag, index)) for index, one in enumerate(sends)]
         return works, sum(one.numel() for one in sends)
 
     def recv(self, tensor: Tensor, peer: int, tag: int) -> tuple[Work, Callable[[], None]]:
         """Work of the first send from `peer`, and what is left to do when it is here."""
-        like = _flat(tensor)
+        like = _flat(tensor, self.codec)
         first = torch.empty(message.first_bytes(self.codec, like.numel(), like.element_size()), dtype=torch.uint8)
         work = self.inner.recv([first], peer, _tag(tag, 0))
         told = (Bucket(self.kind, 0), self.members[peer])
@@ -160,10 +163,11 @@ class Coded:
     def launch(self, act: Callable[[_Job], None], booked: Callable[[Spent], None]) -> Task:
         """Runs `act` with a job of the lane; `booked` is called with what it took."""
         self.number += 1
-        job = _Job(self, Bucket(self.kind, self.number))
+        job = _Job(self, Bucket(self.kind, self.number, self.members[self.place[0]]))
+        after = following()
 
         def run() -> None:
-            with torch.no_grad():
+            with torch.no_grad(), after:
                 act(job)
                 job.finish()
             booked(Spent(job.sent, job.raw, job.seconds, job.lost, job.given))
@@ -214,15 +218,18 @@ class _Job:
 
     def send_with_feedback(self, values: Tensor, peer: int, residual: Tensor) -> None:
         """Sends `values` and what is in `residual`, where what is lost stays."""
-        wanted = values + residual
+        wanted = values + residual.to(values.device)
         wire = self.send(wanted, [peer])
         if wire is None:
             residual.zero_()
         else:
             begun = time.perf_counter()
-            torch.sub(wanted, self.codec.decode(wire, wanted), out=residual)
+            kept = residual if residual.device == wanted.device else torch.empty_like(wanted)
+            torch.sub(wanted, self.codec.decode(wire, wanted), out=kept)
+            if kept is not residual:
+                residual.copy_(kept)
             self.seconds += time.perf_counter() - begun
-            self.lost += float(torch.dot(residual, residual))
+            self.lost += float(torch.dot(kept, kept))
             self.given += float(torch.dot(wanted, wanted))
 
     def expect(self, source: int, like: Tensor) -> _Coming:
@@ -252,7 +259,7 @@ class _Job:
     # --- collectives -------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, residual: Tensor | None, average: bool) -> None:
-        flat = _flat(tensor)
+        flat = _flat(tensor, self.codec)
         values = self._carried(flat)
         ends = parts(flat.numel(), self.ranks)
         cut = [pieces(a, b) for a, b in pairwise(ends)]
@@ -261,7 +268,7 @@ class _Job:
         coming = self._scatter(values, cut, residual)
         sums = [(rank, piece, self.expect(rank, values[piece])) for rank in self.others for piece in cut[rank]]
         for index, piece in enumerate(own):
-            mine = values[piece] if residual is None else values[piece] + residual[piece]
+            mine = values[piece] if residual is None else values[piece] + residual[piece].to(values.device)
             total = self._sum(mine, coming[index])
             seen = self.seen(total, self.send(total, self.others))
             if residual is not None:
@@ -272,20 +279,20 @@ class _Job:
         _give_back(tensor, flat)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, residual: Tensor | None, average: bool) -> None:
-        values = self._carried(_flat(input))
+        values = self._carried(_flat(input, self.codec))
         each = output.numel()
         cut = [pieces(rank * each, (rank + 1) * each) for rank in range(self.ranks)]
         coming = self._scatter(values, cut, None if self.codec.lossless else residual)
-        found = torch.empty(each, dtype=output.dtype)
+        found = values.new_empty(each, dtype=output.dtype)
         for index, piece in enumerate(cut[self.rank]):
             here = slice(piece.start - self.rank * each, piece.stop - self.rank * each)
             found[here] = self._mean(self._sum(values[piece], coming[index]), average)
         output.detach().copy_(found.view(output.shape))
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
-        mine = _flat(input)
+        mine = _flat(input, self.codec)
         each = mine.numel()
-        found = torch.empty(self.ranks * each, dtype=output.dtype)
+        found = mine.new_empty(self.ranks * each, dtype=output.dtype)
         cut = [pieces(rank * each, (rank + 1) * each) for rank in range(self.ranks)]
         coming = [(piece, self.expect(rank, found[piece])) for rank in self.others for piece in cut[rank]]
         for piece in cut[self.rank]:
@@ -304,15 +311,15 @@ class _Job:
                 if target.numel():
                     plain.append((target, room, self.inner.recv([room], source, 2)))
                 continue
-            like = _flat(target)
+            like = _flat(target, self.codec)
             coming += [(target, piece, self.expect(source, like[piece])) for piece in pieces(0, like.numel())]
         for peer in self.others:
-            values = _flat(inputs[peer])
+            values = _flat(inputs[peer], self.codec)
             if values.nbytes >= SMALL:
                 for piece in pieces(0, values.numel()):
                     self.send(values[piece], [peer])
             elif values.numel():
-                self._going.append(self.inner.send([values], peer, 2))
+                self._going.append(self.inner.send([values.cpu()], peer, 2))
                 self.sent += values.nbytes
                 self.raw += values.nbytes
         outputs[self.rank].detach().copy_(inputs[self.rank].detach().view(outputs[self.rank].shape))
@@ -367,9 +374,10 @@ def _everyone(coded: Coded, told: Tensor) -> list[Tensor]:
     return there
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """[n] on the host; the same memory where it can be."""
-    return tensor.detach().reshape(-1).cpu().contiguous()
+def _flat(tensor: Tensor, codec: Codec) -> Tensor:
+    """[n] where the codec encodes: on its device, or on the host. The same memory where it can be."""
+    flat = tensor.detach().reshape(-1)
+    return (flat if stays(codec, flat.device.type) else flat.cpu()).contiguous()
 
 
 def _give_back(tensor: Tensor, flat: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from espalier.comm.base import Codec, Spent, Traffic
+from espalier.comm.base import Codec, Spent, Traffic, stays
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.coded import Coded
 
@@ -102,7 +102,10 @@ class Hook:
         key = tuple(id(one) for one in parameters)
         if key not in self._buckets:
             dtype = torch.promote_types(buffer.dtype, torch.float32)
-            parts = [self._parts.get(id(one), torch.zeros(one.numel(), dtype=dtype)) for one in parameters]
+            where = buffer.device if stays(self._coded.codec, buffer.device.type) else "cpu"
+            parts = [
+                self._parts.get(id(one), torch.zeros(one.numel(), dtype=dtype, device=where)) for one in parameters
+            ]
             whole = self._buckets[key] = torch.cat(parts)
             for one, part in zip(parameters, whole.split([len(part) for part in parts]), strict=True):
                 self._parts[id(one)] = part

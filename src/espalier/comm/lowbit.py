@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from espalier.comm.values import aligned, bytes_of, check_length, floats, shaped
+from espalier.comm.values import aligned, check_length, floats, shaped
 from espalier.errors import UserError
 from espalier.kernels import bits as kernels
 
@@ -46,20 +46,29 @@ class Lowbit:
         The error of a value is at most half the scale of its block, largest / 127 or largest / 7 (stochastic: one
         scale); a block whose largest magnitude is below 2^-118 becomes zeros. Raises UserError for other dtypes.
         """
-        values = floats(tensor, self.name)
-        key = kernels.NEAREST
-        if self.stochastic:
-            key = xxhash.xxh3_64_intdigest(values.numpy().data, seed=self.seed) & 0xFFFFFFFF
+        values = floats(tensor, self.name, stays=self.runs_on(tensor.device.type))
+        key = self._key(values) if self.stochastic else kernels.NEAREST
         packed = kernels.pack(values, self.bits, key)
         if packed is None:
             return None
         scales, codes = packed
-        return torch.cat([bytes_of(scales), codes])
+        return torch.cat([scales.view(torch.uint8), codes])
+
+    def runs_on(self, device: str) -> bool:
+        """Whether tensors on `device` are encoded and decoded there, and only what crosses the wire is copied."""
+        return kernels.pack.runs_on(device)
+
+    def _key(self, values: Tensor) -> int:
+        """Of the random numbers, by the contents (on a GPU: by the sum of all words there)."""
+        if values.device.type == "cpu":
+            return xxhash.xxh3_64_intdigest(values.numpy().data, seed=self.seed) & 0xFFFFFFFF
+        total = int(values.view(torch.int32).sum(dtype=torch.int64))
+        return xxhash.xxh3_64_intdigest(total.to_bytes(8, "little", signed=True), seed=self.seed) & 0xFFFFFFFF
 
     def decode(self, wire: Tensor, like: Tensor) -> Tensor:
         """The values, rounded. Raises RunFailed where bytes lack."""
         check_length(wire, self.wire_bytes(like.numel(), 0), self.name)
-        wire = aligned(wire)
+        wire = aligned(wire.to(like.device) if self.runs_on(like.device.type) else wire)
         scales = wire[: -(-like.numel() // kernels.BLOCK) * 4]
         return shaped(kernels.unpack(scales.view(torch.float32), wire[len(scales) :], self.bits, like.numel()), like)
 

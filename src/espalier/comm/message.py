@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from espalier.comm.base import Codec
+from espalier.comm.strict import MARK, Strict
 from espalier.comm.values import bytes_of
 from espalier.errors import RunFailed
 
@@ -40,10 +41,11 @@ class Header(NamedTuple):
 
 class Bucket(NamedTuple):
     """Which message it is, for its header and for the error where it is damaged: the traffic class, and the number of
-    the collective in its group."""
+    the collective in its group; for senders, their rank."""
 
     kind: str
     number: int
+    rank: int = -1
 
 
 def first_bytes(codec: Codec, elements: int, width: int) -> int:
@@ -57,9 +59,12 @@ def most_bytes(codec: Codec, elements: int, width: int) -> int:
 
 
 def seal(codec: Codec, values: Tensor, bucket: Bucket) -> tuple[list[Tensor], bool]:
-    """The sends of `values` [n], and whether they go as they are."""
+    """The sends of `values` [n], and whether they go as they are. Raises RunFailed where they are not finite and the
+    codec is to stop there."""
     wire = codec.encode(values)
     raw = wire is None
+    if raw and isinstance(codec, Strict):
+        raise _not_finite(values, bucket, codec)
     body = bytes_of(values) if wire is None else bytes_of(wire)
     here = torch.empty(first_bytes(codec, values.numel(), values.element_size()), dtype=torch.uint8)
     inside = codec.fixed and not raw
@@ -121,6 +126,16 @@ def damaged(told: tuple[Bucket, int], why: str) -> RunFailed:
         f"A message of class {bucket.kind!r} from rank {source} is damaged (collective {bucket.number} of its group).",
         why=why,
         do="resume from the last checkpoint; if it happens again, test the memory and network of that rank's host",
+    )
+
+
+def _not_finite(values: Tensor, bucket: Bucket, codec: Codec) -> RunFailed:
+    bad = values.numel() - int(values.isfinite().sum())
+    return RunFailed(
+        f"Rank {bucket.rank} was to send NaN or infinity in class {bucket.kind!r} (collective {bucket.number} of its "
+        "group).",
+        why=f"{bad:,} of {values.numel():,} values of the piece are not finite, and codec {codec.name!r} stops there",
+        do=f"a lower learning rate, or codec {codec.name.removesuffix(MARK)!r}, which lets them through as they are",
     )
 
 

@@ -12,8 +12,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What the lossy codecs take; they compute in float32."""
 
 
-def floats(tensor: Tensor, codec: str) -> Tensor:
-    """[n] float32 values on the host; beyond its range they become infinite. Raises UserError for other dtypes."""
+def floats(tensor: Tensor, codec: str, stays: bool = False) -> Tensor:
+    """[n] float32 values on the host (`stays`: on the tensor's device); beyond its range they become infinite. Raises
+    UserError for other dtypes."""
     if tensor.dtype not in FLOATS:
         names = ", ".join(str(one).removeprefix("torch.") for one in FLOATS)
         raise UserError(
@@ -21,7 +22,10 @@ def floats(tensor: Tensor, codec: str) -> Tensor:
             why=f"it rounds real numbers: {names}",
             do="codec 'mpc' or 'split', which lose nothing, or 'exact'",
         )
-    return _borrowed(tensor.detach().reshape(-1).to("cpu", torch.float32).contiguous())
+    flat = tensor.detach().reshape(-1)
+    if stays and flat.device.type != "cpu":
+        return flat.float().contiguous()
+    return _borrowed(flat.to("cpu", torch.float32).contiguous())
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -44,11 +44,16 @@ class Zfp:
         The error of a value is below 2^(e - p + 4), with 2^e above the block's largest and p bit planes kept. Raises
         UserError for other dtypes.
         """
-        return kernels.pack(floats(tensor, self.name), self.rate)
+        return kernels.pack(floats(tensor, self.name, stays=self.runs_on(tensor.device.type)), self.rate)
+
+    def runs_on(self, device: str) -> bool:
+        """Whether tensors on `device` are encoded and decoded there, and only what crosses the wire is copied."""
+        return kernels.pack.runs_on(device)
 
     def decode(self, wire: Tensor, like: Tensor) -> Tensor:
         """What zfp decodes. Raises RunFailed where bytes lack."""
         check_length(wire, self.wire_bytes(like.numel(), 0), self.name)
+        wire = wire.to(like.device) if self.runs_on(like.device.type) else wire
         return shaped(kernels.unpack(wire, self.rate, like.numel()), like)
 
     def wire_bytes(self, elements: Any, element_bytes: int) -> Any:

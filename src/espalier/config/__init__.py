@@ -263,11 +263,14 @@ class Comm(Options, frozen=True):
 
     `codec`: what crosses links between machines, `"auto"` (as measured), `"exact"`, a policy (`"naive"`, `"mzhybrid"`,
     `"zhybrid"`) or the codec of gradients (`"int8"`, `"zfp:8"` …), which on one machine is used there.
+    `nonfinite`: what becomes of NaN and infinity in what is encoded: `"pass"` (they arrive as they are), `"stop"` (the
+    run ends, and names the rank).
     """
 
     timeout: str = "60s"
     bucket: str = "25MiB"
     codec: str = "auto"
+    nonfinite: Literal["pass", "stop"] = "pass"
 
 
 class Launch(Options, frozen=True):

@@ -6,6 +6,7 @@ register one without the other. Loads torch and nothing compiled; a form imports
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -72,9 +73,18 @@ class Operation(Generic[Arguments, Result]):
                 return form
         return self.reference
 
+    def runs_on(self, device: str) -> bool:
+        """Whether there is a fast form for tensors on `device`, so that they may stay where they are."""
+        return any(form.device == device for form in self.forms)
+
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Runs the form that `pick` names."""
         return self.pick(*args, **kwargs).run(*args, **kwargs)
+
+
+def has_triton() -> bool:
+    """Whether forms written in Triton can run here."""
+    return importlib.util.find_spec("triton") is not None
 
 
 OPERATIONS: dict[str, Operation[Any, Any]] = {}

@@ -3,7 +3,7 @@
 The arithmetic is absmax quantization by blocks, as in 8-bit optimizers (arXiv 2110.02861); one bit is a sign and the
 block's mean magnitude (arXiv 1802.04434). A block's codes are dealt out to its bytes in strides, so that packing is a
 few operations on whole vectors: byte j of a block of m values holds the values j, j + s, j + 2s … with s = ceil(m *
-bits / 8). The fast form stands in bits_cpu.py.
+bits / 8). The fast forms stand in bits_cpu.py and bits_gpu.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.base import operation
+from espalier.kernels.base import has_triton, operation
 
 if TYPE_CHECKING:
     from jaxtyping import Float32, UInt8
@@ -126,3 +126,27 @@ def unpack_by_blocks(scales: Tensor, codes: Tensor, bits: int, length: int) -> T
     values = torch.empty(length)
     bits_cpu.unpack(scales, codes, bits, values)
     return values
+
+
+def pack_in_triton(x: Tensor, bits: int, key: int) -> tuple[Tensor, Tensor] | None:
+    """Triton: a block is a program."""
+    from espalier.kernels import bits_gpu
+
+    scales = x.new_empty(-(-x.numel() // BLOCK))
+    codes = torch.empty(-(-x.numel() * bits // 8), dtype=torch.uint8, device=x.device)
+    bad = bits_gpu.pack(x.contiguous(), bits, key, scales, codes)
+    return None if bad else (scales, codes)
+
+
+def unpack_in_triton(scales: Tensor, codes: Tensor, bits: int, length: int) -> Tensor:
+    """Triton."""
+    from espalier.kernels import bits_gpu
+
+    values = scales.new_empty(length)
+    bits_gpu.unpack(scales, codes, bits, values)
+    return values
+
+
+if has_triton():
+    pack.fast("cuda")(pack_in_triton)
+    unpack.fast("cuda")(unpack_in_triton)

@@ -1,6 +1,6 @@
 """MPC's stages on the CPU, in numba: see mpc.py. A chunk lies as [bits, tiles], so that vectors run over its tiles."""
 
-# ruff: noqa: C901  (a chunk goes through in one piece)
+# ruff: noqa: C901, PLR0912  (a chunk goes through in one piece)
 
 from __future__ import annotations
 
@@ -14,23 +14,36 @@ CHUNK = 1024
 
 
 @njit
+def _bits(one: Any) -> Any:
+    """Of a word: a constant to the compiler, which an array's itemsize is not."""
+    kind = type(one)
+    return 16 if kind(1 << 16) == 0 else 32 if kind(1 << 32) == 0 else 64
+
+
+@njit
 def _turn(grid: Any, bits: int) -> None:
-    """Transposes the bit matrix of every column of `grid` [bits, tiles] (Warren, Hacker's Delight, section 7-3)."""
-    tiles = grid.shape[1]
+    """Transposes the bit matrix of every column of `grid` [bits * tiles] (Warren, Hacker's Delight, section 7-3).
+
+    Places are counted without sign in one flat array: numba then neither looks for negative ones nor counts who holds a
+    row, and the loop over tiles is one of vectors.
+    """
+    kind = grid.dtype.type
+    tiles = np.uint64(grid.size // bits)
     step = bits // 2
-    one = grid.dtype.type(1)
-    mask = grid.dtype.type((one << grid.dtype.type(step)) - one)
+    one = kind(1)
+    mask = kind((one << kind(step)) - one)
     while step:
-        shift = grid.dtype.type(step)
+        shift = kind(step)
+        far = np.uint64(step) * tiles
         for base in range(0, bits, 2 * step):
             for k in range(base, base + step):
-                low, high = grid[k], grid[k + step]
+                near = np.uint64(k) * tiles
                 for i in range(tiles):
-                    swap = grid.dtype.type(((low[i] >> shift) ^ high[i]) & mask)
-                    high[i] ^= swap
-                    low[i] ^= swap << shift
+                    swap = kind(((grid[near + i] >> shift) ^ grid[near + far + i]) & mask)
+                    grid[near + far + i] ^= swap
+                    grid[near + i] ^= kind(swap << shift)
         step //= 2
-        mask = grid.dtype.type(mask ^ (mask << grid.dtype.type(step)))
+        mask = kind(mask ^ (mask << kind(step)))
 
 
 @jit(
@@ -41,40 +54,41 @@ def _turn(grid: Any, bits: int) -> None:
 def pack(words: Any, dims: int, marks: Any, kept: Any) -> int:
     """Fills `marks` and the beginning of `kept`; returns how many words are kept."""
     kind = words.dtype.type
-    bits = words.itemsize * 8
-    tiles = CHUNK // bits
+    bits = np.uint64(_bits(kind(1)))
+    tiles = np.uint64(CHUNK) // bits
     residual = np.zeros(CHUNK, words.dtype)
-    grid = np.zeros((bits, tiles), words.dtype)
+    grid = np.zeros(CHUNK, words.dtype)
     line = np.zeros(CHUNK + 1, words.dtype)
-    at = 0
+    far, at, mark_at = np.uint64(dims), np.uint64(0), np.uint64(0)
     for first in range(0, words.size, CHUNK):
         v = words[first : first + CHUNK]
-        n = v.size
-        if n < CHUNK:
+        n = np.uint64(v.size)
+        if v.size < CHUNK:
             residual[:] = 0
-        for i in range(min(dims, n)):
+        for i in range(min(far, n)):
             residual[i] = v[i]
-        for i in range(dims, n):
-            residual[i] = v[i] - v[i - dims]
+        for i in range(n - min(far, n)):
+            residual[i + far] = v[i + far] - v[i]
         for tile in range(tiles):
             for i in range(bits):
-                grid[i, tile] = residual[tile * bits + i]
-        _turn(grid, bits)
+                grid[i * tiles + tile] = residual[tile * bits + i]
+        _turn(grid, _bits(kind(1)))
         for tile in range(tiles):
             for i in range(bits):
-                line[1 + tile * bits + i] = grid[i, tile]
-        for i in range(CHUNK):
-            residual[i] = line[i + 1] - line[i]
-        for tile in range((n + bits - 1) // bits):
+                line[np.uint64(1) + tile * bits + i] = grid[i * tiles + tile]
+        for i in range(np.uint64(CHUNK)):
+            residual[i] = line[i + np.uint64(1)] - line[i]
+        for tile in range((n + bits - np.uint64(1)) // bits):
             mark = kind(0)
             for i in range(bits):
                 s = residual[tile * bits + i]
                 kept[at] = s
                 there = s != 0
-                at += there
+                at += np.uint64(there)
                 mark |= kind(there) << kind(i)
-            marks[first // bits + tile] = mark
-    return at
+            marks[mark_at] = mark
+            mark_at += np.uint64(1)
+    return int(at)
 
 
 @jit(
@@ -85,28 +99,44 @@ def pack(words: Any, dims: int, marks: Any, kept: Any) -> int:
 def unpack(marks: Any, kept: Any, dims: int, words: Any) -> None:
     """Fills `words`. `kept` has as many words as `marks` has bits set."""
     kind = words.dtype.type
-    bits = words.itemsize * 8
-    tiles = CHUNK // bits
-    grid = np.zeros((bits, tiles), words.dtype)
-    at: Any = 0
-    last = kept.size - 1
+    bits = np.uint64(_bits(kind(1)))
+    tiles = np.uint64(CHUNK) // bits
+    far, one = np.uint64(dims), np.uint64(1)
+    grid = np.zeros(CHUNK, words.dtype)
+    line = np.zeros(CHUNK, words.dtype)
+    at, mark_at = np.uint64(0), np.uint64(0)
+    last = np.uint64(max(kept.size, 1) - 1)
+    if kept.size == 0:
+        words[:] = 0
+        return
     for first in range(0, words.size, CHUNK):
         v = words[first : first + CHUNK]
-        n = v.size
+        n = np.uint64(v.size)
         total = kind(0)
-        for tile in range((n + bits - 1) // bits):
-            mark = marks[first // bits + tile]
+        whole = (n + bits - one) // bits
+        for tile in range(whole):
+            mark = marks[mark_at]
+            mark_at += one
             for i in range(bits):
-                there = (mark >> kind(i)) & kind(1)
-                word = kept[min(at, last)] if last >= 0 else kind(0)
-                total = kind(total + word * there)
-                at += np.int64(there)
-                grid[i, tile] = total
-        for tile in range((n + bits - 1) // bits, tiles):
-            grid[:, tile] = 0
-        _turn(grid, bits)
-        for tile in range((n + bits - 1) // bits):
-            for i in range(min(bits, n - tile * bits)):
-                v[tile * bits + i] = grid[i, tile]
-        for i in range(dims, n):
-            v[i] += v[i - dims]
+                there = (np.uint64(mark) >> i) & one
+                total = kind(total + (kept[min(at, last)] & kind(np.uint64(0) - there)))
+                at += there
+                line[tile * bits + i] = total
+        line[np.int64(whole * bits) :] = 0
+        for i in range(bits):
+            for tile in range(tiles):
+                grid[i * tiles + tile] = line[tile * bits + i]
+        _turn(grid, _bits(kind(1)))
+        for tile in range(n // bits):
+            for i in range(bits):
+                v[tile * bits + i] = grid[i * tiles + tile]
+        for i in range(n % bits):
+            v[n // bits * bits + i] = grid[i * tiles + n // bits]
+        if far == one:  # in a register: a word just stored is not there for the next one yet
+            total = kind(0)
+            for i in range(n):
+                total = kind(total + v[i])
+                v[i] = total
+        else:
+            for i in range(n - min(far, n)):
+                v[i + far] += v[i]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.base import operation
+from espalier.kernels.base import has_triton, operation
 
 if TYPE_CHECKING:
     from jaxtyping import Float32, UInt8
@@ -142,9 +142,15 @@ def _signed(value: int) -> int:
     return (value + 2**31) % 2**32 - 2**31
 
 
+def _aligned(wire: Tensor) -> Tensor:
+    """As words can be read from it."""
+    ready = wire.data_ptr() % 8 == 0 and wire.is_contiguous()
+    return wire if ready else wire.clone(memory_format=torch.contiguous_format)
+
+
 @pack.fast("cpu")
 def pack_by_planes(x: Tensor, rate: float) -> Tensor | None:
-    """numba: two planes of a block are one look-up."""
+    """numba: the transform in vectors over blocks; two planes of a block are one look-up."""
     from espalier.kernels import zfp_cpu
 
     words = torch.zeros(stream_bytes(x.numel(), rate) // 8, dtype=torch.int64).view(torch.uint64)
@@ -154,11 +160,32 @@ def pack_by_planes(x: Tensor, rate: float) -> Tensor | None:
 
 @unpack.fast("cpu")
 def unpack_by_planes(wire: Tensor, rate: float, length: int) -> Tensor:
-    """numba: a plane of a block is one look-up."""
+    """numba: eight bits of a block are one look-up; the transform in vectors over blocks."""
     from espalier.kernels import zfp_cpu
 
-    if wire.data_ptr() % 8 or not wire.is_contiguous():
-        wire = wire.clone(memory_format=torch.contiguous_format)
     values = torch.empty(length)
-    zfp_cpu.unpack(wire.view(torch.uint64), block_bits(rate), zfp_cpu.UNPACKING, values)
+    zfp_cpu.unpack(_aligned(wire).view(torch.uint64), block_bits(rate), zfp_cpu.UNPACKING, values)
     return values
+
+
+def pack_in_triton(x: Tensor, rate: float) -> Tensor | None:
+    """Triton: a block is a lane."""
+    from espalier.kernels import zfp_gpu
+
+    words = torch.zeros(stream_bytes(x.numel(), rate) // 4, dtype=torch.int32, device=x.device)
+    bad = zfp_gpu.pack(x.contiguous(), block_bits(rate), words)
+    return None if bad else words.view(torch.uint8)
+
+
+def unpack_in_triton(wire: Tensor, rate: float, length: int) -> Tensor:
+    """Triton."""
+    from espalier.kernels import zfp_gpu
+
+    values = torch.empty(length, device=wire.device)
+    zfp_gpu.unpack(_aligned(wire).view(torch.int64), block_bits(rate), values)
+    return values
+
+
+if has_triton():
+    pack.fast("cuda")(pack_in_triton)
+    unpack.fast("cuda")(unpack_in_triton)

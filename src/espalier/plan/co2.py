@@ -24,9 +24,9 @@ from espalier.sync import hiding
 from espalier.sync.choices import METHODS
 
 SLOW, ALONE = 3.0, 0.9
-"""With sync.kind = "auto": how many times as long as its replica's own step the best that agrees at every step must take
-before rounds are chosen; or that share of as many times as there are replicas, which is what one of them would take for
-all. Less is better bought with codecs, which change less of what is learned."""
+"""With sync.kind = "auto", rounds are chosen where the best that agrees at every step takes so many times as long as a
+replica's own step; or that share of as many times as there are replicas, which is what one of them would take for all.
+Less is better bought with codecs, which change less of what is learned."""
 MOST = 500
 """Steps of a round at most: DiLoCo's (arXiv 2311.08105), the longest that is published to work."""
 LONG = 16

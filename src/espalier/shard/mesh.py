@@ -72,7 +72,7 @@ class Mesh:
                 continue
             chosen = codec(name)
             if not sums and not chosen.lossless:
-                chosen = codec(LOSSLESS)
+                chosen = codec(LOSSLESS + "!" * name.endswith("!"))
             self.feeds_back |= not chosen.lossless
             if not isinstance(group, Channel):
                 raise UserError(

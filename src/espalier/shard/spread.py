@@ -113,10 +113,10 @@ class Exchange(Protocol):
         """As `comm.codecs.codec` reads it."""
 
 
-def codecs(exchanges: Iterable[Exchange]) -> dict[tuple[str, str], str]:
-    """The codecs that a plan's exchanges ask for, by class and level."""
+def codecs(exchanges: Iterable[Exchange], strict: bool = False) -> dict[tuple[str, str], str]:
+    """The codecs that a plan's exchanges ask for, by class and level; `strict`: ones that stop at NaN."""
     return {
-        (one.traffic, level): one.codec
+        (one.traffic, level): one.codec.removesuffix("!") + "!" if strict else one.codec
         for one in exchanges
         for level in (("inside", "between") if one.level == "all" else (one.level,))
         if one.codec != "exact"

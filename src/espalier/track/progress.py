@@ -93,7 +93,7 @@ class Progress:
         self._clock = clock
         self._began = self._said = clock()
         self._recent: deque[tuple[float, int, Event]] = deque(maxlen=_WINDOW)
-        self._peak = 0.0
+        self._peak, self._unit = 0.0, "tok/s"
         self._open = True
         self._bar = _Bar(self._out, total_steps, first_step) if _is_terminal(self._out, terminal) else None
         self._line(f"training to step {total_steps:,}" + (f", from step {first_step:,}" if first_step else ""))
@@ -101,7 +101,9 @@ class Progress:
     def event(self, event: Event) -> None:
         """Takes one event of the run log."""
         kind = event.get("event")
-        if kind == "step":
+        if kind == "run":
+            self._unit = "tok/s" if event.get("workload", "language") == "language" else "samples/s"
+        elif kind == "step":
             self._take(event)
         elif kind == "validation":
             self._line(_validation(event))
@@ -145,7 +147,7 @@ class Progress:
         seconds = sum(event.get("seconds") or 0.0 for _, _, event in self._recent)
         if seconds > 0:
             tokens = sum(event.get("tokens") or 0 for _, _, event in self._recent)
-            figures["speed"] = f"{show_count(tokens / seconds)} tok/s"
+            figures["speed"] = f"{show_count(tokens / seconds)} {self._unit}"
         if last.get("mfu"):
             figures["mfu"] = f"MFU {self._mfu():.1%}"
         if self._peak:

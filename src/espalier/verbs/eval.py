@@ -17,7 +17,11 @@ def run(arguments: argparse.Namespace) -> int:
     trained = open_trained(arguments.run)
     samples = trained.workload.validation_samples()
     if samples == 0:
-        raise UserError(f"The run in {arguments.run} holds nothing out.", do="data.validation = 0.01, in a new run")
+        raise UserError(
+            f"The run in {arguments.run} holds nothing out for validation.",
+            why="a test part is looked at beside it, never instead of it",
+            do="data.validation = 0.01, or validation nodes in the graph's own split, in a new run",
+        )
     with torch.no_grad():
         found = trained.workload.evaluate(trained.model, Shard(0, samples, micro_batch=16))
     figures = trained.workload.summary({name: total / weight for name, (total, weight) in found.items()})

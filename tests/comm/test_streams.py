@@ -1,0 +1,43 @@
+"""Work in another thread follows the launcher's stream and has ended with its block; without a GPU there is nothing."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from espalier.comm.streams import following
+
+
+def test_without_a_gpu_there_is_nothing_to_follow() -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("there is one")
+    with following():
+        pass
+
+
+def test_what_is_done_inside_comes_after_the_launcher_and_has_ended_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that writes down what it is told: no GPU is at hand."""
+    told: list[Any] = []
+    launcher = SimpleNamespace(record_event=lambda: told.append("recorded") or "event")
+    other = SimpleNamespace(
+        wait_event=lambda event: told.append(("waited", event)), synchronize=lambda: told.append("ended")
+    )
+    streams = [launcher, other]
+
+    @contextmanager
+    def device(number: int) -> Any:
+        told.append(("on", number))
+        yield
+
+    fake = {"is_initialized": lambda: True, "current_device": lambda: 3, "current_stream": lambda: streams.pop(0)}
+    for name, stand_in in {**fake, "device": device}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    after = following()
+    told.append("launched")
+    with after:
+        told.append("done")
+    assert told == ["recorded", "launched", ("on", 3), ("waited", "event"), "done", "ended"]
