@@ -154,7 +154,8 @@ class Runner:
         told = [None]
         if self.rank == 0:
             self.lighthouse = LighthouseServer(bind=f"{host}:0", min_replicas=self.world, join_timeout_ms=60_000)
-            told = [self.lighthouse.address()]
+            port = self.lighthouse.address().rsplit(":", 1)[1]  # it names itself, which nobody here can look up
+            told = [f"http://{host}:{port}"]
         dist.broadcast_object_list(told, 0, group=self.control)
         store = dist.TCPStore(me, 0, is_master=True, wait_for_workers=False)
         limit = timedelta(seconds=TIMEOUT)
