@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -66,14 +66,9 @@ class ByRounds:
         if self.engine.clock == 0:
             self.engine.begun = step
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
+    def shown(self) -> AbstractContextManager[None]:
         """The common parameters in place of this replica's own."""
-        self.engine.swap()
-        try:
-            yield
-        finally:
-            self.engine.swap()
+        return self.engine.shown()
 
     def finish(self, learning_rate: float) -> None:
         """Makes all replicas one."""

@@ -6,8 +6,7 @@ what travels is a copy, the clip clips, nothing in the outer step blocks, and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -106,14 +105,9 @@ class CO2:
     def _stepped(self, *_: Any) -> None:
         self.engine.after_step(self.rate)
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
+    def shown(self) -> AbstractContextManager[None]:
         """The common parameters in place of this rank's own, to validate or save them."""
-        self.engine.swap()
-        try:
-            yield
-        finally:
-            self.engine.swap()
+        return self.engine.shown()
 
     def finish(self) -> None:
         """Makes all ranks one model. All call it after their last step."""

@@ -9,7 +9,8 @@ code where that is wrong: what travels is a copy, the clip clips, and whether a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,6 +242,15 @@ class OuterSync:
             torch._foreach_copy_(fragment.live, fragment.views)
             torch._foreach_copy_(fragment.views, kept)
         self.on_moved()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """The outer parameters in place of the live ones, to validate or save them."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
 
     @torch.no_grad()
     def finish(self, rate: float = 1.0) -> None:
