@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,10 @@ from torch import Tensor
 from espalier.errors import UserError
 from espalier.sparse import CBM, CSR, Scale, best_aggregation, best_format, matmul
 from espalier.sparse.cbm import build
-from espalier.sparse.cbm import matrix as matrices
 from espalier.sparse.cbm.matrix import cbm_matmul
 from espalier.sparse.choose import cost
 
 ALPHAS = (0, 1, 4, 16, 10**9)
-LINE = matrices.LINE
-
-
-@pytest.fixture(autouse=True, scope="module")
-def never_expanded() -> Iterator[None]:
-    """Small matrices would multiply as CSR where X is narrow, and the compressed kernels go untested."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matrices, "LINE", 0)
-        yield
 
 
 @st.composite
@@ -199,22 +189,6 @@ def test_auto_keeps_the_plain_format_where_nothing_is_gained() -> None:
     stats = CBM.of(cliques()).stats()
     assert stats.kept == "cbm"
     assert stats.ratio > 2
-
-
-def test_rows_of_few_entries_multiply_as_csr_where_x_is_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrices, "LINE", LINE)
-    for whole, width, expanded in (
-        (cliques(12, 15), 16, True),
-        (cliques(12, 15), 17, False),
-        (cliques(2, 90), 16, False),
-    ):
-        compressed = CBM.of(whole.normalised("symmetric"))
-        x = torch.randn(whole.shape[1], width, requires_grad=True)
-        ours, theirs = compressed.matmul(x), whole.normalised("symmetric").matmul(x)
-        assert ("expanded" in vars(compressed)) == expanded
-        torch.testing.assert_close(ours, theirs)
-        seed = torch.randn_like(ours)
-        torch.testing.assert_close(*(torch.autograd.grad(one, x, seed)[0] for one in (ours, theirs)))
 
 
 def test_the_fast_search_keeps_nine_tenths_of_the_compression() -> None:

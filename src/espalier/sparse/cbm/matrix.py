@@ -46,9 +46,6 @@ RECORD = Record(
 PAYS = 1.15
 """With "auto", entries over additions from which on the compressed form is kept: the note of the paper's own authors
 finds it slower at 1.0; bench/cbm.py shows it never slower from here on."""
-LINE, BOOKKEEPING = 64, 20
-"""Up to `LINE` bytes a row of X is one vector, and finding a compressed row's parent and its two lists takes as long as
-adding `BOOKKEEPING` rows: 45 ns beside 2.3 (ca-HepPh, 16 columns, one thread of a 2.5 GHz Xeon)."""
 _VERSION = "1"
 
 
@@ -146,8 +143,6 @@ class CBM:
         rows, columns = self.shape
         if self.plain is not None:
             return self.plain.matmul(x)
-        if self._narrow(math.prod(x.shape[1:]) * x.element_size()):
-            return self.expanded.matmul(x)
         dense = x.reshape(columns, math.prod(x.shape[1:]))
         dense = dense if x.dtype in (torch.float32, torch.float64) else dense.float()
         return cbm_matmul(self, dense).reshape(rows, *x.shape[1:]).to(x.dtype)
@@ -155,22 +150,6 @@ class CBM:
     def __matmul__(self, x: Tensor) -> Tensor:
         """`matmul`."""
         return self.matmul(x)
-
-    def _narrow(self, row_bytes: int) -> bool:
-        """Whether rows of X are so short that the compressed form saves less than it costs."""
-        if row_bytes > LINE or self.deltas is None:
-            return False
-        return self.deltas.additions + BOOKKEEPING * self.shape[0] > self.entries
-
-    @cached_property
-    def entries(self) -> int:
-        """Entries of A."""
-        return self.pattern().entries
-
-    @cached_property
-    def expanded(self) -> CSR:
-        """`to_csr`, kept: what multiplies with narrow X where rows have few entries."""
-        return self.to_csr()
 
     @cached_property
     def transposed(self) -> CBM:
@@ -199,9 +178,10 @@ class CBM:
         """Sizes, additions and shape of the tree."""
         if self.deltas is None:
             assert self.plain is not None
-            entries, size = self.entries, self.plain.binary().bytes()
+            entries, size = self.plain.entries, self.plain.binary().bytes()
             return Stats("csr", entries, entries, 0, 1.0, size, size, 0, 0, 0)
-        found, entries = self.deltas, self.entries
+        found = self.deltas
+        entries = self.pattern().entries
         branches = found.branches()
         return Stats(
             kept="cbm",
