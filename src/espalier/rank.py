@@ -105,13 +105,15 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
             on_event=setting.emit,
         )
         trainer.restore(saved)
+    place.pulse.begins(trainer.step)
     setting.emit("run", step=trainer.step, steps=trainer.steps, pid=os.getpid(), **setting.about)
     predicted = setting.plan.predicted
     setting.emit("plan", predicted=msgspec.to_builtins(predicted) if predicted else None)
     trainer.run(saved)
-    if saved is not None:
-        saved.wait()
-    text = trainer.sample()
+    with place.pulse.elsewhere():
+        if saved is not None:
+            saved.wait()
+        text = trainer.sample()
     if text and place.rank == 0:
         setting.emit("sample", step=trainer.step, text=text)
     return {"step": trainer.step, "tokens": trainer.tokens}

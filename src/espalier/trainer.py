@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from espalier import comm, compose, replicas, units
+from espalier import comm, compose, nonfinite, replicas, units
 from espalier.checkpoint import sharded as checkpoints
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.meter import Meter
 from espalier.config import Muon, Recipe
-from espalier.errors import Interrupted, RunFailed, UserError
+from espalier.errors import Interrupted, UserError
 from espalier.feed import ahead, hearing_signals, seed_step
 from espalier.hardware.peak import peak_memory
 from espalier.launch import base as launch
@@ -118,7 +118,7 @@ def build(setting: Setting, channel: dist.ProcessGroup | None) -> Built:
     replica = channel if plan.outer is None else replicas.mine(plan.outer, channel)
     sharding = amsp.Amsp(model, replica, spread(setting, model))
     optimizer = build_optimizer(recipe, sharding.owned, tables(workload, model))
-    schedule = whole.Whole(workload.nominal_weight, sharding.accumulate, _context(plan, setting.device))
+    schedule = whole.Whole(workload.nominal_weight, sharding.accumulate, context(plan, setting.device))
     totals = every_step.Totals(replica, workload.nominal_weight)
     agreement: Agreement = every_step.EveryStep(sharding, optimizer, totals, recipe.train.clip)
     if plan.outer is not None:
@@ -177,7 +177,8 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
         block.forward = torch.compile(block.forward)
 
 
-def _context(plan: Plan, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+def context(plan: Plan, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """What a forward pass runs in: the plan's precision."""
     if plan.precision == "bf16":
         return lambda: torch.autocast(device.type, torch.bfloat16)
     return contextlib.nullcontext
@@ -196,6 +197,7 @@ class Trainer:
         self.built = build(setting, channel)
         self.stopping = False
         self.sent = Meter(channel)
+        self.context = context(setting.plan, setting.device)
         one = self.workload.work(setting.plan.micro_batch, "none", setting.plan.precision)
         self.step_flops = one.model_flops / setting.plan.micro_batch * self.workload.global_batch
         self.step_tokens = one.tokens / setting.plan.micro_batch * self.workload.global_batch
@@ -218,45 +220,13 @@ class Trainer:
             if following == self.steps:
                 self.built.agreement.finish(rate)
         if agreed.faulty or not math.isfinite(agreed.gradient_norm):
-            self._not_a_number(agreed, batches)
+            raise nonfinite.explained(self, agreed, batches)
         self.tokens += round(self.step_tokens * (following - self.step))
         self.step = following
         return agreed
 
-    def _not_a_number(self, agreed: Agreed, batches: Sequence[Any]) -> None:
-        """Finds out whose batch it was and ends the run. Nothing was updated in this step."""
-        faulty, what = agreed.faulty, "loss"
-        if not faulty:
-            faulty, what = self._ranks_with_bad_gradients(batches), "gradient"
-        if (outer := self.setting.plan.outer) is not None:
-            replica, _ = replicas.place(outer, self.setting.place.rank)
-            faulty = tuple(outer.replicas[replica][rank] for rank in faulty)
-        start, stop = self.setting.plan.ranks[faulty[0]].share if faulty else (0, self.workload.global_batch)
-        names = self.workload.documents(self.step, Shard(start, stop, self.setting.plan.micro_batch))
-        shown = ", ".join(list(dict.fromkeys(names))[:5])
-        who = f"rank {', '.join(map(str, faulty))}" if faulty else "the sum over ranks"
-        raise RunFailed(
-            f"The {what} is not finite in step {self.step + 1} on {who}.",
-            why=f"that batch came from {shown}",
-            do="lower the learning rate, look at those documents, or resume from the last checkpoint with another rate",
-        )
-
-    def _ranks_with_bad_gradients(self, batches: Sequence[Any]) -> tuple[int, ...]:
-        self.built.sharding.clear()
-        apart = whole.Whole(
-            self.workload.nominal_weight,
-            lambda last: self.built.sharding.alone(),
-            _context(self.setting.plan, self.setting.device),
-        )
-        apart.run(self.built.model, batches, self.workload.loss)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.built.model.parameters() if p.grad is not None])
-        replica = self.built.replica
-        flags = torch.zeros(1 if replica is None else replica.size())
-        flags[0 if replica is None else replica.rank()] = float(not torch.isfinite(norm))
-        self._sum(flags, replica)
-        return tuple(int(rank) for rank in flags.nonzero().flatten())
-
-    def _sum(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    def sum(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        """Adds `values` up over the ranks of `group`, in place."""
         if group is not None:
             with traffic(Traffic.CONTROL):
                 dist.all_reduce(values, group=group)
@@ -265,19 +235,21 @@ class Trainer:
 
     def run(self, saved: checkpoints.Checkpoints | None = None) -> None:
         """Trains from `self.step` to the end, validating and saving on the way. Raises Interrupted after Ctrl-C."""
-        recipe = self.setting.recipe
+        recipe, pulse = self.setting.recipe, self.setting.place.pulse
         with hearing_signals(self._stop), self._profile() as profile, self._feed() as feed:
             for batches, waited in feed:
                 begun = time.perf_counter()
                 agreed = self.train_step(batches)
                 profile()
                 self._report(agreed, time.perf_counter() - begun + waited)
+                pulse.stepped(self.step)
                 if not self.built.agreement.level:
                     continue
-                loss = self.validate() if self._due(recipe.train.validate_every) else None
-                stop = agreed.stop or self._stops_here()
-                if saved is not None and (stop or self._due(recipe.checkpoint.every)):
-                    self.save(saved, loss, wait=stop)
+                with pulse.elsewhere():
+                    loss = self.validate() if self._due(recipe.train.validate_every) else None
+                    stop = agreed.stop or self._stops_here()
+                    if saved is not None and (stop or self._due(recipe.checkpoint.every)):
+                        self.save(saved, loss, wait=stop)
                 if stop and self.step < self.steps:
                     raise self._interrupted(saved)
                 self.level = self.step
@@ -332,12 +304,12 @@ class Trainer:
         ends, size = [samples * index // world for index in range(world + 1)], self.setting.plan.micro_batch
         shards = [Shard(start, stop, size) for start, stop in itertools.pairwise(ends)]
         shown = self.built.agreement.shown()
-        with comm.phase("validation"), _context(self.setting.plan, self.setting.device)(), shown:
+        with comm.phase("validation"), self.context(), shown:
             found = self.workload.evaluate(self.built.model, shards[rank])
             self.built.sharding.idle(max(len(one.cuts) for one in shards) - len(shards[rank].cuts))
             names = sorted(found)
             totals = torch.tensor([found[name] for name in names], dtype=torch.float64)
-            self._sum(totals, self.channel)
+            self.sum(totals, self.channel)
         means = {name: float(totals[i, 0] / totals[i, 1]) for i, name in enumerate(names)}
         self.setting.emit("validation", step=self.step, **self.workload.summary(means))
         return means.get("loss")
@@ -379,6 +351,7 @@ class Trainer:
 
     def _stop(self) -> None:
         self.stopping = True
+        self.setting.place.pulse.asked()
 
     @contextlib.contextmanager
     def _profile(self) -> Iterator[Callable[[], None]]:

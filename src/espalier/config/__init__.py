@@ -273,6 +273,18 @@ class Comm(Options, frozen=True):
     nonfinite: Literal["pass", "stop"] = "pass"
 
 
+class Faults(Options, frozen=True):
+    """What becomes of a run when something breaks (docs/faults.md).
+
+    `restarts`: how often one cause may be answered by starting again without the run getting further (`"auto"`: never
+    where an unchanged run cannot succeed, once where code raised, else three times); `heartbeat`: between two signs of
+    life of a rank.
+    """
+
+    restarts: Literal["auto"] | int = "auto"
+    heartbeat: str = "1s"
+
+
 class Launch(Options, frozen=True):
     """How ranks are started on the hosts of `--hosts`, and where they meet.
 
@@ -365,6 +377,7 @@ class Recipe(Options, frozen=True):
     plan: Planning = Planning()
     checkpoint: Checkpoint = Checkpoint()
     comm: Comm = Comm()
+    faults: Faults = Faults()
     sync: Sync = Auto()
     launch: Launch = Launch()
     track: Track = Track()
@@ -373,6 +386,17 @@ class Recipe(Options, frozen=True):
 # Keys that may differ when an existing run folder is taken up again: they say how the run is carried out, not what
 # it means. `train.steps` may only grow.
 RESUMABLE = (
-    *("plan", "checkpoint", "comm", "launch", "track", "train.steps", "train.validate_every", "train.compile", "name"),
+    *(
+        "plan",
+        "checkpoint",
+        "comm",
+        "faults",
+        "launch",
+        "track",
+        "train.steps",
+        "train.validate_every",
+        "train.compile",
+        "name",
+    ),
     *("graph.order", "graph.format", "graph.pickle"),
 )

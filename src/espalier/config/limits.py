@@ -73,6 +73,19 @@ def check(recipe: config.Recipe) -> None:
         )
     units.seconds(recipe.comm.timeout, "comm.timeout")
     units.size(recipe.comm.bucket, "comm.bucket")
+    _faults(recipe.faults)
+
+
+def _faults(faults: config.Faults) -> None:
+    if isinstance(faults.restarts, int) and faults.restarts < 0:
+        raise UserError(f"faults.restarts = {faults.restarts} is not possible.", do='faults.restarts = 0, or "auto"')
+    beat = units.seconds(faults.heartbeat, "faults.heartbeat")
+    if not 0.05 <= beat <= 3600:
+        raise UserError(
+            f"faults.heartbeat = {faults.heartbeat!r} is not possible.",
+            why="a rank is looked at twice in that time: at most every 25 ms, at least every half hour",
+            do='faults.heartbeat = "1s"',
+        )
 
 
 def _places(recipe: config.Recipe) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from espalier.resilience.pulse import SILENT, Pulse
+
 if TYPE_CHECKING:
     from espalier.plan.base import Plan
 
@@ -26,6 +28,7 @@ class Place:
         host, port: where the rendezvous store listens.
         serves: whether this process is the store's server; it listens on `listen_fd` if that is >= 0.
         log: file its standard error goes to (None: left where it is).
+        pulse: where it shows its signs of life.
     """
 
     rank: int = 0
@@ -40,6 +43,7 @@ class Place:
     serves: bool = False
     listen_fd: int = -1
     log: Path | None = None
+    pulse: Pulse = SILENT
 
 
 def places(plan: Plan, logs: Path | None = None) -> list[Place]:

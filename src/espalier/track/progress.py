@@ -108,7 +108,7 @@ class Progress:
         elif kind == "validation":
             self._line(_validation(event))
         elif kind == "incident":
-            self._line(_incident(event))
+            self._line(trouble(event))
         elif kind == "end":
             self._end(event)
 
@@ -302,7 +302,11 @@ def _validation(event: Event) -> str:
     return f"validation at step {event.get('step', 0):,} · {' · '.join(figures)}"
 
 
-def _incident(event: Event) -> str:
+def trouble(event: Event) -> str:
+    """One line of an incident, or of its end."""
+    if event.get("event") == "recovered":
+        lost = f"{event['lost_steps']:,} step{'s' if event['lost_steps'] != 1 else ''} done again"
+        return f"recovered in {event['seconds']:.1f} s from step {event['step']:,} ({lost})"
     where = f" at step {event['step']:,}" if event.get("step") is not None else ""
     action = f" -> {event['action']}" if event.get("action") else ""
     return f"incident{where}: {event.get('what', event.get('kind', 'unknown'))}{action}"

@@ -50,10 +50,10 @@ def main() -> int:
         launcher.refuse(Interrupted("Stopped before the first step."))
         return Interrupted.exit_code
     except Exception as error:
-        from espalier.launch import local
+        from espalier.launch import child
 
         sys.stderr.write(traceback.format_exc())
-        launcher.refuse(local.explained(error, place))
+        launcher.refuse(child.explained(error, place))
         return 1
     return 0
 

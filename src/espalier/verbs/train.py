@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -17,7 +18,7 @@ import msgspec
 import torch
 
 from espalier import cluster as clusters
-from espalier import config, rank, trainer
+from espalier import config, rank, trainer, units
 from espalier import run as runs
 from espalier.checkpoint.place import open_place
 from espalier.checkpoint.sharded import Checkpoints
@@ -25,12 +26,12 @@ from espalier.config import Constant, load
 from espalier.errors import EspalierError, Interrupted, PeerLost
 from espalier.hardware import hosts, limits
 from espalier.launch import base as launch
-from espalier.launch import handshake, local, numbering, started
+from espalier.launch import child, handshake, numbering, started, supervise
 from espalier.plan import base as plans
 from espalier.plan.seats import peak_flops
 from espalier.track import report
 from espalier.track.events import Log
-from espalier.track.progress import Forgiving, Progress
+from espalier.track.progress import Forgiving, Progress, trouble
 from espalier.verbs import choose, ready, show
 from espalier.workload import Workload
 
@@ -81,14 +82,27 @@ def run(arguments: argparse.Namespace) -> int:
 def _carry_out(job: Job, as_json: bool) -> int:
     if _is_finished(job.resolved.recipe, job.folder):
         return _nothing_to_do(job, as_json)
-    log = Log(job.folder.events)
+    faults = job.resolved.recipe.faults
+    care = supervise.Care(
+        restarts=None if faults.restarts == "auto" else faults.restarts,
+        heartbeat=units.seconds(faults.heartbeat, "faults.heartbeat"),
+        tell=partial(_tell, job),
+    )
     begun = time.monotonic()
     try:
-        local.run(_rank(job), launch.places(job.plan, job.folder.logs))
+        supervise.run(_rank(job), launch.places(job.plan, job.folder.logs), care)
     except EspalierError as error:
-        _stopped(job, log, error, time.monotonic() - begun)
+        _ended(job, Log(job.folder.events), error, time.monotonic() - begun)
         raise
-    return _finished(job, log, time.monotonic() - begun, as_json)
+    return _finished(job, Log(job.folder.events), time.monotonic() - begun, as_json)
+
+
+def _tell(job: Job, event: str, **fields: Any) -> None:
+    """Into the run log, and to whoever watches. Opened each time: a rank killed while writing may have torn a line."""
+    with Log(job.folder.events) as log:
+        entry = log.write(event, **fields)
+    if not job.quiet:
+        print(trouble(entry), file=sys.stderr, flush=True)
 
 
 # --- before ------------------------------------------------------------------------------------------------------
@@ -319,7 +333,7 @@ def _first_rank(job: Job, place: launch.Place, as_json: bool) -> int:
     try:
         _rank(job)(place)
     except Exception as error:
-        explained = error if isinstance(error, EspalierError) else local.explained(error, place)
+        explained = error if isinstance(error, EspalierError) else child.explained(error, place)
         _stopped(job, log, explained, time.monotonic() - begun)
         raise explained from error
     return _finished(job, log, time.monotonic() - begun, as_json)
@@ -347,8 +361,13 @@ def _nothing_to_do(job: Job, as_json: bool) -> int:
 
 
 def _stopped(job: Job, log: Log, error: EspalierError, seconds: float) -> None:
+    """Of a rank that nobody here watches."""
     if not isinstance(error, Interrupted):
         log.write("incident", kind=type(error).__name__, what=error.what, why=error.why, action="stop")
+    _ended(job, log, error, seconds)
+
+
+def _ended(job: Job, log: Log, error: EspalierError, seconds: float) -> None:
     log.write("end", reason="interrupted" if isinstance(error, Interrupted) else "failed", seconds=seconds)
     report.write(job.folder.path)
 

@@ -1,0 +1,279 @@
+"""Keeps a run alive: ranks that die, hang or are stopped are ended together, and a new attempt goes on from the newest
+good checkpoint. After Acme (arXiv 2403.07648), section 6.1.
+
+Where we deviate: there are no idle spare processes. This process has torch imported and forks each attempt, so it is
+the warm spare of every rank itself. Each attempt meets at a store of its own, so no key of a dead one can be found.
+Policy and detection are `resilience`'s; here they are carried out.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from espalier.errors import EspalierError, Interrupted, PeerLost, RunFailed, UserError
+from espalier.launch import child as ranks
+from espalier.launch import local
+from espalier.launch.base import Place, Task
+from espalier.launch.child import Child
+from espalier.launch.vitals import GONE, vital
+from espalier.resilience import stacks
+from espalier.resilience.base import Budget, Decision, Failure, Kind, kind_of
+from espalier.resilience.hang import Finding, Watcher
+from espalier.resilience.pulse import Pulses
+
+_HEARING_SECONDS = 1.0
+"""How long to wait for the cause when a rank only knows that it lost another."""
+_STACKS_SECONDS = 0.2
+"""How long ranks may take to write where they are before a hang is ended."""
+_LOOKS = 2  # at every rank, between two heartbeats
+
+
+def _nobody(event: str, **fields: Any) -> None:
+    """Where events go when nobody listens."""
+
+
+@dataclass(frozen=True)
+class Care:
+    """How a run is looked after.
+
+    Attributes:
+        restarts: see `resilience.base.Budget`.
+        heartbeat: seconds between two signs of life of a rank.
+        tell: called as `tell(event, **fields)` with incidents and recoveries, as the run log has them.
+    """
+
+    restarts: int | None = None
+    heartbeat: float = 1.0
+    tell: Callable[..., Any] = _nobody
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """Why an attempt is over: for the policy, for people, and when it went wrong (seconds of `time.monotonic`)."""
+
+    failure: Failure
+    error: EspalierError
+    at: float
+
+
+def run(task: Task, places: Sequence[Place], care: Care) -> list[Any]:
+    """Runs `task` in one process per place until all have returned, starting them again after what can be survived;
+    what each returned, in order.
+
+    Raises the error that ended the run: `UserError` or `RunFailed` of the first rank that failed where another attempt
+    is not worth while, `Interrupted` when stopped by Ctrl-C, SIGTERM or SIGUSR1.
+    """
+    with local.passing_on_signals() as signals:
+        return _Supervisor(task, places, care, signals).run()
+
+
+class _Supervisor:
+    """One supervised run. Has state: the attempt's ranks and signs of life, and what was spent on restarts."""
+
+    def __init__(self, task: Task, places: Sequence[Place], care: Care, signals: local.Signals) -> None:
+        self.task, self.places, self.care, self.signals = task, places, care, signals
+        self.budget = Budget(care.restarts)
+        self.attempt = 0
+        self.patience = 1.0
+        self.hung_at = -1
+        self.trouble: _Ended | None = None
+        """What the run has not made good yet."""
+
+    def run(self) -> list[Any]:
+        """See the function."""
+        while True:
+            children = self._start()
+            try:
+                ended = self._watch(children)
+                if ended is None:
+                    self._recovered(finished=True)
+                    return [child.returned for child in children]
+                decision = self._decide(ended)
+            except BaseException:
+                local.end(children, 0.0)
+                raise
+            local.end(children, 0.0 if decision.restart else local.GRACE_SECONDS)
+            if not decision.restart:
+                raise self._last(ended, children, decision)
+            self._rest(decision.wait)
+
+    # --- one attempt -------------------------------------------------------------------------------------------------
+
+    def _start(self) -> list[Child]:
+        self.pulses = Pulses(len(self.places), self.care.heartbeat)
+        self.watcher = Watcher(self.care.heartbeat, self.patience)
+        self.signals.children.clear()
+        places = [
+            replace(place, attempt=place.attempt + self.attempt, pulse=self.pulses.of(index))
+            for index, place in enumerate(self.places)
+        ]
+        try:
+            for child in ranks.start(self.task, places):
+                self.signals.add(child)
+        except BaseException:
+            local.end(self.signals.children, 0.0)
+            raise
+        return list(self.signals.children)
+
+    def _watch(self, children: Sequence[Child]) -> _Ended | None:
+        """Waits until all have ended well (None) or one has not, or none goes on."""
+        every = self.care.heartbeat / _LOOKS
+        looked = 0.0
+        for child in ranks.endings(children, every):
+            if child is not None and child.failed:
+                return self._death(child, children)
+            now = time.monotonic()
+            if child is None and now - looked >= every:
+                looked = now
+                self._recovered(finished=False)
+                vitals = [vital(one.pid) if one.status is None else GONE for one in children]
+                finding = self.watcher.look(now, self.pulses.read(), vitals)
+                if finding is not None:
+                    return self._stuck(finding, children)
+        return None
+
+    def _step(self) -> int:
+        return max(sign.step for sign in self.pulses.read())
+
+    def _death(self, first: Child, children: Sequence[Child]) -> _Ended:
+        """Waits a little for the cause where `first` does not know it."""
+        at = time.monotonic()
+        deadline = at + _HEARING_SECONDS
+        while (known := _knows(first, children)) is None and time.monotonic() < deadline:
+            for child in children:
+                if child.status is None:
+                    child.reap(block=False)
+            time.sleep(0.01)
+        cause = known or first
+        return _Ended(self._failure(cause), cause.error or ranks.died(cause), at)
+
+    def _failure(self, child: Child) -> Failure:
+        error, step, rank = child.error, self._step(), child.place.rank
+        if error is None:
+            what = ranks.died(child)
+            return Failure("exit" if (child.status or 0) >= 0 else "killed", rank, what.what, what.why, step)
+        if isinstance(error, Interrupted):
+            asked = [(sign.asked, rank) for rank, sign in enumerate(self.pulses.read()) if sign.asked]
+            rank = min(asked, default=(0.0, rank))[1]
+            return Failure("signal", rank, f"Somebody asked rank {rank} to stop, not the run.", "", step)
+        if child.raised:
+            return Failure(kind_of(child.raised, step), rank, error.what, error.why, step, child.raised)
+        kind: Kind = "user" if isinstance(error, UserError) else "lost" if isinstance(error, PeerLost) else "exception"
+        return Failure(kind, rank, error.what, error.why, step)
+
+    def _stuck(self, finding: Finding, children: Sequence[Child]) -> _Ended:
+        """Of ranks that do not go on. They write down where they are before they are ended."""
+        rank, why = finding.rank, finding.why
+        if finding.kind == "stopped":
+            what = f"Rank {rank} was stopped (SIGSTOP)."
+        else:
+            found = stacks.culprit(_dumps(children))
+            rank = found.rank if found else -1
+            what = f"Rank {rank} hangs." if found else "The run hangs."
+            why += f"; it is at {found.where}" if found else ""
+            logs = next((child.place.log for child in children if child.place.log is not None), None)
+            why += f"; where each rank was is in {logs.parent}" if logs else ""
+        error = RunFailed(what, why=why, do="run the same command to resume")
+        at = max(sign.moved for sign in self.pulses.read())
+        return _Ended(Failure(finding.kind, rank, what, why, self._step()), error, at)
+
+    # --- between attempts --------------------------------------------------------------------------------------------
+
+    def _decide(self, ended: _Ended) -> Decision:
+        failure = ended.failure
+        if self.signals.seen:
+            return Decision(False, 0.0, "the run was asked to stop")
+        decision = self.budget.decide(failure)
+        action = "start again from the newest good checkpoint" if decision.restart else "stop"
+        self.care.tell(
+            "incident",
+            kind=failure.kind,
+            what=failure.what,
+            why=failure.why,
+            rank=failure.rank,
+            step=failure.step,
+            attempt=self.attempt,
+            action=f"{action} ({decision.why})",
+        )
+        if failure.kind == "hang":
+            self.patience = 2 * self.patience if failure.step <= self.hung_at else 1.0
+            self.hung_at = max(self.hung_at, failure.step)
+        self.trouble = replace(ended, at=min(ended.at, self.trouble.at)) if self.trouble else ended
+        self.attempt += 1
+        return decision
+
+    def _last(self, ended: _Ended, children: Sequence[Child], decision: Decision) -> EspalierError:
+        """The error that ends the run."""
+        if self.signals.seen:
+            first = next((child for child in children if child.failed), children[0])
+            return local.cause(first, children, True)
+        error = ended.error
+        if isinstance(error, UserError) or self.attempt == 1:  # nothing was tried
+            return error
+        return type(error)(error.what, why="; ".join(filter(None, (error.why, decision.why))), do=error.do)
+
+    def _recovered(self, finished: bool) -> None:
+        """Tells how long the last trouble took, once every rank has made a step since."""
+        trouble, signs = self.trouble, self.pulses.read()
+        if trouble is None or not (finished or all(sign.first for sign in signs)):
+            return
+        self.trouble = None
+        resumed = signs[0].resumed
+        self.care.tell(
+            "recovered",
+            kind=trouble.failure.kind,
+            rank=trouble.failure.rank,
+            step=resumed,
+            attempt=self.attempt,
+            seconds=max((sign.first for sign in signs if sign.first), default=time.monotonic()) - trouble.at,
+            lost_steps=max(0, trouble.failure.step - resumed),
+        )
+
+    def _rest(self, seconds: float) -> None:
+        """Waits before the next attempt, unless somebody asks to stop."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self.signals.seen:
+            time.sleep(0.05)
+        if self.signals.seen:
+            raise Interrupted("Stopped between two attempts; the newest checkpoint is kept.")
+
+
+def _knows(first: Child, children: Sequence[Child]) -> Child | None:
+    """A rank whose end is a cause, not a consequence: killed, or with an error of its own."""
+    ended = [first, *(child for child in children if child is not first and child.failed)]
+    killed = [child for child in ended if child.error is None]
+    own = [
+        child
+        for child in ended
+        if child.error is not None
+        and not isinstance(child.error, PeerLost)
+        and (not child.raised or kind_of(child.raised, 1) != "lost")
+    ]
+    return next(iter(killed + own), None)
+
+
+def _dumps(children: Sequence[Child]) -> dict[int, str]:
+    """What each living rank writes of where its threads are."""
+    living = [child for child in children if child.status is None and child.place.log is not None]
+    before = {child.place.rank: (child, child.place.log, _size(child.place.log)) for child in living}
+    for child in living:
+        os.kill(child.pid, ranks.STACKS)
+    time.sleep(_STACKS_SECONDS)
+    return {rank: _from(log, size) for rank, (_, log, size) in before.items()}
+
+
+def _size(log: Path | None) -> int:
+    return log.stat().st_size if log is not None and log.exists() else 0
+
+
+def _from(log: Path | None, position: int) -> str:
+    if log is None or not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(position)
+        return file.read().decode(errors="replace")

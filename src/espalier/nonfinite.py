@@ -1,0 +1,49 @@
+"""Whose batch was it? Finds the ranks where a loss or gradient is not a finite number, and the documents behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from espalier import replicas
+from espalier.errors import RunFailed
+from espalier.stages import whole
+from espalier.sync.base import Agreed
+from espalier.workload import Shard
+
+if TYPE_CHECKING:
+    from espalier.trainer import Trainer
+
+
+def explained(trainer: Trainer, agreed: Agreed, batches: Sequence[Any]) -> RunFailed:
+    """The error of the step after `trainer.step`, in which nothing was updated. All ranks call it."""
+    faulty, what = agreed.faulty, "loss"
+    setting, workload = trainer.setting, trainer.workload
+    if not faulty:
+        faulty, what = _ranks_with_bad_gradients(trainer, batches), "gradient"
+    if (outer := setting.plan.outer) is not None:
+        replica, _ = replicas.place(outer, setting.place.rank)
+        faulty = tuple(outer.replicas[replica][rank] for rank in faulty)
+    start, stop = setting.plan.ranks[faulty[0]].share if faulty else (0, workload.global_batch)
+    names = workload.documents(trainer.step, Shard(start, stop, setting.plan.micro_batch))
+    shown = ", ".join(list(dict.fromkeys(names))[:5])
+    who = f"rank {', '.join(map(str, faulty))}" if faulty else "the sum over ranks"
+    return RunFailed(
+        f"The {what} is not finite in step {trainer.step + 1} on {who}.",
+        why=f"that batch came from {shown}",
+        do="lower the learning rate, look at those documents, or resume from the last checkpoint with another rate",
+    )
+
+
+def _ranks_with_bad_gradients(trainer: Trainer, batches: Sequence[Any]) -> tuple[int, ...]:
+    built = trainer.built
+    built.sharding.clear()
+    apart = whole.Whole(trainer.workload.nominal_weight, lambda last: built.sharding.alone(), trainer.context)
+    apart.run(built.model, batches, trainer.workload.loss)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in built.model.parameters() if p.grad is not None])
+    flags = torch.zeros(1 if built.replica is None else built.replica.size())
+    flags[0 if built.replica is None else built.replica.rank()] = float(not torch.isfinite(norm))
+    trainer.sum(flags, built.replica)
+    return tuple(int(rank) for rank in flags.nonzero().flatten())

@@ -1,0 +1,110 @@
+"""What if something breaks? A Failure is what was seen; a Budget says whether to start again. Pure, no torch.
+
+After Acme (arXiv 2403.07648), section 6.1: what a person would only start again starts again by itself; what cannot
+succeed unchanged stops and says why. Where we deviate: restarts are counted per root cause and the counts begin anew
+whenever the run got further than ever before, so that a long run outlives any number of unrelated failures.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["user", "exception", "killed", "exit", "hang", "stopped", "lost", "signal"]
+"""user: the input is at fault · exception: code raised · killed: by a signal · exit: ended before the end ·
+hang: no step is made · stopped: frozen by SIGSTOP · lost: a wait for others failed, nobody knows more ·
+signal: somebody asked one rank, not the run, to stop."""
+
+_ALLOWED: dict[Kind, int] = {"user": 0, "exception": 1}
+_OTHERWISE = 3
+"""Restarts of one cause without progress: none where an unchanged run cannot succeed, one where that is not known,
+three for machines and networks."""
+
+_LONGEST_WAIT = 60.0  # seconds
+
+BEFORE_THE_FIRST_STEP = frozenset({
+    "ArgumentError", "AssertionError", "AttributeError", "FileNotFoundError", "ImportError", "IndentationError",
+    "KeyError", "IndexError", "ModuleNotFoundError", "NameError", "NotADirectoryError", "PermissionError",
+    "SyntaxError", "TypeError", "UnboundLocalError", "ValueError", "ZeroDivisionError",
+})  # fmt: skip
+"""Exceptions that an unchanged program raises again when it raised them before any step: Acme's script errors."""
+
+MACHINE = frozenset({
+    "BrokenPipeError", "ConnectionAbortedError", "ConnectionError", "ConnectionRefusedError", "ConnectionResetError",
+    "DistBackendError", "DistNetworkError", "DistStoreError", "MemoryError", "TimeoutError",
+})  # fmt: skip
+"""Exceptions that tell of machines and networks, not of code."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt ended.
+
+    Attributes:
+        kind: see Kind.
+        rank: the first rank that failed; -1 where that is not known.
+        what: one sentence for people; why: what is behind it.
+        step: steps done when it happened.
+        raised: name of the exception's type, where one was raised.
+    """
+
+    kind: Kind
+    rank: int
+    what: str
+    why: str = ""
+    step: int = 0
+    raised: str = ""
+
+    @property
+    def cause(self) -> str:
+        """The same text for the same root cause: ranks, steps and addresses left out."""
+        return f"{self.kind} {re.sub(r'0x[0-9a-f]+|[0-9]+', '#', self.what)}"
+
+
+def kind_of(raised: str, step: int) -> Kind:
+    """What an exception of type `raised` after `step` steps tells of."""
+    if raised in MACHINE:
+        return "lost"
+    return "user" if step == 0 and raised in BEFORE_THE_FIRST_STEP else "exception"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do after a failure: start again after `wait` seconds, or stop; `why` in words."""
+
+    restart: bool
+    wait: float
+    why: str
+
+
+class Budget:
+    """How often to start again. Has state: restarts by cause since the run last got further.
+
+    Args:
+        restarts: of one cause without progress; None: as the kind of cause deserves (`Kind`), 0: never.
+    """
+
+    def __init__(self, restarts: int | None = None) -> None:
+        self._restarts = restarts
+        self._spent: dict[str, int] = {}
+        self._furthest = -1
+
+    def decide(self, failure: Failure) -> Decision:
+        """What to do after `failure`; counts it."""
+        if failure.step > self._furthest:
+            self._furthest = failure.step
+            self._spent.clear()
+        own = _ALLOWED.get(failure.kind, _OTHERWISE)
+        allowed = own if self._restarts is None or not own else self._restarts
+        spent = self._spent.get(failure.cause, 0)
+        if not own:
+            return Decision(False, 0.0, "an unchanged run would fail again")
+        if spent >= allowed:
+            times = f"after {spent} restart{'s' if spent != 1 else ''} " if spent else ""
+            why = f"it came back {times}with no step gained" if spent else "faults.restarts = 0"
+            return Decision(False, 0.0, why)
+        before = sum(self._spent.values())
+        self._spent[failure.cause] = spent + 1
+        wait = min(_LONGEST_WAIT, 2.0 ** (before - 1)) if before else 0.0
+        return Decision(True, wait, f"restart {spent + 1} of {allowed} for this cause since the last progress")

@@ -1,0 +1,127 @@
+"""Which ranks live but do not go on? Judged from signs of life and CPU time, never from a collective's timeout. Pure.
+
+After Acme (arXiv 2403.07648), where jobs that hung silently until somebody looked cost most hours. Where we deviate:
+the published monitor calls a job stuck when a step took longer than a fixed time. Here a run hangs when **no rank does
+anything at all** (no CPU time, nothing running or waiting for a disk) and no step was made for a few heartbeats, so a
+hang of a run of fast steps is found in seconds, while one that compiles or starves on a busy machine is left alone.
+A run that is busy and makes no step is judged against its own usual steps, generously.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from espalier.resilience.pulse import Sign
+
+BEATS = 2.5
+"""Heartbeats without a step after which idle ranks hang; looking twice a beat, that is found within three."""
+_STEPS = 5.0
+"""Nor does an idle run hang before this many times its usual step: it may wait for its data."""
+_STARTING, _ELSEWHERE = 30.0, 60.0
+"""Seconds of idleness while joining, building and in the first step, and while saving to a place on a network."""
+_BUSY_STEPS, _BUSY_LEAST, _BUSY_MOST = 20.0, 60.0, 1800.0
+"""A busy run hangs after this many times its usual step, and at least so many seconds; while it starts
+(compiles) or saves it may take half an hour, as writing a checkpoint may."""
+_IDLE = 0.03
+"""CPU seconds a second below which a process does nothing: heartbeats themselves take less than 0.005."""
+_TICK = 0.011  # CPU time is counted in steps of 10 ms
+
+
+@dataclass(frozen=True)
+class Vital:
+    """What the system says of one rank's process.
+
+    Attributes:
+        cpu: CPU seconds used so far by all its threads.
+        state: `T` stopped, `R` at least one thread runs or could, `D` one waits for a disk, `S` all sleep.
+    """
+
+    cpu: float
+    state: Literal["T", "R", "D", "S"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rank or run that does not go on. `rank` is -1 where it may be any; `since`: seconds it has been so."""
+
+    kind: Literal["hang", "stopped"]
+    rank: int
+    since: float
+    why: str
+
+
+class Watcher:
+    """Looks at all ranks again and again. Has state: what it saw before.
+
+    Args:
+        heartbeat: seconds between two beats of a rank.
+        patience: factor of every limit; grows where a verdict has proved wrong.
+    """
+
+    def __init__(self, heartbeat: float, patience: float = 1.0) -> None:
+        self.heartbeat, self.patience = heartbeat, patience
+        self._looked = 0.0
+        self._since = 0.0
+        self._cpu: dict[int, tuple[float, float]] = {}
+        self._active: dict[int, float] = {}
+        self._stopped: dict[int, float] = {}
+
+    def look(self, now: float, signs: Sequence[Sign], vitals: Sequence[Vital]) -> Finding | None:
+        """What is wrong at `now` (seconds of the ranks' clock), if anything is."""
+        if now - self._looked > 2 * self.heartbeat + 1.0:
+            # The first look, or this process itself was stopped: what the others did meanwhile is not known.
+            self._since = now
+            self._cpu.clear()
+            self._active.clear()
+            self._stopped.clear()
+        self._looked = now
+        for rank, vital in enumerate(vitals):
+            self._note(now, rank, vital)
+        return self._frozen(now, signs) or self._hanging(now, signs)
+
+    def _note(self, now: float, rank: int, vital: Vital) -> None:
+        when, cpu = self._cpu.get(rank, (now, vital.cpu))
+        self._cpu[rank] = (now, vital.cpu)
+        if vital.cpu - cpu > _IDLE * (now - when) + _TICK or vital.state in "RD":
+            self._active[rank] = now
+        if vital.state == "T":
+            self._stopped.setdefault(rank, now)
+        else:
+            self._stopped.pop(rank, None)
+
+    def _frozen(self, now: float, signs: Sequence[Sign]) -> Finding | None:
+        for rank, since in self._stopped.items():
+            if now - since >= self.heartbeat and now - signs[rank].beat >= self.heartbeat:
+                age = now - signs[rank].beat
+                return Finding(
+                    "stopped", rank, age, f"it was stopped by a signal; its last heartbeat is {age:.1f} s old"
+                )
+        return None
+
+    def _hanging(self, now: float, signs: Sequence[Sign]) -> Finding | None:
+        staying = [sign for sign in signs if sign.doing != "leaving"]
+        if not staying:
+            return None
+        moved = max(self._since, *(sign.moved for sign in signs))
+        idle = now - max([self._since, *self._active.values()])
+        age = now - moved
+        if min(age, idle) >= self._allowed(staying, idle=True):
+            return Finding("hang", -1, age, f"no step for {age:.1f} s, and no rank does anything")
+        if age >= self._allowed(staying, idle=False):
+            usual = max(sign.usual for sign in staying)
+            return Finding("hang", -1, age, f"no step for {age:.0f} s, while one usually takes {usual:.1f} s")
+        return None
+
+    def _allowed(self, signs: Sequence[Sign], idle: bool) -> float:
+        """Seconds without a step: the most that any rank may take for what it does."""
+        return self.patience * max(self._limit(sign, idle) for sign in signs)
+
+    def _limit(self, sign: Sign, idle: bool) -> float:
+        if sign.doing == "stepping":
+            own = max(BEATS * self.heartbeat, _STEPS * sign.usual)
+            return own if idle else max(_BUSY_LEAST, _BUSY_STEPS * sign.usual)
+        if not idle:
+            return _BUSY_MOST
+        return max(BEATS * self.heartbeat, _STARTING if sign.doing == "starting" else _ELSEWHERE)

@@ -1,0 +1,142 @@
+"""Signs of life: each rank writes into shared memory that it lives and how far it is; its launcher reads them.
+
+Nothing is sent and nobody is waited for, so signs of life do not depend on any collective or its timeout, and a rank
+that was killed in the middle of anything leaves them readable. Times are `time.monotonic`, the same in all processes of
+a machine. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Doing = Literal["starting", "stepping", "elsewhere", "leaving"]
+_DOING: tuple[Doing, ...] = ("starting", "stepping", "elsewhere", "leaving")
+_BEAT, _MOVED, _DOES, _USUAL, _STEP, _RESUMED, _FIRST, _ASKED = range(8)
+_CELLS = 8  # of 8 bytes: one cache line a rank
+
+_KEPT = 0.9
+"""How much of the usual step stays at each new one: it is a mean over about ten."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What one rank showed last. Times in seconds of `time.monotonic`, 0 for never.
+
+    Attributes:
+        beat: when its thread last beat; moved: when it last made a step or changed what it does.
+        doing: what it does; usual: seconds of its recent steps on average, the first left out.
+        step: steps done; resumed: steps done when it began; first: when its first step was done.
+        asked: when it was asked to stop.
+    """
+
+    beat: float
+    moved: float
+    doing: Doing
+    usual: float
+    step: int
+    resumed: int
+    first: float
+    asked: float
+
+
+class Pulse:
+    """One rank's signs of life. Has state: its cells, and a thread that beats. Without cells it does nothing.
+
+    Args:
+        cells: eight numbers of eight bytes that the launcher reads too.
+        every: seconds between two beats.
+    """
+
+    def __init__(self, cells: memoryview | None = None, every: float = 1.0) -> None:
+        self._cells, self._every = cells, every
+
+    def beat(self) -> None:
+        """Begins to beat, from a thread, to the end of the process."""
+        if self._cells is None:
+            return
+        self._cells[_BEAT] = self._cells[_MOVED] = time.monotonic_ns()
+        threading.Thread(target=self._beat, args=(self._cells,), name="pulse", daemon=True).start()
+
+    def _beat(self, cells: memoryview) -> None:
+        while True:
+            time.sleep(self._every)
+            cells[_BEAT] = time.monotonic_ns()
+
+    def leaves(self) -> None:
+        """This rank has done its part; it waits for nobody any more."""
+        if self._cells is not None:
+            self._cells[_DOES] = _DOING.index("leaving")
+
+    def begins(self, step: int) -> None:
+        """The state of `step` steps was taken up."""
+        if self._cells is not None:
+            self._cells[_STEP] = self._cells[_RESUMED] = step
+            self._cells[_MOVED] = time.monotonic_ns()
+
+    def stepped(self, step: int) -> None:
+        """The run has done `step` steps."""
+        if self._cells is None:
+            return
+        now, cells = time.monotonic_ns(), self._cells
+        if cells[_FIRST]:
+            took = now - cells[_MOVED]
+            cells[_USUAL] = round(_KEPT * cells[_USUAL] + (1 - _KEPT) * took) if cells[_USUAL] else took
+        else:
+            cells[_FIRST] = now
+        cells[_STEP], cells[_DOES], cells[_MOVED] = step, _DOING.index("stepping"), now
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """What is done inside (validating, saving) makes no steps and may take longer than they do."""
+        if self._cells is None:
+            yield
+            return
+        before = self._cells[_DOES]
+        self._cells[_DOES], self._cells[_MOVED] = _DOING.index("elsewhere"), time.monotonic_ns()
+        yield
+        self._cells[_DOES], self._cells[_MOVED] = before, time.monotonic_ns()
+
+    def asked(self) -> None:
+        """Somebody asked this rank to stop."""
+        if self._cells is not None and not self._cells[_ASKED]:
+            self._cells[_ASKED] = time.monotonic_ns()
+
+
+SILENT = Pulse()
+"""Of ranks that nobody watches."""
+
+
+class Pulses:
+    """The signs of life of all ranks of one attempt. Has state: the shared memory. Made before the ranks are forked."""
+
+    def __init__(self, world: int, every: float) -> None:
+        self._every = every
+        self._memory = mmap.mmap(-1, 8 * _CELLS * world)
+        self._all = memoryview(self._memory).cast("q")
+        self._world = world
+
+    def of(self, rank: int) -> Pulse:
+        """The part that `rank` writes."""
+        return Pulse(self._all[rank * _CELLS : (rank + 1) * _CELLS], self._every)
+
+    def read(self) -> list[Sign]:
+        """What each rank showed last."""
+        return [self._sign(self._all[rank * _CELLS : (rank + 1) * _CELLS].tolist()) for rank in range(self._world)]
+
+    def _sign(self, cells: list[int]) -> Sign:
+        return Sign(
+            beat=cells[_BEAT] / 1e9,
+            moved=cells[_MOVED] / 1e9,
+            doing=_DOING[cells[_DOES]],
+            usual=cells[_USUAL] / 1e9,
+            step=cells[_STEP],
+            resumed=cells[_RESUMED],
+            first=cells[_FIRST] / 1e9,
+            asked=cells[_ASKED] / 1e9,
+        )

@@ -1,0 +1,150 @@
+"""Small supervised runs that something happens to: what the kill matrix and its neighbours start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from espalier import rank, trainer
+from espalier.checkpoint.place import Folder
+from espalier.config import Recipe, derive, load
+from espalier.language.workload import open_language
+from espalier.launch import base as launch
+from espalier.launch import supervise
+from espalier.plan import base as plans
+from espalier.testing.faults import Fault, strike
+from espalier.track.events import Log
+
+STEPS, EVERY = 8, 3
+PHASES = ("clean", "publish", "commit", "committed")
+
+
+def write_corpus(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(12):
+        text = "".join(f"def f{i * number}(x):\n    return x * {i} + {number}\n" for i in range(60))
+        (folder / f"{number}.py").write_text(text)
+    return folder
+
+
+def recipe_of(corpus: Path, **tables: dict[str, Any]) -> Recipe:
+    table: dict[str, Any] = {
+        "model": {"depth": 1, "width": 32, "heads": 2, "feed_forward": 64},
+        "data": {"path": str(corpus), "cache": str(corpus.parent / "cache"), "validation": 0.2},
+        "train": {"steps": STEPS, "sequence": 32, "batch_tokens": 256, "validate_tokens": 512, "validate_every": 4},
+        "checkpoint": {"every": EVERY},
+    }
+    for name, values in tables.items():
+        table[name] = {**table.get(name, {}), **values}
+    return derive.resolve(load.from_table(table))[0]
+
+
+def plan_of(recipe: Recipe, ranks: int) -> plans.Plan:
+    samples = (recipe.train.batch_tokens or 0) // (recipe.train.sequence or 1)
+    cuts = [samples * one // ranks for one in range(ranks + 1)]
+    return plans.Plan(ranks=tuple(plans.Rank(share=(cuts[one], cuts[one + 1])) for one in range(ranks)), micro_batch=2)
+
+
+@dataclass
+class Struck:
+    """One run in `folder`: what is to happen, and what is known afterwards."""
+
+    recipe: Recipe
+    world: int
+    folder: Path
+    faults: tuple[Fault, ...] = ()
+    phase: tuple[int, str] | None = None
+    """Rank and phase of the first checkpoint's writing in which that rank is killed."""
+    orphans: bool = False
+    """The fault's rank kills the supervisor instead."""
+    heartbeat: float = 0.4
+    restarts: int | None = None
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def run(self) -> Struck:
+        """Trains to the end under a supervisor."""
+        workload = open_language(self.recipe)
+        self.folder.mkdir(exist_ok=True)
+
+        def life(place: launch.Place) -> Any:
+            (self.folder / f"pid-{place.rank}").write_text(str(os.getpid()))
+            log = Log(self.folder / "events.jsonl") if place.rank == 0 else None
+            self._arm(workload, place)
+            setting = trainer.Setting(
+                self.recipe, plan_of(self.recipe, self.world), workload, place, self.folder, log.write if log else _mute
+            )
+            with rank.joined(place, 30.0) as channel:
+                one = trainer.Trainer(setting, channel)
+                self.trainer = one
+                rank.live(one, channel)
+                return {name: value.clone() for name, value in one.built.model.state_dict().items()}
+
+        places = launch.places(plan_of(self.recipe, self.world), self.folder / "logs")
+        care = supervise.Care(self.restarts, self.heartbeat, Log(self.folder / "events.jsonl").write)
+        self.parameters = supervise.run(life, places, care)[0]
+        return self
+
+    def _arm(self, workload: Any, place: launch.Place) -> None:
+        """Sets the faults in this rank, in the forward pass of their step."""
+        plain, supervisor = workload.loss, os.getppid()
+
+        def loss(model: Any, batch: Any) -> Any:
+            if model.training:
+                step = self.trainer.step + 1
+                if self.orphans:
+                    for fault in self.faults:
+                        if (fault.rank, fault.step) == (place.rank, step):
+                            os.kill(supervisor, signal.SIGKILL)
+                else:
+                    strike(self.faults, place.rank, step, self.folder)
+            return plain(model, batch)
+
+        workload.loss = loss
+        if self.phase is not None and self.phase[0] == place.rank:
+            _kill_in(self.phase[1], self.folder / "killed-in-save")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+
+    def all(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """By step; what was done again counts."""
+        return {event["step"]: event["loss"] for event in self.all("step")}
+
+
+def _mute(event: str, **fields: Any) -> None:
+    """Other ranks than the first."""
+
+
+def _kill_in(phase: str, marker: Path) -> None:
+    name = "commit" if phase == "committed" else phase
+    plain = getattr(Folder, name)
+
+    def struck(self: Folder, *arguments: Any) -> Any:
+        result = plain(self, *arguments) if phase == "committed" else None
+        if not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result if phase == "committed" else plain(self, *arguments)
+
+    setattr(Folder, name, struck)
+
+
+def same(one: Struck, other: Struck) -> bool:
+    """Whether parameters and losses are the same, bit for bit."""
+    names = one.parameters.keys() == other.parameters.keys()
+    return (
+        names
+        and one.losses == other.losses
+        and all(torch.equal(one.parameters[name], other.parameters[name]) for name in one.parameters)
+    )

@@ -1,0 +1,57 @@
+import os
+import signal
+import time
+
+from espalier.resilience.pulse import SILENT, Pulses
+
+
+def test_what_a_fork_shows_is_read_here_even_after_it_was_killed():
+    pulses = Pulses(3, 0.02)
+    pid = os.fork()
+    if pid == 0:
+        pulse = pulses.of(1)
+        pulse.beat()
+        pulse.begins(4)
+        pulse.stepped(5)
+        pulse.asked()
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    before, shown, after = pulses.read()
+    assert before == after
+    assert (shown.resumed, shown.step, shown.doing) == (4, 5, "stepping")
+    assert 0 < shown.first <= shown.asked < shown.beat < time.monotonic()
+
+
+def test_the_first_step_does_not_count_as_a_usual_one():
+    pulses = Pulses(1, 1.0)
+    pulse = pulses.of(0)
+    pulse.begins(0)
+    time.sleep(0.3)
+    pulse.stepped(1)
+    assert pulses.read()[0].usual == 0
+    time.sleep(0.01)
+    pulse.stepped(2)
+    assert 0.01 <= pulses.read()[0].usual < 0.3
+
+
+def test_time_spent_elsewhere_is_no_part_of_a_step():
+    pulses = Pulses(1, 1.0)
+    pulse = pulses.of(0)
+    pulse.stepped(1)
+    with pulse.elsewhere():
+        assert pulses.read()[0].doing == "elsewhere"
+        time.sleep(0.3)
+    pulse.stepped(2)
+    assert pulses.read()[0].usual < 0.3
+    assert pulses.read()[0].doing == "stepping"
+
+
+def test_a_rank_that_nobody_watches_shows_nothing():
+    SILENT.beat()
+    SILENT.begins(1)
+    SILENT.stepped(2)
+    SILENT.asked()
+    SILENT.leaves()
+    with SILENT.elsewhere():
+        pass
