@@ -160,6 +160,36 @@ def test_torchrun_gives_the_same_curve_as_local_ranks(home):
     assert [found[step] for step in sorted(found)] == [expected[step] for step in sorted(found)]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_starts_a_killed_rank_again_and_the_curve_is_the_same(home, rank):
+    run = f"killed-{rank}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    options = (f"name={run}", "train.steps=8", "checkpoint.every=2")
+    kill = (
+        "import os\nfrom pathlib import Path\nfrom espalier import cli, trainer\nPLAIN = trainer.Trainer.train_step\n"
+    )
+    kill += f"def struck(self, batches):\n    mark = Path('mark-{rank}')\n"
+    kill += f"    if self.step == 5 and self.setting.place.rank == {rank} and not mark.exists():\n"
+    kill += "        mark.touch()\n        os.kill(os.getpid(), 9)\n    return PLAIN(self, batches)\n"
+    kill += f"trainer.Trainer.train_step = struck\nraise SystemExit(cli.main(['train', 'recipe.toml', *{options!r}]))\n"
+    (home / f"kill-{rank}.py").write_text(kill)
+    done = subprocess.run(
+        [*command, f"kill-{rank}.py"],
+        cwd=home,
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = {event["step"]: event["loss"] for event in events(home) if event["event"] == "step"}
+    found = {event["step"]: event["loss"] for event in events(home, run) if event["event"] == "step"}
+    assert [found[step] for step in range(1, 9)] == [expected[step] for step in range(1, 9)]
+    assert [event["kind"] for event in events(home, run) if event["event"] == "incident"][-1] == "lost"
+
+
 def test_mpiexec_gives_the_same_curve_as_local_ranks(home, mpiexec):
     command = [mpiexec, "-n", "2", sys.executable, "-m", "espalier", "train", "recipe.toml", "--run", "runs/mpi"]
     done = subprocess.run(

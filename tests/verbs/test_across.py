@@ -122,3 +122,29 @@ def test_hosts_and_torchrun_are_not_both_obeyed(home, capfd, monkeypatch) -> Non
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert "RANK and WORLD_SIZE are set" in refused(capfd, "train", "recipe.toml", "--hosts", "a,b")
+
+
+STRIKING = """
+import os, pathlib, runpy, signal, sys
+from espalier import trainer
+plain = trainer.Trainer.train_step
+def struck(self, batches):
+    mark = pathlib.Path(sys.argv[1])
+    if self.step == 2 and self.setting.place.rank == 1 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(self, batches)
+trainer.Trainer.train_step = struck
+runpy.run_module("espalier.verbs.hosted", run_name="__main__")
+"""
+
+
+def test_a_killed_rank_on_a_host_is_started_again_with_all_others(home, capfd) -> None:
+    (home / "striking.py").write_text(STRIKING)
+    striking = f"launch.command={sys.executable} {home / 'striking.py'} {home / 'struck'} # {{command}}"
+    arguments = ["train", "recipe.toml", "--hosts", "hosta,hostb", "name=struck", "checkpoint.every=1", striking]
+    assert cli.main([*arguments, "--json"]) == 0
+    assert "Rank 1 on host hostb was killed (SIGKILL)" in capfd.readouterr().err
+    assert len(losses(home, "struck")) in (4, 5)
+    events = map(json.loads, (home / "runs" / "struck" / "events.jsonl").read_text().splitlines())
+    assert [event["step"] for event in events if event["event"] == "run"] in ([0, 1], [0, 2])

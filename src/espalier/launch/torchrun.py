@@ -32,12 +32,17 @@ def place(threads: int | None = None) -> Place | None:
         world=world,
         local_rank=local,
         threads=threads or max(1, len(os.sched_getaffinity(0)) // number("LOCAL_WORLD_SIZE", 1)),
-        attempt=number("TORCHELASTIC_RESTART_COUNT", 0),
+        attempt=restarts(),
         host=os.environ["MASTER_ADDR"],
         port=port,
         # torchrun's agent serves a store for all its attempts; other launchers leave that to rank 0.
         serves=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
     )
+
+
+def restarts() -> int:
+    """How often torchrun has started the ranks again. Raises UserError where that is no number."""
+    return number("TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def master_port() -> int:

@@ -91,6 +91,7 @@ def _context(run: Run) -> dict[str, Any]:
         "show_seconds": show_seconds,
         "show_size": show_size,
         "incidents": _rows(run.incidents),
+        "account": run.account,
         "samples": _rows(run.samples)[-4:][::-1],
         "checkpoints": _rows(run.checkpoints)[-5:][::-1],
         "derivations": run.start.get("derivations") or [],
@@ -131,6 +132,9 @@ def _figures(run: Run) -> list[Figure]:
         figures.append(Figure("memory", show_size(_peak(run)), "peak, per rank"))
     attempts = f"in {run.attempts} attempts" if run.attempts > 1 else ""
     figures.append(Figure("time", show_seconds(run.seconds()), attempts))
+    if run.account.failures:
+        failures = run.account.failures
+        figures.append(Figure("goodput", f"{run.account.goodput:.1%}", f"{failures} failure{'s' * (failures != 1)}"))
     return figures
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from espalier.errors import UserError, nearest
 from espalier.track.events import Event, read
+from espalier.track.ledger import Account, Ledger
 from espalier.units import show_count, show_seconds, show_size
 
 Table = dict[str, NDArray[Any]]
@@ -61,6 +62,7 @@ class Run:
         self.attempts = 0
         self.last_time = 0.0
         self._reached = 0
+        self._ledger = Ledger()
         self._rows: dict[str, list[Event]] = {kind: [] for kind in _NAMES.values()}
         self._tables: dict[str, Table] = {}
         for event in events:
@@ -125,6 +127,11 @@ class Run:
             ) from None
         return pandas.DataFrame(self.table(name))
 
+    @property
+    def account(self) -> Account:
+        """What failures cost: goodput, work done again, time to recover, by cause."""
+        return self._ledger.account()
+
     def speed(self, last: int = 50) -> float:
         """Tokens per second over the `last` steps; 0 before the first."""
         rows = self._rows["step"][-last:]
@@ -160,6 +167,7 @@ class Run:
 
     def _take(self, event: Event) -> None:
         kind = event["event"]
+        self._ledger.take(event)
         self.last_time = max(self.last_time, event.get("time") or 0.0)
         if kind == "run":
             self.start, self.finish = event, {}

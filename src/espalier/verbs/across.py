@@ -7,23 +7,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import msgspec
 
 from espalier import cluster as clusters
 from espalier import run as runs
-from espalier.config import Recipe, limits, load
-from espalier.errors import RunFailed, UserError
+from espalier.config import Launch, Recipe, limits, load
+from espalier.errors import PeerLost, RunFailed, UserError
 from espalier.launch import hosts, torchrun
 from espalier.launch.ssh import Crowd, Far
+from espalier.resilience.base import Budget, Failure, Kind, kind_of
+from espalier.track.events import read
 from espalier.track.progress import Forgiving
 
 MODULE = "espalier.verbs.hosted"
 LOG = "hosts.log"
+EVENTS = "events.jsonl"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,12 +60,27 @@ def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
         "run": str(folder),
         "quiet": arguments.json,
     }
+    if not here:
+        log = folder / "logs" / LOG
+        _say([f"The run is kept on host {chosen[0].name}: {folder.absolute()}. What all ranks write is in {log}."])
+    budget = Budget(None if recipe.faults.restarts == "auto" else recipe.faults.restarts)
+    while True:
+        try:
+            return _attempt(recipe.launch, chosen, message, folder)
+        except RunFailed as error:
+            decision = budget.decide(_failure(error, folder / EVENTS))
+            if not decision.restart:
+                raise
+            _say([f"incident: {error.what} -> start again from the newest good checkpoint ({decision.why})"])
+            time.sleep(decision.wait)
+
+
+def _attempt(options: Launch, chosen: Sequence[hosts.Host], message: dict[str, Any], folder: Path) -> int:
+    """Starts the ranks on all hosts and waits for their end; processes, store and addresses are new each time."""
     log = folder / "logs" / LOG
-    with Crowd(recipe.launch, MODULE, _show) as crowd:
+    with Crowd(options, MODULE, _show) as crowd:
         _say(crowd.gather(chosen))
         crowd.prepare(lambda far: {**message, "nodes": [chosen.index(one.host) for one in crowd.all]})
-        if not here:
-            _say([f"The run is kept on host {chosen[0].name}: {folder.absolute()}. What all ranks write is in {log}."])
         crowd.log_to(log)
         try:
             done = crowd.carry_out()
@@ -68,6 +88,15 @@ def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
             why = f"{error.why}; " if error.why else ""
             raise type(error)(error.what, why=f"{why}what all hosts wrote is in {log}", do=error.do) from None
     return int(done["code"])
+
+
+def _failure(error: RunFailed, events: Path) -> Failure:
+    """What the policy is asked about; steps are known where the run is kept on this host."""
+    done = [event["step"] for event in read(events) if event["event"] == "step"] if events.exists() else []
+    raised = re.search(r"Rank \d+ failed: (\w+):", error.what)
+    step = max(done, default=0)
+    kind: Kind = kind_of(raised[1], step) if raised else "lost" if isinstance(error, PeerLost) else "killed"
+    return Failure(kind, -1, error.what, error.why, step)
 
 
 def _probe(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:

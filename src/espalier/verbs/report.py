@@ -6,7 +6,7 @@ import argparse
 import json
 
 from espalier import run as runs
-from espalier.track import report, serve
+from espalier.track import report, serve, tables
 from espalier.verbs import show
 
 
@@ -17,5 +17,11 @@ def run(arguments: argparse.Namespace) -> int:
         serve.serve(folder.path, port=arguments.port)
         return 0
     page = report.write(folder.path)
-    print(json.dumps({"report": str(page), **show.results(folder.path)}) if arguments.json else str(page))
+    account = tables.open_run(folder.path).account
+    if arguments.json:
+        ledger = {"goodput": account.goodput, "failures": account.failures} if account.failures else {}
+        print(json.dumps({"report": str(page), **show.results(folder.path), **ledger}))
+    else:
+        show.account(account)
+        print(str(page))
     return 0

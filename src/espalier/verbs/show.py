@@ -17,6 +17,7 @@ from espalier.cluster import Cluster, Disk, Link
 from espalier.config.derive import Derivation
 from espalier.plan.base import Layout, Plan, Predicted
 from espalier.track import tables
+from espalier.track.ledger import Account
 
 TERMS = (
     "forward", "backward", "recompute", "tensor", "sequence", "weights", "pipeline", "send", "optimizer", "all_reduce",
@@ -265,6 +266,23 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
     print(f"  evaluate  espalier eval {folder}")
     if language:
         print(f"  export    espalier export {folder} --to hf")
+
+
+def account(found: Account) -> None:
+    """What failures cost; nothing where there were none."""
+    if not found.failures:
+        return
+    seconds = units.show_seconds
+    line(
+        f"{found.goodput:.1%} of {seconds(found.wall)} went into steps that count; "
+        f"a failure every {seconds(found.between_failures)}."
+    )
+    head = ("cause", "times", "went on", "until the next step", "steps done again", "their time")
+    body = [
+        (one.kind, str(one.count), str(one.recovered), seconds(one.down), str(one.steps), seconds(one.again))
+        for one in found.causes
+    ]
+    rows(head, body)
 
 
 def sources(plan: Plan) -> None:

@@ -26,7 +26,7 @@ from espalier.config import Constant, load
 from espalier.errors import EspalierError, Interrupted, PeerLost
 from espalier.hardware import hosts, limits
 from espalier.launch import base as launch
-from espalier.launch import child, handshake, numbering, started, supervise
+from espalier.launch import child, handshake, numbering, started, supervise, torchrun
 from espalier.plan import base as plans
 from espalier.plan.seats import peak_flops
 from espalier.track import report
@@ -293,16 +293,21 @@ def lead(prepare: Callable[[], Job], place: launch.Place, as_json: bool) -> int:
         job = prepare()
     except EspalierError as error:
         if store is not None:
-            store.set("espalier/plan", b"!" + str(error.what).encode())
+            store.set(_key(place), b"!" + str(error.what).encode())
         raise
     if store is not None:
-        store.set("espalier/plan", plans.dumps(job.plan))
+        store.set(_key(place), plans.dumps(job.plan))
     return _first_rank(job, _numbered(place, job.plan), as_json)
+
+
+def _key(place: launch.Place) -> str:
+    """Where the plan is told: what an attempt before this one was told may be there still."""
+    return f"espalier/{place.attempt}/plan"
 
 
 def heard(place: launch.Place) -> bytes:
     """The plan that the first rank has decided on, once it has."""
-    text: bytes = launch.store(place, WAIT).get("espalier/plan")
+    text: bytes = launch.store(place, WAIT).get(_key(place))
     if text.startswith(b"!"):
         raise PeerLost(f"Rank 0 could not start: {text[1:].decode()}")
     return text
@@ -330,6 +335,9 @@ def _numbered(place: launch.Place, plan: plans.Plan) -> launch.Place:
 
 def _first_rank(job: Job, place: launch.Place, as_json: bool) -> int:
     log, begun = Log(job.folder.events), time.monotonic()
+    if torchrun.restarts():
+        what = "Ranks were lost; whoever started them has started them again."
+        log.write("incident", kind="lost", what=what, attempt=place.attempt, action="go on from the newest checkpoint")
     try:
         _rank(job)(place)
     except Exception as error:

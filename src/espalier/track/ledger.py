@@ -1,0 +1,147 @@
+"""What failures cost a run: goodput, work done again, time to recover, by cause. Computed from the run log; no torch.
+
+After Acme (arXiv 2403.07648), section 5, which counts failures and the GPU time they cost by reason. Goodput is the
+time of the steps that count as a share of the time somebody wanted the run to go on: from a `run` event to the `end` or
+the last event before somebody had to begin it anew. What lies between two such times is nobody's loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from espalier.track.events import Event
+
+UNATTENDED = "supervisor"
+"""The kind of a stop that nobody was left to write down."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What one kind of failure cost.
+
+    Attributes:
+        kind: as in the incidents; count: how often; recovered: how often the run went on by itself.
+        down: seconds from failures to the next steps; again: seconds of the steps that had to be done again.
+        steps: how many those were.
+    """
+
+    kind: str
+    count: int
+    recovered: int
+    down: float
+    again: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Account:
+    """All of a run. Seconds.
+
+    Attributes:
+        wall: while somebody wanted it to go on; useful: of the steps that count; again: of steps done again.
+        down: from failures to next steps; failures: how many; causes: the dearest first.
+    """
+
+    wall: float = 0.0
+    useful: float = 0.0
+    again: float = 0.0
+    down: float = 0.0
+    failures: int = 0
+    causes: tuple[Cause, ...] = ()
+
+    @property
+    def goodput(self) -> float:
+        """Share of the wall time spent in steps that count."""
+        return self.useful / self.wall if self.wall else 0.0
+
+    @property
+    def between_failures(self) -> float:
+        """Mean seconds between failures; infinite without any."""
+        return self.wall / self.failures if self.failures else float("inf")
+
+
+@dataclass
+class _Open:
+    count: int = 0
+    recovered: int = 0
+    down: float = 0.0
+    again: float = 0.0
+    steps: int = 0
+
+
+@dataclass
+class Ledger:
+    """Takes events one after the other. Has state: what has happened so far."""
+
+    _wall: float = 0.0
+    _began: float | None = None
+    _last: float = 0.0
+    _done: dict[int, float] = field(default_factory=dict)
+    _causes: dict[str, _Open] = field(default_factory=dict)
+    _failed: str = ""
+    """The kind of the failure that the run has not got over."""
+
+    def take(self, event: Event) -> None:
+        """One more event of the run log, in its order."""
+        kind, now = event["event"], float(event.get("time") or 0.0)
+        if kind == "run":
+            self._begins(event, now)
+        elif kind == "step":
+            self._done[int(event["step"])] = float(event.get("seconds") or 0.0)
+        elif kind == "incident" and "attempt" in event:
+            self._failed = str(event.get("kind", "unknown"))
+            self._causes.setdefault(self._failed, _Open()).count += 1
+        elif kind == "recovered":
+            cause = self._causes.setdefault(str(event.get("kind", "unknown")), _Open())
+            cause.recovered += 1
+            cause.down += float(event.get("seconds") or 0.0)
+            self._failed = ""
+        self._last = max(self._last, now)
+        if kind == "end":
+            self._close()
+
+    def account(self) -> Account:
+        """Where things stand."""
+        wall = self._wall + (self._last - self._began if self._began is not None else 0.0)
+        causes = [
+            Cause(kind, one.count, one.recovered, one.down, one.again, one.steps) for kind, one in self._causes.items()
+        ]
+        return Account(
+            wall=wall,
+            useful=sum(self._done.values()),
+            again=sum(one.again for one in causes),
+            down=sum(one.down for one in causes),
+            failures=sum(one.count for one in causes),
+            causes=tuple(sorted(causes, key=lambda one: (-(one.down + one.again), one.kind))),
+        )
+
+    def _begins(self, event: Event, now: float) -> None:
+        if self._began is not None and not self._failed:
+            # The last attempt neither ended nor failed by any record: nobody was left to write it.
+            self._failed = UNATTENDED
+            self._causes.setdefault(UNATTENDED, _Open()).count += 1
+            self._close()
+        again = [step for step in self._done if step > int(event.get("step") or 0)]
+        seconds = sum(self._done.pop(step) for step in again)
+        if self._failed:
+            cause = self._causes.setdefault(self._failed, _Open())
+            cause.steps += len(again)
+            cause.again += seconds
+        if self._failed == UNATTENDED:
+            self._failed = ""
+        if self._began is None:
+            self._began = now
+
+    def _close(self) -> None:
+        if self._began is not None:
+            self._wall += self._last - self._began
+        self._began, self._failed = None, "" if self._failed != UNATTENDED else self._failed
+
+
+def account(events: Iterable[Event]) -> Account:
+    """What the failures in a run log cost."""
+    ledger = Ledger()
+    for event in events:
+        ledger.take(event)
+    return ledger.account()
