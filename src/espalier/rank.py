@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from espalier import comm, units
+from espalier.checkpoint.memory import Memory
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.hardware.peak import peak_memory
 from espalier.launch import base as launch
@@ -104,9 +105,12 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
             group=saving_group(channel),
             on_event=setting.emit,
         )
+        if place.refuge is not None:
+            trainer.memory = Memory(place.refuge, saved.team, lambda every, why: _copies(trainer, every, why))
         trainer.restore(saved)
-    place.pulse.begins(trainer.step)
-    setting.emit("run", step=trainer.step, steps=trainer.steps, pid=os.getpid(), **setting.about)
+    place.pulse.begins(trainer.step, trainer.source.startswith("memory"))
+    found = {"source": trainer.source} if trainer.source else {}
+    setting.emit("run", step=trainer.step, steps=trainer.steps, pid=os.getpid(), **found, **setting.about)
     predicted = setting.plan.predicted
     setting.emit("plan", predicted=msgspec.to_builtins(predicted) if predicted else None)
     trainer.run(saved)
@@ -117,6 +121,10 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
     if text and place.rank == 0:
         setting.emit("sample", step=trainer.step, text=text)
     return {"step": trainer.step, "tokens": trainer.tokens}
+
+
+def _copies(trainer: Trainer, every: int, why: str) -> None:
+    trainer.setting.emit("rule", name="faults.memory", step=trainer.step, value=every, why=why)
 
 
 def trial(setting: Setting, seconds: float) -> float:

@@ -20,6 +20,7 @@ from torch import nn
 
 from espalier import comm, compose, nonfinite, replicas, units
 from espalier.checkpoint import sharded as checkpoints
+from espalier.checkpoint.memory import Memory, take_up
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.meter import Meter
 from espalier.config import Muon, Recipe
@@ -198,6 +199,8 @@ class Trainer:
         self.stopping = False
         self.sent = Meter(channel)
         self.context = context(setting.plan, setting.device)
+        self.memory: Memory | None = None
+        self.source = ""
         one = self.workload.work(setting.plan.micro_batch, "none", setting.plan.precision)
         self.step_flops = one.model_flops / setting.plan.micro_batch * self.workload.global_batch
         self.step_tokens = one.tokens / setting.plan.micro_batch * self.workload.global_batch
@@ -231,6 +234,10 @@ class Trainer:
             with traffic(Traffic.CONTROL):
                 dist.all_reduce(values, group=group)
 
+    def _mean(self, values: torch.Tensor) -> None:
+        self.sum(values, self.channel)
+        values /= self.setting.place.world
+
     # --- the run -------------------------------------------------------------------------------------------------
 
     def run(self, saved: checkpoints.Checkpoints | None = None) -> None:
@@ -252,6 +259,8 @@ class Trainer:
                         self.save(saved, loss, wait=stop)
                 if stop and self.step < self.steps:
                     raise self._interrupted(saved)
+                if self.memory is not None and self.step < self.steps:
+                    self.memory.after(self.step, self.parts, self._meta(), self._mean)
                 self.level = self.step
 
     def _due(self, every: int | None) -> bool:
@@ -335,13 +344,15 @@ class Trainer:
     def save(self, saved: checkpoints.Checkpoints, loss: float | None, wait: bool) -> None:
         """Saves the state after `self.step` steps."""
         with comm.phase("saving"):
-            meta = {"step": self.step, "tokens": self.tokens}
-            saved.save(self.step, self.parts(), meta, loss, wait=wait or self.step == self.steps)
+            saved.save(self.step, self.parts(), self._meta(), loss, wait=wait or self.step == self.steps)
+
+    def _meta(self) -> dict[str, int]:
+        return {"step": self.step, "tokens": self.tokens}
 
     def restore(self, saved: checkpoints.Checkpoints) -> None:
-        """Takes up the newest good checkpoint, if there is one."""
+        """Takes up the newest good state, in memory or saved, if there is one."""
         with comm.phase("restoring"):
-            loaded = saved.load(self.parts())
+            loaded, self.source = take_up(self.memory, saved, self.parts())
         if loaded is not None:
             self.step, self.tokens = int(loaded.meta["step"]), int(loaded.meta["tokens"])
             self.level = self.step

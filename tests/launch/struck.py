@@ -65,6 +65,7 @@ class Struck:
     """The fault's rank kills the supervisor instead."""
     heartbeat: float = 0.4
     restarts: int | None = None
+    memory: int = 0
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def run(self) -> Struck:
@@ -86,7 +87,7 @@ class Struck:
                 return {name: value.clone() for name, value in one.built.model.state_dict().items()}
 
         places = launch.places(plan_of(self.recipe, self.world), self.folder / "logs")
-        care = supervise.Care(self.restarts, self.heartbeat, Log(self.folder / "events.jsonl").write)
+        care = supervise.Care(self.restarts, self.heartbeat, self.memory, Log(self.folder / "events.jsonl").write)
         self.parameters = supervise.run(life, places, care)[0]
         return self
 

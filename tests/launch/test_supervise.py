@@ -122,6 +122,19 @@ def test_several_failures_in_one_run_change_no_bit(corpus, unbroken, tmp_path):
     assert [event["attempt"] for event in run.all("recovered")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize(("optimizer", "world"), [("muon", 2), ("adamw", 1)])
+def test_with_copies_in_memory_the_run_goes_on_from_the_newest_and_no_bit_changes(corpus, tmp_path, optimizer, world):
+    options = {"optimizer": {"kind": optimizer}}
+    recipe = recipe_of(corpus, train=options, checkpoint={"every": 100})
+    whole = Struck(recipe, world, tmp_path / "whole").run()
+    run = Struck(recipe, world, tmp_path / "run", (Fault(world - 1, 6, "kill"),), memory=1 << 26).run()
+    assert same(run, whole)
+    (recovered,) = run.all("recovered")
+    assert recovered["source"] == "memory"
+    assert 2 <= recovered["step"] <= 5, "steps take milliseconds here, so not each has a copy"
+    assert run.all("run")[1]["source"] == "memory (the newest on disk is of step 0)"
+
+
 def test_a_hang_names_the_rank_that_the_others_wait_for_and_where_it_is(corpus, tmp_path):
     run = Struck(recipe_of(corpus), 2, tmp_path / "run", (Fault(1, 6, "hang"),)).run()
     (incident,) = run.all("incident")
@@ -146,7 +159,7 @@ def attempts(folder, task, restarts=None, count=2):
         (folder / f"attempt-{place.attempt}").touch()
         return task(place)
 
-    care = supervise.Care(restarts, 0.2, lambda event, **fields: events.append({"event": event, **fields}))
+    care = supervise.Care(restarts, 0.2, 0, lambda event, **fields: events.append({"event": event, **fields}))
     with pytest.raises((RunFailed, UserError, Interrupted)) as caught:
         supervise.run(life, places(count, folder), care)
     return caught.value, len([*folder.glob("attempt-*")]), events

@@ -75,8 +75,8 @@ class Checkpoints:
             raise UserError(f"checkpoint.keep = {keep} keeps nothing to resume from.", do="checkpoint.keep=1")
         self.place = open_place(target)
         self.keep, self.keep_best = keep, keep_best
-        self._team = Team(group)
-        self._event = on_event if on_event is not None and self._team.rank == 0 else _ignore
+        self.team = Team(group)
+        self._event = on_event if on_event is not None and self.team.rank == 0 else _ignore
         self._stage = tree.Stage()
         self._thread: threading.Thread | None = None
         self._failure: EspalierError | None = None
@@ -115,7 +115,7 @@ class Checkpoints:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 raise RunFailed(
-                    f"Rank {self._team.rank} waited {timeout:.0f} s for {self._thread.name} to be written.",
+                    f"Rank {self.team.rank} waited {timeout:.0f} s for {self._thread.name} to be written.",
                     do="look at the disk or network that checkpoint.target names",
                 )
             self._thread = None
@@ -131,6 +131,15 @@ class Checkpoints:
         """The checkpoints there are, oldest first, by their manifests (files are not checked)."""
         return [self._entry(name) for name in self.place.names()]
 
+    def newest(self) -> int:
+        """The newest step there is by its manifest (files are not checked); -1 without any. All ranks call it."""
+
+        def found(_: list[None]) -> list[int]:
+            return [max((entry.step for entry in self.entries() if not entry.why), default=-1)] * self.team.world
+
+        self.wait()
+        return self.team.agree("listing checkpoints", lambda: None, found)
+
     def load(self, parts: Mapping[str, Stateful], step: int | None = None) -> Loaded | None:
         """Restores `parts` from the newest good checkpoint, or from that of `step`; None when there is none at all.
 
@@ -141,10 +150,10 @@ class Checkpoints:
         Raises UserError when no checkpoint is good, when `step` is not there or damaged, or when a part refuses.
         """
         self.wait()
-        found = self._team.agree("listing checkpoints", lambda: None, lambda _: [self._wanted(step)] * self._team.world)
+        found = self.team.agree("listing checkpoints", lambda: None, lambda _: [self._wanted(step)] * self.team.world)
         skipped: list[tuple[str, str]] = []
         for name in found:
-            why = self._team.agree("checking a checkpoint", partial(self._damage, name), _first_reason)
+            why = self.team.agree("checking a checkpoint", partial(self._damage, name), _first_reason)
             if why:
                 skipped.append((name, why))
                 continue
@@ -160,7 +169,7 @@ class Checkpoints:
             content = self._manifest(name)
             return Loaded(content.step, content.meta, skipped, absent)
 
-        return self._team.agree("restoring", share, lambda loaded: loaded)
+        return self.team.agree("restoring", share, lambda loaded: loaded)
 
     def _wanted(self, step: int | None) -> list[str]:
         names = self.place.names()
@@ -175,7 +184,7 @@ class Checkpoints:
         """What is wrong with this rank's share of `name`'s files; empty when nothing is."""
         try:
             content = self._manifest(name)
-            for file in sorted(content.files)[self._team.rank :: self._team.world]:
+            for file in sorted(content.files)[self.team.rank :: self.team.world]:
                 with self.place.open(name, file) as opened:
                     if manifest.digest(opened) != content.files[file]:
                         return f"{file} is damaged (its checksum does not match)"
@@ -208,7 +217,7 @@ class Checkpoints:
         began = time.monotonic()
         name = folder_name(job.step)
         try:
-            count = Write(self.place, self._team, job).run()
+            count = Write(self.place, self.team, job).run()
             took, path = time.monotonic() - began, self.place.path(name)
             self._event("checkpoint", step=job.step, seconds=took, blocked=blocked, bytes=count, path=path)
             self._prune(name)
@@ -223,7 +232,7 @@ class Checkpoints:
 
         A checkpoint whose manifest cannot be read does not count as one kept, and goes when it is older than those.
         """
-        if self._team.rank != 0:
+        if self.team.rank != 0:
             return
         names = self.place.names()
         ours = {name: self._entry(name) for name in names[: names.index(newest) + 1]}

@@ -90,9 +90,9 @@ class Stage:
         copies: dict[str, Kept] = {}
         fresh: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            local = _local(tensor)
-            buffer = fresh[name] = self._buffer(name, local)
-            buffer.copy_(local, non_blocking=local.is_cuda)
+            own = local(tensor)
+            buffer = fresh[name] = self._buffer(name, own)
+            buffer.copy_(own, non_blocking=own.is_cuda)
             copies[name] = _like(tensor, buffer)
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
@@ -106,7 +106,8 @@ class Stage:
         return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
 
 
-def _local(tensor: Kept) -> Tensor:
+def local(tensor: Kept) -> Tensor:
+    """This rank's elements of `tensor`."""
     if isinstance(tensor, Slice):
         return tensor.local
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

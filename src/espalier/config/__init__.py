@@ -278,11 +278,13 @@ class Faults(Options, frozen=True):
 
     `restarts`: how often one cause may be answered by starting again without the run getting further (`"auto"`: never
     where an unchanged run cannot succeed, once where code raised, else three times); `heartbeat`: between two signs of
-    life of a rank.
+    life of a rank; `memory`: what copies of the state may take of a machine's memory (`"auto"`: a quarter of what is
+    free; 0: there are none, and a restart goes back to the newest checkpoint).
     """
 
     restarts: Literal["auto"] | int = "auto"
     heartbeat: str = "1s"
+    memory: str | int = "auto"
 
 
 class Launch(Options, frozen=True):

@@ -79,6 +79,8 @@ def check(recipe: config.Recipe) -> None:
 def _faults(faults: config.Faults) -> None:
     if isinstance(faults.restarts, int) and faults.restarts < 0:
         raise UserError(f"faults.restarts = {faults.restarts} is not possible.", do='faults.restarts = 0, or "auto"')
+    if faults.memory != "auto":
+        units.size(faults.memory, "faults.memory")
     beat = units.seconds(faults.heartbeat, "faults.heartbeat")
     if not 0.05 <= beat <= 3600:
         raise UserError(

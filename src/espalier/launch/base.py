@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from espalier.checkpoint.refuge import Refuge
 from espalier.resilience.pulse import SILENT, Pulse
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Place:
         serves: whether this process is the store's server; it listens on `listen_fd` if that is >= 0.
         log: file its standard error goes to (None: left where it is).
         pulse: where it shows its signs of life.
+        refuge: memory for copies of its state that outlives it (None: there is none).
     """
 
     rank: int = 0
@@ -44,6 +46,7 @@ class Place:
     listen_fd: int = -1
     log: Path | None = None
     pulse: Pulse = SILENT
+    refuge: Refuge | None = None
 
 
 def places(plan: Plan, logs: Path | None = None) -> list[Place]:

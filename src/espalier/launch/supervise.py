@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from espalier.checkpoint import interval, refuge
+from espalier.checkpoint.refuge import Refuge
 from espalier.errors import EspalierError, Interrupted, PeerLost, RunFailed, UserError
 from espalier.launch import child as ranks
 from espalier.launch import local
@@ -44,11 +46,13 @@ class Care:
     Attributes:
         restarts: see `resilience.base.Budget`.
         heartbeat: seconds between two signs of life of a rank.
+        memory: bytes that copies of the state may take in this machine's memory; 0: there are none.
         tell: called as `tell(event, **fields)` with incidents and recoveries, as the run log has them.
     """
 
     restarts: int | None = None
     heartbeat: float = 1.0
+    memory: int = 0
     tell: Callable[..., Any] = _nobody
 
 
@@ -69,14 +73,23 @@ def run(task: Task, places: Sequence[Place], care: Care) -> list[Any]:
     is not worth while, `Interrupted` when stopped by Ctrl-C, SIGTERM or SIGUSR1.
     """
     with local.passing_on_signals() as signals:
-        return _Supervisor(task, places, care, signals).run()
+        refuges = refuge.build(len(places), care.memory) if care.memory else []
+        own: Sequence[Refuge | None] = refuges or [None] * len(places)
+        try:
+            return _Supervisor(task, list(zip(places, own, strict=True)), care, signals).run()
+        finally:
+            refuge.release(refuges)
+
+
+_Seat = tuple[Place, Refuge | None]
 
 
 class _Supervisor:
     """One supervised run. Has state: the attempt's ranks and signs of life, and what was spent on restarts."""
 
-    def __init__(self, task: Task, places: Sequence[Place], care: Care, signals: local.Signals) -> None:
-        self.task, self.places, self.care, self.signals = task, places, care, signals
+    def __init__(self, task: Task, seats: Sequence[_Seat], care: Care, signals: local.Signals) -> None:
+        self.task, self.seats, self.care, self.signals = task, seats, care, signals
+        self.began = time.monotonic()
         self.budget = Budget(care.restarts)
         self.attempt = 0
         self.patience = 1.0
@@ -105,12 +118,18 @@ class _Supervisor:
     # --- one attempt -------------------------------------------------------------------------------------------------
 
     def _start(self) -> list[Child]:
-        self.pulses = Pulses(len(self.places), self.care.heartbeat)
+        self.pulses = Pulses(len(self.seats), self.care.heartbeat)
         self.watcher = Watcher(self.care.heartbeat, self.patience)
         self.signals.children.clear()
+        between = interval.between_failures(time.monotonic() - self.began, self.attempt)
         places = [
-            replace(place, attempt=place.attempt + self.attempt, pulse=self.pulses.of(index))
-            for index, place in enumerate(self.places)
+            replace(
+                place,
+                attempt=place.attempt + self.attempt,
+                pulse=self.pulses.of(index),
+                refuge=own and replace(own, between_failures=between),
+            )
+            for index, (place, own) in enumerate(self.seats)
         ]
         try:
             for child in ranks.start(self.task, places):
@@ -189,7 +208,7 @@ class _Supervisor:
         if self.signals.seen:
             return Decision(False, 0.0, "the run was asked to stop")
         decision = self.budget.decide(failure)
-        action = "start again from the newest good checkpoint" if decision.restart else "stop"
+        action = "start again from the newest good state" if decision.restart else "stop"
         self.care.tell(
             "incident",
             kind=failure.kind,
@@ -232,6 +251,7 @@ class _Supervisor:
             attempt=self.attempt,
             seconds=max((sign.first for sign in signs if sign.first), default=time.monotonic()) - trouble.at,
             lost_steps=max(0, trouble.failure.step - resumed),
+            source="memory" if signs[0].memory else "disk" if resumed else "the beginning",
         )
 
     def _rest(self, seconds: float) -> None:

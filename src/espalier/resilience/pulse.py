@@ -17,8 +17,8 @@ from typing import Literal
 
 Doing = Literal["starting", "stepping", "elsewhere", "leaving"]
 _DOING: tuple[Doing, ...] = ("starting", "stepping", "elsewhere", "leaving")
-_BEAT, _MOVED, _DOES, _USUAL, _STEP, _RESUMED, _FIRST, _ASKED = range(8)
-_CELLS = 8  # of 8 bytes: one cache line a rank
+_BEAT, _MOVED, _DOES, _USUAL, _STEP, _RESUMED, _FIRST, _ASKED, _MEMORY = range(9)
+_CELLS = 16  # of 8 bytes: cache lines of its own for each rank
 
 _KEPT = 0.9
 """How much of the usual step stays at each new one: it is a mean over about ten."""
@@ -32,7 +32,7 @@ class Sign:
         beat: when its thread last beat; moved: when it last made a step or changed what it does.
         doing: what it does; usual: seconds of its recent steps on average, the first left out.
         step: steps done; resumed: steps done when it began; first: when its first step was done.
-        asked: when it was asked to stop.
+        asked: when it was asked to stop; memory: whether it began from a copy in memory.
     """
 
     beat: float
@@ -43,13 +43,14 @@ class Sign:
     resumed: int
     first: float
     asked: float
+    memory: bool = False
 
 
 class Pulse:
     """One rank's signs of life. Has state: its cells, and a thread that beats. Without cells it does nothing.
 
     Args:
-        cells: eight numbers of eight bytes that the launcher reads too.
+        cells: numbers of eight bytes that the launcher reads too.
         every: seconds between two beats.
     """
 
@@ -73,9 +74,10 @@ class Pulse:
         if self._cells is not None:
             self._cells[_DOES] = _DOING.index("leaving")
 
-    def begins(self, step: int) -> None:
-        """The state of `step` steps was taken up."""
+    def begins(self, step: int, memory: bool = False) -> None:
+        """The state of `step` steps was taken up, from a copy in memory or from the disk."""
         if self._cells is not None:
+            self._cells[_MEMORY] = memory
             self._cells[_STEP] = self._cells[_RESUMED] = step
             self._cells[_MOVED] = time.monotonic_ns()
 
@@ -139,4 +141,5 @@ class Pulses:
             resumed=cells[_RESUMED],
             first=cells[_FIRST] / 1e9,
             asked=cells[_ASKED] / 1e9,
+            memory=bool(cells[_MEMORY]),
         )

@@ -7,7 +7,7 @@ writes these; a reader ignores names and fields it does not know:
 |------------|--------|
 | run        | step (already done: 0, or the checkpoint resumed from), steps (wanted), name, workload, parameters, |
 |            | ranks, threads (per rank), versions {name: text}, host {name: text}, pid, |
-|            | derivations [{key, value, why}] |
+|            | derivations [{key, value, why}], source (where the state was taken up: memory or disk, and why) |
 | plan       | predicted: as `plan.base.Predicted` |
 | step       | step, loss, tokens, seconds, mfu, learning_rate, gradient_norm, memory (resident bytes of the rank), |
 |            | bytes {traffic class: bytes sent by the rank}, exposed (seconds waiting for communication), |
@@ -15,7 +15,8 @@ writes these; a reader ignores names and fields it does not know:
 | validation | step, loss, bits_per_byte (language) and whatever else the workload's `summary` says |
 | checkpoint | step, seconds (in the background), blocked (seconds training stood still), bytes, path |
 | incident   | kind, what, rank, step, action; of ranks that failed also why and attempt |
-| recovered  | kind, rank, step (resumed from), attempt, seconds (failure to next step), lost_steps (done again) |
+| recovered  | kind, rank, step (resumed from), attempt, seconds (failure to next step), lost_steps (done again), |
+|            | source (memory or disk) |
 | rule       | name, step, value, why: a value of the plan that may change while running has changed |
 | sample     | step, text |
 | end        | reason (finished, interrupted, failed), what, step, steps, seconds |

@@ -306,7 +306,9 @@ def trouble(event: Event) -> str:
     """One line of an incident, or of its end."""
     if event.get("event") == "recovered":
         lost = f"{event['lost_steps']:,} step{'s' if event['lost_steps'] != 1 else ''} done again"
-        return f"recovered in {event['seconds']:.1f} s from step {event['step']:,} ({lost})"
+        return (
+            f"recovered in {event['seconds']:.1f} s from step {event['step']:,} in {event.get('source', '')} ({lost})"
+        )
     where = f" at step {event['step']:,}" if event.get("step") is not None else ""
     action = f" -> {event['action']}" if event.get("action") else ""
     return f"incident{where}: {event.get('what', event.get('kind', 'unknown'))}{action}"

@@ -1,0 +1,261 @@
+"""The state of a few steps ago, in memory that outlives the rank: what a restart takes up when no host was lost.
+
+After Acme (arXiv 2403.07648), section 6.1, and Gemini (SOSP 2023). Where we deviate: a copy belongs to the ranks of one
+run as they are now (same plan, same number), so each rank keeps its own part as it lies in memory: no exchange, no
+format, no file. Two copies take turns; one is taken only where every rank has it whole, by its hash.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import struct
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from espalier.checkpoint import interval, tree
+from espalier.checkpoint.base import Stateful
+from espalier.checkpoint.interval import Interval
+from espalier.checkpoint.refuge import Refuge
+from espalier.checkpoint.sharded import Checkpoints, Loaded
+from espalier.checkpoint.team import Team
+
+_HEADER = struct.Struct("<qqq16s")  # step, where the skeletons begin, where they end, XXH3-128 of all between
+_BEGIN = 4096
+_ALIGNED = 64
+_NONE = -1
+_KEPT = 0.8
+"""How much of the usual step's time stays at each new one."""
+
+Agree = Callable[[Tensor], None]
+"""Replaces a vector by its mean over all ranks, in place."""
+
+
+class _Row(NamedTuple):
+    """Where a tensor's local part lies; `cut`: other ranks have other parts."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first: int
+    cut: bool
+
+
+class Slot:
+    """One copy. Has state: the mapping of its file."""
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+        self._map: mmap.mmap | None = None
+
+    @property
+    def step(self) -> int:
+        """Of the copy, whole or not; -1 where there is none."""
+        return self._header()[0]
+
+    def good(self) -> bool:
+        """Whether the copy is whole."""
+        step, _, end, digest = self._header()
+        size = os.fstat(self.file).st_size
+        return step >= 0 and _BEGIN <= end <= size and digest == self._digest(end)
+
+    def clear(self) -> None:
+        """There is no copy any more."""
+        if os.fstat(self.file).st_size:
+            _HEADER.pack_into(self._mapped(), 0, _NONE, 0, 0, b"")
+
+    def write(self, step: int, tensors: Mapping[str, tree.Kept], rest: Any) -> None:
+        """Copies the local parts of `tensors`, and `rest` (pickled). Killed on the way, it leaves no copy."""
+        self.clear()
+        rows, end = _layout(tensors)
+        tail = pickle.dumps((rows, rest))
+        self._reach(end + len(tail))
+        memory = self._mapped()
+        room = torch.frombuffer(memory, dtype=torch.uint8)
+        for row in rows:
+            _view(room, row).copy_(tree.local(tensors[row.name]))
+        memory[end : end + len(tail)] = tail
+        digest = self._digest(end + len(tail))
+        _HEADER.pack_into(memory, 0, step, end, end + len(tail), digest)
+
+    def read(self) -> tuple[dict[_Row, Tensor], Any]:
+        """The local parts, as views of the copy, and the rest."""
+        _, begin, end, _ = self._header()
+        memory = self._mapped()
+        rows, rest = pickle.loads(memory[begin:end])
+        room = torch.frombuffer(memory, dtype=torch.uint8)
+        return {row: _view(room, row) for row in rows}, rest
+
+    def _header(self) -> tuple[int, int, int, bytes]:
+        if os.fstat(self.file).st_size < _BEGIN:
+            return _NONE, 0, 0, b""
+        step, begin, end, digest = _HEADER.unpack_from(self._mapped(), 0)
+        return step, begin, end, digest
+
+    def _digest(self, end: int) -> bytes:
+        with memoryview(self._mapped()) as whole, whole[_BEGIN:end] as part:
+            return xxhash.xxh3_128_digest(part)
+
+    def _reach(self, size: int) -> None:
+        """Makes the file at least `size` bytes long."""
+        if os.fstat(self.file).st_size < size:
+            self._map = None  # views of the smaller one may live on
+            os.ftruncate(self.file, size + size // 8)
+
+    def _mapped(self) -> mmap.mmap:
+        if self._map is None:
+            self._map = mmap.mmap(self.file, os.fstat(self.file).st_size)
+        return self._map
+
+
+def _layout(tensors: Mapping[str, tree.Kept]) -> tuple[list[_Row], int]:
+    """Where each tensor goes, and where the last one ends."""
+    rows, first = [], _BEGIN
+    for name, tensor in tensors.items():
+        own = tree.local(tensor)
+        rows.append(_Row(name, own.dtype, tuple(own.shape), first, own is not tensor))
+        first += -(-own.nbytes // _ALIGNED) * _ALIGNED
+    return rows, first
+
+
+def _view(room: Tensor, row: _Row) -> Tensor:
+    count = torch.Size(row.shape).numel() * row.dtype.itemsize
+    return room[row.first : row.first + count].view(row.dtype).view(row.shape)
+
+
+class Memory:
+    """This rank's copies, and when the next one is due. Has state: the copies, and what they and the steps take.
+
+    Args:
+        refuge: where they lie.
+        team: the ranks, as for checkpoints.
+        tell: called with the interval whenever it was decided anew, or with why there are no copies.
+    """
+
+    def __init__(self, refuge: Refuge, team: Team, tell: Callable[[int, str], None]) -> None:
+        self._slots = [Slot(file) for file in refuge.files]
+        self._refuge, self._team, self._tell = refuge, team, tell
+        self._due = 0
+        self._steps = 0
+        self._usual = 0.0
+        self._last: tuple[int, float] | None = None
+        self._off = False
+        self._newest = _NONE
+
+    def after(
+        self, step: int, parts: Callable[[], Mapping[str, Stateful]], meta: Mapping[str, Any], agree: Agree
+    ) -> None:
+        """Copies the state after `step` steps, if one is due. All ranks call it after the same steps."""
+        if self._off:
+            return
+        self._clock(step)
+        if step < self._due:
+            return
+        began = time.perf_counter()
+        tensors, skeletons = tree.flatten(parts())
+        fits = len(self._slots) * _layout(tensors)[1] <= self._refuge.bytes
+        if fits:
+            oldest = min(self._slots, key=lambda slot: (slot.step == self._newest, slot.step))
+            oldest.write(step, tensors, (skeletons, dict(meta)))
+            self._newest = step
+        told = torch.tensor([time.perf_counter() - began, self._usual, float(not fits)], dtype=torch.float64)
+        agree(told)
+        self._decide(step, *told.tolist())
+        self._last = (step, time.perf_counter())
+
+    def newest(self) -> int:
+        """The newest step of which every rank has a whole copy; -1 when there is none. All ranks call it."""
+        own = {slot.step for slot in self._slots if slot.good()}
+
+        def combine(given: list[set[int]]) -> list[int]:
+            return [max(set.intersection(*given), default=_NONE)] * len(given)
+
+        return self._team.agree("looking for copies in memory", lambda: own, combine)
+
+    def take(self, step: int, parts: Mapping[str, Stateful]) -> dict[str, Any] | None:
+        """Gives `parts` their state of `step`; what was said of it, or None (and nothing done) where it does not fit.
+        All ranks call it."""
+        slot = next((one for one in self._slots if one.step == step), None)
+        found: dict[str, Any] | None = None
+        if slot is not None:
+            kept, (skeletons, meta) = slot.read()
+            own, _ = tree.flatten(parts)
+            filled = _filled(kept, own)
+            found = {"kept": filled, "skeletons": skeletons, "meta": meta} if filled is not None else None
+        fits = self._team.agree("fitting copies", lambda: found is not None, lambda all_: [all(all_)] * len(all_))
+        if not fits or found is None:
+            return None
+        for name, part in parts.items():
+            skeleton = pickle.loads(found["skeletons"][tree.SKELETON + name])
+            part.load_state_dict(tree.join(skeleton, found["kept"].__getitem__))
+        return dict(found["meta"])
+
+    def begin(self, step: int) -> None:
+        """The run goes on from `step`: copies of later steps are of an attempt that is given up."""
+        for slot in self._slots:
+            if slot.step > step:
+                slot.clear()
+        self._newest = max((slot.step for slot in self._slots), default=_NONE)
+        self._due, self._last = step + 1, None
+
+    def _clock(self, step: int) -> None:
+        now = time.perf_counter()
+        if self._last is not None and step > self._last[0]:
+            took = (now - self._last[1]) / (step - self._last[0])
+            self._usual = _KEPT * self._usual + (1 - _KEPT) * took if self._usual else took
+        self._last = (step, now)
+
+    def _decide(self, step: int, stall: float, usual: float, crowded: float) -> None:
+        if crowded:
+            self._off = True
+            for slot in self._slots:
+                slot.clear()
+            self._tell(0, f"no copies in memory: two of them take more than faults.memory allows a rank "
+                          f"({self._refuge.bytes:,} bytes)")  # fmt: skip
+            return
+        found: Interval = interval.interval(stall, usual, self._refuge.between_failures)
+        self._due = step + found.steps
+        if usual and not 0.5 <= found.steps / max(1, self._steps) <= 2.0:
+            self._steps = found.steps
+            self._tell(found.steps, f"a copy in memory {found}")
+
+
+def _filled(kept: Mapping[_Row, Tensor], own: Mapping[str, tree.Kept]) -> dict[str, tree.Kept] | None:
+    """The parts' own tensors with what was kept; copies where a part has none yet; None where they differ."""
+    filled: dict[str, tree.Kept] = {}
+    for row, value in kept.items():
+        name, mine = row.name, own.get(row.name)
+        if mine is None and row.cut:
+            return None
+        if mine is None:
+            filled[name] = value.clone()
+            continue
+        room = tree.local(mine)
+        if room.shape != value.shape or room.dtype != value.dtype:
+            return None
+        room.copy_(value)
+        filled[name] = mine
+    return filled
+
+
+def take_up(memory: Memory | None, saved: Checkpoints, parts: Mapping[str, Stateful]) -> tuple[Loaded | None, str]:
+    """Restores `parts` from the newest good state, in memory or on disk; and where that was, in words."""
+    if memory is None:
+        loaded = saved.load(parts)
+        return loaded, "disk" if loaded else ""
+    newest, disk = memory.newest(), saved.newest()
+    if newest > 0 and newest >= disk:
+        meta = memory.take(newest, parts)
+        if meta is not None:
+            memory.begin(newest)
+            return Loaded(newest, meta, [], []), f"memory (the newest on disk is of step {max(0, disk)})"
+    loaded = saved.load(parts)
+    memory.begin(loaded.step if loaded else 0)
+    there = f"the newest in memory is of step {newest}" if newest > 0 else "nothing whole is in memory"
+    return loaded, f"disk ({there})" if loaded else ""

@@ -1,0 +1,54 @@
+"""Memory that outlives a rank: anonymous files held by the process that starts the ranks. No torch.
+
+Nothing of it is left when that process ends, however it ends: there is no name to remove.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from espalier.checkpoint.interval import ASSUMED
+
+SLOTS = 2
+"""Copies of each rank's state: while one is written, the other is whole."""
+
+
+@dataclass(frozen=True)
+class Refuge:
+    """What one rank may keep.
+
+    Attributes:
+        files: descriptors of its slots, inherited.
+        bytes: for all of them together.
+        between_failures: seconds, as known when the rank was started.
+    """
+
+    files: tuple[int, ...]
+    bytes: int
+    between_failures: float = ASSUMED
+
+
+def build(ranks: int, bytes_: int) -> list[Refuge]:
+    """One for each of `ranks`, of `bytes_` together. Call it in the process that starts them."""
+    return [
+        Refuge(tuple(os.memfd_create(f"espalier-{rank}-{slot}") for slot in range(SLOTS)), bytes_ // ranks)
+        for rank in range(ranks)
+    ]
+
+
+def release(refuges: list[Refuge]) -> None:
+    """Gives the memory back."""
+    for refuge in refuges:
+        for file in refuge.files:
+            os.close(file)
+
+
+def available() -> int:
+    """Bytes of memory that this machine can still give to new work (proc(5), `MemAvailable`); 0 where unknown."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            found = next((line for line in lines if line.startswith("MemAvailable:")), "")
+    except OSError:
+        return 0
+    return 1024 * int(found.split()[1]) if found else 0
