@@ -38,6 +38,10 @@ class RunFailed(EspalierError):
     exit_code = 1
 
 
+class Anomaly(RunFailed):
+    """The loss went wrong in a way that another attempt can leave behind. Exit code 1."""
+
+
 class PeerLost(RunFailed):
     """A wait for other ranks ended without them. Some other rank usually knows the cause. Exit code 1."""
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from espalier import replicas
-from espalier.errors import RunFailed
+from espalier.errors import Anomaly
+from espalier.healing import numbered
 from espalier.stages import whole
 from espalier.sync.base import Agreed
 from espalier.workload import Shard
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from espalier.trainer import Trainer
 
 
-def explained(trainer: Trainer, agreed: Agreed, batches: Sequence[Any]) -> RunFailed:
+def explained(trainer: Trainer, agreed: Agreed, batches: Sequence[Any]) -> Anomaly:
     """The error of the step after `trainer.step`, in which nothing was updated. All ranks call it."""
     faulty, what = agreed.faulty, "loss"
     setting, workload = trainer.setting, trainer.workload
@@ -27,10 +28,13 @@ def explained(trainer: Trainer, agreed: Agreed, batches: Sequence[Any]) -> RunFa
         replica, _ = replicas.place(outer, setting.place.rank)
         faulty = tuple(outer.replicas[replica][rank] for rank in faulty)
     start, stop = setting.plan.ranks[faulty[0]].share if faulty else (0, workload.global_batch)
-    names = workload.documents(trainer.step, Shard(start, stop, setting.plan.micro_batch))
+    number = numbered(trainer.healing, trainer.step)
+    if trainer.healing is not None:
+        trainer.healing.not_finite(trainer.step)
+    names = workload.documents(number, Shard(start, stop, setting.plan.micro_batch))
     shown = ", ".join(list(dict.fromkeys(names))[:5])
     who = f"rank {', '.join(map(str, faulty))}" if faulty else "the sum over ranks"
-    return RunFailed(
+    return Anomaly(
         f"The {what} is not finite in step {trainer.step + 1} on {who}.",
         why=f"that batch came from {shown}",
         do="lower the learning rate, look at those documents, or resume from the last checkpoint with another rate",

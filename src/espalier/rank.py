@@ -20,6 +20,7 @@ from espalier import comm, units
 from espalier.checkpoint.memory import Memory
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.hardware.peak import peak_memory
+from espalier.healing import Healing
 from espalier.launch import base as launch
 from espalier.launch import handshake
 from espalier.plan.exhausted import exhausted, is_exhausted
@@ -107,6 +108,7 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
         )
         if place.refuge is not None:
             trainer.memory = Memory(place.refuge, saved.team, lambda every, why: _copies(trainer, every, why))
+        trainer.healing = Healing(setting, saved)
         trainer.restore(saved)
     place.pulse.begins(trainer.step, trainer.source.startswith("memory"))
     found = {"source": trainer.source} if trainer.source else {}

@@ -27,6 +27,7 @@ from espalier.config import Muon, Recipe
 from espalier.errors import Interrupted, UserError
 from espalier.feed import ahead, hearing_signals, seed_step
 from espalier.hardware.peak import peak_memory
+from espalier.healing import Healing, numbered
 from espalier.launch import base as launch
 from espalier.optim import adamw, muon, schedules
 from espalier.optim.base import Optimizer, Owned, names_of, owned_by
@@ -200,6 +201,7 @@ class Trainer:
         self.sent = Meter(channel)
         self.context = context(setting.plan, setting.device)
         self.memory: Memory | None = None
+        self.healing: Healing | None = None
         self.source = ""
         one = self.workload.work(setting.plan.micro_batch, "none", setting.plan.precision)
         self.step_flops = one.model_flops / setting.plan.micro_batch * self.workload.global_batch
@@ -250,6 +252,8 @@ class Trainer:
                 profile()
                 self._report(agreed, time.perf_counter() - begun + waited)
                 pulse.stepped(self.step)
+                if self.healing is not None:
+                    self.healing.watch(self.step, agreed.loss)
                 if not self.built.agreement.level:
                     continue
                 with pulse.elsewhere():
@@ -284,7 +288,7 @@ class Trainer:
         def there(batches: Sequence[Any]) -> Sequence[Any]:
             return [to_device(batch, device) for batch in batches]
 
-        return ahead(numbers(), lambda step: self.workload.batches(step, shard), there)
+        return ahead(numbers(), lambda step: self.workload.batches(numbered(self.healing, step), shard), there)
 
     def _report(self, agreed: Agreed, seconds: float) -> None:
         recipe, setting = self.setting.recipe, self.setting
@@ -352,11 +356,14 @@ class Trainer:
     def restore(self, saved: checkpoints.Checkpoints) -> None:
         """Takes up the newest good state, in memory or saved, if there is one."""
         with comm.phase("restoring"):
-            loaded, self.source = take_up(self.memory, saved, self.parts())
+            most = None if self.healing is None else self.healing.skips.back_to
+            loaded, self.source = take_up(self.memory, saved, self.parts(), most)
         if loaded is not None:
             self.step, self.tokens = int(loaded.meta["step"]), int(loaded.meta["tokens"])
             self.level = self.step
             self.built.agreement.at(self.step)
+        if self.healing is not None:
+            self.healing.began(self.step)
 
     # --- the end and the profile -------------------------------------------------------------------------------------
 

@@ -244,10 +244,17 @@ def _filled(kept: Mapping[_Row, Tensor], own: Mapping[str, tree.Kept]) -> dict[s
     return filled
 
 
-def take_up(memory: Memory | None, saved: Checkpoints, parts: Mapping[str, Stateful]) -> tuple[Loaded | None, str]:
-    """Restores `parts` from the newest good state, in memory or on disk; and where that was, in words."""
-    if memory is None:
-        loaded = saved.load(parts)
+def take_up(
+    memory: Memory | None, saved: Checkpoints, parts: Mapping[str, Stateful], most: int | None = None
+) -> tuple[Loaded | None, str]:
+    """Restores `parts` from the newest good state, in memory or on disk; and where that was, in words.
+
+    With `most`, from the newest on disk of at most so many steps: copies in memory are too young to be trusted then.
+    """
+    if memory is None or most is not None:
+        loaded = saved.load(parts, most=most)
+        if memory is not None:
+            memory.begin(loaded.step if loaded else 0)
         return loaded, "disk" if loaded else ""
     newest, disk = memory.newest(), saved.newest()
     if newest > 0 and newest >= disk:

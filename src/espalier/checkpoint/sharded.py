@@ -77,6 +77,8 @@ class Checkpoints:
         self.keep, self.keep_best = keep, keep_best
         self.team = Team(group)
         self._event = on_event if on_event is not None and self.team.rank == 0 else _ignore
+        self.hold: int | None = None
+        """While set, the newest checkpoint of at most so many steps stays too."""
         self._stage = tree.Stage()
         self._thread: threading.Thread | None = None
         self._failure: EspalierError | None = None
@@ -140,8 +142,21 @@ class Checkpoints:
         self.wait()
         return self.team.agree("listing checkpoints", lambda: None, found)
 
-    def load(self, parts: Mapping[str, Stateful], step: int | None = None) -> Loaded | None:
-        """Restores `parts` from the newest good checkpoint, or from that of `step`; None when there is none at all.
+    def forget(self, after: int) -> None:
+        """Deletes the checkpoints of more than `after` steps. All ranks call it."""
+
+        def removed(_: list[None]) -> list[None]:
+            for name in self.place.names():
+                if (step_of(name) or 0) > after:
+                    self._remove(name)
+            return [None] * self.team.world
+
+        self.wait()
+        self.team.agree("removing checkpoints", lambda: None, removed)
+
+    def load(self, parts: Mapping[str, Stateful], step: int | None = None, most: int | None = None) -> Loaded | None:
+        """Restores `parts` from the newest good checkpoint (of at most `most` steps), or from that of `step`; None when
+        there is none at all.
 
         All ranks call it and take the same one. Every file is checked first (each by one rank); a damaged checkpoint
         is reported as an incident and the one before it is taken. Sharded tensors must be in the parts' state as
@@ -150,7 +165,9 @@ class Checkpoints:
         Raises UserError when no checkpoint is good, when `step` is not there or damaged, or when a part refuses.
         """
         self.wait()
-        found = self.team.agree("listing checkpoints", lambda: None, lambda _: [self._wanted(step)] * self.team.world)
+        found = self.team.agree(
+            "listing checkpoints", lambda: None, lambda _: [self._wanted(step, most)] * self.team.world
+        )
         skipped: list[tuple[str, str]] = []
         for name in found:
             why = self.team.agree("checking a checkpoint", partial(self._damage, name), _first_reason)
@@ -171,10 +188,10 @@ class Checkpoints:
 
         return self.team.agree("restoring", share, lambda loaded: loaded)
 
-    def _wanted(self, step: int | None) -> list[str]:
+    def _wanted(self, step: int | None, most: int | None) -> list[str]:
         names = self.place.names()
         if step is None:
-            return names[::-1]
+            return [name for name in names[::-1] if most is None or (step_of(name) or 0) <= most]
         if folder_name(step) not in names:
             there = ", ".join(str(step_of(name)) for name in names) or "none"
             raise UserError(f"No checkpoint of step {step} at {self.place.path('')}.", why=f"there: {there}")
@@ -238,6 +255,8 @@ class Checkpoints:
         ours = {name: self._entry(name) for name in names[: names.index(newest) + 1]}
         good = [name for name, entry in ours.items() if not entry.why]
         kept = {name for name in ours if name >= min(good[-self.keep :], default=newest)}
+        if self.hold is not None:
+            kept.add(max((name for name in good if (step_of(name) or 0) <= self.hold), default=newest))
         losses = {name: entry.loss for name, entry in ours.items() if entry.loss is not None}
         if self.keep_best and losses:
             kept.add(min(losses, key=losses.__getitem__))

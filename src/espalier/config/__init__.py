@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import field
+
+from espalier.config.base import Choice as Choice
+from espalier.config.base import Options as Options
+from espalier.config.faults import Faults as Faults
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Recompute = Literal["none", "selective", "block"]
-
-
-class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all option structs: frozen, keyword only, unknown keys are errors."""
-
-
-class Choice(Options, frozen=True, tag_field="kind"):
-    """Base of the alternatives of a tagged union; the key `kind` says which one is meant."""
 
 
 # --- [model] -----------------------------------------------------------------------------------------------------
@@ -58,7 +54,7 @@ class Module(Choice, frozen=True, tag="module"):
     """Anybody's `nn.Module`: `build = "package.module:function"` returns (model, dataset, loss)."""
 
     build: str
-    arguments: dict[str, bool | int | float | str] = {}
+    arguments: dict[str, bool | int | float | str] = field(default_factory=dict)
 
 
 class Network(Choice, frozen=True):
@@ -97,7 +93,7 @@ class Messages(Choice, frozen=True, tag="messages"):
     """Anybody's PyG network: `build = "package.module:function"` is called with (features, classes, **arguments)."""
 
     build: str
-    arguments: dict[str, bool | int | float | str] = {}
+    arguments: dict[str, bool | int | float | str] = field(default_factory=dict)
 
 
 GRAPH = (Network, Messages)
@@ -271,20 +267,6 @@ class Comm(Options, frozen=True):
     bucket: str = "25MiB"
     codec: str = "auto"
     nonfinite: Literal["pass", "stop"] = "pass"
-
-
-class Faults(Options, frozen=True):
-    """What becomes of a run when something breaks (docs/faults.md).
-
-    `restarts`: how often one cause may be answered by starting again without the run getting further (`"auto"`: never
-    where an unchanged run cannot succeed, once where code raised, else three times); `heartbeat`: between two signs of
-    life of a rank; `memory`: what copies of the state may take of a machine's memory (`"auto"`: a quarter of what is
-    free; 0: there are none, and a restart goes back to the newest checkpoint).
-    """
-
-    restarts: Literal["auto"] | int = "auto"
-    heartbeat: str = "1s"
-    memory: str | int = "auto"
 
 
 class Launch(Options, frozen=True):

@@ -77,8 +77,9 @@ def check(recipe: config.Recipe) -> None:
 
 
 def _faults(faults: config.Faults) -> None:
-    if isinstance(faults.restarts, int) and faults.restarts < 0:
-        raise UserError(f"faults.restarts = {faults.restarts} is not possible.", do='faults.restarts = 0, or "auto"')
+    for name, value, word in (("restarts", faults.restarts, "auto"), ("rollback", faults.rollback, "never")):
+        if isinstance(value, int) and value < 0:
+            raise UserError(f"faults.{name} = {value} is not possible.", do=f'faults.{name} = 0, or "{word}"')
     if faults.memory != "auto":
         units.size(faults.memory, "faults.memory")
     beat = units.seconds(faults.heartbeat, "faults.heartbeat")

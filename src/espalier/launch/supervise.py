@@ -17,7 +17,7 @@ from typing import Any
 
 from espalier.checkpoint import interval, refuge
 from espalier.checkpoint.refuge import Refuge
-from espalier.errors import EspalierError, Interrupted, PeerLost, RunFailed, UserError
+from espalier.errors import Anomaly, EspalierError, Interrupted, PeerLost, RunFailed, UserError
 from espalier.launch import child as ranks
 from espalier.launch import local
 from espalier.launch.base import Place, Task
@@ -182,8 +182,8 @@ class _Supervisor:
             return Failure("signal", rank, f"Somebody asked rank {rank} to stop, not the run.", "", step)
         if child.raised:
             return Failure(kind_of(child.raised, step), rank, error.what, error.why, step, child.raised)
-        kind: Kind = "user" if isinstance(error, UserError) else "lost" if isinstance(error, PeerLost) else "exception"
-        return Failure(kind, rank, error.what, error.why, step)
+        kinds: dict[type, Kind] = {UserError: "user", PeerLost: "lost", Anomaly: "anomaly"}
+        return Failure(kinds.get(type(error), "exception"), rank, error.what, error.why, step)
 
     def _stuck(self, finding: Finding, children: Sequence[Child]) -> _Ended:
         """Of ranks that do not go on. They write down where they are before they are ended."""
