@@ -8,7 +8,9 @@ Policy and detection are `resilience`'s; here they are carried out.
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -72,6 +74,9 @@ def run(task: Task, places: Sequence[Place], care: Care) -> list[Any]:
     Raises the error that ended the run: `UserError` or `RunFailed` of the first rank that failed where another attempt
     is not worth while, `Interrupted` when stopped by Ctrl-C, SIGTERM or SIGUSR1.
     """
+    if "torch" in sys.modules:
+        # The first optimizer imports it: more than a second, in every rank of every attempt, or once here.
+        importlib.import_module("torch._dynamo")
     with local.passing_on_signals() as signals:
         refuges = refuge.build(len(places), care.memory) if care.memory else []
         own: Sequence[Refuge | None] = refuges or [None] * len(places)
