@@ -251,7 +251,7 @@ class Trainer:
                 agreed = self.train_step(batches)
                 profile()
                 self._report(agreed, time.perf_counter() - begun + waited)
-                pulse.stepped(self.step)
+                pulse.stepped(self.step, agreed.exposed)
                 if self.healing is not None:
                     self.healing.watch(self.step, agreed.loss)
                 if not self.built.agreement.level:

@@ -144,6 +144,20 @@ def test_a_hang_names_the_rank_that_the_others_wait_for_and_where_it_is(corpus, 
     assert recovered["seconds"] < 3 * run.heartbeat + 5
 
 
+def test_a_rank_that_holds_the_others_up_is_named_and_left_alone(tmp_path):
+    def task(place):
+        place.pulse.begins(0)
+        for step in range(1, 61):
+            time.sleep(0.05)
+            place.pulse.stepped(step, waited=0.0 if place.rank == 1 else 0.04)
+        return place.rank
+
+    events = []
+    care = supervise.Care(None, 0.1, 0, lambda event, **fields: events.append(fields))
+    assert supervise.run(task, places(3, tmp_path), care) == [0, 1, 2]
+    assert [(event["kind"], event["rank"]) for event in events] == [("slow", 1)]
+
+
 # --- what is not started again ---------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,14 @@ def test_the_first_step_does_not_count_as_a_usual_one():
     assert 0.01 <= pulses.read()[0].usual < 0.3
 
 
+def test_waits_are_averaged_like_steps():
+    pulses = Pulses(1, 1.0)
+    pulse = pulses.of(0)
+    for step in range(1, 60):
+        pulse.stepped(step, waited=0.25)
+    assert abs(pulses.read()[0].waited - 0.25) < 1e-6
+
+
 def test_time_spent_elsewhere_is_no_part_of_a_step():
     pulses = Pulses(1, 1.0)
     pulse = pulses.of(0)

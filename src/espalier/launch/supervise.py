@@ -29,12 +29,14 @@ from espalier.resilience import stacks
 from espalier.resilience.base import Budget, Decision, Failure, Kind, kind_of
 from espalier.resilience.hang import Finding, Watcher
 from espalier.resilience.pulse import Pulses
+from espalier.resilience.stragglers import Stragglers
 
 _HEARING_SECONDS = 1.0
 """How long to wait for the cause when a rank only knows that it lost another."""
 _STACKS_SECONDS = 0.2
 """How long ranks may take to write where they are before a hang is ended."""
 _LOOKS = 2  # at every rank, between two heartbeats
+_COMPARED = 10  # looks between two comparisons of the ranks
 
 
 def _nobody(event: str, **fields: Any) -> None:
@@ -125,6 +127,7 @@ class _Supervisor:
     def _start(self) -> list[Child]:
         self.pulses = Pulses(len(self.seats), self.care.heartbeat)
         self.watcher = Watcher(self.care.heartbeat, self.patience)
+        self.stragglers = Stragglers()
         self.signals.children.clear()
         between = interval.between_failures(time.monotonic() - self.began, self.attempt)
         places = [
@@ -147,7 +150,7 @@ class _Supervisor:
     def _watch(self, children: Sequence[Child]) -> _Ended | None:
         """Waits until all have ended well (None) or one has not, or none goes on."""
         every = self.care.heartbeat / _LOOKS
-        looked = 0.0
+        looked, looks = 0.0, 0
         for child in ranks.endings(children, every):
             if child is not None and child.failed:
                 return self._death(child, children)
@@ -156,10 +159,28 @@ class _Supervisor:
                 looked = now
                 self._recovered(finished=False)
                 vitals = [vital(one.pid) if one.status is None else GONE for one in children]
+                looks += 1
+                if looks % _COMPARED == 0:
+                    self._compare()
                 finding = self.watcher.look(now, self.pulses.read(), vitals)
                 if finding is not None:
                     return self._stuck(finding, children)
         return None
+
+    def _compare(self) -> None:
+        """Names ranks that hold the others up. Nothing is done about them: that is a matter of the plan."""
+        signs = self.pulses.read()
+        if len(signs) < 2 or not all(sign.usual for sign in signs):
+            return
+        for rank, score in self.stragglers.look([max(0.0, sign.usual - sign.waited) for sign in signs]):
+            self.care.tell(
+                "incident",
+                kind="slow",
+                what=f"Rank {rank} holds the others up: its own part of a step takes {score:.1f} times theirs.",
+                rank=rank,
+                step=signs[rank].step,
+                action="none; a plan from a new probe would give it less to do",
+            )
 
     def _step(self) -> int:
         return max(sign.step for sign in self.pulses.read())

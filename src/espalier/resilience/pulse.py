@@ -17,7 +17,7 @@ from typing import Literal
 
 Doing = Literal["starting", "stepping", "elsewhere", "leaving"]
 _DOING: tuple[Doing, ...] = ("starting", "stepping", "elsewhere", "leaving")
-_BEAT, _MOVED, _DOES, _USUAL, _STEP, _RESUMED, _FIRST, _ASKED, _MEMORY = range(9)
+_BEAT, _MOVED, _DOES, _USUAL, _STEP, _RESUMED, _FIRST, _ASKED, _MEMORY, _WAITED = range(10)
 _CELLS = 16  # of 8 bytes: cache lines of its own for each rank
 
 _KEPT = 0.9
@@ -33,6 +33,7 @@ class Sign:
         doing: what it does; usual: seconds of its recent steps on average, the first left out.
         step: steps done; resumed: steps done when it began; first: when its first step was done.
         asked: when it was asked to stop; memory: whether it began from a copy in memory.
+        waited: seconds of a usual step that it waits for others.
     """
 
     beat: float
@@ -44,6 +45,7 @@ class Sign:
     first: float
     asked: float
     memory: bool = False
+    waited: float = 0.0
 
 
 class Pulse:
@@ -81,14 +83,15 @@ class Pulse:
             self._cells[_STEP] = self._cells[_RESUMED] = step
             self._cells[_MOVED] = time.monotonic_ns()
 
-    def stepped(self, step: int) -> None:
-        """The run has done `step` steps."""
+    def stepped(self, step: int, waited: float = 0.0) -> None:
+        """The run has done `step` steps; in the last one this rank waited for others for `waited` seconds."""
         if self._cells is None:
             return
         now, cells = time.monotonic_ns(), self._cells
         if cells[_FIRST]:
-            took = now - cells[_MOVED]
-            cells[_USUAL] = round(_KEPT * cells[_USUAL] + (1 - _KEPT) * took) if cells[_USUAL] else took
+            known = cells[_USUAL] > 0
+            for cell, took in ((_USUAL, now - cells[_MOVED]), (_WAITED, round(1e9 * waited))):
+                cells[cell] = round(_KEPT * cells[cell] + (1 - _KEPT) * took) if known else took
         else:
             cells[_FIRST] = now
         cells[_STEP], cells[_DOES], cells[_MOVED] = step, _DOING.index("stepping"), now
@@ -142,4 +145,5 @@ class Pulses:
             first=cells[_FIRST] / 1e9,
             asked=cells[_ASKED] / 1e9,
             memory=bool(cells[_MEMORY]),
+            waited=cells[_WAITED] / 1e9,
         )
