@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,11 +14,15 @@ import torch
 
 @contextmanager
 def ahead(
-    numbers: Iterator[int], make: Callable[[int], Any], finish: Callable[[Any], Any]
+    numbers: Iterator[int],
+    make: Callable[[int], Any],
+    finish: Callable[[Any], Any],
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[Iterator[tuple[Any, float]]]:
     """Gives an iterator of (`finish(make(n))`, seconds waited) for each of `numbers`, made one ahead in a thread.
 
-    The next of `numbers` is asked for once the one before is ready, `finish` runs in the caller's thread.
+    The next of `numbers` is asked for once the one before is ready, `finish` runs in the caller's thread. Waits take
+    place inside `waiting()`.
     """
 
     def all_of_them(pool: ThreadPoolExecutor) -> Iterator[tuple[Any, float]]:
@@ -26,7 +30,8 @@ def ahead(
         under_way = None if number is None else pool.submit(make, number)
         while under_way is not None:
             begun = time.perf_counter()
-            made = finish(under_way.result())
+            with waiting():
+                made = finish(under_way.result())
             waited = time.perf_counter() - begun
             number = next(numbers, None)
             under_way = None if number is None else pool.submit(make, number)

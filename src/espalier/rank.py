@@ -109,14 +109,15 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
         if place.refuge is not None:
             trainer.memory = Memory(place.refuge, saved.team, lambda every, why: _copies(trainer, every, why))
         trainer.healing = Healing(setting, saved)
-        trainer.restore(saved)
+        with place.pulse.elsewhere("storing"):
+            trainer.restore(saved)
     place.pulse.begins(trainer.step, trainer.source.startswith("memory"))
     found = {"source": trainer.source} if trainer.source else {}
     setting.emit("run", step=trainer.step, steps=trainer.steps, pid=os.getpid(), **found, **setting.about)
     predicted = setting.plan.predicted
     setting.emit("plan", predicted=msgspec.to_builtins(predicted) if predicted else None)
     trainer.run(saved)
-    with place.pulse.elsewhere():
+    with place.pulse.elsewhere("storing"):
         if saved is not None:
             saved.wait()
         text = trainer.sample()

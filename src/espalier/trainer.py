@@ -258,8 +258,9 @@ class Trainer:
                     continue
                 with pulse.elsewhere():
                     loss = self.validate() if self._due(recipe.train.validate_every) else None
-                    stop = agreed.stop or self._stops_here()
-                    if saved is not None and (stop or self._due(recipe.checkpoint.every)):
+                stop = agreed.stop or self._stops_here()
+                if saved is not None and (stop or self._due(recipe.checkpoint.every)):
+                    with pulse.elsewhere("storing"):
                         self.save(saved, loss, wait=stop)
                 if stop and self.step < self.steps:
                     raise self._interrupted(saved)
@@ -288,7 +289,10 @@ class Trainer:
         def there(batches: Sequence[Any]) -> Sequence[Any]:
             return [to_device(batch, device) for batch in batches]
 
-        return ahead(numbers(), lambda step: self.workload.batches(numbered(self.healing, step), shard), there)
+        def make(step: int) -> Sequence[Any]:
+            return self.workload.batches(numbered(self.healing, step), shard)
+
+        return ahead(numbers(), make, there, self.setting.place.pulse.elsewhere)
 
     def _report(self, agreed: Agreed, seconds: float) -> None:
         recipe, setting = self.setting.recipe, self.setting

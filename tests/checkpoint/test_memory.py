@@ -133,6 +133,13 @@ def test_copies_that_would_take_more_than_allowed_are_not_made():
     refuge.release(refuges)
 
 
+def test_what_is_not_said_is_a_part_of_a_quarter_of_what_is_free():
+    refuges = refuge.build(3, None)
+    assert 0 < refuges[0].allowed() <= refuge.available() // 4 // 3 * 1.2
+    assert refuge.build(2, 1000)[1].allowed() == 500
+    refuge.release(refuges)
+
+
 def test_a_part_of_another_shape_takes_nothing_and_stays_as_it_was(own):
     kept, other = memory(own), Part(1, size=999)
     keep(kept, 4)

@@ -51,6 +51,12 @@ def test_starting_and_saving_may_take_longer():
         assert found([SIGN, replace(SIGN, doing=doing)], busy, 1000) is None
 
 
+def test_saving_over_a_slow_network_is_no_hang():
+    storing = replace(SIGN, doing="storing")
+    assert found([SIGN, storing], [IDLE, IDLE], 1800) is None
+    assert found([SIGN, storing], [IDLE, IDLE], 2000) is not None
+
+
 def test_steps_are_progress():
     assert found(lambda now: [replace(SIGN, beat=now, moved=now - 0.3)], [IDLE], 300) is None
 

@@ -15,6 +15,7 @@ import pytest
 
 from espalier.errors import UserError
 from espalier.track import report
+from espalier.track.events import Log
 
 _EMPTY = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -131,3 +132,24 @@ def test_a_browser_lays_it_out_without_overflow_or_error(tmp_path: Path) -> None
     assert found is not None, done.stderr[-2000:]
     assert found[1].split() == [f"{w}/{w}/5" for w in widths]
     assert "CONSOLE" not in done.stderr
+
+
+def test_failures_and_what_they_cost_are_on_the_page(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with Log(run / "events.jsonl") as log:
+        log.write("run", step=0, steps=4)
+        for step in (1, 2, 3):
+            log.write("step", step=step, loss=1.0, seconds=0.5)
+        log.write(
+            "incident", kind="killed", what="Rank 1 was killed", why="the system", rank=1, step=3, attempt=0, action="x"
+        )
+        log.write("run", step=2, steps=4)
+        log.write("step", step=3, loss=1.0, seconds=0.5)
+        log.write("recovered", kind="killed", rank=1, step=2, attempt=1, seconds=1.25, lost_steps=1, source="disk")
+        log.write("end", reason="finished")
+    page = report.write(run).read_text()
+    assert "goodput" in page
+    assert "Until the next step" in page
+    assert "1.2 s" in page or "1.25 s" in page
+    assert "<small>the system</small>" in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 from espalier import cli
 from espalier.config.derive import Derivation
 from espalier.plan.base import Plan, Predicted, Rank, RunnerUp
+from espalier.track.ledger import Account, Cause
 from espalier.verbs import show
 
 TERMS = {"launch": 1e-3, "other": 4e-3, "optimizer": 2e-3, "backward": 0.02, "forward": 0.01, "all_reduce": 0.003}
@@ -157,3 +159,13 @@ def test_a_plan_that_does_not_fit_is_one_json_object(too_large: list[str], capsy
     assert plan["executable"] is False
     assert "of memory per rank" in plan["missing"]
     assert "The model does not fit" in said.err
+
+
+def test_what_failures_cost_is_a_table_by_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    causes = (Cause("killed", 3, 3, 4.5, 2.0, 7), Cause("hang", 1, 0, 0.0, 0.0, 0))
+    show.account(Account(wall=100.0, useful=80.0, again=2.0, down=4.5, failures=4, causes=causes))
+    out = capsys.readouterr().out
+    assert "80.0% of" in out
+    assert re.search(r"killed +3 +3 +4\.5 s +7 +2", out)
+    show.account(Account(wall=100.0, useful=80.0))
+    assert capsys.readouterr().out == ""

@@ -146,6 +146,7 @@ class Memory:
         self._usual = 0.0
         self._last: tuple[int, float] | None = None
         self._off = False
+        self._allowed: int | None = None
         self._newest = _NONE
 
     def after(
@@ -159,7 +160,10 @@ class Memory:
             return
         began = time.perf_counter()
         tensors, skeletons = tree.flatten(parts())
-        fits = len(self._slots) * _layout(tensors)[1] <= self._refuge.bytes
+        if self._allowed is None:
+            # Only now, when everything that training needs has been taken.
+            self._allowed = self._refuge.allowed()
+        fits = len(self._slots) * _layout(tensors)[1] <= self._allowed
         if fits:
             oldest = min(self._slots, key=lambda slot: (slot.step == self._newest, slot.step))
             oldest.write(step, tensors, (skeletons, dict(meta)))
@@ -217,7 +221,7 @@ class Memory:
             for slot in self._slots:
                 slot.clear()
             self._tell(0, f"no copies in memory: two of them take more than faults.memory allows a rank "
-                          f"({self._refuge.bytes:,} bytes)")  # fmt: skip
+                          f"({self._allowed:,} bytes)")  # fmt: skip
             return
         found: Interval = interval.interval(stall, usual, self._refuge.between_failures)
         self._due = step + found.steps

@@ -20,19 +20,26 @@ class Refuge:
 
     Attributes:
         files: descriptors of its slots, inherited.
-        bytes: for all of them together.
+        bytes: for all of them together; None: what `allowed` finds once a step was done.
+        ranks: how many share this machine's memory.
         between_failures: seconds, as known when the rank was started.
     """
 
     files: tuple[int, ...]
-    bytes: int
+    bytes: int | None
+    ranks: int = 1
     between_failures: float = ASSUMED
 
+    def allowed(self) -> int:
+        """Bytes that this rank may take now: what it was given, else its part of a quarter of what is free."""
+        return available() // 4 // self.ranks if self.bytes is None else self.bytes
 
-def build(ranks: int, bytes_: int) -> list[Refuge]:
+
+def build(ranks: int, bytes_: int | None) -> list[Refuge]:
     """One for each of `ranks`, of `bytes_` together. Call it in the process that starts them."""
+    each = None if bytes_ is None else bytes_ // ranks
     return [
-        Refuge(tuple(os.memfd_create(f"espalier-{rank}-{slot}") for slot in range(SLOTS)), bytes_ // ranks)
+        Refuge(tuple(os.memfd_create(f"espalier-{rank}-{slot}") for slot in range(SLOTS)), each, ranks)
         for rank in range(ranks)
     ]
 

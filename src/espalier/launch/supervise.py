@@ -50,13 +50,14 @@ class Care:
     Attributes:
         restarts: see `resilience.base.Budget`.
         heartbeat: seconds between two signs of life of a rank.
-        memory: bytes that copies of the state may take in this machine's memory; 0: there are none.
+        memory: bytes that copies of the state may take in this machine's memory; 0: there are none, None: a quarter of
+            what is free once the run has begun.
         tell: called as `tell(event, **fields)` with incidents and recoveries, as the run log has them.
     """
 
     restarts: int | None = None
     heartbeat: float = 1.0
-    memory: int = 0
+    memory: int | None = 0
     tell: Callable[..., Any] = _nobody
 
 
@@ -80,7 +81,7 @@ def run(task: Task, places: Sequence[Place], care: Care) -> list[Any]:
         # The first optimizer imports it: more than a second, in every rank of every attempt, or once here.
         importlib.import_module("torch._dynamo")
     with local.passing_on_signals() as signals:
-        refuges = refuge.build(len(places), care.memory) if care.memory else []
+        refuges = refuge.build(len(places), care.memory) if care.memory != 0 else []
         own: Sequence[Refuge | None] = refuges or [None] * len(places)
         try:
             return _Supervisor(task, list(zip(places, own, strict=True)), care, signals).run()

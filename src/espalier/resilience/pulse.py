@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Doing = Literal["starting", "stepping", "elsewhere", "leaving"]
-_DOING: tuple[Doing, ...] = ("starting", "stepping", "elsewhere", "leaving")
+Doing = Literal["starting", "stepping", "elsewhere", "storing", "leaving"]
+_DOING: tuple[Doing, ...] = ("starting", "stepping", "elsewhere", "storing", "leaving")
 _BEAT, _MOVED, _DOES, _USUAL, _STEP, _RESUMED, _FIRST, _ASKED, _MEMORY, _WAITED = range(10)
 _CELLS = 16  # of 8 bytes: cache lines of its own for each rank
 
@@ -97,13 +97,14 @@ class Pulse:
         cells[_STEP], cells[_DOES], cells[_MOVED] = step, _DOING.index("stepping"), now
 
     @contextlib.contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """What is done inside (validating, saving) makes no steps and may take longer than they do."""
+    def elsewhere(self, doing: Doing = "elsewhere") -> Iterator[None]:
+        """What is done inside (waiting for data, validating; `storing`: saving and restoring) makes no steps and may
+        take longer than they do."""
         if self._cells is None:
             yield
             return
         before = self._cells[_DOES]
-        self._cells[_DOES], self._cells[_MOVED] = _DOING.index("elsewhere"), time.monotonic_ns()
+        self._cells[_DOES], self._cells[_MOVED] = _DOING.index(doing), time.monotonic_ns()
         yield
         self._cells[_DOES], self._cells[_MOVED] = before, time.monotonic_ns()
 

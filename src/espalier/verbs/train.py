@@ -21,7 +21,6 @@ from espalier import cluster as clusters
 from espalier import config, rank, trainer, units
 from espalier import run as runs
 from espalier.checkpoint.place import open_place
-from espalier.checkpoint.refuge import available
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import Constant, load
 from espalier.errors import EspalierError, Interrupted, PeerLost
@@ -87,7 +86,7 @@ def _carry_out(job: Job, as_json: bool) -> int:
     care = supervise.Care(
         restarts=None if faults.restarts == "auto" else faults.restarts,
         heartbeat=units.seconds(faults.heartbeat, "faults.heartbeat"),
-        memory=available() // 4 if faults.memory == "auto" else units.size(faults.memory, "faults.memory"),
+        memory=None if faults.memory == "auto" else units.size(faults.memory, "faults.memory"),
         tell=partial(_tell, job),
     )
     begun = time.monotonic()
