@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -109,6 +110,36 @@ def _wrong(channel: Channel) -> None:
 
 def test_what_cannot_be_is_said_at_once() -> None:
     forks(2, _wrong)
+
+
+def _some(channel: Channel, backend: str, cut: list[list[int]]) -> Any:
+    """A subgroup of ranks that have made different numbers of groups: two hooks of one, and a unit of FSDP2."""
+    mine = next(ranks for ranks in cut if channel.rank() in ranks)
+    group = [dist.new_group(ranks, backend=backend) for ranks in cut][cut.index(mine)]
+    for _ in range(channel.rank()):
+        dist.new_group([channel.rank()], backend="gloo", use_local_synchronization=True)
+    place = (mine.index(channel.rank()), len(mine))
+    model = DistributedDataParallel(net(), process_group=group)
+    ddp_hook("exact", group=group, timeout=10)
+    model.register_comm_hook(None, ddp_hook("int8", group=group, timeout=10))
+    train(model, torch.optim.SGD(model.parameters(), lr=0.01), *place, 3)
+    sharded = net()
+    fully_shard(sharded, mesh=DeviceMesh.from_group(group, "cpu"))
+    compress(sharded)
+    train(sharded, torch.optim.SGD(sharded.parameters(), lr=0.01), *place, 3)
+    whole = {name: value.full_tensor() for name, value in sharded.state_dict().items()}
+    return dict(model.module.state_dict()), whole
+
+
+@pytest.mark.parametrize("backend", ["gloo", "espalier"])
+def test_ranks_of_a_group_may_have_made_other_groups_before(backend: str) -> None:
+    cut = [[0, 2], [1, 3, 4]]
+    found = forks(5, _some, backend, cut)
+    for ranks in cut:
+        for rank in ranks[1:]:
+            same(found[rank], found[ranks[0]], bitwise=True)
+    start = loss(net().state_dict())
+    assert all(loss(values) < start for both in found for values in both)
 
 
 def _fsdp(channel: Channel, gradients: str, parameters: str) -> Any:

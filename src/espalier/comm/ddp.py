@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import GradBucket
 from espalier.comm.base import Codec, Spent, Traffic, stays
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.coded import Coded
+from espalier.comm.rendezvous import beside
 
 TIMEOUT = 60.0
 """Seconds any wait for another rank may take."""
@@ -49,11 +50,10 @@ def ddp_hook(
 def coded(codec: Codec, group: dist.ProcessGroup | None, kind: Traffic, timeout: float = TIMEOUT) -> Coded:
     """Encoded collectives of the ranks of `group` (None: the default one). All of them call it."""
     found = dist.group.WORLD if group is None else group
-    members = dist.get_process_group_ranks(found)
+    members = tuple(getattr(found, "members", None) or dist.get_process_group_ranks(found))
     limit = timedelta(seconds=timeout)
-    inner = dist.new_group(members, backend="gloo", timeout=limit, use_local_synchronization=True)
-    place = (dist.get_rank(found), len(members))
-    return Coded(codec, inner, place, kind._value_, tuple(members), lambda: limit)
+    place = (found.rank(), len(members))
+    return Coded(codec, beside(found, kind, limit), place, kind._value_, members, lambda: limit)
 
 
 class Hook:
