@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from espalier.comm.base import Codec, Spent, Traffic, stays
+from espalier.comm.base import Codec, Spent, Traffic
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.coded import Coded
+from espalier.comm.given import residual_like
 from espalier.comm.rendezvous import beside
 
 TIMEOUT = 60.0
@@ -101,13 +102,10 @@ class Hook:
         """Of a bucket. DDP rebuilds its buckets after the first step; residuals go with their parameters."""
         key = tuple(id(one) for one in parameters)
         if key not in self._buckets:
-            dtype = torch.promote_types(buffer.dtype, torch.float32)
-            where = buffer.device if stays(self._coded.codec, buffer.device.type) else "cpu"
-            parts = [
-                self._parts.get(id(one), torch.zeros(one.numel(), dtype=dtype, device=where)) for one in parameters
-            ]
-            whole = self._buckets[key] = torch.cat(parts)
-            for one, part in zip(parameters, whole.split([len(part) for part in parts]), strict=True):
+            whole = self._buckets[key] = residual_like(buffer, [self._coded.codec])
+            for one, part in zip(parameters, whole.split([one.numel() for one in parameters]), strict=True):
+                if id(one) in self._parts:
+                    part.copy_(self._parts[id(one)])
                 self._parts[id(one)] = part
         return self._buckets[key]
 
