@@ -50,7 +50,8 @@ def ddp_hook(
 
 def coded(codec: Codec, group: dist.ProcessGroup | None, kind: Traffic, timeout: float = TIMEOUT) -> Coded:
     """Encoded collectives of the ranks of `group` (None: the default one). All of them call it."""
-    found = dist.group.WORLD if group is None else group
+    found = group or dist.group.WORLD
+    assert found is not None, "torch.distributed has no default group yet"
     members = tuple(getattr(found, "members", None) or dist.get_process_group_ranks(found))
     limit = timedelta(seconds=timeout)
     place = (found.rank(), len(members))
