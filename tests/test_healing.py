@@ -68,6 +68,7 @@ def test_a_loss_that_stays_high_is_put_back_and_its_batches_are_left_out_exactly
     assert same(run, never.run()), "as if it had never seen them"
 
 
+@pytest.mark.slow
 def test_what_heals_in_time_is_left_alone(corpus, tmp_path):
     run = Noisy(recipe(corpus, rollback=50), 1, tmp_path / "run")
     run.run()
@@ -84,6 +85,7 @@ def test_a_batch_that_is_never_finite_is_left_out_after_it_came_back(corpus, tmp
     assert taken(run)[12] == 13
 
 
+@pytest.mark.slow
 def test_a_run_that_is_never_finite_again_stops(corpus, tmp_path):
     run = Noisy(recipe(corpus), 1, tmp_path / "run")
     run.noise, run.factor = tuple(range(3, 100)), math.inf

@@ -45,7 +45,7 @@ def joined(place: launch.Place, timeout: float, *, mixed: bool = False) -> Itera
         return
     inner = "staged" if mixed else "nccl" if place.device.startswith("cuda") else "gloo"
     # Keys of a dead attempt would lead to its addresses.
-    store = PrefixStore(f"attempt{place.attempt}", launch.store(place, timeout))
+    store = PrefixStore(place.keys, launch.store(place, timeout))
     channel = comm.connect(store, place.rank, place.world, timeout=timeout, inner=inner)
     try:
         yield channel

@@ -139,6 +139,7 @@ runpy.run_module("espalier.verbs.hosted", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_killed_rank_on_a_host_is_started_again_with_all_others(home, capfd) -> None:
     (home / "striking.py").write_text(STRIKING)
     striking = f"launch.command={sys.executable} {home / 'striking.py'} {home / 'struck'} # {{command}}"

@@ -26,6 +26,7 @@ class Place:
         device: `cpu` or `cuda:N`.
         threads: compute threads it may use.
         attempt: how often the run was started before in this job; each attempt has its own key space.
+        job: what else its keys begin with, where attempts share a store and cannot be counted (`attempts`).
         host, port: where the rendezvous store listens.
         serves: whether this process is the store's server; it listens on `listen_fd` if that is >= 0.
         log: file its standard error goes to (None: left where it is).
@@ -40,6 +41,7 @@ class Place:
     device: str = "cpu"
     threads: int = 1
     attempt: int = 0
+    job: str = ""
     host: str = "127.0.0.1"
     port: int = 0
     serves: bool = False
@@ -47,6 +49,11 @@ class Place:
     log: Path | None = None
     pulse: Pulse = SILENT
     refuge: Refuge | None = None
+
+    @property
+    def keys(self) -> str:
+        """What the keys of this attempt in the store begin with."""
+        return f"attempt{self.attempt}{self.job}"
 
 
 def places(plan: Plan, logs: Path | None = None) -> list[Place]:

@@ -32,7 +32,7 @@ def place(threads: int | None = None) -> Place | None:
         world=world,
         local_rank=local,
         threads=threads or max(1, len(os.sched_getaffinity(0)) // number("LOCAL_WORLD_SIZE", 1)),
-        attempt=restarts(),
+        attempt=restarts() or 0,
         host=os.environ["MASTER_ADDR"],
         port=port,
         # torchrun's agent serves a store for all its attempts; other launchers leave that to rank 0.
@@ -40,9 +40,12 @@ def place(threads: int | None = None) -> Place | None:
     )
 
 
-def restarts() -> int:
-    """How often torchrun has started the ranks again. Raises UserError where that is no number."""
-    return number("TORCHELASTIC_RESTART_COUNT", 0)
+def restarts() -> int | None:
+    """How often torchrun's agent on this machine has started its ranks again; None where it has not started them.
+
+    Raises UserError where that is no number.
+    """
+    return number("TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in os.environ else None
 
 
 def master_port() -> int:

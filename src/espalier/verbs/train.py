@@ -25,8 +25,8 @@ from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import Constant, load
 from espalier.errors import EspalierError, Interrupted, PeerLost
 from espalier.hardware import hosts, limits
+from espalier.launch import attempts, child, handshake, numbering, started, supervise, torchrun
 from espalier.launch import base as launch
-from espalier.launch import child, handshake, numbering, started, supervise, torchrun
 from espalier.plan import base as plans
 from espalier.plan.seats import peak_flops
 from espalier.track import report
@@ -280,6 +280,8 @@ def _run_as_rank(arguments: argparse.Namespace, place: launch.Place) -> int:
     """Under torchrun and its like: rank 0 decides, the others take its plan from the store."""
     device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
     place = replace(place, device=device)
+    if torchrun.restarts() is not None:  # which agents count each for themselves
+        place = attempts.named(place, WAIT)
     if place.rank == 0:
         return lead(lambda: _prepare(arguments, world=place.world), place, arguments.json)
     text = heard(place)
@@ -303,7 +305,7 @@ def lead(prepare: Callable[[], Job], place: launch.Place, as_json: bool) -> int:
 
 def _key(place: launch.Place) -> str:
     """Where the plan is told: what an attempt before this one was told may be there still."""
-    return f"espalier/{place.attempt}/plan"
+    return f"espalier/{place.keys}/plan"
 
 
 def heard(place: launch.Place) -> bytes:
@@ -328,7 +330,7 @@ def _numbered(place: launch.Place, plan: plans.Plan) -> launch.Place:
     """The place as the rank of the plan that it is: what launchers put on one machine need not follow one another."""
     if place.world == 1:
         return place
-    store, key = launch.store(place, WAIT), f"espalier/{place.attempt}/host"
+    store, key = launch.store(place, WAIT), f"espalier/{place.keys}/host"
     store.set(f"{key}/{place.rank}", hosts.host())
     told = [store.get(f"{key}/{one}").decode() for one in range(place.world)]
     return replace(place, rank=numbering.numbered(told, [one.node for one in plan.ranks]).index(place.rank))
@@ -336,9 +338,9 @@ def _numbered(place: launch.Place, plan: plans.Plan) -> launch.Place:
 
 def _first_rank(job: Job, place: launch.Place, as_json: bool) -> int:
     log, begun = Log(job.folder.events), time.monotonic()
-    if torchrun.restarts():
+    if again := torchrun.restarts():
         what = "Ranks were lost; whoever started them has started them again."
-        log.write("incident", kind="lost", what=what, attempt=place.attempt, action="go on from the newest checkpoint")
+        log.write("incident", kind="lost", what=what, attempt=again, action="go on from the newest checkpoint")
     try:
         _rank(job)(place)
     except Exception as error:
