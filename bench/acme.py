@@ -39,7 +39,7 @@ class Cost(NamedTuple):
 
 
 def script(rounds: int) -> tuple[tuple[str, int], ...]:
-    """(what, step): each of the first three `rounds` times, and SIGSTOP once."""
+    """(what, step): the first three kinds `rounds` times each, and SIGSTOP once."""
     order = [*("kill", "raise", "hang") * rounds, "stop"]
     return tuple((what, 8 + APART * index) for index, what in enumerate(order))
 
@@ -92,7 +92,7 @@ def row(case: str, theirs: Sequence[float], own: Sequence[float], unit: str) -> 
 
 def main() -> None:
     options = arguments(__doc__ or "")
-    rounds = options.pairs or (2 if options.quick else 3)
+    rounds = options.pairs or (1 if options.quick else 2)
     mine, theirs = measure("ours", rounds), measure("ddp", rounds)
     imports = [importing() for _ in range(3)]
     rows = []

@@ -10,6 +10,7 @@ from espalier.checkpoint import refuge
 from espalier.checkpoint.memory import Memory, Slot, take_up
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.checkpoint.team import Team
+from espalier.hardware import limits
 
 
 class Part:
@@ -135,7 +136,7 @@ def test_copies_that_would_take_more_than_allowed_are_not_made():
 
 def test_what_is_not_said_is_a_part_of_a_quarter_of_what_is_free():
     refuges = refuge.build(3, None)
-    assert 0 < refuges[0].allowed() <= refuge.available() // 4 // 3 * 1.2
+    assert 0 < refuges[0].allowed() <= limits.free_memory() // 4 // 3 * 1.2
     assert refuge.build(2, 1000)[1].allowed() == 500
     refuge.release(refuges)
 

@@ -77,3 +77,18 @@ def test_models_are_read_from_the_kernel(tmp_path: Path) -> None:
 def test_this_machine_grants_something() -> None:
     assert limits.cores() >= 1
     assert limits.memory() > 2**26
+
+
+def test_free_memory_is_what_the_machine_or_a_control_group_leaves(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    assert limits.free_memory(tmp_path) == 0
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 700 kB\n")
+    assert limits.free_memory(tmp_path) == 700 * 1024
+    (tmp_path / "proc/self/cgroup").write_text("0::/box\n")
+    box = tmp_path / "sys/fs/cgroup/box"
+    box.mkdir(parents=True)
+    (box / "memory.max").write_text("500000\n")
+    (box / "memory.current").write_text("200000\n")
+    assert limits.free_memory(tmp_path) == 300_000
+    (box / "memory.max").write_text("max\n")
+    assert limits.free_memory(tmp_path) == 700 * 1024

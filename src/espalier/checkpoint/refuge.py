@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 
 from espalier.checkpoint.interval import ASSUMED
+from espalier.hardware import limits
 
 SLOTS = 2
 """Copies of each rank's state: while one is written, the other is whole."""
@@ -32,7 +33,7 @@ class Refuge:
 
     def allowed(self) -> int:
         """Bytes that this rank may take now: what it was given, else its part of a quarter of what is free."""
-        return available() // 4 // self.ranks if self.bytes is None else self.bytes
+        return limits.free_memory() // 4 // self.ranks if self.bytes is None else self.bytes
 
 
 def build(ranks: int, bytes_: int | None) -> list[Refuge]:
@@ -49,13 +50,3 @@ def release(refuges: list[Refuge]) -> None:
     for refuge in refuges:
         for file in refuge.files:
             os.close(file)
-
-
-def available() -> int:
-    """Bytes of memory that this machine can still give to new work (proc(5), `MemAvailable`); 0 where unknown."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            found = next((line for line in lines if line.startswith("MemAvailable:")), "")
-    except OSError:
-        return 0
-    return 1024 * int(found.split()[1]) if found else 0

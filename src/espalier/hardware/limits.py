@@ -26,6 +26,18 @@ def memory(root: Path = ROOT) -> int:
     return min([_machine_memory(root), *limits])
 
 
+def free_memory(root: Path = ROOT) -> int:
+    """Bytes this process may still take: the machine's `MemAvailable`, or what a control group leaves (its page cache
+    counts as taken); 0 where unknown."""
+    available = _field(root / "proc/meminfo", "MemAvailable")
+    left = [int(available.split()[0]) * 1024] if available else [0]
+    for folder in _groups(root, "memory"):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            most, now = _number(folder / limit), _number(folder / used)
+            left += [most - now] if most is not None and now is not None else []
+    return max(0, min(left))
+
+
 def processor(root: Path = ROOT) -> str:
     """The processor's model name, or `unknown`."""
     return _field(root / "proc/cpuinfo", "model name") or "unknown"
