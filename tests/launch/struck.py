@@ -66,27 +66,27 @@ class Struck:
     heartbeat: float = 0.4
     restarts: int | None = None
     memory: int = 0
+    plan: plans.Plan | None = None
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def run(self) -> Struck:
         """Trains to the end under a supervisor."""
-        workload = open_language(self.recipe)
+        workload, plan = open_language(self.recipe), self.plan or plan_of(self.recipe, self.world)
         self.folder.mkdir(exist_ok=True)
 
         def life(place: launch.Place) -> Any:
             (self.folder / f"pid-{place.rank}").write_text(str(os.getpid()))
             log = Log(self.folder / "events.jsonl") if place.rank == 0 else None
             self._arm(workload, place)
-            setting = trainer.Setting(
-                self.recipe, plan_of(self.recipe, self.world), workload, place, self.folder, log.write if log else _mute
-            )
+            setting = trainer.Setting(self.recipe, plan, workload, place, self.folder, log.write if log else _mute)
             with rank.joined(place, 30.0) as channel:
                 one = trainer.Trainer(setting, channel)
                 self.trainer = one
                 rank.live(one, channel)
+                one.built.sharding.summon()
                 return {name: value.clone() for name, value in one.built.model.state_dict().items()}
 
-        places = launch.places(plan_of(self.recipe, self.world), self.folder / "logs")
+        places = launch.places(plan, self.folder / "logs")
         care = supervise.Care(self.restarts, self.heartbeat, self.memory, Log(self.folder / "events.jsonl").write)
         self.parameters = supervise.run(life, places, care)[0]
         return self

@@ -1,0 +1,55 @@
+"""A killed rank among whatever else a run may be made of: shards, rounds in flight, codecs. No bit changes."""
+
+from __future__ import annotations
+
+import pytest
+from struck import Struck, plan_of, recipe_of, same, write_corpus
+
+from espalier.plan import base as plans
+from espalier.testing.faults import Fault
+
+STEPS, STRUCK = 14, 11
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("faults") / "corpus")
+
+
+def rounds(recipe, method):
+    outer = plans.Outer(replicas=((0,), (1,)), method=method, steps=4, adapt=False)
+    return plans.Plan(ranks=plan_of(recipe, 2).ranks, micro_batch=8, outer=outer)
+
+
+def shards(recipe, ranks):
+    whole = tuple(range(ranks))
+    unit = plans.Unit(params=whole, grads=whole, optimizer=whole, whole=True)
+    return plans.Plan(ranks=plan_of(recipe, ranks).ranks, units=(unit,), micro_batch=2)
+
+
+PLANS = {
+    "co2": lambda recipe: rounds(recipe, "co2"),
+    "streaming_diloco": lambda recipe: rounds(recipe, "streaming_diloco"),
+    "shards": lambda recipe: shards(recipe, 2),
+}
+
+
+CASES = [
+    pytest.param(kind, memory, marks=() if (kind, memory) == ("co2", 1 << 26) else pytest.mark.slow)
+    for kind in PLANS
+    for memory in (0, 1 << 26)
+]
+
+
+@pytest.mark.parametrize(("kind", "memory"), CASES)
+def test_a_killed_rank_changes_no_bit(corpus, tmp_path, kind, memory):
+    recipe = recipe_of(
+        corpus, train={"steps": STEPS, "optimizer": {"kind": "adamw"}}, checkpoint={"every": 100 if memory else 4}
+    )
+    plan = PLANS[kind](recipe)
+    whole = Struck(recipe, 2, tmp_path / "whole", plan=plan).run()
+    run = Struck(recipe, 2, tmp_path / "run", (Fault(1, STRUCK, "kill"),), memory=memory, plan=plan).run()
+    assert same(run, whole)
+    (recovered,) = run.all("recovered")
+    assert recovered["step"] > 0
+    assert recovered["source"] == ("memory" if memory else "disk")
