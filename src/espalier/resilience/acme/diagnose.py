@@ -1,0 +1,184 @@
+"""Why did it fail? From logs of any framework to a reason, the line that shows it, whose fault it was, what to do.
+
+After Acme (Hu et al., NSDI 2024, arXiv 2403.07648), section on diagnosis: compress the logs, ask rules, look at past
+incidents, ask a language model last. All but the model works alone, and the model cannot make a restart a stop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from espalier.resilience.acme import causes, lines, losses, scan
+from espalier.resilience.acme.causes import Cause, Finding
+from espalier.resilience.acme.lines import Line
+from espalier.resilience.acme.rules import Rule, own
+from espalier.resilience.acme.scan import Loss, Scanned
+from espalier.resilience.acme.taxonomy import LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Diagnosis, Evidence
+
+SHOWN = 5
+"""Lines of evidence beside the root line."""
+WIDE = 300
+"""Characters of a line of evidence."""
+_FIRST_OBSERVED = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
+_LOCAL_RANK = re.compile(r"local_rank: (\d+)")
+_HOST = re.compile(r"^\s*host\s*: ([\w.-]+)")
+_TASK = re.compile(r"error: ([\w.-]+): tasks? (\d+)[\d,-]*: (?!Killed|Terminated)")
+_REMOTE_DAEMON = re.compile(r"Remote daemon: .* on node ([\w.-]+)")
+_ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)", re.I)
+_SEQUENCE = re.compile(r"SeqNum=(\d+)")
+
+
+def diagnose(paths: str | Path | Sequence[str | Path], rules: Sequence[Rule] | None = None) -> list[Diagnosis]:
+    """Why each of the logs ended as it did, by evidence and rules.
+
+    Args:
+        paths: one log, or several, each of a job of its own.
+        rules: in the order they are asked; None: the product's own.
+
+    Returns:
+        One diagnosis for each path, in order. Raises UserError for a log that cannot be read.
+    """
+    every = [paths] if isinstance(paths, str | Path) else paths
+    return [of_scanned(scan.scan(path), rules) for path in every]
+
+
+def of_scanned(scanned: Scanned, rules: Sequence[Rule] | None = None) -> Diagnosis:
+    """The diagnosis of what a pass over a log has kept."""
+    parsed = lines.parse(scanned.lines)
+    found = causes.findings(parsed, own() if rules is None else rules)
+    speakers = len({line.rank for line in lines.parse({loss.number: loss.text for loss in scanned.losses[-200:]})})
+    cause = causes.choose(found, scanned.losses, speakers)
+    anomaly = _anomaly(scanned, found, cause)
+    if anomaly is not None:
+        return _of_loss(scanned, anomaly)
+    if cause is None:
+        return _healthy(scanned, parsed)
+    return _of_cause(scanned.file, cause, parsed)
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+def _anomaly(scanned: Scanned, found: Sequence[Finding], cause: Cause | None) -> Loss | None:
+    """The first odd loss, where the losses went astray before anything else that could be a cause."""
+    strong = cause is not None and causes.STRENGTH[cause.named.rule.role] < 2
+    odd = scanned.not_finite
+    if odd is None and not any(one.rule.role == "healthy" for one in found):
+        odd = losses.departure(scanned.losses)
+    if odd is None:
+        return None
+    if cause is not None and cause.named.rule.reason == LOSS_ANOMALY:
+        return odd if odd.number < cause.root.line.number else None
+    return None if strong and cause is not None and cause.root.line.number < odd.number + 200 else odd
+
+
+def _of_loss(scanned: Scanned, odd: Loss) -> Diagnosis:
+    kind = REASONS[LOSS_ANOMALY]
+    known = lines.parse({odd.number: odd.text})[0]
+    before = [loss for loss in scanned.losses if loss.number < odd.number][-2:]
+    after = [loss for loss in scanned.losses if loss.number > odd.number][:2]
+    evidence = [Evidence(odd.number, _cut(odd.text), "the loss leaves its course")]
+    evidence += [Evidence(loss.number, _cut(loss.text), "before") for loss in before]
+    evidence += [Evidence(loss.number, _cut(loss.text), "after: it does not come back") for loss in after]
+    return Diagnosis(
+        scanned.file, kind.category, LOSS_ANOMALY, odd.number, known.rank, None, kind.action, tuple(evidence), kind.advice, "losses"
+    )  # fmt: skip
+
+
+# --- nothing ---------------------------------------------------------------------------------------------------------
+
+
+def _healthy(scanned: Scanned, parsed: Sequence[Line]) -> Diagnosis:
+    last = next((line for line in reversed(parsed) if line.text.strip()), None)
+    evidence = (Evidence(last.number, _cut(last.raw), "the last line; none before it tells of a failure"),) if last else ()
+    advice = "nothing to do" if last else "the log is empty: look at the launcher's or the scheduler's own"
+    kind = REASONS[NO_FAILURE]
+    return Diagnosis(scanned.file, kind.category, NO_FAILURE, None, None, None, kind.action, evidence, advice, "rules" if last else "nothing")
+
+
+# --- causes ----------------------------------------------------------------------------------------------------------
+
+
+def _of_cause(file: str, cause: Cause, parsed: Sequence[Line]) -> Diagnosis:
+    named, root = cause.named, cause.root
+    reason = named.rule.reason or UNKNOWN
+    kind = REASONS[reason]
+    action = named.rule.action or kind.action
+    rank = _rank(cause, parsed)
+    node = _node(cause, parsed, rank) if action == "isolate" else None
+    shown = [Evidence(root.line.number, _cut(root.line.raw), f"the cause ({root.rule.id})")]
+    if named is not root:
+        shown.append(Evidence(named.line.number, _cut(named.line.raw), f"names it ({named.rule.id})"))
+    seen = {one.line for one in shown}
+    for one in cause.others:
+        if one.line.number not in seen and len(shown) <= SHOWN:
+            says = "follows" if one.line.number > root.line.number else "stands before"
+            shown.append(Evidence(one.line.number, _cut(one.line.raw), f"{says} ({one.rule.id})"))
+            seen.add(one.line.number)
+    advice = named.rule.advice or kind.advice
+    source = "rules" if reason != UNKNOWN else "nothing"
+    return Diagnosis(
+        file, kind.category, reason, root.line.number, rank, node, action, tuple(shown), advice, source
+    )  # fmt: skip
+
+
+def _rank(cause: Cause, parsed: Sequence[Line]) -> int | None:
+    """The rank whose fault it was: of the root line, else what the launcher observed first."""
+    if cause.named.rule.id == "collective-timeout":
+        late = _late(cause)
+        if late is not None:
+            return late
+    alike = [one.rank for one in cause.others if one.rule.reason == cause.named.rule.reason]
+    for rank in (cause.root.rank, cause.named.rank, *alike):
+        if rank is not None:
+            return rank
+    for pattern, group in ((_FIRST_OBSERVED, 1), (_TASK, 2), (_LOCAL_RANK, 1)):
+        for line in parsed:
+            if line.number >= cause.root.line.number - 60 and (found := pattern.search(line.text) or pattern.search(line.raw)):
+                return int(found[group])
+    return None
+
+
+def _late(cause: Cause) -> int | None:
+    """Of ranks whose collective timed out, the one that had entered the fewest: the others waited for it."""
+    entered: dict[int, int] = {}
+    for one in (cause.root, *cause.others):
+        found = _ENQUEUED.search(one.line.text) or _SEQUENCE.search(one.line.text)
+        if one.rank is not None and found and one.rule.role == "cascade":
+            entered[one.rank] = min(entered.get(one.rank, int(found[1])), int(found[1]))
+    if len(entered) < 2:
+        return None
+    least = min(entered.values())
+    late = [rank for rank, count in entered.items() if count == least]
+    return late[0] if len(late) == 1 else None
+
+
+def _node(cause: Cause, parsed: Sequence[Line], rank: int | None) -> str | None:
+    """The host to test first: of the root's line, else where the launcher says that the rank ran."""
+    for node in (cause.root.node, cause.named.node):
+        if node:
+            return node
+    host = None
+    for line in parsed:
+        if found := _REMOTE_DAEMON.search(line.text):
+            return found[1]
+        if found := _HOST.match(line.text):
+            host = found[1]
+        elif host and rank is not None and (found := _FIRST_OBSERVED.match(line.text)) and int(found[1]) == rank:
+            return host
+        elif rank is not None and (found := _TASK.search(line.raw)) and int(found[2]) == rank:
+            return found[1]
+    return next((line.node for line in parsed if line.node and rank is not None and line.rank == rank), None)
+
+
+def _cut(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= WIDE else text[: WIDE - 1] + "…"
+
+
+def with_file(diagnosis: Diagnosis, file: str) -> Diagnosis:
+    """The same, of the log called `file`."""
+    return replace(diagnosis, file=file)

@@ -1,0 +1,158 @@
+"""Rules are data: a pattern, the reason it speaks for, and whether it is a cause or follows from one.
+
+After the rule set of arXiv 2403.07648, section on diagnosis. The product's own stand in rules.toml beside this file;
+users add theirs, which are asked first.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from espalier.errors import UserError, nearest
+from espalier.resilience.acme.taxonomy import ACTIONS, REASONS, Action
+
+Role = Literal["hardware", "root", "exception", "cascade", "exit", "healthy", "noise"]
+ROLES: tuple[Role, ...] = ("hardware", "root", "exception", "cascade", "exit", "healthy", "noise")
+"""hardware: the machine says so itself, which outweighs what programs say; root: a cause; exception: known by the class
+of an exception alone; cascade: another rank's fault seen from here; exit: only that something ended; healthy: the job
+has done its work; noise: looks alarming and is not."""
+
+_KEYS = ("id", "patterns", "reason", "role", "action", "unless", "after", "advice", "span")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        id: its name.
+        patterns: any of these in a line is evidence; groups called `rank` and `node` name whose fault it is.
+        words: for each pattern a text that every line it matches holds, in lower case; empty: none is known.
+        reason: of the taxonomy; empty for the roles that speak for none.
+        role: see `ROLES`.
+        action, advice: instead of the reason's own; empty: the reason's.
+        unless: a line that this matches is no evidence.
+        after: ids of rules; where one of these was found before, that line is the root and this rule's the reason.
+        span: noise: so many further lines of the same rank are noise too.
+    """
+
+    id: str
+    patterns: tuple[re.Pattern[str], ...]
+    words: tuple[str, ...]
+    reason: str
+    role: Role
+    action: Action | Literal[""] = ""
+    advice: str = ""
+    unless: re.Pattern[str] | None = None
+    after: tuple[str, ...] = ()
+    span: int = 0
+
+    def match(self, text: str, lower: str) -> re.Match[str] | None:
+        """The evidence in a line's text, of which `lower` is the lower-case form."""
+        for pattern, word in zip(self.patterns, self.words, strict=True):
+            if word in lower and (found := pattern.search(text)):
+                return None if self.unless is not None and self.unless.search(text) else found
+        return None
+
+
+@cache
+def own() -> tuple[Rule, ...]:
+    """The product's rules, in the order they are asked."""
+    return read(Path(__file__).with_name("rules.toml"))
+
+
+def with_users(path: str | Path | None) -> tuple[Rule, ...]:
+    """The rules of the user's file `path`, then the product's. Raises UserError."""
+    return own() if path is None else (*read(path), *own())
+
+
+def read(path: str | Path) -> tuple[Rule, ...]:
+    """The rules of a TOML file with tables `[[rule]]`.
+
+    Raises:
+        UserError: it cannot be read, or a rule is wrong; names the rule and the place.
+    """
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--rules {path} cannot be read: {error.strerror}.", do="name a TOML file of rules") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"--rules {path} is not TOML.", why=str(error), do="see docs/diagnose.md for an example") from None
+    entries = table.get("rule")
+    if not isinstance(entries, list) or not entries or not all(isinstance(one, dict) for one in entries):
+        raise UserError(f"--rules {path} holds no rules.", do="write each as a table [[rule]]; docs/diagnose.md shows one")
+    return tuple(make(one, f"{path}: rule {at}") for at, one in enumerate(entries, 1))
+
+
+def make(entry: dict[str, Any], place: str) -> Rule:
+    """The rule that a table describes; `place` names it in errors. Raises UserError."""
+    place = f"{place} ({entry['id']})" if isinstance(entry.get("id"), str) else place
+    for key in entry:
+        if key not in _KEYS:
+            near = nearest(key, _KEYS)
+            raise UserError(f"{place}: there is no key {key!r}.", do=f"did you mean {near}?" if near else ", ".join(_KEYS))
+    role = _one_of(entry, "role", ROLES, place, "root")
+    told = role not in ("healthy", "noise")
+    reason = _one_of(entry, "reason", tuple(REASONS), place, None if told else "")
+    patterns = entry.get("patterns")
+    if not isinstance(patterns, list) or not patterns or not all(isinstance(one, str) for one in patterns):
+        raise UserError(f"{place}: patterns must be a list of regular expressions.", do='patterns = ["CUDA error: .*"]')
+    compiled = tuple(_compiled(one, f"{place}: pattern {at}") for at, one in enumerate(patterns, 1))
+    unless = entry.get("unless")
+    return Rule(
+        id=str(entry.get("id") or place),
+        patterns=compiled,
+        words=tuple(_certain(one) for one in patterns),
+        reason=reason,
+        role=role,  # type: ignore[arg-type]
+        action=_one_of(entry, "action", ACTIONS, place, ""),  # type: ignore[arg-type]
+        advice=str(entry.get("advice", "")),
+        unless=_compiled(unless, f"{place}: unless") if isinstance(unless, str) else None,
+        after=tuple(entry.get("after", ())),
+        span=int(entry.get("span", 0)),
+    )
+
+
+def _one_of(entry: dict[str, Any], key: str, known: Sequence[str], place: str, default: str | None) -> str:
+    value = entry.get(key, default)
+    if value == default and default is not None:
+        return default
+    if value not in known:
+        near = nearest(str(value), known)
+        do = f"did you mean {near!r}?" if near else f"one of {', '.join(known)}"
+        raise UserError(f"{place}: {key} = {value!r} is not known.", do=do)
+    return str(value)
+
+
+def _compiled(pattern: str, place: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.I)
+    except re.error as error:
+        at = f" at character {error.pos + 1}" if error.pos is not None else ""
+        raise UserError(
+            f"{place} is not a regular expression: {error.msg}{at}.", why=pattern, do="correct it there; \\ before ( [ . *"
+        ) from None
+
+
+def _certain(pattern: str) -> str:
+    """The longest text that every match of `pattern` holds, in lower case, as far as its top level tells."""
+    parser = re._parser  # type: ignore[attr-defined]
+    runs, run = [""], ""
+    for kind, value in parser.parse(pattern, re.I):
+        if str(kind) == "LITERAL" and chr(value).lower().isascii():
+            run += chr(value).lower()
+        else:
+            runs.append(run)
+            run = ""
+    return max([*runs, run], key=len)
+
+
+def exceptions(names: Iterable[str]) -> re.Pattern[str]:
+    """A pattern of the exception classes called `names` at the beginning of a message."""
+    return re.compile(rf"^(?:[\w.]+\.)?(?:{'|'.join(sorted(names, key=len, reverse=True))})\b")
