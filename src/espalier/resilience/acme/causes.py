@@ -8,7 +8,7 @@ unless a later one says more; what the job went on after is no cause; else the e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from espalier.resilience.acme.lines import Line, rank_within, without_code
@@ -21,6 +21,8 @@ WENT_ON = 5
 """Losses of one rank after a finding that show the job went on."""
 QUIET = ("DEBUG", "INFO", "NOTICE", "WARN", "WARNING")
 """Levels of lines that are a cause only where nothing louder is one."""
+LOUD = ("ERROR", "CRITICAL", "FATAL", "SEVERE")
+"""Levels of lines that are alarming even where no rule knows them."""
 _HEAD = re.compile(r"^\s*(?:\+ Exception Group )?(?:Original )?Traceback \(most recent call last\)|^Stack trace|^\s*Original Traceback")
 _LINK = re.compile(r"^\s*(?:During handling of the above exception|The above exception was the direct cause)")
 
@@ -65,6 +67,7 @@ class Cause:
 def findings(lines: Sequence[Line], rules: Iterable[Rule]) -> list[Finding]:
     """What the rules find, one for each line at most; noise, and what it covers, left out."""
     rules = tuple(rules)
+    alarm = next((rule for rule in rules if rule.id == "alarm"), None)
     chains = _chains(lines)
     covered: dict[int | None, int] = {}
     found = []
@@ -79,13 +82,15 @@ def findings(lines: Sequence[Line], rules: Iterable[Rule]) -> list[Finding]:
             if rule.role == "noise":
                 covered[line.rank] = line.number + rule.span if rule.span else 0
             else:
-                found.append(_finding(line, rule, match, chains.get(line.number, -1)))
+                found.append(_finding(line, rule, match.groupdict(), chains.get(line.number, -1)))
             break
+        else:
+            if alarm is not None and line.level in LOUD:
+                found.append(_finding(line, alarm, {}, -1))
     return found
 
 
-def _finding(line: Line, rule: Rule, match: re.Match[str], chain: int) -> Finding:
-    groups = match.groupdict()
+def _finding(line: Line, rule: Rule, groups: Mapping[str, str | None], chain: int) -> Finding:
     rank = groups.get("rank")
     whose = int(rank) if rank is not None else line.rank
     if whose is None:

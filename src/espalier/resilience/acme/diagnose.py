@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from espalier.resilience.acme import causes, lines, losses, scan
+from espalier.errors import UserError
+from espalier.resilience.acme import causes, folder, lines, losses, scan
 from espalier.resilience.acme.causes import Cause, Finding
+from espalier.resilience.acme.incidents import Incident
 from espalier.resilience.acme.lines import Line
+from espalier.resilience.acme.model import Endpoint
 from espalier.resilience.acme.rules import Rule, own
 from espalier.resilience.acme.scan import Loss, Scanned
 from espalier.resilience.acme.taxonomy import LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Diagnosis, Evidence
+from espalier.resilience.acme.unexplained import beyond_rules
 
 SHOWN = 5
 """Lines of evidence beside the root line."""
@@ -31,32 +35,95 @@ _ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)", re.I)
 _SEQUENCE = re.compile(r"SeqNum=(\d+)")
 
 
-def diagnose(paths: str | Path | Sequence[str | Path], rules: Sequence[Rule] | None = None) -> list[Diagnosis]:
-    """Why each of the logs ended as it did, by evidence and rules.
+@dataclass(frozen=True)
+class Means:
+    """What a diagnosis may rest on.
+
+    Attributes:
+        rules: in the order they are asked; None: the product's own.
+        incidents: past ones, for what no rule explains.
+        model: where to ask for what those do not explain either; None: nowhere.
+    """
+
+    rules: tuple[Rule, ...] | None = None
+    incidents: tuple[Incident, ...] = ()
+    model: Endpoint | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One log, read: what was kept of it, its lines, and the cause and the odd loss found in them."""
+
+    scanned: Scanned
+    parsed: list[Line]
+    cause: Cause | None
+    anomaly: Loss | None
+
+
+def diagnose(paths: str | Path | Sequence[str | Path], means: Means = Means()) -> list[Diagnosis]:  # noqa: B008
+    """Why jobs ended as they did.
 
     Args:
-        paths: one log, or several, each of a job of its own.
-        rules: in the order they are asked; None: the product's own.
+        paths: one log or several, each of a job of its own, or folders. The logs in a run's folder, or whose names tell
+            ranks (rank3.log, attempt_0/3/stderr.log), are one case; those in another folder one each.
+        means: rules, past incidents and a model, if not the product's rules alone.
 
     Returns:
-        One diagnosis for each path, in order. Raises UserError for a log that cannot be read.
+        One diagnosis for each case, in order. Raises UserError for a log that cannot be read.
     """
     every = [paths] if isinstance(paths, str | Path) else paths
-    return [of_scanned(scan.scan(path), rules) for path in every]
+    found: list[Diagnosis] = []
+    for path in map(Path, every):
+        if not path.is_dir():
+            found.append(of_case(read(path, means), means))
+            continue
+        logs = folder.logs_of(path)
+        if folder.one_run(path, logs):
+            found.append(of_run(path, logs, means))
+        else:
+            found += [of_case(read(log, means), means) for log in logs]
+    return found
 
 
-def of_scanned(scanned: Scanned, rules: Sequence[Rule] | None = None) -> Diagnosis:
-    """The diagnosis of what a pass over a log has kept."""
+def read(path: str | Path, means: Means) -> Case:
+    """The log at `path` with what the rules find in it. Raises UserError."""
+    scanned = scan.scan(path)
     parsed = lines.parse(scanned.lines)
-    found = causes.findings(parsed, own() if rules is None else rules)
+    found = causes.findings(parsed, own() if means.rules is None else means.rules)
     speakers = len({line.rank for line in lines.parse({loss.number: loss.text for loss in scanned.losses[-200:]})})
     cause = causes.choose(found, scanned.losses, speakers)
-    anomaly = _anomaly(scanned, found, cause)
-    if anomaly is not None:
-        return _of_loss(scanned, anomaly)
-    if cause is None:
-        return _healthy(scanned, parsed)
-    return _of_cause(scanned.file, cause, parsed)
+    return Case(scanned, parsed, cause, _anomaly(scanned, found, cause))
+
+
+def of_run(path: Path, logs: Sequence[Path], means: Means) -> Diagnosis:
+    """The one diagnosis of the logs of a run: of the log that shows the cause, or the first where none does."""
+    cases = []
+    for log in logs:
+        try:
+            cases.append((log, read(log, means)))
+        except UserError:
+            if len(logs) == 1:
+                raise
+    if not cases:
+        raise UserError(f"No log in the folder {path} is text.", do="name the log itself")
+    at = folder.first_of([case.cause for _, case in cases])
+    odd = next((number for number, (_, case) in enumerate(cases) if case.anomaly is not None), None)
+    weak = at is None or causes.STRENGTH[cases[at][1].cause.named.rule.role] >= 2  # type: ignore[union-attr]
+    chosen = odd if odd is not None and weak else at if at is not None else 0
+    log, case = cases[chosen]
+    told = of_case(case, means)
+    rank = folder.rank_of(log, path)
+    return replace(told, first_failing_rank=rank) if rank is not None and told.reason not in (NO_FAILURE, LOSS_ANOMALY) else told
+
+
+def of_case(case: Case, means: Means) -> Diagnosis:
+    """The diagnosis of one log: by its losses, its rules, and where these are silent by incidents or the model."""
+    if case.anomaly is not None:
+        return _of_loss(case.scanned, case.anomaly)
+    if case.cause is None:
+        return _healthy(case.scanned, case.parsed)
+    told = _of_cause(case.scanned.file, case.cause, case.parsed)
+    return beyond_rules(told, case.scanned.lines, means) if told.reason == UNKNOWN else told
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
@@ -77,14 +144,13 @@ def _anomaly(scanned: Scanned, found: Sequence[Finding], cause: Cause | None) ->
 
 def _of_loss(scanned: Scanned, odd: Loss) -> Diagnosis:
     kind = REASONS[LOSS_ANOMALY]
-    known = lines.parse({odd.number: odd.text})[0]
     before = [loss for loss in scanned.losses if loss.number < odd.number][-2:]
     after = [loss for loss in scanned.losses if loss.number > odd.number][:2]
     evidence = [Evidence(odd.number, _cut(odd.text), "the loss leaves its course")]
     evidence += [Evidence(loss.number, _cut(loss.text), "before") for loss in before]
     evidence += [Evidence(loss.number, _cut(loss.text), "after: it does not come back") for loss in after]
     return Diagnosis(
-        scanned.file, kind.category, LOSS_ANOMALY, odd.number, known.rank, None, kind.action, tuple(evidence), kind.advice, "losses"
+        scanned.file, kind.category, LOSS_ANOMALY, odd.number, None, None, kind.action, tuple(evidence), kind.advice, "losses"
     )  # fmt: skip
 
 
@@ -139,7 +205,8 @@ def _rank(cause: Cause, parsed: Sequence[Line]) -> int | None:
         for line in parsed:
             if line.number >= cause.root.line.number - 60 and (found := pattern.search(line.text) or pattern.search(line.raw)):
                 return int(found[group])
-    return None
+    known = {line.rank for line in parsed if line.rank is not None}
+    return next(iter(known or {0})) if len(known) < 2 and cause.root.rule.role not in ("hardware", "exit") else None
 
 
 def _late(cause: Cause) -> int | None:
@@ -158,7 +225,8 @@ def _late(cause: Cause) -> int | None:
 
 def _node(cause: Cause, parsed: Sequence[Line], rank: int | None) -> str | None:
     """The host to test first: of the root's line, else where the launcher says that the rank ran."""
-    for node in (cause.root.node, cause.named.node):
+    alike = [one.node for one in cause.others if one.rule.reason == cause.named.rule.reason]
+    for node in (cause.root.node, cause.named.node, *alike):
         if node:
             return node
     host = None
@@ -177,8 +245,3 @@ def _node(cause: Cause, parsed: Sequence[Line], rank: int | None) -> str | None:
 def _cut(text: str) -> str:
     text = text.strip()
     return text if len(text) <= WIDE else text[: WIDE - 1] + "…"
-
-
-def with_file(diagnosis: Diagnosis, file: str) -> Diagnosis:
-    """The same, of the log called `file`."""
-    return replace(diagnosis, file=file)

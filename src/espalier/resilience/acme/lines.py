@@ -17,12 +17,14 @@ SHARE = 0.3
 
 _TIME = (
     r"\d{4}[-/]\d\d[-/]\d\d[T_ ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
-    r"|\d\d/\d\d/\d{4} \d\d:\d\d:\d\d|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|\d\d:\d\d:\d\d(?:[.,]\d+)?"
+    r"|\d\d/\d\d/\d{4}\ \d\d:\d\d:\d\d|(?:[A-Z][a-z]{2}\ )?[A-Z][a-z]{2}\ [\ \d]\d\ \d\d:\d\d:\d\d(?:\ \d{4})?"
+    r"|\d\d:\d\d:\d\d(?:[.,]\d+)?"
 )
 _HOST = r"(?=[\w.-]*[\d-])[a-z][\w-]*(?:\.[a-z][\w-]*)*"
 _PREFIX = re.compile(
     rf"""(?:
       \[rank\s?(?P<rank>\d+)\]:?(?:\[rank\d+\]:)?
+    | rank\s?(?P<column>\d+)(?=\s*[|\]:])
     | \[default(?P<local>\d+)\]:?
     | \[(?P<levels>[EWIF])\d{{3,4}}\s[\d:.]+[^\]]*\]                         # torch's own: [E503 03:10:11.0 File.cpp:12]
     | (?P<glog>[EWIF])\d{{4}}\s[\d:.]+\s+\d+\s[\w./-]+:\d+\]
@@ -125,7 +127,7 @@ def _parse(
         seen |= {name: value for name, value in found.groupdict().items() if value is not None and name not in seen}
         at = found.end()
     text = raw[at:]
-    rank = next((int(seen[name]) for name in ("rank", "mpi") if name in seen), None)
+    rank = next((int(seen[name]) for name in ("rank", "mpi", "column") if name in seen), None)
     node = next((seen[name] for name in ("kernel", "said", "sys", "nccl", "pod", "ip") if name in seen), None)
     if rank is None and "device" in seen:
         rank = places.get((node, int(seen["device"])), (None, ""))[0]
