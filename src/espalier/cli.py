@@ -19,6 +19,7 @@ VERBS = {
     "report": "write report.html for a run, or show a running one live",
     "export": "write a run's model in another program's format",
     "explain": "what each system in Espalier is, when it is chosen, and its state",
+    "diagnose": "why a job failed, from the logs of any framework, and whether a restart can help",
 }
 
 
@@ -74,6 +75,9 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     made["export"].add_argument("--to", choices=("hf",), default="hf", help="format: hf (Llama-format safetensors)")
     made["export"].add_argument("--out", help="folder to write (default RUN/export-hf)")
     made["explain"].add_argument("name", nargs="?", help="a system, such as amsp; without it, all twenty")
+    made["diagnose"].add_argument("logs", nargs="+", metavar="LOG", help="logs of any framework, or the folder of a run")
+    made["diagnose"].add_argument("--rules", metavar="FILE", help="rules and incidents of your own (docs/diagnose.md)")
+    made["diagnose"].add_argument("--model", metavar="URL", help="a language model to ask where no rule knows the reason")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

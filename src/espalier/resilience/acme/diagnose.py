@@ -28,6 +28,7 @@ WIDE = 300
 """Characters of a line of evidence."""
 _FIRST_OBSERVED = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
+_SPAWNED = re.compile(r"^-- Process (\d+) terminated with")
 _HOST = re.compile(r"^\s*host\s*: ([\w.-]+)")
 _TASK = re.compile(r"error: ([\w.-]+): tasks? (\d+)[\d,-]*: (?!Killed|Terminated)")
 _REMOTE_DAEMON = re.compile(r"Remote daemon: .* on node ([\w.-]+)")
@@ -138,7 +139,7 @@ def _anomaly(scanned: Scanned, found: Sequence[Finding], cause: Cause | None) ->
     if odd is None:
         return None
     if cause is not None and cause.named.rule.reason == LOSS_ANOMALY:
-        return odd if odd.number < cause.root.line.number else None
+        return odd if odd.number <= cause.root.line.number else None
     return None if strong and cause is not None and cause.root.line.number < odd.number + 200 else odd
 
 
@@ -159,10 +160,12 @@ def _of_loss(scanned: Scanned, odd: Loss) -> Diagnosis:
 
 def _healthy(scanned: Scanned, parsed: Sequence[Line]) -> Diagnosis:
     last = next((line for line in reversed(parsed) if line.text.strip()), None)
-    evidence = (Evidence(last.number, _cut(last.raw), "the last line; none before it tells of a failure"),) if last else ()
-    advice = "nothing to do" if last else "the log is empty: look at the launcher's or the scheduler's own"
+    if last is None:
+        kind, advice = REASONS[UNKNOWN], "the log is empty: look at the launcher's or the scheduler's own"
+        return Diagnosis(scanned.file, kind.category, UNKNOWN, None, None, None, kind.action, (), advice, "nothing")
     kind = REASONS[NO_FAILURE]
-    return Diagnosis(scanned.file, kind.category, NO_FAILURE, None, None, None, kind.action, evidence, advice, "rules" if last else "nothing")
+    evidence = Evidence(last.number, _cut(last.raw), "the last line; none before it tells of a failure")
+    return Diagnosis(scanned.file, kind.category, NO_FAILURE, None, None, None, kind.action, (evidence,), kind.advice)
 
 
 # --- causes ----------------------------------------------------------------------------------------------------------
@@ -178,12 +181,12 @@ def _of_cause(file: str, cause: Cause, parsed: Sequence[Line]) -> Diagnosis:
     shown = [Evidence(root.line.number, _cut(root.line.raw), f"the cause ({root.rule.id})")]
     if named is not root:
         shown.append(Evidence(named.line.number, _cut(named.line.raw), f"names it ({named.rule.id})"))
-    seen = {one.line for one in shown}
+    seen, told = {one.line for one in shown}, {root.rule.id, named.rule.id}
     for one in cause.others:
-        if one.line.number not in seen and len(shown) <= SHOWN:
+        if one.line.number not in seen and one.rule.id not in told and len(shown) <= SHOWN:
             says = "follows" if one.line.number > root.line.number else "stands before"
             shown.append(Evidence(one.line.number, _cut(one.line.raw), f"{says} ({one.rule.id})"))
-            seen.add(one.line.number)
+            told.add(one.rule.id)
     advice = named.rule.advice or kind.advice
     source = "rules" if reason != UNKNOWN else "nothing"
     return Diagnosis(
@@ -197,16 +200,24 @@ def _rank(cause: Cause, parsed: Sequence[Line]) -> int | None:
         late = _late(cause)
         if late is not None:
             return late
-    alike = [one.rank for one in cause.others if one.rule.reason == cause.named.rule.reason]
+    root = cause.root
+    if cause.named.rule.reason == NO_FAILURE:
+        return None
+    alike = [
+        one.rank
+        for one in cause.others
+        if one.rule.reason == cause.named.rule.reason and (root.node is None or one.node is None or one.node == root.node)
+    ]
     for rank in (cause.root.rank, cause.named.rank, *alike):
         if rank is not None:
             return rank
-    for pattern, group in ((_FIRST_OBSERVED, 1), (_TASK, 2), (_LOCAL_RANK, 1)):
+    for pattern, group in ((_FIRST_OBSERVED, 1), (_SPAWNED, 1), (_TASK, 2), (_LOCAL_RANK, 1)):
         for line in parsed:
             if line.number >= cause.root.line.number - 60 and (found := pattern.search(line.text) or pattern.search(line.raw)):
                 return int(found[group])
     known = {line.rank for line in parsed if line.rank is not None}
-    return next(iter(known or {0})) if len(known) < 2 and cause.root.rule.role not in ("hardware", "exit") else None
+    alone = len(known) < 2 and root.node is None and len({line.node for line in parsed if line.node}) < 2
+    return next(iter(known or {0})) if alone and root.rule.role not in ("hardware", "exit") else None
 
 
 def _late(cause: Cause) -> int | None:
