@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from espalier.resilience.acme.lines import Line, rank_within, without_code
 from espalier.resilience.acme.rules import Role, Rule
 from espalier.resilience.acme.scan import Loss
+from espalier.resilience.acme.taxonomy import REASONS, SCRIPT
 
 STRENGTH: dict[Role, int] = {"hardware": 0, "root": 1, "exception": 1, "cascade": 2, "exit": 3}
 """Of roles, the strongest first; causes and exceptions compete by time."""
@@ -24,6 +25,7 @@ QUIET = ("DEBUG", "INFO", "NOTICE", "WARN", "WARNING")
 LOUD = ("ERROR", "CRITICAL", "FATAL", "SEVERE")
 """Levels of lines that are alarming even where no rule knows them."""
 _HEAD = re.compile(r"^\s*(?:\+ Exception Group )?(?:Original )?Traceback \(most recent call last\)|^Stack trace|^\s*Original Traceback")
+_THREAD = re.compile(r"^\s*Exception in thread")
 _LINK = re.compile(r"^\s*(?:During handling of the above exception|The above exception was the direct cause)")
 
 
@@ -103,6 +105,7 @@ def _chains(lines: Sequence[Line]) -> dict[int, int]:
     ends: dict[int, int] = {}
     inside: dict[int | None, int] = {}
     linked: dict[int | None, int] = {}
+    threads: dict[int | None, int] = {}
     count = 0
     for line in lines:
         who = line.rank
@@ -112,7 +115,9 @@ def _chains(lines: Sequence[Line]) -> dict[int, int]:
             if linked.get(who, -1) < 0:
                 count += 1
                 linked[who] = count
-            inside[who] = linked[who]
+            inside[who] = -1 if threads.get(who, -9) >= line.number - 2 else linked[who]
+        elif _THREAD.match(line.text):
+            threads[who] = line.number
         elif who in inside and line.text and not line.text[0].isspace() and not line.text.startswith(("|", "+", "^", "~")):
             chain = inside.pop(who)
             ends[line.number] = chain
@@ -180,9 +185,12 @@ def _still_open(found: Sequence[Finding], losses: Sequence[Loss], ranks: int) ->
 
 
 def _ended_badly(later: Sequence[Finding]) -> bool:
-    """Whether a job that said it was done failed all the same: an exit code and a cause for it."""
+    """Whether a job that said it was done failed all the same: an exit code and a cause for it, or an exception such as
+    those of a disk that filled up under the last checkpoint. Peers that went away and threads that died do not count."""
     exits = any(one.rule.role == "exit" and one.rule.reason != "No Failure" and _failed(one.line.text) for one in later)
-    return exits and any(STRENGTH.get(one.rule.role, 9) < 2 for one in later)
+    faults = [one for one in later if STRENGTH.get(one.rule.role, 9) < 2]
+    uncaught = any(one.chain >= 0 and REASONS[one.rule.reason].category == SCRIPT for one in faults)
+    return uncaught or (exits and bool(faults))
 
 
 def _failed(text: str) -> bool:

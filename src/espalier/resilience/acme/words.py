@@ -20,7 +20,7 @@ notready notresponding evicted drained draining segmentation coredumped buserror
 unexpected invalid unrecognized unknown unable cannot couldnot cantopen notfound nosuch notdefined nomodule notexist
 overflow nonfinite notfinite isnan isinf nangrad nanin infin ornan orinf infnan naninf lossnan nanloss foundnan nandetected
 nanencountered encounterednan diverge exploding exploded spike anomaly
-linkstatus linkis wentdown isdown definitelydown carrier flap
+cableerror portmodule linkstatus linkis wentdown isdown definitelydown carrier flap
 exited exitcode exitstatus returncode nonzero terminat usage requiredarg arerequired nooption override notinstruct
 rootcause firstobserved excluded shutdown heartbeat barrier enqueued unavailable deadline slowdown throttl forbidden
 finished completed successfully trainingdone trainingcomplete stopped maxsteps pyline assert fallen dataloader worker(pid
