@@ -74,5 +74,12 @@ def told(one: Diagnosis) -> list[str]:
     again = WORDS[one.action] if one.reason != NO_FAILURE or restart_helps(one) else ""
     text += [f"  restart  {one.action}: {again}"] if again else []
     text += [f"  try      {one.advice}"] if one.advice and one.advice != again else []
-    text += ["  rule     for your own file (--rules), after a look:", *(f"    {line}" for line in one.proposal.splitlines())] if one.proposal else []
+    text += (
+        [
+            "  rule     for your own file (--rules), after a look:",
+            *(f"    {line}" for line in one.proposal.splitlines()),
+        ]
+        if one.proposal
+        else []
+    )
     return text

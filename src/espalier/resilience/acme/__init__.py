@@ -1,1 +1,1 @@
-"""Acme's answer to "What if something breaks?": diagnosis from evidence. After Hu et al., NSDI 2024, arXiv 2403.07648."""
+"""What if something breaks? Acme's answer: evidence first. After Hu et al., NSDI 2024, arXiv 2403.07648."""

@@ -1,12 +1,14 @@
 """Of all that went wrong in a log, what came first: causes told from what follows from them.
 
 After arXiv 2403.07648: one crash prints several errors, and the first cause must be chosen. Here: what the machine says
-of itself outweighs programs; a cause outweighs what other ranks saw of it; of a chain of exceptions the first counts,
-unless a later one says more; what the job went on after is no cause; else the earliest wins, by clock where all tell it.
+of itself outweighs programs; a cause outweighs what other ranks saw of it; of a chain of exceptions the first one
+counts, unless a later one says more; what the job went on after is no cause; else the earliest wins, by clock where
+all tell it.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +26,9 @@ QUIET = ("DEBUG", "INFO", "NOTICE", "WARN", "WARNING")
 """Levels of lines that are a cause only where nothing louder is one."""
 LOUD = ("ERROR", "CRITICAL", "FATAL", "SEVERE")
 """Levels of lines that are alarming even where no rule knows them."""
-_HEAD = re.compile(r"^\s*(?:\+ Exception Group )?(?:Original )?Traceback \(most recent call last\)|^Stack trace|^\s*Original Traceback")
+_HEAD = re.compile(
+    r"^\s*(?:\+ Exception Group )?(?:Original )?Traceback \(most recent call last\)|^Stack trace|^\s*Original Traceback"
+)
 _THREAD = re.compile(r"^\s*Exception in thread")
 _LINK = re.compile(r"^\s*(?:During handling of the above exception|The above exception was the direct cause)")
 
@@ -118,7 +122,12 @@ def _chains(lines: Sequence[Line]) -> dict[int, int]:
             inside[who] = -1 if threads.get(who, -9) >= line.number - 2 else linked[who]
         elif _THREAD.match(line.text):
             threads[who] = line.number
-        elif who in inside and line.text and not line.text[0].isspace() and not line.text.startswith(("|", "+", "^", "~")):
+        elif (
+            who in inside
+            and line.text
+            and not line.text[0].isspace()
+            and not line.text.startswith(("|", "+", "^", "~"))
+        ):
             chain = inside.pop(who)
             ends[line.number] = chain
             linked[who] = -1
@@ -177,16 +186,13 @@ def choose(found: Sequence[Finding], losses: Sequence[Loss], ranks: int = 1) -> 
 
 def _still_open(found: Sequence[Finding], losses: Sequence[Loss], ranks: int) -> list[Finding]:
     """The findings after which the job did not go on."""
-    enough = WENT_ON * max(1, ranks)
-    if len(losses) < enough:
-        return list(found)
-    line = losses[-enough].number
-    return [one for one in found if one.line.number > line or one.rule.id in ("loss",)]
+    enough, known = WENT_ON * max(1, ranks), [loss.number for loss in losses if math.isfinite(loss.value)]
+    return [one for one in found if len(known) < enough or one.line.number > known[-enough]]
 
 
 def _ended_badly(later: Sequence[Finding]) -> bool:
     """Whether a job that said it was done failed all the same: an exit code and a cause for it, or an exception such as
-    those of a disk that filled up under the last checkpoint. Peers that went away and threads that died do not count."""
+    those of a disk that filled up under the last checkpoint. Peers that went away and threads that died count not."""
     exits = any(one.rule.role == "exit" and one.rule.reason != "No Failure" and _failed(one.line.text) for one in later)
     faults = [one for one in later if STRENGTH.get(one.rule.role, 9) < 2]
     uncaught = any(one.chain >= 0 and REASONS[one.rule.reason].category == SCRIPT for one in faults)

@@ -61,7 +61,7 @@ class Case:
     anomaly: Loss | None
 
 
-def diagnose(paths: str | Path | Sequence[str | Path], means: Means = Means()) -> list[Diagnosis]:  # noqa: B008
+def diagnose(paths: str | Path | Sequence[str | Path], means: Means = Means()) -> list[Diagnosis]:
     """Why jobs ended as they did.
 
     Args:
@@ -114,7 +114,11 @@ def of_run(path: Path, logs: Sequence[Path], means: Means) -> Diagnosis:
     log, case = cases[chosen]
     told = of_case(case, means)
     rank = folder.rank_of(log, path)
-    return replace(told, first_failing_rank=rank) if rank is not None and told.reason not in (NO_FAILURE, LOSS_ANOMALY) else told
+    return (
+        replace(told, first_failing_rank=rank)
+        if rank is not None and told.reason not in (NO_FAILURE, LOSS_ANOMALY)
+        else told
+    )
 
 
 def of_case(case: Case, means: Means) -> Diagnosis:
@@ -151,8 +155,17 @@ def _of_loss(scanned: Scanned, odd: Loss) -> Diagnosis:
     evidence += [Evidence(loss.number, _cut(loss.text), "before") for loss in before]
     evidence += [Evidence(loss.number, _cut(loss.text), "after: it does not come back") for loss in after]
     return Diagnosis(
-        scanned.file, kind.category, LOSS_ANOMALY, odd.number, None, None, kind.action, tuple(evidence), kind.advice, "losses"
-    )  # fmt: skip
+        file=scanned.file,
+        category=kind.category,
+        reason=LOSS_ANOMALY,
+        root_line=odd.number,
+        first_failing_rank=None,
+        suspect_node=None,
+        action=kind.action,
+        evidence=tuple(evidence),
+        advice=kind.advice,
+        source="losses",
+    )
 
 
 # --- nothing ---------------------------------------------------------------------------------------------------------
@@ -206,14 +219,17 @@ def _rank(cause: Cause, parsed: Sequence[Line]) -> int | None:
     alike = [
         one.rank
         for one in cause.others
-        if one.rule.reason == cause.named.rule.reason and (root.node is None or one.node is None or one.node == root.node)
+        if one.rule.reason == cause.named.rule.reason
+        and (root.node is None or one.node is None or one.node == root.node)
     ]
     for rank in (cause.root.rank, cause.named.rank, *alike):
         if rank is not None:
             return rank
     for pattern, group in ((_FIRST_OBSERVED, 1), (_SPAWNED, 1), (_TASK, 2), (_LOCAL_RANK, 1)):
         for line in parsed:
-            if line.number >= cause.root.line.number - 60 and (found := pattern.search(line.text) or pattern.search(line.raw)):
+            if line.number >= cause.root.line.number - 60 and (
+                found := pattern.search(line.text) or pattern.search(line.raw)
+            ):
                 return int(found[group])
     known = {line.rank for line in parsed if line.rank is not None}
     alone = len(known) < 2 and root.node is None and len({line.node for line in parsed if line.node}) < 2

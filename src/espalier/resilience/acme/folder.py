@@ -14,7 +14,10 @@ SUFFIXES = (".log", ".out", ".err", ".txt", ".stdout", ".stderr", ".log.gz", ".o
 DEEP = 4
 """Folders below the named one that are looked into: torchrun's logs stand at run/attempt_0/3/stderr.log."""
 MOST = 10_000
-_RANK = re.compile(r"(?:rank|trainer|worker|task|proc(?:ess)?)[-_.]?(\d+)|(?:^|/)(\d+)/(?:stdout|stderr|std)|[-_.](\d+)\.(?:err|out|log)", re.I)
+_RANK = re.compile(
+    r"(?:rank|trainer|worker|task|proc(?:ess)?)[-_.]?(\d+)|(?:^|/)(\d+)/(?:stdout|stderr|std)|[-_.](\d+)\.(?:err|out|log)",
+    re.I,
+)
 
 
 def logs_of(folder: Path) -> list[Path]:

@@ -13,6 +13,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from espalier.errors import UserError, nearest
@@ -47,7 +48,10 @@ def _made(entry: object, place: str) -> Incident:
     reason = entry.get("reason")
     if reason not in REASONS:
         near = nearest(str(reason), REASONS)
-        raise UserError(f"{place}: reason = {reason!r} is not known.", do=f"did you mean {near!r}?" if near else "see docs/diagnose.md")
+        raise UserError(
+            f"{place}: reason = {reason!r} is not known.",
+            do=f"did you mean {near!r}?" if near else "see docs/diagnose.md",
+        )
     return Incident(entry["text"], str(reason), str(entry.get("advice", "")))
 
 
@@ -78,7 +82,7 @@ def _terms(text: str) -> Counter[str]:
     for line in text.lower().splitlines():
         words = _WORD.findall(line)
         terms.update(words)
-        terms.update(f"{one} {other}" for one, other in zip(words, words[1:], strict=False))
+        terms.update(f"{one} {other}" for one, other in pairwise(words))
     return terms
 
 

@@ -1,7 +1,8 @@
 """A log line taken apart: which rank and node said it, when, how loudly, and what.
 
 Launchers label the lines of many ranks each in its own way: `[rank3]:` (torchrun), `[default3]:` (torchrun --tee),
-`3:` (srun --label), `[1,3]<stderr>:` (Open MPI), `w2:` (pdsh), `pod-3 |` (compose), `(Worker pid=1, ip=10.0.0.3)` (Ray).
+`3:` (srun --label), `[1,3]<stderr>:` (Open MPI), `w2:` (pdsh), `pod-3 |` (compose), `(Worker pid=1, ip=10.0.0.3)`
+(Ray).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _PREFIX = re.compile(
       \[rank\s?(?P<rank>\d+)\]:?(?:\[rank\d+\]:)?
     | rank\s?(?P<column>\d+)(?=\s*[|\]:])
     | \[default(?P<local>\d+)\]:?
-    | \[(?P<levels>[EWIF])\d{{3,4}}\s[\d:.]+[^\]]*\]                         # torch's own: [E503 03:10:11.0 File.cpp:12]
+    | \[(?P<levels>[EWIF])\d{{3,4}}\s[\d:.]+[^\]]*\]          # torch's own: [E503 03:10:11.0 File.cpp:12]
+    | \[(?P<older>[EWIF])\s\w[\w.]*\.c(?:pp|c|u):\d+\]
     | (?P<glog>[EWIF])\d{{4}}\s[\d:.]+\s+\d+\s[\w./-]+:\d+\]
     | \[\d+,(?P<mpi>\d+)\]<std(?:err|out)>:
     | \((?:[\w.]+\s)?(?:pid=\d+)(?:,\s*ip=(?P<ip>[\d.]+))?\)
@@ -135,10 +137,11 @@ def _parse(
         rank = int(seen["local"])
     if node is None and rank in places:
         node = places[rank][1]
-    level = seen.get("level") or _LOUD.get(seen.get("levels") or seen.get("glog") or "", "")
+    level = seen.get("level") or _LOUD.get(next((seen[name] for name in _LETTERS if name in seen), ""), "")
     return Line(number, raw, text, rank, node, _seconds(seen.get("time", "")), level)
 
 
+_LETTERS = ("levels", "older", "glog")
 _LOUD = {"E": "ERROR", "F": "FATAL", "W": "WARNING", "I": "INFO"}
 
 

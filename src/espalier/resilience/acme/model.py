@@ -67,7 +67,8 @@ class Proposal:
         """The rule for the user's own file, empty where no pattern passed."""
         if not self.pattern:
             return ""
-        return f"[[rule]]\nid = {json.dumps(self.reason)}\nreason = {json.dumps(self.reason)}\npatterns = [{json.dumps(self.pattern)}]"
+        reason = json.dumps(self.reason)
+        return f"[[rule]]\nid = {reason}\nreason = {reason}\npatterns = [{json.dumps(self.pattern)}]"
 
 
 class Unanswered(Exception):
@@ -92,7 +93,9 @@ def endpoint(text: str) -> Endpoint:
     if not path.endswith("/chat/completions"):
         path = (path or "/v1") + "/chat/completions"
     host = parts.netloc.rpartition("@")[2]
-    return Endpoint(f"{parts.scheme}://{host}{path}", parts.fragment or "default", parts.password or parts.username or "")
+    return Endpoint(
+        f"{parts.scheme}://{host}{path}", parts.fragment or "default", parts.password or parts.username or ""
+    )
 
 
 def ask(
@@ -128,7 +131,12 @@ def _request(where: Endpoint, lines: Mapping[int, str], similar: Sequence[Incide
     past = "".join(f"\nA past incident, {one.reason}:\n{one.text[:600]}\n" for one in similar)
     log = "\n".join(f"{number}: {text[:400]}" for number, text in lines.items())
     asked = f"{_PROMPT}\nREASONS = {json.dumps(reasons)}\n{past}\n--- log ---\n{log}"
-    return {"model": where.name, "temperature": 0.7, "max_tokens": 400, "messages": [{"role": "user", "content": asked}]}
+    return {
+        "model": where.name,
+        "temperature": 0.7,
+        "max_tokens": 400,
+        "messages": [{"role": "user", "content": asked}],
+    }
 
 
 def _post(where: Endpoint, body: bytes, left: float) -> Any:

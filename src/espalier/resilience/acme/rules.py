@@ -83,10 +83,14 @@ def read(path: str | Path) -> tuple[Rule, ...]:
     except OSError as error:
         raise UserError(f"--rules {path} cannot be read: {error.strerror}.", do="name a TOML file of rules") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"--rules {path} is not TOML.", why=str(error), do="see docs/diagnose.md for an example") from None
+        raise UserError(
+            f"--rules {path} is not TOML.", why=str(error), do="see docs/diagnose.md for an example"
+        ) from None
     entries = table.get("rule")
     if not isinstance(entries, list) or not entries or not all(isinstance(one, dict) for one in entries):
-        raise UserError(f"--rules {path} holds no rules.", do="write each as a table [[rule]]; docs/diagnose.md shows one")
+        raise UserError(
+            f"--rules {path} holds no rules.", do="write each as a table [[rule]]; docs/diagnose.md shows one"
+        )
     return tuple(make(one, f"{path}: rule {at}") for at, one in enumerate(entries, 1))
 
 
@@ -96,7 +100,9 @@ def make(entry: dict[str, Any], place: str) -> Rule:
     for key in entry:
         if key not in _KEYS:
             near = nearest(key, _KEYS)
-            raise UserError(f"{place}: there is no key {key!r}.", do=f"did you mean {near}?" if near else ", ".join(_KEYS))
+            raise UserError(
+                f"{place}: there is no key {key!r}.", do=f"did you mean {near}?" if near else ", ".join(_KEYS)
+            )
     role = _one_of(entry, "role", ROLES, place, "root")
     told = role not in ("healthy", "noise")
     reason = _one_of(entry, "reason", tuple(REASONS), place, None if told else "")
@@ -136,7 +142,9 @@ def _compiled(pattern: str, place: str) -> re.Pattern[str]:
     except re.error as error:
         at = f" at character {error.pos + 1}" if error.pos is not None else ""
         raise UserError(
-            f"{place} is not a regular expression: {error.msg}{at}.", why=pattern, do="correct it there; \\ before ( [ . *"
+            f"{place} is not a regular expression: {error.msg}{at}.",
+            why=pattern,
+            do="correct it there; \\ before ( [ . *",
         ) from None
 
 

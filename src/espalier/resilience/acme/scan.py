@@ -102,7 +102,9 @@ def scan(path: str | Path) -> Scanned:
         raise UserError(f"{path} is a folder, not a log.", do="name the logs in it") from None
     except (OSError, EOFError) as error:
         said = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"The log {path} cannot be read: {said}.", do="name a file that exists and may be read") from None
+        raise UserError(
+            f"The log {path} cannot be read: {said}.", do="name a file that exists and may be read"
+        ) from None
     return keeper.result(str(path))
 
 
@@ -188,7 +190,7 @@ class _Keeper:
         before = self.number
         self._context(before, lines)
         for at, shape in enumerate(found):
-            if shape is not False and shape is not True:
+            if isinstance(shape, _Shape):
                 self._matters(shape, before, at, lines)
         self._lost([(before + at + 1, lines[at]) for at, shape in enumerate(found) if shape])
         self.number += len(lines)

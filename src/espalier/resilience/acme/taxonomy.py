@@ -29,24 +29,63 @@ class Kind(NamedTuple):
 
 
 REASONS: dict[str, Kind] = {
-    "NVLink Error": Kind(INFRASTRUCTURE, "isolate", "drain the node and test its NVLinks: nvidia-smi nvlink -e, dcgmi diag -r 3"),
-    "CUDA Error": Kind(INFRASTRUCTURE, "isolate", "test the GPU (dcgmi diag -r 3); CUDA_LAUNCH_BLOCKING=1 finds the kernel if it comes back elsewhere"),
+    "NVLink Error": Kind(
+        INFRASTRUCTURE, "isolate",
+        "drain the node and test its NVLinks: nvidia-smi nvlink -e, dcgmi diag -r 3",
+    ),
+    "CUDA Error": Kind(
+        INFRASTRUCTURE, "isolate",
+        "test the GPU (dcgmi diag -r 3); CUDA_LAUNCH_BLOCKING=1 finds the kernel if it comes back elsewhere",
+    ),
     "Node Failure": Kind(INFRASTRUCTURE, "isolate", "leave the node out and start again from the newest checkpoint"),
-    "ECC Error": Kind(INFRASTRUCTURE, "isolate", "drain the node; nvidia-smi -q -d ECC,ROW_REMAPPER tells whether the GPU must be replaced"),
-    "Network Error": Kind(INFRASTRUCTURE, "isolate", "test the link or the card (ibstat, ethtool, dmesg) before the node is used again"),
-    "Connection Error": Kind(INFRASTRUCTURE, "retry", "try again; if it stays, check name, port and firewall of the service"),
-    "S3 Storage Error": Kind(INFRASTRUCTURE, "retry", "try again with longer pauses between requests; check bucket, endpoint and credentials"),
-    "NCCL Timeout Error": Kind(INFRASTRUCTURE, "isolate", "test the node of the rank that did not arrive; its stack tells whether it computed, loaded or hung"),
-    "NCCL Remote Error": Kind(INFRASTRUCTURE, "isolate", "look at the rank that went away first: its own log, its node's dmesg"),
-    "Dataloader Killed": Kind(FRAMEWORK, "retry", "fewer workers, smaller prefetch, more host or shared memory (--shm-size)"),
+    "ECC Error": Kind(
+        INFRASTRUCTURE, "isolate",
+        "drain the node; nvidia-smi -q -d ECC,ROW_REMAPPER tells whether the GPU must be replaced",
+    ),
+    "Network Error": Kind(
+        INFRASTRUCTURE, "isolate",
+        "test the link or the card (ibstat, ethtool, dmesg) before the node is used again",
+    ),
+    "Connection Error": Kind(
+        INFRASTRUCTURE, "retry",
+        "try again; if it stays, check name, port and firewall of the service",
+    ),
+    "S3 Storage Error": Kind(
+        INFRASTRUCTURE, "retry",
+        "try again with longer pauses between requests; check bucket, endpoint and credentials",
+    ),
+    "NCCL Timeout Error": Kind(
+        INFRASTRUCTURE, "isolate",
+        "test the node of the rank that did not arrive; its stack tells whether it computed, loaded or hung",
+    ),
+    "NCCL Remote Error": Kind(
+        INFRASTRUCTURE, "isolate",
+        "look at the rank that went away first: its own log, its node's dmesg",
+    ),
+    "Dataloader Killed": Kind(
+        FRAMEWORK, "retry",
+        "fewer workers, smaller prefetch, more host or shared memory (--shm-size)",
+    ),
     "Attribute Error": Kind(FRAMEWORK, "stop", "correct the code, or the version of the library it was written for"),
-    "Out of Memory Error": Kind(FRAMEWORK, "stop", "smaller micro-batch, recompute activations, or shard more (espalier plan says what fits)"),
+    "Out of Memory Error": Kind(
+        FRAMEWORK, "stop",
+        "smaller micro-batch, recompute activations, or shard more (espalier plan says what fits)",
+    ),
     "Runtime Error": Kind(FRAMEWORK, "stop", "correct what the message names"),
     "Assertion Error": Kind(FRAMEWORK, "stop", "make the configuration meet what the assertion demands"),
     "Value Error": Kind(FRAMEWORK, "stop", "correct the value that the message names"),
-    "Zero Division Error": Kind(FRAMEWORK, "stop", "find out why the divisor is zero: an empty batch, split or interval"),
-    "Model Loading Error": Kind(FRAMEWORK, "stop", "compare the checkpoint with the model's configuration, and its files with their checksums"),
-    "Dataset Loading Error": Kind(FRAMEWORK, "stop", "build the data set or its index again, and look at the file that is named"),
+    "Zero Division Error": Kind(
+        FRAMEWORK, "stop",
+        "find out why the divisor is zero: an empty batch, split or interval",
+    ),
+    "Model Loading Error": Kind(
+        FRAMEWORK, "stop",
+        "compare the checkpoint with the model's configuration, and its files with their checksums",
+    ),
+    "Dataset Loading Error": Kind(
+        FRAMEWORK, "stop",
+        "build the data set or its index again, and look at the file that is named",
+    ),
     "File Not Found Error": Kind(SCRIPT, "stop", "correct the path, or mount it on every node"),
     "OS Error": Kind(SCRIPT, "stop", "free space, raise the limit, or mount the file system again"),
     "Type Error": Kind(SCRIPT, "stop", "correct the call"),
@@ -58,7 +97,10 @@ REASONS: dict[str, Kind] = {
     "Argument Error": Kind(SCRIPT, "stop", "correct the command line"),
     "Called Process Error": Kind(SCRIPT, "stop", "run the command that failed by hand"),
     "Index Error": Kind(SCRIPT, "stop", "find the index that is out of range: often a token or label beyond the table"),
-    LOSS_ANOMALY: Kind(OTHER, "rollback", "go back to a checkpoint before that line, skip the data since, look at the learning rate"),
+    LOSS_ANOMALY: Kind(
+        OTHER, "rollback",
+        "go back to a checkpoint before that line, skip the data since, look at the learning rate",
+    ),
     NO_FAILURE: Kind(OTHER, "none", "nothing to do"),
     UNKNOWN: Kind(OTHER, "retry", "read the evidence; a rule of your own (--rules) names it the next time"),
 }  # fmt: skip

@@ -12,19 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LINES = """
-rror xception traceback fail fatal panic abort kill signal sigterm sigkill sigsegv sigbus crash cancel
-xid nvrm nvlink doublebit eccunc uncorrect machinecheck hardware asyncevent linkdown linkflap linkfail portdown ibv netib
-timeout timedout timelimit expired refused reset closed unreachable noroute resolution resolve notknown brokenpipe lost
-denied nospace quota stale readonly oom outofmemory exhausted ncclwarn remoteprocess preempt requeue
-notready notresponding evicted drained draining segmentation coredumped buserror illegal corrupt truncated mismatch missing
+rror xception traceback fail fatal panic abort kill signal sigterm sigkill sigsegv sigbus crash cancel xid nvrm
+nvlink doublebit eccunc uncorrect machinecheck hardware asyncevent linkdown linkflap linkfail portdown ibv netib
+timeout timedout timelimit expired refused reset closed unreachable noroute resolution resolve notknown brokenpipe
+lost denied nospace quota stale readonly oom outofmemory exhausted ncclwarn remoteprocess preempt requeue notready
+notresponding evicted drained draining segmentation coredumped buserror illegal corrupt truncated mismatch missing
 unexpected invalid unrecognized unknown unable cannot couldnot cantopen notfound nosuch notdefined nomodule notexist
-overflow nonfinite notfinite isnan isinf nangrad nanin infin ornan orinf infnan naninf lossnan nanloss foundnan nandetected
-nanencountered encounterednan diverge exploding exploded spike anomaly
-cableerror portmodule linkstatus linkis wentdown isdown definitelydown carrier flap
-exited exitcode exitstatus returncode nonzero terminat usage requiredarg arerequired nooption override notinstruct
-rootcause firstobserved excluded shutdown heartbeat barrier enqueued unavailable deadline slowdown throttl forbidden
-finished completed successfully trainingdone trainingcomplete stopped maxsteps pyline assert fallen dataloader worker(pid
-sharedmemory disconnect interrupt giveup givingup exceed dead hang hung stuck stall watchdog undefinedsymbol
+overflow nonfinite notfinite isnan isinf nangrad nanin infin ornan orinf infnan naninf lossnan nanloss foundnan
+nandetected nanencountered encounterednan diverge exploding exploded spike anomaly cableerror portmodule linkstatus
+linkis wentdown isdown definitelydown carrier flap exited exitcode exitstatus returncode nonzero terminat usage
+requiredarg arerequired nooption override notinstruct rootcause firstobserved excluded shutdown heartbeat barrier
+enqueued unavailable deadline slowdown throttl forbidden finished completed successfully trainingdone
+trainingcomplete stopped maxsteps pyline assert fallen dataloader worker(pid sharedmemory disconnect interrupt
+giveup givingup exceed dead hang hung stuck stall watchdog undefinedsymbol
 """
 WORDS = tuple(sorted({word.replace("(", "").encode() for word in _LINES.split()}))
 
