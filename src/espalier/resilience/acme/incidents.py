@@ -1,7 +1,7 @@
 """Past incidents that read alike: for logs that no rule explains.
 
-After arXiv 2403.07648, section on diagnosis, which retrieves similar incidents from a vector store. Here by TF-IDF and
-cosine over words and pairs of words, which needs no model; incidents are tables `[[incident]]` in the user's file of
+After arXiv 2403.07648, section on diagnosis, which retrieves similar incidents from a vector store. Here by TF-IDF over
+words and pairs of words, which needs no model; incidents are tables `[[incident]]` in the user's file of
 rules: what the log said, and what it turned out to be.
 """
 
@@ -19,8 +19,8 @@ from pathlib import Path
 from espalier.errors import UserError, nearest
 from espalier.resilience.acme.taxonomy import REASONS
 
-ALIKE = 0.3
-"""Cosine from which an incident is said to be similar. Two error lines that share half of their words have about it."""
+ALIKE = 0.5
+"""Share of an incident that a log must hold to be said to be alike: half of its words, and those in their order."""
 CLEAR = 1.2
 """How much more alike than the best incident of another reason it must be."""
 
@@ -56,14 +56,15 @@ def _made(entry: object, place: str) -> Incident:
 
 
 def nearest_incidents(text: str, known: Sequence[Incident], count: int = 3) -> list[tuple[float, Incident]]:
-    """The `count` incidents most alike to the lines in `text`, with their cosines, the nearest first."""
+    """The `count` incidents most alike to the lines in `text`, the nearest first, with the share of each one's TF-IDF
+    weight that the lines hold: 0 to 1, and not less for all the other lines of a log."""
     if not known:
         return []
     terms = [_terms(one.text) for one in known]
     there = Counter(term for one in terms for term in one)
     weight = {term: math.log((1 + len(known)) / (1 + number)) + 1 for term, number in there.items()}
-    asked = _vector(_terms(text), weight)
-    scored = [(_cosine(asked, _vector(one, weight)), incident) for one, incident in zip(terms, known, strict=True)]
+    asked = _terms(text)
+    scored = [(_held(one, asked, weight), incident) for one, incident in zip(terms, known, strict=True)]
     return sorted(scored, key=lambda one: -one[0])[:count]
 
 
@@ -86,11 +87,7 @@ def _terms(text: str) -> Counter[str]:
     return terms
 
 
-def _vector(terms: Counter[str], weight: dict[str, float]) -> dict[str, float]:
-    return {term: (1 + math.log(count)) * weight[term] for term, count in terms.items() if term in weight}
-
-
-def _cosine(one: dict[str, float], other: dict[str, float]) -> float:
-    dot = sum(value * other.get(term, 0.0) for term, value in one.items())
-    norms = math.sqrt(sum(value * value for value in one.values()) * sum(value * value for value in other.values()))
-    return dot / norms if norms else 0.0
+def _held(incident: Counter[str], log: Counter[str], weight: dict[str, float]) -> float:
+    each = {term: (1 + math.log(count)) * weight[term] for term, count in incident.items()}
+    whole = sum(each.values())
+    return sum(value for term, value in each.items() if term in log) / whole if whole else 0.0

@@ -175,7 +175,7 @@ class _Keeper:
         if self.rest:
             self._look([self.rest], [words.shapes(self.rest)])
         first = self.number - len(self.tail) + 1
-        self.kept.update({first + at: line[: 4 * WIDEST] for at, line in enumerate(self.tail)})
+        self.kept.update({first + at: _cut(line) for at, line in enumerate(self.tail)})
         lines = {number: _text(self.kept[number]) for number in sorted(self.kept)}
         losses = tuple(loss for block in self.losses for number, line in block if (loss := _loss(number, line)))
         found = tuple(self.templates.found)
@@ -242,7 +242,7 @@ class _Keeper:
 
     def _keep(self, number: int, line: bytes) -> None:
         if number not in self.kept:
-            self.kept[number] = line = line[: 4 * WIDEST]
+            self.kept[number] = line = _cut(line)
             self.held += len(line) + 64
             while self.held > MEMORY:
                 oldest = next(iter(self.kept))
@@ -254,7 +254,7 @@ def _loss(number: int, line: bytes) -> Loss | None:
     if found is None or _OTHER_LOSS.search(words.shapes(line[max(0, found.start() - 16) : found.start() + 4])):
         return None
     try:
-        return Loss(number, float(found[1]), line[:WIDEST])
+        return Loss(number, float(found[1]), _cut(line))
     except ValueError:
         return None
 
@@ -264,7 +264,12 @@ def _text(line: bytes) -> str:
     line = line.rstrip(b"\r")
     if b"\r" in line:
         line = b"\r".join(line.split(b"\r")[-2:])
-    return line[:WIDEST].decode("utf-8", "replace").replace("\x00", "")
+    return _cut(line).decode("utf-8", "replace").replace("\x00", "")
+
+
+def _cut(line: bytes) -> bytes:
+    """Both ends of a line that is too long: what failed stands at one of them."""
+    return line if len(line) <= WIDEST else line[: WIDEST // 2] + b" ... " + line[-WIDEST // 2 :]
 
 
 def compression(scanned: Scanned) -> float:
