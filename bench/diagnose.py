@@ -2,7 +2,7 @@
 
     python bench/diagnose.py [--quick] [--pairs N] [--json FILE] [--data FOLDER]
 
-Accuracy on three labelled sets, each apart: the shared one (`failure-logs` in the folder of measured tables), written by
+Accuracy on three labelled sets, each apart: the shared one (`failure-logs` in the folder of measured tables), by
 others, and two of our own in tests/resilience/acme. `first exception` calls a log by the first name in it that ends in
 Error, its line the root, the reason's usual action the action. "Not stopped wrongly" is the share of logs that are not
 stopped where a restart can help.
@@ -114,7 +114,8 @@ def routine(lines: int, seed: int = 0) -> bytes:
         clock = f"2024-05-0{step % 9 + 1} 12:{step // 60 % 60:02d}:{step % 60:02d},{step % 1000:03d}"
         loss, took = 2 + draw.random() / 5, 800 + 90 * draw.random()
         made.append(
-            f"[default{step % 8}]:[{clock}] [INFO] [train.py:412] iteration {step:8d}/ 500000 | consumed samples: {step * 8} | "
+            f"[default{step % 8}]:[{clock}] [INFO] [train.py:412] iteration {step:8d}/ 500000 | "
+            f"consumed samples: {step * 8} | "
             f"elapsed time per iteration (ms): {took:.1f} | learning rate: 1.2E-04 | lm loss: {loss:.6E} | "
             f"grad norm: {draw.random():.3f} | number of skipped iterations: 0 | number of nan iterations: 0 |"
         )
@@ -174,10 +175,11 @@ def compressed(folder: Path, logs: Sequence[Labelled]) -> list[Row]:
     low, high = interval(ratios)
     ours, peer = sorted(ratios)[len(ratios) // 2], sorted(theirs)[len(theirs) // 2]
     spread = f"{low:.0f}-{high:.0f} (n={len(ratios)})"
+    name, share = f"{len(logs)} logs amid 50 000 routine lines", sum(kept) / len(kept)
     return [
-        Row(f"{len(logs)} logs amid 50 000 routine lines, lines over lines kept", "grep -iE", peer, ours, ours / peer, "x", spread),
-        Row(f"{len(logs)} logs amid 50 000 routine lines, root lines kept", "all lines", 1.0, sum(kept) / len(kept), sum(kept) / len(kept), "share", f"n={len(kept)}"),
-    ]  # fmt: skip
+        Row(f"{name}, lines over lines kept", "grep -iE", peer, ours, ours / peer, "x", spread),
+        Row(f"{name}, root lines kept", "all lines", 1.0, share, share, "share", f"n={len(kept)}"),
+    ]
 
 
 def main() -> None:

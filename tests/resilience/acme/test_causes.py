@@ -111,7 +111,8 @@ def test_a_quiet_line_is_a_cause_only_where_nothing_louder_is():
 
 
 def test_a_kill_for_memory_is_the_loaders_where_a_loader_died_of_it():
-    text = "kernel: Out of memory: Killed process 7 (python)\nRuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly"
+    text = "kernel: Out of memory: Killed process 7 (python)\n"
+    text += "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly"
     cause = chosen(text)
     assert (cause.named.rule.reason, cause.root.line.number) == ("Dataloader Killed", 1)
 
@@ -126,13 +127,8 @@ def test_noise_covers_the_lines_it_brings():
 def test_after_its_work_a_job_may_die_noisily():
     done = "training finished\n"
     assert chosen(done + "RuntimeError: Connection closed by peer") is None
-    assert (
-        chosen(
-            done
-            + 'Exception in thread T:\nTraceback (most recent call last):\n  File "a", line 1\nFileNotFoundError: x'
-        )
-        is None
-    )
+    thread = 'Exception in thread T:\nTraceback (most recent call last):\n  File "a", line 1\nFileNotFoundError: x'
+    assert chosen(done + thread) is None
     bad = chosen(done + "RuntimeError: x\nE failed (exitcode: 1) local_rank: 0")
     assert bad is not None
     assert bad.named.rule.reason == "Runtime Error"

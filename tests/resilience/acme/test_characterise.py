@@ -1,4 +1,4 @@
-"""Figures of a trace: shares add up, the curve's area is the GPU time, and the shared subset fits the published summary."""
+"""Figures of a trace: shares add up, the curve's area is the GPU time, the shared subset fits the published summary."""
 
 from __future__ import annotations
 
@@ -79,6 +79,6 @@ def test_the_shared_subset_has_the_published_cluster_in_it(data_folder):
     assert found.jobs <= float(kalos["complete_rate_gpu"]) * int(kalos["gpu_job_num"])
     assert trace.gpus.max() == float(kalos["max_gpu"])
     assert found.gpu_seconds == pytest.approx(float(trace.gpus @ trace.seconds))
-    # Pretraining is nearly all GPU time: 94.0 % of Kalos's in the study, over all types; here Eval and Debug are missing.
+    # Pretraining is nearly all GPU time: 94.0 % of Kalos's in the study, over all types; here some types are missing.
     pretrain = next(one for one in found.kinds if one.name == "Pretrain")
     assert pretrain.time_share == pytest.approx(0.94, abs=0.03)

@@ -11,12 +11,12 @@ from espalier.errors import UserError
 from espalier.resilience.acme import jobs
 
 ACME = """job_id,user,node_num,gpu_num,cpu_num,type,state,submit_time,start_time,end_time,duration,queue,gpu_time
-a,u1,2,16,32,Pretrain,COMPLETED,2023-03-01 00:00:00+08:00,2023-03-01 00:01:00+08:00,2023-03-01 01:01:00+08:00,3600,60,57600
+a,u,2,16,32,Pretrain,COMPLETED,2023-03-01 00:00:00+08:00,2023-03-01 00:01:00+08:00,2023-03-01 01:01:00+08:00,3600,60,0
 b,u2,1,1,4,Eval,FAILED,2023-03-01 00:00:00+08:00,2023-03-01 00:00:10+08:00,2023-03-01 00:00:40+08:00,30,10,30
 c,u2,1,0,4,Other,COMPLETED,2023-03-01 00:00:00+08:00,2023-03-01 00:00:10+08:00,2023-03-01 00:00:40+08:00,30,10,0
 """
 SACCT = """JobID|Partition|State|Submit|Start|End|ElapsedRaw|AllocTRES|ExitCode
-11|llm|COMPLETED|2025-01-01T00:00:00|2025-01-01T00:10:00|2025-01-01T01:10:00|3600|billing=64,cpu=64,gres/gpu:a100=8,gres/gpu=8,mem=1T,node=1|0:0
+11|llm|COMPLETED|2025-01-01T00:00:00|2025-01-01T00:10:00|2025-01-01T01:10:00|3600|cpu=64,gres/gpu:a100=8,gres/gpu=8,mem=1T|0:0
 11.batch||COMPLETED|2025-01-01T00:10:00|2025-01-01T00:10:00|2025-01-01T01:10:00|3600|cpu=64|0:0
 12|llm|CANCELLED by 1000|2025-01-01T00:00:00|2025-01-01T00:10:00|2025-01-01T00:20:00|600|cpu=8,gres/gpu=2|0:15
 13|dev|FAILED|2025-01-01T00:00:00|2025-01-01T00:10:00|2025-01-01T00:11:00|60|gres/gpu=1|0:9

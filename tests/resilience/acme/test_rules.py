@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from espalier.errors import UserError
@@ -41,18 +43,38 @@ def test_every_kind_of_failure_is_known(line):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "word"),
+    ("pattern", "words"),
     [
-        ("CUDA error: .*", "cuda error: "),
-        (r"\bXid\b.*: 74", ": 74"),
-        ("a|b", ""),
-        ("(?:ab)?cdef", "cdef"),
-        ("[ab]cd", "cd"),
-        (".*", ""),
+        ("CUDA error: .*", ("cuda error: ",)),
+        (r"\bXid\b.*: 74", (": 74",)),
+        ("ab|cd", ("ab", "cd")),
+        ("(?:ab)?cdef", ("cdef",)),
+        ("[ab]cd", ("cd",)),
+        (".*", ("",)),
+        (r"(?:fatal|lost).{0,9}x", ("fatal", "lost")),
+        (r"(?-i:[A-Z]\w*(?:Error|Fault))", ("error", "fault")),
     ],
 )
-def test_the_text_that_every_match_holds(pattern, word):
-    assert rules._certain(pattern) == word
+def test_the_texts_of_which_every_match_holds_one(pattern, words):
+    assert rules._certain(pattern) == words
+
+
+def test_looking_for_those_texts_first_changes_nothing():
+    lines = [
+        *model.healthy_lines(),
+        *model._alarming_lines(),
+        *(Path(__file__).parent / "said.txt").read_text().splitlines(),
+    ]
+    for line in lines:
+        for rule in rules.own():
+            plain = next((found for one in rule.patterns if (found := one.search(line))), None)
+            if plain is not None and rule.unless is not None and rule.unless.search(line):
+                plain = None
+            fast = rule.match(line, line.lower())
+            assert (fast and fast.group()) == (plain and plain.group())
+        asked = next(((rule, found) for rule in rules.own() if (found := rule.match(line, line.lower()))), None)
+        first = rules.book(rules.own()).first(line)
+        assert (first and (first[0], first[1].span())) == (asked and (asked[0], asked[1].span()))
 
 
 def write(tmp_path, text):

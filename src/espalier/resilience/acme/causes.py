@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from espalier.resilience.acme.lines import Line, rank_within, without_code
-from espalier.resilience.acme.rules import Role, Rule
+from espalier.resilience.acme.rules import Role, Rule, book
 from espalier.resilience.acme.scan import Loss
 from espalier.resilience.acme.taxonomy import REASONS, SCRIPT
 
@@ -72,27 +72,22 @@ class Cause:
 
 def findings(lines: Sequence[Line], rules: Iterable[Rule]) -> list[Finding]:
     """What the rules find, one for each line at most; noise, and what it covers, left out."""
-    rules = tuple(rules)
-    alarm = next((rule for rule in rules if rule.id == "alarm"), None)
+    asked = book(tuple(rules))
+    alarm = next((rule for rule in asked.rules if rule.id == "alarm"), None)
     chains = _chains(lines)
     covered: dict[int | None, int] = {}
     found = []
     for line in without_code(lines):
         if line.number <= covered.get(line.rank, 0):
             continue
-        text, lower = line.text, line.text.lower()
-        for rule in rules:
-            match = rule.match(text, lower)
-            if match is None:
-                continue
-            if rule.role == "noise":
-                covered[line.rank] = line.number + rule.span if rule.span else 0
-            else:
-                found.append(_finding(line, rule, match.groupdict(), chains.get(line.number, -1)))
-            break
-        else:
+        said = asked.first(line.text)
+        if said is None:
             if alarm is not None and line.level in LOUD:
                 found.append(_finding(line, alarm, {}, -1))
+        elif said[0].role == "noise":
+            covered[line.rank] = line.number + said[0].span if said[0].span else 0
+        else:
+            found.append(_finding(line, said[0], said[1].groupdict(), chains.get(line.number, -1)))
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,7 @@ class Rule:
     Attributes:
         id: its name.
         patterns: any of these in a line is evidence; groups called `rank` and `node` name whose fault it is.
-        words: for each pattern a text that every line it matches holds, in lower case; empty: none is known.
+        words: for each pattern texts in lower case of which every line that it matches holds one.
         reason: of the taxonomy; empty for the roles that speak for none.
         role: see `ROLES`.
         action, advice: instead of the reason's own; empty: the reason's.
@@ -44,7 +44,7 @@ class Rule:
 
     id: str
     patterns: tuple[re.Pattern[str], ...]
-    words: tuple[str, ...]
+    words: tuple[tuple[str, ...], ...]
     reason: str
     role: Role
     action: Action | Literal[""] = ""
@@ -55,10 +55,63 @@ class Rule:
 
     def match(self, text: str, lower: str) -> re.Match[str] | None:
         """The evidence in a line's text, of which `lower` is the lower-case form."""
-        for pattern, word in zip(self.patterns, self.words, strict=True):
-            if word in lower and (found := pattern.search(text)):
-                return None if self.unless is not None and self.unless.search(text) else found
+        for pattern, words in zip(self.patterns, self.words, strict=True):
+            for word in words:
+                if word in lower:
+                    found = pattern.search(text)
+                    if found is not None:
+                        return None if self.unless is not None and self.unless.search(text) else found
+                    break
         return None
+
+
+class Book:
+    """Rules, and for every three letters which of their patterns a line that holds them may match."""
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self.rules = tuple(rules)
+        self._by_letters: dict[str, list[tuple[int, int]]] = {}
+        self._always: list[tuple[int, int]] = []
+        for at, rule in enumerate(self.rules):
+            for number, texts in enumerate(rule.words):
+                for text in texts:
+                    letters = _rarest(text)
+                    place = self._by_letters.setdefault(letters, []) if letters else self._always
+                    place.append((at, number))
+
+    def first(self, text: str) -> tuple[Rule, re.Match[str]] | None:
+        """The first rule that a line's text is evidence for, as asking one after the other would find it."""
+        lower = text.lower()
+        letters = {lower[at : at + 3] for at in range(len(lower) - 2)} & self._by_letters.keys()
+        maybe = {one for three in letters for one in self._by_letters[three]}
+        done = -1
+        for at, number in sorted(maybe.union(self._always)):
+            rule = self.rules[at]
+            if at == done or not any(word in lower for word in rule.words[number]):
+                continue
+            found = rule.patterns[number].search(text)
+            if found is None:
+                continue
+            done = at  # its other patterns are not asked: `unless` speaks for the rule
+            if rule.unless is None or not rule.unless.search(text):
+                return rule, found
+        return None
+
+
+_RARE = "etaoinsrhldcu mfpgwybvkxjqz"
+"""Letters, the most frequent in English first."""
+
+
+def _rarest(text: str) -> str:
+    """The three letters in a row of a text that other lines hold least often; empty of shorter ones."""
+    threes = [text[at : at + 3] for at in range(len(text) - 2)]
+    return max(threes, key=lambda three: sum(_RARE.find(letter) % 99 for letter in three), default="")
+
+
+@cache
+def book(rules: tuple[Rule, ...]) -> Book:
+    """The book of these rules."""
+    return Book(rules)
 
 
 @cache
@@ -148,19 +201,26 @@ def _compiled(pattern: str, place: str) -> re.Pattern[str]:
         ) from None
 
 
-def _certain(pattern: str) -> str:
-    """The longest text that every match of `pattern` holds, in lower case, as far as its top level tells."""
-    parser = re._parser  # type: ignore[attr-defined]
-    runs, run = [""], ""
-    for kind, value in parser.parse(pattern, re.I):
-        if str(kind) == "LITERAL" and chr(value).lower().isascii():
+def _certain(pattern: str) -> tuple[str, ...]:
+    """Texts of which every match of `pattern` holds one, in lower case, the longest that can be told; `("",)`: none."""
+    return _one_of_these(re._parser.parse(pattern, re.I))  # type: ignore[attr-defined]
+
+
+def _one_of_these(parsed: Any) -> tuple[str, ...]:
+    found: list[tuple[str, ...]] = [("",)]
+    run = ""
+    for kind, value in parsed:
+        name = str(kind)
+        if name == "LITERAL" and chr(value).isascii():
             run += chr(value).lower()
-        else:
-            runs.append(run)
-            run = ""
-    return max([*runs, run], key=len)
-
-
-def exceptions(names: Iterable[str]) -> re.Pattern[str]:
-    """A pattern of the exception classes called `names` at the beginning of a message."""
-    return re.compile(rf"^(?:[\w.]+\.)?(?:{'|'.join(sorted(names, key=len, reverse=True))})\b")
+            continue
+        found.append((run,))
+        run = ""
+        if name == "SUBPATTERN":
+            found.append(_one_of_these(value[3]))
+        elif name == "BRANCH":
+            found.append(tuple(text for part in value[1] for text in _one_of_these(part)))
+        elif name in ("MAX_REPEAT", "MIN_REPEAT") and value[0] > 0:
+            found.append(_one_of_these(value[2]))
+    found.append((run,))
+    return max(found, key=lambda texts: (min(map(len, texts)), -len(texts)))

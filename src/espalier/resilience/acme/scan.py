@@ -37,7 +37,7 @@ WIDEST = 4096
 """Characters kept of a line."""
 SHAPES = 50_000
 """Shapes remembered."""
-MEMORY = 64 << 20
+MEMORY = 16 << 20
 """Bytes of lines kept before the oldest go."""
 LOSS_BLOCKS = 16
 """Last blocks whose losses are read; of earlier ones only whether they are numbers."""
