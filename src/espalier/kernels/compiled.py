@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import numba
 import numba.extending
+import numpy as np
 import torch
 
 Body = TypeVar("Body", bound=Callable[..., Any])
@@ -104,7 +105,11 @@ class Kernel:
         run = self._compiled or self.compile()
         if self._options.parallel:
             numba.set_num_threads(threads())
-        return run(*(one.detach().numpy() if isinstance(one, torch.Tensor) else one for one in arguments))
+        return run(*[one if isinstance(one, np.ndarray) else _plain(one) for one in arguments])
+
+
+def _plain(argument: Any) -> Any:
+    return argument.numpy(force=argument.requires_grad) if isinstance(argument, torch.Tensor) else argument
 
 
 def jit(

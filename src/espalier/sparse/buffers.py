@@ -30,10 +30,10 @@ class Buffers:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor that is not filled."""
-        kind = np.dtype(str(dtype).removeprefix("torch."))
-        size = math.prod(shape) * kind.itemsize
+        size = math.prod(shape) * dtype.itemsize
         if size < LEAST:
-            return torch.from_numpy(np.empty(shape, kind))
+            return torch.empty(shape, dtype=dtype)
+        kind = np.dtype(str(dtype).removeprefix("torch."))
         try:
             base = self._free[size].pop()
             self._bytes -= size

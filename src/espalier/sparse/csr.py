@@ -123,6 +123,11 @@ class CSR:
         return self.indptr.diff()
 
     @cached_property
+    def arrays(self) -> tuple[Any, Any]:
+        """`indptr` and `indices` as NumPy arrays, for kernels: made once, since a small product would notice."""
+        return self.indptr.numpy(), self.indices.numpy()
+
+    @cached_property
     def rows(self) -> Tensor:
         """int64 [entries]: the row of each entry."""
         return torch.repeat_interleave(self.degrees, output_size=self.entries)

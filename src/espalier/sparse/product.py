@@ -19,6 +19,7 @@ from espalier.sparse.csr import CSR
 if TYPE_CHECKING:
     from espalier.sparse.cbm import CBM
 
+KERNEL_TYPES = (torch.float32, torch.float64)
 PIECES = 64
 """Pieces of work of a product: enough for 16 threads to finish together, whatever the rows' lengths."""
 
@@ -49,11 +50,26 @@ def matmul(adjacency: CSR | CBM, x: Tensor, values: Tensor | None = None) -> Ten
     if values is not None and values.shape != (adjacency.entries,):
         raise UserError(f"values has shape {tuple(values.shape)}, the matrix has {adjacency.entries} entries.")
     weights = adjacency.values if values is None else values
-    dense = x.reshape(columns, math.prod(x.shape[1:]))
-    if x.dtype not in (torch.float32, torch.float64):
-        dense = dense.float()
+    dense = as_columns(x)
     weights = None if weights is None else weights.to(dense.dtype)
-    return csr_matmul(adjacency, dense, weights).reshape(rows, *x.shape[1:]).to(x.dtype)
+    return shaped_as(x, csr_matmul(adjacency, dense, weights))
+
+
+def as_columns(x: Tensor) -> Tensor:
+    """`x` as the kernels take it: two dims, float32 or float64."""
+    dense = x if x.dim() == 2 else x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    return dense if x.dtype in KERNEL_TYPES else dense.float()
+
+
+def shaped_as(x: Tensor, y: Tensor) -> Tensor:
+    """The product `y` [rows, width] with the type and the further dims of `x`."""
+    shaped = y if x.dim() == 2 else y.reshape(len(y), *x.shape[1:])
+    return shaped if y.dtype == x.dtype else shaped.to(x.dtype)
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd has to see what is done with them: its bookkeeping takes as long as a small product's tenth."""
+    return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
 
 
 @operation("csr_matmul")
@@ -68,6 +84,8 @@ def csr_matmul(adjacency: CSR, x: Tensor, values: Tensor | None) -> Tensor:
 @csr_matmul.fast("cpu", wins=lambda adjacency, x, values: adjacency.entries > 0 and x.shape[1] > 0)
 def summed_in_registers(adjacency: CSR, x: Tensor, values: Tensor | None) -> Tensor:
     """By the kernels of `rows`; the gradients by them too, with the transposed matrix."""
+    if not needs_gradient(x, values):
+        return product(adjacency, x, values)
     result: Tensor = _Product.apply(adjacency, x, values)
     return result
 
@@ -128,11 +146,11 @@ def product(adjacency: CSR, x: Tensor, values: Tensor | None) -> Tensor:
     x = x.contiguous()
     y = BUFFERS.empty((adjacency.shape[0], x.shape[1]), x.dtype)
     tiles = rows.tiles(x.shape[1], x.element_size())
+    indptr, indices = adjacency.arrays
     if values is None:
-        rows.add_rows(y, adjacency.indptr, adjacency.indices, x, piece_cuts(adjacency), tiles)
+        rows.add_rows(y, indptr, indices, x, piece_cuts(adjacency), tiles)
     else:
-        weights = values.contiguous()
-        rows.add_weighted_rows(y, adjacency.indptr, adjacency.indices, weights, x, piece_cuts(adjacency), tiles)
+        rows.add_weighted_rows(y, indptr, indices, values.contiguous(), x, piece_cuts(adjacency), tiles)
     return y
 
 

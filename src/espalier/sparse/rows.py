@@ -9,6 +9,7 @@ whatever the width and the number of threads.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numba
@@ -157,6 +158,7 @@ def _row(weighted: str) -> Any:
 _ROW, _ROW_BY_ENTRY, _ROW_BY_COLUMN = _row(""), _row("entry"), _row("column")
 
 
+@functools.lru_cache(maxsize=256)
 def tiles(width: int, element_bytes: int) -> Any:
     """How a row of `width` values is covered: int64 [tiles, 3] of first column, vectors, and live lanes.
 

@@ -8,7 +8,8 @@ columns are in very many rows. Both are exact in what they multiply.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -58,6 +59,15 @@ class Deltas:
     minus: Tensor
     cuts: Tensor
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def arrays(self) -> tuple[Any, ...]:
+        """All of them as NumPy arrays, for kernels: made once, since a small product would notice."""
+        return tuple(one.numpy() for one in self.tensors().values())
+
     def check(self, shape: tuple[int, int]) -> None:
         """Raises ValueError where these are no differences of the rows of a matrix of that shape."""
         rows, columns = shape
@@ -77,7 +87,7 @@ class Deltas:
                 raise ValueError("a column lies outside the matrix")
         if int(self.cuts[0]) != 0 or int(self.cuts[-1]) != rows or (self.cuts.diff() < 0).any():
             raise ValueError("cuts do not ascend to the number of rows")
-        kinds = {name: one.dtype for name, one in vars(self).items()}
+        kinds = {name: one.dtype for name, one in self.tensors().items()}
         if kinds.pop("cuts") != torch.int64 or set(kinds.values()) != {torch.int32}:
             raise ValueError("an array is of another type")
 

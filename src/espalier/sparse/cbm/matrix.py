@@ -8,7 +8,6 @@ rectangular; the plain format stays inside where compression would not pay.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,7 @@ from espalier.records import Record
 from espalier.sparse.buffers import BUFFERS
 from espalier.sparse.cbm.build import Deltas, Search, compress
 from espalier.sparse.csr import CSR, Scale
-from espalier.sparse.product import csr_matmul, matmul
+from espalier.sparse.product import as_columns, csr_matmul, matmul, needs_gradient, shaped_as
 
 RECORD = Record(
     name="cbm",
@@ -140,12 +139,9 @@ class CBM:
 
     def product(self, x: Tensor) -> Tensor:
         """`matmul` of what it has checked."""
-        rows, columns = self.shape
         if self.plain is not None:
             return self.plain.matmul(x)
-        dense = x.reshape(columns, math.prod(x.shape[1:]))
-        dense = dense if x.dtype in (torch.float32, torch.float64) else dense.float()
-        return cbm_matmul(self, dense).reshape(rows, *x.shape[1:]).to(x.dtype)
+        return shaped_as(x, cbm_matmul(self, as_columns(x)))
 
     def __matmul__(self, x: Tensor) -> Tensor:
         """`matmul`."""
@@ -202,7 +198,7 @@ class CBM:
 
         tensors = {name: one for name, one in zip(("left", "right"), self.scale, strict=True) if one is not None}
         if self.deltas is not None:
-            tensors |= vars(self.deltas)
+            tensors |= self.deltas.tensors()
         else:
             assert self.plain is not None
             tensors |= {"indptr": self.plain.indptr, "indices": self.plain.indices}
@@ -296,6 +292,8 @@ def cbm_matmul(matrix: CBM, x: Tensor) -> Tensor:
 @cbm_matmul.fast("cpu", wins=lambda matrix, x: x.numel() > 0 and matrix.shape[0] > 0)
 def branch_by_branch(matrix: CBM, x: Tensor) -> Tensor:
     """By the kernels of `rows`: branches in parallel, each row in one pass; backward by the transposed matrix."""
+    if not needs_gradient(x):
+        return _product(matrix, x.contiguous())
     result: Tensor = _Product.apply(matrix, x)
     return result
 
@@ -319,10 +317,10 @@ def _product(matrix: CBM, x: Tensor) -> Tensor:
     y = BUFFERS.empty((matrix.shape[0], x.shape[1]), x.dtype)
     tiles = rows.tiles(x.shape[1], x.element_size())
     left, right = (None if one is None else one.to(x.dtype) for one in matrix.scale)
-    lists = (deltas.order, deltas.parent, deltas.plus_ptr, deltas.plus, deltas.minus_ptr, deltas.minus)
+    *lists, cuts = deltas.arrays
     factors = x.new_empty(0) if left is None else left
     if right is None:
-        rows.add_differences(y, *lists, factors, x, deltas.cuts, tiles)
+        rows.add_differences(y, *lists, factors, x, cuts, tiles)
     else:
-        rows.add_scaled_differences(y, *lists, factors, right, x, deltas.cuts, tiles)
+        rows.add_scaled_differences(y, *lists, factors, right, x, cuts, tiles)
     return y
