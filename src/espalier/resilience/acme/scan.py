@@ -35,6 +35,8 @@ STACK = 40
 """Lines kept after the head of a traceback, or of a launcher's summary."""
 WIDEST = 4096
 """Characters kept of a line."""
+MINED = 20_000
+"""Shapes whose template is looked for; later ones share one."""
 SHAPES = 50_000
 """Shapes remembered."""
 MEMORY = 16 << 20
@@ -152,6 +154,8 @@ class _Keeper:
     size: int = 0
     held: int = 0
     mattered: int = 0
+    mined: int = 0
+    crowd: Template = field(default_factory=lambda: Template(["*"]))
     until: int = 0
     """Lines up to this number are kept as context."""
     tail: list[bytes] = field(default_factory=list)
@@ -222,7 +226,8 @@ class _Keeper:
         self.mattered += 1
         number = before + at + 1
         if shape.template is None:
-            shape.template = self.templates.add(_text(lines[at]))
+            self.mined += 1
+            shape.template = self.templates.add(_text(lines[at])) if self.mined <= MINED else self.crowd
         template = shape.template
         if number - template.last > BURST:
             template.kept = 0 if template.kept < BURSTS else template.kept

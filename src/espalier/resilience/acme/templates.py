@@ -16,7 +16,7 @@ MOST = 20_000
 """Templates; later forms share the template of their length."""
 WORDS = 40
 """Words of a line that are compared."""
-BRANCH = 64
+BRANCH = 32
 """Templates of one length and first word that are compared one by one."""
 
 _VARIABLE = re.compile(r"0x[0-9a-f]+|(?<![a-z])[-+]?\d[\w.:,+/-]*|(?:/[\w.@+-]+){2,}/?|[\w.-]*\d{2,}[\w.-]*", re.I)
