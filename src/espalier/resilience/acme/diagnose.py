@@ -22,6 +22,8 @@ from espalier.resilience.acme.scan import Loss, Scanned
 from espalier.resilience.acme.taxonomy import LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Diagnosis, Evidence
 from espalier.resilience.acme.unexplained import beyond_rules
 
+LINES = 8000
+"""Kept lines that the rules are asked about, the last ones: enough for a second of work, and a log keeps hundreds."""
 SHOWN = 5
 """Lines of evidence beside the root line."""
 WIDE = 300
@@ -89,7 +91,7 @@ def diagnose(paths: str | Path | Sequence[str | Path], means: Means = Means()) -
 def read(path: str | Path, means: Means) -> Case:
     """The log at `path` with what the rules find in it. Raises UserError."""
     scanned = scan.scan(path)
-    parsed = lines.parse(scanned.lines)
+    parsed = lines.parse(dict(list(scanned.lines.items())[-LINES:]))
     found = causes.findings(parsed, own() if means.rules is None else means.rules)
     speakers = len({line.rank for line in lines.parse({loss.number: loss.text for loss in scanned.losses[-200:]})})
     cause = causes.choose(found, scanned.losses, speakers)
