@@ -165,7 +165,7 @@ class _Keeper:
         self.size += len(block)
         block = self.rest + block
         end = block.rfind(b"\n")
-        if end < 0 and len(block) < BLOCK:
+        if end < 0 and len(block) < max(BLOCK, 2 * WIDEST):
             self.rest = block
             return
         if end < 0:  # a line longer than a block: what stands at its ends is enough
