@@ -1,6 +1,6 @@
 """Diagnosis of logs: how often right, beside the name of the first exception; how fast, beside grep; how small.
 
-    python bench/diagnose.py [--quick] [--pairs N] [--json FILE] [--data FOLDER]
+    python bench/diagnose.py [--quick] [--pairs N] [--json FILE] [--data FOLDER] [--only accuracy,compression,speed]
 
 Accuracy on three labelled sets, each apart: the shared one (`failure-logs` in the folder of measured tables), by
 others, and two of our own in tests/resilience/acme. `first exception` calls a log by the first name in it that ends in
@@ -183,9 +183,9 @@ def compressed(folder: Path, logs: Sequence[Labelled]) -> list[Row]:
 
 
 def main() -> None:
-    asked = arguments(
-        (__doc__ or "").splitlines()[0], data={"metavar": "FOLDER", "default": str(ROOT.parent / "shared" / "data")}
-    )
+    data = {"metavar": "FOLDER", "default": str(ROOT.parent / "shared" / "data"), "help": "measured tables"}
+    only = {"default": "accuracy,compression,speed", "help": "parts"}
+    asked = arguments((__doc__ or "").splitlines()[0], data=data, only=only)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -195,10 +195,12 @@ def main() -> None:
         both = [log for name in ("infrastructure", "software") for log in own(OWN / f"logs-{name}.toml", folder)]
         sets["own set"] = both
         sets["tricky set"] = list(own(OWN / "logs-tricky.toml", folder))
-        for name, logs in sets.items():
-            rows += accuracy(name, logs)
-        rows += compressed(folder, [log for logs in sets.values() for log in logs])
-        rows += speed(folder, 10**8 if asked.quick else 10**9, asked.pairs or (3 if asked.quick else 5))
+        if "accuracy" in asked.only:
+            rows += [row for name, logs in sets.items() for row in accuracy(name, logs)]
+        if "compression" in asked.only:
+            rows += compressed(folder, [log for logs in sets.values() for log in logs])
+        if "speed" in asked.only:
+            rows += speed(folder, 10**8 if asked.quick else 10**9, asked.pairs or (3 if asked.quick else 5))
     publish(rows, asked.json)
 
 

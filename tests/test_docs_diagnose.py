@@ -15,11 +15,11 @@ PAGE = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
 
 
 def test_its_figures_are_the_measured_ones() -> None:
-    (run,) = [one for one in records.measured("acme") if "bench/diagnose.py" in one.command]
-    rows = {f"| {row.case} | {row.peer_value:.3g} | {row.ours:.3g} |": row for row in run.rows}
+    runs = [one for one in records.measured("acme") if "bench/diagnose.py" in one.command]
+    rows = [f"| {row.case} | {row.peer_value:.3g} | {row.ours:.3g} |" for run in runs for row in run.rows]
     shown = re.findall(r"^\| (?:shared|own|tricky) set .*$|^\| .* amid .*$|^\| log of .*$", PAGE, re.MULTILINE)
-    assert shown == list(rows)
-    assert run.machine in PAGE.replace("\n", " ")
+    assert shown == rows
+    assert all(run.machine in PAGE for run in runs)
 
 
 def test_its_rules_load(tmp_path: Path) -> None:

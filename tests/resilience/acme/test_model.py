@@ -182,7 +182,7 @@ def test_a_proposed_rule_is_one_that_can_be_used(tmp_path):
     found = model.Proposal("OS Error", 3, r"flux \"capacitor\" \d+\b", "", 5, 5)
     path = tmp_path / "mine.toml"
     path.write_text(found.rule() + "\n")
-    assert rules.read(path)[0].patterns[0].pattern == found.pattern
+    assert rules.read(path)[0].patterns[0] == found.pattern
     assert model.Proposal("OS Error", 3, "", "", 5, 5).rule() == ""
 
 

@@ -43,24 +43,28 @@ class Rule:
     """
 
     id: str
-    patterns: tuple[re.Pattern[str], ...]
+    patterns: tuple[str, ...]
     words: tuple[tuple[str, ...], ...]
     reason: str
     role: Role
     action: Action | Literal[""] = ""
     advice: str = ""
-    unless: re.Pattern[str] | None = None
+    unless: str = ""
     after: tuple[str, ...] = ()
     span: int = 0
+
+    def excuses(self, text: str) -> bool:
+        """Whether a line's text is no evidence whatever the patterns say."""
+        return bool(self.unless) and compiled(self.unless).search(text) is not None
 
     def match(self, text: str, lower: str) -> re.Match[str] | None:
         """The evidence in a line's text, of which `lower` is the lower-case form."""
         for pattern, words in zip(self.patterns, self.words, strict=True):
             for word in words:
                 if word in lower:
-                    found = pattern.search(text)
+                    found = compiled(pattern).search(text)
                     if found is not None:
-                        return None if self.unless is not None and self.unless.search(text) else found
+                        return None if self.excuses(text) else found
                     break
         return None
 
@@ -89,11 +93,11 @@ class Book:
             rule = self.rules[at]
             if at == done or not any(word in lower for word in rule.words[number]):
                 continue
-            found = rule.patterns[number].search(text)
+            found = compiled(rule.patterns[number]).search(text)
             if found is None:
                 continue
             done = at  # its other patterns are not asked: `unless` speaks for the rule
-            if rule.unless is None or not rule.unless.search(text):
+            if not rule.excuses(text):
                 return rule, found
         return None
 
@@ -162,17 +166,18 @@ def make(entry: dict[str, Any], place: str) -> Rule:
     patterns = entry.get("patterns")
     if not isinstance(patterns, list) or not patterns or not all(isinstance(one, str) for one in patterns):
         raise UserError(f"{place}: patterns must be a list of regular expressions.", do='patterns = ["CUDA error: .*"]')
-    compiled = tuple(_compiled(one, f"{place}: pattern {at}") for at, one in enumerate(patterns, 1))
-    unless = entry.get("unless")
+    words = tuple(_certain(one, f"{place}: pattern {at}") for at, one in enumerate(patterns, 1))
+    unless = str(entry.get("unless", ""))
+    _certain(unless, f"{place}: unless")
     return Rule(
         id=str(entry.get("id") or place),
-        patterns=compiled,
-        words=tuple(_certain(one) for one in patterns),
+        patterns=tuple(patterns),
+        words=words,
         reason=reason,
         role=role,  # type: ignore[arg-type]
         action=_one_of(entry, "action", ACTIONS, place, ""),  # type: ignore[arg-type]
         advice=str(entry.get("advice", "")),
-        unless=_compiled(unless, f"{place}: unless") if isinstance(unless, str) else None,
+        unless=unless,
         after=tuple(entry.get("after", ())),
         span=int(entry.get("span", 0)),
     )
@@ -189,9 +194,19 @@ def _one_of(entry: dict[str, Any], key: str, known: Sequence[str], place: str, d
     return str(value)
 
 
-def _compiled(pattern: str, place: str) -> re.Pattern[str]:
+@cache
+def compiled(pattern: str) -> re.Pattern[str]:
+    """A pattern of a rule, compiled when a line may first match it: most never are."""
+    return re.compile(pattern, re.I)
+
+
+def _certain(pattern: str, place: str) -> tuple[str, ...]:
+    """Texts of which every match of `pattern` holds one, in lower case, the longest that can be told; `("",)`: none.
+
+    Raises UserError naming the place where it is no regular expression.
+    """
     try:
-        return re.compile(pattern, re.I)
+        return _one_of_these(re._parser.parse(pattern, re.I))  # type: ignore[attr-defined]
     except re.error as error:
         at = f" at character {error.pos + 1}" if error.pos is not None else ""
         raise UserError(
@@ -199,11 +214,6 @@ def _compiled(pattern: str, place: str) -> re.Pattern[str]:
             why=pattern,
             do="correct it there; \\ before ( [ . *",
         ) from None
-
-
-def _certain(pattern: str) -> tuple[str, ...]:
-    """Texts of which every match of `pattern` holds one, in lower case, the longest that can be told; `("",)`: none."""
-    return _one_of_these(re._parser.parse(pattern, re.I))  # type: ignore[attr-defined]
 
 
 def _one_of_these(parsed: Any) -> tuple[str, ...]:

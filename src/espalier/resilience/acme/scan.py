@@ -41,7 +41,7 @@ SHAPES = 50_000
 """Shapes remembered."""
 MEMORY = 16 << 20
 """Bytes of lines kept before the oldest go."""
-LOSS_BLOCKS = 16
+LOSS_BLOCKS = 8
 """Last blocks whose losses are read; of earlier ones only whether they are numbers."""
 
 _OPENS = (b"traceback", b"rootcause", b"failuresother", b"stacktrace")
