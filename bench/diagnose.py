@@ -39,6 +39,29 @@ NEAR = 2
 """Lines by which a root line may be off."""
 NAMES = {reason.replace(" ", ""): reason for reason in REASONS if reason.endswith("Error")}
 NAMES |= {"ModuleNotFoundError": "Import Error", "OutOfMemoryError": "Out of Memory Error", "IOError": "OS Error"}
+NAMES |= {
+    "AcceleratorError": "CUDA Error",
+    "DistBackendError": "NCCL Remote Error",
+    "ncclRemoteError": "NCCL Remote Error",
+}
+NAMES |= {
+    "ClientError": "S3 Storage Error",
+    "EndpointConnectionError": "S3 Storage Error",
+    "SafetensorError": "Model Loading Error",
+}
+NAMES |= {
+    "DistStoreError": "Connection Error",
+    "DistNetworkError": "Connection Error",
+    "MaxRetryError": "Connection Error",
+}
+NAMES |= {"DatasetNotFoundError": "Dataset Loading Error", "DatasetGenerationError": "Dataset Loading Error"}
+NAMES |= {
+    "ConnectionRefusedError": "Connection Error",
+    "ConnectionResetError": "Connection Error",
+    "UnboundLocalError": "Name Error",
+}
+NAMES |= {"IndentationError": "Syntax Error", "XlaRuntimeError": "Runtime Error"}
+"""What a person who knows the libraries would call an exception by its name alone."""
 _ERROR = re.compile(r"\b(\w*Error)\b")
 
 
