@@ -18,7 +18,7 @@ from espalier.resilience.acme.rules import Role, Rule, book
 from espalier.resilience.acme.scan import Loss
 from espalier.resilience.acme.taxonomy import REASONS, SCRIPT
 
-STRENGTH: dict[Role, int] = {"hardware": 0, "root": 1, "exception": 1, "cascade": 2, "exit": 3}
+STRENGTH: dict[Role, int] = {"hardware": 0, "root": 1, "exception": 1, "cascade": 2, "echo": 3, "exit": 4}
 """Of roles, the strongest first; causes and exceptions compete by time."""
 WENT_ON = 5
 """Losses of one rank after a finding that show the job went on."""

@@ -17,11 +17,11 @@ from typing import Any, Literal
 from espalier.errors import UserError, nearest
 from espalier.resilience.acme.taxonomy import ACTIONS, REASONS, Action
 
-Role = Literal["hardware", "root", "exception", "cascade", "exit", "healthy", "noise"]
-ROLES: tuple[Role, ...] = ("hardware", "root", "exception", "cascade", "exit", "healthy", "noise")
+Role = Literal["hardware", "root", "exception", "cascade", "echo", "exit", "healthy", "noise"]
+ROLES: tuple[Role, ...] = ("hardware", "root", "exception", "cascade", "echo", "exit", "healthy", "noise")
 """hardware: the machine says so itself, which outweighs what programs say; root: a cause; exception: known by the class
-of an exception alone; cascade: another rank's fault seen from here; exit: only that something ended; healthy: the job
-has done its work; noise: looks alarming and is not."""
+of an exception alone; cascade: another rank's fault seen from here; echo: only that others gave up; exit: only that
+something ended; healthy: the job has done its work; noise: looks alarming and is not."""
 
 _KEYS = ("id", "patterns", "reason", "role", "action", "unless", "after", "advice", "span")
 
