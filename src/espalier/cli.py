@@ -19,6 +19,7 @@ VERBS = {
     "report": "write report.html for a run, or show a running one live",
     "export": "write a run's model in another program's format",
     "explain": "what each system in Espalier is, when it is chosen, and its state",
+    "diagnose": "why a job failed, from the logs of any framework, and whether a restart can help",
 }
 
 
@@ -38,8 +39,9 @@ def parser() -> argparse.ArgumentParser:
     made["train"].add_argument("recipe", help="a recipe file (TOML)")
     for name in ("plan", "train", "probe"):
         made[name].add_argument("overrides", nargs="*", metavar="key=value", help="changes, such as train.steps=50")
-    for name in ("eval", "predict", "report", "export"):
+    for name in ("eval", "predict", "export"):
         made[name].add_argument("run", help="a run folder, such as runs/language")
+    made["report"].add_argument("run", nargs="?", help="a run folder, such as runs/language")
     _options(made)
     return top
 
@@ -69,11 +71,17 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     made["predict"].add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest (default)")
     made["predict"].add_argument("--top-k", type=int, help="sample among the k likeliest only")
     made["predict"].add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
+    made["report"].add_argument(
+        "--trace", metavar="FILE", help="of a cluster's jobs: Acme's columns, sacct -P, or a folder of runs"
+    )
     made["report"].add_argument("--serve", action="store_true", help="show the run live on this machine's loopback")
     made["report"].add_argument("--port", type=int, default=0, help="port for --serve (default: any free one)")
     made["export"].add_argument("--to", choices=("hf",), default="hf", help="format: hf (Llama-format safetensors)")
     made["export"].add_argument("--out", help="folder to write (default RUN/export-hf)")
     made["explain"].add_argument("name", nargs="?", help="a system, such as amsp; without it, all twenty")
+    made["diagnose"].add_argument("logs", nargs="+", metavar="LOG", help="logs, or a run's folder")
+    made["diagnose"].add_argument("--rules", metavar="FILE", help="rules and incidents of your own")
+    made["diagnose"].add_argument("--model", metavar="URL", help="a language model to ask where no rule knows why")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -64,3 +64,10 @@ def test_names_are_escaped() -> None:
     assert "<s>" not in chart
     assert '<"t">' not in chart
     assert "<x>" not in draw.stacked("a", draw.shares({"<x>": 1.0}, str), 1.0, "t")
+
+
+def test_a_chart_says_what_it_is_along() -> None:
+    hours = draw.Series("x", np.arange(3), np.arange(3.0), along="hour")
+    chart = draw.line_chart("x", [hours], str)
+    assert "<em>hour</em>" in chart
+    assert "step" not in chart

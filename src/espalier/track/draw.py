@@ -23,13 +23,15 @@ _SIDE = 1000.0
 
 
 class Series(NamedTuple):
-    """One line of a chart: `x` ascending and `y` of equal length; `kind` is thin, line or dots; `colour` 1 to 8."""
+    """One line of a chart: `x` ascending and `y` of equal length; `kind` is thin, line or dots; `colour` 1 to 8;
+    `along` is what x counts."""
 
     name: str
     x: Array
     y: Array
     kind: str = "line"
     colour: int = 1
+    along: str = "step"
 
 
 class Share(NamedTuple):
@@ -43,7 +45,8 @@ class Share(NamedTuple):
 def line_chart(
     title: str, series: Sequence[Series], show: Callable[[float], str], zero: bool = False, unit: float = 1.0
 ) -> Markup:
-    """A chart over steps. `show` writes values of y, whose ticks are round in `unit`; `zero` puts 0 on the axis.
+    """A chart over steps, or what its first series is `along`. `show` writes values of y, whose ticks are round in
+    `unit`; `zero` puts 0 on the axis.
 
     Empty when no series has a finite point.
     """
@@ -64,6 +67,7 @@ def line_chart(
     )
     return _PLOT.format(
         title=title,
+        along=series[0].along,
         about=_about(series, show),
         legend=_legend(series),
         y=_labels(y_ticks, lambda tick: f"top:{_n(frame.down(tick) / 10)}%", show),
@@ -161,7 +165,7 @@ class _Frame(NamedTuple):
 _PLOT = Markup(
     '<div class="plot">{legend}<div class="ys" aria-hidden="true">{y}</div>'
     '<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" aria-label="{title}: {about}">{drawing}</svg>'
-    '<div class="xs" aria-hidden="true">{x}<em>step</em></div></div>'
+    '<div class="xs" aria-hidden="true">{x}<em>{along}</em></div></div>'
 )
 
 
@@ -206,7 +210,7 @@ def _bands(series: Sequence[Series], frame: _Frame, show: Callable[[float], str]
     bands = []
     for x, step in zip(edges, main.x[at], strict=True):
         values = [f"{one.name} {show(float(one.y[_nearest(one.x, step)]))}" for one in series]
-        title = f"step {step:,.0f}\n" + "\n".join(values)
+        title = f"{main.along} {step:,.0f}\n" + "\n".join(values)
         bands.append(
             Markup('<rect class="hover" x="{}" y="0" width="{}" height="1000"><title>{}</title></rect>').format(
                 _n(x - width / 2), _n(width), title
@@ -238,7 +242,7 @@ def _legend(series: Sequence[Series]) -> Markup:
 def _about(series: Sequence[Series], show: Callable[[float], str]) -> str:
     """What someone who cannot see the chart is told."""
     said = [f"{one.name} from {show(float(one.y[0]))} to {show(float(one.y[-1]))}" for one in series]
-    return f"steps {series[0].x[0]:,.0f} to {series[0].x[-1]:,.0f}; " + "; ".join(said)
+    return f"{series[0].along}s {series[0].x[0]:,.0f} to {series[0].x[-1]:,.0f}; " + "; ".join(said)
 
 
 def _path(x: Array, y: Array) -> str:

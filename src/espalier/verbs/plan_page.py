@@ -62,7 +62,7 @@ def render(plan: Plan, points: Sequence[Point], title: str) -> str:
     return str(
         _template().render(
             title=title,
-            style=_style(),
+            style=style(),
             plan=plan,
             words=words(plan.layout),
             where=where(plan),
@@ -83,31 +83,32 @@ def render(plan: Plan, points: Sequence[Point], title: str) -> str:
 
 
 @cache
-def _environment() -> Any:
+def environment() -> Any:
+    """Where the pages' templates are, this file's and the run report's."""
     import jinja2
 
     folders = [Path(__file__).parent, Path(report.__file__).parent]
-    environment = jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folders),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["coded"] = _coded
-    return environment
+    made.filters["coded"] = _coded
+    return made
 
 
 def _template() -> Any:
-    return _environment().get_template("plan_page.html.j2")
+    return environment().get_template("plan_page.html.j2")
 
 
-def _style() -> Markup:
+def style() -> Markup:
     """The style of a run's report, so that both pages are of one look."""
-    environment = _environment()
-    source, _, _ = environment.loader.get_source(environment, "report.html.j2")
+    made = environment()
+    source, _, _ = made.loader.get_source(made, "report.html.j2")
     inside = source.partition("<style>")[2].partition("</style>")[0]
-    return Markup(environment.from_string(inside).render())
+    return Markup(made.from_string(inside).render())
 
 
 def _coded(text: str) -> Markup:

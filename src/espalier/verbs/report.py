@@ -1,4 +1,4 @@
-"""`espalier report RUN`: writes report.html anew, or serves it live while the run goes on."""
+"""`espalier report RUN`: writes report.html anew, or serves it live; `--trace FILE`: of the jobs of a cluster."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import argparse
 import json
 
 from espalier import run as runs
+from espalier.errors import UserError
 from espalier.track import report, serve, tables
-from espalier.verbs import show
+from espalier.verbs import jobs, show
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the report and says where it is."""
+    if arguments.trace:
+        return jobs.run(arguments.trace, arguments.json)
+    if arguments.run is None:
+        raise UserError("report needs the folder of a run, or --trace.", do="espalier report runs/NAME")
     folder = runs.find(arguments.run)
     if arguments.serve:
         serve.serve(folder.path, port=arguments.port)

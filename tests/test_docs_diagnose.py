@@ -1,0 +1,47 @@
+"""What docs/diagnose.md says was measured is what the bench script wrote; its rules load, its example is real."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from espalier import records
+from espalier.resilience.acme import incidents, rules
+from espalier.resilience.acme.diagnose import diagnose
+from espalier.verbs.diagnose import told
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
+
+
+def test_its_figures_are_the_measured_ones() -> None:
+    runs = [one for one in records.measured("acme") if "bench/diagnose.py" in one.command]
+    rows = [f"| {row.case} | {row.peer_value:.3g} | {row.ours:.3g} |" for run in runs for row in run.rows]
+    shown = re.findall(r"^\| (?:shared|own|tricky) set .*$|^\| .* amid .*$|^\| log of .*$", PAGE, re.MULTILINE)
+    assert shown == rows
+    assert all(run.machine in PAGE for run in runs)
+
+
+def test_its_rules_load(tmp_path: Path) -> None:
+    (text,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    mine = tmp_path / "mine.toml"
+    mine.write_text(text)
+    (rule,) = rules.read(mine)
+    assert rule.match(
+        "LustreError: This client was evicted by fs-OST0001", "lustreerror: this client was evicted by fs-ost0001"
+    )
+    assert incidents.read(mine)[0].reason == "Node Failure"
+
+
+def test_its_example_is_what_is_printed(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    log.write_text(
+        "[rank1]:[E610 11:00:02.1 ProcessGroupNCCL.cpp:1895] watchdog thread terminated with exception: NCCL error: "
+        "remote process exited or there was a network error\n[rank3]: Traceback (most recent call last):\n"
+        '[rank3]:   File "collate.py", line 9, in collate\n'
+        "[rank3]: KeyError: 'attention_mask'\n"
+    )
+    (found,) = diagnose(log)
+    said = told(found)
+    example = PAGE.partition("```\n")[2].partition("```")[0].splitlines()
+    assert [line.replace(str(log), "run.log") for line in (*said[:3], *said[-2:])] == [*example[:3], *example[-2:]]
