@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from espalier import config
+from espalier.config import Data
+from espalier.graph import sources
 from espalier.graph.data import Graph, Parts
+
+
+def load(path, **options) -> Graph:
+    """The graph at `path`, with settings of `[graph]`."""
+    return sources.load(Data(path=str(path)), config.Graph(**options))
 
 
 def made(nodes: int = 60, edges: int = 240, seed: int = 0, **known) -> Graph:
