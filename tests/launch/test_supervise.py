@@ -4,6 +4,7 @@ The normal suite runs a sample; `pytest -m soak tests/launch/test_supervise.py` 
 """
 
 import os
+import random
 import signal
 import time
 
@@ -13,6 +14,7 @@ from struck import PHASES, Struck, recipe_of, same, write_corpus
 from espalier.errors import Interrupted, RunFailed, UserError
 from espalier.launch import base, supervise
 from espalier.testing.faults import Fault
+from espalier.track.ledger import account
 
 HAPPENINGS = ("kill", "terminate", "raise", "stop", "hang", "exit")
 
@@ -120,6 +122,23 @@ def test_several_failures_in_one_run_change_no_bit(corpus, unbroken, tmp_path):
     assert same(run, unbroken(2))
     assert [event["kind"] for event in run.all("incident")] == ["exit", "killed", "exception"]
     assert [event["attempt"] for event in run.all("recovered")] == [1, 2, 3]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_under_constant_fire_ends_with_the_weights_of_peace(corpus, tmp_path, seed):
+    """Acme's mix in small: a fault of any kind on any rank every ten steps or so."""
+    draw = random.Random(seed)
+    recipe = recipe_of(corpus, train={"steps": 120, "validate_every": 50}, checkpoint={"every": 10})
+    whole = Struck(recipe, 3, tmp_path / "whole").run()
+    struck = draw.sample(range(2, 121), 12)
+    faults = tuple(Fault(draw.randrange(3), step, draw.choice(HAPPENINGS)) for step in struck)
+    run = Struck(recipe, 3, tmp_path / "run", faults, memory=1 << 26).run()
+    assert same(run, whole)
+    found = account(run.events)
+    assert found.failures == sum(cause.recovered for cause in found.causes) == len(faults)
+    assert set(run.losses) == set(range(1, 121))
 
 
 @pytest.mark.parametrize(("optimizer", "world"), [("muon", 2), ("adamw", 1)])
