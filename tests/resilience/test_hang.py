@@ -53,8 +53,8 @@ def test_starting_and_saving_may_take_longer():
 
 def test_saving_over_a_slow_network_is_no_hang():
     storing = replace(SIGN, doing="storing")
-    assert found([SIGN, storing], [IDLE, IDLE], 1800) is None
-    assert found([SIGN, storing], [IDLE, IDLE], 2000) is not None
+    assert found([SIGN, storing], [IDLE, IDLE], 7200) is None
+    assert found([SIGN, storing], [IDLE, IDLE], 7400) is not None
 
 
 def test_steps_are_progress():

@@ -21,9 +21,9 @@ _STEPS = 5.0
 """Nor does an idle run hang before this many times its usual step: it may wait for its data."""
 _STARTING, _ELSEWHERE = 30.0, 60.0
 """Seconds of idleness while joining, building and in the first step; and while waiting for data or validating."""
-_BUSY_STEPS, _BUSY_LEAST, _BUSY_MOST = 20.0, 60.0, 1800.0
+_BUSY_STEPS, _BUSY_LEAST, _BUSY_MOST = 20.0, 60.0, 7200.0
 """A busy run hangs after this many times its usual step, and at least so many seconds; while it starts (compiles) or
-validates it may take half an hour. So may saving and restoring, also idle: they may wait for a slow network."""
+validates it may take two hours. So may saving and restoring, also idle: they may wait for a slow network."""
 _IDLE = 0.03
 """CPU seconds a second below which a process does nothing: heartbeats themselves take less than 0.005."""
 _TICK = 0.011  # CPU time is counted in steps of 10 ms
