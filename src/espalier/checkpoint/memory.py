@@ -146,6 +146,7 @@ class Memory:
         self._usual = 0.0
         self._last: tuple[int, float] | None = None
         self._off = False
+        self._copies = 0
         self._allowed: int | None = None
         self._newest = _NONE
 
@@ -222,6 +223,10 @@ class Memory:
                 slot.clear()
             self._tell(0, f"no copies in memory: two of them take more than faults.memory allows a rank "
                           f"({self._allowed:,} bytes)")  # fmt: skip
+            return
+        self._copies += 1
+        if self._copies <= len(self._slots):
+            self._due = step + 1  # the first use of a slot maps its pages: no measure of what copies cost
             return
         found: Interval = interval.interval(stall, usual, self._refuge.between_failures)
         self._due = step + found.steps
