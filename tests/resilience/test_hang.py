@@ -37,6 +37,12 @@ def test_a_rank_that_starves_or_waits_for_a_disk_is_not_idle():
         assert found([SIGN, SIGN], [IDLE, Vital(3.0, state)], 150) is None
 
 
+def test_a_beat_that_is_met_running_now_and_then_is_no_work():
+    beating = lambda now: [IDLE, Vital(3.0, "R" if now % 1.0 == 0 else "S")]  # noqa: E731
+    when, _ = found([SIGN, SIGN], beating, 200)
+    assert when - SIGN.moved <= 3.0
+
+
 def test_slow_steps_are_waited_for():
     slow = replace(SIGN, usual=3.0)
     when, _ = found([slow, SIGN], [IDLE, IDLE], 200)

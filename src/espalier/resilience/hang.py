@@ -66,6 +66,7 @@ class Watcher:
         self._since = 0.0
         self._cpu: dict[int, tuple[float, float]] = {}
         self._active: dict[int, float] = {}
+        self._running: set[int] = set()
         self._stopped: dict[int, float] = {}
 
     def look(self, now: float, signs: Sequence[Sign], vitals: Sequence[Vital]) -> Finding | None:
@@ -84,8 +85,11 @@ class Watcher:
     def _note(self, now: float, rank: int, vital: Vital) -> None:
         when, cpu = self._cpu.get(rank, (now, vital.cpu))
         self._cpu[rank] = (now, vital.cpu)
-        if vital.cpu - cpu > _IDLE * (now - when) + _TICK or vital.state in "RD":
+        # A thread that runs just now may be one that beats: only one that is met so again works, starves or waits.
+        again = vital.state in "RD" and rank in self._running
+        if vital.cpu - cpu > _IDLE * (now - when) + _TICK or again:
             self._active[rank] = now
+        (self._running.add if vital.state in "RD" else self._running.discard)(rank)
         if vital.state == "T":
             self._stopped.setdefault(rank, now)
         else:
