@@ -1,4 +1,4 @@
-"""`espalier eval RUN`: the newest checkpoint on all of the run's held-out data."""
+"""`espalier eval RUN`: the newest checkpoint on all of the run's held-out data; with tasks, or as checkpoints come."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import json
 import torch
 
 from espalier.errors import UserError
+from espalier.verbs import watch
 from espalier.verbs.trained import open_trained
 from espalier.workload import Shard
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the held-out figures."""
+    if arguments.watch or arguments.task or arguments.workers is not None:
+        return watch.run(arguments)
     trained = open_trained(arguments.run)
     samples = trained.workload.validation_samples()
     if samples == 0:

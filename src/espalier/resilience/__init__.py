@@ -1,0 +1,1 @@
+"""What if something breaks?"""
