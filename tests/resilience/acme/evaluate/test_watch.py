@@ -133,6 +133,19 @@ def test_once_takes_the_newest_good_checkpoint_and_needs_one(home: Home) -> None
     assert results(home.watch().run(once=True)) == [2]
 
 
+def test_a_checkpoint_deleted_before_it_was_seen_is_named(home: Home, monkeypatch) -> None:
+    monkeypatch.setattr(watch, "POLL", 0.01)
+    home.save(2)
+    telling = home.watch().run()
+    assert any(one.text.startswith("Waiting") for one in telling)
+    for step in (4, 6):  # nobody looks meanwhile, and one is kept
+        home.save(step)
+    home.end()
+    told = list(telling)
+    assert [one.step for one in told if "deleted it before" in one.text] == [4]
+    assert {step for step, _ in home.evaluated()} == {2, 6}
+
+
 def test_an_interrupted_run_is_waited_for(home: Home, monkeypatch) -> None:
     monkeypatch.setattr(watch, "POLL", 0.01)
     home.save(2)

@@ -126,7 +126,7 @@ class HarnessTask:
         return {
             metric.removesuffix(",none"): float(value)
             for metric, value in found["results"][self.name].items()
-            if isinstance(value, int | float) and "stderr" not in metric
+            if isinstance(value, int | float) and "," in metric and "stderr" not in metric  # "METRIC,FILTER"
         }
 
     def score(self, raw: Any) -> Sums:

@@ -98,6 +98,7 @@ class Watch:
         self._held = open_place(where.folder / "held")
         self._skipped: set[tuple[str, str]] = set()
         self._looked, self._holding = 0.0, True
+        self._seen = set(self.history.saved)
 
     def close(self) -> None:
         """Gives the lock back and deletes raw outputs."""
@@ -140,6 +141,7 @@ class Watch:
             yield from self._wait_for_folder()
             self.history.update()
             found = self._found()
+            yield from self._missed()
             if found:
                 said = ""
                 yield from self._evaluate(crew, found[0])
@@ -150,6 +152,13 @@ class Watch:
                 said = self._waiting_for()
                 yield Told(0, said)
             time.sleep(POLL)
+
+    def _missed(self) -> Iterator[Told]:
+        """Says which checkpoints were committed since the watch began, and deleted before it could take them."""
+        there = {step_of(name) for place in (self._place, self._held) for name in place.names()}
+        missed, self._seen = self.history.saved - self._seen - there, self._seen | self.history.saved
+        for step in sorted(missed):
+            yield Told(step, self._skip(step, "training deleted it before it was seen; set checkpoint.keep higher"))
 
     def _waiting_for(self) -> str:
         if self.history.ended:
