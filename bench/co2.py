@@ -5,8 +5,9 @@
 A decoder of 10.8 M parameters on real text (Python's library as bytes), 1,024 tokens for each host and step, AdamW.
 Each contestant trains for as many seconds of its own, in fresh processes: DistributedDataParallel (PyTorch's Gloo); the
 same exchanging as seldom as the rounds (`accumulated`), and with our int8 hook; Local SGD; torchft's DiLoCo, by a
-Python that has torchft; CO2 in full precision with the fewest steps that hide the exchange, and in 4 bits with a link
-that is busy an eighth of the time at most. The ceiling is the same hosts exchanging nothing. All hosts share this
+Python that has torchft; CO2 and its eager form in full precision with the fewest steps that hide the exchange, and the
+eager form in 4 bits with a link that is busy an eighth of the time at most. The ceiling is the same hosts exchanging
+nothing, for half as long. All hosts share this
 machine's cores, so the kernel's time for TCP is part of every figure; it is told too. Needs root (bench/netlab.py).
 """
 
@@ -30,7 +31,8 @@ from table import Row, arguments, interval, publish
 
 HOSTS, DELAY = 4, 5e-3
 DUTY = 1 / 8
-KINDS = ("alone", "ddp", "accumulated", "int8", "local_sgd", "torchft", "co2", "co2 int4")
+OURS = ("co2", "eager", "eager int4")
+KINDS = ("alone", "ddp", "accumulated", "int8", "local_sgd", "torchft", *OURS)
 
 
 def run(task: Task, rate: float, python: str) -> Outcome:
@@ -42,7 +44,7 @@ def run(task: Task, rate: float, python: str) -> Outcome:
 
 def contestants(kinds: Sequence[str], task: Task, rate: float, torchft: str | None) -> dict[str, Outcome]:
     """What each did on links of `rate`; first what a step takes alone, which says how long rounds are."""
-    found = {"alone": run(msgspec.structs.replace(task, kind="alone"), rate, sys.executable)}
+    found = {"alone": run(msgspec.structs.replace(task, kind="alone", seconds=task.seconds / 2), rate, sys.executable)}
     step = found["alone"].seconds / found["alone"].steps
     size, link = 4.0 * found["alone"].parameters, Link(bandwidth=rate / 8, latency=DELAY)
     flight = float(hiding.flight_seconds(size, HOSTS, link))
@@ -53,9 +55,8 @@ def contestants(kinds: Sequence[str], task: Task, rate: float, torchft: str | No
     for kind in kinds:
         if kind == "alone" or (kind == "torchft" and torchft is None):
             continue
-        changes = (
-            {"kind": "co2", "codec": "int4", "steps": short} if kind == "co2 int4" else {"kind": kind, "steps": steps}
-        )
+        name, *coded = kind.split()
+        changes = {"kind": name, "steps": short, "codec": coded[0]} if coded else {"kind": name, "steps": steps}
         python = torchft if kind == "torchft" and torchft else sys.executable
         found[kind] = run(msgspec.structs.replace(task, **changes), rate, python)
         told(kind, found[kind])
@@ -96,13 +97,12 @@ def time_to(curve: Sequence[tuple[float, int, float]], loss: float) -> float:
 def rows(case: str, found: dict[str, Outcome]) -> list[Row]:
     """The table of one rate: ours beside every other."""
     made = []
-    for ours in (name for name in ("co2", "co2 int4") if name in found):
+    for ours in (name for name in OURS if name in found):
         mine = found[ours]
         here = f"{case}, {ours}, rounds of {_steps(mine)}"
         for peer, theirs in found.items():
-            if peer == ours or (peer.startswith("co2") and ours != "co2 int4"):
-                continue
-            made += _beside(here, mine, peer, theirs)
+            if peer not in OURS:
+                made += _beside(here, mine, peer, theirs)
         share = mine.stood / mine.seconds
         made.append(Row(f"{here}: share of time standing still", "goal", 0.02, share, 0.02 / max(share, 1e-9), "", "-"))
         kernel = [one.kernel / one.seconds for one in (found["alone"], mine)]

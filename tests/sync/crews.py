@@ -73,17 +73,18 @@ def together(count: int, run: Callable[[int, Callable[..., OuterSync]], Any], **
 
 def simulated(count: int, choices: Choices, steps: int, rounds: int) -> list[Tensor]:
     """x after every round by the paper's recurrence, in one process, means in rank order. CO2 with delay 1, SlowMo with
-    delay 0; no penalty, no codec, one fragment."""
+    delay 0, eager where asked; no penalty, no codec, one fragment."""
     replicas = [Replica(member) for member in range(count)]
     x = replicas[0].flat()
-    m, before, found = torch.zeros_like(x), None, []
+    starts, m, before, found = [x] * count, torch.zeros_like(x), None, []
     for _ in range(rounds):
         ends = []
         for replica in replicas:
             for _ in range(steps):
                 replica.step()
             ends.append(replica.flat())
-        now = (x.clone(), ends)
+        own = [start - end for start, end in zip(starts, ends, strict=True)]
+        now = (starts, ends)
         late = now if choices.delay == 0 else before
         if late is not None:
             x = x.clone()
@@ -94,15 +95,16 @@ def simulated(count: int, choices: Choices, steps: int, rounds: int) -> list[Ten
                 step = step.clamp(-choices.clip, choices.clip)
             x = torch.sub(x, step, alpha=choices.rate * (RATE if choices.scaled else 1.0))
         before = now
-        for replica in replicas:
-            for tensor, part in zip(replica.live, x.split(SIZES), strict=True):
+        starts = [x - one if choices.eager else x.clone() for one in own]
+        for replica, start in zip(replicas, starts, strict=True):
+            for tensor, part in zip(replica.live, start.split(SIZES), strict=True):
                 tensor.copy_(part)
         found.append(x.clone())
     return found
 
 
-def _difference(choices: Choices, start: Tensor, ends: list[Tensor]) -> Tensor:
+def _difference(choices: Choices, starts: list[Tensor], ends: list[Tensor]) -> Tensor:
     """The mean in rank order of what travelled."""
-    sent = [start - end if choices.average == "differences" else end for end in ends]
-    mean = torch.stack(sent).sum(0) / len(sent)
-    return mean if choices.average == "differences" else start - mean
+    if choices.average == "parameters":
+        return starts[0] - torch.stack(ends).sum(0) / len(ends)
+    return torch.stack([start - end for start, end in zip(starts, ends, strict=True)]).sum(0) / len(ends)

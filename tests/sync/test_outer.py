@@ -25,6 +25,8 @@ FORMS = {
     "co2": Choices(momentum=0.5, scaled=True),
     "co2, parameters": Choices(average="parameters", momentum=0.2, scaled=True),
     "co2, plain form, clip": Choices(momentum=0.6, clip=0.05),
+    "eager": METHODS["eager"],
+    "eager, momentum": Choices(eager=True, momentum=0.5, scaled=True),
     "slowmo": METHODS["slowmo"],
     "diloco": METHODS["diloco"],
     "local sgd": METHODS["local_sgd"],

@@ -21,7 +21,7 @@ from espalier.launch import local
 from espalier.plan import base as plans
 
 STEPS = 14
-METHODS = ("local_sgd", "slowmo", "diloco", "streaming_diloco", "co2")
+METHODS = ("local_sgd", "slowmo", "diloco", "streaming_diloco", "co2", "eager")
 
 
 @pytest.fixture(scope="module")

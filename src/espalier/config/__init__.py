@@ -321,6 +321,7 @@ class ByRounds(Choice, frozen=True):
     penalty: Literal["none", "norm", "per_tensor", "constant"] | None = None
     constant: float | None = None
     mixing: float | None = None
+    eager: bool | None = None
 
 
 class LocalSgd(ByRounds, frozen=True, tag="local_sgd"):
@@ -343,7 +344,11 @@ class Co2(ByRounds, frozen=True, tag="co2"):
     """One round late, so that the exchange is hidden behind it (arXiv 2401.16265)."""
 
 
-Sync = Auto | EveryStep | LocalSgd | SlowMo | DiLoCo | StreamingDiLoCo | Co2
+class Eager(ByRounds, frozen=True, tag="eager"):
+    """As CO2, but a replica goes on from its own progress while that travels (arXiv 2502.12996)."""
+
+
+Sync = Auto | EveryStep | LocalSgd | SlowMo | DiLoCo | StreamingDiLoCo | Co2 | Eager
 
 
 class Track(Options, frozen=True):

@@ -16,7 +16,7 @@ import msgspec
 from espalier import units
 from espalier.cluster import Cluster, Link
 from espalier.comm.codecs import codec
-from espalier.config import ByRounds, Co2, EveryStep, Shard
+from espalier.config import ByRounds, Eager, EveryStep, Shard
 from espalier.errors import UserError
 from espalier.plan.base import Exchange, Outer, Plan, Predicted, Rank, Rule
 from espalier.plan.request import Request
@@ -264,4 +264,4 @@ def instead(together: Plan, apart: Sequence[Plan]) -> ByRounds | None:
     seconds = [plan.predicted.step_seconds for plan in (together, *apart) if plan.predicted is not None]
     if len(seconds) < 2 or seconds[0] < min(SLOW, ALONE * len(apart)) * max(seconds[1:]):
         return None
-    return Co2()
+    return Eager()

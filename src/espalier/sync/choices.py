@@ -27,6 +27,8 @@ class Choices:
         penalty: what divides a late D: `norm`, `per_tensor`, `constant` or nothing. See `update.Update`.
         constant: that constant, at least 1.
         mixing: share of its own progress that a replica keeps when the outer parameters come; delay below 1 only.
+        eager: with a delay of one round, a replica goes on from its own progress while that travels, and the others'
+            comes a round later, instead of going back to the outer parameters each time (arXiv 2502.12996).
         codec: of what travels, as `comm.codec` reads it, with error feedback.
     """
 
@@ -41,6 +43,7 @@ class Choices:
     penalty: Penalty = "none"
     constant: float = 1.0
     mixing: float = 0.0
+    eager: bool = False
     codec: str = "exact"
 
     def __post_init__(self) -> None:
@@ -62,6 +65,12 @@ class Choices:
                 why="a whole round late, a replica's own progress is under way and would count twice",
                 do="sync.mixing=0, or sync.delay below 1",
             )
+        if self.eager and (self.delay != 1 or self.average != "differences"):
+            raise UserError(
+                f"sync.eager = true with sync.delay = {self.delay} and sync.average = {self.average!r}.",
+                why="a replica keeps its own difference for the round in which the mean of all travels",
+                do="sync.delay=1 and sync.average='differences', or sync.eager=false",
+            )
         if self.average == "parameters" and self.codec not in ("exact", "split", "mpc"):
             raise UserError(
                 f"sync.codec = {self.codec!r} with sync.average = 'parameters'.",
@@ -78,7 +87,11 @@ METHODS = {
         delay=0.25, fragments=4, rate=0.7, momentum=0.9, nesterov=True, mixing=0.5, codec="int4"
     ),
     "co2": Choices(delay=1.0, momentum=0.2, scaled=True),
+    "eager": Choices(delay=1.0, eager=True),
 }
 """Local SGD (Stich, arXiv 1805.09767), SlowMo (1910.00643), DiLoCo (2311.08105), Streaming DiLoCo (2501.18512; it too
 keeps half of a replica's progress and rounds what travels to 4 bits) and CO2 (2401.16265; its authors' momentum for
-small clusters is 0 to 0.2)."""
+small clusters is 0 to 0.2). `eager` is CO2 whose replicas keep their own progress until its mean is there, an idea of
+Kale et al. (2502.12996), with the outer optimizer of Local SGD. Why: where a round goes the share c of the way to where
+it leads, CO2's x_(t+1) = x_t - c x_(t-1) has roots of size sqrt(c), so it swings for c near 1, and momentum makes that
+grow; replicas that keep their own progress contract by 1 - c."""

@@ -25,6 +25,7 @@ class Fragment:
         flight: under way; arrived: a flight that is here already (taken up from a checkpoint).
         due: local steps until the flight is used; None: at the fragment's next departure.
         age: local steps since it departed.
+        own: with `eager`: what this replica's difference in the flight under way is; the live tensors have it already.
     """
 
     live: list[Tensor]
@@ -37,6 +38,7 @@ class Fragment:
     arrived: Arrived | None = None
     due: int | None = None
     age: int = 0
+    own: Tensor | None = None
 
 
 def split(live: Sequence[Tensor], fragments: int) -> list[list[Tensor]]:

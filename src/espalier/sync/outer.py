@@ -156,10 +156,14 @@ class OuterSync:
         choices, weight = self.choices, self._weight()
         sent = self._copy(fragment)
         base = fragment.x.clone() if choices.average == "parameters" else None
+        own = sent.clone() if choices.eager else None
+        if weight != 1.0:
+            sent.mul_(weight)
         if choices.delay == 1:
             self._use(fragment)
         self._launch(fragment, (sent, weight), base, rate)
         if choices.delay == 1:
+            fragment.own = own
             self._put(fragment)
             return True
         if choices.delay == 0:
@@ -170,14 +174,14 @@ class OuterSync:
         return False
 
     def _copy(self, fragment: Fragment) -> Tensor:
-        """[n] what this replica gives: its parameters, or how far it went from the outer ones; times its weight."""
-        sent = torch.empty_like(fragment.x)
-        views = views_of(sent, fragment.live)
-        torch._foreach_copy_(views, fragment.live)
-        if self.choices.average == "differences":
-            torch.sub(fragment.x, sent, out=sent)
-        weight = self._weight()
-        return sent if weight == 1.0 else sent.mul_(weight)
+        """[n] what this replica gives: its parameters, or how far it went from where its round began."""
+        if self.choices.average == "parameters":
+            sent = torch.empty_like(fragment.x)
+            torch._foreach_copy_(views_of(sent, fragment.live), fragment.live)
+        else:
+            sent = fragment.x.clone() if fragment.own is None else fragment.x - fragment.own
+            torch._foreach_sub_(views_of(sent, fragment.live), fragment.live)
+        return sent
 
     def _weight(self) -> float:
         return self.weight * self.own_steps / self.steps
@@ -228,6 +232,8 @@ class OuterSync:
         self.on_moving()
         if mixing == 0.0:
             torch._foreach_copy_(fragment.live, fragment.views)
+            if fragment.own is not None:
+                torch._foreach_sub_(fragment.live, views_of(fragment.own, fragment.live))
         else:
             torch._foreach_lerp_(fragment.live, fragment.views, 1.0 - mixing)
 
@@ -261,10 +267,11 @@ class OuterSync:
                 self._use(fragment)
                 self._put(fragment, self.choices.mixing)
             if fragment.age:
-                sent = self._copy(fragment)
-                base, weight = fragment.x.clone() if self.choices.average == "parameters" else None, self._weight()
+                sent, weight = self._copy(fragment), self._weight()
+                base = fragment.x.clone() if self.choices.average == "parameters" else None
                 self._use(fragment)
-                self._launch(fragment, (sent, weight), base, rate)
+                self._launch(fragment, (sent.mul_(weight) if weight != 1.0 else sent, weight), base, rate)
+            fragment.own = None
             self._use(fragment)
             self._put(fragment)
         self.clock = 0
@@ -282,7 +289,7 @@ class OuterSync:
         """The live tensors are the outer parameters from now on, and nothing is under way."""
         for one in self.fragments:
             torch._foreach_copy_(one.views, one.live)
-            one.base = one.flight = one.arrived = one.due = None
+            one.base = one.flight = one.arrived = one.due = one.own = None
             one.age = 0
         self.clock = 0
 
@@ -330,6 +337,8 @@ class OuterSync:
             part: dict[str, Any] = {"due": one.due, "age": one.age}
             if live:
                 part["live"] = [tensor.clone() for tensor in one.live]  # the common model is restored into them first
+            if one.own is not None:
+                part["own"] = one.own
             if one.residual is not None:
                 part["residual"] = one.residual
             found[str(index)] = part
@@ -344,6 +353,7 @@ class OuterSync:
             one.due, one.age = part["due"], int(part["age"])
             if "live" in part:
                 torch._foreach_copy_(one.live, part["live"])
+            one.own = part["own"].clone() if "own" in part else None
             if one.residual is not None and "residual" in part:
                 one.residual.copy_(part["residual"])
         self.on_moved()

@@ -17,7 +17,7 @@ import torch
 from espalier import cluster as clusters
 from espalier import run as runs
 from espalier import units
-from espalier.config import Auto, ByRounds, Co2, load
+from espalier.config import Auto, ByRounds, Eager, load
 from espalier.errors import UserError
 from espalier.folders import cache_folder
 from espalier.plan import base as plans
@@ -102,7 +102,7 @@ def _if_rounds_pay(found: Decision, request: Request, cluster: clusters.Cluster,
     """Rounds instead, where the links between machines leave little else."""
     assert found.taken is not None
     try:
-        made = co2.cut(request, cluster, Co2())
+        made = co2.cut(request, cluster, Eager())
         options = co2.instead(found.taken, _apart(made, calibration))
         return found if options is None else _by_rounds(request, cluster, calibration, options)
     except UserError:
