@@ -62,10 +62,7 @@ def test_the_harness_takes_our_model_for_one_of_its_own(answers) -> None:
     model = lm(answers.model, answers.tokenizer)
     assert isinstance(model, LM)
     asked = [("one", " two"), ("three", " four")]
-    requests = [
-        Instance(request_type="loglikelihood", doc={}, arguments=arguments, idx=at)
-        for at, arguments in enumerate(asked)
-    ]
+    requests = [Instance("loglikelihood", doc={}, arguments=one, idx=at) for at, one in enumerate(asked)]
     assert model.loglikelihood(requests) == [answers.continuation(*arguments) for arguments in asked]
     rolling = Instance(request_type="loglikelihood_rolling", doc={}, arguments=("a text",), idx=0)
     assert model.loglikelihood_rolling([rolling]) == [answers.rolling("a text")]
@@ -75,7 +72,11 @@ def test_the_harness_takes_our_model_for_one_of_its_own(answers) -> None:
 
 def test_a_task_of_the_harness_is_one_of_ours(answers, monkeypatch) -> None:
     lm_eval = pytest.importorskip("lm_eval")
-    found = {"results": {"made": {"alias": "made", "acc,none": 0.5, "acc_stderr,none": 0.1, "acc_norm,none": 0.25}}}
+    found = {
+        "results": {
+            "made": {"alias": "made", "sample_len": 2, "acc,none": 0.5, "acc_stderr,none": 0.1, "acc_norm,none": 0.25}
+        }
+    }
     monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **asked: found)
     task = HarnessTask("made", answers.tokenizer)
     sums = task.score(task.infer(answers.model, 0))
