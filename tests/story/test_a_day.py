@@ -117,12 +117,22 @@ def test_eval_and_predict_and_export_answer_in_json(home):
     assert json.loads(second.stdout)["validation_bits_per_byte"] < 7.9
 
 
+def unhurried(folder, *arguments):
+    """The command line, at the priority of the tests: beside busy ones the lowest there is would wait for ever."""
+    code = "import sys; from espalier import cli; from espalier.resilience.acme.evaluate import background as b; "
+    code += "b.step_back = b._lower_session = lambda: None; sys.exit(cli.main())"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=150, check=False
+    )
+
+
 def test_a_watch_evaluates_what_a_finished_run_left_once_and_ends(home):
     (home / "facts.jsonl").write_text(
         '{"question": "The number 3 comes", "choices": ["before", "after"], "answer": 0}\n'
     )
     command = ("eval", "runs/recipe", "--watch", "--task", "facts=facts.jsonl", "--workers", "1", "--json")
-    first, again = espalier(home, *command), espalier(home, *command)
+    first, again = unhurried(home, *command), unhurried(home, *command)
     assert first.returncode == again.returncode == 0, first.stderr + again.stderr
     rows = [json.loads(line) for line in first.stdout.splitlines()]
     kept = sorted(int(path.name[5:]) for path in (home / "runs" / "recipe" / "checkpoints").glob("step-*"))

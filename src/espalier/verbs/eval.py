@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 
-import torch
-
 from espalier.errors import UserError
-from espalier.verbs import watch
-from espalier.verbs.trained import open_trained
-from espalier.workload import Shard
+from espalier.resilience.acme.evaluate.background import step_back
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the held-out figures."""
     if arguments.watch or arguments.task or arguments.workers is not None:
+        step_back()  # before torch is imported: that alone takes seconds of a core
+        from espalier.verbs import watch
+
         return watch.run(arguments)
+    import torch
+
+    from espalier.verbs.trained import open_trained
+    from espalier.workload import Shard
+
     trained = open_trained(arguments.run)
     samples = trained.workload.validation_samples()
     if samples == 0:

@@ -17,7 +17,6 @@ from espalier import run as runs
 from espalier.config import Recipe
 from espalier.errors import UserError
 from espalier.language.workload import LanguageWorkload
-from espalier.resilience.acme.evaluate.background import step_back
 from espalier.resilience.acme.evaluate.choices import MultipleChoice
 from espalier.resilience.acme.evaluate.crew import Setup
 from espalier.resilience.acme.evaluate.harness import HarnessTask
@@ -42,7 +41,6 @@ metric worker keeps up with 2.6."""
 def run(arguments: argparse.Namespace) -> int:
     """Prints each task's figures as they come; 1 when a task or a checkpoint failed."""
     torch.set_num_threads(1)  # workers are forked from here
-    step_back()
     folder = runs.find(arguments.run)
     recipe = folder.read()
     workload = ready.open_workload(ready.Resolved(recipe, folder=origin(folder)))
