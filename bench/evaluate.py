@@ -275,15 +275,18 @@ def beside_training(folder: Path, pairs: int, seconds: float) -> list[Row]:
 
 
 def main() -> None:
-    options = arguments(__doc__ or "")
+    part = {"choices": ("schedule", "checkpoint", "training"), "help": "only this one of the three"}
+    options = arguments(__doc__ or "", part=part)
     torch.set_num_threads(1)
     pairs = options.pairs or (3 if options.quick else 7)
-    rows = simulations()
+    rows = simulations() if options.part in (None, "schedule") else []
     folder = Path(tempfile.mkdtemp())
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     try:
-        rows.append(one_checkpoint(folder, pairs))
-        rows += beside_training(folder, pairs, 4.0 if options.quick else 6.0)
+        if options.part in (None, "checkpoint"):
+            rows.append(one_checkpoint(folder, pairs))
+        if options.part in (None, "training"):
+            rows += beside_training(folder, pairs, 4.0 if options.quick else 6.0)
     finally:
         shutil.rmtree(folder)
     publish(rows, options.json)

@@ -95,8 +95,8 @@ def _workers(given: int | None) -> int:
 
 
 def _setup(workload: Workload, recipe: Recipe, found: list[Task], folder: Path, workers: int) -> Setup:
-    # Asked without touching a GPU: the workers do, after they are forked.
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # Counted by the driver's library, without touching a GPU: the workers do, after they are forked.
+    count = torch.cuda.device_count()
     devices = [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
     return Setup(
         tasks={task.name: task for task in found},
@@ -116,7 +116,8 @@ def _show(told: Iterable[Told], as_json: bool) -> int:
                 if bar is not None:
                     bar.close()
                 step, bar = one.step, Waiting(f"Evaluating step {one.step}", total=100, out=sys.stderr)
-            code |= _tell(one, as_json)
+            code |= one.bad
+            _tell(one, as_json)
             if one.share:
                 bar.advance(round(100 * one.share) - bar.done)
     finally:
@@ -125,12 +126,11 @@ def _show(told: Iterable[Told], as_json: bool) -> int:
     return code
 
 
-def _tell(one: Told, as_json: bool) -> int:
+def _tell(one: Told, as_json: bool) -> None:
     if one.text:
         ready.say(one.text)
-        return int(one.step > 0)
     if one.result is None:
-        return 0
+        return
     task, figures, records, seconds, why = one.result
     if as_json:
         failed = {"failed": why} if why else {}
@@ -141,4 +141,3 @@ def _tell(one: Told, as_json: bool) -> int:
     else:
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
         print(f"step {one.step} · {task}: {shown} · {records:,} records, {show_seconds(seconds)}", flush=True)
-    return int(bool(why))

@@ -30,12 +30,17 @@ from espalier.resilience.acme.evaluate.evaluator import Evaluation, Result
 from espalier.resilience.acme.evaluate.history import History
 from espalier.resilience.acme.evaluate.priors import Priors
 from espalier.track import events
+from espalier.units import show_size
 
 POLL = 0.5
 """Seconds between two looks for a new checkpoint."""
 
 PATIENCE = 15.0
 """Seconds a run folder may be gone (a network share that is mounted anew) before the watch ends."""
+
+
+LONG = 512 * 2**20
+"""Bytes of a checkpoint whose reading takes more than about two seconds."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +62,12 @@ class Where:
 
 
 class Told(NamedTuple):
-    """What the watch has to say. `result` with its step, or a sentence; `share` of the checkpoint under way."""
+    """What the watch has to say: a result with its step, a sentence, the `share` done of the checkpoint under way.
+    `bad`: something was left out."""
 
     step: int
     text: str = ""
+    bad: bool = False
     result: Result | None = None
     share: float = 0.0
 
@@ -69,6 +76,7 @@ class Told(NamedTuple):
 class _Found:
     step: int
     seal: str
+    bytes: int
     wanted: tuple[str, ...]
 
 
@@ -158,7 +166,9 @@ class Watch:
         there = {step_of(name) for place in (self._place, self._held) for name in place.names()}
         missed, self._seen = self.history.saved - self._seen - there, self._seen | self.history.saved
         for step in sorted(missed):
-            yield Told(step, self._skip(step, "training deleted it before it was seen; set checkpoint.keep higher"))
+            yield Told(
+                step, self._skip(step, "training deleted it before it was seen; set checkpoint.keep higher"), bad=True
+            )
 
     def _waiting_for(self) -> str:
         if self.history.ended:
@@ -184,14 +194,14 @@ class Watch:
             self._hold()
         found = []
         for step in sorted({step_of(name) or 0 for place in (self._place, self._held) for name in place.names()}):
-            seal = self._seal(step)
+            seal, size = self._seal(step)
             wanted = [
                 name
                 for name, content in self._content.items()
                 if not (self._holding and self.history.done(seal, name, content))
             ]
             if seal and wanted and (folder_name(step), seal) not in self._skipped:
-                found.append(_Found(step, seal, tuple(wanted)))
+                found.append(_Found(step, seal, size, tuple(wanted)))
             elif self._holding:
                 self._let_go(step)
         return found
@@ -204,17 +214,17 @@ class Watch:
             return
         for name in self._place.names():
             seal = _sealed(self._place, name)
-            if seal is None or seal == _sealed(self._held, name) or (name, seal) in self._skipped:
+            if seal is None or seal == _sealed(self._held, name) or (name, seal.seal) in self._skipped:
                 continue
-            if all(self.history.done(seal, task, content) for task, content in self._content.items()):
+            if all(self.history.done(seal.seal, task, content) for task, content in self._content.items()):
                 continue
             with contextlib.suppress(OSError):  # it went meanwhile, or cannot be linked: it is read where it is
                 _link(root / name, held / name)
 
-    def _seal(self, step: int) -> str:
+    def _seal(self, step: int) -> _Sealed:
         """Of the manifest of checkpoint `step`: the run's own, else that of our link."""
         name = folder_name(step)
-        return _sealed(self._place, name) or _sealed(self._held, name) or ""
+        return _sealed(self._place, name) or _sealed(self._held, name) or _Sealed("", 0)
 
     def _let_go(self, step: int) -> None:
         root = getattr(self._held, "root", None)
@@ -224,11 +234,13 @@ class Watch:
     # --- one checkpoint ------------------------------------------------------------------------------------------
 
     def _evaluate(self, crew: Crew, found: _Found) -> Iterator[Told]:
+        if found.bytes > LONG:
+            yield Told(found.step, f"Reading and checking step {found.step} ({show_size(found.bytes)}).")
         try:
             model = self._load(found)
         except EspalierError as error:
             self._skipped.add((folder_name(found.step), found.seal))
-            yield Told(found.step, self._skip(found.step, error.why or error.what))
+            yield Told(found.step, self._skip(found.step, error.why or error.what), bad=True)
             return
         evaluation = Evaluation(crew, model.path, list(found.wanted), self.priors)
         try:
@@ -237,7 +249,8 @@ class Watch:
                     self._hold()
                 if result is not None:
                     self._record(found, result)
-                yield Told(found.step, result=result, share=evaluation.share)
+                bad = result is not None and bool(result.why)
+                yield Told(found.step, bad=bad, result=result, share=evaluation.share)
         finally:
             model.close()
             if self.where.folder.is_dir():
@@ -245,7 +258,7 @@ class Watch:
 
     def _load(self, found: _Found) -> shared.SharedModel:
         name = folder_name(found.step)
-        held = _sealed(self._held, name) == found.seal
+        held = _sealed(self._held, name) == (found.seal, found.bytes)
         target = getattr(self._held, "root", "") if held else self.where.checkpoints
         return shared.load(Checkpoints(target), found.step, self.where.dtype)
 
@@ -269,7 +282,12 @@ class Watch:
         self.history.mark(seal, task, content)
 
 
-def _sealed(place: Place, name: str) -> str | None:
+class _Sealed(NamedTuple):
+    seal: str
+    bytes: int
+
+
+def _sealed(place: Place, name: str) -> _Sealed | None:
     """The seal of a checkpoint's manifest; of a damaged one, the hash of what is there; None when nothing is."""
     try:
         with place.open(name, manifest.NAME) as file:
@@ -277,9 +295,10 @@ def _sealed(place: Place, name: str) -> str | None:
     except OSError:
         return None
     try:
-        return manifest.loads(text).seal
+        content = manifest.loads(text)
     except manifest.Bad:
-        return f"damaged-{xxhash.xxh3_64_hexdigest(text)}"
+        return _Sealed(f"damaged-{xxhash.xxh3_64_hexdigest(text)}", 0)
+    return _Sealed(content.seal, content.bytes)
 
 
 def _link(source: Path, target: Path) -> None:
