@@ -127,12 +127,12 @@ def ddp(turns: int, quick: bool) -> list[Row]:
     """Training with DistributedDataParallel."""
     rows = []
     for rate in RATES[1:2] if quick else RATES:
-        names = ["ddp", "fp16", "int8", "int4"]
+        names = ["ddp", "fp16", "int8", "int4", "auto"]
         task = {"what": "ddp", "contestants": names, "turns": turns, "steps": 2, "width": 1024}
         found = over_links(task, shaped(rate))
         case = f"DDP step, 16 MiB of gradients, {HOSTS} hosts, {rate / 1e6:g} Mbit/s"
         rows += [beside(case, found["seconds"], ours, peer) for ours in names[2:] for peer in names[:2]]
-        print(f"losses at the end: {found['losses']}", file=sys.stderr)
+        print(f"losses at the end: {found['losses']}; auto takes {found['chosen']}", file=sys.stderr)
     return rows
 
 

@@ -189,7 +189,8 @@ def net(width: int) -> nn.Module:
 
 
 def train(task: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of each turn of DDP steps by each contestant, and the loss at the end."""
+    """Seconds of each turn of DDP steps by each contestant, the loss at the end, and what the last of them encodes
+    with."""
     models, found = {}, {"seconds": {}, "losses": {}}
     limit = timedelta(seconds=TIMEOUT)
     for label in task["contestants"]:
@@ -200,7 +201,9 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
 
             model.register_comm_hook(group, fp16_compress_hook)
         elif label != "ddp":
-            model.register_comm_hook(None, ddp_hook(label, group=group, timeout=TIMEOUT))
+            hook = ddp_hook(label, group=group, timeout=TIMEOUT)
+            model.register_comm_hook(None, hook)
+            found["chosen"] = hook.codec
         models[label] = (model, torch.optim.SGD(model.parameters(), lr=0.1))
         found["seconds"][label] = []
     for turn in range(-1, task["turns"]):

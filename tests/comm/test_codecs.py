@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from espalier.comm.base import stays
 from espalier.comm.codecs import FAMILIES, codec
 from espalier.comm.values import FLOATS
 from espalier.errors import RunFailed, UserError
@@ -51,6 +52,13 @@ def test_the_lossless_ones_bring_back_every_bit_pattern(length: int, seed: int, 
     assert wire is not None
     back = one.decode(wire, x)
     assert torch.equal(back.view(torch.uint8), x.view(torch.uint8))
+
+
+def test_codecs_with_kernels_for_gpus_leave_tensors_there() -> None:
+    pytest.importorskip("triton")
+    there = {name for name in FAMILIES if name != "exact" and stays(codec(name), "cuda")}
+    assert there == {"int8", "int4", "int1", "zfp", "mpc"}
+    assert all(stays(codec(name), "cpu") and not stays(codec(name), "xpu") for name in there)
 
 
 @pytest.mark.parametrize("name", LOSSLESS)

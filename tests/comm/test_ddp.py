@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from espalier.comm import Channel, ddp_hook
+from espalier.comm import Channel, ddp_hook, hybrid
+from espalier.comm.ddp import pays
 from espalier.comm.fsdp import compress
 from espalier.errors import UserError
 from espalier.testing import forks, same
@@ -62,7 +66,7 @@ def plain() -> Any:
     return forks(2, _ddp, None)[0][0]
 
 
-@pytest.mark.parametrize("name", ["split", "mpc"])
+@pytest.mark.parametrize("name", ["exact", "split", "mpc"])
 def test_a_lossless_hook_changes_nothing(name: str, plain: Any) -> None:
     for values, _, kept in forks(2, _ddp, name):
         same(values, plain, relative=1e-5)
@@ -103,12 +107,73 @@ def _wrong(channel: Channel) -> None:
         ddp_hook("int7")
     with pytest.raises(UserError, match="disagree about the codec"):
         ddp_hook("int8" if channel.rank() else "int4")
+    with pytest.raises(UserError, match="disagree about the codec of gradients: rank 0 has 'auto'"):
+        ddp_hook("int8" if channel.rank() else "auto")
     with pytest.raises(UserError, match="no FSDP2 unit"):
         compress(net())
 
 
 def test_what_cannot_be_is_said_at_once() -> None:
     forks(2, _wrong)
+
+
+def _auto(channel: Channel, margin: float) -> Any:
+    hybrid.MARGIN = margin
+    hook = ddp_hook("auto", timeout=10)
+    model = DistributedDataParallel(net(), bucket_cap_mb=0.1)
+    model.register_comm_hook(None, hook)
+    train(model, torch.optim.Adam(model.parameters(), lr=3e-3), channel.rank(), channel.size())
+    dist.barrier()
+    return hook.codec, hook.sent, dict(model.module.state_dict())
+
+
+@pytest.mark.parametrize(("margin", "taken"), [(0.0, "int8"), (1e9, "exact")])
+def test_auto_takes_the_same_on_all_ranks_and_trains(margin: float, taken: str, plain: Any) -> None:
+    first, *others = forks(3, _auto, margin)
+    raw = STEPS * sum(value.nbytes for value in plain.values()) * 4 / 3
+    assert first[0] == taken
+    assert first[1] == pytest.approx(raw * (0.25 if taken == "int8" else 1), rel=0.1)
+    assert all(other[0] == taken for other in others)
+    for other in others:
+        same(other[2], first[2], bitwise=True)
+    assert loss(first[2]) < loss(plain) + 0.02 * (loss(net().state_dict()) - loss(plain))
+
+
+@given(st.floats(1e-5, 1e3), st.floats(1e-5, 1e3))
+def test_auto_encodes_only_what_was_faster_encoded(plain: float, encoded: float) -> None:
+    assert not pays(plain, encoded) or encoded < plain
+    assert pays(1.0, 0.5)
+    assert not pays(1.0, 0.9)
+
+
+def _some(channel: Channel, backend: str, cut: list[list[int]]) -> Any:
+    """A subgroup of ranks that have made different numbers of groups: two hooks of one, and a unit of FSDP2."""
+    mine = next(ranks for ranks in cut if channel.rank() in ranks)
+    group = [dist.new_group(ranks, backend=backend) for ranks in cut][cut.index(mine)]
+    for _ in range(channel.rank()):
+        dist.new_group([channel.rank()], backend="gloo", use_local_synchronization=True)
+    place = (mine.index(channel.rank()), len(mine))
+    model = DistributedDataParallel(net(), process_group=group)
+    ddp_hook("exact", group=group, timeout=10)
+    model.register_comm_hook(None, ddp_hook("int8", group=group, timeout=10))
+    train(model, torch.optim.SGD(model.parameters(), lr=0.01), *place, 3)
+    sharded = net()
+    fully_shard(sharded, mesh=DeviceMesh.from_group(group, "cpu"))
+    compress(sharded)
+    train(sharded, torch.optim.SGD(sharded.parameters(), lr=0.01), *place, 3)
+    whole = {name: value.full_tensor() for name, value in sharded.state_dict().items()}
+    return dict(model.module.state_dict()), whole
+
+
+@pytest.mark.parametrize("backend", ["gloo", "espalier"])
+def test_ranks_of_a_group_may_have_made_other_groups_before(backend: str) -> None:
+    cut = [[0, 2], [1, 3, 4]]
+    found = forks(5, _some, backend, cut)
+    for ranks in cut:
+        for rank in ranks[1:]:
+            same(found[rank], found[ranks[0]], bitwise=True)
+    start = loss(net().state_dict())
+    assert all(loss(values) < start for both in found for values in both)
 
 
 def _fsdp(channel: Channel, gradients: str, parameters: str) -> Any:

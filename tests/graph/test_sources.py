@@ -123,6 +123,28 @@ def test_two_nodes_of_one_id_are_refused(tmp_path):
         load(tmp_path)
 
 
+def test_ids_too_large_for_a_float_are_told_apart(tmp_path):
+    large = 2**53
+    (tmp_path / "edges.csv").write_text(f"source,target\n{large},{large + 1}\n")
+    with pytest.raises(UserError, match=f"edge at {large + 1}"):
+        load(tmp_path / "edges.csv")
+    (tmp_path / "nodes.csv").write_text(f"id,age\n{large},1\n{large + 1},2\n")
+    graph = load(tmp_path / "edges.csv", undirected=False)
+    assert (graph.indices.tolist(), graph.targets().tolist()) == ([0], [1])
+    assert graph.features[:, 0].tolist() == [1, 2]
+
+
+def test_words_among_the_features_and_masks_of_other_length_are_refused(tmp_path):
+    (tmp_path / "edges.csv").write_text("source,target\n0,1\n")
+    (tmp_path / "nodes.csv").write_text("age,town\n1,Ulm\n2,Ulm\n")
+    with pytest.raises(UserError, match="the feature 'town' of nodes must be numbers"):
+        load(tmp_path / "edges.csv")
+    ends = np.array([[0, 1], [1, 2]])
+    np.savez(tmp_path / "g.npz", edge_index=ends, x=np.ones((3, 2)), train_mask=np.ones(2, bool))
+    with pytest.raises(UserError, match=r"mask of the training part has the shape \[2\], and there are 3 nodes"):
+        load(tmp_path / "g.npz")
+
+
 def test_labels_and_parts_that_are_missing_are_none(tmp_path):
     labels = ["b", "-1", "", "nan", "None", "a"]
     (tmp_path / "edges.csv").write_text("source,target\n0,1\n")

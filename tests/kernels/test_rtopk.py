@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,11 +205,18 @@ def test_threads_change_no_bit() -> None:
         (torch.zeros(3, 10, dtype=torch.bool), 1, None, "torch.bool"),
         (torch.zeros(3, 10, dtype=torch.complex64), 1, None, "complex64"),
         (torch.zeros(3, 10), 1, 0, "max_iterations = 0"),
+        (torch.zeros(3, 10), 4.0, None, "k = 4.0 is no whole number"),
+        (torch.zeros(3, 10), 1, 2.5, "max_iterations = 2.5 is no whole number"),
     ],
 )
-def test_bad_input_is_named(x: torch.Tensor, k: int, steps: int | None, words: str) -> None:
+def test_bad_input_is_named(x: torch.Tensor, k: Any, steps: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         rtopk(x, k, max_iterations=steps)
+
+
+def test_more_bisections_than_there_are_floats_are_exact() -> None:
+    x = torch.randn(20, 300, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(rtopk(x, 7, max_iterations=2**70, sorted=True)[0], x.topk(7).values)
 
 
 @pytest.mark.slow

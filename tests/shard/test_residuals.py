@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.comm import Channel, coded
 from espalier.comm.codecs import codec
+from espalier.comm.lowbit import Lowbit
 from espalier.config import Adamw
 from espalier.optim import adamw
 from espalier.shard.amsp import Amsp
-from espalier.shard.placement import Factors
+from espalier.shard.arrange import Arranged
+from espalier.shard.flat import Flat, Slot
+from espalier.shard.placement import Factors, Span
 from espalier.shard.spread import Spread
 from espalier.testing import forks, same
 
@@ -102,6 +106,28 @@ def test_int8_with_feedback_trains_under_every_triple(accumulate: int) -> None:
         same(other, first, bitwise=True)
     for found in first:
         assert abs(loss(found) - plain) < 0.02 * (start - plain)
+
+
+class There(Lowbit):
+    """int8 with kernels for a device without memory."""
+
+    def runs_on(self, device: str) -> bool:
+        return device == "meta"
+
+
+@pytest.mark.parametrize("name", ["int8", "topk:0.01", "split"])
+def test_a_residual_is_beside_the_parameters_where_they_are_encoded(name: str) -> None:
+    """A tensor without values stands for a GPU's."""
+    parameter = nn.Parameter(torch.empty(4, 6, device="meta", dtype=torch.bfloat16))
+    rounding = {"int8": [There(8)], "topk:0.01": [codec("topk:0.01")], "split": []}[name]
+    mesh: Any = SimpleNamespace(held=lambda length, state: Span(0, length), rounding=rounding)
+    flat = Flat([Slot("one", parameter, 0)], Arranged((0,), (0,), 32), mesh)
+    if name == "split":
+        assert flat.residual is None
+        return
+    assert flat.residual is not None
+    assert flat.residual.device == (parameter.device if name == "int8" else torch.device("cpu"))
+    assert (flat.residual.dtype, flat.residual.shape) == (torch.float32, (32,))
 
 
 def _with_and_without(channel: Channel) -> Any:

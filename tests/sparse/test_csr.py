@@ -104,6 +104,9 @@ BAD: dict[str, Callable[[], Any]] = {
     "scores[1] has shape": lambda: attention_aggregate(
         CSR.of([0, 1], [0], (1, 3)), torch.ones(3, 1, 4), (torch.ones(1, 1), torch.ones(2, 1))
     ),
+    "scores[0] is float64, features are float32": lambda: attention_aggregate(
+        CSR.of([0, 1], [0], (1, 3)), torch.ones(3, 1, 4), (torch.ones(1, 1).double(), torch.ones(3, 1))
+    ),
     "the width is 2": lambda: cbsr_aggregate(CSR.of([0, 1], [0], (1, 1)), torch.ones(1, 1), torch.tensor([[2]]), 2),
     "both are": lambda: cbsr_aggregate(CSR.of([0, 1], [0], (1, 1)), torch.ones(1, 1), torch.tensor([[0, 1]]), 2),
 }

@@ -19,18 +19,23 @@ from espalier.sync.members import Crew, Members
 from espalier.sync.outer import OuterSync, Rounds
 
 
-def life(port: int, place: tuple[int, int], method: str, rounds: int, pause: float, say: Callable[[str], None]) -> None:
-    """Trains `place` = (member, members) for some rounds; says `round N`, and at the end the hash of its parameters and
-    who was lost. Ends the process: 0, or 7 when the others gave it up."""
+def life(
+    port: int, place: tuple[int, int], method: str, rounds: int, pause: float, returns: bool, say: Callable[[str], None]
+) -> None:
+    """Trains `place` = (member, members) for some rounds, or comes back to those that do; says `round N`, and at last
+    the hash of its parameters and who was lost. Ends the process: 0, or 7 when the others gave it up."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
     member, members = place
-    crew = Crew(store, member, tuple(range(members)), timeout=6.0, grace=2.0)
+    crew = Crew(store, member, tuple(range(members)), timeout=6.0, grace=2.0, returns=returns)
     replica, choices = Replica(member), METHODS[method]
     lost: list[str] = []
     team = Members(crew, codec(choices.codec), lambda gone, left: lost.append(f"lost {gone} left {left}"))
     engine = OuterSync(replica.live, choices, team, Rounds(4))
     try:
+        if returns:
+            engine.come_in(RATE)
+            say(f"back in round {engine.rounds}")
         while engine.rounds < rounds:
             replica.step()
             time.sleep(pause)

@@ -1,26 +1,36 @@
 """The codecs in anybody's DistributedDataParallel: `model.register_comm_hook(None, espalier.comm.ddp_hook("int8"))`.
 
 Buckets are encoded, sent and added up in one ordered thread and a Gloo group of their own (hooks that begin a second
-collective in a future's callback hang Gloo), with error feedback for each parameter.
+collective in a future's callback hang Gloo), with error feedback for each parameter. `exact`, and `auto` where links
+are too fast for codecs, is the group's own all-reduce, as without a hook.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import AllreduceOptions, GradBucket
 
-from espalier.comm.base import Codec, Spent, Traffic, stays
+from espalier.comm import hybrid
+from espalier.comm.base import Codec, Spent, Traffic, sent_bytes
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.coded import Coded
+from espalier.comm.exact import Exact
+from espalier.comm.given import residual_like
+from espalier.comm.rendezvous import beside
 
 TIMEOUT = 60.0
 """Seconds any wait for another rank may take."""
+SAMPLE = 2**20
+"""Values that `auto` sums up to see which way is faster: four pieces of four ranks. Plain, at 100 Mbit/s, 0.5 s."""
+TRIALS = 2
+"""Of each way, in turn; the faster one counts, as a first one pays for connections and caches."""
 
 
 def ddp_hook(
@@ -33,7 +43,8 @@ def ddp_hook(
     """A communication hook for DistributedDataParallel. All ranks call it with the same codec.
 
     Args:
-        codec: `int8`, `int4`, `int1`, `bf16`, `topk:0.01`, `zfp:8`, `split`, `mpc` …
+        codec: `int8`, `int4`, `int1`, `bf16`, `topk:0.01`, `zfp:8`, `split`, `mpc` …; `exact`: none. `auto`: `int8`
+            where sums of 4 MiB, tried now, take less time by a fifth than without (`hybrid.MARGIN`), else none.
         group: the ranks; None: torch's default group.
         feedback: what a lossy codec loses is added to the next gradient. Costs as much memory as the gradients.
         timeout: seconds; the deadline of every wait.
@@ -43,38 +54,96 @@ def ddp_hook(
 
     >>> model.register_comm_hook(None, ddp_hook("int8"))  # doctest: +SKIP
     """
-    return Hook(coded(codec_of(codec), group, Traffic.GRADIENTS, timeout), feedback)
+    found = group or dist.group.WORLD
+    auto = codec == "auto"
+    chosen = _Auto() if auto else codec_of(codec)
+    through = coded(chosen, found, Traffic.GRADIENTS, timeout)
+    if auto:
+        through.close()  # it was there to ask whether all ranks say so
+        through = coded(codec_of(hybrid.AUTO[Traffic.GRADIENTS]), found, Traffic.GRADIENTS, timeout)
+    if isinstance(chosen, Exact) and not (auto and pays(*_tried(through, found, feedback))):
+        through.close()
+        return Hook(None, found, feedback)
+    return Hook(through, found, feedback)
+
+
+class _Auto(Exact):
+    """What ranks that ask for `auto` compare."""
+
+    name = "auto"
+
+
+def pays(plain: float, encoded: float) -> bool:
+    """Whether sums that take `plain` seconds as they are and `encoded` seconds encoded are to be encoded."""
+    return plain > hybrid.MARGIN * encoded
+
+
+def _tried(through: Coded, group: Any, feedback: bool) -> tuple[float, float]:
+    """Seconds of a sum of `SAMPLE` values as they are and encoded, of the slowest rank; the same on all ranks."""
+    on_gpu = torch.cuda.is_available() and "cuda" in {one.type for one in group._device_types}
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    draw = torch.Generator().manual_seed(group.rank())
+    values = (torch.randn(SAMPLE, generator=draw) * 1e-3).to(device)
+    residual = residual_like(values, [through.codec]) if feedback else None
+
+    def seconds(way: Callable[[Tensor], Any]) -> float:
+        copy = values.clone()
+        group.barrier().wait()
+        begin = time.perf_counter()
+        way(copy)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    ways = (
+        lambda x: group.allreduce([x]).wait(),
+        lambda x: through.all_reduce(x, residual, True)(_unbooked).wait(),
+    )
+    took = torch.tensor([[seconds(way) for way in ways] for _ in range(TRIALS)], dtype=torch.float64).amin(0).to(device)
+    options = AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    group.allreduce([took], options).wait()
+    plain, encoded = took.tolist()
+    return plain, encoded
+
+
+def _unbooked(spent: Spent) -> None:
+    """Trials are not the run's."""
 
 
 def coded(codec: Codec, group: dist.ProcessGroup | None, kind: Traffic, timeout: float = TIMEOUT) -> Coded:
     """Encoded collectives of the ranks of `group` (None: the default one). All of them call it."""
-    found = dist.group.WORLD if group is None else group
-    members = dist.get_process_group_ranks(found)
+    found = group or dist.group.WORLD
+    assert found is not None, "torch.distributed has no default group yet"
+    members = tuple(getattr(found, "members", None) or dist.get_process_group_ranks(found))
     limit = timedelta(seconds=timeout)
-    inner = dist.new_group(members, backend="gloo", timeout=limit, use_local_synchronization=True)
-    place = (dist.get_rank(found), len(members))
-    return Coded(codec, inner, place, kind._value_, tuple(members), lambda: limit)
+    place = (found.rank(), len(members))
+    return Coded(codec, beside(found, kind, limit), place, kind._value_, members, lambda: limit)
 
 
 class Hook:
     """What `ddp_hook` returns. Has state: the residual of each parameter, which `state_dict` saves.
 
     Attributes:
+        codec: the name of what encodes; `exact` where nothing does.
         sent: bytes that this rank sent so far.
     """
 
-    def __init__(self, through: Coded, feedback: bool) -> None:
-        self._coded = through
-        self._feedback = feedback and not through.codec.lossless
+    def __init__(self, through: Coded | None, group: Any, feedback: bool) -> None:
+        self._coded, self._group = through, group
+        self._feedback = feedback and through is not None and not through.codec.lossless
+        self.codec = "exact" if through is None else through.codec.name
         self._buckets: dict[tuple[int, ...], Tensor] = {}
         self._parts: dict[int, Tensor] = {}
         self.sent = 0
-        self.__name__ = self.__qualname__ = f"espalier.comm.ddp_hook({through.codec.name!r})"  # torch logs it
+        self.__name__ = self.__qualname__ = f"espalier.comm.ddp_hook({self.codec!r})"  # torch logs it
 
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The mean of the bucket over all ranks. `state` is not looked at."""
         buffer = bucket.buffer()
-        residual = self._residual(bucket.parameters(), buffer) if self._feedback else None
+        if self._coded is None:
+            return self._plain(buffer)
+        residual = self._residual(self._coded.codec, bucket.parameters(), buffer) if self._feedback else None
 
         def arrived(done: Any) -> Tensor:
             done.value()  # raises what went wrong
@@ -82,6 +151,13 @@ class Hook:
 
         task = self._coded.all_reduce(buffer, residual, True)(self._booked)
         future: torch.futures.Future[Tensor] = task.get_future().then(arrived)
+        return future
+
+    def _plain(self, buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
+        ranks = self._group.size()
+        self.sent += int(sent_bytes("all_reduce", buffer.nbytes, ranks))
+        work = self._group.allreduce([buffer.div_(ranks)])
+        future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
         return future
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
@@ -97,17 +173,14 @@ class Hook:
     def _booked(self, spent: Spent) -> None:
         self.sent += int(spent.sent)
 
-    def _residual(self, parameters: list[Tensor], buffer: Tensor) -> Tensor:
+    def _residual(self, codec: Codec, parameters: list[Tensor], buffer: Tensor) -> Tensor:
         """Of a bucket. DDP rebuilds its buckets after the first step; residuals go with their parameters."""
         key = tuple(id(one) for one in parameters)
         if key not in self._buckets:
-            dtype = torch.promote_types(buffer.dtype, torch.float32)
-            where = buffer.device if stays(self._coded.codec, buffer.device.type) else "cpu"
-            parts = [
-                self._parts.get(id(one), torch.zeros(one.numel(), dtype=dtype, device=where)) for one in parameters
-            ]
-            whole = self._buckets[key] = torch.cat(parts)
-            for one, part in zip(parameters, whole.split([len(part) for part in parts]), strict=True):
+            whole = self._buckets[key] = residual_like(buffer, [codec])
+            for one, part in zip(parameters, whole.split([one.numel() for one in parameters]), strict=True):
+                if id(one) in self._parts:
+                    part.copy_(self._parts[id(one)])
                 self._parts[id(one)] = part
         return self._buckets[key]
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from espalier.comm.base import Codec, Spent, Traffic, stays
+from espalier.comm.base import Codec, Spent, Traffic
 from espalier.comm.codecs import codec as codec_of
 from espalier.comm.coded import Coded
 from espalier.comm.ddp import coded
+from espalier.comm.given import residual_like
 from espalier.errors import UserError
 
 
@@ -74,9 +75,7 @@ class _Scatter(_Room, ReduceScatter):
         """Sum or mean, by `op`."""
         through = self._through(group, Traffic.GRADIENTS)
         if self._residual is None and not self._codec.lossless:
-            dtype = torch.promote_types(input_tensor.dtype, torch.float32)
-            where = input_tensor.device if stays(self._codec, input_tensor.device.type) else "cpu"
-            self._residual = torch.zeros(input_tensor.numel(), dtype=dtype, device=where)
+            self._residual = residual_like(input_tensor, [self._codec])
         kind = getattr(op, "op", op)
         if kind not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise UserError(f"FSDP2 asked for {op}, and codecs sum or average.", do="no gradient divide factor")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from espalier.comm.base import Codec, current_residual
+from espalier.comm.base import Codec, current_residual, stays
 
 ReduceOp = dist.ReduceOp
 
@@ -31,6 +31,14 @@ def type_of(backend: Any) -> dist.ProcessGroup.BackendType:
 def residual_of(tensors: Sequence[Tensor]) -> Tensor | None:
     """The residual of the enclosing block, which belongs to one tensor."""
     return current_residual() if len(tensors) == 1 else None
+
+
+def residual_like(tensor: Tensor, codecs: Iterable[Codec]) -> Tensor:
+    """Zeros [n] for what is lost of a tensor of n values: float32 (float64 for float64), on its device where one of
+    `codecs` encodes it there, else on the host."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    there = any(stays(codec, tensor.device.type) for codec in codecs)
+    return torch.zeros(tensor.numel(), dtype=dtype, device=tensor.device if there else "cpu")
 
 
 def shares(tensor: Tensor, splits: Any, ranks: int) -> list[Tensor]:

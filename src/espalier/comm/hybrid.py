@@ -45,9 +45,9 @@ RECORD = Record(
     "with the same bits; with error feedback the sum of what arrives is the sum of what was sent, less the residuals",
     law_test="tests/comm/test_coded.py::test_with_feedback_what_arrives_is_what_was_sent_less_the_residuals",
     bench="bench/hybrid.py",
-    state="partly",
-    remark="on processors, through Gloo and MPI; kernels for GPUs of int8, int4, int1 and ZFP, checked in Triton's "
-    "interpreter only; with the other codecs GPU tensors cross by the host",
+    state="works",
+    remark="on processors, through Gloo and MPI; the kernels for GPUs of int8, int4, int1, ZFP and MPC were checked in "
+    "Triton's interpreter only, and with the other codecs GPU tensors cross by the host",
 )
 
 MARGIN = 1.2

@@ -42,12 +42,19 @@ class Mpc:
                 why="it takes words of 2, 4 or 8 bytes",
                 do="codec 'split' or 'exact'",
             )
-        return kernels.pack(bytes_of(tensor).view(kernels.WORDS[width]), self.dims)
+        stays = tensor.device.type != "cpu" and self.runs_on(tensor.device.type)
+        flat = tensor.detach().reshape(-1).contiguous() if stays else bytes_of(tensor)
+        return kernels.pack(flat.view(kernels.WORDS[width]), self.dims)
+
+    def runs_on(self, device: str) -> bool:
+        """Whether tensors on `device` are encoded and decoded there, and only what crosses the wire is copied."""
+        return kernels.pack.runs_on(device)
 
     def decode(self, wire: Tensor, like: Tensor) -> Tensor:
         """Every bit. Raises UserError where the bytes are no stream, RunFailed where it is one of another length."""
+        wire = wire.to(like.device) if self.runs_on(like.device.type) else wire
         words = kernels.unpack(aligned(wire), like.element_size())
-        check_length(bytes_of(words), like.nbytes, self.name)
+        check_length(words.view(torch.uint8), like.nbytes, self.name)
         return words.view(like.dtype).view(like.shape).to(like.device) if words.numel() else torch.empty_like(like)
 
     def wire_bytes(self, elements: Any, element_bytes: int) -> Any:

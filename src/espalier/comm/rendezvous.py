@@ -70,6 +70,15 @@ def apart(channel: Channel, kind: Traffic) -> Any:
     return made(Asked(store, channel.rank(), channel.size(), channel.timeout, members, name))["cpu"]
 
 
+def beside(group: dist.ProcessGroup, kind: Traffic, limit: timedelta) -> ProcessGroupGloo:
+    """A Gloo group of the ranks of any group, for encoded messages of one class. These ranks call it alike, others do
+    not: its name counts the groups that were made of this one, not, as torch's `new_group` does, all that a rank knows.
+    """
+    store, rank = group.get_group_store(), group.rank()
+    number = store.add(f"espalier/{kind._value_}/{rank}", 1)
+    return ProcessGroupGloo(PrefixStore(f"espalier/{kind._value_} {number}", store), rank, group.size(), limit)
+
+
 def within(channel: Channel, ranks: Sequence[int], name: str) -> Channel:
     """A Channel of `ranks` of `channel`, with its ledger and deadline. These ranks call it alike, others do not.
 

@@ -31,7 +31,7 @@ def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data") -> Gr
         features=features,
         undirected=undirected,
         labels=_labels(getattr(data, "y", None)),
-        parts=masked_parts([getattr(data, name, None) for _, name in _MASKS]),
+        parts=masked_parts([getattr(data, name, None) for _, name in _MASKS], len(features)),
         weights=weights,
         edge_features=edge_features,
         origin=origin,

@@ -41,7 +41,7 @@ def load(file: Path, *, undirected: bool) -> Graph:
     return Graph.from_edges(
         sources,
         targets,
-        features=_features(nodes, sources, targets, count),
+        features=_features(nodes, (sources, targets), count, file),
         undirected=undirected,
         labels=labels,
         parts=_named_parts(nodes.get("part"), file),
@@ -70,7 +70,10 @@ def _csv(file: Path) -> Columns:
         kind: Any = np.float64 if all(_is_number(cell) for cell in second) else str
         if head and second is first:
             return {name: np.zeros(0, np.int64) for name in names}
-        table = np.loadtxt(file, dtype=kind, delimiter=",", skiprows=int(head), ndmin=2, comments=None, quotechar='"')
+        how: Any = {"delimiter": ",", "skiprows": int(head), "ndmin": 2, "comments": None, "quotechar": '"'}
+        table = np.loadtxt(file, dtype=kind, **how)
+        if kind is np.float64 and (np.abs(table) >= _EXACT).any():  # ids that a float64 would round
+            table = np.loadtxt(file, dtype=str, **how)
     except (UnicodeDecodeError, ValueError) as error:
         raise UserError(f"{file} is not a table: {error}.", do="UTF-8 text, as many cells in every line") from None
     return {name: table[:, at] for at, name in enumerate(names)}
@@ -110,6 +113,12 @@ def _numbered(ends: Array, ids: Array | None, file: Path) -> Array:
         numbers = _numbers(ends, "ends of edges", file)
         if len(numbers) and not np.array_equal(numbers, np.round(numbers)):
             raise UserError(f"{file}: ends of edges are not whole numbers.", do="give ids, or names and a nodes table")
+        if numbers.max(initial=0) >= _EXACT:
+            raise UserError(
+                f"{file} has an edge at {_words(ends)[int(numbers.argmax())]}.",
+                why="without a table of nodes the ends of edges are its rows, 0, 1, 2 …",
+                do=f"a table of nodes with a column id: {file.stem}.nodes{file.suffix}",
+            )
         return numbers.astype(np.int64)
     known, ends = _alike(ids), _alike(ends)
     if known.dtype.kind != ends.dtype.kind:
@@ -133,6 +142,8 @@ def _numbered(ends: Array, ids: Array | None, file: Path) -> Array:
     return found.astype(np.int64)
 
 
+_EXACT = 2**53
+"""Below it a float64 holds every whole number."""
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 _POINTLESS = re.compile(r"(-?[0-9]+)\.0*")
 _MISSING = ("", "-1", "nan", "NaN", "None", "null")
@@ -142,7 +153,7 @@ def _alike(ids: Array) -> Array:
     """Ids in the one form that can be compared: int64 where all are whole numbers, however stored, else text."""
     if ids.dtype.kind in "iu":
         return ids.astype(np.int64)
-    if ids.dtype.kind == "f" and (np.abs(ids) < 2**53).all() and (ids == np.round(ids)).all():
+    if ids.dtype.kind == "f" and (np.abs(ids) < _EXACT).all() and (ids == np.round(ids)).all():
         return ids.astype(np.int64)
     words = _words(ids)
     return np.array([int(word) for word in words] if all(map(_WHOLE.fullmatch, words)) else words)
@@ -168,12 +179,13 @@ def _count(nodes: Columns, sources: Array, targets: Array) -> int:
     return int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1
 
 
-def _features(nodes: Columns, sources: Array, targets: Array, count: int) -> Array:
+def _features(nodes: Columns, edges: tuple[Array, Array], count: int, file: Path) -> Array:
     """The columns that are features; without any: a one, and the logarithm of the degree."""
     names = [name for name in nodes if name not in ("id", "label", "part")]
     if names:
-        return np.stack([np.asarray(nodes[name], np.float32) for name in names], 1)
-    valid = [ends[(ends >= 0) & (ends < count)] for ends in (sources, targets)]
+        columns = [_numbers(nodes[name], f"the feature {name!r} of nodes", file) for name in names]
+        return np.stack(columns, 1).astype(np.float32)
+    valid = [ends[(ends >= 0) & (ends < count)] for ends in edges]
     degree = sum(np.bincount(ends, minlength=count) for ends in valid)
     return np.stack([np.ones(count), np.log1p(degree)], 1).astype(np.float32)
 
@@ -230,9 +242,9 @@ def _arrays(file: Path, undirected: bool) -> Graph:
     known = {name: next((found[word] for word in words if word in found), None) for name, words in _WORDS.items()}
     features = known.pop("features")
     if features is None:
-        features = _features({}, sources, targets, _count({}, sources, targets))
+        features = _features({}, (sources, targets), _count({}, sources, targets), file)
     labels, classes = _array_labels(known.pop("labels"))
-    parts = masked_parts([found.get(name) for name in ("train_mask", "val_mask", "test_mask")])
+    parts = masked_parts([found.get(name) for name in ("train_mask", "val_mask", "test_mask")], len(features))
     made = {"features": features, "labels": labels, "classes": classes, "parts": parts, **known}
     return Graph.from_edges(sources, targets, undirected=undirected, origin=str(file), **made)
 
@@ -278,12 +290,21 @@ def matrix_labels(values: Array) -> Array:
     return np.where(values == IGNORED, np.nan, values).astype(np.float32)
 
 
-def masked_parts(masks: Sequence[Any]) -> Parts | None:
-    """The split that masks of training, validation and test give; one left out is empty, None without any."""
+def masked_parts(masks: Sequence[Any], nodes: int) -> Parts | None:
+    """The split that masks of training, validation and test give; one left out is empty, None without any.
+
+    Raises UserError for a mask that is not of all `nodes`.
+    """
     given = [None if one is None else np.asarray(one).astype(bool) for one in masks]
     given = [one[:, 0] if one is not None and one.ndim == 2 else one for one in given]  # several splits: the first
     if all(one is None for one in given):
         return None
+    for name, one in zip(("training", "validation", "test"), given, strict=True):
+        if one is not None and one.shape != (nodes,):
+            raise UserError(
+                f"The mask of the {name} part has the shape {list(one.shape)}, and there are {nodes} nodes.",
+                do="true or false for each node",
+            )
     return Parts(*(np.zeros(0, np.int64) if one is None else np.flatnonzero(one) for one in given))
 
 

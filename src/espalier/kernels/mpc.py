@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import UserError
-from espalier.kernels.base import operation
+from espalier.kernels.base import has_triton, operation
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped, UInt8
@@ -63,13 +63,11 @@ def pack(words: Shaped[Tensor, " n"], dims: int) -> UInt8[Tensor, " m"]:
 @operation("mpc_unpack")
 def unpack(wire: UInt8[Tensor, " m"], width: int) -> Shaped[Tensor, " n"]:
     """The words that `pack` was given. Raises UserError where the bytes are not a stream of words of `width` bytes."""
-    dims, length = _header(wire, width)
+    dims, length, bitmap, kept = _checked(wire, width)
     kind, bits = _NUMPY[width], 8 * width
-    tiles = -(-length // bits)
-    payload = wire.numpy()[HEADER:]
-    marks = np.unpackbits(payload[: tiles * width], bitorder="little").astype(bool)
-    s = np.zeros(tiles * bits, kind)
-    s[marks] = payload[tiles * width :].view(kind)
+    marks = np.unpackbits(bitmap.numpy(), bitorder="little").astype(bool)
+    s = np.zeros(len(marks), kind)
+    s[marks] = kept.numpy().view(kind)
     out = np.empty(length, kind)
     for first in range(0, length, CHUNK):
         t = np.cumsum(s[first : first + CHUNK], dtype=kind)
@@ -82,20 +80,37 @@ def unpack(wire: UInt8[Tensor, " m"], width: int) -> Shaped[Tensor, " n"]:
     return torch.from_numpy(out)
 
 
-def _header(wire: Tensor, width: int) -> tuple[int, int]:
-    """(dims, words) of a stream whose length is right."""
-    first, length = (int(one) for one in wire[:HEADER].view(torch.uint32)) if wire.numel() >= HEADER else (0, 0)
-    dims, bits = first - MAGIC + 1, 8 * width
-    marks = wire[HEADER : HEADER + -(-length // bits) * width]
-    if not 1 <= dims <= 32 or len(marks) != -(-length // bits) * width:
+def _header(wire: Tensor, width: int) -> tuple[int, int, Tensor, Tensor]:
+    """(dims, words, bitmap, kept words) of a stream; bitmap and kept words are bytes."""
+    first, length = (int(one) for one in wire[:HEADER].cpu().view(torch.uint32)) if wire.numel() >= HEADER else (0, 0)
+    dims, size = first - MAGIC + 1, -(-length // (8 * width)) * width
+    marks = wire[HEADER : HEADER + size]
+    if not 1 <= dims <= 32 or len(marks) != size:
         raise UserError("These bytes are no MPC stream.", do="the bytes that mpc's pack returned, unchanged")
-    kept = int(np.bitwise_count(marks.numpy()).sum())
-    if wire.numel() != HEADER + len(marks) + kept * width:
+    return dims, length, marks, wire[HEADER + size :]
+
+
+def _check(marks: Tensor, kept: Tensor, announced: int) -> None:
+    """Raises UserError where there are other bytes of kept words than the bitmap announces."""
+    if kept.numel() != announced:
+        before = HEADER + marks.numel()
         raise UserError(
-            f"An MPC stream has {wire.numel()} bytes where its bitmap announces {HEADER + len(marks) + kept * width}.",
+            f"An MPC stream has {before + kept.numel()} bytes where its bitmap announces {before + announced}.",
             do="the bytes that mpc's pack returned, unchanged",
         )
-    return dims, length
+
+
+def _checked(wire: Tensor, width: int) -> tuple[int, int, Tensor, Tensor]:
+    """`_header` of a whole stream on the host."""
+    dims, length, marks, kept = _header(wire, width)
+    _check(marks, kept, int(np.bitwise_count(marks.numpy()).sum()) * width)
+    return dims, length, marks, kept
+
+
+def _aligned(wire: Tensor) -> Tensor:
+    """As words can be read from it."""
+    ready = wire.data_ptr() % 8 == 0 and wire.is_contiguous()
+    return wire if ready else wire.clone(memory_format=torch.contiguous_format)
 
 
 @pack.fast("cpu")
@@ -117,11 +132,37 @@ def unpack_by_tiles(wire: Tensor, width: int) -> Tensor:
     """numba."""
     from espalier.kernels import mpc_cpu
 
-    if wire.data_ptr() % 8 or not wire.is_contiguous():
-        wire = wire.clone(memory_format=torch.contiguous_format)
-    dims, length = _header(wire, width)
-    size = -(-length // (8 * width)) * width
+    dims, length, marks, kept = _checked(_aligned(wire), width)
     words = torch.empty(length, dtype=WORDS[width])
-    marks, kept = wire[HEADER:][:size].view(WORDS[width]), wire[HEADER:][size:].view(WORDS[width])
-    mpc_cpu.unpack(marks, kept, dims, words)
+    mpc_cpu.unpack(marks.view(WORDS[width]), kept.view(WORDS[width]), dims, words)
     return words
+
+
+def pack_in_triton(words: Tensor, dims: int) -> Tensor:
+    """Triton: a chunk is a program."""
+    from espalier.kernels import mpc_gpu
+
+    width, length = words.element_size(), words.numel()
+    told = torch.tensor([MAGIC + dims - 1, length], dtype=torch.int64).to(torch.uint32).view(torch.uint8)
+    marks = torch.empty(-(-length // (8 * width)), dtype=WORDS[width], device=words.device)
+    kept = mpc_gpu.pack(words.contiguous(), dims, marks)
+    return torch.cat([told.to(words.device), marks.view(torch.uint8), kept.view(torch.uint8)])
+
+
+def unpack_in_triton(wire: Tensor, width: int) -> Tensor:
+    """Triton. Looks at the header and at how many words were kept, which waits for the GPU."""
+    from espalier.kernels import mpc_gpu
+
+    dims, length, bitmap, kept = _header(_aligned(wire), width)
+    words = torch.empty(length, dtype=WORDS[width], device=wire.device)
+    marks = bitmap.view(WORDS[width])
+    ends = mpc_gpu.ends(marks, length)
+    _check(bitmap, kept, int(ends[-1]) * width if length else 0)
+    if length:
+        mpc_gpu.unpack(marks, ends, kept.view(WORDS[width]), dims, words)
+    return words
+
+
+if has_triton():
+    pack.fast("cuda")(pack_in_triton)
+    unpack.fast("cuda")(unpack_in_triton)

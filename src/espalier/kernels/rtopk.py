@@ -52,6 +52,10 @@ _WIDEST_ON_GPU = 8192
 """A row is held in the registers of one block."""
 
 
+_ENOUGH = 1100
+"""Bisections after which no float of 64 bits lies between the bounds: its exponents and its mantissa."""
+
+
 def rtopk(
     x: Shaped[Tensor, "*rows width"], k: int, *, max_iterations: int | None = None, sorted: bool = False
 ) -> tuple[Shaped[Tensor, "*rows k"], Int[Tensor, "*rows k"]]:
@@ -77,7 +81,8 @@ def rtopk(
     if k == x.shape[-1] and not sorted:
         columns = torch.arange(k, device=x.device).expand(x.shape).contiguous()
         return x.clone(memory_format=torch.contiguous_format), columns
-    return row_topk(x, k, max_iterations, sorted)
+    enough = None if max_iterations is None else min(max_iterations, _ENOUGH)
+    return row_topk(x, k, enough, sorted)
 
 
 def _check(x: Tensor, k: int, max_iterations: int | None) -> None:
@@ -85,6 +90,9 @@ def _check(x: Tensor, k: int, max_iterations: int | None) -> None:
         raise UserError("rtopk got a scalar.", do="x.reshape(1)")
     if x.dtype is torch.bool or x.is_complex():
         raise UserError(f"rtopk got dtype {x.dtype}, which torch.topk does not order.", do="x.to(torch.uint8) for bool")
+    for name, value in (("k", k), ("max_iterations", 1 if max_iterations is None else max_iterations)):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise UserError(f"{name} = {value!r} is no whole number.", do=f"{name}=8")
     if not 0 <= k <= x.shape[-1]:
         raise UserError(
             f"k = {k}, but a row has {x.shape[-1]} elements.",

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from espalier.comm.given import residual_like
 from espalier.optim.base import Owned
 from espalier.shard.arrange import Arranged
 from espalier.shard.exchange import Chain, Stage
@@ -76,6 +77,7 @@ class Flat:
         weight: what this rank's gradients count in the sum.
         missing: gradients still to come in this round.
         residual: what lossy codecs have not sent yet of this rank's gradients; None where there are none.
+            On their device, where a codec encodes them there.
     """
 
     def __init__(self, slots: Sequence[Slot], arranged: Arranged, mesh: Mesh, low: torch.dtype | None = None) -> None:
@@ -92,10 +94,7 @@ class Flat:
         self.part = self.full[_slice(self.params)].clone() if self.sharded else self.full
         self.collected: Tensor | None = None
         self.summed = None if self.scattered else self._collecting()
-        self.residual: Tensor | None = None
-        if mesh.feeds_back:
-            kind = torch.promote_types(self.full.dtype, torch.float32)
-            self.residual = torch.zeros(self.length, dtype=kind, device="cpu")
+        self.residual = residual_like(self.full, mesh.rounding) if mesh.rounding else None
         self.moved = self._moved()
         self.missing = len(self.slots)
         self.rounds = 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
 from espalier.comm import Channel
-from espalier.comm.base import Traffic, feedback, traffic
+from espalier.comm.base import Codec, Traffic, feedback, traffic
 from espalier.comm.codecs import codec
 from espalier.comm.levels import level
 from espalier.errors import UserError
@@ -39,11 +39,14 @@ class Mesh:
     """The axes of one placement as seen from this rank. Ranks must make their meshes in the same order.
 
     Stages for `Exchanges` are made here: each takes a buffer that holds the span `base` of a unit, and works in place.
+
+    Attributes:
+        rounding: the lossy codecs of its axes, which need feedback.
     """
 
     def __init__(self, placement: Placement, channel: dist.ProcessGroup, made: Groups, codecs: Codecs | None) -> None:
         self.placement = placement
-        self.feeds_back = False
+        self.rounding: list[Codec] = []
         self.rank = channel.rank()
         self._members = getattr(channel, "members", None) or tuple(dist.get_process_group_ranks(channel))
         self._groups: dict[tuple[str, Axis], Any] = {}
@@ -73,7 +76,8 @@ class Mesh:
             chosen = codec(name)
             if not sums and not chosen.lossless:
                 chosen = codec(LOSSLESS + "!" * name.endswith("!"))
-            self.feeds_back |= not chosen.lossless
+            if not chosen.lossless:
+                self.rounding.append(chosen)
             if not isinstance(group, Channel):
                 raise UserError(
                     f"Codec {name!r} was asked for, but the ranks do not talk through Espalier.",

@@ -58,7 +58,7 @@ class Residuals:
     def _handed_over(self, flat: Flat) -> Tensor:
         """[optimizer span] the sum over ranks, which from now on is the residual of the first rank that moves it."""
         assert flat.residual is not None
-        total = flat.residual.clone()
+        total = flat.residual.to("cpu", copy=True)
         with traffic(Traffic.CONTROL):
             dist.all_reduce(total, group=self._channel)
         flat.residual.zero_()

@@ -40,7 +40,7 @@ def attention_aggregate(
     Returns:
         [rows, heads, width]; zeros in rows without entries.
 
-    Raises UserError: shapes that do not fit.
+    Raises UserError: shapes that do not fit, tensors of different types.
     """
     rows, columns = adjacency.shape
     if features.dim() != 3 or features.shape[0] != columns:
@@ -52,6 +52,9 @@ def attention_aggregate(
     for name, (tensor, size) in named.items():
         if tensor.shape != (size, heads):
             raise UserError(f"{name} has shape {tuple(tensor.shape)}.", why=f"it is [{size}, heads = {heads}]")
+        if tensor.dtype != features.dtype:
+            kinds = (str(one.dtype).removeprefix("torch.") for one in (tensor, features))
+            raise UserError(f"{name} is {next(kinds)}, features are {next(kinds)}.", do=f"{name}.to(features.dtype)")
     return graph_attention(adjacency, features, scores, slope, keep)
 
 

@@ -61,12 +61,15 @@ class CO2:
         optimizer: of its parameters, any kind; keeps its own state through rounds.
         steps: local steps of a round; None: begins at 8 and follows the measured waits, for all ranks alike.
         method: a key of `sync.choices.METHODS`.
-        group: the ranks; None: torch's default group.
+        group: the ranks; None: torch's default group. A `Crew` for ranks that met in a store of their own; a replica
+            that was lost comes back by one with `returns=True`, at the end of a round, with the others' outer
+            parameters and an optimizer that begins anew.
         choices: settings of `sync.choices.Choices` other than the method's.
 
     Raises:
         UserError: an unknown method or setting, a model that cannot be averaged, no process group.
-        PeerLost: (from `optimizer.step`, `finish`) this rank was given up by the others.
+        PeerLost: (from `optimizer.step`, `finish`) this rank was given up by the others; it returns, and nobody let it
+            in.
 
     >>> outer = CO2(model, optimizer, steps=24, codec="int4")  # doctest: +SKIP
     """
@@ -78,23 +81,24 @@ class CO2:
         *,
         steps: int | None = None,
         method: str = "co2",
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Crew | None = None,
         **choices: Any,
     ) -> None:
         _refuse(model)
         chosen = chosen_of(method, choices)
         self.optimizer = optimizer
         live = [p for one in optimizer.param_groups for p in one["params"] if p.requires_grad]
-        members = None
-        if dist.is_initialized() or group is not None:
-            everyone = group if group is not None else dist.group.WORLD
-            assert everyone is not None
-            with torch.no_grad():
-                for tensor in [*model.parameters(), *model.buffers()]:
-                    dist.broadcast(tensor.detach(), dist.get_global_rank(everyone, 0), group=everyone)
-            crew = Crew(_store(everyone), everyone.rank(), tuple(range(everyone.size())))
-            members = Members(crew, codec(chosen.codec)) if everyone.size() > 1 else None
+        moving = {id(tensor) for tensor in live}
+        still = [one.detach() for one in (*model.parameters(), *model.buffers()) if id(one) not in moving]
+        crew = group if isinstance(group, Crew) else _crew(group)
+        members = None if crew is None else Members(crew, codec(chosen.codec))
+        returns = members is not None and members.crew.returns
+        if members is not None and not returns:
+            members.spread([*live, *still])
         self.engine = OuterSync(live, chosen, members, Rounds(steps or 8, adapt=steps is None))
+        self.engine.still = still
+        if returns:
+            self.engine.come_in(self.rate)
         self._hook = optimizer.register_step_post_hook(self._stepped)
 
     @property
@@ -147,6 +151,15 @@ def _refuse(model: nn.Module) -> None:
                 f"{name or type(model).__name__} keeps running statistics, which would differ between replicas.",
                 do="GroupNorm or LayerNorm, or track_running_stats=False",
             )
+
+
+def _crew(group: dist.ProcessGroup | None) -> Crew | None:
+    """The ranks of a process group, each a member; None where there is but one."""
+    if group is None and not dist.is_initialized():
+        return None
+    everyone = group if group is not None else dist.group.WORLD
+    assert everyone is not None
+    return Crew(_store(everyone), everyone.rank(), tuple(range(everyone.size()))) if everyone.size() > 1 else None
 
 
 def _store(group: Any) -> Any:

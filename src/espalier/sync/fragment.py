@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from espalier.errors import UserError
 from espalier.sync.choices import Choices
-from espalier.sync.members import Arrived, Flight
+from espalier.sync.members import Arrived, Flight, Note
 from espalier.sync.update import Sum, Update
 
 
@@ -39,6 +40,43 @@ class Fragment:
     due: int | None = None
     age: int = 0
     own: Tensor | None = None
+
+    def common_state(self) -> dict[str, Any]:
+        """What is the same on all replicas; nothing is on its way any more."""
+        part: dict[str, Any] = {"x": self.x, "update": self.update.state_dict()}
+        if self.arrived is not None:
+            part["total"] = self.arrived.total
+            part["notes"] = {str(member): list(note) for member, note in self.arrived.notes.items()}
+            if self.base is not None:
+                part["base"] = self.base
+        return part
+
+    def load_common(self, part: Mapping[str, Any]) -> None:
+        """Takes back what `common_state` gave."""
+        self.x.copy_(part["x"])
+        self.update.load_state_dict(part["update"])
+        self.base = self.flight = self.arrived = None
+        if "total" in part:
+            notes = {int(member): Note(*note) for member, note in part["notes"].items()}
+            self.arrived = Arrived(part["total"].clone(), notes, 0.0)
+            self.base = part["base"].clone() if "base" in part else None
+
+    def own_state(self, live: bool) -> dict[str, Any]:
+        """What is this replica's; `live`: with the tensors that the inner optimizer moves."""
+        part: dict[str, Any] = {"due": self.due, "age": self.age}
+        if live:
+            part["live"] = [tensor.clone() for tensor in self.live]  # the common model is restored into them first
+        kept = {"own": self.own, "residual": self.residual}
+        return part | {name: value for name, value in kept.items() if value is not None}
+
+    def load_own(self, part: Mapping[str, Any]) -> None:
+        """Takes back what `own_state` gave."""
+        self.due, self.age = part["due"], int(part["age"])
+        if "live" in part:
+            torch._foreach_copy_(self.live, part["live"])
+        self.own = part["own"].clone() if "own" in part else None
+        if self.residual is not None and "residual" in part:
+            self.residual.copy_(part["residual"])
 
 
 def split(live: Sequence[Tensor], fragments: int) -> list[list[Tensor]]:

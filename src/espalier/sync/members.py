@@ -13,19 +13,20 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo
 
 from espalier.comm.base import Codec, Ledger, Spent, Traffic
 from espalier.comm.coded import Coded
 from espalier.comm.lane import Task
 from espalier.errors import PeerLost
+from espalier.sync import rejoin
 
 GRACE = 3.0
 """Seconds after the first sign of a failure in which survivors report."""
@@ -74,6 +75,7 @@ class Crew(NamedTuple):
         timeout: seconds of any wait for a message.
         grace: seconds; see `GRACE`.
         ledger: books what is sent; may be None.
+        returns: this replica was lost, or takes the place of one that was, and asks the others to let it in.
     """
 
     store: Any
@@ -84,6 +86,7 @@ class Crew(NamedTuple):
     timeout: float = 60.0
     grace: float = GRACE
     ledger: Ledger | None = None
+    returns: bool = False
 
 
 @dataclass
@@ -150,19 +153,25 @@ class Members:
     Args:
         crew: see there.
         codec: of what travels.
-        on_change: called as `on_change(lost, members)` after members were lost.
+        on_change: called as `on_change(lost, members)` after members were lost, or came back (then none is lost).
+
+    Raises PeerLost: a member that returns was not let in.
     """
 
     def __init__(
-        self, crew: Crew, codec: Codec, on_change: Callable[[tuple[int, ...], tuple[int, ...]], None] | None = None
+        self,
+        crew: Crew,
+        codec: Codec,
+        on_change: Callable[[tuple[int, ...], tuple[int, ...]], None] | None = None,
     ) -> None:
         self.crew, self.codec, self.on_change = crew, codec, on_change
-        self.members = crew.members
         self.store = crew.store.clone() if hasattr(crew.store, "clone") else crew.store
-        self.epoch, self._closed = 0, False
-        self._number = 0
+        entry = rejoin.ask(crew._replace(store=self.store)) if crew.returns else rejoin.Entry(0, crew.members)
+        self.epoch, self.members, self._number = entry
+        self._closed = False
         self._past: list[Any] = []  # groups with messages under way, which must not be taken apart
         self._waiting: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
+        rejoin.announce(self.store, self.epoch)
         self._coded = self._joined()
         if self._coded is not None:
             threading.Thread(target=self._look, name="espalier-members", daemon=True).start()
@@ -185,7 +194,7 @@ class Members:
     # --- the group -----------------------------------------------------------------------------------------------
 
     def _space(self) -> Any:
-        return PrefixStore(f"outer/{self.epoch}", self.store)
+        return rejoin.space_of(self.store, self.epoch)
 
     def _joined(self) -> Coded | None:
         """The members' group of this epoch, of the ranks with this rank's shard; None where a replica is alone."""
@@ -264,24 +273,13 @@ class Members:
             self._fly(flight)
         return Arrived(flight.sent.clone(), {self.crew.member: flight.note}, 0.0)
 
-    def share(self, told: Tensor) -> dict[int, Tensor]:
-        """Every member's `told` (float64 [n], n the same for all), as it is; waits for it. Between flights only.
-
-        Raises PeerLost: see `arrive`.
-        """
-        self._number += 1
-        while (coded := self._coded) is not None:
-            rows: list[Tensor] = []
-
-            def act(job: Any, coded: Coded = coded, rows: list[Tensor] = rows) -> None:
-                rows += coded.everyone(told)
-
-            try:
-                self._together(coded, self._number, act, _unbooked).wait()
-                return dict(zip(self.members, rows, strict=True))
-            except Exception as error:
-                self._regroup(error)
-        return {self.crew.member: told}
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        """Gives the first member's `tensors` to all, in place. Before any flight."""
+        if self._coded is not None:
+            for tensor in tensors:
+                host = tensor.detach().cpu()
+                self._coded.inner.broadcast([host], BroadcastOptions()).wait()
+                tensor.detach().copy_(host)
 
     # --- fewer members -------------------------------------------------------------------------------------------
 
@@ -311,6 +309,7 @@ class Members:
                 do=f"a grace of more than {crew.grace:g} s, or a link that is not silent for so long",
             )
         self.epoch += 1
+        rejoin.announce(self.store, self.epoch)
         self._coded = self._joined()
         if self.on_change is not None:
             self.on_change(tuple(sorted(set(before) - set(self.members))), self.members)
@@ -329,13 +328,46 @@ class Members:
                 return there
             time.sleep(0.05)
 
+    # --- one more member -------------------------------------------------------------------------------------------
+
+    def coming(self, every: int) -> int | None:
+        """Who comes back before the next flight, as all agree; `every`: flights of a round. See `rejoin.coming`."""
+        absent = [member for member in self.crew.members if member not in self.members]
+        if not absent:
+            return None
+        return rejoin.coming(self._space(), self.crew, absent, self._number + 1, every)
+
+    def take_in(self, member: int, state: Callable[[], dict[str, Any]]) -> None:
+        """Makes `member` one of them; the first of the living sends it what `state` gives. All call it alike, with no
+        flight under way."""
+        donor, limit = self.members[0], timedelta(seconds=self.crew.timeout)
+        entry = rejoin.Entry(self.epoch + 1, tuple(sorted((*self.members, member))), self._number)
+        rejoin.admit(self._space(), entry)
+        before = self._coded
+        self.epoch, self.members, _ = entry
+        try:
+            self._coded = self._joined()
+            assert self._coded is not None
+            if self.crew.member == donor:
+                rejoin.send(self._coded.inner, self.members.index(member), state(), limit)
+        except RuntimeError as error:  # it is gone again, or another is
+            self._regroup(error)
+        if before is not None:
+            self._past.append(before)
+            before.close()
+        rejoin.announce(self.store, self.epoch)
+        if self.on_change is not None:
+            self.on_change((), self.members)
+
+    def taken_in(self) -> dict[str, Any]:
+        """What the first of the others sends to this member, which has come back."""
+        assert self._coded is not None
+        donor = next(index for index, member in enumerate(self.members) if member != self.crew.member)
+        return rejoin.received(self._coded.inner, donor, timedelta(seconds=self.crew.timeout))
+
     def close(self) -> None:
         """Ends the threads."""
         self._closed = True
         self._waiting.put(None)
         if self._coded is not None:
             self._coded.close()
-
-
-def _unbooked(spent: Spent) -> None:
-    """A few numbers."""

@@ -69,6 +69,7 @@ class OuterSync:
         waited, stood: seconds spent standing still for flights, of the last round and in all; flown: of its flights.
         on_moving, on_moved: called before and after live tensors are set.
         stopping: some replica asked to stop, and all know.
+        still: what never moves, but who comes back must have like the others (buffers, frozen parameters).
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class OuterSync:
         self.waited = self.flown = 0.0
         self.stopping = False
         self.wish = 0.0
+        self.still: Sequence[Tensor] = ()
         self._asked = False
+        self._length = rounds.steps
         self._begun = time.perf_counter()
         self._still = 0.0
         self.stood = 0.0
@@ -110,6 +113,7 @@ class OuterSync:
         self.clock += 1
         self._asked |= stop
         moved, length, steps = False, self.own_steps, self.steps
+        self._length = steps
         for index, fragment in enumerate(self.fragments):
             fragment.age += 1
             if fragment.due is not None:
@@ -161,6 +165,8 @@ class OuterSync:
             sent.mul_(weight)
         if choices.delay == 1:
             self._use(fragment)
+        if fragment is self.fragments[-1]:
+            self._take_in()
         self._launch(fragment, (sent, weight), base, rate)
         if choices.delay == 1:
             fragment.own = own
@@ -170,8 +176,13 @@ class OuterSync:
             self._use(fragment)
             self._put(fragment, choices.mixing)
             return True
-        fragment.due = min(max(1, -(-int(choices.delay * 1000) * self.own_steps // 1000)), max(1, self.own_steps - 1))
+        fragment.due = self._due()
         return False
+
+    def _due(self) -> int:
+        """Local steps until what departs now is used, with a delay of less than a round."""
+        steps = self.own_steps
+        return min(max(1, -(-int(self.choices.delay * 1000) * steps // 1000)), max(1, steps - 1))
 
     def _copy(self, fragment: Fragment) -> Tensor:
         """[n] what this replica gives: its parameters, or how far it went from where its round began."""
@@ -206,7 +217,8 @@ class OuterSync:
         if fragment.base is not None:
             mean = torch.sub(fragment.base, mean, out=mean)
             fragment.base = None
-        fragment.update.apply(mean, arrived.notes[min(arrived.notes)].rate)
+        first = min(member for member, note in arrived.notes.items() if note.weight)
+        fragment.update.apply(mean, arrived.notes[first].rate)
         if fragment is self.fragments[-1]:
             self._listen(arrived.notes)
 
@@ -236,6 +248,40 @@ class OuterSync:
                 torch._foreach_sub_(fragment.live, views_of(fragment.own, fragment.live))
         else:
             torch._foreach_lerp_(fragment.live, fragment.views, 1.0 - mixing)
+
+    # --- who comes back ----------------------------------------------------------------------------------------------
+
+    def _take_in(self) -> None:
+        """Lets in a replica that was lost and asks to come back, at the end of a round."""
+        member = None if self.members is None else self.members.coming(len(self.fragments))
+        if member is not None and self.members is not None:
+            self.members.take_in(member, self._handed)
+
+    def _handed(self) -> dict[str, Any]:
+        still = [tensor.cpu() for tensor in self.still]
+        return {"common": self.common_state(), "begun": self.begun + self._length, "still": still}
+
+    @torch.no_grad()
+    def come_in(self, rate: float = 1.0) -> None:
+        """Takes the place of a replica that was lost, in the round that the others end just now: copies their outer
+        parameters, gives nothing to what leaves now, and begins the next round with them."""
+        assert self.members is not None
+        state, last = self.members.taken_in(), self.fragments[-1]
+        self.load_common(state["common"])
+        for tensor, theirs in zip(self.still, state["still"], strict=True):
+            tensor.copy_(theirs)
+        base = last.x.clone() if self.choices.average == "parameters" else None
+        self._launch(last, (torch.zeros_like(last.x), 0.0), base, rate)
+        for fragment in self.fragments if self.choices.delay == 0 else self.fragments[:-1]:
+            self._use(fragment)
+        for fragment in self.fragments:
+            fragment.own = None
+            self._put(fragment)
+        if 0 < self.choices.delay < 1:
+            last.due = self._due()
+        self.rounds, self.begun, self.clock = self.rounds + 1, int(state["begun"]), 0
+        self._begun = time.perf_counter()
+        self.on_moved()
 
     # --- the outer model ---------------------------------------------------------------------------------------------
 
@@ -307,55 +353,27 @@ class OuterSync:
         """What is the same on all replicas: counts, outer parameters, and what was under way, arrived."""
         found: dict[str, Any] = {"steps": self.steps, "rounds": self.rounds}
         for index, one in enumerate(self.fragments):
-            part: dict[str, Any] = {"x": one.x, "update": one.update.state_dict()}
-            arrived = self._arrive(one)
-            if arrived is not None:
-                part["total"] = arrived.total
-                part["notes"] = {str(member): list(note) for member, note in arrived.notes.items()}
-                if one.base is not None:
-                    part["base"] = one.base
-            found[str(index)] = part
+            self._arrive(one)
+            found[str(index)] = one.common_state()
         return found
 
     def load_common(self, state: Mapping[str, Any]) -> None:
         """Takes back what `common_state` gave."""
         self.steps, self.rounds = int(state["steps"]), int(state["rounds"])
         for index, one in enumerate(self.fragments):
-            part = state[str(index)]
-            one.x.copy_(part["x"])
-            one.update.load_state_dict(part["update"])
-            one.base = one.flight = one.arrived = None
-            if "total" in part:
-                notes = {int(member): Note(*note) for member, note in part["notes"].items()}
-                one.arrived = Arrived(part["total"].clone(), notes, 0.0)
-                one.base = part["base"].clone() if "base" in part else None
+            one.load_common(state[str(index)])
 
     def own_state(self, live: bool = True) -> dict[str, Any]:
         """What is this replica's: where it is in its round, its live tensors, and what codecs have kept back."""
         found: dict[str, Any] = {"clock": self.clock, "begun": self.begun, "wish": self.wish}
-        for index, one in enumerate(self.fragments):
-            part: dict[str, Any] = {"due": one.due, "age": one.age}
-            if live:
-                part["live"] = [tensor.clone() for tensor in one.live]  # the common model is restored into them first
-            if one.own is not None:
-                part["own"] = one.own
-            if one.residual is not None:
-                part["residual"] = one.residual
-            found[str(index)] = part
-        return found
+        return found | {str(index): one.own_state(live) for index, one in enumerate(self.fragments)}
 
     def load_own(self, state: Mapping[str, Any]) -> None:
         """Takes back what `own_state` gave."""
         self.clock, self.begun, self.wish = int(state["clock"]), int(state["begun"]), float(state["wish"])
         self.on_moving()
         for index, one in enumerate(self.fragments):
-            part = state[str(index)]
-            one.due, one.age = part["due"], int(part["age"])
-            if "live" in part:
-                torch._foreach_copy_(one.live, part["live"])
-            one.own = part["own"].clone() if "own" in part else None
-            if one.residual is not None and "residual" in part:
-                one.residual.copy_(part["residual"])
+            one.load_own(state[str(index)])
         self.on_moved()
 
 
