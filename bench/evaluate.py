@@ -36,8 +36,9 @@ from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import Gpt
 from espalier.language import gpt
 from espalier.language.tokenizer import open_tokenizer
-from espalier.resilience.acme.evaluate import background, packing, shared
-from espalier.resilience.acme.evaluate.background import Process
+from espalier.resilience.acme import background
+from espalier.resilience.acme.background import Process
+from espalier.resilience.acme.evaluate import packing, shared
 from espalier.resilience.acme.evaluate.choices import MultipleChoice
 from espalier.resilience.acme.evaluate.crew import Crew, Setup
 from espalier.resilience.acme.evaluate.evaluator import Evaluation, joined
@@ -221,7 +222,7 @@ threads = 1
 PLAIN = """
 import sys
 from espalier import cli
-from espalier.resilience.acme.evaluate import background
+from espalier.resilience.acme import background
 background.step_back = background._lower_session = lambda: None
 sys.exit(cli.main())
 """

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from espalier.errors import UserError
-from espalier.resilience.acme.evaluate.background import step_back
+from espalier.resilience.acme.background import step_back
 
 
 def run(arguments: argparse.Namespace) -> int:

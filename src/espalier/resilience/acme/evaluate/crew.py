@@ -15,8 +15,8 @@ import psutil
 import torch
 from torch import nn
 
+from espalier.resilience.acme.background import Process
 from espalier.resilience.acme.evaluate import workers
-from espalier.resilience.acme.evaluate.background import Process
 from espalier.resilience.acme.evaluate.packing import Pool
 from espalier.resilience.acme.evaluate.tasks import Task
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from espalier.resilience.acme.evaluate import background
+from espalier.resilience.acme import background
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 import psutil
 import pytest
 
-from espalier.resilience.acme.evaluate import background
-from espalier.resilience.acme.evaluate.background import Process
+from espalier.resilience.acme import background
+from espalier.resilience.acme.background import Process
 
 
 def about(pipe: Connection) -> None:
@@ -46,7 +46,7 @@ def test_a_stopped_worker_is_seen_and_can_still_be_ended() -> None:
 def test_no_worker_outlives_its_evaluator() -> None:
     code = """
 import time
-from espalier.resilience.acme.evaluate.background import Process
+from espalier.resilience.acme.background import Process
 process = Process(lambda pipe: time.sleep(600))
 print(process.pid, flush=True)
 time.sleep(600)
