@@ -172,7 +172,7 @@ def ours(crew: Crew, target: Path, priors: Priors) -> tuple[float, dict[str, Any
     """The same from the checkpoint on the disk to the last figure; workers stand ready, as in a watch."""
     began = time.perf_counter()
     model = shared.load(Checkpoints(target), 1, torch.float32)
-    evaluation = Evaluation(crew, model.path, list(crew.setup.tasks), priors)
+    evaluation = Evaluation(crew, model, list(crew.setup.tasks), priors)
     found = {result.task: dict(result.figures) for result in evaluation.run() if result is not None}
     took = time.perf_counter() - began
     model.close()

@@ -102,7 +102,7 @@ def evaluated(folder: Path, tasks: list[Made], pool: Pool = TWO, deaths: list[in
     setup = Setup({task.name: task for task in tasks}, model, pool, [torch.device("cpu")], raw)
     shared = SharedModel(model().state_dict(), torch.float32)
     with Crew(setup) as crew:
-        evaluation = Evaluation(crew, shared.path, list(setup.tasks), Priors(folder / "priors.json"))
+        evaluation = Evaluation(crew, shared, list(setup.tasks), Priors(folder / "priors.json"))
         found = [result for result in evaluation.run() if result is not None]
         if deaths is not None:
             deaths.append(crew.deaths)

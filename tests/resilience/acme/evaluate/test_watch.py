@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from made_tasks import Made, model
+from torch import nn
 
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.errors import RunFailed, UserError
@@ -18,6 +19,13 @@ from espalier.resilience.acme.evaluate.packing import Pool
 from espalier.resilience.acme.evaluate.watch import Told, Watch, Where
 from espalier.track import events
 from espalier.track.events import Log
+
+
+def trained(step: int) -> nn.Module:
+    """Other weights at every step."""
+    made = model()
+    made.bias.data.fill_(float(step))
+    return made
 
 
 class Home:
@@ -32,7 +40,7 @@ class Home:
         self.task.seen.touch()
 
     def save(self, step: int) -> None:
-        self.checkpoints.save(step, {"model": model()}, {"step": step}, wait=True)
+        self.checkpoints.save(step, {"model": trained(step)}, {"step": step}, wait=True)
 
     def end(self, reason: str = "finished") -> None:
         self.log.write("end", reason=reason)
@@ -44,8 +52,10 @@ class Home:
         return Watch(Where(self.path, log, target, folder, torch.float32), setup, patience)
 
     def evaluated(self) -> list[tuple[int, str]]:
-        found = events.read(self.path / "events.jsonl")
-        return [(event["step"], event["metric"]) for event in found if event["event"] == "eval"]
+        return [(event["step"], event["metric"]) for event in self.figures()]
+
+    def figures(self) -> list[events.Event]:
+        return [event for event in events.read(self.path / "events.jsonl") if event["event"] == "eval"]
 
 
 @pytest.fixture
@@ -72,6 +82,18 @@ def test_each_checkpoint_is_evaluated_once_also_by_a_watch_begun_again(home: Hom
     assert results(home.watch().run()) == []
     assert len(home.evaluated()) == 6
     assert not list((home.path / "eval" / "held").iterdir())  # nothing is kept that training has deleted
+
+
+def test_the_figures_are_those_of_the_checkpoints_own_weights(home: Home) -> None:
+    home.checkpoints.keep = 9
+    for step in (2, 4, 6):
+        home.save(step)
+    home.end()
+    results(home.watch().run())
+    found = {event["step"]: event["value"] for event in home.figures() if event["metric"] == "value"}
+    x = torch.arange(5.0)[:, None] / 7
+    with torch.no_grad():
+        assert found == {step: pytest.approx(float(trained(step)(x).mean()), rel=1e-6) for step in (2, 4, 6)}
 
 
 def test_what_a_killed_watch_held_is_evaluated_by_the_next(home: Home) -> None:

@@ -15,6 +15,7 @@ from espalier.resilience.acme.evaluate import packing, trials
 from espalier.resilience.acme.evaluate.crew import Crew
 from espalier.resilience.acme.evaluate.leases import DEATHS, Leases
 from espalier.resilience.acme.evaluate.priors import Prior, Priors
+from espalier.resilience.acme.evaluate.shared import SharedModel
 from espalier.resilience.acme.evaluate.tasks import Sums
 from espalier.resilience.acme.evaluate.trials import Piece, Trial
 from espalier.resilience.acme.evaluate.workers import SHARE, At, Done, Given, Infer, Score, Scored, Wrong
@@ -39,12 +40,12 @@ class Evaluation:
 
     Args:
         crew: the workers.
-        model: the memory file that holds the model.
+        model: the model in memory.
         wanted: names of the tasks to do.
         priors: how long they should take; learns how long they took.
     """
 
-    def __init__(self, crew: Crew, model: str, wanted: list[str], priors: Priors) -> None:
+    def __init__(self, crew: Crew, model: SharedModel, wanted: list[str], priors: Priors) -> None:
         self.crew, self.model, self.priors = crew, model, priors
         self.tasks = {name: crew.setup.tasks[name] for name in wanted}
         records = {name: task.records for name, task in self.tasks.items()}
@@ -100,7 +101,7 @@ class Evaluation:
             self._raw += 1
             self._busy.add(worker)
             self._files[worker] = str(self.crew.setup.folder / f"{self._raw}.raw")
-            self.crew.send(worker, Infer(trial, self.model, self._files[worker]))
+            self.crew.send(worker, Infer(trial, self.model.path, self.model.version, self._files[worker]))
         priors = self._table()
         for worker in self.crew.metric:
             if self._waiting and worker not in self._scoring:

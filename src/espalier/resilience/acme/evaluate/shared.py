@@ -6,6 +6,7 @@ it. Workers map it privately, so all of them read the same pages.
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.errors import UserError
+
+_VERSIONS = itertools.count(1)
 
 
 class Loaded:
@@ -37,6 +40,8 @@ class SharedModel:
     def __init__(self, state: dict[str, Any], dtype: torch.dtype) -> None:
         if not hasattr(os, "memfd_create"):
             raise UserError("espalier eval --watch and --task need Linux.", do="espalier eval RUN, without them")
+        self.version = next(_VERSIONS)
+        """Which model this is: the next file may well have the same path."""
         self._file = os.memfd_create("espalier-eval", os.MFD_CLOEXEC)
         torch.save({name: _cast(value, dtype) for name, value in state.items()}, self.path)
 

@@ -242,7 +242,7 @@ class Watch:
             self._skipped.add((folder_name(found.step), found.seal))
             yield Told(found.step, self._skip(found.step, error.why or error.what), bad=True)
             return
-        evaluation = Evaluation(crew, model.path, list(found.wanted), self.priors)
+        evaluation = Evaluation(crew, model, list(found.wanted), self.priors)
         try:
             for result in evaluation.run():
                 if self._holding and time.monotonic() - self._looked > POLL:

@@ -30,10 +30,12 @@ SPEAK_EVERY = 0.25
 
 
 class Infer(NamedTuple):
-    """Do `trial` with the model in the memory file at `model`; write raw outputs to `raw`."""
+    """Do `trial` with the model in the memory file at `model`, which is another one where `version` is; write raw
+    outputs to `raw`."""
 
     trial: Trial
     model: str
+    version: int
     raw: str
 
 
@@ -83,14 +85,14 @@ class Wrong(NamedTuple):
 def infer(tasks: Mapping[str, Task], build: Callable[[], nn.Module], device: torch.device, pipe: Connection) -> None:
     """The life of an inference worker; ends when the pipe does."""
     torch.set_num_threads(1)
-    model, path = build(), ""
+    model, version = build(), 0
     with torch.no_grad():
         while True:
             order = pipe.recv()
             if order == SHARE:
                 continue  # it crossed our last answer
-            if order.model != path:
-                model, path = shared.attach(model, order.model, device), order.model
+            if order.version != version:
+                model, version = shared.attach(model, order.model, device), order.version
             _Trial(tasks, model, order, pipe).run()
 
 
