@@ -17,7 +17,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -204,7 +203,7 @@ depth = 2
 width = 64
 heads = 4
 [data]
-path = "python:stdlib"
+path = "corpus"
 [train]
 steps = 1000000
 sequence = 128
@@ -237,7 +236,7 @@ def program(folder: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()  # not SIGINT, which what a shell starts in the background does not hear
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
@@ -271,6 +270,10 @@ def watched(folder: Path, log: Path, seconds: float, plain: bool) -> float:
 
 def beside_training(folder: Path, pairs: int, seconds: float) -> list[Row]:
     (folder / "recipe.toml").write_text(RECIPE)
+    (folder / "corpus").mkdir()
+    for number in range(20):
+        sums = "".join(f"The sum of {number} and {other} is {number + other}.\n" for other in range(900))
+        (folder / "corpus" / f"{number}.txt").write_text(sums)
     questions(folder / "sums.jsonl", 30_000, 0)  # more than a window has time for: it is busy all through
     log, measured = folder / "runs/recipe/events.jsonl", []
     with program(folder, "-m", "espalier", "train", "recipe.toml"):
