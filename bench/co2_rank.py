@@ -2,7 +2,8 @@
 
 torchrun's environment; argument: a Task as JSON. Rank 0 prints an Outcome as JSON.
 
-Every host reads its own part of each global batch. The clock stands still while the common model is evaluated.
+Every host reads its own part of each global batch. The clock stands still while the common model is evaluated. At the
+end methods by rounds make all hosts one, which counts: the last point of a curve has all that was done.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ class Runner:
         self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT))
         self.shown: Callable[[], Any] = contextlib.nullcontext
         self.stood: Callable[[], float] = lambda: 0.0
+        self.finish: Callable[[], None] = lambda: None
         self.inside: Any = contextlib.nullcontext()
         self.called: nn.Module = self.model
         self.number = 0
@@ -143,7 +145,7 @@ class Runner:
     def _by_rounds(self) -> None:
         task = self.task
         made = CO2(self.model, self.optimizer, steps=task.steps, method=task.kind, codec=task.codec)
-        self.shown, self.stood = made.shown, lambda: made.engine.stood
+        self.shown, self.stood, self.finish = made.shown, lambda: made.engine.stood, made.finish
 
     def _torchft(self) -> None:
         from torchft import Manager, ProcessGroupGloo
@@ -240,6 +242,11 @@ class Runner:
             quiet += kernel_seconds() - begun
             if over.item():
                 break
+        begun = time.perf_counter()
+        self.finish()
+        dist.barrier(self.control)
+        spent += time.perf_counter() - begun
+        curve[-1] = (spent, tokens, self.evaluate())
         took = (wire_bytes() - sent, kernel_seconds() - kernel - quiet, self.stood() - stood)
         return Outcome(spent, self.number - first, *took, curve, self.parameters)
 

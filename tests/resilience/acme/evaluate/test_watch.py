@@ -186,8 +186,11 @@ def test_a_folder_that_vanishes_ends_the_watch_with_the_reason(home: Home, monke
     telling = home.watch().run()
     assert next(one for one in telling if one.result).step == 2
     shutil.rmtree(home.path)
+    said = []
     with pytest.raises(RunFailed, match="is gone"):
-        list(telling)
+        for one in telling:
+            said.append(one.text)
+    assert sum("not there now" in text for text in said) == 1
 
 
 def test_two_watches_of_one_run_are_one_too_many(home: Home) -> None:

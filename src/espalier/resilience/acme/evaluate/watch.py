@@ -177,8 +177,9 @@ class Watch:
 
     def _wait_for_folder(self) -> Iterator[Told]:
         began = time.monotonic()
-        while not self.where.log.exists():
+        if not self.where.log.exists():
             yield Told(0, f"The run folder {self.where.run} is not there now; waiting {self.patience:.0f} s for it.")
+        while not self.where.log.exists():
             if time.monotonic() - began > self.patience:
                 raise self._gone()
             time.sleep(POLL)
