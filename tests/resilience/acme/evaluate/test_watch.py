@@ -186,10 +186,9 @@ def test_a_folder_that_vanishes_ends_the_watch_with_the_reason(home: Home, monke
     telling = home.watch().run()
     assert next(one for one in telling if one.result).step == 2
     shutil.rmtree(home.path)
-    said = []
+    said: list[str] = []
     with pytest.raises(RunFailed, match="is gone"):
-        for one in telling:
-            said.append(one.text)
+        said.extend(one.text for one in telling)
     assert sum("not there now" in text for text in said) == 1
 
 
