@@ -64,6 +64,15 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     plan.add_argument("--score", metavar="FILE", help="compare predictions with the measured steps in FILE (no recipe)")
     plan.add_argument("--out", metavar="FILE", help="where --score writes its rows (default FILE.scored.…)")
     made["train"].add_argument("--run", help="run folder (default runs/<recipe name>)")
+    watch = made["eval"]
+    watch.add_argument(
+        "--watch", action="store_true", help="evaluate checkpoints as they come, beside training, until the run is done"
+    )
+    watch.add_argument(
+        "--task", action="append", default=[], metavar="NAME=FILE",
+        help="also multiple-choice questions in a JSONL file, or lm-eval:TASK (docs/evaluate.md)",
+    )  # fmt: skip
+    watch.add_argument("--workers", type=int, metavar="N", help="inference processes (default: one for each core)")
     made["predict"].add_argument(
         "input", nargs="?", help="text to go on from; of a graph: nodes, pairs or graphs (default all); or @FILE"
     )

@@ -117,6 +117,34 @@ def test_eval_and_predict_and_export_answer_in_json(home):
     assert json.loads(second.stdout)["validation_bits_per_byte"] < 7.9
 
 
+def unhurried(folder, *arguments):
+    """The command line, at the priority of the tests: beside busy ones the lowest there is would wait for ever."""
+    code = "import sys; from espalier import cli; from espalier.resilience.acme import background as b; "
+    code += "b.step_back = b._lower_session = lambda: None; sys.exit(cli.main())"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=150, check=False
+    )
+
+
+def test_a_watch_evaluates_what_a_finished_run_left_once_and_ends(home):
+    (home / "facts.jsonl").write_text(
+        '{"question": "The number 3 comes", "choices": ["before", "after"], "answer": 0}\n'
+    )
+    command = ("eval", "runs/recipe", "--watch", "--task", "facts=facts.jsonl", "--workers", "1", "--json")
+    first, again = unhurried(home, *command), unhurried(home, *command)
+    assert first.returncode == again.returncode == 0, first.stderr + again.stderr
+    rows = [json.loads(line) for line in first.stdout.splitlines()]
+    kept = sorted(int(path.name[5:]) for path in (home / "runs" / "recipe" / "checkpoints").glob("step-*"))
+    assert sorted((row["step"], row["task"]) for row in rows) == sorted(
+        (step, task) for step in kept for task in ("facts", "held-out")
+    )
+    assert again.stdout == ""
+    newest = json.loads(espalier(home, "eval", "runs/recipe", "--json").stdout)
+    held_out = next(row for row in rows if row["task"] == "held-out" and row["step"] == newest["step"])
+    assert held_out["bits_per_byte"] == pytest.approx(newest["bits_per_byte"], rel=1e-9)
+
+
 def test_interrupting_saves_and_the_same_command_resumes(home):
     command = [sys.executable, "-m", "espalier", "train", "recipe.toml", "name=long", "train.steps=100000"]
     command += ["train.validate_every=100000", "checkpoint.every=100000"]

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.errors import UserError
-from espalier.track.events import Log, follow, read
+from espalier.track.events import Log, append, follow, read
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(),
@@ -152,3 +152,24 @@ def test_the_log_and_its_views_need_no_torch() -> None:
     names = ", ".join(f"espalier.track.{name}" for name in ("events", "progress", "tables", "report", "serve"))
     program = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_another_process_may_append_while_a_line_is_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with Log(path) as log:
+        log.write("run", step=0)
+        append(path, "eval", step=1, value=float("nan"))
+        log.write("step", step=1)
+        with path.open("a") as file:
+            file.write('{"event":"step","st')  # on its way: nothing of it is cut off
+        append(path, "eval", step=2, value=0.5)
+    found = list(read(path))
+    assert [event["event"] for event in found] == ["run", "eval", "step", "incident", "eval"]
+    assert math.isnan(found[1]["value"])
+    assert path.read_text().endswith("}\n")
+
+
+def test_appending_makes_no_log_where_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Cannot write"):
+        append(tmp_path / "events.jsonl", "eval")
+    assert not (tmp_path / "events.jsonl").exists()

@@ -19,6 +19,8 @@ writes these; a reader ignores names and fields it does not know:
 |            | source (memory or disk) |
 | rule       | name, step, value, why: a value of the plan that may change while running has changed |
 | sample     | step, text |
+| eval       | step, task, metric, value, checkpoint (its seal), content (hash of what was asked), figures (how many |
+|            | metrics the task has), records, seconds |
 | end        | reason (finished, interrupted, failed), what, step, steps, seconds |
 
 A run that resumes appends to the same file. Steps after the one resumed from then come twice: the later wins.
@@ -90,6 +92,29 @@ class Log:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def append(path: str | Path, event: str, **fields: Any) -> Event:
+    """Appends one event to the log of a run that another process may be writing, and returns it.
+
+    Nothing is mended here, since what looks like a torn line may be one on its way; a newline before ours keeps the two
+    apart. Raises UserError when the log is not there or cannot be written.
+    """
+    entry: Event = {"event": event, "time": time.time(), **fields}
+    line = msgspec.json.encode(_plain(entry)) + b"\n"
+    try:
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            size = os.fstat(file).st_size
+            torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+            line = b"\n" * torn + line
+            if os.write(file, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    return entry
 
 
 def read(path: str | Path) -> Iterator[Event]:

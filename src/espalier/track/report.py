@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from espalier.track import draw
+from espalier.track import draw, evals
 from espalier.track.events import unwritable
 from espalier.track.tables import Run, open_run
 from espalier.units import show_count, show_seconds, show_size
@@ -169,7 +169,7 @@ def _charts(run: Run) -> list[tuple[str, str, Any]]:
         charts.append(
             ("Learning rate", "", draw.line_chart("Learning rate", [series], lambda v: f"{v:.2g}", zero=True))
         )
-    return [chart for chart in charts if chart[2]]
+    return [chart for chart in (*charts, *evals.charts(run)) if chart[2]]
 
 
 def _losses(run: Run) -> list[draw.Series]:

@@ -35,6 +35,7 @@ _NAMES = {
     "incidents": "incident",
     "samples": "sample",
     "rules": "rule",
+    "evals": "eval",
 }
 _QUIET = 60.0
 """Seconds without an event, beyond ten steps' time, after which a run counts as silent."""
@@ -94,6 +95,11 @@ class Run:
         return self.table("samples")
 
     @property
+    def evals(self) -> Table:
+        """One row per figure of a checkpoint's evaluation: step, task, metric, value, records, seconds."""
+        return self.table("evals")
+
+    @property
     def latest(self) -> Event:
         """The newest step event; empty before the first step."""
         rows = self._rows["step"]
@@ -109,7 +115,7 @@ class Run:
         return "running" if self._rows["step"] else "waiting"
 
     def table(self, name: str) -> Table:
-        """The table `name`: steps, validations, checkpoints, incidents, samples or rules."""
+        """The table `name`: steps, validations, checkpoints, incidents, samples, rules or evals."""
         if name not in _NAMES:
             near = nearest(name, _NAMES)
             raise UserError(f"A run has no table {name!r}.", do=f"ask for {near!r}" if near else ", ".join(_NAMES))
@@ -173,6 +179,8 @@ class Run:
             self.start, self.finish = event, {}
             self.attempts += 1
             self._forget(event.get("step", None), after=True)
+            kept = [row for row in self._rows["eval"] if row["step"] <= (event.get("step") or 0)]
+            self._rows["eval"] = kept  # in the order of their evaluation, not by step
         elif kind == "end":
             self.finish = event
         elif kind in self._rows:

@@ -1,19 +1,26 @@
-"""`espalier eval RUN`: the newest checkpoint on all of the run's held-out data."""
+"""`espalier eval RUN`: the newest checkpoint on all of the run's held-out data; with tasks, or as checkpoints come."""
 
 from __future__ import annotations
 
 import argparse
 import json
 
-import torch
-
 from espalier.errors import UserError
-from espalier.verbs.trained import open_trained
-from espalier.workload import Shard
+from espalier.resilience.acme.background import step_back
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the held-out figures."""
+    if arguments.watch or arguments.task or arguments.workers is not None:
+        step_back()  # before torch is imported: that alone takes seconds of a core
+        from espalier.verbs import watch
+
+        return watch.run(arguments)
+    import torch
+
+    from espalier.verbs.trained import open_trained
+    from espalier.workload import Shard
+
     trained = open_trained(arguments.run)
     samples = trained.workload.validation_samples()
     if samples == 0:

@@ -19,7 +19,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from espalier.errors import UserError
-from espalier.resilience.guard import GRACE, guard
+from espalier.resilience.guarded import GRACE, guard
 from espalier.sync.members import Crew
 
 FORK = multiprocessing.get_context("fork")

@@ -1,0 +1,143 @@
+"""Multiple-choice questions from a JSONL file: which choice does the model find likeliest after the question?
+
+Each choice is scored by its log-likelihood as a continuation, and by the same divided by its length in bytes, so that a
+long answer is not unlikely for its length alone (as `acc` and `acc_norm` of EleutherAI's lm-evaluation-harness).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+from torch import nn
+
+from espalier.errors import UserError
+from espalier.language import gpt
+from espalier.language.tokenizer import Tokenizer
+from espalier.resilience.acme.evaluate.tasks import Sums
+
+
+class Question(msgspec.Struct, frozen=True):
+    """One line of the file: `question` (or `context`), `choices`, and `answer`, the position of the right one or its
+    very text."""
+
+    choices: tuple[str, ...]
+    answer: int | str
+    question: str = ""
+    context: str = ""
+
+    @property
+    def right(self) -> int:
+        """The position of the right choice."""
+        return self.choices.index(self.answer) if isinstance(self.answer, str) else self.answer
+
+
+def read(path: Path, name: str) -> tuple[Question, ...]:
+    """The questions in `path`. Raises UserError that names the line for anything that is not one."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(
+            f"--task {name}={path} cannot be read: {error.strerror}.", do="name a JSONL file of questions"
+        ) from None
+    found = [_question(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise UserError(f"--task {name}={path} holds no question.", do="one JSON object a line; see docs/evaluate.md")
+    return tuple(found)
+
+
+def _question(line: bytes, path: Path, number: int) -> Question:
+    try:
+        question = msgspec.json.decode(line, type=Question)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _bad(path, number, str(error)) from None
+    if not (question.question or question.context):
+        raise _bad(path, number, "it has neither question nor context")
+    if len(question.choices) < 2 or not all(question.choices):
+        raise _bad(path, number, "it needs two choices at least, none of them empty")
+    if isinstance(question.answer, str):
+        if question.answer not in question.choices:
+            raise _bad(path, number, f"the answer {question.answer!r} is none of its choices")
+    elif not 0 <= question.answer < len(question.choices):
+        raise _bad(path, number, f"the answer {question.answer} is not within 0 to {len(question.choices) - 1}")
+    return question
+
+
+def _bad(path: Path, number: int, why: str) -> UserError:
+    example = '{"question": "2 + 2 =", "choices": ["3", "4"], "answer": 1}'
+    return UserError(f"Line {number} of {path} is not a question.", why=why, do=example)
+
+
+class MultipleChoice:
+    """The questions of one file, for a model that reads what `tokenizer` makes of them."""
+
+    def __init__(self, name: str, path: Path, tokenizer: Tokenizer) -> None:
+        self.name, self._tokenizer = name, tokenizer
+        self._questions = read(path, name)
+        self.content = xxhash.xxh3_64_hexdigest(msgspec.json.encode(self._questions))
+
+    @property
+    def records(self) -> int:
+        """One for each question."""
+        return len(self._questions)
+
+    def infer(self, model: nn.Module, record: int) -> Any:
+        """The log-likelihood (nats) of each choice, its bytes, and which one is right."""
+        assert isinstance(model, gpt.GPT)
+        question = self._questions[record]
+        before = "\n".join(part for part in (question.context, question.question) if part)
+        continued = [choice if _spaced(before, choice) else f" {choice}" for choice in question.choices]
+        head = [self._tokenizer.boundary, *self._ids(before)]
+        found = loglikelihoods(model, [(head, self._ids(choice)) for choice in continued])
+        sizes = [len(choice.encode()) for choice in question.choices]
+        return {"loglikelihood": [total for total, _ in found], "bytes": sizes, "right": question.right}
+
+    def score(self, raw: Any) -> Sums:
+        """Whether the likeliest choice is the right one, by length and without regard to it."""
+        plain = raw["loglikelihood"]
+        byte_wise = [total / size for total, size in zip(plain, raw["bytes"], strict=True)]
+        return {
+            "accuracy": (float(_likeliest(byte_wise) == raw["right"]), 1.0),
+            "accuracy_unnormalised": (float(_likeliest(plain) == raw["right"]), 1.0),
+        }
+
+    def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
+        """The shares of right answers."""
+        return dict(means)
+
+    def _ids(self, text: str) -> list[int]:
+        return [int(token) for token in self._tokenizer.encode(text.encode())]
+
+
+def loglikelihoods(model: gpt.GPT, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
+    """For each (context ids, continuation ids), neither empty: the continuation's log-likelihood in nats, and whether
+    each of its tokens is the model's likeliest.
+
+    What does not fit into the model's context is cut off on the left, as far as into the continuation itself, whose cut
+    tokens then do not count.
+    """
+    device = next(model.parameters()).device
+    rows = [[*head, *tail][-(model.size.context + 1) :] for head, tail in pairs]
+    longest = max(len(row) for row in rows)
+    # Padding stands on the right, where no token that counts can see it.
+    padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+    logits = model(padded[:, :-1]).double().log_softmax(-1)
+    found = []
+    for row, (_, tail), one, ids in zip(rows, pairs, logits, padded, strict=True):
+        first = max(0, len(row) - 1 - len(tail))
+        positions, wanted = one[first : len(row) - 1], ids[first + 1 : len(row)]
+        chosen = positions.gather(1, wanted[:, None])
+        found.append((float(chosen.sum()), bool((positions.argmax(-1) == wanted).all())))
+    return found
+
+
+def _likeliest(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def _spaced(before: str, choice: str) -> bool:
+    return before[-1:].isspace() or choice[:1].isspace()
