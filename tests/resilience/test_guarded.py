@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,6 +175,14 @@ def test_alone_it_changes_nothing() -> None:
     run.close()
     optimizer.step()
     assert run.step == 5
+
+
+def test_the_example_of_the_page_runs() -> None:
+    text = (Path(__file__).parent.parent.parent / "docs" / "faults.md").read_text(encoding="utf-8")
+    (block,) = (one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "guard(" in one)
+    names: dict[str, Any] = {}
+    exec(compile(block.replace("29778", "0"), "faults.md", "exec"), names)  # any free port
+    assert names["run"].step == 20
 
 
 def test_parameters_of_several_kinds_are_refused() -> None:
