@@ -97,7 +97,8 @@ def _check(x: Tensor, k: int, max_iterations: int | None) -> None:
         raise UserError(f"rtopk got dtype {x.dtype}, which torch.topk does not order.", do=do)
     if x.is_floating_point() and x.element_size() == 1:
         raise UserError(f"rtopk got dtype {x.dtype}, which torch.topk does not order.", do="x.float()")
-    for name, value in (("k", k), ("max_iterations", 1 if max_iterations is None else max_iterations)):
+    given: tuple[tuple[str, Any], ...] = (("k", k), ("max_iterations", 1 if max_iterations is None else max_iterations))
+    for name, value in given:
         if isinstance(value, Tensor):
             raise UserError(f"{name} = {value} is a tensor.", do=f"int({name})")
         if isinstance(value, bool) or not hasattr(value, "__index__"):
