@@ -140,6 +140,7 @@ def test_many_small_graphs_from_a_list():
     assert graph.starts.tolist() == [0, 2, 5, 9]
     assert graph.labels.tolist() == [0, 1, 0]
     assert sorted(zip(graph.indices.tolist(), graph.targets().tolist(), strict=True)) == [(0, 1), (2, 3), (5, 6)]
+    same(pyg.from_many([vars(item) for item in items], origin="dicts"), graph)
 
 
 def test_many_small_graphs_keep_what_is_known_of_edges_and_touch_no_other():

@@ -99,3 +99,11 @@ def test_nulls_of_parquet_are_no_label_and_no_part(tmp_path):
     graph = load(tmp_path)
     assert (graph.labels.tolist(), graph.classes) == ([0, -1, 1, -1], ("x", "y"))
     assert [ids.tolist() for _, ids in graph.parts.named()] == [[0], [3], [2]]
+
+
+def test_names_without_a_table_of_nodes_are_refused_by_the_first(tmp_path):
+    (tmp_path / "edges.csv").write_text("source,target\nann,bob\nbob,1\n")
+    with pytest.raises(UserError, match="ends of edges must be numbers") as error:
+        load(tmp_path / "edges.csv")
+    assert "one is 'ann'" in str(error.value)
+    assert "nodes.csv" in str(error.value)

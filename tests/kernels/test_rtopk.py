@@ -204,12 +204,16 @@ def test_threads_change_no_bit() -> None:
         (torch.tensor(1.0), 1, None, "scalar"),
         (torch.zeros(3, 10, dtype=torch.bool), 1, None, "torch.bool"),
         (torch.zeros(3, 10, dtype=torch.complex64), 1, None, "complex64"),
+        (torch.zeros(3, 10, dtype=torch.float8_e4m3fn), 1, None, "float8"),
+        (torch.zeros(3, 10).numpy(), 1, None, "x is ndarray"),
+        (torch.zeros(3, 10).to_sparse(), 1, None, "sparse"),
+        (torch.zeros(3, 10), torch.tensor(4), None, "is a tensor"),
         (torch.zeros(3, 10), 1, 0, "max_iterations = 0"),
         (torch.zeros(3, 10), 4.0, None, "k = 4.0 is no whole number"),
         (torch.zeros(3, 10), 1, 2.5, "max_iterations = 2.5 is no whole number"),
     ],
 )
-def test_bad_input_is_named(x: torch.Tensor, k: Any, steps: Any, words: str) -> None:
+def test_bad_input_is_named(x: Any, k: Any, steps: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         rtopk(x, k, max_iterations=steps)
 

@@ -244,6 +244,7 @@ BAD: dict[str, Callable[[Path], Any]] = {
     "needs a square": lambda _: CBM.from_csr([0, 1], [0], (1, 2), scale="symmetric"),
     "x has shape": lambda _: CBM.from_csr([0, 1], [0], (1, 2), alpha=0).matmul(torch.ones(3, 1)),
     "no values of its own": lambda _: matmul(CBM.of(cliques(2, 9)), torch.ones(18, 1), torch.ones(3)),
+    "cannot be written": lambda folder: CBM.of(cliques(2, 9)).save(folder / "nowhere" / "matrix.safetensors"),
     "cannot be read": lambda folder: CBM.load(folder / "nowhere"),
     "is not a saved CBM": _saved_by_another,
     "k = 9": lambda _: best_aggregation(cliques(2, 9), 8, 9),

@@ -93,6 +93,8 @@ BAD: dict[str, Callable[[], Any]] = {
     "is not known": lambda: CSR.of([0, 1], [0], (1, 1)).normalised("rows"),
     "has weights already": lambda: CSR.of([0, 1], [0], (1, 1), [2.0]).normalised("row"),
     "A diagonal": lambda: CSR.of([0, 1], [0], (1, 3)).scaled(Scale(None, torch.ones(2))),
+    "shape is 3": lambda: CSR.from_edges([[0], [1]], 3),  # type: ignore[arg-type]
+    "x is ndarray": lambda: matmul(CSR.of([0, 1], [0], (1, 1)), np.ones((1, 2))),  # type: ignore[arg-type]
     "shape is (-1, 3)": lambda: CSR.of([0], [], (-1, 3)),
     "3 dims": lambda: CSR.from_torch(torch.zeros(1, 1, 1)),
     "x has shape (2, 4)": lambda: matmul(CSR.of([0, 1], [0], (1, 3)), torch.ones(2, 4)),
@@ -171,7 +173,7 @@ def test_shapes_and_types_come_back_as_they_went_in() -> None:
     assert matmul(matrix, torch.ones(4)).shape == (3,)
     assert matmul(matrix, torch.ones(4, 2, 5)).shape == (3, 2, 5)
     assert matmul(matrix, torch.ones(4, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    assert matmul(matrix, torch.ones(2, 4).t()).tolist() == [[4, 4]] * 3
+    assert (matrix @ torch.ones(2, 4).t()).tolist() == [[4, 4]] * 3
     assert matmul(matrix, torch.ones(4, 0)).shape == (3, 0)
     assert matmul(CSR.of([0, 0], [], (1, 4)), torch.ones(4, 2)).tolist() == [[0, 0]]
 

@@ -40,7 +40,7 @@ def from_pyg(data: Any, *, undirected: bool = False, origin: str = "Data") -> Gr
 
 def from_many(items: Any, *, undirected: bool = False, origin: str) -> Graph:
     """Many small PyG graphs side by side; `y` of each is its label. Raises UserError naming the item at fault."""
-    items = list(items)
+    items = [_Named(item) if isinstance(item, dict) else item for item in items]
     if not items:
         raise UserError(f"{origin} holds no graphs.")
     for item in items:
@@ -131,7 +131,7 @@ def to_pyg(graph: Graph) -> Any:
 
 
 def load(path: Path, *, pickle: bool, undirected: bool) -> Graph:
-    """The graph in a file written by `torch.save` of a `Data`, a (data, slices) tuple, a list of `Data`, or a dict.
+    """The graph in a file written by `torch.save` of a `Data`, a (data, slices) tuple, a dict, or a list of either.
 
     Raises UserError for a file that needs unpickling of classes while `pickle` is False.
     """
@@ -145,7 +145,7 @@ def load(path: Path, *, pickle: bool, undirected: bool) -> Graph:
         raise UserError(
             f"{path} is pickled, and is not read.",
             why="unpickling may run any code that its author put there",
-            do="graph.pickle = true if you trust it; or torch.save(data.to_dict(), path), which needs no trust",
+            do="graph.pickle = true if you trust it; or torch.save(data.to_dict(), path), for a list one dict each",
         ) from None
     if isinstance(found, list) or (isinstance(found, tuple) and all(hasattr(one, "edge_index") for one in found)):
         return from_many(found, undirected=undirected, origin=str(path))

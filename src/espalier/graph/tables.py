@@ -169,8 +169,11 @@ def _words(column: Array) -> list[str]:
 def _numbers(values: Array, name: str, file: Path) -> Array:
     try:
         return np.asarray(values, np.float64)
-    except ValueError as error:
-        raise UserError(f"{file}: {name} must be numbers: {error}.") from None
+    except ValueError:
+        word = next(str(one) for one in np.ravel(values).tolist() if not _is_number(str(one)))
+        nodes = "add a nodes table (nodes.csv) with a column id, in a folder with edges.csv"
+        do = nodes if name == "ends of edges" else "give numbers, or drop the column"
+        raise UserError(f"{file}: {name} must be numbers, and one is {word!r}.", do=do) from None
 
 
 def _count(nodes: Columns, sources: Array, targets: Array) -> int:

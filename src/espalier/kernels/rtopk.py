@@ -75,7 +75,7 @@ def rtopk(
         Values, differentiable in `x` (reverse mode, any order), and columns.
 
     Raises:
-        UserError: `k` or `max_iterations` out of range, `x` a scalar, a dtype without order.
+        UserError: `k` or `max_iterations` out of range, `x` a scalar, not dense, of a dtype without order.
     """
     _check(x, k, max_iterations)
     if k == x.shape[-1] and not sorted:
@@ -86,11 +86,21 @@ def rtopk(
 
 
 def _check(x: Tensor, k: int, max_iterations: int | None) -> None:
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        found = "a sparse tensor" if isinstance(x, Tensor) else type(x).__name__
+        do = "x.to_dense()" if isinstance(x, Tensor) else "torch.as_tensor(x)"
+        raise UserError(f"x is {found}.", why="rtopk takes a dense tensor", do=do)
     if x.dim() == 0:
         raise UserError("rtopk got a scalar.", do="x.reshape(1)")
     if x.dtype is torch.bool or x.is_complex():
-        raise UserError(f"rtopk got dtype {x.dtype}, which torch.topk does not order.", do="x.to(torch.uint8) for bool")
-    for name, value in (("k", k), ("max_iterations", 1 if max_iterations is None else max_iterations)):
+        do = "x.abs()" if x.is_complex() else "x.to(torch.uint8)"
+        raise UserError(f"rtopk got dtype {x.dtype}, which torch.topk does not order.", do=do)
+    if x.is_floating_point() and x.element_size() == 1:
+        raise UserError(f"rtopk got dtype {x.dtype}, which torch.topk does not order.", do="x.float()")
+    given: tuple[tuple[str, Any], ...] = (("k", k), ("max_iterations", 1 if max_iterations is None else max_iterations))
+    for name, value in given:
+        if isinstance(value, Tensor):
+            raise UserError(f"{name} = {value} is a tensor.", do=f"int({name})")
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise UserError(f"{name} = {value!r} is no whole number.", do=f"{name}=8")
     if not 0 <= k <= x.shape[-1]:

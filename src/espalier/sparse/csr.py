@@ -218,6 +218,10 @@ class CSR:
 
         return matmul(self, x)
 
+    def __matmul__(self, x: Tensor) -> Tensor:
+        """`matmul`."""
+        return self.matmul(x)
+
     def _need_square(self, purpose: str) -> None:
         if self.shape[0] != self.shape[1]:
             raise UserError(f"{purpose} needs a square matrix, this one is {self.shape[0]} x {self.shape[1]}.")
@@ -257,13 +261,15 @@ def _values(values: Any, entries: int) -> Tensor:
 
 
 def _check_shape(shape: tuple[int, int]) -> None:
+    if isinstance(shape, int) or len(shape) != 2:
+        raise UserError(f"shape is {shape}.", why="it is (rows, columns)", do="shape = (nodes, nodes) for a graph")
     if min(shape) < 0 or max(shape) > _LARGEST:
         raise UserError(f"shape is {tuple(shape)}.", why=f"rows and columns are 0 to {_LARGEST}")
 
 
 def _check(indptr: Tensor, indices: Tensor, shape: tuple[int, int]) -> None:
-    rows, columns = shape
     _check_shape(shape)
+    rows, columns = shape
     if len(indptr) != rows + 1:
         raise UserError(f"indptr has {len(indptr)} offsets.", why=f"{rows} rows need {rows + 1}")
     if int(indptr[0]) != 0 or int(indptr[-1]) != len(indices) or bool((indptr.diff() < 0).any()):

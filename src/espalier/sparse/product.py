@@ -38,6 +38,9 @@ def matmul(adjacency: CSR | CBM, x: Tensor, values: Tensor | None = None) -> Ten
     Raises UserError: sizes that do not fit, numbers that are not real floats, `values` for a CBM.
     """
     rows, columns = adjacency.shape
+    for name, one in (("x", x), ("values", values)):
+        if one is not None and not isinstance(one, Tensor):
+            raise UserError(f"{name} is {type(one).__name__}.", why="a product takes tensors", do="torch.as_tensor(…)")
     if x.dim() == 0 or x.shape[0] != columns:
         raise UserError(f"x has shape {tuple(x.shape)}.", why=f"a matrix {rows} x {columns} needs [{columns}, ...]")
     for name, one in (("x", x), ("values", values)):

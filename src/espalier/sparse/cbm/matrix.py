@@ -193,8 +193,14 @@ class CBM:
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes one safetensors file, to be read by `load` and mapped rather than copied."""
+        """Writes one safetensors file, to be read by `load` and mapped rather than copied.
+
+        Raises UserError: no such folder.
+        """
         from safetensors.torch import save_file
+
+        if not Path(path).parent.is_dir():
+            raise UserError(f"{path} cannot be written.", why=f"there is no folder {Path(path).parent}", do="make it")
 
         tensors = {name: one for name, one in zip(("left", "right"), self.scale, strict=True) if one is not None}
         if self.deltas is not None:
