@@ -64,6 +64,13 @@ def test_ids_too_large_for_a_float_are_told_apart(tmp_path):
     assert graph.features[:, 0].tolist() == [1, 2]
 
 
+def test_names_that_begin_further_down_are_names(tmp_path):
+    (tmp_path / "edges.csv").write_text("source,target\n7,8\nann,8\n")
+    (tmp_path / "nodes.csv").write_text("id,age\n7,1\n8,2\nann,3\n")
+    graph = load(tmp_path / "edges.csv", undirected=False)
+    assert sorted(zip(graph.indices.tolist(), graph.targets().tolist(), strict=True)) == [(0, 1), (2, 1)]
+
+
 def test_words_among_the_features_and_masks_of_other_length_are_refused(tmp_path):
     (tmp_path / "edges.csv").write_text("source,target\n0,1\n")
     (tmp_path / "nodes.csv").write_text("age,town\n1,Ulm\n2,Ulm\n")

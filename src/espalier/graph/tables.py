@@ -8,6 +8,7 @@ empty cell, a null, `nan`, `None` or `null`.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import math
 import re
@@ -67,16 +68,25 @@ def _csv(file: Path) -> Columns:
             raise UserError(f"{file} is empty.", do="a line per edge: source,target")
         head = not all(_is_number(cell) for cell in first)
         names = [cell.strip() for cell in first] if head else [f"column{at}" for at in range(len(first))]
-        kind: Any = np.float64 if all(_is_number(cell) for cell in second) else str
         if head and second is first:
             return {name: np.zeros(0, np.int64) for name in names}
-        how: Any = {"delimiter": ",", "skiprows": int(head), "ndmin": 2, "comments": None, "quotechar": '"'}
-        table = np.loadtxt(file, dtype=kind, **how)
-        if kind is np.float64 and (np.abs(table) >= _EXACT).any():  # ids that a float64 would round
-            table = np.loadtxt(file, dtype=str, **how)
+        table = _cells(file, int(head), numbers=all(_is_number(cell) for cell in second))
     except (UnicodeDecodeError, ValueError) as error:
-        raise UserError(f"{file} is not a table: {error}.", do="UTF-8 text, as many cells in every line") from None
+        raise UserError(
+            f"{file} is not a table: {str(error).rstrip('.')}.", do="UTF-8 text, as many cells in every line"
+        ) from None
     return {name: table[:, at] for at, name in enumerate(names)}
+
+
+def _cells(file: Path, skipped: int, numbers: bool) -> Array:
+    """float64 where all cells are numbers that it holds exactly, else text. `numbers`: the first line's are."""
+    how: Any = {"delimiter": ",", "skiprows": skipped, "ndmin": 2, "comments": None, "quotechar": '"'}
+    if numbers:
+        with contextlib.suppress(ValueError):  # a word further down; what is worse is met again below
+            table = np.loadtxt(file, dtype=np.float64, **how)
+            if not (np.abs(table) >= _EXACT).any():
+                return table
+    return np.loadtxt(file, dtype=str, **how)
 
 
 def _is_number(cell: str) -> bool:
