@@ -149,6 +149,8 @@ def test_addresses_that_do_not_answer_are_named(monkeypatch: Any) -> None:
 
 
 PROGRAM = """
+import os
+
 import torch
 import torch.distributed as dist
 from espalier.comm import connect, disconnect
@@ -159,7 +161,7 @@ place = started.place()
 channel = connect(store(place, 30.0), place.rank, place.world, timeout=30.0)
 x = torch.full((3,), float(place.rank))
 dist.all_reduce(x)
-print(place.rank, place.local_rank, x.tolist(), flush=True)
+os.write(1, f"{place.rank} {place.local_rank} {x.tolist()}\\n".encode())  # at once: nothing comes between
 disconnect()
 """
 

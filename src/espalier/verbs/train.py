@@ -102,7 +102,7 @@ def _tell(job: Job, event: str, **fields: Any) -> None:
     """Into the run log, and to whoever watches. Opened each time: a rank killed while writing may have torn a line."""
     with Log(job.folder.events) as log:
         entry = log.write(event, **fields)
-    if not job.quiet:
+    if not job.quiet and not entry.get("action", "").startswith("stop"):  # what ends the run is its error, said once
         print(trouble(entry), file=sys.stderr, flush=True)
 
 
