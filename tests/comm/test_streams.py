@@ -14,7 +14,7 @@ from espalier.comm.streams import following
 
 def test_without_a_gpu_there_is_nothing_to_follow() -> None:
     if torch.cuda.is_initialized():
-        pytest.skip("there is one")
+        pytest.skip("a GPU is in use")
     with following():
         pass
 
