@@ -103,12 +103,12 @@ class Reshaping:
         self._starting = 0.0
         self._begun = 0.0
         self._seats: list[int] = []
-        self._said = False
+        self._refused: tuple[float, ...] | None = None
         self._slowness = Slowness()
 
     def begin(self, now: float, places: Sequence[Place]) -> None:
         """An attempt starts at `now`."""
-        self._begun, self.turn, self._said = now, None, False
+        self._begun, self.turn, self._refused = now, None, None
         self._seats = [place.seat for place in places]
         self._slowness = Slowness(self.shapes.planned_wait if self.shapes is not None else None)
 
@@ -122,7 +122,7 @@ class Reshaping:
     def after(self, failure: Failure, decision: Decision) -> tuple[Decision, Shape | None]:
         """What becomes of `decision` where a place is to blame: the run without it, or why that cannot be had."""
         self._blame.take(failure)
-        rank = self._blame.place() if self.shapes is not None and not decision.restart else None
+        rank = self._blame.place() if len(self._seats) > 1 and not decision.restart else None
         if rank is None or self.shapes is None:
             return decision, None
         try:
@@ -142,8 +142,8 @@ class Reshaping:
         if self.shapes is None or self.turn is not None:
             return None
         evidence = self._slowness.take([sign.usual for sign in signs], [sign.waited for sign in signs])
-        if evidence is None:
-            return None
+        if evidence is None or (self._refused is not None and not replan.news(self._refused, _shown(evidence))):
+            return None  # what did not pay then pays less now
         step = max(sign.step for sign in signs)
         self.turn = self._decided(now, step, evidence)
         return self.turn
@@ -153,7 +153,7 @@ class Reshaping:
         try:
             shapes, speeds = self.shapes.faster(evidence)
         except UserError as error:
-            self._stays(step, error.what)
+            self._stays(step, evidence, error.what)
             return None
         seats = {self._seats[rank]: value for rank, value in speeds.items()}
         cost = self._starting + self.shapes.saving()
@@ -161,15 +161,18 @@ class Reshaping:
         for shape in shapes:
             verdict = replan.weigh(evidence.step, shape.ratio, left, cost)
             if not verdict.worth:
-                self._stays(step, f"the best other plan ({shape.says}) does not pay: {verdict}")
+                self._stays(step, evidence, f"the best other plan ({shape.says}) does not pay: {verdict}")
                 return None
             if self._turns.allowed(now, (tuple(self._seats[rank] for rank in shape.kept), shape.plan), seats):
                 self._turns.took(now, cost, (tuple(self._seats), self.shapes.plan), seats)
                 return Turn(shape, verdict, now)
         return None
 
-    def _stays(self, step: int, why: str) -> None:
-        """Says once in an attempt why nothing is changed."""
-        if not self._said:
-            self._said = True
-            self.tell("incident", kind="slow", what=f"The plan is kept: {why}.", step=step, action="none")
+    def _stays(self, step: int, evidence: Evidence, why: str) -> None:
+        """Says why nothing is changed; not again until ranks show something else."""
+        self._refused = _shown(evidence)
+        self.tell("incident", kind="slow", what=f"The plan is kept: {why}.", step=step, action="none")
+
+
+def _shown(evidence: Evidence) -> tuple[float, ...]:
+    return (*evidence.own, evidence.wait) if evidence.link else evidence.own

@@ -7,8 +7,7 @@ what the model is wrong by for both falls out.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 MARGIN = 0.1
@@ -66,6 +65,11 @@ def weigh(step: float, ratio: float, left: int, cost: float) -> Verdict:
     return Verdict(step, step * ratio, max(0, left), max(0.0, cost))
 
 
+def news(before: Sequence[float], now: Sequence[float]) -> bool:
+    """Whether ranks show something else `now` (seconds a step, by rank) than `before`."""
+    return len(before) != len(now) or any(map(_differ, before, now))
+
+
 class Turns:
     """How often a run may change its shape. Has state: the switches there were, and what was known when each shape was
     left."""
@@ -93,4 +97,4 @@ class Turns:
 
 
 def _differ(one: float, other: float) -> bool:
-    return abs(math.log(one / other)) >= math.log(NEWS)
+    return max(one, other) >= NEWS * min(one, other) and one != other

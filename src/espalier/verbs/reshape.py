@@ -79,20 +79,25 @@ class Reshaper:
         raise refusal
 
     def faster(self, evidence: Evidence) -> tuple[list[Shape], Mapping[int, float]]:
-        """See `Shapes.faster`."""
+        """See `Shapes.faster`. Ranks that the recipe asks for by number are all kept."""
         plan, request, cluster = self.job.plan, self._request(), self.job.cluster
         again.refuse(plan)
         found = again.speeds(plan, evidence.own)
         if evidence.link and self.planned_wait is not None:
             found = again.with_link(request, cluster, plan, found, evidence.wait - self.planned_wait)
         self._offered.clear()
-        shapes = [self._offer(one) for one in again.options(request, cluster, plan, found)]
+        pinned = self.job.resolved.recipe.plan.pin.ranks is not None
+        made = again.options(request, cluster, plan, found)
+        shapes = [self._offer(one) for one in made if not pinned or len(one.kept) == len(plan.ranks)]
         return shapes, dict(enumerate(found.slower))
 
     def saving(self) -> float:
         """See `Shapes.saving`."""
-        saved = [event for event in events.read(self.job.folder.events) if event["event"] == "checkpoint"]
-        return float(saved[-1].get("seconds") or 0.0) if saved else 0.0
+        took = 0.0
+        for event in events.read(self.job.folder.events):
+            if event["event"] == "checkpoint":
+                took = float(event.get("seconds") or 0.0)
+        return took
 
     def adopt(self, shape: Shape) -> None:
         """See `Shapes.adopt`."""

@@ -88,7 +88,7 @@ def _carry_out(job: Job, as_json: bool) -> int:
         heartbeat=units.seconds(faults.heartbeat, "faults.heartbeat"),
         memory=None if faults.memory == "auto" else units.size(faults.memory, "faults.memory"),
         tell=partial(_tell, job),
-        shapes=reshape.Reshaper(job, _rank),
+        shapes=reshape.Reshaper(job, _rank) if faults.restarts else None,
     )
     try:
         supervise.run(_rank(job), launch.places(job.plan, job.folder.logs), care)
