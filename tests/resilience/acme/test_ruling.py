@@ -17,7 +17,7 @@ def crash(raised, message, step=0):
     return Failure(kind_of(raised, step), 1, f"Rank 1 failed: {raised}: {message}", "", step, raised)
 
 
-def said(failure, log, position, seconds=60.0):
+def ruled(failure, log, position, seconds=60.0):
     """With time enough on a busy machine."""
     return ruling.of(failure, log, position, seconds)
 
@@ -37,21 +37,21 @@ SIZES = "Error(s) in loading state_dict for Gpt: size mismatch for head.weight"
 
 def test_the_end_of_the_log_names_reason_category_and_the_line(tmp_path):
     log = log_of(tmp_path, "step 1 loss 2.0", *traceback("ModuleNotFoundError: No module named 'apex'"))
-    found = said(crash("ModuleNotFoundError", "No module named 'apex'"), log, 0)
+    found = ruled(crash("ModuleNotFoundError", "No module named 'apex'"), log, 0)
     assert (found.category, found.reason, found.action) == ("Script", "Import Error", "stop")
     assert "apex" in found.root
 
 
 def test_without_a_log_the_error_itself_is_diagnosed():
-    found = said(crash("RuntimeError", "CUDA error: uncorrectable ECC error encountered", 9), None, 0)
+    found = ruled(crash("RuntimeError", "CUDA error: uncorrectable ECC error encountered", 9), None, 0)
     assert (found.reason, found.action, found.ground) == ("ECC Error", "isolate", "retry")
     assert found.suspect == socket.gethostname(), "the log names no host, so it is this one"
 
 
 def test_what_an_earlier_attempt_wrote_is_not_read(tmp_path):
     log = log_of(tmp_path, *traceback("KeyError: 'mask'"))
-    assert said(Failure("killed", 1, "Rank 1 was killed (SIGKILL)."), log, log.stat().st_size).reason == "Unknown"
-    assert said(Failure("killed", 1, "Rank 1 was killed (SIGKILL)."), log, 0).reason == "Key Error"
+    assert ruled(Failure("killed", 1, "Rank 1 was killed (SIGKILL)."), log, log.stat().st_size).reason == "Unknown"
+    assert ruled(Failure("killed", 1, "Rank 1 was killed (SIGKILL)."), log, 0).reason == "Key Error"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_what_an_earlier_attempt_wrote_is_not_read(tmp_path):
 )
 def test_failures_that_leave_no_line_are_named_by_their_kind_and_steer_nothing(tmp_path, kind, reason, action):
     log = log_of(tmp_path, "Current thread 0x00007f (most recent call first):", '  File "train.py", line 3 in wait')
-    found = said(Failure(kind, 1, "Something."), log, 0)
+    found = ruled(Failure(kind, 1, "Something."), log, 0)
     assert (found.reason, found.action, found.ground) == (reason, action, "")
 
 
@@ -83,7 +83,7 @@ def test_failures_that_leave_no_line_are_named_by_their_kind_and_steer_nothing(t
 def test_only_grounds_steer(tmp_path, raised, message, said, ground):
     lines = [said] if said else []
     log = log_of(tmp_path, *lines, *traceback(f"{raised}: {message}"))
-    assert said(crash(raised, message), log, 0).ground == ground
+    assert ruled(crash(raised, message), log, 0).ground == ground
 
 
 def test_a_script_error_is_not_tried_again_and_one_of_the_machine_is(tmp_path):
@@ -103,7 +103,7 @@ def test_code_that_has_made_a_step_is_never_stopped_by_a_diagnosis(tmp_path):
 
 
 def decided(budget, failure, log):
-    found = said(failure, log, 0)
+    found = ruled(failure, log, 0)
     return budget.decide(replace(failure, category=found.category, reason=found.reason, ground=found.ground))
 
 
@@ -112,7 +112,7 @@ def test_an_enormous_log_takes_no_longer_than_a_small_one(tmp_path):
     log.write_bytes(b"step 1 loss 2.0 ok\n" * 2_000_000 + "\n".join(traceback("KeyError: 'mask'")).encode())
     ruling.ready()
     begun = time.process_time()
-    assert said(crash("KeyError", "'mask'"), log, 0).reason == "Key Error"
+    assert ruled(crash("KeyError", "'mask'"), log, 0).reason == "Key Error"
     assert time.process_time() - begun < ruling.SECONDS
 
 
@@ -120,7 +120,7 @@ def test_what_takes_too_long_is_given_up_and_anothers_alarm_is_kept(monkeypatch)
     monkeypatch.setattr(diagnose, "of_text", lambda text: time.sleep(30))
     before, left = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0]
     begun = time.monotonic()
-    found = said(crash("KeyError", "'mask'"), None, 0, seconds=0.05)
+    found = ruled(crash("KeyError", "'mask'"), None, 0, seconds=0.05)
     assert (found.reason, found.action, found.ground) == ("Unknown", "retry", "")
     assert time.monotonic() - begun < 5.0
     assert signal.getsignal(signal.SIGALRM) == before
@@ -132,7 +132,7 @@ def test_a_diagnosis_that_fails_ends_nothing(monkeypatch):
         raise IndexError("bad rule")
 
     monkeypatch.setattr(diagnose, "of_text", broken)
-    assert said(crash("KeyError", "'mask'"), None, 0).root == "not diagnosed: bad rule"
+    assert ruled(crash("KeyError", "'mask'"), None, 0).root == "not diagnosed: bad rule"
 
 
 @settings(max_examples=60, deadline=None)
