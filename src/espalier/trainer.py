@@ -253,13 +253,16 @@ class Trainer:
                 self._report(agreed, time.perf_counter() - begun + waited)
                 pulse.stepped(self.step, agreed.exposed)
                 if self.healing is not None:
-                    self.healing.watch(self.step, agreed.loss)
+                    self.healing.watch(self.step, agreed)
                 if not self.built.agreement.level:
                     continue
                 with pulse.elsewhere():
                     loss = self.validate() if self._due(recipe.train.validate_every) else None
                 stop = agreed.stop or self._stops_here()
-                if saved is not None and (stop or self._due(recipe.checkpoint.every)):
+                due = self._due(recipe.checkpoint.every)
+                if self.healing is not None and (due or self._due(recipe.train.validate_every)):
+                    self.healing.compare()
+                if saved is not None and (stop or due):
                     with pulse.elsewhere("storing"):
                         self.save(saved, loss, wait=stop)
                 if stop and self.step < self.steps:
