@@ -29,7 +29,7 @@ class Healing:
     """One attempt's view of what the run leaves out. Has state: that list, and the losses so far.
 
     All ranks make it, and hold the same; where replicas agree by rounds their losses differ in between, and they
-    compare them where all stand at one step.
+    compare them before they save.
     """
 
     def __init__(self, setting: Setting, saved: Checkpoints) -> None:
@@ -68,7 +68,7 @@ class Healing:
             self._put_back(verdict)
 
     def compare(self) -> None:
-        """Where all replicas stand at one step: what one of them has found is found by all. Raises Anomaly on all."""
+        """Before all replicas save: what one of them has found is found by all. Raises Anomaly on all."""
         if self._course is None or self._outer is None:
             return
         Given = tuple[Verdict | None, int | None]
@@ -82,6 +82,7 @@ class Healing:
             return [(worst, min(since, default=None))] * len(given)
 
         own = (self._found, self._course.since)
+        self.saved.wait()  # its own agreements must not come in between
         verdict, since = self.saved.team.agree("comparing the replicas' losses", lambda: own, first)
         self._hold(since)
         if verdict is not None:

@@ -259,11 +259,10 @@ class Trainer:
                 with pulse.elsewhere():
                     loss = self.validate() if self._due(recipe.train.validate_every) else None
                 stop = agreed.stop or self._stops_here()
-                due = self._due(recipe.checkpoint.every)
-                if self.healing is not None and (due or self._due(recipe.train.validate_every)):
-                    self.healing.compare()
-                if saved is not None and (stop or due):
+                if saved is not None and (stop or self._due(recipe.checkpoint.every)):
                     with pulse.elsewhere("storing"):
+                        if self.healing is not None:
+                            self.healing.compare()
                         self.save(saved, loss, wait=stop)
                 if stop and self.step < self.steps:
                     raise self._interrupted(saved)
