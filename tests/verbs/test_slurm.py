@@ -118,7 +118,7 @@ def cluster(tmp_path, monkeypatch):
             os.killpg(int(life.read_text()), signal.SIGKILL)
 
 
-def until(condition, seconds=90.0):
+def until(condition, seconds=150.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -180,6 +180,7 @@ def test_usr1_saves_and_requeues_and_the_second_life_ends_with_the_unbroken_runs
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_with_a_task_for_each_rank_it_is_the_same(cluster, monkeypatch):
     monkeypatch.setenv("FAKE_TASKS", "2")
     recipe = (cluster / "recipe.toml").read_text().replace("ranks = 1", "ranks = 2")
