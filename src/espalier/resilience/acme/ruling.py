@@ -147,9 +147,11 @@ def _within(seconds: float) -> Iterator[None]:
     handler = signal.signal(signal.SIGALRM, late)
     left, again = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+    finally:  # also where the alarm came just then
         signal.signal(signal.SIGALRM, handler)
         if left:
             signal.setitimer(signal.ITIMER_REAL, left, again)
