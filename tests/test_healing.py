@@ -2,12 +2,18 @@
 
 import json
 import math
+from types import SimpleNamespace
 
+import msgspec
 import pytest
-from struck import Struck, recipe_of, same, write_corpus
+from struck import Struck, plan_of, recipe_of, same, write_corpus
 
+from espalier.checkpoint.sharded import Checkpoints
 from espalier.errors import RunFailed
+from espalier.healing import Healing
+from espalier.plan import base as plans
 from espalier.resilience.acme import skipping
+from espalier.sync.base import Agreed
 
 STEPS, NOISE = 44, range(24, 32)
 
@@ -17,6 +23,9 @@ class Noisy(Struck):
 
     noise: tuple[int, ...] = tuple(NOISE)
     factor = 50.0
+    noisy: tuple[int, ...] = (0, 1)
+    """Ranks that see the noise."""
+    gradient_only = False
 
     def _arm(self, workload, place):
         plain = workload.loss
@@ -28,7 +37,9 @@ class Noisy(Struck):
                 if place.rank == 0:
                     with (self.folder / "taken").open("a") as file:
                         file.write(f"{self.trainer.step} {number}\n")
-                value = value * self.factor if number in self.noise else value
+                if number in self.noise and place.rank in self.noisy:
+                    risen = value * self.factor
+                    value = value.detach() + risen - risen.detach() if self.gradient_only else risen
             return value, weight
 
         workload.loss = loss
@@ -66,6 +77,64 @@ def test_a_loss_that_stays_high_is_put_back_and_its_batches_are_left_out_exactly
     never.folder.mkdir()
     skipping.write(never.folder, skipping.Skips(tuple(range(24, 31))))
     assert same(run, never.run()), "as if it had never seen them"
+
+
+def test_a_gradient_norm_that_rises_alone_is_put_back_as_a_loss_is(corpus, tmp_path):
+    made = recipe(corpus, rollback=4)
+    still = msgspec.structs.replace(made.train.optimizer, learning_rate=1e-9)  # a loss that falls would be a reason
+    made = msgspec.structs.replace(made, train=msgspec.structs.replace(made.train, optimizer=still))
+    run = Noisy(made, 1, tmp_path / "run")
+    run.factor, run.gradient_only = 1000.0, True
+    run.run()
+    (incident,) = run.all("incident")
+    assert "gradient norm rose at step 25" in incident["what"]
+    assert incident["reason"] == "Loss Anomaly"
+    assert json.loads((run.folder / "skips.json").read_text())["batches"] == [*range(24, 31)]
+    assert [event["step"] for event in run.all("run")] == [0, 20]
+
+
+def by_rounds(corpus, folder):
+    """Two replicas of one rank, in rounds of four steps."""
+    made = recipe(corpus, rollback=4)
+    outer = plans.Outer(replicas=((0,), (1,)), steps=4, adapt=False)
+    run = Noisy(made, 2, folder, plan=msgspec.structs.replace(plan_of(made, 2), outer=outer))
+    run.noisy = (1,)
+    return run
+
+
+def test_what_one_replica_alone_sees_puts_all_back_where_they_next_save(corpus, tmp_path):
+    run = by_rounds(corpus, tmp_path / "run")
+    run.run()
+    (incident,) = run.all("incident")
+    assert incident["kind"] == "anomaly"
+    assert (incident["step"], "rose at step 25" in incident["what"]) == (32, True)
+    assert json.loads((run.folder / "skips.json").read_text())["batches"] == [*range(24, 31)]
+    assert [event["step"] for event in run.all("run")] == [0, 20]
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_not_finite_in_one_replica_is_left_out_by_all(corpus, tmp_path):
+    run = by_rounds(corpus, tmp_path / "run")
+    run.noise, run.factor = (13,), math.nan
+    run.run()
+    assert {event["kind"] for event in run.all("incident")} == {"anomaly"}
+    assert json.loads((run.folder / "skips.json").read_text())["batches"] == [13]
+    assert taken(run)[13] == 14
+
+
+def test_a_plateau_is_reported_and_nothing_is_done(corpus, tmp_path):
+    made = recipe(corpus, plateau=200, rollback="never")
+    events = []
+    setting = SimpleNamespace(
+        recipe=made, plan=plan_of(made, 1), folder=tmp_path, emit=lambda event, **fields: events.append(fields)
+    )
+    healing = Healing(setting, Checkpoints(str(tmp_path / "checkpoints")))
+    for step in range(1, 1001):
+        rate = 1.0 if step < 800 else 0.1
+        healing.watch(step, Agreed(2.0 + 0.01 * (step % 3), 1.0, 1.0, rate, False, 0.0, ()))
+    (event,) = events
+    assert (event["kind"], "attempt" in event, event["action"][:4]) == ("plateau", False, "none")
+    assert "has not fallen in 200 steps" in event["what"]
 
 
 @pytest.mark.slow

@@ -63,6 +63,11 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     plan.add_argument("--calibrate-on", metavar="FILE", help="measured steps, or a run folder, to learn from")
     plan.add_argument("--score", metavar="FILE", help="compare predictions with the measured steps in FILE (no recipe)")
     plan.add_argument("--out", metavar="FILE", help="where --score writes its rows (default FILE.scored.…)")
+    made["train"].add_argument(
+        "--slurm",
+        metavar="OPTIONS",
+        help='submit it as a batch job, with options of sbatch, such as "nodes=2 time=4:00:00"',
+    )
     made["train"].add_argument("--run", help="run folder (default runs/<recipe name>)")
     watch = made["eval"]
     watch.add_argument(
@@ -110,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         verb = arguments.verb if getattr(arguments, "hosts", None) is None else "across"
+        verb = verb if getattr(arguments, "slurm", None) is None else "slurm"
         run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.verbs.{verb}").run
         return run(arguments)
     except EspalierError as error:

@@ -1,36 +1,45 @@
 """What a run does about its own loss: an anomaly that does not heal puts it back and leaves the batches out.
 
-After Acme (arXiv 2403.07648), section 6.1. The verdict is a function of losses that all ranks know, so all reach it
-after the same step without asking each other; `resilience.acme.anomaly` has the rule. The attempt then ends, and
-whoever started it starts it again.
+After Acme (arXiv 2403.07648), section 6.1. The verdict is a function of losses and gradient norms that all ranks know,
+so all reach it after the same step without asking each other; `resilience.acme.anomaly` has the rule. The attempt then
+ends, and whoever started it starts it again.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.errors import Anomaly
 from espalier.resilience.acme import skipping
-from espalier.resilience.acme.anomaly import Losses
+from espalier.resilience.acme.anomaly import Course, Verdict
+from espalier.resilience.acme.plateau import Fall, Plateau
 from espalier.resilience.acme.skipping import Skips
+from espalier.sync.base import Agreed
 
 if TYPE_CHECKING:
     from espalier.trainer import Setting
+
+_HIGH = 0.5
+"""Of the learning rate: below it, in a schedule's tail or warmup, a loss may well stand still."""
 
 
 class Healing:
     """One attempt's view of what the run leaves out. Has state: that list, and the losses so far.
 
-    All ranks make it, and hold the same.
+    All ranks make it, and hold the same; where replicas agree by rounds their losses differ in between, and they
+    compare them before they save.
     """
 
     def __init__(self, setting: Setting, saved: Checkpoints) -> None:
         assert setting.folder is not None, "only a run with a folder can be put back"
-        self.folder, self.saved = setting.folder, saved
-        wanted = setting.recipe.faults.rollback
-        # Replicas that agree by rounds have losses of their own in between.
-        self._losses = None if wanted == "never" or setting.plan.outer is not None else Losses(wanted)
+        self.folder, self.saved, self.setting = setting.folder, saved, setting
+        faults, self._outer = setting.recipe.faults, setting.plan.outer
+        self._course = None if faults.rollback == "never" else Course(faults.rollback)
+        self._plateau = None if faults.plateau == "never" else Plateau(faults.plateau)
+        self._found: Verdict | None = None
+        """Of this replica, not known to the others yet."""
 
         def told(_: list[None]) -> list[Skips]:
             return [skipping.read(self.folder)] * saved.team.world
@@ -44,25 +53,62 @@ class Healing:
         self.saved.forget(step)
         self._keep(self.skips.settled())
 
-    def watch(self, step: int, loss: float) -> None:
+    def watch(self, step: int, agreed: Agreed) -> None:
         """After `step` steps. Raises Anomaly when the run has to be put back."""
-        if self._losses is None:
+        if self._plateau is not None and (flat := self._plateau.take(agreed.loss, agreed.rate >= _HIGH)) is not None:
+            self.setting.emit("incident", kind="plateau", step=step, **_told(flat, self._plateau.window))
+        if self._course is None:
             return
-        verdict = self._losses.take(step, loss)
-        self.saved.hold = None if self._losses.since is None else self._losses.since - 1
-        if verdict is None:
+        verdict = self._course.take(step, agreed.loss, agreed.gradient_norm)
+        if self._outer is not None:
+            self._found = self._found or verdict
             return
-        self._keep(self.skips.without(verdict.first, verdict.last))
-        raise Anomaly(
-            f"The loss rose at step {verdict.first} and did not come back.",
-            why=f"{verdict}; the run is put back before that, and the batches of those steps are left out",
-            do='faults.rollback = "never" lets a run go on; a lower train.optimizer.learning_rate may prevent it',
-        )
+        self._hold(self._course.since)
+        if verdict is not None:
+            self._put_back(verdict)
+
+    def compare(self) -> None:
+        """Before all replicas save: what one of them has found is found by all. Raises Anomaly on all."""
+        if self._course is None or self._outer is None:
+            return
+        Given = tuple[Verdict | None, int | None]
+
+        def first(given: list[Given]) -> list[Given]:
+            found = [verdict for verdict, _ in given if verdict is not None]
+            since = [step for _, step in given if step is not None]
+            worst = min(found, key=lambda one: one.first, default=None)
+            if worst is not None:
+                worst = replace(worst, last=max(one.last for one in found))
+            return [(worst, min(since, default=None))] * len(given)
+
+        own = (self._found, self._course.since)
+        self.saved.wait()  # its own agreements must not come in between
+        verdict, since = self.saved.team.agree("comparing the replicas' losses", lambda: own, first)
+        self._hold(since)
+        if verdict is not None:
+            self._put_back(verdict)
 
     def not_finite(self, step: int) -> None:
         """The step after `step` was not finite: the second time with the same batch, that is left out."""
-        if self._losses is not None:
-            self._keep(self.skips.suspecting(self.skips.batch(step)))
+        if self._course is None:
+            return
+        skips = self.skips.suspecting(self.skips.batch(step))
+        if self._outer is None:
+            self._keep(skips)
+        elif any(ranks[0] == self.setting.place.rank for ranks in self._outer.replicas):
+            skipping.write(self.folder, skips)  # the other replicas do not know, and are not waited for
+
+    def _hold(self, since: int | None) -> None:
+        """Checkpoints from before what may become an anomaly are kept."""
+        self.saved.hold = None if since is None else since - 1
+
+    def _put_back(self, verdict: Verdict) -> None:
+        self._keep(self.skips.without(verdict.first, verdict.last))
+        raise Anomaly(
+            f"The {verdict.what} rose at step {verdict.first} and did not come back.",
+            why=f"{verdict}; the run is put back before that, and the batches of those steps are left out",
+            do='faults.rollback = "never" lets a run go on; a lower train.optimizer.learning_rate may prevent it',
+        )
 
     def _keep(self, skips: Skips) -> None:
         """All ranks call it; the first writes, before any of them goes on or ends."""
@@ -74,6 +120,16 @@ class Healing:
         self.saved.wait()
         self.saved.team.agree("noting what the run leaves out", lambda: None, written)
         self.skips = skips
+
+
+def _told(flat: Fall, window: int) -> dict[str, Any]:
+    """The fields of a plateau's incident besides its kind and step."""
+    return {
+        "what": f"The loss has not fallen in {window} steps: it stands at {flat.level:.4g}.",
+        "why": f"by the line through them it fell {flat.fall:.2g}, give or take {flat.error:.2g}",
+        "rank": -1,
+        "action": "none; another learning rate or other data may help",
+    }
 
 
 def numbered(healing: Healing | None, step: int) -> int:

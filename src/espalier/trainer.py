@@ -253,7 +253,7 @@ class Trainer:
                 self._report(agreed, time.perf_counter() - begun + waited)
                 pulse.stepped(self.step, agreed.exposed)
                 if self.healing is not None:
-                    self.healing.watch(self.step, agreed.loss)
+                    self.healing.watch(self.step, agreed)
                 if not self.built.agreement.level:
                     continue
                 with pulse.elsewhere():
@@ -261,6 +261,8 @@ class Trainer:
                 stop = agreed.stop or self._stops_here()
                 if saved is not None and (stop or self._due(recipe.checkpoint.every)):
                     with pulse.elsewhere("storing"):
+                        if self.healing is not None:
+                            self.healing.compare()
                         self.save(saved, loss, wait=stop)
                 if stop and self.step < self.steps:
                     raise self._interrupted(saved)

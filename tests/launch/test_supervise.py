@@ -6,6 +6,7 @@ The normal suite runs a sample; `pytest -m soak tests/launch/test_supervise.py` 
 import os
 import random
 import signal
+import socket
 import time
 
 import pytest
@@ -52,6 +53,7 @@ def survives(corpus, unbroken, folder, world, rank, what):
     kinds = {"kill": "killed", "terminate": "signal", "raise": "exception", "stop": "stopped"}
     assert incident["kind"] == kinds.get(what, what)
     assert incident["rank"] == rank
+    assert incident["reason"] == {"raise": "Runtime Error", "hang": "NCCL Timeout Error"}.get(what, "Unknown")
     (recovered,) = run.all("recovered")
     assert recovered["step"] + recovered["lost_steps"] in (5, 6)
     return recovered
@@ -221,6 +223,36 @@ def test_code_that_raises_again_at_the_same_step_is_tried_twice(tmp_path):
     assert "RuntimeError: odd shape" in error.what
     assert "no step gained" in error.why
     assert [event["action"].split()[0] for event in events if event["event"] == "incident"] == ["start", "stop"]
+
+
+def test_an_error_that_an_unchanged_program_repeats_is_not_tried_again_and_is_named(tmp_path):
+    def task(place):
+        place.pulse.begins(0)
+        if place.rank == 1:
+            raise RuntimeError("Error(s) in loading state_dict for Gpt: size mismatch for head.weight")
+        time.sleep(30)
+
+    error, tried, (event,) = attempts(tmp_path, task)
+    assert tried == 1
+    assert "size mismatch" in error.what
+    assert (event["category"], event["reason"]) == ("Framework", "Model Loading Error")
+    assert (event["rank"], event["calls_for"]) == (1, "stop")
+    assert event["action"] == "stop (an unchanged run would fail again (Model Loading Error))"
+
+
+def test_a_fault_of_the_machine_is_tried_as_often_as_a_death_and_names_the_host(tmp_path):
+    def task(place):
+        place.pulse.begins(0)
+        if place.rank == 1 and place.attempt < 3:
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+        return place.attempt
+
+    events = []
+    care = supervise.Care(None, 0.2, 0, lambda event, **fields: events.append({"event": event, **fields}))
+    assert supervise.run(task, places(2, tmp_path), care) == [3, 3]
+    found = [event for event in events if event["event"] == "incident"]
+    assert [event["reason"] for event in found] == ["ECC Error"] * 3
+    assert {event["suspect"] for event in found} == {socket.gethostname()}
 
 
 def test_a_rank_that_is_killed_again_and_again_is_tried_four_times(tmp_path):

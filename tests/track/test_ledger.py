@@ -49,6 +49,17 @@ def test_work_done_again_and_the_way_back_are_booked_on_their_cause():
     assert found.between_failures == 13.0
 
 
+def test_failures_of_one_kind_are_told_apart_by_their_diagnosis():
+    named = {"category": "Infrastructure", "reason": "ECC Error"}
+    events = [run(0.0, 0), *steps(1, 6, 0.0), {**incident(6.5), **named}, run(7.0, 6), {**recovered(8.0, 1.5), **named}]
+    events += [incident(9.0, attempt=1), run(9.5, 6), recovered(9.5, 0.5), end(13.0)]
+    ecc, plain = account(events).causes
+    assert (ecc.kind, ecc.category, ecc.reason, ecc.count, ecc.recovered) == (
+        *("killed", "Infrastructure", "ECC Error", 1, 1),
+    )
+    assert (plain.kind, plain.reason, plain.count, plain.recovered) == ("killed", "", 1, 1)
+
+
 def test_the_time_when_nobody_ran_it_is_nobodys_loss():
     stopped = [run(0.0, 0), *steps(1, 3, 0.0), end(4.0), run(1000.0, 3), *steps(4, 6, 1000.0), end(1004.0)]
     assert account(stopped).wall == pytest.approx(8.0)

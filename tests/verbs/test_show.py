@@ -162,10 +162,11 @@ def test_a_plan_that_does_not_fit_is_one_json_object(too_large: list[str], capsy
 
 
 def test_what_failures_cost_is_a_table_by_cause(capsys: pytest.CaptureFixture[str]) -> None:
-    causes = (Cause("killed", 3, 3, 4.5, 2.0, 7), Cause("hang", 1, 0, 0.0, 0.0, 0))
+    causes = (Cause("killed", 3, 3, 4.5, 2.0, 7, "Infrastructure", "ECC Error"), Cause("hang", 1, 0, 0.0, 0.0, 0))
     show.account(Account(wall=100.0, useful=80.0, again=2.0, down=4.5, failures=4, causes=causes))
     out = capsys.readouterr().out
     assert "80.0% of" in out
-    assert re.search(r"killed +3 +3 +4\.5 s +7 +2", out)
+    assert re.search(r"killed +ECC Error \(Infrastructure\) +3 +3 +4\.5 s +7 +2", out)
+    assert re.search(r"hang +- +1 +0", out), "nobody diagnosed it"
     show.account(Account(wall=100.0, useful=80.0))
     assert capsys.readouterr().out == ""

@@ -14,10 +14,12 @@ class Faults(Options, frozen=True):
     where an unchanged run cannot succeed, once where code raised, else three times); `heartbeat`: between two signs of
     life of a rank; `memory`: what copies of the state may take of a machine's memory (`"auto"`: a quarter of what is
     free; 0: there are none, and a restart goes back to the newest checkpoint); `rollback`: steps in which a loss that
-    rose may come back by itself before the run is put back and the batches are left out, or `"never"`.
+    rose may come back by itself before the run is put back and the batches are left out, or `"never"`; `plateau`: steps
+    in which a loss is expected to fall while the learning rate is high; that it did not is reported, no more.
     """
 
     restarts: Literal["auto"] | int = "auto"
     heartbeat: str = "1s"
     memory: str | int = "auto"
     rollback: Literal["never"] | int = 50
+    plateau: Literal["never"] | int = "never"

@@ -49,6 +49,8 @@ _LIMITS: dict[Limit, tuple[str, ...]] = {
     _PORT: ("launch.port",),
 }
 
+_SHORTEST = 200  # steps: `resilience.acme.plateau.LEAST`, which is above this module; a test compares them
+
 
 def check(recipe: config.Recipe) -> None:
     """Raises UserError for the first value out of bounds or that contradicts another. None is not looked at."""
@@ -80,6 +82,12 @@ def _faults(faults: config.Faults) -> None:
     for name, value, word in (("restarts", faults.restarts, "auto"), ("rollback", faults.rollback, "never")):
         if isinstance(value, int) and value < 0:
             raise UserError(f"faults.{name} = {value} is not possible.", do=f'faults.{name} = 0, or "{word}"')
+    if isinstance(faults.plateau, int) and faults.plateau < _SHORTEST:
+        raise UserError(
+            f"faults.plateau = {faults.plateau} is not possible.",
+            why="in fewer steps a slow fall cannot be told from none",
+            do=f'faults.plateau = {_SHORTEST} or more, or "never"',
+        )
     if faults.memory != "auto":
         units.size(faults.memory, "faults.memory")
     beat = units.seconds(faults.heartbeat, "faults.heartbeat")

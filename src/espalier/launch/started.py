@@ -1,8 +1,8 @@
-"""Ranks somebody else has started: by PyTorch's own variables (torchrun, Slurm, Kubernetes, Ray), else by mpiexec's."""
+"""Ranks somebody else has started: by PyTorch's own variables (torchrun, Kubernetes, Ray), by srun's or mpiexec's."""
 
 from __future__ import annotations
 
-from espalier.launch import mpiexec, torchrun
+from espalier.launch import mpiexec, slurm, torchrun
 from espalier.launch.base import Place
 
 
@@ -11,4 +11,4 @@ def place(threads: int | None = None) -> Place | None:
 
     Raises UserError when a launcher's variables contradict one another, or its ranks cannot meet.
     """
-    return torchrun.place(threads) or mpiexec.place(threads)
+    return torchrun.place(threads) or slurm.place(threads) or mpiexec.place(threads)

@@ -27,6 +27,7 @@ from espalier.launch.child import Child
 from espalier.launch.reshape import Reshaping, Shape, Shapes
 from espalier.launch.vitals import GONE, vital
 from espalier.resilience import stacks
+from espalier.resilience.acme import ruling
 from espalier.resilience.base import Budget, Decision, Failure, Kind, kind_of
 from espalier.resilience.hang import Finding, Watcher
 from espalier.resilience.pulse import Pulses
@@ -71,6 +72,8 @@ class _Ended:
     failure: Failure
     error: EspalierError
     at: float
+    found: ruling.Ruling | None = None
+    """The diagnosis, where it came before the ranks were released."""
 
 
 def run(task: Task, places: Sequence[Place], care: Care) -> list[Any]:
@@ -83,6 +86,7 @@ def run(task: Task, places: Sequence[Place], care: Care) -> list[Any]:
     if "torch" in sys.modules:
         # The first optimizer imports it: more than a second, in every rank of every attempt, or once here.
         importlib.import_module("torch._dynamo")
+    ruling.ready()  # a tenth of a second, here or while a run waits to go on
     with local.passing_on_signals() as signals:
         refuges = refuge.build(len(places), care.memory) if care.memory != 0 else []
         own: Sequence[Refuge | None] = refuges or [None] * len(places)
@@ -119,11 +123,12 @@ class _Supervisor:
                 if ended is None:
                     self._recovered(finished=True)
                     return [child.returned for child in children]
-                decision = self._decide(ended)
+                ended, again = self._first_thought(ended)
             except BaseException:
                 local.end(children, 0.0)
                 raise
-            local.end(children, 0.0 if decision.restart else local.GRACE_SECONDS)
+            local.end(children, 0.0 if again else local.GRACE_SECONDS)
+            decision = self._decide(ended)
             if not decision.restart:
                 raise self._last(ended, children, decision)
             self._rest(decision.wait)
@@ -138,6 +143,7 @@ class _Supervisor:
         self.stragglers = Stragglers()
         self.reshaping.begin(time.monotonic(), [place for place, _ in self.seats])
         self.signals.children.clear()
+        self.logs = {place.rank: (place.log, _size(place.log)) for place, _ in self.seats}
         between = interval.between_failures(time.monotonic() - self.began, self.attempt)
         places = [
             replace(
@@ -221,7 +227,9 @@ class _Supervisor:
             rank = min(asked, default=(0.0, rank))[1]
             return Failure("signal", rank, f"Somebody asked rank {rank} to stop, not the run.", "", step)
         if child.raised:
-            return Failure(kind_of(child.raised, step), rank, error.what, error.why, step, child.raised)
+            return Failure(
+                kind_of(child.raised, max(step, self.budget.furthest)), rank, error.what, error.why, step, child.raised
+            )
         kinds: dict[type, Kind] = {UserError: "user", PeerLost: "lost", Anomaly: "anomaly"}
         return Failure(kinds.get(type(error), "exception"), rank, error.what, error.why, step)
 
@@ -243,10 +251,22 @@ class _Supervisor:
 
     # --- between attempts --------------------------------------------------------------------------------------------
 
+    def _first_thought(self, ended: _Ended) -> tuple[_Ended, bool]:
+        """Whether the ranks can be released at once to start again; only where not, the diagnosis comes first."""
+        if self.signals.seen:
+            return ended, False
+        if self.budget.permits(ended.failure):
+            return ended, True
+        found = self._examined(ended.failure)
+        return replace(ended, found=found), self.budget.permits(_named(ended.failure, found))
+
     def _decide(self, ended: _Ended) -> Decision:
         failure = ended.failure
         if self.signals.seen:
             return Decision(False, 0.0, "the run was asked to stop")
+        found = ended.found or self._examined(failure)
+        failure = _named(failure, found)
+        ended = replace(ended, failure=failure)
         decision, self.next, told = self._answer(failure)
         action = "start again from the newest good state" if decision.restart else "stop"
         self.care.tell(
@@ -259,6 +279,11 @@ class _Supervisor:
             attempt=self.attempt,
             action=f"{action} ({decision.why})",
             **told,
+            category=found.category,
+            reason=found.reason,
+            calls_for=found.action,
+            suspect=found.suspect,
+            root=found.root,
         )
         if failure.kind == "hang":
             self.patience = 2 * self.patience if failure.step <= self.hung_at else 1.0
@@ -287,6 +312,13 @@ class _Supervisor:
         self.budget = Budget(self.care.restarts)
         self.reshaping.took(shape)
 
+    def _examined(self, failure: Failure) -> ruling.Ruling:
+        """What the failed rank's error, and what it wrote in this attempt, say of starting again."""
+        if failure.kind == "replanned":
+            return ruling.NOTHING
+        log, position = self.logs.get(failure.rank, (None, 0))
+        return ruling.of(failure, log, position)
+
     def _last(self, ended: _Ended, children: Sequence[Child], decision: Decision) -> EspalierError:
         """The error that ends the run."""
         if self.signals.seen:
@@ -307,6 +339,8 @@ class _Supervisor:
         self.care.tell(
             "recovered",
             kind=trouble.failure.kind,
+            category=trouble.failure.category,
+            reason=trouble.failure.reason,
             rank=trouble.failure.rank,
             step=resumed,
             attempt=self.attempt,
@@ -322,6 +356,10 @@ class _Supervisor:
             time.sleep(0.05)
         if self.signals.seen:
             raise Interrupted("Stopped between two attempts; the newest checkpoint is kept.")
+
+
+def _named(failure: Failure, found: ruling.Ruling) -> Failure:
+    return replace(failure, category=found.category, reason=found.reason, ground=found.ground)
 
 
 def _knows(first: Child, children: Sequence[Child]) -> Child | None:

@@ -17,10 +17,13 @@ hang: no step is made · stopped: frozen by SIGSTOP · lost: a wait for others f
 signal: somebody asked one rank, not the run, to stop · anomaly: the loss went wrong · replanned: ended on purpose, to
 go on by another plan."""
 
+Ground = Literal["", "retry", "stop"]
+"""Which way a diagnosis steers restarts (`acme.ruling`); empty: it leaves them to the kind."""
+
 _ALLOWED: dict[Kind, int] = {"user": 0, "exception": 1}
 _OTHERWISE = 3
 """Restarts of one cause without progress: none where an unchanged run cannot succeed, one where that is not known,
-three for machines and networks."""
+three for machines and networks. A diagnosis of the log may know better: see `Budget`."""
 
 _LONGEST_WAIT = 60.0  # seconds
 
@@ -48,6 +51,8 @@ class Failure:
         what: one sentence for people; why: what is behind it.
         step: steps done when it happened.
         raised: name of the exception's type, where one was raised.
+        category, reason: of Acme's taxonomy, once it was diagnosed.
+        ground: see Ground.
     """
 
     kind: Kind
@@ -56,6 +61,9 @@ class Failure:
     why: str = ""
     step: int = 0
     raised: str = ""
+    category: str = ""
+    reason: str = ""
+    ground: Ground = ""
 
     @property
     def cause(self) -> str:
@@ -96,11 +104,11 @@ class Budget:
         if failure.step > self._furthest:
             self._furthest = failure.step
             self._spent.clear()
-        own = _ALLOWED.get(failure.kind, _OTHERWISE)
-        allowed = own if self._restarts is None or not own else self._restarts
+        own, allowed = self._allowed(failure)
         spent = self._spent.get(failure.cause, 0)
         if not own:
-            return Decision(False, 0.0, "an unchanged run would fail again")
+            reason = f" ({failure.reason})" if failure.ground == "stop" else ""
+            return Decision(False, 0.0, f"an unchanged run would fail again{reason}")
         if spent >= allowed:
             times = f"after {spent} restart{'s' if spent != 1 else ''} " if spent else ""
             why = f"it came back {times}with no step gained" if spent else "faults.restarts = 0"
@@ -109,3 +117,22 @@ class Budget:
         self._spent[failure.cause] = spent + 1
         wait = min(_LONGEST_WAIT, 2.0 ** (before - 1)) if before else 0.0
         return Decision(True, wait, f"restart {spent + 1} of {allowed} for this cause since the last progress")
+
+    def permits(self, failure: Failure) -> bool:
+        """Whether `decide` would start again, as far as is known before the diagnosis; counts nothing."""
+        spent = 0 if failure.step > self._furthest else self._spent.get(failure.cause, 0)
+        return spent < self._allowed(failure)[1]
+
+    @property
+    def furthest(self) -> int:
+        """The most steps ever done when something failed; -1: nothing has."""
+        return self._furthest
+
+    def _allowed(self, failure: Failure) -> tuple[int, int]:
+        """Restarts that the cause deserves, and those that the user grants it."""
+        own = _ALLOWED.get(failure.kind, _OTHERWISE)
+        if failure.raised and failure.ground == "retry":
+            own = _OTHERWISE  # the machine's fault, whatever the exception's class
+        elif failure.raised and failure.ground == "stop" and max(failure.step, self._furthest) <= 0:
+            own = 0  # code that has made steps has proved itself; what has not is not helped by a second start
+        return own, own if self._restarts is None or not own else self._restarts

@@ -14,10 +14,12 @@ writes these; a reader ignores names and fields it does not know:
 |            | and of encoded classes saved {class: bytes}, coding {class: seconds}, lost {class: share of the 2-norm} |
 | validation | step, loss, bits_per_byte (language) and whatever else the workload's `summary` says |
 | checkpoint | step, seconds (in the background), blocked (seconds training stood still), bytes, path |
-| incident   | kind, what, rank, step, action; of ranks that failed also why and attempt; where a run is to go on by |
-|            | another plan also before and predicted (seconds of a step), cost (of the switch), gain (seconds saved) |
-| recovered  | kind, rank, step (resumed from), attempt, seconds (failure to next step), lost_steps (done again), |
-|            | source (memory or disk) |
+| incident   | kind, what, rank, step, action; of ranks that failed also why and attempt, and of their diagnosis |
+|            | category, reason, calls_for (its action), suspect (host to test), root (line that shows the cause); |
+|            | where a run is to go on by another plan also before and predicted (seconds of a step), cost (of the |
+|            | switch), gain (seconds saved) |
+| recovered  | kind, category, reason, rank, step (resumed from), attempt, seconds (failure to next step), |
+|            | lost_steps (done again), source (memory or disk) |
 | rule       | name, step, value, why: a value of the plan that may change while running has changed |
 | sample     | step, text |
 | eval       | step, task, metric, value, checkpoint (its seal), content (hash of what was asked), figures (how many |

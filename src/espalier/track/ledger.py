@@ -21,7 +21,8 @@ class Cause:
     """What one kind of failure cost.
 
     Attributes:
-        kind: as in the incidents; count: how often; recovered: how often the run went on by itself.
+        kind, category, reason: as in the incidents; the last two are empty where nobody diagnosed it.
+        count: how often; recovered: how often the run went on by itself.
         down: seconds from failures to the next steps; again: seconds of the steps that had to be done again.
         steps: how many those were.
     """
@@ -32,6 +33,8 @@ class Cause:
     down: float
     again: float
     steps: int
+    category: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ class Account:
         return self.wall / self.failures if self.failures else float("inf")
 
 
+_Key = tuple[str, str, str]
+"""Kind, category and reason."""
+_NOBODYS: _Key = (UNATTENDED, "", "")
+
+
 @dataclass
 class _Open:
     count: int = 0
@@ -78,9 +86,9 @@ class Ledger:
     _began: float | None = None
     _last: float = 0.0
     _done: dict[int, float] = field(default_factory=dict)
-    _causes: dict[str, _Open] = field(default_factory=dict)
-    _failed: str = ""
-    """The kind of the failure that the run has not got over."""
+    _causes: dict[_Key, _Open] = field(default_factory=dict)
+    _failed: _Key | None = None
+    """The failure that the run has not got over."""
 
     def take(self, event: Event) -> None:
         """One more event of the run log, in its order."""
@@ -90,13 +98,13 @@ class Ledger:
         elif kind == "step":
             self._done[int(event["step"])] = float(event.get("seconds") or 0.0)
         elif kind == "incident" and "attempt" in event:
-            self._failed = str(event.get("kind", "unknown"))
+            self._failed = _key(event)
             self._causes.setdefault(self._failed, _Open()).count += 1
         elif kind == "recovered":
-            cause = self._causes.setdefault(str(event.get("kind", "unknown")), _Open())
+            cause = self._causes.setdefault(_key(event), _Open())
             cause.recovered += 1
             cause.down += float(event.get("seconds") or 0.0)
-            self._failed = ""
+            self._failed = None
         self._last = max(self._last, now)
         if kind == "end":
             self._close()
@@ -105,7 +113,8 @@ class Ledger:
         """Where things stand."""
         wall = self._wall + (self._last - self._began if self._began is not None else 0.0)
         causes = [
-            Cause(kind, one.count, one.recovered, one.down, one.again, one.steps) for kind, one in self._causes.items()
+            Cause(kind, one.count, one.recovered, one.down, one.again, one.steps, category, reason)
+            for (kind, category, reason), one in self._causes.items()
         ]
         return Account(
             wall=wall,
@@ -113,14 +122,14 @@ class Ledger:
             again=sum(one.again for one in causes),
             down=sum(one.down for one in causes),
             failures=sum(one.count for one in causes),
-            causes=tuple(sorted(causes, key=lambda one: (-(one.down + one.again), one.kind))),
+            causes=tuple(sorted(causes, key=lambda one: (-(one.down + one.again), one.kind, one.reason))),
         )
 
     def _begins(self, event: Event, now: float) -> None:
         if self._began is not None and not self._failed:
             # The last attempt neither ended nor failed by any record: nobody was left to write it.
-            self._failed = UNATTENDED
-            self._causes.setdefault(UNATTENDED, _Open()).count += 1
+            self._failed = _NOBODYS
+            self._causes.setdefault(_NOBODYS, _Open()).count += 1
             self._close()
         again = [step for step in self._done if step > int(event.get("step") or 0)]
         seconds = sum(self._done.pop(step) for step in again)
@@ -128,15 +137,19 @@ class Ledger:
             cause = self._causes.setdefault(self._failed, _Open())
             cause.steps += len(again)
             cause.again += seconds
-        if self._failed == UNATTENDED:
-            self._failed = ""
+        if self._failed == _NOBODYS:
+            self._failed = None
         if self._began is None:
             self._began = now
 
     def _close(self) -> None:
         if self._began is not None:
             self._wall += self._last - self._began
-        self._began, self._failed = None, "" if self._failed != UNATTENDED else self._failed
+        self._began, self._failed = None, None if self._failed != _NOBODYS else self._failed
+
+
+def _key(event: Event) -> _Key:
+    return str(event.get("kind", "unknown")), str(event.get("category") or ""), str(event.get("reason") or "")
 
 
 def account(events: Iterable[Event]) -> Account:

@@ -277,9 +277,17 @@ def account(found: Account) -> None:
         f"{found.goodput:.1%} of {seconds(found.wall)} went into steps that count; "
         f"a failure every {seconds(found.between_failures)}."
     )
-    head = ("cause", "times", "went on", "until the next step", "steps done again", "their time")
+    head = ("cause", "reason (category)", "times", "went on", "until the next step", "steps done again", "their time")
     body = [
-        (one.kind, str(one.count), str(one.recovered), seconds(one.down), str(one.steps), seconds(one.again))
+        (
+            one.kind,
+            f"{one.reason} ({one.category})" if one.reason else "-",
+            str(one.count),
+            str(one.recovered),
+            seconds(one.down),
+            str(one.steps),
+            seconds(one.again),
+        )
         for one in found.causes
     ]
     rows(head, body)

@@ -90,7 +90,15 @@ def diagnose(paths: str | Path | Sequence[str | Path], means: Means = Means()) -
 
 def read(path: str | Path, means: Means) -> Case:
     """The log at `path` with what the rules find in it. Raises UserError."""
-    scanned = scan.scan(path)
+    return _case(scan.scan(path), means)
+
+
+def of_text(text: bytes, means: Means = Means()) -> Case:
+    """What the rules find in a text that is no file, such as the end of a log."""
+    return _case(scan.scan_text(text), means)
+
+
+def _case(scanned: Scanned, means: Means) -> Case:
     parsed = lines.parse(dict(list(scanned.lines.items())[-LINES:]))
     found = causes.findings(parsed, own() if means.rules is None else means.rules)
     speakers = len({line.rank for line in lines.parse({loss.number: loss.text for loss in scanned.losses[-200:]})})

@@ -110,6 +110,13 @@ def scan(path: str | Path) -> Scanned:
     return keeper.result(str(path))
 
 
+def scan_text(text: bytes) -> Scanned:
+    """The same of a text that is no file."""
+    keeper = _Keeper()
+    keeper.take(text)
+    return keeper.result("")
+
+
 def _opened(path: Path) -> IO[bytes]:
     """The file, decompressed if need be. Raises UserError when its beginning is no text."""
     with path.open("rb") as file:
