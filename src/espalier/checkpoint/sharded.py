@@ -82,6 +82,13 @@ class Checkpoints:
         self._stage = tree.Stage()
         self._thread: threading.Thread | None = None
         self._failure: EspalierError | None = None
+        self.wrote = 0.0
+        """Seconds that the last save took to be written, on this rank."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being written."""
+        return self._thread is not None and self._thread.is_alive()
 
     def save(
         self,
@@ -236,6 +243,7 @@ class Checkpoints:
         try:
             count = Write(self.place, self.team, job).run()
             took, path = time.monotonic() - began, self.place.path(name)
+            self.wrote = took
             self._event("checkpoint", step=job.step, seconds=took, blocked=blocked, bytes=count, path=path)
             self._prune(name)
         except EspalierError as error:
