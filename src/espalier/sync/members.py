@@ -27,6 +27,7 @@ from espalier.comm.coded import Coded
 from espalier.comm.lane import Task
 from espalier.errors import PeerLost
 from espalier.sync import rejoin
+from espalier.sync.beats import Beats
 
 GRACE = 3.0
 """Seconds after the first sign of a failure in which survivors report."""
@@ -76,6 +77,8 @@ class Crew(NamedTuple):
         grace: seconds; see `GRACE`.
         ledger: books what is sent; may be None.
         returns: this replica was lost, or takes the place of one that was, and asks the others to let it in.
+        silence: seconds without a sign of life (`beats`) after which a rank counts as dead; 0: it is dead when its
+            connections close, or when a message does not come within `timeout`.
     """
 
     store: Any
@@ -87,6 +90,7 @@ class Crew(NamedTuple):
     grace: float = GRACE
     ledger: Ledger | None = None
     returns: bool = False
+    silence: float = 0.0
 
 
 @dataclass
@@ -165,7 +169,8 @@ class Members:
         on_change: Callable[[tuple[int, ...], tuple[int, ...]], None] | None = None,
     ) -> None:
         self.crew, self.codec, self.on_change = crew, codec, on_change
-        self.store = crew.store.clone() if hasattr(crew.store, "clone") else crew.store
+        self.store = _own(crew.store)
+        self._beats = Beats(_own(crew.store), self.rank, crew.silence) if crew.silence else None
         entry = rejoin.ask(crew._replace(store=self.store)) if crew.returns else rejoin.Entry(0, crew.members)
         self.epoch, self.members, self._number = entry
         self._closed = False
@@ -186,10 +191,19 @@ class Members:
         while (outcome := self._waiting.get()) is not None:
             try:
                 while not outcome.look(self.rank) and not self._closed:
+                    if silent := self._silent(self.members):
+                        what = f"rank {silent[0]} has given no sign of life for {self.crew.silence:g} s"
+                        outcome.failed(RuntimeError(what))
                     time.sleep(LOOK)
             except RuntimeError as error:  # the store is gone
                 outcome.error = outcome.error or error
                 outcome.known.set()
+
+    def _silent(self, members: Sequence[int]) -> list[int]:
+        """The other ranks of `members` that are dead by their signs of life."""
+        shards = self.crew.shards
+        ranks = [member * shards + shard for member in members for shard in range(shards)]
+        return [] if self._beats is None else self._beats.silent([rank for rank in ranks if rank != self.rank])
 
     # --- the group -----------------------------------------------------------------------------------------------
 
@@ -324,9 +338,11 @@ class Members:
                 for member in self.members
                 if all(space.check([f"left/{member * shards + shard}"]) for shard in range(shards))
             ]
-            if len(there) == len(self.members) or time.monotonic() > until:
+            absent = [member for member in self.members if member not in there]
+            dead = {rank // shards for rank in self._silent(absent)} if absent else set()
+            if dead.issuperset(absent) or time.monotonic() > until:
                 return there
-            time.sleep(0.05)
+            time.sleep(LOOK)
 
     # --- one more member -------------------------------------------------------------------------------------------
 
@@ -369,5 +385,12 @@ class Members:
         """Ends the threads."""
         self._closed = True
         self._waiting.put(None)
+        if self._beats is not None:
+            self._beats.close()
         if self._coded is not None:
             self._coded.close()
+
+
+def _own(store: Any) -> Any:
+    """A connection of its own to `store`, where it is one that has connections."""
+    return store.clone() if hasattr(store, "clone") else store
