@@ -59,10 +59,9 @@ def loss_of(model: torch.nn.Module, task: Task, step: int) -> torch.Tensor:
 
 
 def telling(task: Task) -> Callable[[int, int, bool], None]:
-    file = Path(task.told).open("a", buffering=1)
-
     def tell(step: int, replicas: int, counts: bool) -> None:
-        file.write(f"{time.time()!r} {step} {replicas} {int(counts)}\n")
+        with Path(task.told).open("a") as file:
+            file.write(f"{time.time()!r} {step} {replicas} {int(counts)}\n")
 
     return tell
 
@@ -77,7 +76,9 @@ def guarded(task: Task) -> None:
     model = model_of(task)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     members = tuple(range(task.replicas))
-    crew = Crew(store, task.member, members, timeout=task.message, grace=0.5, returns=task.returns, silence=task.silence)
+    crew = Crew(
+        store, task.member, members, timeout=task.message, grace=0.5, returns=task.returns, silence=task.silence
+    )
     run, tell = guard(model, optimizer, crew), telling(task)
     while True:
         optimizer.zero_grad()

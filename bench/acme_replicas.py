@@ -25,8 +25,8 @@ from types import TracebackType
 from typing import NamedTuple
 
 import msgspec
-from acme_replica import Task
 
+from acme_replica import Task
 from table import Row
 
 SILENCE, MESSAGE, GOAL = 0.6, 1.0, 1.0

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
 from espalier.checkpoint import interval, tree
 from espalier.checkpoint.pace import choose
 from espalier.checkpoint.sharded import Checkpoints
@@ -28,8 +30,6 @@ from espalier.plan.base import Plan, Rank
 from espalier.rank import keep_freed_memory, saving_group
 from espalier.testing import forks
 from espalier.trainer import Setting, Trainer
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
 from table import Row, compare
 
 RANKS, LIMIT = 2, 280.0
@@ -171,9 +171,7 @@ class Peer:
         self.number += 1
         # Two folders in turn, as `keep=1` needs of ours.
         writer = dcp.FileSystemWriter(self.folder / str(self.number % 2), overwrite=True)
-        self.running = dcp.async_save(
-            state, storage_writer=writer, process_group=self.group, async_stager=self.stager
-        )
+        self.running = dcp.async_save(state, storage_writer=writer, process_group=self.group, async_stager=self.stager)
 
     def busy(self) -> bool:
         return not self.running.done()
