@@ -145,7 +145,7 @@ def _pace(trainer: Trainer, saved: Checkpoints) -> Pace:
     def tell(every: int, why: str) -> None:
         setting.emit("rule", name=saving.NAME, step=trainer.step, value=every, why=why)
 
-    begin = Begin(saving.first(setting.plan), trainer.step, between, place.attempt)
+    begin = Begin(saving.first(setting.plan), trainer.step, max(0, saved.newest()), between, place.attempt)
     return Pace(saved, begin, mean, tell)
 
 

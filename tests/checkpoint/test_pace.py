@@ -1,5 +1,7 @@
 """How often the state goes to the disk: Young's formula over measured saves, never faster than the disk, told."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +27,7 @@ def own(values):
 
 
 def run(disk, begin, steps, *, step=0.1, stood=0.02, beside=0.0, writing=2, validate=0):
-    """Steps at which a run saves whose saves cost `stood` and, over `writing` steps, `beside` each; and what it told."""
+    """Steps at which a run saves whose saves cost `stood` and, for `writing` steps, `beside` each; what it told."""
     told, saves, left = [], [], 0
     made = Pace(disk, begin, own, lambda every, why: told.append((every, why)))
     for number in range(begin.step + 1, begin.step + steps + 1):
@@ -50,7 +52,7 @@ def test_the_first_saves_are_the_plans_and_the_next_follow_what_they_cost():
     saves, told = run(Disk(), Begin(10, 0), 1000)
     period = round(interval.optimal(0.02, interval.ASSUMED) / 0.1)
     assert saves[:3] == [10, 20, 20 + period]
-    assert {b - a for a, b in zip(saves[1:], saves[2:], strict=False)} == {period}
+    assert {b - a for a, b in itertools.pairwise(saves[1:])} == {period}
     ((every, why),) = told
     assert every == period
     assert "sqrt(2 s M) = 12 s with s = 0.02 s" in why
@@ -65,7 +67,7 @@ def test_what_steps_beside_writing_lose_counts_as_cost():
 def test_failures_make_saves_more_frequent_and_a_slow_disk_less():
     disk = Disk()
     usual, _ = run(Disk(), Begin(10, 0), 1000)
-    failing, _ = run(Disk(), Begin(10, 0, interval.ASSUMED / 16, 15), 1000)
+    failing, _ = run(Disk(), Begin(10, 0, 0, interval.ASSUMED / 16, 15), 1000)
     disk.wrote = 60.0
     slow, _ = run(disk, Begin(10, 0), 3000)
     periods = [saves[3] - saves[2] for saves in (failing, usual, slow)]
@@ -79,6 +81,11 @@ def test_a_save_bears_a_validation_loss_where_one_is_near():
     assert all(step % 70 == 0 for step in saves[3:])
 
 
-def test_a_run_that_is_taken_up_again_counts_from_there():
-    saves, _ = run(Disk(), Begin(25, 40), 60)
-    assert saves[0] == 65
+def test_a_run_that_is_taken_up_again_counts_from_its_newest_save():
+    assert run(Disk(), Begin(25, 40, saved=40), 60)[0][0] == 65
+    assert run(Disk(), Begin(25, 60, saved=40), 60)[0][0] == 65
+    assert run(Disk(), Begin(25, 80, saved=40), 60)[0][0] == 81
+
+
+def test_failures_that_are_known_make_the_first_save_come_sooner():
+    assert run(Disk(), Begin(40, 0, 0, interval.ASSUMED / 16, 15), 60)[0][0] == 10

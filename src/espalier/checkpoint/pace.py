@@ -73,12 +73,14 @@ class Begin(NamedTuple):
     """What is known when a run begins or goes on.
 
     Attributes:
-        steps: until the first save; step: those done already.
+        steps: until the first save, with one failure each `interval.ASSUMED` seconds; step: those done already.
+        saved: those of the newest save; a run that fails before each next one would never get there if it counted anew.
         between: seconds between failures, as known now; failures: how many there were.
     """
 
     steps: int
     step: int
+    saved: int = 0
     between: float = interval.ASSUMED
     failures: int = 0
 
@@ -97,8 +99,8 @@ class Pace:
     def __init__(self, writing: Writing, begin: Begin, mean: Mean, tell: Callable[[int, str], None]) -> None:
         self._writing, self._begin, self._mean, self._tell = writing, begin, mean, tell
         self._began = time.monotonic()
-        self._steps = begin.steps
-        self._step = self._saved = begin.step
+        self._steps = max(1, round(begin.steps * (begin.between / interval.ASSUMED) ** 0.5))
+        self._step, self._saved = begin.step, begin.saved
         self._usual = self._blocked = self._beside = 0.0
         self._busy = False
         self._costs: list[float] = []

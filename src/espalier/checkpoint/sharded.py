@@ -9,6 +9,7 @@ Files are pickles inside (torch's format): load only checkpoints you would also 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -292,8 +293,9 @@ class Checkpoints:
 
 def _step_back() -> None:
     """The thread that calls this leaves the cores to training."""
-    if hasattr(os, "setpriority"):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+    own = threading.get_native_id()
+    with contextlib.suppress(OSError, AttributeError):  # not every system has it, for every thread
+        os.setpriority(os.PRIO_PROCESS, own, max(NICE, os.getpriority(os.PRIO_PROCESS, own)))
 
 
 def _first_reason(reasons: list[str]) -> list[str]:

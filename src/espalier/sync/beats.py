@@ -7,7 +7,6 @@ whether they still count. Seconds are those of the clock of who looks, so no two
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Iterable
@@ -34,7 +33,8 @@ class Beats:
         self._heard: dict[int, tuple[bytes, float]] = {}
         self._looked = 0.0
         self._beat(b"0")
-        threading.Thread(target=self._live, name="espalier-beats", daemon=True).start()
+        # No daemon: one that is in the store when the interpreter ends would bring the process down.
+        threading.Thread(target=self._live, name="espalier-beats").start()
 
     def silent(self, ranks: Iterable[int]) -> list[int]:
         """Those of `ranks` that have ended, or gave no sign for `silence` seconds. Call it again and again while they
@@ -68,8 +68,10 @@ class Beats:
             self._beat(str(count).encode())
 
     def _beat(self, word: bytes) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone: whoever waits finds out by itself
+        try:
             self._store.set(_key(self._rank), word)
+        except RuntimeError:  # the store is gone: whoever waits finds out by itself
+            self._ended.set()
 
 
 def _key(rank: int) -> str:
