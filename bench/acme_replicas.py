@@ -4,8 +4,8 @@ One part of bench/acme.py. Two replicas of a whole decoder train at every step t
 code raises, at any moment; once the other trains alone, a new process takes its place and heals. The pause is the
 longest time between two steps of the survivor from the fault until then; a step is lost where what the survivor
 computed did not count. torchft trains as in its own train_ddp.py. Both are given the same: a heartbeat missed for 0.6 s
-is death (torchft's default is 5 s, and 60 s for who has not joined), a message has to come in 1 s; torchft's quorum is
-looked for every 20 ms (100).
+is death (torchft's default is 5 s, and 60 s for who has not joined); a message of torchft's has to come in 1 s, as it
+finds a stopped peer by that alone; its quorum is looked for every 20 ms (100).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from acme_replica import Task
 from table import Row
 
 SILENCE, MESSAGE, GOAL = 0.6, 1.0, 1.0
-"""Seconds of silence that are death, and in which a message has to come, on both sides; and how long the survivor may
-stand still at most."""
+"""Seconds of silence that are death, on both sides; in which a message of torchft's has to come; and how long the
+survivor may stand still at most."""
 TOGETHER, APART, LIMIT = 10, 5, 60.0
 FAULTS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "exception": signal.SIGUSR1}
 

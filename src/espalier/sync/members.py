@@ -9,7 +9,6 @@ flight is flown again among them from what each had sent; its weights say what t
 from __future__ import annotations
 
 import json
-import math
 import queue
 import threading
 import time
@@ -28,6 +27,7 @@ from espalier.comm.lane import Task
 from espalier.errors import PeerLost
 from espalier.sync import rejoin
 from espalier.sync.beats import Beats
+from espalier.sync.outcome import Outcome
 
 GRACE = 3.0
 """Seconds after the first sign of a failure in which survivors report."""
@@ -94,49 +94,6 @@ class Crew(NamedTuple):
 
 
 @dataclass
-class Outcome:
-    """Whether all ranks of all members have done something. Has state: the answer, once there is one."""
-
-    space: Any
-    number: int
-    ranks: int
-    limit: float
-    known: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-    done_at: float = math.inf
-
-    def here(self) -> None:
-        """This rank has done it."""
-        if self.space.add(f"arrived/{self.number}", 1) == self.ranks:
-            self.space.compare_set(f"verdict/{self.number}", "", "all")
-        self.done_at = time.monotonic()
-
-    def failed(self, error: BaseException) -> None:
-        """This rank has not, and nobody has."""
-        self.error = self.error or error
-        self.space.compare_set(f"verdict/{self.number}", "", "failed")
-
-    def look(self, rank: int) -> bool:
-        """Whether there is an answer; of a failure the others learn at once that this rank is alive."""
-        if time.monotonic() > self.done_at + self.limit:
-            self.failed(RuntimeError(f"the others did not finish exchange {self.number} in {self.limit:g} s"))
-        word = f"verdict/{self.number}"
-        if not self.space.check([word]):
-            return False
-        if self.space.get(word) != b"all":
-            self.space.set(f"left/{rank}", "")
-            self.error = self.error or RuntimeError(f"exchange {self.number} did not reach every member")
-        self.known.set()
-        return True
-
-    def wait(self) -> None:
-        """Returns when all have done it. Raises what went wrong."""
-        self.known.wait()
-        if self.error is not None:
-            raise self.error
-
-
-@dataclass
 class Flight:
     """One sum under way. Has state: what it needs to be flown again."""
 
@@ -174,6 +131,7 @@ class Members:
         entry = rejoin.ask(crew._replace(store=self.store)) if crew.returns else rejoin.Entry(0, crew.members)
         self.epoch, self.members, self._number = entry
         self._closed = False
+        self._heard = 0.0  # when the store last answered, by the monotonic clock
         self._past: list[Any] = []  # groups with messages under way, which must not be taken apart
         self._waiting: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
         rejoin.announce(self.store, self.epoch)
@@ -191,6 +149,7 @@ class Members:
         while (outcome := self._waiting.get()) is not None:
             try:
                 while not outcome.look(self.rank) and not self._closed:
+                    self._heard = time.monotonic()
                     if silent := self._silent(self.members):
                         what = f"rank {silent[0]} has given no sign of life for {self.crew.silence:g} s"
                         outcome.failed(RuntimeError(what))
@@ -276,12 +235,14 @@ class Members:
     def arrive(self, flight: Flight) -> Arrived:
         """Waits for a flight, if need be among fewer members.
 
-        Raises PeerLost: this member was given up by the others, or reaches none of those that live.
+        Raises PeerLost: this member was given up by the others, or reaches none of those that live, or not the store.
         """
         while self._coded is not None:
             try:
-                flight.outcome.wait()
+                flight.outcome.wait(lambda: self._heard)
                 return Arrived(flight.result, flight.notes, flight.seconds)
+            except TimeoutError as error:
+                raise self._alone(error) from None
             except Exception as error:
                 self._regroup(error)
             self._fly(flight)
@@ -311,11 +272,7 @@ class Members:
             space.set_timeout(timedelta(seconds=crew.timeout))
             self.members = tuple(json.loads(space.get("members")))
         except RuntimeError as lost:
-            raise PeerLost(
-                f"Replica {crew.member} lost the others, and the store where they would meet again.",
-                why=f"{error}; {lost}".splitlines()[0],
-                do="run the same command again; it resumes from the last checkpoint",
-            ) from None
+            raise self._alone(f"{error}; {lost}") from None
         if crew.member not in self.members:
             raise PeerLost(
                 f"Replica {crew.member} was given up by the others; replicas {list(self.members)} go on.",
@@ -327,6 +284,13 @@ class Members:
         self._coded = self._joined()
         if self.on_change is not None:
             self.on_change(tuple(sorted(set(before) - set(self.members))), self.members)
+
+    def _alone(self, why: object) -> PeerLost:
+        return PeerLost(
+            f"Replica {self.crew.member} lost the others, and the store where they would meet again.",
+            why=str(why).splitlines()[0],
+            do="run the same command again; it resumes from the last checkpoint",
+        )
 
     def _survivors(self, space: Any) -> list[int]:
         """Members all of whose ranks have reported, once all have or the grace is over."""
