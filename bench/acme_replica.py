@@ -29,7 +29,7 @@ class Task(msgspec.Struct, frozen=True):
     """Where this replica meets the others and what it trains.
 
     `server`: port of our store, or the lighthouse's address; `silence`: seconds after which it is death; `message`:
-    seconds in which one of torchft's has to come (ours may take 30 s); `returns`: it takes the place of one that was lost.
+    seconds in which one of torchft's has to come (ours: 30 s); `returns`: it takes the place of one that was lost.
     """
 
     told: str
