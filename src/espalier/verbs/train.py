@@ -32,7 +32,7 @@ from espalier.plan.seats import peak_flops
 from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, Progress, trouble
-from espalier.verbs import choose, ready, show
+from espalier.verbs import choose, ready, reshape, show
 from espalier.workload import Workload
 
 WAIT = 600.0
@@ -82,14 +82,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _carry_out(job: Job, as_json: bool) -> int:
     if _is_finished(job.resolved.recipe, job.folder):
         return _nothing_to_do(job, as_json)
-    faults = job.resolved.recipe.faults
+    faults, begun = job.resolved.recipe.faults, time.monotonic()
     care = supervise.Care(
         restarts=None if faults.restarts == "auto" else faults.restarts,
         heartbeat=units.seconds(faults.heartbeat, "faults.heartbeat"),
         memory=None if faults.memory == "auto" else units.size(faults.memory, "faults.memory"),
         tell=partial(_tell, job),
+        shapes=reshape.Reshaper(job, _rank) if faults.restarts else None,
     )
-    begun = time.monotonic()
     try:
         supervise.run(_rank(job), launch.places(job.plan, job.folder.logs), care)
     except EspalierError as error:
@@ -321,9 +321,9 @@ def follow(given: Asked, cluster: clusters.Cluster, plan: bytes, place: launch.P
     job = Job(given.resolved, given.workload, cluster, plans.loads(plan), 0, runs.RunFolder(given.path), True)
     try:
         rank.train(job.setting(_numbered(place, job.plan)), job.identity())
+        return 0
     except Interrupted as error:
         return error.exit_code  # rank 0 says it
-    return 0
 
 
 def _numbered(place: launch.Place, plan: plans.Plan) -> launch.Place:
