@@ -1,8 +1,12 @@
-"""Our supervisor beside torchrun: from a failure of one rank to the next step, and steps done again.
+"""Failures, and what is done against them: how long they last, what is lost, and what saving costs.
 
-    python bench/acme.py [--quick] [--pairs N] [--json FILE]
+    python bench/acme.py [--part PART] [--quick] [--pairs N] [--json FILE] [--torchft PYTHON] [--minutes N]
 
-The same decoder, batch and checkpoints every 5 steps; 2 ranks, Gloo, a thread each. torchrun (`--max-restarts`,
+PART is `recovery` (what follows here, and the default), `save` (acme_save.py), `replicas` (acme_replicas.py, beside the
+torchft that PYTHON has) or `soak` (acme_soak.py, for N minutes).
+
+Recovery is our supervisor beside torchrun: from a failure of one rank to the next step, and steps done again. The same
+decoder, batch and checkpoints every 5 steps; 2 ranks, Gloo, a thread each. torchrun (`--max-restarts`,
 `--monitor-interval 0.1`) starts a plain DDP loop whose process group has a timeout of 10 s (the default is 30 minutes)
 and a prefix of its own for each attempt, without which it does not recover over Gloo at all. Each fault strikes the
 last rank before its forward pass. SIGSTOP is measured once, as torchrun takes most of a minute over it.
@@ -22,6 +26,9 @@ from typing import NamedTuple
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
+import acme_replicas
+import acme_save
+import acme_soak
 from acme_rank import Task
 from table import Row, arguments, interval, publish
 
@@ -90,9 +97,7 @@ def row(case: str, theirs: Sequence[float], own: Sequence[float], unit: str) -> 
     return Row(case, PEER, peers, middle, ratio, unit, said)
 
 
-def main() -> None:
-    options = arguments(__doc__ or "")
-    rounds = options.pairs or (1 if options.quick else 2)
+def recovery(rounds: int) -> list[Row]:
     mine, theirs = measure("ours", rounds), measure("ddp", rounds)
     imports = [importing() for _ in range(3)]
     rows = []
@@ -115,6 +120,25 @@ def main() -> None:
             f"{low:.2f}-{high:.2f}",
         )
     )
+    return rows
+
+
+def main() -> None:
+    options = arguments(
+        __doc__ or "",
+        part={"choices": ("recovery", "save", "replicas", "soak"), "default": "recovery"},
+        torchft={"metavar": "PYTHON", "help": "an interpreter that has torchft; without it those rows are left out"},
+        minutes={"type": float, "default": 30.0, "help": "of the soak"},
+    )
+    quick, pairs = options.quick, options.pairs
+    if options.part == "save":
+        rows = acme_save.rows(pairs or (3 if quick else 15), quick)
+    elif options.part == "replicas":
+        rows = acme_replicas.rows(pairs or (1 if quick else 3), options.torchft)
+    elif options.part == "soak":
+        rows = acme_soak.rows(min(options.minutes, 3.0) if quick else options.minutes)
+    else:
+        rows = recovery(pairs or (1 if quick else 2))
     publish(rows, options.json)
 
 

@@ -25,7 +25,8 @@ from espalier.testing.faults import Fault, strike
 class Task(msgspec.Struct, frozen=True):
     """What to train, and what happens on the way: `faults` are (what, step), all to the last rank.
 
-    `timeout`: seconds of the peer's collectives; `every`: steps between checkpoints on disk.
+    `timeout`: seconds of the peer's collectives; `every`: steps between checkpoints on disk (None: as by default);
+    `due`: what stands in the file of that name ("what rank") happens once, besides.
     """
 
     folder: str
@@ -36,8 +37,9 @@ class Task(msgspec.Struct, frozen=True):
     width: int = 128
     sequence: int = 128
     batch: int = 8
-    every: int = 5
+    every: int | None = 5
     timeout: float = 10.0
+    due: bool = False
 
 
 def striking(task: Task, rank: int) -> Callable[[int], None]:
@@ -51,6 +53,12 @@ def striking(task: Task, rank: int) -> Callable[[int], None]:
             if (fault.rank, fault.step) == (rank, step) and not mark.exists():
                 tell(folder, fault.do, step)
                 strike([fault], rank, step, folder)
+        if task.due and (folder / "due").exists():
+            what, who = (folder / "due").read_text().split()
+            if int(who) == rank:
+                (folder / "due").unlink()
+                tell(folder, what, step)
+                strike([Fault(rank, step, what)], rank, step)  # type: ignore[arg-type]
 
     return before
 
@@ -81,6 +89,7 @@ def ours(task: Task) -> int:
             tell(Path(task.folder), "run", self.step)
 
     trainer.Trainer.train_step, trainer.Trainer.restore = train_step, restore  # type: ignore[method-assign]
+    every = "" if task.every is None else f"[checkpoint]\nevery = {task.every}\n"
     recipe = Path(task.folder) / "recipe.toml"
     (Path(task.folder) / "text.txt").write_text("".join(f"{n} comes before {n + 1}.\n" for n in range(30_000)))
     recipe.write_text(
@@ -88,7 +97,7 @@ def ours(task: Task) -> int:
         f'[data]\npath = "text.txt"\ncache = "cache"\n'
         f"[train]\nsteps = {task.steps}\nsequence = {task.sequence}\nbatch_tokens = {task.batch * task.sequence}\n"
         f'validate_every = 100000\noptimizer.kind = "adamw"\n'
-        f"[checkpoint]\nevery = {task.every}\n[plan]\ntrial = false\n"
+        f"{every}[plan]\ntrial = false\n"
         f"[plan.pin]\nranks = {task.ranks}\nthreads = 1\n"
     )
     os.chdir(task.folder)
@@ -133,7 +142,7 @@ def ddp(task: Task) -> None:
         step += 1
         if rank == 0:
             tell(folder, "step", step)
-            if step % task.every == 0:
+            if task.every and step % task.every == 0:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                 torch.save(state, saved.with_suffix(".part"))
                 saved.with_suffix(".part").rename(saved)

@@ -7,8 +7,8 @@
    decoupled" has our single load and our metric workers, so that what is left is order and cut; "longest first, uncut"
    has our order too. "lower bound" is what no schedule can beat, both without the load: 0.87 would be 1.15 times it.
 2. Real: one checkpoint of a small decoder, four multiple-choice tasks, two workers.
-3. Real: a run trains with two ranks on all cores here; half of the time it is watched. The peer that shows what
-   priorities are for is the same watch without them.
+3. Real: a run trains with two ranks on all cores here, and in turns nothing, a watch, and the same watch at normal
+   priority works beside it. Both have begun before, and are stopped (SIGSTOP) while it is not their turn.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -185,7 +187,9 @@ def one_checkpoint(folder: Path, pairs: int) -> Row:
     (folder / "raw").mkdir()
     setup = Setup(tasks, build, Pool(2, 1), [torch.device("cpu")], folder / "raw")
     priors, measured = Priors(folder / "priors.json"), []
-    background.step_back = background._lower_session = lambda: None  # as FIFO's workers: this is not about priorities
+    background.step_back = background._lower_session = lambda *_: (
+        None
+    )  # as FIFO's workers: this is not about priorities
     with Crew(setup) as crew:
         ours(crew, target, priors)  # the first evaluation of a watch has no priors yet
         for _ in range(pairs):
@@ -222,16 +226,21 @@ PLAIN = """
 import sys
 from espalier import cli
 from espalier.resilience.acme import background
-background.step_back = background._lower_session = lambda: None
+background.step_back = background._lower_session = lambda *_: None
 sys.exit(cli.main())
 """
 
 
 @contextlib.contextmanager
 def program(folder: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python program in `folder`, ended with the block."""
+    """A Python program in `folder`, in a session of its own as in a terminal of its own, ended with the block."""
     process = subprocess.Popen(
-        [sys.executable, *command], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, *command],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # a pipe that nobody reads would stop it
+        text=True,
+        start_new_session=True,
     )
     try:
         yield process
@@ -244,6 +253,14 @@ def program(folder: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
             process.wait()
 
 
+def signalled(process: subprocess.Popen[str], number: int) -> None:
+    """Sends a signal to a program and all that it started."""
+    top = psutil.Process(process.pid)
+    for one in [top, *top.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.send_signal(number)
+
+
 def steps(log: Path, seconds: float) -> float:
     """Steps per second over the next `seconds`, from the log's own times."""
     since = time.time()
@@ -253,19 +270,34 @@ def steps(log: Path, seconds: float) -> float:
     return (len(fresh) - 1) / (fresh[-1] - fresh[0])
 
 
-def watched(folder: Path, log: Path, seconds: float, plain: bool) -> float:
-    """Steps per second while a watch infers on both cores."""
+def until(holds: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"{what} did not happen in {seconds:g} s"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def frozen(folder: Path, run: str, plain: bool) -> Iterator[subprocess.Popen[str]]:
+    """A watch of `run` that infers on both cores, stopped for now: beside training its start would take a minute."""
     command = ["-c", PLAIN] if plain else ["-m", "espalier"]
-    words = ["eval", "runs/recipe", "--watch", "--workers", "2", "--task", "sums=sums.jsonl"]
+    words = ["eval", run, "--watch", "--workers", "2", "--task", "sums=sums.jsonl"]
     with program(folder, *command, *words) as watch:
-        assert watch.stderr is not None
-        while "Evaluating" not in (line := watch.stderr.readline()):
-            assert line, "the watch ended"
-        deadline = time.monotonic() + 60
-        while not list((folder / "runs/recipe/eval/raw").glob("*")):
-            assert time.monotonic() < deadline, "the watch infers nothing"
-            time.sleep(0.05)
+        until(lambda: bool(list((folder / run / "eval/raw").glob("*"))), "the watch's first inference")
+        signalled(watch, signal.SIGSTOP)
+        try:
+            yield watch
+        finally:
+            signalled(watch, signal.SIGKILL)
+
+
+def beside(log: Path, watch: subprocess.Popen[str], seconds: float) -> float:
+    """Steps per second while a watch works."""
+    signalled(watch, signal.SIGCONT)
+    try:
         return steps(log, seconds)
+    finally:
+        signalled(watch, signal.SIGSTOP)
 
 
 def beside_training(folder: Path, pairs: int, seconds: float) -> list[Row]:
@@ -274,21 +306,26 @@ def beside_training(folder: Path, pairs: int, seconds: float) -> list[Row]:
     for number in range(20):
         sums = "".join(f"The sum of {number} and {other} is {number + other}.\n" for other in range(900))
         (folder / "corpus" / f"{number}.txt").write_text(sums)
-    questions(folder / "sums.jsonl", 30_000, 0)  # more than a window has time for: it is busy all through
-    log, measured = folder / "runs/recipe/events.jsonl", []
+    questions(folder / "sums.jsonl", 30_000, 0)  # more than the windows have time for: it is busy all through
+    run, log, measured = folder / "runs/recipe", folder / "runs/recipe/events.jsonl", []
     with program(folder, "-m", "espalier", "train", "recipe.toml"):
-        deadline = time.monotonic() + 120
-        while not list((folder / "runs/recipe/checkpoints").glob("step-????????")):
-            assert time.monotonic() < deadline, "no checkpoint came"
-            time.sleep(0.2)
+        until(lambda: bool(list((run / "checkpoints").glob("step-????????"))), "the first checkpoint")
+    shutil.copytree(run, folder / "runs/other")  # each watch has its own
+    with (
+        frozen(folder, "runs/recipe", plain=False) as low,
+        frozen(folder, "runs/other", plain=True) as usual,
+        program(folder, "-m", "espalier", "train", "recipe.toml", "checkpoint.every=1000000"),
+    ):
+        began = time.time()
+        until(lambda: log.stat().st_mtime > began, "training going on")
+        steps(log, seconds)
         for _ in range(pairs):
             alone = steps(log, seconds)
-            beside = watched(folder, log, seconds, plain=False)
-            measured.append((alone, beside, watched(folder, log, seconds, plain=True)))
+            measured.append((alone, beside(log, low, seconds), beside(log, usual, seconds)))
     case = "training beside a busy watch, 2 ranks on all cores"
     return [
-        compare(case, "training alone", "steps/s", [(beside, alone) for alone, beside, _ in measured]),
-        compare(case, "watch at normal priority", "steps/s", [(beside, plain) for _, beside, plain in measured]),
+        compare(case, "training alone", "steps/s", [(mine, alone) for alone, mine, _ in measured]),
+        compare(case, "watch at normal priority", "steps/s", [(mine, plain) for _, mine, plain in measured]),
     ]
 
 

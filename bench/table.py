@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -77,6 +78,8 @@ def arguments(description: str, **more: dict[str, Any]) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="also write the rows as JSON")
     for name, known in more.items():
         parser.add_argument(f"--{name}", **known)
+    # Asked to end (by `timeout`, say), a script still ends what it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     return parser.parse_args()
 
 

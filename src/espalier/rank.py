@@ -7,7 +7,7 @@ import ctypes
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,12 +17,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from espalier import comm, units
+from espalier.checkpoint import interval
 from espalier.checkpoint.memory import Memory
+from espalier.checkpoint.pace import Begin, Pace
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.hardware.peak import peak_memory
 from espalier.healing import Healing
 from espalier.launch import base as launch
 from espalier.launch import handshake
+from espalier.plan import saving
 from espalier.plan.exhausted import exhausted, is_exhausted
 from espalier.trainer import Setting, Trainer
 from espalier.workload import to_device
@@ -111,6 +114,8 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
         trainer.healing = Healing(setting, saved)
         with place.pulse.elsewhere("storing"):
             trainer.restore(saved)
+        if recipe.checkpoint.every == "auto":
+            trainer.pace = _pace(trainer, saved)
     place.pulse.begins(trainer.step, trainer.source.startswith("memory"))
     found = {"source": trainer.source} if trainer.source else {}
     setting.emit("run", step=trainer.step, steps=trainer.steps, pid=os.getpid(), **found, **setting.about)
@@ -124,6 +129,24 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
     if text and place.rank == 0:
         setting.emit("sample", step=trainer.step, text=text)
     return {"step": trainer.step, "tokens": trainer.tokens}
+
+
+def _pace(trainer: Trainer, saved: Checkpoints) -> Pace:
+    """When the run goes to the disk."""
+    setting, place = trainer.setting, trainer.setting.place
+    between = place.refuge.between_failures if place.refuge is not None else interval.between_failures(0, place.attempt)
+
+    def mean(values: Sequence[float]) -> list[float]:
+        agreed = torch.tensor(values, dtype=torch.float64)
+        trainer.mean(agreed)
+        found: list[float] = agreed.tolist()
+        return found
+
+    def tell(every: int, why: str) -> None:
+        setting.emit("rule", name=saving.NAME, step=trainer.step, value=every, why=why)
+
+    begin = Begin(saving.first(setting.plan), trainer.step, max(0, saved.newest()), between, place.attempt)
+    return Pace(saved, begin, mean, tell)
 
 
 def _copies(trainer: Trainer, every: int, why: str) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from espalier import comm, compose, nonfinite, replicas, units
 from espalier.checkpoint import sharded as checkpoints
 from espalier.checkpoint.memory import Memory, take_up
+from espalier.checkpoint.pace import Pace
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.meter import Meter
 from espalier.config import Muon, Recipe
@@ -125,8 +126,7 @@ def build(setting: Setting, channel: dist.ProcessGroup | None) -> Built:
     agreement: Agreement = every_step.EveryStep(sharding, optimizer, totals, recipe.train.clip)
     if plan.outer is not None:
         rate = recipe.train.optimizer.learning_rate or 0.0
-        timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
-        engine = replicas.engine(plan, sharding, channel, replica, timeout)
+        engine = replicas.engine(plan, sharding, channel, replica, units.seconds(recipe.comm.timeout, "comm.timeout"))
         agreement = by_rounds.ByRounds(agreement, engine, sharding, rate)
     return Built(model, sharding, optimizer, schedule, agreement, replica)
 
@@ -190,19 +190,16 @@ class Trainer:
     """One run on one rank. Has state: the model, the optimizer and the number of the next step."""
 
     def __init__(self, setting: Setting, channel: dist.ProcessGroup | None) -> None:
-        self.setting = setting
-        self.channel = channel
-        self.workload = setting.workload
+        self.setting, self.channel, self.workload = setting, channel, setting.workload
         self.steps = setting.recipe.train.steps or 0
-        self.step = self.level = 0
-        self.tokens = 0
+        self.step = self.level = self.tokens = 0
         self.built = build(setting, channel)
-        self.stopping = False
         self.sent = Meter(channel)
         self.context = context(setting.plan, setting.device)
         self.memory: Memory | None = None
+        self.pace: Pace | None = None
         self.healing: Healing | None = None
-        self.source = ""
+        self.stopping, self.source = False, ""
         one = self.workload.work(setting.plan.micro_batch, "none", setting.plan.precision)
         self.step_flops = one.model_flops / setting.plan.micro_batch * self.workload.global_batch
         self.step_tokens = one.tokens / setting.plan.micro_batch * self.workload.global_batch
@@ -236,7 +233,8 @@ class Trainer:
             with traffic(Traffic.CONTROL):
                 dist.all_reduce(values, group=group)
 
-    def _mean(self, values: torch.Tensor) -> None:
+    def mean(self, values: torch.Tensor) -> None:
+        """Replaces `values` by their mean over all ranks."""
         self.sum(values, self.channel)
         values /= self.setting.place.world
 
@@ -259,7 +257,7 @@ class Trainer:
                 with pulse.elsewhere():
                     loss = self.validate() if self._due(recipe.train.validate_every) else None
                 stop = agreed.stop or self._stops_here()
-                if saved is not None and (stop or self._due(recipe.checkpoint.every)):
+                if saved is not None and (stop or self._saves(loss is not None)):
                     with pulse.elsewhere("storing"):
                         if self.healing is not None:
                             self.healing.compare()
@@ -267,16 +265,22 @@ class Trainer:
                 if stop and self.step < self.steps:
                     raise self._interrupted(saved)
                 if self.memory is not None and self.step < self.steps:
-                    self.memory.after(self.step, self.parts, self._meta(), self._mean)
+                    self.memory.after(self.step, self.parts, self._meta(), self.mean)
                 self.level = self.step
 
-    def _due(self, every: int | None) -> bool:
+    def _due(self, every: int | str | None) -> bool:
         """Whether a multiple of `every` steps was reached since all replicas were at one step last."""
-        return self.step == self.steps or (every is not None and every > 0 and self.step // every > self.level // every)
+        return self.step == self.steps or (
+            isinstance(every, int) and every > 0 and self.step // every > self.level // every
+        )
+
+    def _saves(self, validated: bool) -> bool:
+        if self.pace is not None:
+            return self.step == self.steps or self.pace.due(self.step, validated)
+        return self._due(self.setting.recipe.checkpoint.every)
 
     def _stops_here(self) -> bool:
-        after = self.setting.stop_after
-        return after is not None and self.level < after <= self.step
+        return self.level < (self.setting.stop_after or 0) <= self.step
 
     def _feed(self) -> contextlib.AbstractContextManager[Iterator[tuple[Sequence[Any], float]]]:
         """(batches, seconds waited for them) of each remaining step."""
@@ -297,29 +301,30 @@ class Trainer:
         return ahead(numbers(), make, there, self.setting.place.pulse.elsewhere)
 
     def _report(self, agreed: Agreed, seconds: float) -> None:
-        recipe, setting = self.setting.recipe, self.setting
+        setting, rate = self.setting, self.setting.recipe.train.optimizer.learning_rate or 0.0
         fields: dict[str, Any] = {
             "step": self.step,
             "loss": agreed.loss,
             "tokens": round(self.step_tokens),
             "seconds": seconds,
             "mfu": self.step_flops / seconds / setting.flops_per_second if setting.flops_per_second else None,
-            "learning_rate": (recipe.train.optimizer.learning_rate or 0.0) * agreed.rate,
+            "learning_rate": rate * agreed.rate,
             "gradient_norm": agreed.gradient_norm,
             "memory": peak_memory(setting.device),
             **self.sent.read(),
             "exposed": agreed.exposed,
         }
         setting.emit("step", **fields)
+        if self.pace is not None:
+            self.pace.clock(self.step, seconds)
 
     @torch.no_grad()
     def validate(self) -> float | None:
         """Held-out loss over all ranks, or None when there is nothing held out."""
-        samples, world = self.workload.validation_samples(), self.setting.place.world
+        samples, rank, world = self.workload.validation_samples(), self.setting.place.rank, self.setting.place.world
         if samples == 0:
             return None
         self.built.model.eval()
-        rank = self.setting.place.rank
         ends, size = [samples * index // world for index in range(world + 1)], self.setting.plan.micro_batch
         shards = [Shard(start, stop, size) for start, stop in itertools.pairwise(ends)]
         shown = self.built.agreement.shown()
@@ -354,7 +359,9 @@ class Trainer:
     def save(self, saved: checkpoints.Checkpoints, loss: float | None, wait: bool) -> None:
         """Saves the state after `self.step` steps."""
         with comm.phase("saving"):
-            saved.save(self.step, self.parts(), self._meta(), loss, wait=wait or self.step == self.steps)
+            stood = saved.save(self.step, self.parts(), self._meta(), loss, wait=wait or self.step == self.steps)
+            if self.pace is not None:
+                self.pace.saved(self.step, stood)
 
     def _meta(self) -> dict[str, int]:
         return {"step": self.step, "tokens": self.tokens}
@@ -389,8 +396,7 @@ class Trainer:
             yield profile.step
 
     def _interrupted(self, saved: checkpoints.Checkpoints | None) -> Interrupted:
-        where = "saved" if saved is not None else "not saved"
         return Interrupted(
-            f"Stopped after step {self.step} of {self.steps}; the state is {where}.",
+            f"Stopped after step {self.step} of {self.steps}; the state is {'' if saved is not None else 'not '}saved.",
             do="run the same command again to go on",
         )

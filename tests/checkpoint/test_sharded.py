@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from parts import Box, Events, forked
 from torch import nn
 
 from espalier.checkpoint import manifest
-from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.sharded import NICE, Checkpoints
+from espalier.checkpoint.writing import Write
 from espalier.errors import UserError
 from espalier.testing.forks import Died, outcomes
 
@@ -128,6 +130,23 @@ def test_staging_buffers_are_kept_from_one_save_to_the_next(tmp_path: Path) -> N
         checkpoints.save(step, {"box": box}, {}, wait=True)
         addresses.add(checkpoints._stage._buffers["box/x"].data_ptr())
     assert len(addresses) == 1
+
+
+def test_what_writes_leaves_the_cores_to_what_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, usual, plain = [], os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), Write.run
+
+    def run(self: Write) -> int:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return plain(self)
+
+    monkeypatch.setattr(Write, "run", run)
+    saved = Checkpoints(tmp_path)
+    for step in (1, 2):
+        saved.save(step, {"box": Box(weight=torch.ones(3))}, {}, wait=True)
+        assert not saved.busy
+    assert seen == [max(NICE, usual)] * 2
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == usual
+    assert saved.wrote > 0
 
 
 @pytest.mark.parametrize("scheme", ["", "memory://"])

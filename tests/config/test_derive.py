@@ -44,7 +44,7 @@ def test_every_option_is_filled_and_resolving_again_changes_nothing(depth, kind,
     resolved, found = derive.resolve(recipe(kind(depth=depth), optimizer=optimizer, sequence=sequence, steps=steps))
     assert none_left(resolved.model, "model.") == []
     assert none_left(resolved.train, "train.") == ["train.recompute"]  # the planner's to choose
-    assert resolved.checkpoint.every is not None
+    assert resolved.checkpoint.every == "auto"
     assert resolved.train.batch_tokens % resolved.train.sequence == 0
     assert all(derivation.reason for derivation in found)
     assert derive.resolve(resolved) == (resolved, [])

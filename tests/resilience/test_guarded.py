@@ -26,6 +26,8 @@ from espalier.sync.members import Crew
 
 FORK = multiprocessing.get_context("fork")
 STEPS = 80
+MESSAGE = 20.0
+"""Seconds in which a message has to come: silence is found to be death long before."""
 
 
 def parts(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -50,7 +52,7 @@ def life(port: int, member: int, count: int, returns: bool, pipe: Any) -> None:
     """Says (step, members, seconds since the last) after each step, and at the end the hash of its parameters."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
-    crew = Crew(store, member, tuple(range(count)), timeout=6.0, grace=GRACE, returns=returns)
+    crew = Crew(store, member, tuple(range(count)), timeout=MESSAGE, grace=GRACE, returns=returns, silence=3.0)
     model, optimizer, schedule = parts(seed=member)
     run = guard(model, optimizer, crew, {"schedule": schedule})
     before = time.perf_counter()
@@ -159,6 +161,8 @@ def test_one_that_stands_still_is_given_up() -> None:
         ends = [one.end() for one in crew[:2]]
         assert ends[0] == ends[1]
         assert crew[0].said[-1][1] == (0, 1)
+        pause = max(seconds for _, _, seconds in crew[0].said)
+        assert pause < MESSAGE, f"survivors stood still for {pause:.2f} s"
 
 
 def test_alone_it_changes_nothing() -> None:

@@ -127,3 +127,28 @@ def test_a_run_of_elements_is_a_few_boxes(shape: list[int], data: st.DataObject)
         part = whole_[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
         values += part.reshape(-1).tolist()
     assert values == list(range(start, stop))
+
+
+def _asked(channel: Channel) -> list[int]:
+    """How often the ranks asked each other for the kinds of states, at a save after each step."""
+    asked = []
+    sharding = Amsp(Odd(), channel, every(Factors(1, 1, channel.size()), bucket_bytes=3000))
+    optimizer = adamw.build(Adamw(learning_rate=1e-2), sharding.owned)
+    plain, count = torch.distributed.all_gather_object, 0
+
+    def counting(*given: Any, **named: Any) -> None:
+        nonlocal count
+        count += 1
+        plain(*given, **named)
+
+    torch.distributed.all_gather_object = counting
+    for step in range(3):
+        one_step(sharding, optimizer, step, 1, (channel.rank(), channel.size()))
+        before = count
+        sharding.parts(optimizer)["optimizer"].state_dict()
+        asked.append(count - before)
+    return asked
+
+
+def test_what_states_there_are_is_asked_once() -> None:
+    assert forks(2, _asked) == [[1, 0, 0]] * 2

@@ -120,7 +120,7 @@ def test_eval_and_predict_and_export_answer_in_json(home):
 def unhurried(folder, *arguments):
     """The command line, at the priority of the tests: beside busy ones the lowest there is would wait for ever."""
     code = "import sys; from espalier import cli; from espalier.resilience.acme import background as b; "
-    code += "b.step_back = b._lower_session = lambda: None; sys.exit(cli.main())"
+    code += "b.step_back = b._lower_session = lambda *_: None; sys.exit(cli.main())"
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(
         command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=150, check=False

@@ -246,9 +246,12 @@ class Planning(Options, frozen=True):
 
 
 class Checkpoint(Options, frozen=True):
-    """When the state is saved, and where. `target` is a folder or any fsspec URL."""
+    """When the state is saved, and where. `target` is a folder or any fsspec URL.
 
-    every: int | None = None
+    `every`: steps, or `"auto"`: from what saves are measured to cost and how often something fails.
+    """
+
+    every: int | Literal["auto"] = "auto"
     keep: int = 2
     keep_best: bool = True
     target: str | None = None

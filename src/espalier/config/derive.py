@@ -227,7 +227,6 @@ def _common(draft: _Draft) -> None:
     if steps is None:
         return
     _validation(draft, steps)
-    draft.fill("checkpoint.every", max(1, min(1000, steps // 5)), "five times a run, at least every 1000 steps")
 
 
 def _validation(draft: _Draft, steps: int) -> None:

@@ -30,7 +30,6 @@ _LIMITS: dict[Limit, tuple[str, ...]] = {
         *(f"train.optimizer.{name}" for name in ("iterations", "epsilon", "adamw.epsilon")),
         *(f"plan.pin.{name}" for name in ("ranks", "micro_batch")),
         "data.weight",
-        "checkpoint.every",
         "checkpoint.keep",
     ),
     _NOT_NEGATIVE: (
@@ -76,6 +75,12 @@ def check(recipe: config.Recipe) -> None:
     units.seconds(recipe.comm.timeout, "comm.timeout")
     units.size(recipe.comm.bucket, "comm.bucket")
     _faults(recipe.faults)
+    if recipe.checkpoint.every != "auto" and recipe.checkpoint.every < 1:
+        raise UserError(
+            f"checkpoint.every = {recipe.checkpoint.every} is not possible.",
+            why="it has to be above 0",
+            do='checkpoint.every = 100, or "auto"',
+        )
 
 
 def _faults(faults: config.Faults) -> None:

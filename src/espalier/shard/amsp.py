@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ from espalier.shard.placement import Factors, place
 from espalier.shard.seen import Seen, twice
 from espalier.shard.spread import Spread, groups, units
 from espalier.shard.windows import Windows
+
+if TYPE_CHECKING:
+    from espalier.shard.state import Kinds
 
 RECORD = Record(
     name="amsp",
@@ -82,6 +85,8 @@ class Amsp:
         self._launched = 0
         self.on_backward: Callable[[], None] | None = None
         self.together = False
+        self.kinds: Kinds | None = None
+        """What states each parameter has, on all ranks; None while that may still change."""
         if self._channel is None:
             self.owned: Sequence[Owned] = owned_by(model)
             return

@@ -51,7 +51,7 @@ class States:
 
     def __init__(self, sharding: Amsp, optimizer: Optimizer, channel: dist.ProcessGroup) -> None:
         self._sharding, self._optimizer, self._channel = sharding, optimizer, channel
-        self._kinds: Kinds | None = None
+        self._kinds: Kinds | None = sharding.kinds
 
     def state_dict(self) -> dict[str, Any]:
         """Slices of what is shaped like the parameter, and scalars, which the rank with the first element writes."""
@@ -88,6 +88,8 @@ class States:
             with traffic(Traffic.CONTROL):
                 dist.all_gather_object(everyone, mine, group=self._channel)
             self._kinds = {name: kinds for one in everyone for name, kinds in one.items()}
+            if all(slot.name in self._kinds for flat in self._sharding.flats for slot in flat.slots):
+                self._sharding.kinds = self._kinds  # nothing can be added: no later save needs to ask
         return self._kinds
 
 

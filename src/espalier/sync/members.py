@@ -9,7 +9,6 @@ flight is flown again among them from what each had sent; its weights say what t
 from __future__ import annotations
 
 import json
-import math
 import queue
 import threading
 import time
@@ -27,6 +26,8 @@ from espalier.comm.coded import Coded
 from espalier.comm.lane import Task
 from espalier.errors import PeerLost
 from espalier.sync import rejoin
+from espalier.sync.beats import Beats
+from espalier.sync.outcome import Outcome
 
 GRACE = 3.0
 """Seconds after the first sign of a failure in which survivors report."""
@@ -76,6 +77,8 @@ class Crew(NamedTuple):
         grace: seconds; see `GRACE`.
         ledger: books what is sent; may be None.
         returns: this replica was lost, or takes the place of one that was, and asks the others to let it in.
+        silence: seconds without a sign of life (`beats`) after which a rank counts as dead; 0: it is dead when its
+            connections close, or when a message does not come within `timeout`.
     """
 
     store: Any
@@ -87,54 +90,7 @@ class Crew(NamedTuple):
     grace: float = GRACE
     ledger: Ledger | None = None
     returns: bool = False
-
-
-@dataclass
-class Outcome:
-    """Whether all ranks of all members have done something. Has state: the answer, once there is one."""
-
-    space: Any
-    number: int
-    ranks: int
-    limit: float
-    known: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-    done_at: float = math.inf
-    begun: float = field(default_factory=time.monotonic)
-
-    def here(self) -> None:
-        """This rank has done it."""
-        if self.space.add(f"arrived/{self.number}", 1) == self.ranks:
-            self.space.compare_set(f"verdict/{self.number}", "", "all")
-        self.done_at = time.monotonic()
-
-    def failed(self, error: BaseException) -> None:
-        """This rank has not, and nobody has."""
-        self.error = self.error or error
-        self.space.compare_set(f"verdict/{self.number}", "", "failed")
-
-    def look(self, rank: int) -> bool:
-        """Whether there is an answer; of a failure the others learn at once that this rank is alive."""
-        if time.monotonic() > self.done_at + self.limit:
-            self.failed(RuntimeError(f"the others did not finish exchange {self.number} in {self.limit:g} s"))
-        word = f"verdict/{self.number}"
-        if not self.space.check([word]):
-            return False
-        if self.space.get(word) != b"all":
-            self.space.set(f"left/{rank}", "")
-            self.error = self.error or RuntimeError(f"exchange {self.number} did not reach every member")
-        self.known.set()
-        return True
-
-    def wait(self, heard: Callable[[], float]) -> None:
-        """Returns when all have done it. Raises what went wrong; TimeoutError when the store, last `heard` from then
-        (monotonic seconds), does not answer any more: a question to a server that was cut off never returns."""
-        while not self.known.wait(1.0):
-            silent = time.monotonic() - max(heard(), self.begun)
-            if silent > self.limit + 1.0:
-                raise TimeoutError(f"the store has not answered for {silent:.0f} s")
-        if self.error is not None:
-            raise self.error
+    silence: float = 0.0
 
 
 @dataclass
@@ -170,7 +126,8 @@ class Members:
         on_change: Callable[[tuple[int, ...], tuple[int, ...]], None] | None = None,
     ) -> None:
         self.crew, self.codec, self.on_change = crew, codec, on_change
-        self.store = crew.store.clone() if hasattr(crew.store, "clone") else crew.store
+        self.store = _own(crew.store)
+        self._beats = Beats(_own(crew.store), self.rank, crew.silence) if crew.silence else None
         entry = rejoin.ask(crew._replace(store=self.store)) if crew.returns else rejoin.Entry(0, crew.members)
         self.epoch, self.members, self._number = entry
         self._closed = False
@@ -193,10 +150,19 @@ class Members:
             try:
                 while not outcome.look(self.rank) and not self._closed:
                     self._heard = time.monotonic()
+                    if silent := self._silent(self.members):
+                        what = f"rank {silent[0]} has given no sign of life for {self.crew.silence:g} s"
+                        outcome.failed(RuntimeError(what))
                     time.sleep(LOOK)
             except RuntimeError as error:  # the store is gone
                 outcome.error = outcome.error or error
                 outcome.known.set()
+
+    def _silent(self, members: Sequence[int]) -> list[int]:
+        """The other ranks of `members` that are dead by their signs of life."""
+        shards = self.crew.shards
+        ranks = [member * shards + shard for member in members for shard in range(shards)]
+        return [] if self._beats is None else self._beats.silent([rank for rank in ranks if rank != self.rank])
 
     # --- the group -----------------------------------------------------------------------------------------------
 
@@ -336,9 +302,11 @@ class Members:
                 for member in self.members
                 if all(space.check([f"left/{member * shards + shard}"]) for shard in range(shards))
             ]
-            if len(there) == len(self.members) or time.monotonic() > until:
+            absent = [member for member in self.members if member not in there]
+            dead = {rank // shards for rank in self._silent(absent)} if absent else set()
+            if dead.issuperset(absent) or time.monotonic() > until:
                 return there
-            time.sleep(0.05)
+            time.sleep(LOOK)
 
     # --- one more member -------------------------------------------------------------------------------------------
 
@@ -381,5 +349,12 @@ class Members:
         """Ends the threads."""
         self._closed = True
         self._waiting.put(None)
+        if self._beats is not None:
+            self._beats.close()
         if self._coded is not None:
             self._coded.close()
+
+
+def _own(store: Any) -> Any:
+    """A connection of its own to `store`, where it is one that has connections."""
+    return store.clone() if hasattr(store, "clone") else store

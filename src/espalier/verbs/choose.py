@@ -21,7 +21,7 @@ from espalier.config import Auto, ByRounds, Eager, load
 from espalier.errors import UserError
 from espalier.folders import cache_folder
 from espalier.plan import base as plans
-from espalier.plan import chosen, co2, reasons, refusals, search, uniform
+from espalier.plan import chosen, co2, reasons, refusals, saving, search, uniform
 from espalier.plan.calibrate import Calibration
 from espalier.plan.request import Request
 from espalier.plan.seats import gpus
@@ -55,7 +55,7 @@ def choose(
     decision = decide(request, cluster, ready.calibration(resolved.recipe), trials)
     if decision.taken is None:
         raise decision.refusal()
-    return decision.taken
+    return saving.paced(decision.taken, resolved.recipe.checkpoint.every, cluster)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ import argparse
 import json
 
 from espalier.errors import UserError
-from espalier.resilience.acme.background import step_back
+from espalier.resilience.acme import background
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the held-out figures."""
     if arguments.watch or arguments.task or arguments.workers is not None:
-        step_back()  # before torch is imported: that alone takes seconds of a core
+        background.step_back(background.STARTING)  # before torch is imported: that alone takes seconds of a core
         from espalier.verbs import watch
 
         return watch.run(arguments)

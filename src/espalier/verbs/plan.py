@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,7 +14,7 @@ from espalier.cluster import whatif
 from espalier.errors import UserError
 from espalier.hardware import probe
 from espalier.plan import base as plans
-from espalier.plan import chosen, search
+from espalier.plan import chosen, saving, search
 from espalier.plan.seats import gpus
 from espalier.verbs import choose, ready, show
 
@@ -50,7 +51,13 @@ def _decide(resolved: ready.Resolved, cluster: clusters.Cluster, calibrate_on: s
     def tried() -> choose.Measured:
         return choose.tried_before(request, resolved, cluster)
 
-    return choose.decide(request, cluster, ready.calibration(resolved.recipe, calibrate_on), tried)
+    decision = choose.decide(request, cluster, ready.calibration(resolved.recipe, calibrate_on), tried)
+    every = resolved.recipe.checkpoint.every
+    best, taken = (
+        None if one is None else saving.paced(one, every, cluster) for one in (decision.best, decision.taken)
+    )
+    assert best is not None, "there is always a best one"
+    return replace(decision, best=best, taken=best if decision.taken is decision.best else taken)
 
 
 def _what_if(

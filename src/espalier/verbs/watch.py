@@ -17,6 +17,7 @@ from espalier import run as runs
 from espalier.config import Recipe
 from espalier.errors import UserError
 from espalier.language.workload import LanguageWorkload
+from espalier.resilience.acme import background
 from espalier.resilience.acme.evaluate.choices import MultipleChoice
 from espalier.resilience.acme.evaluate.crew import Setup
 from espalier.resilience.acme.evaluate.harness import HarnessTask
@@ -40,6 +41,7 @@ metric worker keeps up with 2.6."""
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints each task's figures as they come; 1 when a task or a checkpoint failed."""
+    background.step_back()
     torch.set_num_threads(1)  # workers are forked from here
     folder = runs.find(arguments.run)
     recipe = folder.read()

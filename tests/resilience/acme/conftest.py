@@ -10,6 +10,6 @@ from espalier.resilience.acme import background
 @pytest.fixture(autouse=True, scope="module")
 def priority():
     kept = background.step_back, background._lower_session
-    background.step_back = background._lower_session = lambda: None
+    background.step_back = background._lower_session = lambda *_: None
     yield kept
     background.step_back, background._lower_session = kept

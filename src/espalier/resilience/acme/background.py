@@ -1,7 +1,8 @@
 """Processes that live off what others leave: nice 19, the idle class of disk access, a session of the least weight.
 
 Nice 19 has 15 of the 1024 parts of an ordinary process (sched(7)): where training wants all of a core it keeps 98.6 %.
-SCHED_IDLE would leave it 99.7 %, but then a watch beside a busy run would take hours to import its libraries. Each
+SCHED_IDLE would leave it 99.7 %, but then a watch beside a busy run would take hours to import its libraries; at nice
+19 that still takes minutes, so a watch starts at nice 10 (110 parts beside 1024) and steps back once it can work. Each
 worker is a session of its own, since with automatic grouping niceness counts only within a session.
 """
 
@@ -22,10 +23,14 @@ import psutil
 _PR_SET_PDEATHSIG = 1  # prctl(2): the kernel kills a worker whose evaluator is gone
 
 
-def step_back() -> None:
-    """Gives this process the lowest priority there is; what the system does not have is left out."""
+STARTING, LOWEST = 10, 19
+"""Niceness of a watch while it imports its libraries, and from then on."""
+
+
+def step_back(niceness: int = LOWEST) -> None:
+    """Gives this process the lowest priority there is, or that; what the system does not have is left out."""
     with contextlib.suppress(OSError):
-        os.nice(19)
+        os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
     with contextlib.suppress(OSError, AttributeError, psutil.Error):
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
 
