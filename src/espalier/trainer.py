@@ -259,8 +259,6 @@ class Trainer:
                 stop = agreed.stop or self._stops_here()
                 if saved is not None and (stop or self._saves(loss is not None)):
                     with pulse.elsewhere("storing"):
-                        if self.healing is not None:
-                            self.healing.compare()
                         self.save(saved, loss, wait=stop)
                 if stop and self.step < self.steps:
                     raise self._interrupted(saved)
@@ -268,16 +266,14 @@ class Trainer:
                     self.memory.after(self.step, self.parts, self._meta(), self.mean)
                 self.level = self.step
 
-    def _due(self, every: int | str | None) -> bool:
+    def _due(self, every: int | None) -> bool:
         """Whether a multiple of `every` steps was reached since all replicas were at one step last."""
-        return self.step == self.steps or (
-            isinstance(every, int) and every > 0 and self.step // every > self.level // every
-        )
+        return self.step == self.steps or (every is not None and every > 0 and self.step // every > self.level // every)
 
     def _saves(self, validated: bool) -> bool:
         if self.pace is not None:
             return self.step == self.steps or self.pace.due(self.step, validated)
-        return self._due(self.setting.recipe.checkpoint.every)
+        return self._due(None if (every := self.setting.recipe.checkpoint.every) == "auto" else every)
 
     def _stops_here(self) -> bool:
         return self.level < (self.setting.stop_after or 0) <= self.step
@@ -358,6 +354,8 @@ class Trainer:
 
     def save(self, saved: checkpoints.Checkpoints, loss: float | None, wait: bool) -> None:
         """Saves the state after `self.step` steps."""
+        if self.healing is not None:
+            self.healing.compare()
         with comm.phase("saving"):
             stood = saved.save(self.step, self.parts(), self._meta(), loss, wait=wait or self.step == self.steps)
             if self.pace is not None:
