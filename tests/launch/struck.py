@@ -71,6 +71,17 @@ class Struck:
 
     def run(self) -> Struck:
         """Trains to the end under a supervisor."""
+        places = launch.places(self.plan or plan_of(self.recipe, self.world), self.folder / "logs")
+        self.parameters = supervise.run(self.life(), places, self.care)[0]
+        return self
+
+    @property
+    def care(self) -> supervise.Care:
+        """How it is looked after."""
+        return supervise.Care(self.restarts, self.heartbeat, self.memory, Log(self.folder / "events.jsonl").write)
+
+    def life(self) -> Any:
+        """What every rank does."""
         workload, plan = open_language(self.recipe), self.plan or plan_of(self.recipe, self.world)
         self.folder.mkdir(exist_ok=True)
 
@@ -86,10 +97,7 @@ class Struck:
                 one.built.sharding.summon()
                 return {name: value.clone() for name, value in one.built.model.state_dict().items()}
 
-        places = launch.places(plan, self.folder / "logs")
-        care = supervise.Care(self.restarts, self.heartbeat, self.memory, Log(self.folder / "events.jsonl").write)
-        self.parameters = supervise.run(life, places, care)[0]
-        return self
+        return life
 
     def _arm(self, workload: Any, place: launch.Place) -> None:
         """Sets the faults in this rank, in the forward pass of their step."""
