@@ -54,7 +54,8 @@ class Abroad(Struck):
             os.dup2(os.open(self.folder / f"supervisor-{host}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
             address = "127.0.0.1" if self.lab is None else ADDRESS
-            served = exchange.served(address, port, -1) if host == 0 else None
+            if host == 0:
+                exchange.served(address, port)
             line = Line(host, 2, address, port, "run", self.heartbeat)
             found: Any = None
             try:
@@ -62,7 +63,7 @@ class Abroad(Struck):
             except EspalierError as error:
                 found = error
             (self.folder / f"outcome-{host}").write_bytes(pickle.dumps(found))
-            if served is not None:
+            if host == 0:
                 time.sleep(0.3)
         except BaseException:
             import traceback

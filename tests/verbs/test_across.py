@@ -140,12 +140,26 @@ runpy.run_module("espalier.verbs.hosted", run_name="__main__")
 
 
 @pytest.mark.slow
-def test_a_killed_rank_on_a_host_is_started_again_with_all_others(home, capfd) -> None:
+def test_a_killed_rank_is_forked_again_by_its_hosts_supervisor(home, capfd) -> None:
     (home / "striking.py").write_text(STRIKING)
     striking = f"launch.command={sys.executable} {home / 'striking.py'} {home / 'struck'} # {{command}}"
-    arguments = ["train", "recipe.toml", "--hosts", "hosta,hostb", "name=struck", "checkpoint.every=1", striking]
-    assert cli.main([*arguments, "--json"]) == 0
-    assert "Rank 1 on host hostb was killed (SIGKILL)" in capfd.readouterr().err
-    assert len(losses(home, "struck")) in (4, 5)
-    events = map(json.loads, (home / "runs" / "struck" / "events.jsonl").read_text().splitlines())
+    arguments = ["train", "recipe.toml", "--hosts", "hosta,hostb:2", "name=struck", "checkpoint.every=1", striking]
+    assert cli.main([*arguments, "train.batch_tokens=384"]) == 0
+    assert "On host hostb: Rank 1 was killed (SIGKILL)" in capfd.readouterr().err
+    events = list(map(json.loads, (home / "runs" / "struck" / "events.jsonl").read_text().splitlines()))
     assert [event["step"] for event in events if event["event"] == "run"] in ([0, 1], [0, 2])
+    (incident,) = [event for event in events if event["event"] == "incident" and event["kind"] != "lost"]
+    assert incident["rank"] == 1
+    assert [event["seconds"] < 4.0 for event in events if event["event"] == "recovered"] == [True]
+    assert "[hostb 1,2] " in (home / "runs" / "struck" / "logs" / "hosts.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_host_whose_supervisor_is_killed_is_started_again_with_all_others(home, capfd) -> None:
+    killing = STRIKING.replace("os.getpid()", "os.getppid()")
+    (home / "striking.py").write_text(killing)
+    striking = f"launch.command={sys.executable} {home / 'striking.py'} {home / 'struck'} # {{command}}"
+    arguments = ["train", "recipe.toml", "--hosts", "hosta,hostb", "name=struck", "checkpoint.every=1", striking]
+    assert cli.main(arguments) == 0
+    assert "The supervisor on host hostb was killed (SIGKILL)" in capfd.readouterr().err
+    assert len(losses(home, "struck")) in (4, 5)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from espalier.errors import PeerLost
+from espalier.errors import HostLost
 from espalier.launch import child as ranks
 from espalier.launch import local, supervise
 from espalier.launch.base import Place, Task
@@ -114,7 +114,7 @@ class Follower:
         refused, age = self.exchange.refused_since, self.exchange.age(0)
         gone = refused is not None and now - refused >= _GONE_BEATS * self.care.heartbeat
         if gone or age >= self.team.absence:
-            raise PeerLost(
+            raise HostLost(
                 f"Host {self.team.names[0]}, which leads the run, was not heard for {age:.0f} s.",
                 why="its supervisor has ended" if gone else "its link is cut, or it or its supervisor has stopped",
                 do="run the same command to resume",

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from espalier.checkpoint import interval, refuge
-from espalier.errors import Interrupted, PeerLost
+from espalier.errors import HostLost, Interrupted, PeerLost
 from espalier.launch import child as ranks
 from espalier.launch import distant, follow, local, supervise
 from espalier.launch.base import Place, Task
@@ -42,7 +42,7 @@ def run(task: Task, team: Team, care: Care, threads: int = 1) -> list[Any] | Non
     Every host's supervisor calls it with the same task. What the ranks of this host returned; None where this one does
     not lead and the run came to no good end, whose error the leader raises.
 
-    Raises as `supervise.run` does, on the host that leads; `PeerLost` naming a host that was not heard for too long.
+    Raises as `supervise.run` does, on the host that leads; `HostLost` naming a host that was not heard for too long.
     """
     supervise.warm()
     places = [team.place(rank, threads) for rank in range(len(team.hosts))]
@@ -150,7 +150,7 @@ class Leader(Supervisor):
             self.distant = {}
 
     def _until_idle(self) -> None:
-        """Waits until the ranks of the last attempt are gone everywhere. Raises PeerLost naming a host that is silent
+        """Waits until the ranks of the last attempt are gone everywhere. Raises HostLost naming a host that is silent
         for too long."""
         while not all(self._idle(host) for host in self.others) and len(self.signals.seen) < 2:
             self._listen(time.monotonic())
@@ -164,8 +164,9 @@ class Leader(Supervisor):
 
     def _look(self, now: float, children: Sequence[Child]) -> Finding | None:
         self._listen(now)
-        if self.away or now < self.quiet_until:
-            return None
+        late = any(self.exchange.age(host) >= self.care.heartbeat for host in self.others)
+        if late or self.away or now < self.quiet_until:
+            return None  # what is not known of ranks elsewhere is no idleness
         return self.watcher.look(now, self.pulses.read(), [self._vital(child) for child in children])
 
     def _vital(self, child: Child) -> Vital:
@@ -193,8 +194,8 @@ class Leader(Supervisor):
             elif age < self.care.heartbeat and host in self.away:
                 self._comes(host, now)
 
-    def _lost(self, host: int, age: float) -> PeerLost:
-        return PeerLost(
+    def _lost(self, host: int, age: float) -> HostLost:
+        return HostLost(
             f"Host {self.team.names[host]} was not heard for {age:.0f} s.",
             why="its link is cut, or it or its supervisor has stopped",
             do="run the same command to resume; comm.timeout is how long a host may be silent",
