@@ -45,3 +45,13 @@ def test_a_silent_host_is_named_with_what_it_was_asked() -> None:
     error = failed.unanswered(Host("b"), ARGV, 60.0, "")
     assert "Host b did not answer within 60 s" in error.what
     assert "exec python" in error.why
+
+
+def test_what_a_process_told_is_raised_here_with_its_host_once() -> None:
+    def told(kind: str, what: str) -> str:
+        return str(failed.retold(Host("b"), {"kind": kind, "what": what, "why": "", "do": ""}))
+
+    assert told("UserError", "bad") == "On host b: bad"
+    assert told("RunFailed", "On host c: Rank 2 hangs.") == "On host c: Rank 2 hangs."
+    assert told("HostLost", "Host c was not heard.") == "Host c was not heard."
+    assert told("Interrupted", "saved") == "saved"

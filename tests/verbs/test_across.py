@@ -151,7 +151,6 @@ def test_a_killed_rank_is_forked_again_by_its_hosts_supervisor(home, capfd) -> N
     (incident,) = [event for event in events if event["event"] == "incident" and event["kind"] != "lost"]
     assert incident["rank"] == 1
     assert [event["seconds"] < 4.0 for event in events if event["event"] == "recovered"] == [True]
-    assert "[hostb 1,2] " in (home / "runs" / "struck" / "logs" / "hosts.log").read_text()
 
 
 @pytest.mark.slow

@@ -105,13 +105,13 @@ class Report:
 
 def aged(sign: Sign, now: float) -> Sign:
     """`sign` with ages for times, as it travels."""
-    times = {name: now - value if (value := getattr(sign, name)) else -1.0 for name in _TIMES}
+    times: dict[str, Any] = {name: now - value if (value := getattr(sign, name)) else -1.0 for name in _TIMES}
     return dataclasses.replace(sign, **times)
 
 
 def dated(sign: Sign, now: float) -> Sign:
     """`sign` with times of the clock here, `now` being when it came."""
-    times = {name: now - value if (value := getattr(sign, name)) >= 0 else 0.0 for name in _TIMES}
+    times: dict[str, Any] = {name: now - value if (value := getattr(sign, name)) >= 0 else 0.0 for name in _TIMES}
     return dataclasses.replace(sign, **times)
 
 
@@ -145,7 +145,8 @@ class Exchange:
 
     def __init__(self, line: Line, kind: type, news: Callable[[int, Any], None] = lambda host, said: None) -> None:
         self._line, self._news = line, news
-        self._coder, self._decoder = msgspec.json.Encoder(), msgspec.json.Decoder(kind)
+        self._coder = msgspec.json.Encoder()
+        self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
         self._others = [0] if line.host else list(range(1, line.hosts))
         self._own, self._count, self._carried = b"", 0, -1
         self._last: dict[int, bytes] = {}

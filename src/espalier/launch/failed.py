@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from espalier.errors import EspalierError, RunFailed, UserError
+from espalier import errors
+from espalier.errors import EspalierError, HostLost, Interrupted, RunFailed, UserError
 from espalier.launch.hosts import Host
 
 _SHELL = 128  # a shell adds this to the number of the signal that ended its child
@@ -57,6 +59,16 @@ def unanswered(host: Host, argv: Sequence[str], seconds: float, last: str) -> Us
         why=f"`{shlex.join(argv)}` is still waiting" + (f"; its last words: {last}" if last else ""),
         do="run that command by hand",
     )
+
+
+def retold(host: Host, told: Mapping[str, Any]) -> EspalierError:
+    """The error that a process on `host` told of, in this process, with the host. An interrupt is nobody's."""
+    kind = getattr(errors, told["kind"], RunFailed)
+    placed = kind in (Interrupted, HostLost) or told["what"].startswith("On host ")
+    what = told["what"] if placed else f"On host {host.name}: {told['what']}"
+    error = kind(what, why=told["why"], do=told["do"])
+    assert isinstance(error, EspalierError)
+    return error
 
 
 def together(failed: Sequence[EspalierError]) -> EspalierError:

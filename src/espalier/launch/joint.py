@@ -51,9 +51,7 @@ def run(task: Task, team: Team, care: Care, threads: int = 1) -> list[Any] | Non
         files = [os.memfd_create(f"espalier-stacks-{rank}") for rank in own]
         refuges = refuge.build(len(own), care.memory) if care.memory != 0 else []
         for index, rank in enumerate(own):
-            places[rank] = replace(
-                places[rank], stacks=files[index], refuge=refuges[index] if refuges else None
-            )
+            places[rank] = replace(places[rank], stacks=files[index], refuge=refuges[index] if refuges else None)
         try:
             if team.line.host:
                 return follow.Follower(task, [places[rank] for rank in own], team, care, signals).run()
@@ -67,9 +65,7 @@ def run(task: Task, team: Team, care: Care, threads: int = 1) -> list[Any] | Non
 class Leader(Supervisor):
     """The supervisor that decides for all hosts. Has state: what each other host said last, and who is not heard."""
 
-    def __init__(
-        self, task: Task, places: Sequence[Place], team: Team, care: Care, signals: local.Signals
-    ) -> None:
+    def __init__(self, task: Task, places: Sequence[Place], team: Team, care: Care, signals: local.Signals) -> None:
         super().__init__(task, [(replace(place, refuge=None), place.refuge) for place in places], care, signals)
         self.team, self.distant = team, dict[int, Distant]()
         self.others = list(range(1, team.line.hosts))
@@ -99,7 +95,7 @@ class Leader(Supervisor):
                 return
             self.exchange.wait(_POLL)
 
-    # --- what comes from the others (in the exchange's thread) ------------------------------------------------------
+    # --- what comes from the others (in the exchange's thread) -------------------------------------------------------
 
     def _news(self, host: int, said: Report) -> None:
         if said.attempt != self.ordered:
@@ -247,7 +243,7 @@ class Leader(Supervisor):
             found.update(stacks)
         return found
 
-    # --- saying where --------------------------------------------------------------------------------------------------
+    # --- saying where ------------------------------------------------------------------------------------------------
 
     def _death(self, first: Child, children: Sequence[Child]) -> Ended:
         ended = super()._death(first, children)

@@ -1,8 +1,9 @@
-"""Starts ranks on hosts that the user names, over ssh or any other command, and watches them from here.
+"""Starts processes on hosts that the user names, over ssh or any other command, and watches them from here.
 
-One process per rank, or one per host that starts that host's ranks itself (`launch.joint`), each on a command of its own,
-whose standard input is its lifeline (`launch.hosted`). PyTorch's store and Gloo or NCCL do everything between the ranks; this file only starts them, hears them and ends them. Commands
-run in process groups of their own: Ctrl-C reaches this process, which passes it on. No torch.
+One for each rank, or one for each host that starts its ranks itself (`launch.joint`), each on a command of its own whose
+standard input is its lifeline (`launch.hosted`). PyTorch's store and Gloo or NCCL do everything between the ranks; this
+file only starts, hears and ends. Commands run in process groups of their own: Ctrl-C reaches this process, which passes
+it on. No torch.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from espalier import errors
 from espalier.config import Launch
-from espalier.errors import EspalierError, HostLost, Interrupted, PeerLost, RunFailed, UserError
+from espalier.errors import EspalierError, HostLost, Interrupted, PeerLost, UserError
 from espalier.launch import handshake, reach
-from espalier.launch.failed import gone, together, unanswered
+from espalier.launch.failed import gone, retold, together, unanswered
 from espalier.launch.hosted import MARK, PATIENCE, Told
 from espalier.launch.hosts import Host, command, resolve
 
@@ -327,7 +327,7 @@ class Crowd:
         if mark and name == "out":
             far.said.append(json.loads(told))
             if far.said[-1]["is"] == "failed":
-                far.error, far.told = _error(far, far.said.pop()), True
+                far.error, far.told = retold(far.host, far.said.pop()), True
         if text or not mark:
             if name == "err" and text.strip():
                 far.last = text.strip()[-300:]
@@ -367,16 +367,6 @@ def _answered(far: Far, kinds: tuple[str, ...]) -> bool:
 def _done(far: Far) -> Told:
     """What a process said at its good end; empty when it did not."""
     return far.said[-1] if far.said and far.said[-1]["is"] == "done" else {}
-
-
-def _error(far: Far, told: Told) -> EspalierError:
-    """The error that a process told of, in this process, with its host. An interrupt is nobody's."""
-    kind = getattr(errors, told["kind"], RunFailed)
-    placed = kind in (Interrupted, HostLost) or told["what"].startswith("On host ")
-    what = told["what"] if placed else f"On host {far.host.name}: {told['what']}"
-    error = kind(what, why=told["why"], do=told["do"])
-    assert isinstance(error, EspalierError)
-    return error
 
 
 def _cause(failed: Sequence[EspalierError], interrupted: bool) -> EspalierError:
