@@ -1,9 +1,10 @@
-"""A rank on another host, as the leading supervisor sees it: a Child of which it is told. Nothing is done to it here."""
+"""A rank on another host, as the leading supervisor sees it: a Child of which it is told, to which nothing is done."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 from espalier.errors import EspalierError
@@ -17,12 +18,15 @@ class Distant(Child):
     """One rank on another host. Has state: how it ended, as told by the thread that hears of it."""
 
     told: End | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    closed: bool = False
 
     def hear(self, end: End) -> None:
-        """It ended; whoever polls for it wakes."""
-        if self.told is None:
-            self.told = end
-            os.eventfd_write(self.pidfd, 1)
+        """It ended; whoever polls for it wakes. Called in the thread that hears of it."""
+        with self.lock:
+            if self.told is None and not self.closed:
+                self.told = end
+                os.eventfd_write(self.pidfd, 1)
 
     @property
     def failed(self) -> bool:
@@ -54,8 +58,10 @@ class Distant(Child):
 
     def close(self) -> None:
         """Gives back what it took here."""
-        os.close(self.pidfd)
-        os.close(self.pipe)
+        with self.lock:
+            self.closed = True
+            os.close(self.pidfd)
+            os.close(self.pipe)
 
 
 def expected(place: Place) -> Distant:

@@ -33,6 +33,9 @@ BEATS = 3.0
 """Heartbeats of silence after which a host is said not to be heard."""
 STACKS_SECONDS = 1.5
 """How long other hosts may take to send where their ranks are."""
+ASKED_SECONDS = 1.0
+"""How long another host may have been asked to stop before this one takes it for the run's: what was said to all hosts
+comes here too, and a second word would end the ranks before they have saved."""
 _POLL = 0.02  # seconds
 
 
@@ -73,7 +76,7 @@ class Leader(Supervisor):
         """Hosts that are not heard, and since when (seconds of `time.monotonic`)."""
         self.ordered = 0
         """The attempt that all hosts were last told of."""
-        self.quiet_until = self.listened = 0.0
+        self.quiet_until = self.listened = self.asked = 0.0
         self.exchange = Exchange(team.line, Report, self._news)
 
     def lead(self) -> list[Any]:
@@ -182,7 +185,9 @@ class Leader(Supervisor):
         for host in self.others:
             said, age = self.exchange.said(host), self.exchange.age(host)
             if said is not None and said.asked and not self.signals.seen:
-                self.signals.pass_on(signal.SIGINT)
+                self.asked = self.asked or now
+                if now - self.asked >= ASKED_SECONDS:
+                    self.signals.pass_on(signal.SIGINT)
             if age >= self.team.absence:
                 raise self._lost(host, age)
             if age >= BEATS * self.care.heartbeat and host not in self.away:

@@ -1,9 +1,9 @@
 """Starts processes on hosts that the user names, over ssh or any other command, and watches them from here.
 
-One for each rank, or one for each host that starts its ranks itself (`launch.joint`), each on a command of its own whose
-standard input is its lifeline (`launch.hosted`). PyTorch's store and Gloo or NCCL do everything between the ranks; this
-file only starts, hears and ends. Commands run in process groups of their own: Ctrl-C reaches this process, which passes
-it on. No torch.
+One for each rank, or one for each host that starts its ranks itself (`launch.joint`), each on a command of its own,
+whose standard input is its lifeline (`launch.hosted`). PyTorch's store and Gloo or NCCL do everything between the
+ranks; this file only starts, hears and ends. Commands run in process groups of their own: Ctrl-C reaches this process,
+which passes it on. No torch.
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ def _say(post: Post, decided: Decided) -> None:
 
 def _follow(post: Post, given: train.Asked) -> int:
     recipe = given.resolved.recipe
-    if joint.run(_measuring(recipe), post.doing("measuring"), Care(0)) is None:
+    team = post.doing("measuring")
+    if joint.run(_measuring(recipe), team, Care(0), _threads(team)) is None:
         return 1  # the first says why
     decided = _heard(post)
     if decided.finished:
