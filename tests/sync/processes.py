@@ -73,3 +73,30 @@ def crew(count: int, method: str, rounds: int, pause: float = 0.01) -> Iterator[
             one.process.join()
             one.reader.close()
         del store
+
+
+@contextmanager
+def crew_of_a_served_store(count: int, method: str, rounds: int) -> Iterator[tuple[list[Member], Any]]:
+    """Members whose store is a process of its own, which is given too; ended when the block is left."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        server = FORK.Process(target=_serve, args=(listener,), daemon=True)
+        server.start()
+        port = listener.getsockname()[1]
+    members = [Member(port, (number, count), method, rounds, 0.01) for number in range(count)]
+    try:
+        yield members, server
+    finally:
+        for process in (server, *(one.process for one in members)):
+            process.kill()
+            process.join()
+        for one in members:
+            one.reader.close()
+
+
+def _serve(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    signal.pause()
+    del store

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
-from processes import crew
+from processes import crew, crew_of_a_served_store
 
 
 @pytest.mark.parametrize(
@@ -45,3 +46,11 @@ def test_without_faults_all_are_one() -> None:
     with crew(3, "co2", 12, pause=0.0) as members:
         said = {one.last() for one in members}
     assert len(said) == 1
+
+
+def test_a_store_that_falls_silent_is_not_waited_for_for_ever() -> None:
+    with crew_of_a_served_store(2, "co2", 10_000) as (members, server):
+        members[0].reach("round 5")
+        os.kill(server.pid, signal.SIGSTOP)  # as where the link to its host is cut: no answer, and no end
+        said = [one.last(code=7) for one in members]
+    assert all("lost the others, and the store" in line for line in said)

@@ -80,7 +80,7 @@ def formatted(block: Block, layers: Sequence[Layer], wanted: str, steps: int) ->
     saved = 2 * len(layers) * steps * (csr - cbm)
     beside = f"CBM {show_seconds(cbm)} per product of {width} columns by estimate, CSR {show_seconds(csr)}"
     if wanted != "cbm" and saved < PRODUCTS_TO_BUILD * csr:
-        return f"Format: CSR; {beside}, which {steps} steps do not repay."
+        return f"Format: CSR; {beside}; making it takes longer than {steps:,} steps would save."
     block.forms.known["compressed"] = compressed
     return f"Format: CBM, {additions:,} additions per column instead of {block.edges:,}; {beside}."
 

@@ -148,14 +148,18 @@ class Graph:
         features = _floats(features, "features")
         count, notes = len(features), list(known.pop("notes", ()))
         if len(ends[0]) != len(ends[1]):
-            raise UserError(f"The graph has {len(ends[0])} sources for {len(ends[1])} targets of edges.")
+            raise UserError(
+                f"The graph has {len(ends[0])} sources for {len(ends[1])} targets of edges.", do="give each edge both"
+            )
         for name, one in zip(("sources", "targets"), ends, strict=True):
             _refuse_strangers(one, count, name)
         values = {name: known.pop(name, None) for name in ("weights", "edge_features")}
         values = {name: None if one is None else _floats(one, name) for name, one in values.items()}
         for name, one in values.items():
             if one is not None and len(one) != len(ends[0]):
-                raise UserError(f"The graph has {len(one)} rows of {name} for {len(ends[0])} edges.")
+                raise UserError(
+                    f"The graph has {len(one)} rows of {name} for {len(ends[0])} edges.", do="give each edge a row"
+                )
         indptr, indices, kept = _compressed(*ends, count, undirected, notes)
         made = Graph(
             indptr,
@@ -230,7 +234,9 @@ def checked(graph: Graph) -> Graph:
     if graph.nodes == 0:
         raise UserError(f"The graph {graph.origin} is empty.", why="it has no nodes", do="give one with nodes")
     if len(graph.features) != graph.nodes:
-        raise UserError(f"The graph has {len(graph.features)} rows of features for {graph.nodes} nodes.")
+        raise UserError(
+            f"The graph has {len(graph.features)} rows of features for {graph.nodes} nodes.", do="give each node a row"
+        )
     for name in ("features", "weights", "edge_features"):
         _refuse_not_finite(getattr(graph, name), name)
     if graph.labels is not None:

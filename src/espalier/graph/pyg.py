@@ -42,7 +42,7 @@ def from_many(items: Any, *, undirected: bool = False, origin: str) -> Graph:
     """Many small PyG graphs side by side; `y` of each is its label. Raises UserError naming the item at fault."""
     items = [_Named(item) if isinstance(item, dict) else item for item in items]
     if not items:
-        raise UserError(f"{origin} holds no graphs.")
+        raise UserError(f"{origin} holds no graphs.", do="give one Data object, or a list of them")
     for item in items:
         _refuse_heterogeneous(item)
     widths = [_features(item, origin) for item in items]

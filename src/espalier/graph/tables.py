@@ -105,7 +105,7 @@ def _parquet(file: Path) -> Columns:
     try:
         table = parquet.read_table(file)
     except Exception as error:  # pyarrow's errors have no common base
-        raise UserError(f"{file} cannot be read: {error}.") from None
+        raise UserError(f"{file} cannot be read.", why=str(error), do="give a Parquet file, .csv or .npz") from None
     return {name: table[name].to_numpy() for name in table.column_names}
 
 

@@ -153,7 +153,9 @@ def round_of(options: ByRounds, made: Cut, step: float, size: float) -> Round:
         name = SHORT
         flight, steps = asked(name)
     raw, raw_steps = asked("exact")
-    needs = f"{raw_steps} local steps hide that in full precision" if hidden else f"{raw_steps} local steps between"
+    local = "1 local step" if raw_steps == 1 else f"{raw_steps} local steps"
+    hide = "hides" if raw_steps == 1 else "hide"
+    needs = f"{local} {hide} that in full precision" if hidden else f"{local} between"
     said = [
         f"The exchange of all parameters takes {units.show_seconds(raw)} on this link, a local step "
         f"{units.show_seconds(step)}: {needs}"

@@ -44,14 +44,22 @@ def attention_aggregate(
     """
     rows, columns = adjacency.shape
     if features.dim() != 3 or features.shape[0] != columns:
-        raise UserError(f"features has shape {tuple(features.shape)}.", why=f"it is [{columns}, heads, width]")
+        raise UserError(
+            f"features has shape {tuple(features.shape)}.",
+            why=f"it is [{columns}, heads, width]",
+            do="features[:, None] for one head",
+        )
     heads = features.shape[1]
     named = {"scores[0]": (scores[0], rows), "scores[1]": (scores[1], columns)}
     if keep is not None:
         named["keep"] = (keep, adjacency.entries)
     for name, (tensor, size) in named.items():
         if tensor.shape != (size, heads):
-            raise UserError(f"{name} has shape {tuple(tensor.shape)}.", why=f"it is [{size}, heads = {heads}]")
+            raise UserError(
+                f"{name} has shape {tuple(tensor.shape)}.",
+                why=f"it is [{size}, heads = {heads}]",
+                do="as many heads as features have",
+            )
         if tensor.dtype != features.dtype:
             kinds = (str(one.dtype).removeprefix("torch.") for one in (tensor, features))
             raise UserError(f"{name} is {next(kinds)}, features are {next(kinds)}.", do=f"{name}.to(features.dtype)")

@@ -45,9 +45,14 @@ def cbsr_aggregate(adjacency: CSR, values: Tensor, indices: Tensor, width: int) 
         raise UserError(
             f"values has shape {tuple(values.shape)} and indices {tuple(indices.shape)}.",
             why=f"both are [{columns}, k] for a matrix with {columns} columns",
+            do="take both from rtopk(x, k)",
         )
     if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= width):
-        raise UserError(f"indices goes up to {int(indices.max())}.", why=f"the width is {width}")
+        raise UserError(
+            f"indices goes from {int(indices.min())} to {int(indices.max())}.",
+            why=f"the width is {width}",
+            do="width = x.shape[1], of the x whose values these are",
+        )
     return sparse_rows(adjacency, values, indices, width)
 
 

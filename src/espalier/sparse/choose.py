@@ -53,7 +53,7 @@ def best_aggregation(adjacency: CSR, width: int, k: int) -> Choice:
     Raises UserError: `k` outside 1 to `width`.
     """
     if not 1 <= k <= width:
-        raise UserError(f"k = {k}.", why=f"a row of {width} values keeps 1 to {width} of them")
+        raise UserError(f"k = {k}.", why=f"a row of {width} values keeps 1 to {width}", do=f"k = {max(1, width // 8)}")
     x = torch.rand(adjacency.shape[1], width, generator=torch.Generator().manual_seed(0))
     values, indices = x.topk(k, sorted=False)
     values.requires_grad_()
@@ -62,7 +62,7 @@ def best_aggregation(adjacency: CSR, width: int, k: int) -> Choice:
 
 def _measured(adjacency: CSR, width: int, others: dict[str, Callable[[], Tensor]]) -> Choice:
     if width < 1:
-        raise UserError(f"width = {width}.", why="a product needs at least one column")
+        raise UserError(f"width = {width}.", why="a product needs at least one column", do="width = x.shape[1]")
     matrices: dict[str, CSR | CBM] = {"csr": adjacency}
     if adjacency.values is None or adjacency.scale is not None:
         compressed = CBM.of(adjacency)

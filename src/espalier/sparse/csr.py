@@ -73,7 +73,11 @@ class CSR:
         """
         edges = _integers(edges, "edges", dims=2)
         if edges.shape[0] != 2:
-            raise UserError(f"edges has shape {tuple(edges.shape)}.", why="it is [2, edges]: sources above targets")
+            raise UserError(
+                f"edges has shape {tuple(edges.shape)}.",
+                why="it is [2, edges]: sources above targets",
+                do="edges.T, if each row is an edge",
+            )
         _check_shape(shape)
         column, row = edges
         _check_ids(column, shape[1], "a source of edges")
@@ -204,7 +208,11 @@ class CSR:
         values = torch.ones(self.entries, dtype=torch.float32)
         for diagonal, ids, size in zip(scale, (self.rows, self.indices), self.shape, strict=True):
             if diagonal is not None and diagonal.shape != (size,):
-                raise UserError(f"A diagonal of the scale has shape {tuple(diagonal.shape)}.", why=f"it needs {size}")
+                raise UserError(
+                    f"A diagonal of the scale has shape {tuple(diagonal.shape)}.",
+                    why=f"the matrix has {size} there",
+                    do="scale = (left [rows], right [columns])",
+                )
             values = values if diagonal is None else values * diagonal[ids]
         return CSR(self.indptr, self.indices, self.shape, values, scale)
 
@@ -224,7 +232,11 @@ class CSR:
 
     def _need_square(self, purpose: str) -> None:
         if self.shape[0] != self.shape[1]:
-            raise UserError(f"{purpose} needs a square matrix, this one is {self.shape[0]} x {self.shape[1]}.")
+            raise UserError(
+                f"{purpose} needs a square matrix.",
+                why=f"this one is {self.shape[0]} x {self.shape[1]}",
+                do="give the nodes of both sides as one set; 'row' works for any matrix",
+            )
 
     def _sorted(self) -> bool:
         falling = self.indices.diff() < 0
@@ -247,6 +259,7 @@ def _integers(array: Any, name: str, dims: int = 1) -> Tensor:
         raise UserError(
             f"{name} is of type {str(tensor.dtype).removeprefix('torch.')} and shape {tuple(tensor.shape)}.",
             why=f"it holds integers and has {dims} dim{'s' * (dims > 1)}",
+            do=f"{name}.long(), of {dims} dim{'s' * (dims > 1)}",
         )
     return tensor.detach().long()
 
@@ -254,7 +267,9 @@ def _integers(array: Any, name: str, dims: int = 1) -> Tensor:
 def _values(values: Any, entries: int) -> Tensor:
     tensor = torch.as_tensor(values).detach()
     if tensor.shape != (entries,):
-        raise UserError(f"values has shape {tuple(tensor.shape)}, and there are {entries} entries.")
+        raise UserError(
+            f"values has shape {tuple(tensor.shape)}.", why=f"there are {entries} entries", do="give one for each"
+        )
     if tensor.is_complex():
         raise UserError("values are complex.", why="weights are real", do="values.real, or values.abs()")
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
@@ -264,18 +279,25 @@ def _check_shape(shape: tuple[int, int]) -> None:
     if isinstance(shape, int) or len(shape) != 2:
         raise UserError(f"shape is {shape}.", why="it is (rows, columns)", do="shape = (nodes, nodes) for a graph")
     if min(shape) < 0 or max(shape) > _LARGEST:
-        raise UserError(f"shape is {tuple(shape)}.", why=f"rows and columns are 0 to {_LARGEST}")
+        raise UserError(
+            f"shape is {tuple(shape)}.", why=f"rows and columns are 0 to {_LARGEST}", do="cut the graph into blocks"
+        )
 
 
 def _check(indptr: Tensor, indices: Tensor, shape: tuple[int, int]) -> None:
     _check_shape(shape)
     rows, columns = shape
     if len(indptr) != rows + 1:
-        raise UserError(f"indptr has {len(indptr)} offsets.", why=f"{rows} rows need {rows + 1}")
+        raise UserError(
+            f"indptr has {len(indptr)} offsets.",
+            why=f"{rows} rows need {rows + 1}",
+            do=f"shape = ({len(indptr) - 1}, {columns}), or the offset at the end too",
+        )
     if int(indptr[0]) != 0 or int(indptr[-1]) != len(indices) or bool((indptr.diff() < 0).any()):
         raise UserError(
             f"indptr goes from {int(indptr[0])} to {int(indptr[-1])}.",
             why=f"offsets ascend from 0 to the {len(indices)} entries",
+            do="CSR.from_edges makes them from two lists of ids",
         )
     _check_ids(indices, columns, "indices")
 

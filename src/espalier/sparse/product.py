@@ -42,7 +42,11 @@ def matmul(adjacency: CSR | CBM, x: Tensor, values: Tensor | None = None) -> Ten
         if one is not None and not isinstance(one, Tensor):
             raise UserError(f"{name} is {type(one).__name__}.", why="a product takes tensors", do="torch.as_tensor(…)")
     if x.dim() == 0 or x.shape[0] != columns:
-        raise UserError(f"x has shape {tuple(x.shape)}.", why=f"a matrix {rows} x {columns} needs [{columns}, ...]")
+        raise UserError(
+            f"x has shape {tuple(x.shape)}.",
+            why=f"a matrix {rows} x {columns} needs [{columns}, ...]",
+            do="one row of x for each column of the matrix",
+        )
     for name, one in (("x", x), ("values", values)):
         if one is not None and not one.is_floating_point():
             raise UserError(f"{name} is of type {str(one.dtype).removeprefix('torch.')}.", do=f"{name}.float()")
@@ -51,7 +55,11 @@ def matmul(adjacency: CSR | CBM, x: Tensor, values: Tensor | None = None) -> Ten
             raise UserError("A CBM has no values of its own to replace.", do="use the CSR matrix: cbm.to_csr()")
         return adjacency.product(x)
     if values is not None and values.shape != (adjacency.entries,):
-        raise UserError(f"values has shape {tuple(values.shape)}, the matrix has {adjacency.entries} entries.")
+        raise UserError(
+            f"values has shape {tuple(values.shape)}.",
+            why=f"the matrix has {adjacency.entries} entries",
+            do="give one for each, in the order of its entries",
+        )
     weights = adjacency.values if values is None else values
     dense = as_columns(x)
     weights = None if weights is None else weights.to(dense.dtype)

@@ -28,6 +28,7 @@ def segment_softmax(adjacency: CSR, scores: Tensor) -> Tensor:
         raise UserError(
             f"scores has shape {tuple(scores.shape)}.",
             why=f"it is [entries] or [entries, heads], and the matrix has {adjacency.entries} entries",
+            do="one score for each entry, in the order of the matrix",
         )
     by_head = scores if scores.dim() == 2 else scores[:, None]
     return segment_shares(adjacency, by_head).reshape(scores.shape)

@@ -100,6 +100,7 @@ class Outcome:
     known: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     done_at: float = math.inf
+    begun: float = field(default_factory=time.monotonic)
 
     def here(self) -> None:
         """This rank has done it."""
@@ -125,9 +126,13 @@ class Outcome:
         self.known.set()
         return True
 
-    def wait(self) -> None:
-        """Returns when all have done it. Raises what went wrong."""
-        self.known.wait()
+    def wait(self, heard: Callable[[], float]) -> None:
+        """Returns when all have done it. Raises what went wrong; TimeoutError when the store, last `heard` from then
+        (monotonic seconds), does not answer any more: a question to a server that was cut off never returns."""
+        while not self.known.wait(1.0):
+            silent = time.monotonic() - max(heard(), self.begun)
+            if silent > self.limit + 1.0:
+                raise TimeoutError(f"the store has not answered for {silent:.0f} s")
         if self.error is not None:
             raise self.error
 
@@ -169,6 +174,7 @@ class Members:
         entry = rejoin.ask(crew._replace(store=self.store)) if crew.returns else rejoin.Entry(0, crew.members)
         self.epoch, self.members, self._number = entry
         self._closed = False
+        self._heard = 0.0  # when the store last answered, by the monotonic clock
         self._past: list[Any] = []  # groups with messages under way, which must not be taken apart
         self._waiting: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
         rejoin.announce(self.store, self.epoch)
@@ -186,6 +192,7 @@ class Members:
         while (outcome := self._waiting.get()) is not None:
             try:
                 while not outcome.look(self.rank) and not self._closed:
+                    self._heard = time.monotonic()
                     time.sleep(LOOK)
             except RuntimeError as error:  # the store is gone
                 outcome.error = outcome.error or error
@@ -262,12 +269,14 @@ class Members:
     def arrive(self, flight: Flight) -> Arrived:
         """Waits for a flight, if need be among fewer members.
 
-        Raises PeerLost: this member was given up by the others, or reaches none of those that live.
+        Raises PeerLost: this member was given up by the others, or reaches none of those that live, or not the store.
         """
         while self._coded is not None:
             try:
-                flight.outcome.wait()
+                flight.outcome.wait(lambda: self._heard)
                 return Arrived(flight.result, flight.notes, flight.seconds)
+            except TimeoutError as error:
+                raise self._alone(error) from None
             except Exception as error:
                 self._regroup(error)
             self._fly(flight)
@@ -297,11 +306,7 @@ class Members:
             space.set_timeout(timedelta(seconds=crew.timeout))
             self.members = tuple(json.loads(space.get("members")))
         except RuntimeError as lost:
-            raise PeerLost(
-                f"Replica {crew.member} lost the others, and the store where they would meet again.",
-                why=f"{error}; {lost}".splitlines()[0],
-                do="run the same command again; it resumes from the last checkpoint",
-            ) from None
+            raise self._alone(f"{error}; {lost}") from None
         if crew.member not in self.members:
             raise PeerLost(
                 f"Replica {crew.member} was given up by the others; replicas {list(self.members)} go on.",
@@ -313,6 +318,13 @@ class Members:
         self._coded = self._joined()
         if self.on_change is not None:
             self.on_change(tuple(sorted(set(before) - set(self.members))), self.members)
+
+    def _alone(self, why: object) -> PeerLost:
+        return PeerLost(
+            f"Replica {self.crew.member} lost the others, and the store where they would meet again.",
+            why=str(why).splitlines()[0],
+            do="run the same command again; it resumes from the last checkpoint",
+        )
 
     def _survivors(self, space: Any) -> list[int]:
         """Members all of whose ranks have reported, once all have or the grace is over."""
