@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from struck import Struck
+from struck import Struck, plan_of
 
 from espalier.errors import EspalierError
 from espalier.launch import exchange, joint
@@ -58,8 +58,9 @@ class Abroad(Struck):
                 exchange.served(address, port)
             line = Line(host, 2, address, port, "run", self.heartbeat)
             found: Any = None
+            plan = self.plan or plan_of(self.recipe, self.world)
             try:
-                found = joint.run(self.life(), Team(line, NAMES, self.hosts, self.absence), self.care)
+                found = joint.run(self.life(plan), Team(line, NAMES, self.hosts, self.absence), self.care)
             except EspalierError as error:
                 found = error
             (self.folder / f"outcome-{host}").write_bytes(pickle.dumps(found))

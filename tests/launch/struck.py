@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from espalier.config import Recipe, derive, load
 from espalier.language.workload import open_language
 from espalier.launch import base as launch
 from espalier.launch import supervise
+from espalier.launch.reshape import Shape
 from espalier.plan import base as plans
 from espalier.testing.faults import Fault, strike
 from espalier.track.events import Log
@@ -67,29 +70,37 @@ class Struck:
     restarts: int | None = None
     memory: int = 0
     plan: plans.Plan | None = None
+    dead: tuple[int, int] | None = None
+    """A seat, and a step that its rank never outlives (once what was saved before is). The run goes on without it."""
+    stop_after: int | None = None
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def run(self) -> Struck:
         """Trains to the end under a supervisor."""
-        places = launch.places(self.plan or plan_of(self.recipe, self.world), self.folder / "logs")
-        self.parameters = supervise.run(self.life(), places, self.care)[0]
+        plan = self.plan or plan_of(self.recipe, self.world)
+        self.folder.mkdir(exist_ok=True)
+        places = launch.places(plan, self.folder / "logs")
+        self.parameters = supervise.run(self.life(plan), places, self.care)[0]
         return self
 
     @property
     def care(self) -> supervise.Care:
         """How it is looked after."""
-        return supervise.Care(self.restarts, self.heartbeat, self.memory, Log(self.folder / "events.jsonl").write)
+        plan = self.plan or plan_of(self.recipe, self.world)
+        tell = Log(self.folder / "events.jsonl").write
+        fewer = None if self.dead is None else Fewer(self, plan)
+        return supervise.Care(self.restarts, self.heartbeat, self.memory, tell, fewer)
 
-    def life(self) -> Any:
-        """What every rank does."""
-        workload, plan = open_language(self.recipe), self.plan or plan_of(self.recipe, self.world)
-        self.folder.mkdir(exist_ok=True)
+    def life(self, plan: plans.Plan) -> launch.Task:
+        """What each rank of `plan` does."""
+        workload = open_language(self.recipe)
 
         def life(place: launch.Place) -> Any:
             (self.folder / f"pid-{place.rank}").write_text(str(os.getpid()))
             log = Log(self.folder / "events.jsonl") if place.rank == 0 else None
             self._arm(workload, place)
-            setting = trainer.Setting(self.recipe, plan, workload, place, self.folder, log.write if log else _mute)
+            emit = log.write if log else _mute
+            setting = trainer.Setting(self.recipe, plan, workload, place, self.folder, emit, self.stop_after)
             with rank.joined(place, 30.0) as channel:
                 one = trainer.Trainer(setting, channel)
                 self.trainer = one
@@ -112,6 +123,9 @@ class Struck:
                             os.kill(supervisor, signal.SIGKILL)
                 else:
                     strike(self.faults, place.rank, step, self.folder)
+                if self.dead is not None and place.seat == self.dead[0] and step >= self.dead[1]:
+                    time.sleep(0.3)
+                    os.kill(os.getpid(), signal.SIGKILL)
             return plain(model, batch)
 
         workload.loss = loss
@@ -129,6 +143,26 @@ class Struck:
     def losses(self) -> dict[int, float]:
         """By step; what was done again counts."""
         return {event["step"]: event["loss"] for event in self.all("step")}
+
+
+class Fewer:
+    """`Shapes` of a struck run: equal shares on the ranks that are left."""
+
+    planned_wait = None
+    plan = ""
+
+    def __init__(self, run: Struck, plan: plans.Plan) -> None:
+        self.run, self.current = run, plan
+        self.steps = run.recipe.train.steps or 0
+
+    def without(self, ranks: Collection[int]) -> Shape:
+        kept = tuple(rank for rank in range(len(self.current.ranks)) if rank not in ranks)
+        plan = plan_of(self.run.recipe, len(kept))
+        places = launch.places(plan, self.run.folder / "logs")
+        return Shape(self.run.life(plan), places, kept, True, 1.5, str(len(kept)), f"{len(kept)} ranks")
+
+    def adopt(self, shape: Shape) -> None:
+        self.current = plan_of(self.run.recipe, len(shape.places))
 
 
 def _mute(event: str, **fields: Any) -> None:

@@ -22,6 +22,8 @@ class Place:
     Attributes:
         rank, world: its number among all processes, and how many there are.
         local_rank: its number on this host.
+        seat: its number on this host when the run was started: where places are left out, ranks are numbered anew and
+            seats are not.
         role: what it does (trainer, later optimizer node, evaluator, spare).
         device: `cpu` or `cuda:N`.
         threads: compute threads it may use.
@@ -38,6 +40,7 @@ class Place:
     rank: int = 0
     world: int = 1
     local_rank: int = 0
+    seat: int = 0
     role: str = "trainer"
     device: str = "cpu"
     threads: int = 1
@@ -65,6 +68,7 @@ def places(plan: Plan, logs: Path | None = None) -> list[Place]:
             rank=index,
             world=len(plan.ranks),
             local_rank=index,
+            seat=index,
             role=rank.role,
             device=rank.device,
             threads=rank.threads,

@@ -24,6 +24,7 @@ from espalier.launch import child as ranks
 from espalier.launch import local
 from espalier.launch.base import Place, Task
 from espalier.launch.child import Child
+from espalier.launch.reshape import Reshaping, Shape, Shapes
 from espalier.launch.vitals import GONE, vital
 from espalier.resilience import stacks
 from espalier.resilience.base import Budget, Decision, Failure, Kind, kind_of
@@ -53,12 +54,14 @@ class Care:
         memory: bytes that copies of the state may take in this machine's memory; 0: there are none, None: a quarter of
             what is free once the run has begun.
         tell: called as `tell(event, **fields)` with incidents and recoveries, as the run log has them.
+        shapes: who plans the run anew where a place is lost or stays slow; None: it keeps its ranks.
     """
 
     restarts: int | None = None
     heartbeat: float = 1.0
     memory: int | None = 0
     tell: Callable[..., Any] = _nobody
+    shapes: Shapes | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,8 @@ class Supervisor:
         self.task, self.seats, self.care, self.signals = task, seats, care, signals
         self.began = time.monotonic()
         self.budget = Budget(care.restarts)
+        self.reshaping = Reshaping(care.shapes, care.tell)
+        self.next: Shape | None = None
         self.attempt = 0
         self.patience = 1.0
         self.hung_at = -1
@@ -127,6 +132,8 @@ class Supervisor:
             if not decision.restart:
                 raise self._last(ended, children, decision)
             self._rest(decision.wait)
+            if self.next is not None:
+                self._take(self.next)
 
     # --- one attempt -------------------------------------------------------------------------------------------------
 
@@ -145,6 +152,7 @@ class Supervisor:
         self.pulses = Pulses(len(self.seats), self.care.heartbeat)
         self.watcher = Watcher(self.care.heartbeat, self.patience)
         self.stragglers = Stragglers()
+        self.reshaping.begin(time.monotonic(), [place for place, _ in self.seats])
         self.signals.children.clear()
         between = interval.between_failures(time.monotonic() - self.began, self.attempt)
         return [
@@ -173,7 +181,7 @@ class Supervisor:
                 self._recovered(finished=False)
                 looks += 1
                 if looks % _COMPARED == 0:
-                    self._compare()
+                    self._compare(now)
                 finding = self._look(now, children)
                 if finding is not None:
                     return self._stuck(finding, children)
@@ -186,8 +194,8 @@ class Supervisor:
     def _dumps(self, children: Sequence[Child]) -> dict[int, str]:
         return dumps(children)
 
-    def _compare(self) -> None:
-        """Names ranks that hold the others up. Nothing is done about them: that is a matter of the plan."""
+    def _compare(self, now: float) -> None:
+        """Names ranks that hold the others up, and asks all to save and end where another plan pays."""
         signs = self.pulses.read()
         if len(signs) < 2 or not all(sign.usual for sign in signs):
             return
@@ -198,8 +206,10 @@ class Supervisor:
                 what=f"Rank {rank} holds the others up: its own part of a step takes {score:.1f} times theirs.",
                 rank=rank,
                 step=signs[rank].step,
-                action="none; a plan from a new probe would give it less to do",
+                action="watched; the run is planned anew if it stays so and that pays" if self.care.shapes else "none",
             )
+        if not self.signals.seen and self.reshaping.compared(now, signs) is not None:
+            self.signals.ask()
 
     def _step(self) -> int:
         return max(sign.step for sign in self.pulses.read())
@@ -213,7 +223,10 @@ class Supervisor:
                 if child.status is None:
                     child.reap(block=False)
             time.sleep(0.01)
-        cause = known or first
+        cause, turn = known or first, self.reshaping.turn
+        if turn is not None and isinstance(cause.error, Interrupted):
+            failure = Failure("replanned", -1, f"Ranks were ended to go on as {turn.shape.says}.", step=self._step())
+            return Ended(failure, cause.error, turn.at)
         return Ended(self._failure(cause), cause.error or ranks.died(cause), at)
 
     def _failure(self, child: Child) -> Failure:
@@ -252,7 +265,7 @@ class Supervisor:
         failure = ended.failure
         if self.signals.seen:
             return Decision(False, 0.0, "the run was asked to stop")
-        decision = self.budget.decide(failure)
+        decision, self.next, told = self._answer(failure)
         action = "start again from the newest good state" if decision.restart else "stop"
         self.care.tell(
             "incident",
@@ -263,6 +276,7 @@ class Supervisor:
             step=failure.step,
             attempt=self.attempt,
             action=f"{action} ({decision.why})",
+            **told,
         )
         if failure.kind == "hang":
             self.patience = 2 * self.patience if failure.step <= self.hung_at else 1.0
@@ -270,6 +284,26 @@ class Supervisor:
         self.trouble = replace(ended, at=min(ended.at, self.trouble.at)) if self.trouble else ended
         self.attempt += 1
         return decision
+
+    def _answer(self, failure: Failure) -> tuple[Decision, Shape | None, dict[str, float]]:
+        """What to do after `failure`, as which shape (None: the same), and what that is about in numbers."""
+        turn = self.reshaping.turn
+        if failure.kind == "replanned" and turn is not None:
+            return Decision(True, 0.0, str(turn.verdict)), turn.shape, turn.told
+        return *self.reshaping.after(failure, self.budget.decide(failure)), {}
+
+    def _take(self, shape: Shape) -> None:
+        """The next attempt is of this shape. Copies in memory go on where they serve it."""
+        before, self.next = self.seats, None
+        if not shape.copies:
+            refuge.clear(own for _, own in before if own is not None)
+        self.task = shape.task
+        self.seats = [
+            (replace(place, seat=before[rank][0].seat), before[rank][1])
+            for place, rank in zip(shape.places, shape.kept, strict=True)
+        ]
+        self.budget = Budget(self.care.restarts)
+        self.reshaping.took(shape)
 
     def _last(self, ended: Ended, children: Sequence[Child], decision: Decision) -> EspalierError:
         """The error that ends the run."""

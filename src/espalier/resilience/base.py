@@ -11,10 +11,11 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["user", "exception", "killed", "exit", "hang", "stopped", "lost", "signal", "anomaly"]
+Kind = Literal["user", "exception", "killed", "exit", "hang", "stopped", "lost", "signal", "anomaly", "replanned"]
 """user: the input is at fault · exception: code raised · killed: by a signal · exit: ended before the end ·
 hang: no step is made · stopped: frozen by SIGSTOP · lost: a wait for others failed, nobody knows more ·
-signal: somebody asked one rank, not the run, to stop · anomaly: the loss went wrong."""
+signal: somebody asked one rank, not the run, to stop · anomaly: the loss went wrong · replanned: ended on purpose, to
+go on by another plan."""
 
 _ALLOWED: dict[Kind, int] = {"user": 0, "exception": 1}
 _OTHERWISE = 3

@@ -14,7 +14,8 @@ writes these; a reader ignores names and fields it does not know:
 |            | and of encoded classes saved {class: bytes}, coding {class: seconds}, lost {class: share of the 2-norm} |
 | validation | step, loss, bits_per_byte (language) and whatever else the workload's `summary` says |
 | checkpoint | step, seconds (in the background), blocked (seconds training stood still), bytes, path |
-| incident   | kind, what, rank, step, action; of ranks that failed also why and attempt |
+| incident   | kind, what, rank, step, action; of ranks that failed also why and attempt; where a run is to go on by |
+|            | another plan also before and predicted (seconds of a step), cost (of the switch), gain (seconds saved) |
 | recovered  | kind, rank, step (resumed from), attempt, seconds (failure to next step), lost_steps (done again), |
 |            | source (memory or disk) |
 | rule       | name, step, value, why: a value of the plan that may change while running has changed |

@@ -32,7 +32,7 @@ from espalier.plan.seats import peak_flops
 from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, trouble
-from espalier.verbs import choose, ready, show
+from espalier.verbs import choose, ready, reshape, show
 from espalier.verbs.recording import Recording
 from espalier.workload import Workload
 
@@ -75,10 +75,16 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_as_rank(arguments, place)
     job = _prepare(arguments)
     try:
-        places = launch.places(job.plan, job.folder.logs)
-        return carry_out(job, arguments.json, lambda life, care: supervise.run(life, places, care))
+        return _carry_out(job, arguments.json)
     finally:
         job.folder.release()
+
+
+def _carry_out(job: Job, as_json: bool) -> int:
+    """On this machine."""
+    places = launch.places(job.plan, job.folder.logs)
+    shapes = reshape.Reshaper(job, life) if job.resolved.recipe.faults.restarts else None
+    return carry_out(job, as_json, lambda task, care: supervise.run(task, places, replace(care, shapes=shapes)))
 
 
 def carry_out(job: Job, as_json: bool, supervised: Callable[[Life, supervise.Care], Any]) -> int:
@@ -304,9 +310,9 @@ def follow(given: Asked, cluster: clusters.Cluster, plan: bytes, place: launch.P
     job = Job(given.resolved, given.workload, cluster, plans.loads(plan), 0, runs.RunFolder(given.path), True)
     try:
         rank.train(job.setting(_numbered(place, job.plan)), job.identity())
+        return 0
     except Interrupted as error:
         return error.exit_code  # rank 0 says it
-    return 0
 
 
 def _numbered(place: launch.Place, plan: plans.Plan) -> launch.Place:

@@ -1,0 +1,141 @@
+"""Plans a run that goes on anew: the same recipe and batch, on fewer places or at measured speeds. For `train`.
+
+After Acme (arXiv 2403.07648), section 6.1. What a launcher needs is `launch.reshape.Shapes`; here it is answered by the
+planner and the run's folder. `plan.json` becomes the new plan, so that the same command goes on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from espalier.errors import UserError
+from espalier.launch import base as launch
+from espalier.launch.reshape import Shape
+from espalier.plan import again
+from espalier.plan.base import Plan
+from espalier.plan.request import Request
+from espalier.resilience.slowness import Evidence
+from espalier.track import events
+from espalier.verbs import choose, crossing, ready
+
+if TYPE_CHECKING:
+    from espalier.verbs.train import Job
+
+Start = Callable[["Job"], launch.Task]
+"""The task of a run's ranks."""
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A shape with the plan behind it."""
+
+    shape: Shape
+    plan: Plan
+
+
+class Reshaper:
+    """Answers for one run. Has state: its plan as it is now, and the shapes it has offered.
+
+    Args:
+        job: the run as it was begun.
+        start: makes its ranks' task.
+    """
+
+    def __init__(self, job: Job, start: Start) -> None:
+        self.job, self._start = job, start
+        self._offered: list[_Planned] = []
+
+    @property
+    def steps(self) -> int:
+        """See `Shapes.steps`."""
+        return self.job.resolved.recipe.train.steps or 0
+
+    @property
+    def plan(self) -> str:
+        """See `Shapes.plan`."""
+        return _key(self.job.plan)
+
+    @property
+    def planned_wait(self) -> float | None:
+        """See `Shapes.planned_wait`. Of states that are whole: others are waited for elsewhere too."""
+        predicted = self.job.plan.predicted
+        return predicted.terms.get("all_reduce") if predicted is not None and _whole(self.job.plan) else None
+
+    def without(self, ranks: Collection[int]) -> Shape:
+        """See `Shapes.without`: without further ranks, the last first, where the batch or the memory wants it so."""
+        plan, request = self.job.plan, self._request()
+        kept = [rank for rank in range(len(plan.ranks)) if rank not in ranks]
+        speeds, refusal = again.equal(plan), UserError("The run has no other rank.", do="run the same command again")
+        for count in range(len(kept), 0, -1):
+            try:
+                made = again.plan_on(request, self.job.cluster, plan, kept[:count], speeds)
+            except UserError as error:
+                refusal = error
+                continue
+            now, then = (again.seconds(request, self.job.cluster, one, again.equal(one)) for one in (plan, made))
+            return self._offer(again.Option(made, tuple(kept[:count]), then / now))
+        raise refusal
+
+    def faster(self, evidence: Evidence) -> tuple[list[Shape], Mapping[int, float]]:
+        """See `Shapes.faster`. Ranks that the recipe asks for by number are all kept."""
+        plan, request, cluster = self.job.plan, self._request(), self.job.cluster
+        again.refuse(plan)
+        found = again.speeds(plan, evidence.own)
+        if evidence.link and self.planned_wait is not None:
+            found = again.with_link(request, cluster, plan, found, evidence.wait - self.planned_wait)
+        self._offered.clear()
+        pinned = self.job.resolved.recipe.plan.pin.ranks is not None
+        made = again.options(request, cluster, plan, found)
+        shapes = [self._offer(one) for one in made if not pinned or len(one.kept) == len(plan.ranks)]
+        return shapes, dict(enumerate(found.slower))
+
+    def saving(self) -> float:
+        """See `Shapes.saving`."""
+        took = 0.0
+        for event in events.read(self.job.folder.events):
+            if event["event"] == "checkpoint":
+                took = float(event.get("seconds") or 0.0)
+        return took
+
+    def adopt(self, shape: Shape) -> None:
+        """See `Shapes.adopt`."""
+        plan = next(one.plan for one in self._offered if one.shape is shape)
+        self.job = replace(self.job, plan=plan)
+        self.job.folder.write(self.job.resolved.recipe, self.job.cluster, plan)
+        self._offered.clear()
+
+    def _offer(self, option: again.Option) -> Shape:
+        made, before = option.plan, len(self.job.plan.ranks)
+        shares = ", ".join(str(rank.share[1] - rank.share[0]) for rank in made.ranks)
+        count = f"{len(made.ranks)} of {before}" if len(made.ranks) < before else f"all {before}"
+        choose.refuse_elsewhere(made, None)
+        shape = Shape(
+            task=self._start(replace(self.job, plan=made)),
+            places=launch.places(made, self.job.folder.logs),
+            kept=option.kept,
+            copies=_whole(made) and _whole(self.job.plan),
+            ratio=option.ratio,
+            plan=_key(made),
+            says=f"{count} ranks with {shares} samples each step; by estimate a step takes {option.ratio:.2g} times as "
+            "long",
+        )
+        self._offered.append(_Planned(shape, made))
+        return shape
+
+    def _request(self) -> Request:
+        """What the planner is asked, as when the run was planned."""
+        job = self.job
+        asked = ready.request(job.resolved, None, ready.resident(), job.workload)
+        asked, _ = crossing.encoded(asked, job.cluster)
+        return replace(asked, factors=ready.calibration(job.resolved.recipe).factors)
+
+
+def _whole(plan: Plan) -> bool:
+    """Whether every rank holds all states."""
+    return all(len(unit.optimizer) <= 1 for unit in plan.units)
+
+
+def _key(plan: Plan) -> str:
+    return " ".join(f"{rank.share[0]}-{rank.share[1]}" for rank in plan.ranks)
