@@ -31,10 +31,12 @@ class Team:
 
     def place(self, rank: int, threads: int = 1) -> Place:
         """Of a rank: where its store is, and keys that no other part of the run has."""
+        local = self.hosts[:rank].count(self.hosts[rank])
         return Place(
             rank=rank,
             world=len(self.hosts),
-            local_rank=self.hosts[:rank].count(self.hosts[rank]),
+            local_rank=local,
+            seat=local,
             threads=threads,
             job=f"-{self.line.topic}",
             host=self.line.address,
