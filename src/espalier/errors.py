@@ -46,6 +46,10 @@ class PeerLost(RunFailed):
     """A wait for other ranks ended without them. Some other rank usually knows the cause. Exit code 1."""
 
 
+class HostLost(PeerLost):
+    """A whole host was not heard for too long, or its supervisor has ended. Exit code 1."""
+
+
 class Interrupted(EspalierError):
     """Stopped by the user (Ctrl-C or SIGTERM) after saving. Exit code 130."""
 

@@ -79,16 +79,17 @@ class Struck:
         """Trains to the end under a supervisor."""
         plan = self.plan or plan_of(self.recipe, self.world)
         self.folder.mkdir(exist_ok=True)
-        care = supervise.Care(
-            self.restarts,
-            self.heartbeat,
-            self.memory,
-            Log(self.folder / "events.jsonl").write,
-            None if self.dead is None else Fewer(self, plan),
-        )
         places = launch.places(plan, self.folder / "logs")
-        self.parameters = supervise.run(self.life(plan), places, care)[0]
+        self.parameters = supervise.run(self.life(plan), places, self.care)[0]
         return self
+
+    @property
+    def care(self) -> supervise.Care:
+        """How it is looked after."""
+        plan = self.plan or plan_of(self.recipe, self.world)
+        tell = Log(self.folder / "events.jsonl").write
+        fewer = None if self.dead is None else Fewer(self, plan)
+        return supervise.Care(self.restarts, self.heartbeat, self.memory, tell, fewer)
 
     def life(self, plan: plans.Plan) -> launch.Task:
         """What each rank of `plan` does."""

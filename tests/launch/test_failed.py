@@ -12,13 +12,13 @@ ARGV = ["ssh", "b", "exec python -m it"]
 
 
 def test_a_host_without_espalier_or_python_is_told_from_one_that_is_away() -> None:
-    away = failed.gone(Host("b"), -1, ARGV, 255, "ssh: connect to host b port 22: Connection refused")
+    away = failed.gone(Host("b"), "", ARGV, 255, "ssh: connect to host b port 22: Connection refused")
     assert isinstance(away, UserError)
     assert away.what == "Host b cannot be reached."
     assert "ssh b 'exec python -m it'" in away.why
     assert "Connection refused" in away.why
-    assert "no such Python" in failed.gone(Host("b"), -1, ARGV, 127, "sh: python: not found").what
-    bare = failed.gone(Host("b"), -1, ARGV, 1, "python: No module named espalier")
+    assert "no such Python" in failed.gone(Host("b"), "", ARGV, 127, "sh: python: not found").what
+    bare = failed.gone(Host("b"), "", ARGV, 1, "python: No module named espalier")
     assert "Espalier is not installed on host b" in bare.what
     assert "launch.python" in bare.do
 
@@ -28,7 +28,7 @@ def test_a_host_without_espalier_or_python_is_told_from_one_that_is_away() -> No
     [(-9, "killed (SIGKILL)"), (137, "killed (SIGKILL)"), (255, "connection to host b"), (3, "exit code 3")],
 )
 def test_a_rank_that_ends_is_named_with_its_host(code, words) -> None:
-    error = failed.gone(Host("b"), 2, ARGV, code, "last words")
+    error = failed.gone(Host("b"), "Rank 2", ARGV, code, "last words")
     assert isinstance(error, RunFailed)
     assert words in error.what
     assert "b" in error.what
@@ -36,7 +36,7 @@ def test_a_rank_that_ends_is_named_with_its_host(code, words) -> None:
 
 
 def test_several_hosts_that_are_away_are_one_error() -> None:
-    both = failed.together([failed.gone(Host(name), -1, ARGV, 255, "") for name in ("b", "c")])
+    both = failed.together([failed.gone(Host(name), "", ARGV, 255, "") for name in ("b", "c")])
     assert "Host b cannot be reached." in both.what
     assert "Nor can c" in both.what
 
@@ -45,3 +45,13 @@ def test_a_silent_host_is_named_with_what_it_was_asked() -> None:
     error = failed.unanswered(Host("b"), ARGV, 60.0, "")
     assert "Host b did not answer within 60 s" in error.what
     assert "exec python" in error.why
+
+
+def test_what_a_process_told_is_raised_here_with_its_host_once() -> None:
+    def told(kind: str, what: str) -> str:
+        return str(failed.retold(Host("b"), {"kind": kind, "what": what, "why": "", "do": ""}))
+
+    assert told("UserError", "bad") == "On host b: bad"
+    assert told("RunFailed", "On host c: Rank 2 hangs.") == "On host c: Rank 2 hangs."
+    assert told("HostLost", "Host c was not heard.") == "Host c was not heard."
+    assert told("Interrupted", "saved") == "saved"

@@ -63,3 +63,13 @@ def test_a_rank_that_nobody_watches_shows_nothing():
     SILENT.leaves()
     with SILENT.elsewhere():
         pass
+
+
+def test_what_a_rank_showed_elsewhere_is_read_as_its_own() -> None:
+    from espalier.resilience.pulse import Sign
+
+    shared = Pulses(3, 1.0)
+    sign = Sign(5.5, 4.25, "storing", 0.125, 7, 3, 4.0, 2.0, True, 0.0625)
+    shared.show(1, sign)
+    assert shared.read()[1] == sign
+    assert shared.read()[0].step == shared.read()[2].step == 0

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,7 +56,8 @@ def home(tmp_path, monkeypatch) -> Path:
 
 
 def losses(home: Path, run: str) -> list[float]:
-    lines = (home / "runs" / run / "events.jsonl").read_text().splitlines()
+    file = home / "runs" / run / "events.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
     return [event["loss"] for event in map(json.loads, lines) if event["event"] == "step"]
 
 
@@ -140,12 +145,56 @@ runpy.run_module("espalier.verbs.hosted", run_name="__main__")
 
 
 @pytest.mark.slow
-def test_a_killed_rank_on_a_host_is_started_again_with_all_others(home, capfd) -> None:
+def test_a_killed_rank_is_forked_again_by_its_hosts_supervisor(home, capfd) -> None:
     (home / "striking.py").write_text(STRIKING)
     striking = f"launch.command={sys.executable} {home / 'striking.py'} {home / 'struck'} # {{command}}"
-    arguments = ["train", "recipe.toml", "--hosts", "hosta,hostb", "name=struck", "checkpoint.every=1", striking]
-    assert cli.main([*arguments, "--json"]) == 0
-    assert "Rank 1 on host hostb was killed (SIGKILL)" in capfd.readouterr().err
-    assert len(losses(home, "struck")) in (4, 5)
-    events = map(json.loads, (home / "runs" / "struck" / "events.jsonl").read_text().splitlines())
+    arguments = ["train", "recipe.toml", "--hosts", "hosta,hostb:2", "name=struck", "checkpoint.every=1", striking]
+    assert cli.main([*arguments, "train.batch_tokens=384"]) == 0
+    assert "On host hostb: Rank 1 was killed (SIGKILL)" in capfd.readouterr().err
+    events = list(map(json.loads, (home / "runs" / "struck" / "events.jsonl").read_text().splitlines()))
     assert [event["step"] for event in events if event["event"] == "run"] in ([0, 1], [0, 2])
+    (incident,) = [event for event in events if event["event"] == "incident" and event["kind"] != "lost"]
+    assert incident["rank"] == 1
+    assert [event["seconds"] < 4.0 for event in events if event["event"] == "recovered"] == [True]
+
+
+@pytest.mark.slow
+def test_a_host_whose_supervisor_is_killed_is_started_again_with_all_others(home, capfd) -> None:
+    killing = STRIKING.replace("os.getpid()", "os.getppid()")
+    (home / "striking.py").write_text(killing)
+    striking = f"launch.command={sys.executable} {home / 'striking.py'} {home / 'struck'} # {{command}}"
+    arguments = ["train", "recipe.toml", "--hosts", "hosta,hostb", "name=struck", "checkpoint.every=1", striking]
+    assert cli.main(arguments) == 0
+    assert "The supervisor on host hostb was killed (SIGKILL)" in capfd.readouterr().err
+    assert len(losses(home, "struck")) in (4, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_an_interrupt_saves_on_all_hosts_and_the_same_command_resumes(home) -> None:
+    arguments = ["train", "recipe.toml", "--hosts", "hosta,hostb", "name=long", SAME, "train.steps=100000"]
+    command = [sys.executable, "-m", "espalier", *arguments, "train.validate_every=100000", "checkpoint.every=100000"]
+    reached = 0
+    for end, code in ((signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 90
+        while len(losses(home, "long")) < reached + 5:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        pids = {event["pid"] for event in events(home) if event["event"] == "run"}
+        process.send_signal(end)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == code, errors
+        assert code < 0 or "the state is saved" in errors
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            assert time.monotonic() < deadline + 20
+            time.sleep(0.1)
+        reached = len(losses(home, "long"))
+    steps = [event["step"] for event in events(home) if event["event"] == "step"]
+    assert steps == list(range(1, len(steps) + 1)), "saved and taken up each time"
+
+
+def events(home: Path) -> list[dict[str, Any]]:
+    file = home / "runs" / "long" / "events.jsonl"
+    return list(map(json.loads, file.read_text().splitlines())) if file.exists() else []

@@ -32,6 +32,7 @@ class Place:
         host, port: where the rendezvous store listens.
         serves: whether this process is the store's server; it listens on `listen_fd` if that is >= 0.
         log: file its standard error goes to (None: left where it is).
+        stacks: descriptor that it writes its stacks to when asked (-1: standard error).
         pulse: where it shows its signs of life.
         refuge: memory for copies of its state that outlives it (None: there is none).
     """
@@ -50,6 +51,7 @@ class Place:
     serves: bool = False
     listen_fd: int = -1
     log: Path | None = None
+    stacks: int = -1
     pulse: Pulse = SILENT
     refuge: Refuge | None = None
 

@@ -109,7 +109,7 @@ def start(task: Task, places: Sequence[Place]) -> Iterator[Child]:
     sys.stderr.flush()
     with _listening() as listener:
         for place in _seat(places, listener):
-            yield _fork(task, place)
+            yield fork(task, place)
 
 
 @contextmanager
@@ -129,7 +129,8 @@ def _seat(places: Sequence[Place], listener: socket.socket) -> list[Place]:
     return seated
 
 
-def _fork(task: Task, place: Place) -> Child:
+def fork(task: Task, place: Place) -> Child:
+    """One process at `place`, which says where its store is."""
     reader, writer = os.pipe()
     launcher = os.getpid()
     pid = os.fork()
@@ -159,7 +160,7 @@ def _live(task: Task, place: Place, writer: int, launcher: int) -> int:
         signal.signal(number, signal.SIG_DFL)
     if place.log is not None:
         _redirect(place.log, place.rank)
-    faulthandler.register(STACKS, file=2, all_threads=True)
+    faulthandler.register(STACKS, file=2 if place.stacks < 0 else place.stacks, all_threads=True)
     place.pulse.beat()
     outcome: tuple[Any, ...]
     code = 0

@@ -5,31 +5,33 @@ from __future__ import annotations
 import re
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from espalier.errors import EspalierError, RunFailed, UserError
+from espalier import errors
+from espalier.errors import EspalierError, HostLost, Interrupted, RunFailed, UserError
 from espalier.launch.hosts import Host
 
 _SHELL = 128  # a shell adds this to the number of the signal that ended its child
 
 
-def gone(host: Host, rank: int, argv: Sequence[str], code: int, last: str) -> EspalierError:
+def gone(host: Host, who: str, argv: Sequence[str], code: int, last: str) -> EspalierError:
     """The process on `host` has ended with `code` (negative: by that signal) and said nothing of it.
 
-    `rank` is negative as long as the ranks have no numbers: then the host itself could not be reached.
+    `who` it was (`Rank 2`); empty as long as ranks have no numbers: then the host itself could not be reached.
     """
     shown = shlex.join(argv)
     words = f"; its last words: {last}" if last else ""
-    if rank >= 0:
+    if who:
         name = _signal(code)
         if name:
             why = "the system was probably out of memory" if name == "SIGKILL" else f"the process got {name}"
-            what = f"Rank {rank} on host {host.name} was killed ({name})."
+            what = f"{who} on host {host.name} was killed ({name})."
         elif code == 255:
-            what = f"The connection to host {host.name} (rank {rank}) was lost."
+            what = f"The connection to host {host.name} ({who.lower()}) was lost."
             why = f"`{shown}` ended with 255, as ssh does"
         else:
-            what, why = f"Rank {rank} on host {host.name} ended with exit code {code}.", "it said nothing of it"
+            what, why = f"{who} on host {host.name} ended with exit code {code}.", "it said nothing of it"
         return RunFailed(what, why=why + words, do="run the same command to resume")
     if "No module named 'espalier" in last or "No module named espalier" in last:
         return UserError(
@@ -57,6 +59,16 @@ def unanswered(host: Host, argv: Sequence[str], seconds: float, last: str) -> Us
         why=f"`{shlex.join(argv)}` is still waiting" + (f"; its last words: {last}" if last else ""),
         do="run that command by hand",
     )
+
+
+def retold(host: Host, told: Mapping[str, Any]) -> EspalierError:
+    """The error that a process on `host` told of, in this process, with the host. An interrupt is nobody's."""
+    kind = getattr(errors, told["kind"], RunFailed)
+    placed = kind in (Interrupted, HostLost) or told["what"].startswith("On host ")
+    what = told["what"] if placed else f"On host {host.name}: {told['what']}"
+    error = kind(what, why=told["why"], do=told["do"])
+    assert isinstance(error, EspalierError)
+    return error
 
 
 def together(failed: Sequence[EspalierError]) -> EspalierError:

@@ -1,8 +1,9 @@
-"""Starts ranks on hosts that the user names, over ssh or any other command, and watches them from here.
+"""Starts processes on hosts that the user names, over ssh or any other command, and watches them from here.
 
-One process per rank, each on a command of its own, whose standard input is its lifeline (`launch.hosted`). PyTorch's
-store and Gloo or NCCL do everything between the ranks; this file only starts them, hears them and ends them. Commands
-run in process groups of their own: Ctrl-C reaches this process, which passes it on. No torch.
+One for each rank, or one for each host that starts its ranks itself (`launch.joint`), each on a command of its own,
+whose standard input is its lifeline (`launch.hosted`). PyTorch's store and Gloo or NCCL do everything between the
+ranks; this file only starts, hears and ends. Commands run in process groups of their own: Ctrl-C reaches this process,
+which passes it on. No torch.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from espalier import errors
 from espalier.config import Launch
-from espalier.errors import EspalierError, Interrupted, PeerLost, RunFailed, UserError
+from espalier.errors import EspalierError, HostLost, Interrupted, PeerLost, UserError
 from espalier.launch import handshake, reach
-from espalier.launch.failed import gone, together, unanswered
+from espalier.launch.failed import gone, retold, together, unanswered
 from espalier.launch.hosted import MARK, PATIENCE, Told
 from espalier.launch.hosts import Host, command, resolve
 
@@ -58,10 +58,16 @@ class Far:
     """The last line of its standard error."""
     code: int | None = None
     error: EspalierError | None = None
+    told: bool = False
+    """Whether it told that error itself."""
+    label: str = ""
+    """Its name in logs, where that is not host and rank."""
 
     @property
     def named(self) -> str:
         """For messages and logs."""
+        if self.label:
+            return self.label
         return f"{self.host.name} {self.rank}" if self.rank >= 0 else self.host.name
 
     def tell(self, message: Mapping[str, Any]) -> None:
@@ -73,9 +79,21 @@ class Far:
 
 
 class Crowd:
-    """The processes on all hosts. Has state: them, and their log. Use with `with`: none is left behind."""
+    """The processes on all hosts. Has state: them, and their log. Use with `with`: none is left behind.
 
-    def __init__(self, options: Launch, module: str, show: Show, patience: float = ANSWER_SECONDS) -> None:
+    Args:
+        options, module: what to start, and by which command.
+        show: see `Show`.
+        patience: seconds that a host may take to answer.
+        whole: whether there is one process for each host, whatever the number of its ranks.
+    """
+
+    def __init__(
+        self, options: Launch, module: str, show: Show, patience: float = ANSWER_SECONDS, whole: bool = False
+    ) -> None:
+        self.whole = whole
+        self.nodes: list[int] = []
+        """Of each rank, the number of its host."""
         self.options, self.module, self.show, self.patience = options, module, show, patience
         self.all: list[Far] = []
         self._selector = selectors.DefaultSelector()
@@ -108,6 +126,11 @@ class Crowd:
         notes = _agree(first, greetings)
         for far, said in zip(first, greetings, strict=True):
             ranks = far.host.ranks or max(1, said["gpus"])
+            own = range(len(self.nodes), len(self.nodes) + ranks)
+            self.nodes += [hosts.index(far.host)] * ranks
+            if self.whole:
+                far.label = f"{far.host.name} {','.join(map(str, own))}"
+                continue
             more = [self._start(far.host) for _ in range(ranks - 1)]
             for index, one in enumerate([far, *more]):
                 one.local = (index, ranks)
@@ -261,6 +284,12 @@ class Crowd:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    @property
+    def vanished(self) -> bool:
+        """Whether a process has ended and said nothing, or a host was not heard: others on the hosts could not help."""
+        silent = [far for far in self.all if far.code is not None and far.error is not None and not far.told]
+        return bool(silent) or any(isinstance(far.error, HostLost) for far in self.all)
+
     # --- hearing -----------------------------------------------------------------------------------------------------
 
     def _listen(self, seconds: float) -> None:
@@ -274,7 +303,8 @@ class Crowd:
                     self._read(far, descriptor)
                 far.code = far.process.returncode
                 if far.error is None and not _done(far):
-                    far.error = gone(far.host, far.rank, far.argv, far.code, far.last)
+                    who = "The supervisor" if self.whole else f"Rank {far.rank}"
+                    far.error = gone(far.host, who if far.rank >= 0 else "", far.argv, far.code, far.last)
 
     def _read(self, far: Far, descriptor: int) -> None:
         name, rest = far.open.get(descriptor, ("", b""))
@@ -297,7 +327,7 @@ class Crowd:
         if mark and name == "out":
             far.said.append(json.loads(told))
             if far.said[-1]["is"] == "failed":
-                far.error = _error(far, far.said.pop())
+                far.error, far.told = retold(far.host, far.said.pop()), True
         if text or not mark:
             if name == "err" and text.strip():
                 far.last = text.strip()[-300:]
@@ -337,15 +367,6 @@ def _answered(far: Far, kinds: tuple[str, ...]) -> bool:
 def _done(far: Far) -> Told:
     """What a process said at its good end; empty when it did not."""
     return far.said[-1] if far.said and far.said[-1]["is"] == "done" else {}
-
-
-def _error(far: Far, told: Told) -> EspalierError:
-    """The error that a process told of, in this process, with its host. An interrupt is nobody's."""
-    kind = getattr(errors, told["kind"], RunFailed)
-    what = told["what"] if kind is Interrupted else f"On host {far.host.name}: {told['what']}"
-    error = kind(what, why=told["why"], do=told["do"])
-    assert isinstance(error, EspalierError)
-    return error
 
 
 def _cause(failed: Sequence[EspalierError], interrupted: bool) -> EspalierError:

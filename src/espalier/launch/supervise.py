@@ -9,19 +9,17 @@ Policy and detection are `resilience`'s; here they are carried out.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from espalier.checkpoint import interval, refuge
 from espalier.checkpoint.refuge import Refuge
 from espalier.errors import Anomaly, EspalierError, Interrupted, PeerLost, RunFailed, UserError
 from espalier.launch import child as ranks
-from espalier.launch import local
+from espalier.launch import left, local
 from espalier.launch.base import Place, Task
 from espalier.launch.child import Child
 from espalier.launch.reshape import Reshaping, Shape, Shapes
@@ -35,8 +33,6 @@ from espalier.resilience.stragglers import Stragglers
 
 _HEARING_SECONDS = 1.0
 """How long to wait for the cause when a rank only knows that it lost another."""
-_STACKS_SECONDS = 0.2
-"""How long ranks may take to write where they are before a hang is ended."""
 _LOOKS = 2  # at every rank, between two heartbeats
 _COMPARED = 10  # looks between two comparisons of the ranks
 
@@ -66,7 +62,7 @@ class Care:
 
 
 @dataclass(frozen=True)
-class _Ended:
+class Ended:
     """Why an attempt is over: for the policy, for people, and when it went wrong (seconds of `time.monotonic`)."""
 
     failure: Failure
@@ -83,26 +79,31 @@ def run(task: Task, places: Sequence[Place], care: Care) -> list[Any]:
     Raises the error that ended the run: `UserError` or `RunFailed` of the first rank that failed where another attempt
     is not worth while, `Interrupted` when stopped by Ctrl-C, SIGTERM or SIGUSR1.
     """
-    if "torch" in sys.modules:
-        # The first optimizer imports it: more than a second, in every rank of every attempt, or once here.
-        importlib.import_module("torch._dynamo")
-    ruling.ready()  # a tenth of a second, here or while a run waits to go on
+    warm()
     with local.passing_on_signals() as signals:
         refuges = refuge.build(len(places), care.memory) if care.memory != 0 else []
         own: Sequence[Refuge | None] = refuges or [None] * len(places)
         try:
-            return _Supervisor(task, list(zip(places, own, strict=True)), care, signals).run()
+            return Supervisor(task, list(zip(places, own, strict=True)), care, signals).run()
         finally:
             refuge.release(refuges)
 
 
-_Seat = tuple[Place, Refuge | None]
+def warm() -> None:
+    """Loads what ranks would each load."""
+    if "torch" in sys.modules:
+        # The first optimizer imports it: more than a second, in every rank of every attempt, or once here.
+        importlib.import_module("torch._dynamo")
+    ruling.ready()  # a tenth of a second, here or while a run waits to go on
 
 
-class _Supervisor:
+Seat = tuple[Place, Refuge | None]
+
+
+class Supervisor:
     """One supervised run. Has state: the attempt's ranks and signs of life, and what was spent on restarts."""
 
-    def __init__(self, task: Task, seats: Sequence[_Seat], care: Care, signals: local.Signals) -> None:
+    def __init__(self, task: Task, seats: Sequence[Seat], care: Care, signals: local.Signals) -> None:
         self.task, self.seats, self.care, self.signals = task, seats, care, signals
         self.began = time.monotonic()
         self.budget = Budget(care.restarts)
@@ -111,7 +112,7 @@ class _Supervisor:
         self.attempt = 0
         self.patience = 1.0
         self.hung_at = -1
-        self.trouble: _Ended | None = None
+        self.trouble: Ended | None = None
         """What the run has not made good yet."""
 
     def run(self) -> list[Any]:
@@ -125,9 +126,9 @@ class _Supervisor:
                     return [child.returned for child in children]
                 ended, again = self._first_thought(ended)
             except BaseException:
-                local.end(children, 0.0)
+                self._end(children, 0.0)
                 raise
-            local.end(children, 0.0 if again else local.GRACE_SECONDS)
+            self._end(children, 0.0 if again else local.GRACE_SECONDS)
             decision = self._decide(ended)
             if not decision.restart:
                 raise self._last(ended, children, decision)
@@ -138,22 +139,7 @@ class _Supervisor:
     # --- one attempt -------------------------------------------------------------------------------------------------
 
     def _start(self) -> list[Child]:
-        self.pulses = Pulses(len(self.seats), self.care.heartbeat)
-        self.watcher = Watcher(self.care.heartbeat, self.patience)
-        self.stragglers = Stragglers()
-        self.reshaping.begin(time.monotonic(), [place for place, _ in self.seats])
-        self.signals.children.clear()
-        self.logs = {place.rank: (place.log, _size(place.log)) for place, _ in self.seats}
-        between = interval.between_failures(time.monotonic() - self.began, self.attempt)
-        places = [
-            replace(
-                place,
-                attempt=place.attempt + self.attempt,
-                pulse=self.pulses.of(index),
-                refuge=own and replace(own, between_failures=between),
-            )
-            for index, (place, own) in enumerate(self.seats)
-        ]
+        places = self._begin()
         try:
             for child in ranks.start(self.task, places):
                 self.signals.add(child)
@@ -162,7 +148,29 @@ class _Supervisor:
             raise
         return list(self.signals.children)
 
-    def _watch(self, children: Sequence[Child]) -> _Ended | None:
+    def _begin(self) -> list[Place]:
+        """The places of a new attempt, of which nothing is known yet."""
+        self.pulses = Pulses(len(self.seats), self.care.heartbeat)
+        self.watcher = Watcher(self.care.heartbeat, self.patience)
+        self.stragglers = Stragglers()
+        self.reshaping.begin(time.monotonic(), [place for place, _ in self.seats])
+        self.signals.children.clear()
+        self.logs = {place.rank: (place.log, left.size(place.log)) for place, _ in self.seats}
+        between = interval.between_failures(time.monotonic() - self.began, self.attempt)
+        return [
+            replace(
+                place,
+                attempt=place.attempt + self.attempt,
+                pulse=self.pulses.of(index),
+                refuge=own and replace(own, between_failures=between),
+            )
+            for index, (place, own) in enumerate(self.seats)
+        ]
+
+    def _end(self, children: Sequence[Child], grace: float) -> None:
+        local.end(children, grace)
+
+    def _watch(self, children: Sequence[Child]) -> Ended | None:
         """Waits until all have ended well (None) or one has not, or none goes on."""
         every = self.care.heartbeat / _LOOKS
         looked, looks = 0.0, 0
@@ -173,14 +181,20 @@ class _Supervisor:
             if child is None and now - looked >= every:
                 looked = now
                 self._recovered(finished=False)
-                vitals = [vital(one.pid) if one.status is None else GONE for one in children]
                 looks += 1
                 if looks % _COMPARED == 0:
                     self._compare(now)
-                finding = self.watcher.look(now, self.pulses.read(), vitals)
+                finding = self._look(now, children)
                 if finding is not None:
                     return self._stuck(finding, children)
         return None
+
+    def _look(self, now: float, children: Sequence[Child]) -> Finding | None:
+        vitals = [vital(one.pid) if one.status is None else GONE for one in children]
+        return self.watcher.look(now, self.pulses.read(), vitals)
+
+    def _dumps(self, children: Sequence[Child]) -> dict[int, str]:
+        return left.dumps(children)
 
     def _compare(self, now: float) -> None:
         """Names ranks that hold the others up, and asks all to save and end where another plan pays."""
@@ -202,11 +216,11 @@ class _Supervisor:
     def _step(self) -> int:
         return max(sign.step for sign in self.pulses.read())
 
-    def _death(self, first: Child, children: Sequence[Child]) -> _Ended:
+    def _death(self, first: Child, children: Sequence[Child]) -> Ended:
         """Waits a little for the cause where `first` does not know it."""
         at = time.monotonic()
         deadline = at + _HEARING_SECONDS
-        while (known := _knows(first, children)) is None and time.monotonic() < deadline:
+        while (known := left.cause(first, children)) is None and time.monotonic() < deadline:
             for child in children:
                 if child.status is None:
                     child.reap(block=False)
@@ -214,8 +228,8 @@ class _Supervisor:
         cause, turn = known or first, self.reshaping.turn
         if turn is not None and isinstance(cause.error, Interrupted):
             failure = Failure("replanned", -1, f"Ranks were ended to go on as {turn.shape.says}.", step=self._step())
-            return _Ended(failure, cause.error, turn.at)
-        return _Ended(self._failure(cause), cause.error or ranks.died(cause), at)
+            return Ended(failure, cause.error, turn.at)
+        return Ended(self._failure(cause), cause.error or ranks.died(cause), at)
 
     def _failure(self, child: Child) -> Failure:
         error, step, rank = child.error, self._step(), child.place.rank
@@ -233,13 +247,13 @@ class _Supervisor:
         kinds: dict[type, Kind] = {UserError: "user", PeerLost: "lost", Anomaly: "anomaly"}
         return Failure(kinds.get(type(error), "exception"), rank, error.what, error.why, step)
 
-    def _stuck(self, finding: Finding, children: Sequence[Child]) -> _Ended:
+    def _stuck(self, finding: Finding, children: Sequence[Child]) -> Ended:
         """Of ranks that do not go on. They write down where they are before they are ended."""
         rank, why = finding.rank, finding.why
         if finding.kind == "stopped":
             what = f"Rank {rank} was stopped (SIGSTOP)."
         else:
-            found = stacks.culprit(_dumps(children))
+            found = stacks.culprit(self._dumps(children))
             rank = found.rank if found else -1
             what = f"Rank {rank} hangs." if found else "The run hangs."
             why += f"; it is at {found.where}" if found else ""
@@ -247,11 +261,11 @@ class _Supervisor:
             why += f"; where each rank was is in {logs.parent}" if logs else ""
         error = RunFailed(what, why=why, do="run the same command to resume")
         at = max(sign.moved for sign in self.pulses.read())
-        return _Ended(Failure(finding.kind, rank, what, why, self._step()), error, at)
+        return Ended(Failure(finding.kind, rank, what, why, self._step()), error, at)
 
     # --- between attempts --------------------------------------------------------------------------------------------
 
-    def _first_thought(self, ended: _Ended) -> tuple[_Ended, bool]:
+    def _first_thought(self, ended: Ended) -> tuple[Ended, bool]:
         """Whether the ranks can be released at once to start again; only where not, the diagnosis comes first."""
         if self.signals.seen:
             return ended, False
@@ -260,7 +274,7 @@ class _Supervisor:
         found = self._examined(ended.failure)
         return replace(ended, found=found), self.budget.permits(_named(ended.failure, found))
 
-    def _decide(self, ended: _Ended) -> Decision:
+    def _decide(self, ended: Ended) -> Decision:
         failure = ended.failure
         if self.signals.seen:
             return Decision(False, 0.0, "the run was asked to stop")
@@ -319,7 +333,7 @@ class _Supervisor:
         log, position = self.logs.get(failure.rank, (None, 0))
         return ruling.of(failure, log, position)
 
-    def _last(self, ended: _Ended, children: Sequence[Child], decision: Decision) -> EspalierError:
+    def _last(self, ended: Ended, children: Sequence[Child], decision: Decision) -> EspalierError:
         """The error that ends the run."""
         if self.signals.seen:
             first = next((child for child in children if child.failed), children[0])
@@ -360,39 +374,3 @@ class _Supervisor:
 
 def _named(failure: Failure, found: ruling.Ruling) -> Failure:
     return replace(failure, category=found.category, reason=found.reason, ground=found.ground)
-
-
-def _knows(first: Child, children: Sequence[Child]) -> Child | None:
-    """A rank whose end is a cause, not a consequence: killed, or with an error of its own."""
-    ended = [first, *(child for child in children if child is not first and child.failed)]
-    killed = [child for child in ended if child.error is None]
-    own = [
-        child
-        for child in ended
-        if child.error is not None
-        and not isinstance(child.error, PeerLost)
-        and (not child.raised or kind_of(child.raised, 1) != "lost")
-    ]
-    return next(iter(killed + own), None)
-
-
-def _dumps(children: Sequence[Child]) -> dict[int, str]:
-    """What each living rank writes of where its threads are."""
-    living = [child for child in children if child.status is None and child.place.log is not None]
-    before = {child.place.rank: (child, child.place.log, _size(child.place.log)) for child in living}
-    for child in living:
-        os.kill(child.pid, ranks.STACKS)
-    time.sleep(_STACKS_SECONDS)
-    return {rank: _from(log, size) for rank, (_, log, size) in before.items()}
-
-
-def _size(log: Path | None) -> int:
-    return log.stat().st_size if log is not None and log.exists() else 0
-
-
-def _from(log: Path | None, position: int) -> str:
-    if log is None or not log.exists():
-        return ""
-    with log.open("rb") as file:
-        file.seek(position)
-        return file.read().decode(errors="replace")

@@ -135,6 +135,17 @@ class Pulses:
         """What each rank showed last."""
         return [self._sign(self._all[rank * _CELLS : (rank + 1) * _CELLS].tolist()) for rank in range(self._world)]
 
+    def show(self, rank: int, sign: Sign) -> None:
+        """What `rank` showed elsewhere, its times by the clock here."""
+        cells = self._all[rank * _CELLS : (rank + 1) * _CELLS]
+        for cell, seconds in (
+            (_BEAT, sign.beat), (_MOVED, sign.moved), (_USUAL, sign.usual), (_FIRST, sign.first), (_ASKED, sign.asked),
+            (_WAITED, sign.waited),
+        ):  # fmt: skip
+            cells[cell] = round(1e9 * seconds)
+        cells[_DOES], cells[_STEP], cells[_RESUMED] = _DOING.index(sign.doing), sign.step, sign.resumed
+        cells[_MEMORY] = sign.memory
+
     def _sign(self, cells: list[int]) -> Sign:
         return Sign(
             beat=cells[_BEAT] / 1e9,

@@ -65,28 +65,33 @@ def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
         _say([f"The run is kept on host {chosen[0].name}: {folder.absolute()}. What all ranks write is in {log}."])
     budget = Budget(None if recipe.faults.restarts == "auto" else recipe.faults.restarts)
     while True:
-        try:
-            return _attempt(recipe.launch, chosen, message, folder)
-        except RunFailed as error:
-            decision = budget.decide(_failure(error, folder / EVENTS))
-            if not decision.restart:
-                raise
-            _say([f"incident: {error.what} -> start again from the newest good checkpoint ({decision.why})"])
-            time.sleep(decision.wait)
+        found = _attempt(recipe.launch, chosen, message, folder)
+        if isinstance(found, int):
+            return found
+        decision = budget.decide(_failure(found, folder / EVENTS))
+        if not decision.restart:
+            raise found
+        _say([f"incident: {found.what} -> start supervisors and ranks again on all hosts ({decision.why})"])
+        time.sleep(decision.wait)
 
 
-def _attempt(options: Launch, chosen: Sequence[hosts.Host], message: dict[str, Any], folder: Path) -> int:
-    """Starts the ranks on all hosts and waits for their end; processes, store and addresses are new each time."""
+def _attempt(options: Launch, chosen: Sequence[hosts.Host], message: dict[str, Any], folder: Path) -> int | RunFailed:
+    """Starts a supervisor on each host, which keeps its ranks alive, and waits for their end: the exit code, or why
+    others may do better. Processes, store and addresses are new each time. Raises what the supervisors came to."""
     log = folder / "logs" / LOG
-    with Crowd(options, MODULE, _show) as crowd:
+    with Crowd(options, MODULE, _show, whole=True) as crowd:
         _say(crowd.gather(chosen))
-        crowd.prepare(lambda far: {**message, "nodes": [chosen.index(one.host) for one in crowd.all]})
+        names = [host.name for host in chosen]
+        crowd.prepare(lambda far: {**message, "nodes": crowd.nodes, "names": names})
         crowd.log_to(log)
         try:
             done = crowd.carry_out()
         except RunFailed as error:
             why = f"{error.why}; " if error.why else ""
-            raise type(error)(error.what, why=f"{why}what all hosts wrote is in {log}", do=error.do) from None
+            told = type(error)(error.what, why=f"{why}what all hosts wrote is in {log}", do=error.do)
+            if crowd.vanished:
+                return told
+            raise told from None
     return int(done["code"])
 
 

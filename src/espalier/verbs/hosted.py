@@ -1,4 +1,5 @@
-"""`python -m espalier.verbs.hosted`: one rank that `--hosts` has started. It says who it is before it loads torch."""
+"""`python -m espalier.verbs.hosted`: what `--hosts` has started, the supervisor of a host's ranks (`train`) or one rank
+(`probe`). It says who it is before it loads torch."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -17,10 +17,7 @@ from espalier.launch.base import Place
 from espalier.launch.hosted import Launcher, Told
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from espalier.cluster import Cluster
-    from espalier.config import Recipe
 
 PROBING = 300.0
 """Longest wait of one host for another while they are measured (seconds)."""
@@ -59,33 +56,13 @@ def main() -> int:
 
 
 def _train(launcher: Launcher, place: Place, asked: Told) -> Told:
-    """Opens the data, says what it is, and once all hosts agree measures, plans and trains."""
-    import torch
-
-    from espalier import rank
-    from espalier import run as runs
-    from espalier.config import load
-    from espalier.launch.handshake import identity
-    from espalier.verbs import ready, train
-
-    torch.set_num_threads(1)
+    """As the supervisor of this host's ranks."""
     _enter(place, asked)
+    from espalier.verbs import supervised
+
     with _naming_the_folder(asked):
-        resolved = ready.settle(load.from_table(asked["recipe"], asked["origin"]), Path(asked["beside"]))
-        run = asked["run"]
-        first = place.rank == 0
-        given = train.asked(resolved, run, asked["quiet"]) if first else train.joining(resolved, run)
-    recipe = resolved.recipe
-    own = identity(data=given.workload.fingerprint(), recipe=runs.hashed(load.to_table(recipe)))
-    launcher.tell("ready", identity={key: own[key] for key in ("data", "recipe")})
-    launcher.hear()
-    with rank.joined(place, PROBING) as channel:
-        cluster = _machines(channel, place, recipe)
-    place = _seated(replace(place, attempt=1), recipe)
-    if place.rank == 0:
-        prepare = lambda: train.decided(given, lambda: cluster, place.world, asked["nodes"])  # noqa: E731
-        return {"code": train.lead(prepare, place, asked["quiet"])}
-    return {"code": train.follow(given, cluster, train.heard(place), place)}
+        given = supervised.opened(place, asked)
+    return supervised.supervise(launcher, place, asked, given)
 
 
 def _probe(launcher: Launcher, place: Place, asked: Told) -> Told:
@@ -139,39 +116,6 @@ def _naming_the_folder(asked: Told) -> Any:
             raise
         why = f"this host has no folder {asked['folder']}, where paths of the recipe start"
         raise UserError(error.what, why=why, do="put recipe's data at the same path on every host") from None
-
-
-def _machines(channel: dist.ProcessGroup | None, place: Place, recipe: Recipe) -> Cluster:
-    """The recipe's cluster file as the first host has it, else the hosts as they were measured together, once."""
-    import torch.distributed as dist
-
-    from espalier import cluster as clusters
-    from espalier.hardware import hosts, probe
-    from espalier.verbs import ready
-
-    if channel is None:
-        return ready.machines(recipe)
-    key = hosts.key(channel)
-    known: list[Any] = [None]
-    if place.rank == 0:
-        found = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else hosts.kept(key)
-        known = [clusters.dumps(found) if found is not None else None]
-        if found is None:
-            ready.say("Measuring the hosts and the links between them (once).")
-    dist.broadcast_object_list(known, 0, group=channel)
-    if known[0] is not None:
-        return clusters.loads(known[0])
-    measured = hosts.probe_ranks(channel, place.local_rank, lambda: probe.ready(say=ready.say))
-    hosts.keep(measured, key)
-    return measured
-
-
-def _seated(place: Place, recipe: Recipe) -> Place:
-    """With the device it computes on, and the threads that the recipe pins."""
-    import torch
-
-    device = f"cuda:{place.local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-    return replace(place, device=device, threads=recipe.plan.pin.threads or place.threads)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ from espalier.plan import base as plans
 from espalier.plan.seats import peak_flops
 from espalier.track import report
 from espalier.track.events import Log
-from espalier.track.progress import Forgiving, Progress, trouble
+from espalier.track.progress import Forgiving, trouble
 from espalier.verbs import choose, ready, reshape, show
+from espalier.verbs.recording import Recording
 from espalier.workload import Workload
 
 WAIT = 600.0
@@ -80,22 +81,34 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _carry_out(job: Job, as_json: bool) -> int:
-    if _is_finished(job.resolved.recipe, job.folder):
+    """On this machine."""
+    places = launch.places(job.plan, job.folder.logs)
+    shapes = reshape.Reshaper(job, life) if job.resolved.recipe.faults.restarts else None
+    return carry_out(job, as_json, lambda task, care: supervise.run(task, places, replace(care, shapes=shapes)))
+
+
+def carry_out(job: Job, as_json: bool, supervised: Callable[[Life, supervise.Care], Any]) -> int:
+    """The run from its plan to its report; `supervised` starts the ranks and keeps them alive."""
+    if is_finished(job.resolved.recipe, job.folder):
         return _nothing_to_do(job, as_json)
-    faults, begun = job.resolved.recipe.faults, time.monotonic()
-    care = supervise.Care(
-        restarts=None if faults.restarts == "auto" else faults.restarts,
-        heartbeat=units.seconds(faults.heartbeat, "faults.heartbeat"),
-        memory=None if faults.memory == "auto" else units.size(faults.memory, "faults.memory"),
-        tell=partial(_tell, job),
-        shapes=reshape.Reshaper(job, _rank) if faults.restarts else None,
-    )
+    care = replace(care_of(job.resolved.recipe), tell=partial(_tell, job))
+    begun = time.monotonic()
     try:
-        supervise.run(_rank(job), launch.places(job.plan, job.folder.logs), care)
+        supervised(life(job), care)
     except EspalierError as error:
         _ended(job, Log(job.folder.events), error, time.monotonic() - begun)
         raise
     return _finished(job, Log(job.folder.events), time.monotonic() - begun, as_json)
+
+
+def care_of(recipe: config.Recipe) -> supervise.Care:
+    """How the recipe wants its run to be looked after."""
+    faults = recipe.faults
+    return supervise.Care(
+        restarts=None if faults.restarts == "auto" else faults.restarts,
+        heartbeat=units.seconds(faults.heartbeat, "faults.heartbeat"),
+        memory=None if faults.memory == "auto" else units.size(faults.memory, "faults.memory"),
+    )
 
 
 def _tell(job: Job, event: str, **fields: Any) -> None:
@@ -161,7 +174,7 @@ def decided(
         folder.discard_if_empty()
         folder.release()
         raise
-    if not _is_finished(recipe, folder):
+    if not is_finished(recipe, folder):
         folder.write(recipe, cluster, plan)
         if not given.quiet:
             show.notes([*workload.notes(), *_stretched(given.before, recipe)])
@@ -236,44 +249,20 @@ def _about(job: Job) -> dict[str, Any]:
 # --- as one rank -------------------------------------------------------------------------------------------------
 
 
-def _rank(job: Job) -> Callable[[launch.Place], Any]:
+Life = Callable[[launch.Place], Any]
+
+
+def life(job: Job) -> Life:
+    """What each rank of the job does."""
+
     def live(place: launch.Place) -> Any:
         setting = job.setting(place)
         if place.rank != 0:
             return rank.train(setting, job.identity())
-        with Recording(job) as emit:
+        with Recording(job.folder, job.resolved.recipe, job.quiet) as emit:
             return rank.train(replace(setting, emit=emit), job.identity())
 
     return live
-
-
-class Recording:
-    """Rank 0 writes the run log and feeds every live view from the same events."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.log = Log(job.folder.events)
-        self.views: list[Any] = []
-
-    def __enter__(self) -> Callable[..., None]:
-        recipe = self.job.resolved.recipe
-        if recipe.track.tensorboard:
-            from espalier.track.tensorboard import TensorBoard
-
-            self.views.append(TensorBoard(self.job.folder.path / "tensorboard"))
-
-        def emit(event: str, **fields: Any) -> None:
-            self.log.write(event, **fields)
-            if event == "run" and not self.job.quiet:
-                self.views.append(Progress(fields["steps"], first_step=fields["step"]))
-            for view in self.views:
-                view.event({"event": event, **fields})
-
-        return emit
-
-    def __exit__(self, *error: object) -> None:
-        for view in self.views:
-            view.close()
 
 
 def _run_as_rank(arguments: argparse.Namespace, place: launch.Place) -> int:
@@ -342,7 +331,7 @@ def _first_rank(job: Job, place: launch.Place, as_json: bool) -> int:
         what = "Ranks were lost; whoever started them has started them again."
         log.write("incident", kind="lost", what=what, attempt=again, action="go on from the newest checkpoint")
     try:
-        _rank(job)(place)
+        life(job)(place)
     except Exception as error:
         explained = error if isinstance(error, EspalierError) else child.explained(error, place)
         _stopped(job, log, explained, time.monotonic() - begun)
@@ -353,7 +342,7 @@ def _first_rank(job: Job, place: launch.Place, as_json: bool) -> int:
 # --- nothing to do -----------------------------------------------------------------------------------------------
 
 
-def _is_finished(recipe: config.Recipe, folder: runs.RunFolder) -> bool:
+def is_finished(recipe: config.Recipe, folder: runs.RunFolder) -> bool:
     """Whether the newest checkpoint is at the last step already."""
     entries = Checkpoints(recipe.checkpoint.target or str(folder.checkpoints)).entries()
     return bool(entries) and not entries[-1].why and entries[-1].step >= (recipe.train.steps or 0)

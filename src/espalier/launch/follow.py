@@ -1,0 +1,128 @@
+"""The supervisor of a host that does not lead: it forks, watches and ends its ranks as it is told, and reports of them.
+
+It decides one thing alone: a leader that is not heard for too long is given up, and no rank is left behind.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from espalier.errors import HostLost
+from espalier.launch import child as ranks
+from espalier.launch import left, local
+from espalier.launch.base import Place, Task
+from espalier.launch.child import Child
+from espalier.launch.exchange import End, Exchange, Order, Report, aged
+from espalier.launch.supervise import Care
+from espalier.launch.team import Team
+from espalier.launch.vitals import GONE, vital
+from espalier.resilience.pulse import Pulses
+
+_POLL = 0.05
+"""Seconds between two looks at the ranks' ends."""
+_GONE_BEATS = 3.0
+"""Heartbeats after which a leader whose address refuses connections is gone."""
+
+
+class Follower:
+    """One host's ranks, led from elsewhere. Has state: the attempt, its ranks, and what was reported."""
+
+    def __init__(self, task: Task, places: Sequence[Place], team: Team, care: Care, signals: local.Signals) -> None:
+        self.task, self.places, self.team, self.care, self.signals = task, places, team, care, signals
+        self.attempt = 0
+        self.children: list[Child] = []
+        self.pulses = Pulses(len(places), care.heartbeat)
+        self.stacks: dict[int, str] | None = None
+        self.exchange = Exchange(team.line, Order)
+        self._reported = self._looked = 0.0
+        self._ends = 0
+
+    def run(self) -> list[Any] | None:
+        """Obeys until the leader says that the run is over; what the ranks returned, None where they have not."""
+        self.exchange.begin(Report())
+        try:
+            while not (order := self.exchange.said(0) or Order()).over:
+                self._obey(order)
+                self._reap()
+                self._report()
+                self._mind_the_leader()
+                self.exchange.wait(_POLL)
+            well = bool(self.children) and all(one.status is not None and not one.failed for one in self.children)
+            return [child.returned for child in self.children] if well else None
+        finally:
+            local.end(self.children, 0.0)
+            self.exchange.tell(Report(self.attempt, left=True))
+            self.exchange.close()
+
+    def _obey(self, order: Order) -> None:
+        if order.attempt != self.attempt or (not order.run and self.children):
+            local.end(self.children, 0.0)
+            self.children, self.stacks, self._reported = [], None, 0.0
+            if order.run:
+                self._start(order)
+            self.attempt = order.attempt
+        if order.stacks and self.stacks is None:
+            self.stacks = left.dumps(self.children)
+            write(self.stacks)
+            self._reported = 0.0
+
+    def _start(self, order: Order) -> None:
+        self.pulses = Pulses(len(self.places), self.care.heartbeat)
+        self.signals.children.clear()
+        for index, place in enumerate(self.places):
+            own = place.refuge and replace(place.refuge, between_failures=order.between_failures)
+            seat = replace(place, attempt=order.attempt - 1, pulse=self.pulses.of(index), refuge=own)
+            self.children.append(ranks.fork(self.task, seat))
+            self.signals.add(self.children[-1])
+
+    def _reap(self) -> None:
+        for child in self.children:
+            if child.status is None:
+                child.receive()
+                child.reap(block=False)
+        ended = sum(child.status is not None for child in self.children)
+        if ended != self._ends:
+            self._ends, self._reported = ended, 0.0
+
+    def _report(self) -> None:
+        """Four times a heartbeat, and at once when something has changed."""
+        now = time.monotonic()
+        if now - self._reported < self.care.heartbeat / 4:
+            return
+        self._reported = now
+        self.exchange.tell(
+            Report(
+                attempt=self.attempt,
+                living=bool(self.children),
+                signs=tuple(aged(sign, now) for sign in self.pulses.read()) if self.children else (),
+                vitals=tuple(vital(one.pid) if one.status is None else GONE for one in self.children),
+                ends=tuple(End.of(child) for child in self.children if child.status is not None),
+                stacks=self.stacks,
+                asked=bool(self.signals.seen),
+            )
+        )
+
+    def _mind_the_leader(self) -> None:
+        now = time.monotonic()
+        if now - self._looked > 2 * self.care.heartbeat + 1.0:
+            self.exchange.excuse()  # this process itself did not look
+        self._looked = now
+        refused, age = self.exchange.refused_since, self.exchange.age(0)
+        gone = refused is not None and now - refused >= _GONE_BEATS * self.care.heartbeat
+        if gone or age >= self.team.absence:
+            raise HostLost(
+                f"Host {self.team.names[0]}, which leads the run, was not heard for {age:.0f} s.",
+                why="its supervisor has ended" if gone else "its link is cut, or it or its supervisor has stopped",
+                do="run the same command to resume",
+            )
+
+
+def write(stacks: Mapping[int, str]) -> None:
+    """Writes where ranks were to this host's standard error, which the log of all hosts keeps."""
+    for rank, text in stacks.items():
+        sys.stderr.write(f"Rank {rank} was here:\n{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,288 @@
+"""Keeps a run on several hosts alive: one supervisor for each host, with torch loaded, forks that host's ranks; the
+first one leads. After Acme (arXiv 2403.07648), section 6.1.
+
+The leader's policy is `supervise`'s, over the signs of life of all hosts: it decides when an attempt is over and
+whether another is worth while, the others do it (`follow`). A new attempt needs no new connection and no import, and
+begins only once the ranks of the last one are gone on every host, with keys of its own. A host that is not heard is
+waited for: while its link is cut nothing is concluded from the silence of its ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from espalier.checkpoint import interval, refuge
+from espalier.errors import HostLost, Interrupted, PeerLost
+from espalier.launch import child as ranks
+from espalier.launch import distant, follow, left, local, supervise
+from espalier.launch.base import Place, Task
+from espalier.launch.child import Child
+from espalier.launch.distant import Distant
+from espalier.launch.exchange import Exchange, Order, Report, dated
+from espalier.launch.supervise import Care, Ended, Supervisor
+from espalier.launch.team import Team
+from espalier.launch.vitals import GONE, vital
+from espalier.resilience.acme.ruling import Ruling
+from espalier.resilience.base import Failure
+from espalier.resilience.hang import Finding, Vital, Watcher
+
+BEATS = 3.0
+"""Heartbeats of silence after which a host is said not to be heard."""
+STACKS_SECONDS = 1.5
+"""How long other hosts may take to send where their ranks are."""
+ASKED_SECONDS = 1.0
+"""How long another host may have been asked to stop before this one takes it for the run's: what was said to all hosts
+comes here too, and a second word would end the ranks before they have saved."""
+_POLL = 0.02  # seconds
+
+
+def run(task: Task, team: Team, care: Care, threads: int = 1) -> list[Any] | None:
+    """Runs `task` on all ranks of `team`, those of this host here, starting all again after what can be survived.
+
+    Every host's supervisor calls it with the same task. What the ranks of this host returned; None where this one does
+    not lead and the run came to no good end, whose error the leader raises.
+
+    Raises as `supervise.run` does, on the host that leads; `HostLost` naming a host that was not heard for too long.
+    """
+    supervise.warm()
+    places = [team.place(rank, threads) for rank in range(len(team.hosts))]
+    own = team.own
+    with local.passing_on_signals() as signals:
+        files = [os.memfd_create(f"espalier-stacks-{rank}") for rank in own]
+        refuges = refuge.build(len(own), care.memory) if care.memory != 0 else []
+        for index, rank in enumerate(own):
+            places[rank] = replace(places[rank], stacks=files[index], refuge=refuges[index] if refuges else None)
+        try:
+            if team.line.host:
+                return follow.Follower(task, [places[rank] for rank in own], team, care, signals).run()
+            return Leader(task, places, team, care, signals).lead()
+        finally:
+            refuge.release(refuges)
+            for file in files:
+                os.close(file)
+
+
+class Leader(Supervisor):
+    """The supervisor that decides for all hosts. Has state: what each other host said last, and who is not heard."""
+
+    def __init__(self, task: Task, places: Sequence[Place], team: Team, care: Care, signals: local.Signals) -> None:
+        super().__init__(task, [(replace(place, refuge=None), place.refuge) for place in places], care, signals)
+        self.team, self.distant = team, dict[int, Distant]()
+        self.others = list(range(1, team.line.hosts))
+        self.away: dict[int, float] = {}
+        """Hosts that are not heard, and since when (seconds of `time.monotonic`)."""
+        self.ordered = 0
+        """The attempt that all hosts were last told of."""
+        self.quiet_until = self.listened = self.asked = 0.0
+        self.exchange = Exchange(team.line, Report, self._news)
+
+    def lead(self) -> list[Any]:
+        """Runs all attempts; what the ranks of this host returned."""
+        self.exchange.begin(Order())
+        try:
+            returned = self.run()
+            return [returned[rank] for rank in self.team.own]
+        finally:
+            self.exchange.tell(Order(self.ordered, over=True))
+            self._leave()
+            self.exchange.close()
+
+    def _leave(self) -> None:
+        """Lets the others hear that the run is over, those that are heard."""
+        deadline = time.monotonic() + 2 * self.care.heartbeat
+        while time.monotonic() < deadline:
+            if all(host in self.away or _left(self.exchange.said(host)) for host in self.others):
+                return
+            self.exchange.wait(_POLL)
+
+    # --- what comes from the others (in the exchange's thread) -------------------------------------------------------
+
+    def _news(self, host: int, said: Report) -> None:
+        if said.attempt != self.ordered:
+            return
+        now = time.monotonic()
+        for rank, sign in zip(self._on(host), said.signs, strict=False):
+            self.pulses.show(rank, dated(sign, now))
+        for end in said.ends:
+            if (one := self.distant.get(end.rank)) is not None:
+                one.hear(end)
+
+    def _on(self, host: int) -> list[int]:
+        return [rank for rank, its in enumerate(self.team.hosts) if its == host]
+
+    # --- one attempt -------------------------------------------------------------------------------------------------
+
+    def _start(self) -> list[Child]:
+        self._until_idle()
+        self.ordered = self.attempt + 1
+        places = self._begin()
+        own = self.team.own
+        self.distant = {place.rank: distant.expected(place) for place in places if place.rank not in own}
+        between = interval.between_failures(time.monotonic() - self.began, self.attempt)
+        self.exchange.tell(Order(self.ordered, run=True, between_failures=between))
+        children: list[Child] = []
+        try:
+            for place in places:
+                children.append(self.distant.get(place.rank) or ranks.fork(self.task, place))
+                if place.rank in own:
+                    self.signals.add(children[-1])
+        except BaseException:
+            self._end(children, 0.0)
+            raise
+        return children
+
+    def _end(self, children: Sequence[Child], grace: float) -> None:
+        """Ends the attempt on all hosts, and waits until it is."""
+        deadline = time.monotonic() + grace
+        local.end([child for child in children if not isinstance(child, Distant)], grace)
+        while time.monotonic() < deadline and any(one.told is None for one in self.distant.values()):
+            time.sleep(_POLL)
+        self.exchange.tell(Order(self.ordered))
+        try:
+            self._until_idle()
+        finally:
+            for one in self.distant.values():
+                one.close()
+            self.distant = {}
+
+    def _until_idle(self) -> None:
+        """Waits until the ranks of the last attempt are gone everywhere. Raises HostLost naming a host that is silent
+        for too long."""
+        while not all(self._idle(host) for host in self.others) and len(self.signals.seen) < 2:
+            self._listen(time.monotonic())
+            self.exchange.wait(_POLL)
+
+    def _idle(self, host: int) -> bool:
+        said = self.exchange.said(host)
+        return said is not None and said.attempt == self.ordered and not said.living
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def _look(self, now: float, children: Sequence[Child]) -> Finding | None:
+        self._listen(now)
+        late = any(self.exchange.age(host) >= self.care.heartbeat for host in self.others)
+        if late or self.away or now < self.quiet_until:
+            return None  # what is not known of ranks elsewhere is no idleness
+        return self.watcher.look(now, self.pulses.read(), [self._vital(child) for child in children])
+
+    def _vital(self, child: Child) -> Vital:
+        if child.status is not None:
+            return GONE
+        if not isinstance(child, Distant):
+            return vital(child.pid)
+        said = self.exchange.said(self.team.hosts[child.place.rank])
+        current = said is not None and said.attempt == self.ordered and said.vitals
+        return said.vitals[child.place.local_rank] if current else GONE
+
+    def _listen(self, now: float) -> None:
+        """Notices hosts that are not heard, are heard again, or were asked to stop."""
+        if now - self.listened > 2 * self.care.heartbeat + 1.0:
+            self.exchange.excuse()  # this process itself did not listen
+        self.listened = now
+        for host in self.others:
+            said, age = self.exchange.said(host), self.exchange.age(host)
+            if said is not None and said.asked and not self.signals.seen:
+                self.asked = self.asked or now
+                if now - self.asked >= ASKED_SECONDS:
+                    self.signals.pass_on(signal.SIGINT)
+            if age >= self.team.absence:
+                raise self._lost(host, age)
+            if age >= BEATS * self.care.heartbeat and host not in self.away:
+                self._goes(host, now, age)
+            elif age < self.care.heartbeat and host in self.away:
+                self._comes(host, now)
+
+    def _lost(self, host: int, age: float) -> HostLost:
+        return HostLost(
+            f"Host {self.team.names[host]} was not heard for {age:.0f} s.",
+            why="its link is cut, or it or its supervisor has stopped",
+            do="run the same command to resume; comm.timeout is how long a host may be silent",
+        )
+
+    def _goes(self, host: int, now: float, age: float) -> None:
+        self.away[host] = now - age
+        self.care.tell(
+            "incident",
+            kind="lost",
+            what=f"Host {self.team.names[host]} has not been heard for {age:.1f} s.",
+            why="its link is cut, or it or its supervisor has stopped",
+            rank=self._on(host)[0],
+            step=self._step() if self.ordered else 0,
+            attempt=self.attempt,
+            action=f"wait for it, {self.team.absence:.0f} s in all",
+        )
+
+    def _comes(self, host: int, now: float) -> None:
+        """Its ranks may take as long again to notice: TCP tries again ever more seldom (RFC 6298, section 5.5)."""
+        seconds = now - self.away.pop(host)
+        self.quiet_until = max(self.quiet_until, now + seconds)
+        self.watcher = Watcher(self.care.heartbeat, self.patience)
+        if self.trouble is not None or not self.distant:
+            return  # another attempt follows, and says when the run goes on
+        self.care.tell(
+            "recovered",
+            kind="lost",
+            rank=self._on(host)[0],
+            step=self._step(),
+            attempt=self.attempt,
+            seconds=seconds,
+            lost_steps=0,
+            source="place",
+        )
+
+    def _dumps(self, children: Sequence[Child]) -> dict[int, str]:
+        """Where the ranks of all hosts are; also in what this host writes."""
+        self.exchange.tell(Order(self.ordered, run=True, stacks=True))
+        found = left.dumps([child for child in children if not isinstance(child, Distant)])
+        follow.write(found)
+        deadline = time.monotonic() + STACKS_SECONDS
+        told: dict[int, dict[int, str]] = {}
+        while len(told) < len(self.others) and time.monotonic() < deadline:
+            self.exchange.wait(_POLL)
+            said = {host: self.exchange.said(host) for host in self.others}
+            told = {host: one.stacks for host, one in said.items() if one is not None and one.stacks is not None}
+        for stacks in told.values():
+            found.update(stacks)
+        return found
+
+    # --- saying where ------------------------------------------------------------------------------------------------
+
+    def _death(self, first: Child, children: Sequence[Child]) -> Ended:
+        ended = super()._death(first, children)
+        self._listen(time.monotonic())
+        if ended.failure.kind == "lost" and self.away:
+            host, since = next(iter(self.away.items()))
+            what = f"Host {self.team.names[host]} has not been heard for {time.monotonic() - since:.1f} s."
+            error = PeerLost(what, why=ended.error.what, do=ended.error.do)
+            failure = replace(ended.failure, rank=self._on(host)[0], what=what, why=ended.error.what)
+            return Ended(failure, error, min(since, ended.at))
+        return self._placed(ended)
+
+    def _stuck(self, finding: Finding, children: Sequence[Child]) -> Ended:
+        return self._placed(super()._stuck(finding, children))
+
+    def _examined(self, failure: Failure) -> Ruling:
+        found = super()._examined(failure)
+        if found.suspect != socket.gethostname() or failure.rank < 0:
+            return found
+        return replace(found, suspect=self.team.names[self.team.hosts[failure.rank]])
+
+    def _placed(self, ended: Ended) -> Ended:
+        """With the host, where the rank is known."""
+        failure, error = ended.failure, ended.error
+        if failure.rank < 0 or isinstance(error, Interrupted):
+            return ended
+        host = self.team.names[self.team.hosts[failure.rank]]
+        what = f"On host {host}: {failure.what}"
+        placed = type(error)(f"On host {host}: {error.what}", why=error.why, do=error.do)
+        return Ended(replace(failure, what=what), placed, ended.at)
+
+
+def _left(said: Report | None) -> bool:
+    return said is not None and said.left

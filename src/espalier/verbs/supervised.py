@@ -1,0 +1,205 @@
+"""One host's part of `train --hosts`: its supervisor, which `--hosts` has started once and which forks its ranks.
+
+Ranks measure the hosts together, the first supervisor plans, and then all ranks train under `launch.joint`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from espalier import cluster as clusters
+from espalier import config, rank, units
+from espalier import run as runs
+from espalier.config import load
+from espalier.errors import EspalierError, PeerLost
+from espalier.hardware import hosts, limits, probe
+from espalier.launch import exchange, joint, numbering
+from espalier.launch.base import Place
+from espalier.launch.exchange import Line
+from espalier.launch.handshake import identity
+from espalier.launch.hosted import Launcher, Told
+from espalier.launch.supervise import Care
+from espalier.launch.team import Team
+from espalier.plan import base as plans
+from espalier.verbs import ready, train
+
+PROBING = 300.0
+"""Longest wait of one host for another while they are measured (seconds)."""
+_POLL = 0.1  # seconds
+_DECIDED = "espalier/decided"
+"""Where the first supervisor tells what it has decided."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What the first supervisor tells the others: the plan, the machines, the host of each rank; or that there is
+    nothing to do; or what went wrong (`error`)."""
+
+    plan: str = ""
+    cluster: str = ""
+    hosts: tuple[int, ...] = ()
+    finished: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Post:
+    """One supervisor's place among them.
+
+    Attributes:
+        team: the hosts, with the ranks as the launcher counts them.
+        store: a connection to the store that supervisors and ranks meet at, of this process alone.
+        patience: seconds to wait for what the first decides.
+    """
+
+    team: Team
+    store: Any
+    patience: float = train.WAIT
+
+    def doing(self, topic: str, heartbeat: float = 1.0, ranks: Sequence[int] | None = None) -> Team:
+        """The team at one of the things that it does together, with keys of its own."""
+        line = replace(self.team.line, topic=topic, heartbeat=heartbeat)
+        return replace(self.team, line=line, hosts=self.team.hosts if ranks is None else tuple(ranks))
+
+
+def opened(place: Place, asked: Told) -> train.Asked:
+    """Opens the data on this host."""
+    torch.set_num_threads(1)  # ranks are forked from here; see launch.local
+    resolved = ready.settle(load.from_table(asked["recipe"], asked["origin"]), Path(asked["beside"]))
+    if place.rank:
+        return train.joining(resolved, asked["run"])
+    return train.asked(resolved, asked["run"], asked["quiet"])
+
+
+def supervise(launcher: Launcher, place: Place, asked: Told, given: train.Asked) -> Told:
+    """Says what data was `given`, and once all hosts agree measures, plans and trains. `place` is this host's among the
+    hosts."""
+    recipe, first = given.resolved.recipe, place.rank == 0
+    own = identity(data=given.workload.fingerprint(), recipe=runs.hashed(load.to_table(recipe)))
+    launcher.tell("ready", identity={key: own[key] for key in ("data", "recipe")})
+    launcher.hear()
+    port = exchange.served(place.host, place.port, place.listen_fd) if first else place.port
+    line = Line(place.rank, len(asked["names"]), place.host, port, "")
+    absence = units.seconds(recipe.comm.timeout, "comm.timeout")
+    team = Team(line, tuple(asked["names"]), tuple(asked["nodes"]), absence)
+    post = Post(team, exchange.opened(place.host, port))
+    return {"code": _lead(post, given, asked["quiet"]) if first else _follow(post, given)}
+
+
+def _lead(post: Post, given: train.Asked, as_json: bool) -> int:
+    try:
+        cluster, machines = _measured(post, given.resolved.recipe)
+        nodes = list(post.team.hosts)
+        job = train.decided(given, lambda: cluster, len(nodes), nodes)
+        try:
+            order = numbering.numbered(machines, [one.node for one in job.plan.ranks])
+            ranks = [nodes[process] for process in order]
+            finished = train.is_finished(job.resolved.recipe, job.folder)
+            _say(post, Decided(plans.dumps(job.plan), clusters.dumps(cluster), tuple(ranks), finished))
+            return train.carry_out(job, as_json, lambda life, care: _train(post, job, ranks, care))
+        finally:
+            job.folder.release()
+    except EspalierError as error:
+        _say(post, Decided(error=error.what))
+        raise
+
+
+def _say(post: Post, decided: Decided) -> None:
+    if not post.store.check([_DECIDED]):
+        post.store.set(_DECIDED, msgspec.json.encode(decided))
+
+
+def _follow(post: Post, given: train.Asked) -> int:
+    recipe = given.resolved.recipe
+    team = post.doing("measuring")
+    if joint.run(_measuring(recipe), team, Care(0), _threads(team)) is None:
+        return 1  # the first says why
+    decided = _heard(post)
+    if decided.finished:
+        return 0
+    job = train.Job(
+        given.resolved, given.workload, clusters.loads(decided.cluster), plans.loads(decided.plan), 0,
+        runs.RunFolder(given.path), True,
+    )  # fmt: skip
+    return 0 if _train(post, job, decided.hosts, train.care_of(recipe)) is not None else 1
+
+
+def _heard(post: Post) -> Decided:
+    """What the first supervisor has decided, once it has: it may have to measure, and to try."""
+    deadline = time.monotonic() + post.patience
+    while not post.store.check([_DECIDED]):
+        if time.monotonic() > deadline:
+            raise PeerLost(f"Host {post.team.names[0]} did not decide on a plan within {post.patience:.0f} s.")
+        time.sleep(_POLL)
+    decided = msgspec.json.decode(post.store.get(_DECIDED), type=Decided)
+    if decided.error:
+        raise PeerLost(f"Host {post.team.names[0]} could not start: {decided.error}")
+    return decided
+
+
+def _train(post: Post, job: train.Job, ranks: Sequence[int], care: Care) -> list[Any] | None:
+    recipe, life = job.resolved.recipe, train.life(job)
+    team = post.doing("training", care.heartbeat, ranks)
+    return joint.run(lambda place: life(seated(place, recipe)), team, care, _threads(team))
+
+
+# --- measuring ---------------------------------------------------------------------------------------------------
+
+
+def _measured(post: Post, recipe: config.Recipe) -> tuple[clusters.Cluster, list[str]]:
+    """The hosts as they are, and the machine of each rank as the launcher counts them."""
+    team = post.doing("measuring")
+    found = joint.run(_measuring(recipe), team, Care(0), _threads(team))
+    assert found is not None  # the leader has it, or raised
+    text, machines = found[0]
+    return clusters.loads(text), machines
+
+
+def _measuring(recipe: config.Recipe) -> Callable[[Place], tuple[str, list[str]]]:
+    def life(place: Place) -> tuple[str, list[str]]:
+        with place.pulse.elsewhere("storing"), rank.joined(seated(place, recipe), PROBING) as channel:
+            machines = [hosts.host()]
+            if channel is not None:
+                gathered: list[Any] = [None] * place.world
+                dist.all_gather_object(gathered, hosts.host(), group=channel)
+                machines = gathered
+            return clusters.dumps(machines_of(channel, place, recipe)), machines
+
+    return life
+
+
+def machines_of(channel: dist.ProcessGroup | None, place: Place, recipe: config.Recipe) -> clusters.Cluster:
+    """The recipe's cluster file as the first host has it, else the hosts as they were measured together, once."""
+    if channel is None:
+        return ready.machines(recipe)
+    key = hosts.key(channel)
+    known: list[Any] = [None]
+    if place.rank == 0:
+        found = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else hosts.kept(key)
+        known = [clusters.dumps(found) if found is not None else None]
+        if found is None:
+            ready.say("Measuring the hosts and the links between them (once).")
+    dist.broadcast_object_list(known, 0, group=channel)
+    if known[0] is not None:
+        return clusters.loads(known[0])
+    measured = hosts.probe_ranks(channel, place.local_rank, lambda: probe.ready(say=ready.say))
+    hosts.keep(measured, key)
+    return measured
+
+
+def _threads(team: Team) -> int:
+    return max(1, limits.cores() // max(1, len(team.own)))
+
+
+def seated(place: Place, recipe: config.Recipe) -> Place:
+    """With the device it computes on, and the threads that the recipe pins. In the rank: who asks a GPU cannot fork."""
+    device = f"cuda:{place.local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    return replace(place, device=device, threads=recipe.plan.pin.threads or place.threads)

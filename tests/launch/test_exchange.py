@@ -1,0 +1,81 @@
+"""What supervisors say reaches the others; who says nothing is known to be silent, and nobody waits for the store."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from espalier.launch import exchange
+from espalier.launch.exchange import End, Exchange, Line, Order, Report, aged, dated
+from espalier.resilience.hang import Vital
+from espalier.resilience.pulse import Sign
+
+SECONDS = st.floats(0.001, 1e5)
+
+
+@given(SECONDS, SECONDS, st.booleans())
+def test_times_travel_as_ages_and_never_stays_never(now, there, ever) -> None:
+    sign = Sign(now / 2, now / 3, "stepping", 0.1, 7, 3, now / 4 if ever else 0.0, 0.0, True, 0.01)
+    back = dated(aged(sign, now), there + now)
+    assert back.beat == pytest.approx(sign.beat + there)
+    assert back.moved == pytest.approx(sign.moved + there)
+    assert back.first == (pytest.approx(sign.first + there) if ever else 0.0)
+    assert back.asked == 0.0
+    kept = ("doing", "usual", "step", "resumed", "memory", "waited")
+    assert [getattr(back, name) for name in kept] == [getattr(sign, name) for name in kept]
+
+
+def test_a_report_is_the_same_on_the_other_side() -> None:
+    sign = Sign(1.0, 2.0, "storing", 0.1, 7, 3, 0.0, 0.0)
+    error = ("UserError", "what", "why", "do")
+    report = Report(2, True, (sign,), (Vital(1.5, "D"),), (End(4, -9, False, error, "x"),), {4: "stack"}, True)
+    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+
+
+def until(holds, within: float = 10.0) -> bool:
+    deadline = time.monotonic() + within
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(holds())
+
+
+def test_both_sides_hear_what_is_new_and_how_old_it_is() -> None:
+    line = Line(0, 2, "127.0.0.1", exchange.served("127.0.0.1", 0), "topic", 0.2)
+    heard: list[tuple[int, Report]] = []
+    first = Exchange(line, Report, lambda host, said: heard.append((host, said))).begin(Order())
+    assert first.said(1) is None
+    second = Exchange(dataclasses.replace(line, host=1), Order).begin(Report(5))
+    assert until(lambda: first.said(1) == Report(5) and second.said(0) == Order())
+    first.tell(Order(6, run=True))
+    assert until(lambda: second.said(0) == Order(6, run=True))
+    time.sleep(0.5)
+    assert first.age(1) < 0.4, "it lives although it says nothing new"
+    assert heard == [(1, Report(5))]
+    second.close()
+    assert until(lambda: first.age(1) > 0.5)
+    first.excuse()
+    assert first.age(1) < 0.5
+    first.close()
+
+
+def test_a_store_that_is_gone_refuses_and_nobody_waits() -> None:
+    alone = Exchange(Line(1, 2, "127.0.0.1", _closed_port(), "topic", 0.2), Order).begin(Report())
+    assert until(lambda: alone.refused_since is not None)
+    begun = time.monotonic()
+    alone.tell(Report(1))
+    assert alone.said(0) is None
+    alone.close(0.1)
+    assert time.monotonic() - begun < 2
+
+
+def _closed_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

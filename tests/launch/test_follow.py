@@ -1,0 +1,65 @@
+"""A supervisor that does not lead does as it is told, reports, and leaves nobody behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from espalier.errors import HostLost
+from espalier.launch import exchange, local
+from espalier.launch.exchange import Exchange, Line, Order, Report
+from espalier.launch.follow import Follower
+from espalier.launch.supervise import Care
+from espalier.launch.team import Team
+
+
+def follower(line: Line, task: Any, signals: local.Signals) -> Follower:
+    team = Team(line, ("a", "b"), (0, 1))
+    return Follower(task, [team.place(1)], team, Care(heartbeat=line.heartbeat), signals)
+
+
+def said(leader: Exchange, holds: Any, within: float = 20.0) -> Report:
+    deadline = time.monotonic() + within
+    while leader.said(1) is None or not holds(leader.said(1)):
+        assert time.monotonic() < deadline, leader.said(1)
+        time.sleep(0.01)
+    return leader.said(1)
+
+
+def test_it_forks_reports_and_ends_its_ranks_as_it_is_told() -> None:
+    line = Line(0, 2, "127.0.0.1", exchange.served("127.0.0.1", 0), "it", 0.2)
+    leader = Exchange(line, Report).begin(Order())
+    heard: list[Report] = []
+
+    def lead() -> None:
+        leader.tell(Order(1, run=True))
+        heard.append(said(leader, lambda one: one.attempt == 1 and one.living and one.signs[0].beat >= 0))
+        leader.tell(Order(1))
+        heard.append(said(leader, lambda one: one.attempt == 1 and not one.living))
+        leader.tell(Order(2, run=True))
+        heard.append(said(leader, lambda one: one.attempt == 2 and one.ends))
+        leader.tell(Order(2, over=True))
+        heard.append(said(leader, lambda one: one.left))
+
+    thread = threading.Thread(target=lead)
+    thread.start()
+    seat = Line(1, 2, line.address, line.port, "it", 0.2)
+    with local.passing_on_signals() as signals:
+        task = lambda place: time.sleep(30.0 if place.attempt == 0 else 0.0) or 10 * place.rank  # noqa: E731
+        returned = follower(seat, task, signals).run()
+    thread.join(20)
+    leader.close()
+    assert returned == [10]
+    assert [one.attempt for one in heard] == [1, 1, 2, 2]
+    assert heard[2].ends[0].well
+
+
+def test_a_leader_whose_store_is_gone_is_given_up_in_three_heartbeats() -> None:
+    seat = Line(1, 2, "127.0.0.1", 1, "it", 0.2)  # nobody listens at port 1
+    begun = time.monotonic()
+    with local.passing_on_signals() as signals, pytest.raises(HostLost, match="Host a, which leads the run"):
+        follower(seat, lambda place: None, signals).run()
+    assert 0.6 <= time.monotonic() - begun < 15

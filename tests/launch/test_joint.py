@@ -1,0 +1,194 @@
+"""Two supervisors, each in a process of its own: whatever happens to a rank or a host, no bit of the result changes, or
+the error names the host. The normal suite runs a sample on loopback; the slow one all of it, and links that are cut.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from abroad import Abroad
+from struck import Struck, recipe_of, same, write_corpus
+
+from espalier.errors import HostLost
+from espalier.testing.faults import Fault
+
+KINDS = {
+    "kill": "killed", "terminate": "signal", "raise": "exception", "stop": "stopped", "hang": "hang", "exit": "exit",
+}  # fmt: skip
+SAMPLE = (("kill", 1), ("stop", 1))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("joint") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def unbroken(corpus, tmp_path_factory):
+    """The run that nothing happens to, by number of ranks."""
+    made: dict[int, Struck] = {}
+
+    def run(world: int) -> Struck:
+        if world not in made:
+            made[world] = Struck(recipe_of(corpus), world, tmp_path_factory.mktemp("whole") / "run").run()
+        return made[world]
+
+    return run
+
+
+def incidents(run: Struck) -> list[dict[str, Any]]:
+    """Without hosts that were merely starved on a busy machine."""
+    return [event for event in run.all("incident") if event["kind"] != "lost"]
+
+
+def test_two_hosts_train_as_one_does_and_nothing_is_told(corpus, unbroken, tmp_path) -> None:
+    run = Abroad(recipe_of(corpus), 3, tmp_path / "run", hosts=(0, 1, 1), heartbeat=2.0).run()
+    assert same(run, unbroken(3))
+    assert run.all("incident") == []
+    assert len(run.outcome(1)) == 2
+
+
+@pytest.mark.parametrize(
+    ("what", "rank"),
+    [
+        pytest.param(what, rank, marks=() if (what, rank) in SAMPLE else pytest.mark.slow)
+        for what in KINDS
+        for rank in (0, 1)
+    ],
+)
+def test_what_happens_to_a_rank_is_named_with_its_host_and_changes_no_bit(
+    corpus, unbroken, tmp_path, what, rank
+) -> None:
+    run = Abroad(recipe_of(corpus), 2, tmp_path / "run", (Fault(rank, 6, what),), memory=1 << 26).run()
+    assert same(run, unbroken(2)), run.said()
+    (incident,) = incidents(run)
+    assert (incident["kind"], incident["rank"]) == (KINDS[what], rank)
+    if what != "terminate":
+        assert incident["what"].startswith(f"On host {('here', 'there')[rank]}: Rank {rank}")
+    recovered = [event for event in run.all("recovered") if event["kind"] == KINDS[what]]
+    assert [event["source"] for event in recovered] == ["disk" if what == "terminate" else "memory"]
+
+
+@pytest.mark.slow
+def test_one_budget_is_for_all_hosts_and_its_end_is_everybodys(corpus, tmp_path) -> None:
+    faults = tuple(Fault(rank, 2, "raise") for rank in (0, 1))
+    run = Abroad(recipe_of(corpus), 2, tmp_path / "run", faults, restarts=0).run()
+    assert "On host" in run.outcome(0).what
+    assert "scripted failure" in run.outcome(0).what
+    assert run.outcome(1) is None
+    assert nobody_left(run)
+
+
+def nobody_left(run: Abroad, within: float = 5.0) -> bool:
+    deadline = time.monotonic() + within
+    pids = [int(file.read_text()) for file in run.folder.glob("pid-*")]
+    while any(map(lives, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(lives, pids))
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def long(corpus: Path, steps: int) -> Any:
+    return recipe_of(corpus, train={"steps": steps, "validate_every": 10_000}, checkpoint={"every": 10_000})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_host_whose_supervisor_dies_is_named_and_no_rank_is_left(corpus, tmp_path, host) -> None:
+    run = Abroad(long(corpus, 10_000), 2, tmp_path / "run", absence=4.0).start()
+    run.reaches(10)
+    os.kill(run.supervisors[host], signal.SIGKILL)
+    run.finish()
+    other = run.outcome(1 - host)
+    assert isinstance(other, HostLost)
+    assert f"Host {('here', 'there')[host]}" in other.what
+    assert nobody_left(run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_supervisor_that_is_stopped_for_a_while_costs_nothing(corpus, tmp_path) -> None:
+    recipe = long(corpus, 200)
+    whole = Struck(recipe, 2, tmp_path / "whole").run()
+    run = Abroad(recipe, 2, tmp_path / "run").start()
+    run.reaches(10)
+    os.kill(run.supervisors[1], signal.SIGSTOP)
+    time.sleep(2.5)
+    os.kill(run.supervisors[1], signal.SIGCONT)
+    run.finish(90)
+    assert same(run, whole)
+    assert run.all("incident")[0]["what"].startswith("Host there has not been heard for")
+    assert run.all("recovered")[0]["source"] == "place"
+    assert [event["step"] for event in run.all("run")] == [0], "its ranks went on meanwhile"
+
+
+@pytest.fixture
+def lab() -> Iterator[Any]:
+    """Two hosts, each a network namespace."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    file = Path(__file__).parents[2] / "bench" / "netlab.py"
+    spec = importlib.util.spec_from_file_location("netlab", file)
+    assert spec is not None
+    assert spec.loader is not None
+    netlab = sys.modules["netlab"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(netlab)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with netlab.Lab(netlab.Shape(nodes=2, hosts=1)) as made:
+            yield made
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_link_that_is_cut_for_five_seconds_does_not_lose_the_run(corpus, lab, tmp_path) -> None:
+    recipe = long(corpus, 150)
+    whole = Struck(recipe, 2, tmp_path / "whole").run()
+    run = Abroad(recipe, 2, tmp_path / "run", heartbeat=0.5, memory=1 << 26, lab=lab).start()
+    run.reaches(15)
+    with lab.cut(1):
+        time.sleep(5.0)
+    run.finish(100)
+    assert same(run, whole), run.said()
+    assert "Host there has not been heard for" in run.all("incident")[0]["what"]
+    assert run.all("recovered")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_link_that_stays_cut_ends_the_run_on_both_sides_and_names_the_host(corpus, lab, tmp_path) -> None:
+    run = Abroad(long(corpus, 10_000), 2, tmp_path / "run", heartbeat=0.5, absence=5.0, lab=lab).start()
+    run.reaches(15)
+    with lab.cut(1):
+        run.finish(60)
+    for host, other in ((0, "there"), (1, "here")):
+        error = run.outcome(host)
+        assert isinstance(error, HostLost), run.said()
+        assert f"Host {other}" in error.what
+    assert nobody_left(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "rank"), [("kill", 0), ("kill", 1), ("stop", 1), ("hang", 1), ("raise", 0)])
+def test_over_a_real_link_a_fault_changes_no_bit(corpus, unbroken, lab, tmp_path, what, rank) -> None:
+    run = Abroad(recipe_of(corpus), 2, tmp_path / "run", (Fault(rank, 6, what),), memory=1 << 26, lab=lab).run()
+    assert same(run, unbroken(2)), run.said()
+    assert [(one["kind"], one["rank"]) for one in incidents(run)] == [(KINDS[what], rank)]
