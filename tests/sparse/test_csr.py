@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from espalier.errors import UserError
-from espalier.sparse import CSR, Scale, attention_aggregate, cbsr_aggregate, matmul, segment_softmax
+from espalier.sparse import CSR, Scale, attention_aggregate, cbsr_aggregate, csr, matmul, segment_softmax
 from espalier.sparse.attention import graph_attention
 from espalier.sparse.buffers import LEAST, Buffers
 from espalier.sparse.cbsr import scattered, sparse_rows
@@ -338,3 +338,18 @@ def test_attention_is_differentiated_once_and_says_so() -> None:
     (gradient,) = torch.autograd.grad(out.square().sum(), features, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(700, 500), (1, 400), (300, 1), (600, 600)])
+def test_counting_turns_a_matrix_as_sorting_does(shape, monkeypatch) -> None:
+    rows, columns = shape
+    draw = torch.Generator().manual_seed(rows)
+    pairs = torch.stack([torch.randint(columns, (2000,), generator=draw), torch.randint(rows, (2000,), generator=draw)])
+    indptr, order = torch.bincount(pairs[1], minlength=rows).cumsum(0), pairs[1].argsort(stable=True)
+    matrix = CSR.of(torch.cat([torch.zeros(1, dtype=torch.int64), indptr]), pairs[0][order], shape)  # with duplicates
+    sorted_ = matrix.transpose
+    monkeypatch.setattr(csr, "_SORTED", 0)
+    counted = CSR(matrix.indptr, matrix.indices, matrix.shape).transpose
+    assert torch.equal(counted.order, sorted_.order)
+    assert torch.equal(counted.pattern.indptr, sorted_.pattern.indptr)
+    assert torch.equal(counted.pattern.indices, sorted_.pattern.indices)

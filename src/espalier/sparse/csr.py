@@ -18,6 +18,8 @@ from espalier.errors import UserError
 
 _LARGEST = 2**31 - 1
 """Column ids are int32."""
+_SORTED = 2**16
+"""Entries below which sorting is quick enough, and no kernel need be loaded."""
 
 
 class Scale(NamedTuple):
@@ -139,12 +141,23 @@ class CSR:
     @cached_property
     def transpose(self) -> Transpose:
         """The transposed pattern (this very matrix if the pattern is symmetric) and the order of its entries."""
-        order = torch.argsort(self.indices, stable=True)
-        columns = self.rows[order].int()
         shape = (self.shape[1], self.shape[0])
-        turned = CSR(_offsets(self.indices, shape[0]), columns, shape)
+        indptr = _offsets(self.indices, shape[0])
+        columns, order = self._by_column(indptr)
+        turned = CSR(indptr, columns, shape)
         same = shape == self.shape and torch.equal(turned.indptr, self.indptr) and torch.equal(columns, self.indices)
         return Transpose(self.binary() if same else turned, order)
+
+    def _by_column(self, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """The row of each entry and its place, column by column; `starts` [columns + 1] of the columns."""
+        if self.entries < _SORTED or self.indices.device.type != "cpu":
+            order = torch.argsort(self.indices, stable=True)
+            return self.rows[order].int(), order
+        from espalier.sparse.turning import turn
+
+        rows, order = torch.empty(self.entries, dtype=torch.int32), torch.empty(self.entries, dtype=torch.int64)
+        turn(self.indptr, self.indices, starts[:-1].clone(), rows, order)
+        return rows, order
 
     @property
     def symmetric(self) -> bool:
