@@ -112,6 +112,22 @@ def test_kernels_answer_as_the_plain_forms(kind, k):
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("count", [0, 3, 40_000])
+def test_a_map_without_gradients_is_the_plain_one_and_stays_as_it_is(count, dtype):
+    torch.manual_seed(0)
+    rows, weight, bias = (torch.randn(size, dtype=dtype) for size in ((count, 24), (32, 24), (32,)))
+    with torch.no_grad():
+        first = fast.project(rows, weight, bias)
+        kept = first.clone()
+        second = fast.project(-rows, weight, bias)
+    torch.testing.assert_close(first, base.project(rows, weight, bias))
+    torch.testing.assert_close(second, base.project(-rows, weight, bias))
+    assert torch.equal(first, kept)
+    asked = fast.project(rows, weight.requires_grad_(), bias)
+    assert asked.requires_grad
+
+
 def test_dropout_drops_its_share_and_keeps_the_mean():
     torch.manual_seed(0)
     rows = torch.rand(301, 7, requires_grad=True)

@@ -10,6 +10,8 @@ from espalier.graph.base import Block, Kept, Rows, dense
 from espalier.graph.gnn import Layer, Network
 from espalier.kernels import rtopk
 from espalier.sparse import CSR, Scale, attention_aggregate, cbsr_aggregate, matmul
+from espalier.sparse.buffers import BUFFERS
+from espalier.sparse.product import KERNEL_TYPES, needs_gradient
 
 SPARSE = 4
 """A dense product does an addition some four times as fast as the kernel that adds chosen rows (bench/graph.py)."""
@@ -60,13 +62,19 @@ def aggregate(block: Block, rows: Rows) -> Tensor:
 
 
 def project(rows: Rows, weight: Tensor, bias: Tensor) -> Tensor:
-    """See `base.project`; of kept rows by a kernel, where they are few enough of the width."""
-    if not isinstance(rows, Kept) or rows.values.device.type != "cpu" or rows.width < SPARSE * rows.values.shape[1]:
-        return base.project(rows, weight, bias)
-    from espalier.graph.kept import Mapped
+    """See `base.project`; of kept rows by a kernel, where they are few enough of the width. Where nobody asks for
+    gradients the result lies in memory that is kept: fresh pages took as long as the product."""
+    if isinstance(rows, Kept):
+        if rows.values.device.type != "cpu" or rows.width < SPARSE * rows.values.shape[1]:
+            return base.project(rows, weight, bias)
+        from espalier.graph.kept import Mapped
 
-    found: Tensor = Mapped.apply(rows.values, rows.columns, weight, bias)
-    return found
+        found: Tensor = Mapped.apply(rows.values, rows.columns, weight, bias)
+        return found
+    own = rows.device.type == "cpu" and rows.dtype == weight.dtype and rows.dtype in KERNEL_TYPES
+    if not own or needs_gradient(rows, weight, bias) or torch.is_autocast_enabled("cpu"):
+        return base.project(rows, weight, bias)
+    return torch.mm(rows, weight.T, out=BUFFERS.empty((len(rows), len(weight)), rows.dtype)).add_(bias)
 
 
 def attend(block: Block, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:

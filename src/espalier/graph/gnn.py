@@ -61,7 +61,7 @@ class Convolution(Layer):
     def forward(self, block: Block, rows: Rows) -> Tensor:
         """The normalised sum of the neighbours and the node itself."""
         if isinstance(rows, Kept) or self.aggregated_first(rows):
-            return F.linear(self.aggregate(block, rows), self.weight.weight, self.bias)
+            return self.project(self.aggregate(block, rows), self.weight.weight, self.bias)
         return self.aggregate(block, self.weight(rows)).add_(self.bias)
 
 
