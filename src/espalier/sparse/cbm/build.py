@@ -146,7 +146,8 @@ def overlaps(matrix: CSR, alpha: int) -> Pairs:
     from espalier.sparse.cbm import search
 
     by_column = matrix.transpose.pattern
-    arrays = tuple(array.numpy() for array in (matrix.indptr, matrix.indices, by_column.indptr, by_column.indices))
+    signed = (matrix.indptr, matrix.indices, by_column.indptr, by_column.indices)
+    arrays = tuple(array.numpy().view(f"uint{8 * array.element_size()}") for array in signed)
     search.overlaps.compile()  # before the threads share it
     return _shared_out(lambda first, last: search.overlaps(*arrays, first, last, alpha), matrix)
 

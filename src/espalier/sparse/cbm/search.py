@@ -15,21 +15,22 @@ import numpy as np
 from espalier.kernels.compiled import jit
 
 
-@jit("(int64[::1], int32[::1], int64[::1], int32[::1], int64, int64, int64)")
+@jit("(uint64[::1], uint32[::1], uint64[::1], uint32[::1], int64, int64, int64)")
 def overlaps(indptr, indices, column_ptr, column_rows, first, last, alpha):  # type: ignore[no-untyped-def]
     """All pairs u < v, first <= v < last, worth listing: (u, v, h). Counts the rows of A·Aᵀ one by one (Gustavson).
 
-    `column_ptr`, `column_rows`: the rows of each column, ascending.
+    `column_ptr`, `column_rows`: the rows of each column, ascending. Unsigned, since an id that might be negative costs
+    a test at every use.
     """
     rows = len(indptr) - 1
     shared = np.zeros(rows, np.int32)
     met = np.empty(rows, np.int32)
     us, vs, hs = np.empty(1024, np.int32), np.empty(1024, np.int32), np.empty(1024, np.int32)
-    found = 0
-    for v in range(first, last):
-        count = 0
-        for e in range(indptr[v], indptr[v + 1]):
-            for t in range(column_ptr[indices[e]], column_ptr[indices[e] + 1]):
+    found, one = 0, np.uint64(1)
+    for row in range(first, last):
+        v, count = np.uint64(row), 0
+        for e in range(indptr[v], indptr[v + one]):
+            for t in range(column_ptr[indices[e]], column_ptr[indices[e] + one]):
                 u = column_rows[t]
                 if u >= v:
                     break
@@ -37,10 +38,10 @@ def overlaps(indptr, indices, column_ptr, column_rows, first, last, alpha):  # t
                     met[count] = u
                     count += 1
                 shared[u] += 1
-        here = indptr[v + 1] - indptr[v]
+        here = np.int64(indptr[v + one] - indptr[v])
         for m in range(count):
-            u = met[m]
-            there = indptr[u + 1] - indptr[u]
+            u = np.uint64(met[m])
+            there = np.int64(indptr[u + one] - indptr[u])
             if 2 * shared[u] - min(here, there) > alpha:
                 if found == len(us):
                     us = np.concatenate((us, np.empty_like(us)))
