@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,10 +22,12 @@ from espalier.checkpoint import interval
 from espalier.checkpoint.memory import Memory
 from espalier.checkpoint.pace import Begin, Pace
 from espalier.checkpoint.sharded import Checkpoints
+from espalier.comm.hangup import Connections
 from espalier.hardware.peak import peak_memory
 from espalier.healing import Healing
 from espalier.launch import base as launch
 from espalier.launch import handshake
+from espalier.launch.recall import is_loss
 from espalier.plan import saving
 from espalier.plan.exhausted import exhausted, is_exhausted
 from espalier.trainer import Setting, Trainer
@@ -49,9 +52,16 @@ def joined(place: launch.Place, timeout: float, *, mixed: bool = False) -> Itera
     inner = "staged" if mixed else "nccl" if place.device.startswith("cuda") else "gloo"
     # Keys of a dead attempt would lead to its addresses.
     store = PrefixStore(place.keys, launch.store(place, timeout))
+    made = Connections(place.port)
     channel = comm.connect(store, place.rank, place.world, timeout=timeout, inner=inner)
+    made.met()
+    channel.line.watch.known = place.recall.called
+    place.recall.released_by(made.cut)
     try:
         yield channel
+    except BaseException:
+        made.cut()
+        raise
     finally:
         comm.disconnect()
 
@@ -110,7 +120,8 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
             on_event=setting.emit,
         )
         if place.refuge is not None:
-            trainer.memory = Memory(place.refuge, saved.team, lambda every, why: _copies(trainer, every, why))
+            told = partial(_copies, trainer)
+            trainer.memory = Memory(place.refuge, saved.team, told, alike=setting.plan.alike)
         trainer.healing = Healing(setting, saved)
         with place.pulse.elsewhere("storing"):
             trainer.restore(saved)
@@ -121,7 +132,12 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
     setting.emit("run", step=trainer.step, steps=trainer.steps, pid=os.getpid(), **found, **setting.about)
     predicted = setting.plan.predicted
     setting.emit("plan", predicted=msgspec.to_builtins(predicted) if predicted else None)
-    trainer.run(saved)
+    try:
+        trainer.run(saved)
+    except Exception as error:
+        if is_loss(error) and trainer.memory is not None and trainer.built.agreement.level:
+            trainer.memory.stay(trainer.step, trainer.parts, trainer.meta())
+        raise
     with place.pulse.elsewhere("storing"):
         if saved is not None:
             saved.wait()

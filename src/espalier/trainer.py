@@ -256,14 +256,14 @@ class Trainer:
                     continue
                 with pulse.elsewhere():
                     loss = self.validate() if self._due(recipe.train.validate_every) else None
-                stop = agreed.stop or self._stops_here()
+                stop = agreed.stop or self.level < (self.setting.stop_after or 0) <= self.step
                 if saved is not None and (stop or self._saves(loss is not None)):
                     with pulse.elsewhere("storing"):
                         self.save(saved, loss, wait=stop)
                 if stop and self.step < self.steps:
                     raise self._interrupted(saved)
                 if self.memory is not None and self.step < self.steps:
-                    self.memory.after(self.step, self.parts, self._meta(), self.mean)
+                    self.memory.after(self.step, self.parts, self.meta(), self.mean)
                 self.level = self.step
 
     def _due(self, every: int | None) -> bool:
@@ -274,9 +274,6 @@ class Trainer:
         if self.pace is not None:
             return self.step == self.steps or self.pace.due(self.step, validated)
         return self._due(None if (every := self.setting.recipe.checkpoint.every) == "auto" else every)
-
-    def _stops_here(self) -> bool:
-        return self.level < (self.setting.stop_after or 0) <= self.step
 
     def _feed(self) -> contextlib.AbstractContextManager[Iterator[tuple[Sequence[Any], float]]]:
         """(batches, seconds waited for them) of each remaining step."""
@@ -357,11 +354,12 @@ class Trainer:
         if self.healing is not None:
             self.healing.compare()
         with comm.phase("saving"):
-            stood = saved.save(self.step, self.parts(), self._meta(), loss, wait=wait or self.step == self.steps)
+            stood = saved.save(self.step, self.parts(), self.meta(), loss, wait=wait or self.step == self.steps)
             if self.pace is not None:
                 self.pace.saved(self.step, stood)
 
-    def _meta(self) -> dict[str, int]:
+    def meta(self) -> dict[str, int]:
+        """What a copy of the state says of it."""
         return {"step": self.step, "tokens": self.tokens}
 
     def restore(self, saved: checkpoints.Checkpoints) -> None:

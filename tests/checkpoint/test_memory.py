@@ -5,12 +5,14 @@ import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from espalier.checkpoint import refuge
+from espalier.checkpoint import refuge, tree
 from espalier.checkpoint.memory import Memory, Slot, take_up
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.checkpoint.team import Team
 from espalier.hardware import limits
+from espalier.testing import forks
 
 
 class Part:
@@ -180,3 +182,75 @@ def test_copies_of_an_attempt_that_is_given_up_are_forgotten(own, tmp_path):
 def test_nothing_saved_anywhere_is_a_fresh_start(own, tmp_path):
     assert take_up(memory(own), Checkpoints(tmp_path), {"part": Part(0)}) == (None, "")
     assert take_up(None, Checkpoints(tmp_path), {"part": Part(0)}) == (None, "")
+
+
+# --- copies of other ranks --------------------------------------------------------------------------------------------
+
+
+def _several(channel, refuges, having, damaged):
+    """Ranks with copies of these steps; one of those copies is spoilt. What each then takes up."""
+    rank = channel.rank()
+    kept = Memory(refuges[rank], Team(dist.new_group(backend="gloo")), lambda every, why: None, alike=True)
+    for step in having[rank]:
+        kept._oldest().write(step, *_flat(step))
+        kept._newest = step
+    if damaged is not None and damaged[0] == rank:
+        slot = next(one for one in kept._slots if one.step == damaged[1])
+        os.pwrite(slot.file, b"\xff\x00\xff", 5000)
+    step, part = kept.newest(), Part(99)
+    meta = kept.take(step, {"part": part})
+    return step, meta, meta is not None and equal(part, Part(step))
+
+
+def _flat(step):
+    tensors, skeletons = tree.flatten({"part": Part(step)})
+    return tensors, (skeletons, {"step": step})
+
+
+@pytest.mark.parametrize(
+    ("having", "damaged", "newest"),
+    [
+        (((4, 5), (4,), ()), None, 5),
+        (((), (3, 4), (5, 6)), None, 6),
+        (((4, 5), (4, 5), (4, 5)), (1, 5), 5),
+        (((4, 5), (4,), ()), (0, 5), 4),
+    ],
+)
+def test_where_ranks_are_alike_one_without_a_copy_is_sent_one(having, damaged, newest):
+    torch.set_num_threads(1)
+    refuges = refuge.build(3, 3 << 20)
+    try:
+        found = forks(3, _several, refuges, having, damaged)
+    finally:
+        refuge.release(refuges)
+    assert found == [(newest, {"step": newest}, True)] * 3
+
+
+def _spoilt(channel, refuges):
+    """Rank 1 is sent a copy that does not arrive as it was."""
+    rank = channel.rank()
+    kept = Memory(refuges[rank], Team(dist.new_group(backend="gloo")), lambda every, why: None, alike=True)
+    if rank == 0:
+        kept._slots[0].write(4, *_flat(4))
+    elif rank == 1:
+        kept._oldest().good = lambda: False
+    return kept.take(4, {"part": Part(99)})
+
+
+def test_a_copy_that_arrives_damaged_is_taken_by_nobody():
+    torch.set_num_threads(1)
+    refuges = refuge.build(2, 2 << 20)
+    try:
+        assert forks(2, _spoilt, refuges) == [None, None]
+    finally:
+        refuge.release(refuges)
+
+
+def test_a_rank_that_stays_keeps_the_state_as_it_is_where_all_are_alike(own):
+    alike = Memory(own, Team(None), lambda every, why: None, alike=True)
+    keep(alike, 4)
+    alike.stay(5, lambda: {"part": Part(5)}, {"step": 5})
+    assert alike.newest() == 5
+    other = memory(own)
+    other.stay(9, lambda: {"part": Part(9)}, {"step": 9})
+    assert other.newest() == 5

@@ -73,6 +73,8 @@ class Struck:
     dead: tuple[int, int] | None = None
     """A seat, and a step that its rank never outlives (once what was saved before is). The run goes on without it."""
     stop_after: int | None = None
+    alike: bool = False
+    """Ranks that are left stay."""
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def run(self) -> Struck:
@@ -89,7 +91,7 @@ class Struck:
         plan = self.plan or plan_of(self.recipe, self.world)
         tell = Log(self.folder / "events.jsonl").write
         fewer = None if self.dead is None else Fewer(self, plan)
-        return supervise.Care(self.restarts, self.heartbeat, self.memory, tell, fewer)
+        return supervise.Care(self.restarts, self.heartbeat, self.memory, tell, fewer, self.alike)
 
     def life(self, plan: plans.Plan) -> launch.Task:
         """What each rank of `plan` does."""
@@ -97,6 +99,8 @@ class Struck:
 
         def life(place: launch.Place) -> Any:
             (self.folder / f"pid-{place.rank}").write_text(str(os.getpid()))
+            with (self.folder / f"lives-{place.rank}").open("a") as lives:
+                lives.write(f"{os.getpid()}\n")
             log = Log(self.folder / "events.jsonl") if place.rank == 0 else None
             self._arm(workload, place)
             emit = log.write if log else _mute

@@ -2,7 +2,8 @@
 
 After Acme (arXiv 2403.07648), section 6.1, and Gemini (SOSP 2023). Where we deviate: a copy belongs to the ranks of one
 run as they are now (same plan, same number), so each rank keeps its own part as it lies in memory: no exchange, no
-format, no file. Two copies take turns; one is taken only where every rank has it whole, by its hash.
+format, no file. Two copies take turns; one is taken only where every rank has it whole, by its hash. Where all ranks
+hold the same state, one that has no copy, as it was started in place of another, is sent that of a rank that stayed.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import pickle
 import struct
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
@@ -30,6 +33,7 @@ _HEADER = struct.Struct("<qqq16s")  # step, where the skeletons begin, where the
 _BEGIN = 4096
 _ALIGNED = 64
 _NONE = -1
+_PIECE = 2**28
 _KEPT = 0.8
 """How much of the usual step's time stays at each new one."""
 
@@ -84,6 +88,12 @@ class Slot:
         digest = self._digest(end + len(tail))
         _HEADER.pack_into(memory, 0, step, end, end + len(tail), digest)
 
+    def bytes(self, size: int | None = None) -> Tensor:
+        """[size] the whole copy as it is now; with `size`, room for one that is to come."""
+        if size is not None:
+            self._reach(size)
+        return torch.frombuffer(self._mapped(), dtype=torch.uint8)[: self._header()[2] if size is None else size]
+
     def read(self) -> tuple[dict[_Row, Tensor], Any]:
         """The local parts, as views of the copy, and the rest."""
         _, begin, end, _ = self._header()
@@ -136,11 +146,12 @@ class Memory:
         refuge: where they lie.
         team: the ranks, as for checkpoints.
         tell: called with the interval whenever it was decided anew, or with why there are no copies.
+        alike: all ranks hold the same state, so each can take another's copy.
     """
 
-    def __init__(self, refuge: Refuge, team: Team, tell: Callable[[int, str], None]) -> None:
+    def __init__(self, refuge: Refuge, team: Team, tell: Callable[[int, str], None], *, alike: bool = False) -> None:
         self._slots = [Slot(file) for file in refuge.files]
-        self._refuge, self._team, self._tell = refuge, team, tell
+        self._refuge, self._team, self._tell, self._alike = refuge, team, tell, alike
         self._due = 0
         self._steps = 0
         self._usual = 0.0
@@ -161,25 +172,40 @@ class Memory:
             return
         began = time.perf_counter()
         tensors, skeletons = tree.flatten(parts())
-        if self._allowed is None:
-            # Only now, when everything that training needs has been taken.
-            self._allowed = self._refuge.allowed()
-        fits = len(self._slots) * _layout(tensors)[1] <= self._allowed
+        fits = self._fits(tensors)
         if fits:
-            oldest = min(self._slots, key=lambda slot: (slot.step == self._newest, slot.step))
-            oldest.write(step, tensors, (skeletons, dict(meta)))
+            self._oldest().write(step, tensors, (skeletons, dict(meta)))
             self._newest = step
         told = torch.tensor([time.perf_counter() - began, self._usual, float(not fits)], dtype=torch.float64)
         agree(told)
         self._decide(step, *told.tolist())
         self._last = (step, time.perf_counter())
 
+    def stay(self, step: int, parts: Callable[[], Mapping[str, Stateful]], meta: Mapping[str, Any]) -> None:
+        """Copies the state as it is, where that is the state of all ranks: another was lost, and this one stays."""
+        if not self._alike or self._off or step <= max(self._newest, 0):
+            return
+        tensors, skeletons = tree.flatten(parts())
+        if self._fits(tensors):
+            self._oldest().write(step, tensors, (skeletons, dict(meta)))
+
+    def _fits(self, tensors: Mapping[str, tree.Kept]) -> bool:
+        if self._allowed is None:
+            # Only now, when everything that training needs has been taken.
+            self._allowed = self._refuge.allowed()
+        return len(self._slots) * _layout(tensors)[1] <= self._allowed
+
+    def _oldest(self) -> Slot:
+        return min(self._slots, key=lambda slot: (slot.step == self._newest, slot.step))
+
     def newest(self) -> int:
-        """The newest step of which every rank has a whole copy; -1 when there is none. All ranks call it."""
+        """The newest step of which every rank has a whole copy, its own or one that it can be sent; -1 when there is
+        none. All ranks call it."""
         own = {slot.step for slot in self._slots if slot.good()}
 
         def combine(given: list[set[int]]) -> list[int]:
-            return [max(set.intersection(*given), default=_NONE)] * len(given)
+            there = set.union(*given) if self._alike else set.intersection(*given)
+            return [max(there, default=_NONE)] * len(given)
 
         return self._team.agree("looking for copies in memory", lambda: own, combine)
 
@@ -187,6 +213,8 @@ class Memory:
         """Gives `parts` their state of `step`; what was said of it, or None (and nothing done) where it does not fit.
         All ranks call it."""
         slot = next((one for one in self._slots if one.step == step), None)
+        if self._alike:
+            slot = self._shared(slot if slot is not None and slot.good() else None)
         found: dict[str, Any] | None = None
         if slot is not None:
             kept, (skeletons, meta) = slot.read()
@@ -200,6 +228,24 @@ class Memory:
             skeleton = pickle.loads(found["skeletons"][tree.SKELETON + name])
             part.load_state_dict(tree.join(skeleton, found["kept"].__getitem__))
         return dict(found["meta"])
+
+    def _shared(self, own: Slot | None) -> Slot | None:
+        """This rank's copy; where it has none, that of the first rank that has one, as it lies in memory there. None
+        where that did not arrive whole, by its hash."""
+        having = self._team.agree("sharing copies", lambda: own is not None, lambda all_: [all_] * len(all_))
+        if not any(having):
+            return None
+        group, source, rank = self._team.group, having.index(True), self._team.rank
+        if own is not None:
+            whole = own.bytes()
+            for other in (one for one, has in enumerate(having) if not has and rank == source):
+                _each(partial(dist.send, group=group, group_dst=other), torch.tensor([len(whole)]), whole)
+            return own
+        size, room = torch.zeros(1, dtype=torch.int64), self._oldest()
+        take = partial(dist.recv, group=group, group_src=source)
+        _each(take, size)
+        _each(take, room.bytes(int(size)))
+        return room if room.good() else None
 
     def begin(self, step: int) -> None:
         """The run goes on from `step`: copies of later steps are of an attempt that is given up."""
@@ -233,6 +279,13 @@ class Memory:
         if usual and not 0.5 <= found.steps / max(1, self._steps) <= 2.0:
             self._steps = found.steps
             self._tell(found.steps, f"a copy in memory {found}")
+
+
+def _each(carry: Callable[[Tensor], Any], *tensors: Tensor) -> None:
+    """Carries tensors piece by piece: a message of Gloo has a length of 32 bits."""
+    for tensor in tensors:
+        for piece in tensor.split(_PIECE):
+            carry(piece)
 
 
 def _filled(kept: Mapping[_Row, Tensor], own: Mapping[str, tree.Kept]) -> dict[str, tree.Kept] | None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 KEPT = 16  # collectives remembered per rank
 BEAT = 1.0  # seconds between two published records
+_LOOK = 0.02  # seconds
 SILENCE = 2.5  # beats after which a rank whose record stands still counts as dead or stopped
 
 
@@ -60,6 +61,8 @@ class Watch:
         self._state = "running"
         self._wake = threading.Event()
         self._stopped = False
+        self.known = threading.Event()
+        """Set once somebody else knows who is missing: then the others are not asked."""
         self._publish()
         self._thread = threading.Thread(target=self._run, name="espalier-watch", daemon=True)
         self._thread.start()
@@ -84,7 +87,7 @@ class Watch:
         self._state = "failed"
         self._wake.set()
         others = [rank for rank in entry.expected if rank != self.rank]
-        seen = _Reading(self._store, others).result()
+        seen = _Reading(self._store, others).result(self.known)
         what = (
             f"Rank {self.rank} waited {show_seconds(waited)} in phase '{self.phase}' for {entry}: "
             f"{_verdict(entry, others, seen)}"
@@ -140,11 +143,14 @@ class _Reading:
         self.answered = False
         self._store, self._ranks = store, ranks
 
-    def result(self) -> _Reading:
-        """Reads until every rank showed a sign of life, or the silence is long enough to mean something."""
+    def result(self, known: threading.Event) -> _Reading:
+        """Reads until every rank showed a sign of life, the silence is long enough to mean something, or it is
+        `known`."""
         reader = threading.Thread(target=self._read, name="espalier-watch-reading", daemon=True)
         reader.start()
-        reader.join(timeout=(SILENCE + 1) * BEAT)
+        until = time.monotonic() + (SILENCE + 1) * BEAT
+        while reader.is_alive() and time.monotonic() < until and not known.is_set():
+            reader.join(timeout=_LOOK)
         return self
 
     def _read(self) -> None:

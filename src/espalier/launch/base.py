@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from espalier.checkpoint.refuge import Refuge
+from espalier.launch.recall import NOBODY, Recall
 from espalier.resilience.pulse import SILENT, Pulse
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Place:
         stacks: descriptor that it writes its stacks to when asked (-1: standard error).
         pulse: where it shows its signs of life.
         refuge: memory for copies of its state that outlives it (None: there is none).
+        recall: where it hears that another rank was replaced.
     """
 
     rank: int = 0
@@ -54,6 +56,7 @@ class Place:
     stacks: int = -1
     pulse: Pulse = SILENT
     refuge: Refuge | None = None
+    recall: Recall = NOBODY
 
     @property
     def keys(self) -> str:

@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError, Interrupted, RunFailed
+from espalier.launch import recall
 from espalier.launch.base import Place, Task
+from espalier.launch.recall import Recall
 
 _PR_SET_PDEATHSIG = 1  # prctl(2): the kernel kills a rank whose launcher is gone
 
@@ -40,6 +42,8 @@ class Child:
     pid: int
     pidfd: int
     pipe: int
+    calls: int = -1
+    """Where it is called (`recall`)."""
     received: bytes = b""
     status: int | None = None
     """None while it lives; negative: the signal that ended it."""
@@ -101,19 +105,21 @@ class Child:
             self.reap()
         os.close(self.pidfd)
         os.close(self.pipe)
+        os.close(self.calls)
 
 
 def start(task: Task, places: Sequence[Place]) -> Iterator[Child]:
     """One process per place; they meet at a store of their own, which the first one serves."""
     sys.stdout.flush()
     sys.stderr.flush()
-    with _listening() as listener:
+    with listening() as listener:
         for place in _seat(places, listener):
             yield fork(task, place)
 
 
 @contextmanager
-def _listening() -> Iterator[socket.socket]:
+def listening() -> Iterator[socket.socket]:
+    """A socket at a free port of this machine, for a store that is served by a rank."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1024)
@@ -132,16 +138,19 @@ def _seat(places: Sequence[Place], listener: socket.socket) -> list[Place]:
 def fork(task: Task, place: Place) -> Child:
     """One process at `place`, which says where its store is."""
     reader, writer = os.pipe()
+    heard, calls = os.pipe()
     launcher = os.getpid()
     pid = os.fork()
     if pid:
         os.close(writer)
+        os.close(heard)
         os.set_blocking(reader, False)
-        return Child(place, pid, os.pidfd_open(pid), reader)
+        return Child(place, pid, os.pidfd_open(pid), reader, calls)
     os.close(reader)
+    os.close(calls)
     code = 1
     try:
-        code = _live(task, place, writer, launcher)
+        code = _live(task, replace(place, recall=Recall(heard)), writer, launcher)
     finally:
         # Not sys.exit: the parent's exit handlers and buffers are not this process's to run.
         sys.stdout.flush()
@@ -162,10 +171,11 @@ def _live(task: Task, place: Place, writer: int, launcher: int) -> int:
         _redirect(place.log, place.rank)
     faulthandler.register(STACKS, file=2 if place.stacks < 0 else place.stacks, all_threads=True)
     place.pulse.beat()
+    place.recall.listen()
     outcome: tuple[Any, ...]
     code = 0
     try:
-        outcome = ("returned", task(place))
+        outcome = ("returned", recall.staying(task, place))
     except EspalierError as error:
         outcome, code = ("raised", error), error.exit_code
     except KeyboardInterrupt:

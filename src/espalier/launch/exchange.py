@@ -42,6 +42,7 @@ class Order:
         run: whether its ranks are to run, else to be ended.
         over: the run is; its supervisors may leave.
         stacks: every rank is to write where it is.
+        replaced: ranks that are to be started anew while the others stay; None: all are started.
         between_failures: seconds, as `checkpoint.refuge` wants them.
     """
 
@@ -49,6 +50,7 @@ class Order:
     run: bool = False
     over: bool = False
     stacks: bool = False
+    replaced: tuple[int, ...] | None = None
     between_failures: float = 0.0
 
 

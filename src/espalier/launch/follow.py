@@ -13,7 +13,7 @@ from typing import Any
 
 from espalier.errors import HostLost
 from espalier.launch import child as ranks
-from espalier.launch import left, local
+from espalier.launch import left, local, staying
 from espalier.launch.base import Place, Task
 from espalier.launch.child import Child
 from espalier.launch.exchange import End, Exchange, Order, Report, aged
@@ -60,8 +60,11 @@ class Follower:
 
     def _obey(self, order: Order) -> None:
         if order.attempt != self.attempt or (not order.run and self.children):
-            local.end(self.children, 0.0)
-            self.children, self.stacks, self._reported = [], None, 0.0
+            stays = order.replaced is not None and order.attempt == self.attempt + 1 and self.children
+            if not stays:
+                local.end(self.children, 0.0)
+                self.children = []
+            self.stacks, self._reported = None, 0.0
             if order.run:
                 self._start(order)
             self.attempt = order.attempt
@@ -71,13 +74,27 @@ class Follower:
             self._reported = 0.0
 
     def _start(self, order: Order) -> None:
-        self.pulses = Pulses(len(self.places), self.care.heartbeat)
+        """The ranks of another attempt, those that stay among them."""
+        if not self.children:
+            self.pulses = Pulses(len(self.places), self.care.heartbeat)
+        self.pulses.begin()
         self.signals.children.clear()
-        for index, place in enumerate(self.places):
-            own = place.refuge and replace(place.refuge, between_failures=order.between_failures)
-            seat = replace(place, attempt=order.attempt - 1, pulse=self.pulses.of(index), refuge=own)
-            self.children.append(ranks.fork(self.task, seat))
-            self.signals.add(self.children[-1])
+        seats = [
+            replace(
+                place,
+                attempt=order.attempt - 1,
+                pulse=self.pulses.of(index),
+                refuge=place.refuge and replace(place.refuge, between_failures=order.between_failures),
+            )
+            for index, place in enumerate(self.places)
+        ]
+        if self.children:
+            gone = [index for index, seat in enumerate(seats) if seat.rank in (order.replaced or ())]
+            self.children = staying.summoned(self.task, self.children, seats, gone)
+        else:
+            self.children = [ranks.fork(self.task, seat) for seat in seats]
+        for child in self.children:
+            self.signals.add(child)
 
     def _reap(self) -> None:
         for child in self.children:

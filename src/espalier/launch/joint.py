@@ -20,7 +20,7 @@ from typing import Any
 from espalier.checkpoint import interval, refuge
 from espalier.errors import HostLost, Interrupted, PeerLost
 from espalier.launch import child as ranks
-from espalier.launch import distant, follow, left, local, supervise
+from espalier.launch import distant, follow, left, local, staying, supervise
 from espalier.launch.base import Place, Task
 from espalier.launch.child import Child
 from espalier.launch.distant import Distant
@@ -136,6 +136,31 @@ class Leader(Supervisor):
             self._end(children, 0.0)
             raise
         return children
+
+    def _gone(self, ended: Ended, children: Sequence[Child]) -> list[int]:
+        return [] if self.away else super()._gone(ended, children)  # who is not heard does not hear
+
+    def _replace(self, children: Sequence[Child], gone: Sequence[int]) -> list[Child]:
+        self.ordered = self.attempt + 1
+        places = self._begin(self.pulses)
+        between = interval.between_failures(time.monotonic() - self.began, self.attempt)
+        lost = tuple(children[index].place.rank for index in gone)
+        self.exchange.tell(Order(self.ordered, run=True, replaced=lost, between_failures=between))
+        own = [index for index, child in enumerate(children) if not isinstance(child, Distant)]
+        here = staying.summoned(
+            self.task, [children[index] for index in own], [places[index] for index in own],
+            [own.index(index) for index in gone if index in own],
+        )  # fmt: skip
+        after = list(children)
+        for index, child in zip(own, here, strict=True):
+            after[index] = child
+            self.signals.add(child)
+        for rank, one in self.distant.items():
+            one.place = places[rank]
+            if rank in lost:
+                one.close()
+                after[rank] = self.distant[rank] = distant.expected(places[rank])
+        return after
 
     def _end(self, children: Sequence[Child], grace: float) -> None:
         """Ends the attempt on all hosts, and waits until it is."""

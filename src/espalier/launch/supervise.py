@@ -19,7 +19,7 @@ from espalier.checkpoint import interval, refuge
 from espalier.checkpoint.refuge import Refuge
 from espalier.errors import Anomaly, EspalierError, Interrupted, PeerLost, RunFailed, UserError
 from espalier.launch import child as ranks
-from espalier.launch import left, local
+from espalier.launch import left, local, staying
 from espalier.launch.base import Place, Task
 from espalier.launch.child import Child
 from espalier.launch.reshape import Reshaping, Shape, Shapes
@@ -51,6 +51,7 @@ class Care:
         memory: bytes that copies of the state may take in this machine's memory; 0: there are none, None: a quarter of
             what is free once the run has begun.
         tell: called as `tell(event, **fields)` with incidents and recoveries, as the run log has them.
+        alike: every rank holds the whole state, so that those that are left after a failure stay as they are.
         shapes: who plans the run anew where a place is lost or stays slow; None: it keeps its ranks.
     """
 
@@ -59,6 +60,7 @@ class Care:
     memory: int | None = 0
     tell: Callable[..., Any] = _nobody
     shapes: Shapes | None = None
+    alike: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,24 +119,33 @@ class Supervisor:
 
     def run(self) -> list[Any]:
         """See the function."""
+        children = self._start()
         while True:
-            children = self._start()
+            gone: list[int] = []
             try:
                 ended = self._watch(children)
                 if ended is None:
                     self._recovered(finished=True)
                     return [child.returned for child in children]
                 ended, again = self._first_thought(ended)
+                gone = self._gone(ended, children) if again else []
+                if gone:
+                    decision = self._decide(ended)
+                    if decision.restart and not decision.wait and self.next is None:
+                        children = self._replace(children, gone)
+                        continue
             except BaseException:
                 self._end(children, 0.0)
                 raise
             self._end(children, 0.0 if again else local.GRACE_SECONDS)
-            decision = self._decide(ended)
+            if not gone:
+                decision = self._decide(ended)
             if not decision.restart:
                 raise self._last(ended, children, decision)
             self._rest(decision.wait)
             if self.next is not None:
                 self._take(self.next)
+            children = self._start()
 
     # --- one attempt -------------------------------------------------------------------------------------------------
 
@@ -148,9 +159,21 @@ class Supervisor:
             raise
         return list(self.signals.children)
 
-    def _begin(self) -> list[Place]:
-        """The places of a new attempt, of which nothing is known yet."""
-        self.pulses = Pulses(len(self.seats), self.care.heartbeat)
+    def _gone(self, ended: Ended, children: Sequence[Child]) -> list[int]:
+        """Which ranks have to be replaced where the others stay; none: all begin anew."""
+        return staying.gone(ended.failure, children, self.pulses.read()) if self.care.alike else []
+
+    def _replace(self, children: Sequence[Child], gone: Sequence[int]) -> list[Child]:
+        """The ranks of another attempt, those that are left among them."""
+        after = staying.replaced(self.task, children, self._begin(self.pulses), gone)
+        for child in after:
+            self.signals.add(child)
+        return after
+
+    def _begin(self, pulses: Pulses | None = None) -> list[Place]:
+        """The places of a new attempt, of which nothing is known yet. `pulses`: of ranks that stay."""
+        self.pulses = pulses or Pulses(len(self.seats), self.care.heartbeat)
+        self.pulses.begin()
         self.watcher = Watcher(self.care.heartbeat, self.patience)
         self.stragglers = Stragglers()
         self.reshaping.begin(time.monotonic(), [place for place, _ in self.seats])

@@ -128,4 +128,4 @@ class Watcher:
             return own if idle else max(_BUSY_LEAST, _BUSY_STEPS * sign.usual)
         if not idle or sign.doing == "storing":
             return _BUSY_MOST
-        return max(BEATS * self.heartbeat, _STARTING if sign.doing == "starting" else _ELSEWHERE)
+        return max(BEATS * self.heartbeat, _STARTING if sign.doing in ("starting", "standing") else _ELSEWHERE)

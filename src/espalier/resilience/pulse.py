@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Doing = Literal["starting", "stepping", "elsewhere", "storing", "leaving"]
-_DOING: tuple[Doing, ...] = ("starting", "stepping", "elsewhere", "storing", "leaving")
+Doing = Literal["starting", "stepping", "elsewhere", "storing", "leaving", "standing"]
+_DOING: tuple[Doing, ...] = ("starting", "stepping", "elsewhere", "storing", "leaving", "standing")
 _BEAT, _MOVED, _DOES, _USUAL, _STEP, _RESUMED, _FIRST, _ASKED, _MEMORY, _WAITED = range(10)
 _CELLS = 16  # of 8 bytes: cache lines of its own for each rank
 
@@ -70,6 +70,16 @@ class Pulse:
         while True:
             time.sleep(self._every)
             cells[_BEAT] = time.monotonic_ns()
+
+    def stands(self) -> None:
+        """This rank has lost another, and waits to begin anew with all of them."""
+        if self._cells is not None:
+            _begin(self._cells, "standing")
+
+    def starts(self) -> None:
+        """This rank begins anew."""
+        if self._cells is not None:
+            _begin(self._cells, "starting")
 
     def leaves(self) -> None:
         """This rank has done its part; it waits for nobody any more."""
@@ -135,6 +145,11 @@ class Pulses:
         """What each rank showed last."""
         return [self._sign(self._all[rank * _CELLS : (rank + 1) * _CELLS].tolist()) for rank in range(self._world)]
 
+    def begin(self) -> None:
+        """An attempt does, of ranks that are new and of ranks that stay."""
+        for rank in range(self._world):
+            _begin(self._all[rank * _CELLS : (rank + 1) * _CELLS], "starting")
+
     def show(self, rank: int, sign: Sign) -> None:
         """What `rank` showed elsewhere, its times by the clock here."""
         cells = self._all[rank * _CELLS : (rank + 1) * _CELLS]
@@ -159,3 +174,11 @@ class Pulses:
             memory=bool(cells[_MEMORY]),
             waited=cells[_WAITED] / 1e9,
         )
+
+
+def _begin(cells: memoryview, doing: Doing) -> None:
+    """Nothing is known of an attempt that starts, except how far the run was."""
+    for cell in (_FIRST, _USUAL, _WAITED, _ASKED):
+        cells[cell] = 0
+    cells[_DOES] = _DOING.index(doing)
+    cells[_MOVED] = cells[_BEAT] = time.monotonic_ns()

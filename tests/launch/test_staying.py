@@ -1,0 +1,130 @@
+"""Ranks that stay: one is replaced, the others keep their processes and their steps, and no bit changes."""
+
+import pytest
+from struck import Struck, recipe_of, same, write_corpus
+
+from espalier.checkpoint import refuge
+from espalier.launch import staying
+from espalier.launch.base import Place
+from espalier.launch.child import Child
+from espalier.resilience.base import Failure
+from espalier.resilience.pulse import Pulses
+from espalier.testing.faults import Fault
+
+HAPPENINGS = ("kill", "raise", "stop", "hang", "exit")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("staying") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def unbroken(corpus, tmp_path_factory):
+    made = {}
+
+    def run(world):
+        if world not in made:
+            made[world] = Struck(recipe_of(corpus), world, tmp_path_factory.mktemp("whole") / "run").run()
+        return made[world]
+
+    return run
+
+
+def struck(corpus, folder, world, faults):
+    return Struck(recipe_of(corpus), world, folder / "run", tuple(faults), memory=1 << 26, alike=True).run()
+
+
+def lives(run, rank):
+    """The process of each attempt of `rank`."""
+    return (run.folder / f"lives-{rank}").read_text().split()
+
+
+def stays(corpus, unbroken, folder, world, rank, what):
+    run = struck(corpus, folder, world, [Fault(rank, 6, what)])
+    assert same(run, unbroken(world))
+    (incident,) = run.all("incident")
+    assert incident["rank"] == rank
+    (recovered,) = run.all("recovered")
+    assert recovered["lost_steps"] == 0
+    assert recovered["source"] == "memory"
+    for other in range(world):
+        assert len(lives(run, other)) == 2
+        assert len(set(lives(run, other))) == (2 if other == rank else 1)
+
+
+@pytest.mark.parametrize(("what", "rank"), [(what, index % 2) for index, what in enumerate(HAPPENINGS)])
+def test_one_of_three_is_replaced_and_the_others_lose_no_step(corpus, unbroken, tmp_path, what, rank):
+    stays(corpus, unbroken, tmp_path, 3, 2 * rank, what)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("what", HAPPENINGS)
+def test_any_rank_is_replaced(corpus, unbroken, tmp_path, what, other, world):
+    stays(corpus, unbroken, tmp_path, world, world - 1 if other else 0, what)
+
+
+def test_one_after_the_other_and_two_at_once(corpus, unbroken, tmp_path):
+    faults = [Fault(1, 2, "kill"), Fault(0, 4, "kill"), Fault(0, 7, "kill"), Fault(1, 7, "kill")]
+    run = struck(corpus, tmp_path, 3, faults)
+    assert same(run, unbroken(3))
+    assert len(set(lives(run, 2))) == 1
+    assert sum(event["lost_steps"] for event in run.all("recovered")) == 0
+
+
+# --- who can stay ----------------------------------------------------------------------------------------------------
+
+
+def ranks(*ended):
+    """Three ranks, of which some have ended; and signs of life of three that have made steps."""
+    children = [Child(Place(rank=rank, world=3), -1, -1, -1) for rank in range(3)]
+    for rank in ended:
+        children[rank].status = -9
+    pulses = Pulses(3, 1.0)
+    for rank in range(3):
+        pulses.of(rank).stepped(4)
+    return children, pulses
+
+
+def test_the_dead_and_the_culprit_are_replaced():
+    children, pulses = ranks(1)
+    assert staying.gone(Failure("killed", 1, ""), children, pulses.read()) == [1]
+    assert staying.gone(Failure("hang", 2, ""), children, pulses.read()) == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["user", "lost", "anomaly", "signal", "replanned"])
+def test_what_concerns_all_ranks_begins_all_anew(kind):
+    children, pulses = ranks(1)
+    assert staying.gone(Failure(kind, 1, ""), children, pulses.read()) == []
+
+
+def test_a_hang_of_nobody_knows_whom_begins_all_anew():
+    children, pulses = ranks()
+    assert staying.gone(Failure("hang", -1, ""), children, pulses.read()) == []
+
+
+def test_ranks_that_still_meet_cannot_be_called():
+    children, pulses = ranks(1)
+    pulses.of(2).starts()
+    assert staying.gone(Failure("killed", 1, ""), children, pulses.read()) == []
+    pulses.of(2).stands()
+    assert staying.gone(Failure("killed", 1, ""), children, pulses.read()) == [1]
+
+
+def test_nobody_is_left():
+    children, pulses = ranks(0, 1, 2)
+    assert staying.gone(Failure("killed", 1, ""), children, pulses.read()) == []
+
+
+def test_what_has_done_its_part_does_not_come_back():
+    children, pulses = ranks(1)
+    children[0].status, children[0].received = 0, b"done"
+    assert staying.gone(Failure("killed", 1, ""), children, pulses.read()) == []
+
+
+def test_without_room_for_copies_all_begin_anew(corpus, unbroken, tmp_path):
+    run = Struck(recipe_of(corpus), 2, tmp_path / "run", (Fault(1, 6, "kill"),), memory=refuge.SLOTS, alike=True).run()
+    assert same(run, unbroken(2))
+    assert run.all("recovered")[-1]["source"] == "disk"
