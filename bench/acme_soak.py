@@ -11,6 +11,8 @@ started again, are left out. Each becomes what a process sees of it:
 - it hangs: network 4.53 %, NCCL timeout 0.50, NCCL remote 0.15.
 
 `espalier train` with two ranks, everything as it is by default. The fault meets a random rank before its next step.
+Should the run end by itself, it is started again, which is a manual step. Steps are lost when they have to be done
+again; the time to recover is from the failure to the end of the next step of all ranks, as the run log tells both.
 """
 
 from __future__ import annotations
@@ -18,17 +20,20 @@ from __future__ import annotations
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from acme_rank import Task
 from espalier.track import events
-from espalier.track.ledger import Account, account
+from espalier.track.ledger import account
 from table import Row
 
 EVERY, GOAL, RANKS, SEED = 20.0, 0.70, 2, 1
@@ -40,36 +45,55 @@ MIX = {
 }
 """Percent of the GPU time lost to failures, by what a process sees."""
 KINDS = {"killed": "kill", "exception": "raise", "stopped": "stop", "hang": "hang"}
-"""The ledger's words for them."""
+"""The run log's words for them."""
+MANUAL = 3
+"""Starts by hand after which the run is given up."""
 
 
-def run(seconds: float, folder: Path) -> tuple[Account, list[str]]:
-    """Trains for so long under fire; what the run log says of it, and the faults there were."""
-    draw, struck = random.Random(SEED), []
+@dataclass(frozen=True)
+class Soaked:
+    """What a run under fire came to: the faults there were, starts by hand, and the events of its run log."""
+
+    struck: tuple[str, ...]
+    manual: int
+    events: tuple[events.Event, ...]
+
+
+def run(seconds: float, folder: Path) -> Soaked:
+    """Trains for so long under fire."""
+    draw, manual = random.Random(SEED), 0
+    process = _started(folder)
+    try:
+        _begun(process, folder)
+        until, due = time.monotonic() + seconds, time.monotonic() + EVERY
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            if process.poll() is not None:
+                manual += 1
+                if manual > MANUAL:
+                    raise SystemExit(f"the run ended by itself again:\n{(folder / 'said').read_text()[-3000:]}")
+                process = _started(folder)
+            if time.monotonic() > due and time.monotonic() + EVERY / 2 < until:
+                due += EVERY
+                what = draw.choices(list(MIX), weights=list(MIX.values()))[0]
+                (folder / "due.part").write_text(f"{what} {draw.randrange(RANKS)}")
+                (folder / "due.part").rename(folder / "due")
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    finally:
+        if process.poll() is None:
+            process.kill()  # its ranks end with it
+            process.wait()
+    told = [line.split()[1] for line in (folder / "told").read_text().splitlines()]
+    struck = tuple(what for what in told if what in MIX)
+    return Soaked(struck, manual, tuple(events.read(folder / "run" / "events.jsonl")))
+
+
+def _started(folder: Path) -> subprocess.Popen[bytes]:
     task = Task(str(folder), RANKS, 10_000_000, (), every=None, due=True)
     program = [str(Path(__file__).with_name("acme_rank.py")), "ours", msgspec.json.encode(task).decode()]
-    with (folder / "said").open("w") as said:
-        process = subprocess.Popen([sys.executable, *program], stdout=said, stderr=said)
-        try:
-            _begun(process, folder)
-            until, due = time.monotonic() + seconds, time.monotonic() + EVERY
-            while time.monotonic() < until:
-                time.sleep(0.05)
-                if process.poll() is not None:
-                    raise SystemExit(f"the run ended by itself:\n{(folder / 'said').read_text()[-3000:]}")
-                if time.monotonic() > due and time.monotonic() + EVERY / 2 < until:
-                    due += EVERY
-                    what = draw.choices(list(MIX), weights=list(MIX.values()))[0]
-                    (folder / "due.part").write_text(f"{what} {draw.randrange(RANKS)}")
-                    (folder / "due.part").rename(folder / "due")
-                    struck.append(what)
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
-        finally:
-            if process.poll() is None:
-                process.kill()  # its ranks end with it
-                process.wait()
-    return account(events.read(folder / "run" / "events.jsonl")), struck
+    with (folder / "said").open("a") as said:
+        return subprocess.Popen([sys.executable, *program], stdout=said, stderr=said)
 
 
 def _begun(process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -82,27 +106,43 @@ def _begun(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def rows(minutes: float) -> list[Row]:
-    """Goodput beside its goal, and by cause how often and how long."""
+    """The table of one soak."""
     with tempfile.TemporaryDirectory(prefix="acme-soak-") as name:
-        found, struck = run(60 * minutes, Path(name))
-    case = f"{minutes:g} min, a fault every {EVERY:g} s, {RANKS} ranks, {os.cpu_count()} cores"
-    count = f"{found.failures} failures of {len(struck)} faults"
+        soaked = run(60 * minutes, Path(name))
+    return table(f"{minutes:g} min, a fault every {EVERY:g} s, {RANKS} ranks, {os.cpu_count()} cores", soaked)
+
+
+def table(case: str, soaked: Soaked) -> list[Row]:
+    """Goodput, what the run got over, steps lost and manual steps, beside their goals; and by kind how long it took."""
+    found = account(soaked.events)
+    told = [event for event in soaked.events if event["event"] == "recovered"]
+    faults, lost = Counter(soaked.struck), sum(one.steps for one in found.causes)
+    steps = sum(event["event"] == "step" for event in soaked.events)
     made = [
-        Row(f"{case}: goodput", "goal", GOAL, found.goodput, found.goodput / GOAL, "share", count),
-        _row(
-            f"{case}: faults that the run got over", len(struck), sum(one.recovered for one in found.causes), "faults"
-        ),
+        _row(f"{case}: goodput", GOAL, found.goodput, "share", f"{found.useful:.0f} of {found.wall:.0f} s"),
+        _row(f"{case}: faults got over", len(soaked.struck), len(told), "faults", f"{found.failures} failures seen"),
+        _row(f"{case}: steps lost", 0, lost, "steps", f"of {steps}"),
+        _row(f"{case}: manual steps", 0, soaked.manual, "steps", "-"),
     ]
-    for one in found.causes:
-        what = f"{case}: {KINDS.get(one.kind, one.kind)}, {one.count} times"
-        mean = one.down / max(1, one.recovered)
-        made.append(
-            Row(f"{what}, seconds to the next step", "every", EVERY, mean, EVERY / mean if mean else 0, "s", "-")
-        )
-        made.append(_row(f"{what}, steps done again", 0, one.steps, "steps"))
+    for kind in sorted({*faults, *(_kind(event) for event in told)}):
+        times = [float(event["seconds"]) for event in told if _kind(event) == kind]
+        made.append(_row(f"{case}: {kind}, got over", faults[kind], len(times), "faults", "-"))
+        if times:
+            again = sum(one.steps for one in found.causes if KINDS.get(one.kind, one.kind) == kind)
+            spread = f"{min(times):.2f}-{max(times):.2f} (n={len(times)})"
+            middle = statistics.median(times)
+            made.append(Row(f"{case}: {kind}, to the next step", "every", EVERY, middle, EVERY / middle, "s", spread))
+            made.append(_row(f"{case}: {kind}, steps lost", 0, again, "steps", "-"))
     return made
 
 
-def _row(case: str, goal: int, own: int, unit: str) -> Row:
+def _kind(event: events.Event) -> str:
+    """The fault behind a recovery, where the run log has a word for it; else that word."""
+    told = str(event.get("kind"))
+    return KINDS.get(told, told)
+
+
+def _row(case: str, goal: float, own: float, unit: str, spread: str) -> Row:
+    """Of a goal of none, and of what nobody wanted, the ratio is that of one more."""
     ratio = own / goal if goal else 1 / (1 + own)
-    return Row(case, "goal", float(goal), float(own), ratio, unit, "-")
+    return Row(case, "goal", float(goal), float(own), ratio, unit, spread)

@@ -8,7 +8,9 @@ Error, its line the root, the reason's usual action the action. "Not stopped wro
 stopped where a restart can help.
 
 Speed: a log of routine lines with warnings every 50, read whole; ours is the whole diagnosis, grep only counts lines
-that hold one of the same words. Compression: lines over lines kept, and whether the root line of every labelled log is
+that hold one of the same words. And logs of random words, which no two lines share: quiet ones, ones of which every
+second line holds an alarming word, and ones with very long lines; there also the scan alone, which is the first pass
+over the bytes. Compression: lines over lines kept, and whether the root line of every labelled log is
 kept, among the lines or among the losses, when the log stands amid 50 000 routine lines.
 """
 
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,29 +156,70 @@ def routine(lines: int, seed: int = 0) -> bytes:
 FAULT = b"Traceback (most recent call last):\n  File \"train.py\", line 3, in f\nKeyError: 'k'\n"
 
 
+def babble(size: int, words_of_line: int, alarm: int, seed: int = 0) -> bytes:
+    """Lines of words of random letters; every `alarm`th line ends in one of the words that could matter."""
+    draw = random.Random(seed)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    known = ["".join(draw.choices(letters, k=draw.randint(2, 9))) for _ in range(5000)]
+    made: list[str] = []
+    while size > 0:
+        line = " ".join(draw.choices(known, k=words_of_line))
+        if alarm and len(made) % alarm == 0:
+            line += f" {draw.choice(words.WORDS).decode()}"
+        made.append(line)
+        size -= len(line) + 1
+    return ("\n".join(made) + "\n").encode()
+
+
+BABBLE = {
+    "random words": (18, 0),
+    "random words, every 2nd line alarming": (18, 2),
+    "lines of 20 000 words": (20_000, 0),
+}
+"""Words of a line, and which line is alarming."""
+
+
 def speed(folder: Path, size: int, pairs: int) -> list[Row]:
-    """MB/s of the whole diagnosis beside grep's, and seconds for the whole file."""
-    block, path = routine(60_000), folder / "large.log"
-    with path.open("wb") as file:
-        for _ in range(max(1, size // len(block))):
-            file.write(block)
-        file.write(FAULT)
+    """MB/s of the whole diagnosis beside grep's, and seconds for the whole file; of random text also of the scan."""
+    path = folder / "large.log"
+    block = routine(60_000)
+    path.write_bytes(block * max(1, size // len(block)) + FAULT)
+    whole = f"log of {path.stat().st_size / 1e9:.2g} GB, whole diagnosis"
+    times = _times(path, lambda path: diagnose(path)[0].reason == "Key Error", pairs)
+    rows = [
+        _rate(whole, path, times),
+        compare(whole, "grep -ciE", "s", times, higher_is_better=False),
+    ]
+    for name, (count, alarm) in BABBLE.items():
+        path.write_bytes(babble(size // 10, count, alarm) + FAULT)
+        case = f"{name}, {path.stat().st_size / 1e6:.0f} MB"
+        rows.append(_rate(f"{case}, scan", path, _times(path, _kept, pairs)))
+        rows.append(_rate(f"{case}, whole diagnosis", path, _times(path, lambda path: bool(diagnose(path)), pairs)))
+    return rows
+
+
+def _kept(path: Path) -> bool:
+    """Whether the scan keeps the fault's line."""
+    return "KeyError: 'k'" in scan.scan(path).lines.values()
+
+
+def _times(path: Path, ours: Callable[[Path], bool], pairs: int) -> list[tuple[float, float]]:
+    """Seconds of ours, which must be true, and of grep."""
     pattern = "|".join(word.decode() for word in words.WORDS)
     command = ["grep", "-a", "-c", "-i", "-E", pattern, str(path)]
-    size, times = path.stat().st_size, []
+    times = []
     for _ in range(pairs):
         begin = time.perf_counter()
-        told = diagnose(path)[0]
+        assert ours(path), path
         middle = time.perf_counter()
         subprocess.run(command, capture_output=True, env={**os.environ, "LC_ALL": "C"}, check=False)
         times.append((middle - begin, time.perf_counter() - middle))
-        assert told.reason == "Key Error", told
-    name = f"log of {size / 1e9:.2g} GB"
-    rates = [(size / 1e6 / mine, size / 1e6 / theirs) for mine, theirs in times]
-    return [
-        compare(f"{name}, whole diagnosis", "grep -ciE", "MB/s", rates),
-        compare(f"{name}, whole diagnosis", "grep -ciE", "s", times, higher_is_better=False),
-    ]
+    return times
+
+
+def _rate(case: str, path: Path, times: Sequence[tuple[float, float]]) -> Row:
+    size = path.stat().st_size / 1e6
+    return compare(case, "grep -ciE", "MB/s", [(size / mine, size / theirs) for mine, theirs in times])
 
 
 def compressed(folder: Path, logs: Sequence[Labelled]) -> list[Row]:

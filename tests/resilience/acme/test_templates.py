@@ -33,14 +33,23 @@ def test_other_lines_are_other_templates(other):
     assert tree.add(other) is not tree.add("worker alpha lost its connection to the store")
 
 
-def test_the_number_of_templates_is_bounded(monkeypatch):
-    monkeypatch.setattr(templates, "MOST", 50)
+LINE = st.text("ab1.- /x0f:,é²\x1f\u2003", max_size=60)
+
+
+@given(LINE)
+def test_words_are_masked_one_by_one_as_the_whole_line_would_be(line):
+    assert templates.masked(line) == templates.masked_plain(line)
+
+
+def test_of_a_long_line_only_the_first_words_are_compared():
+    line = "word " * 50
+    assert templates.masked(line) == templates.masked_plain(line) == ["word"] * templates.WORDS
+
+
+def test_there_are_enough_when_one_more_would_tell_nothing(monkeypatch):
+    monkeypatch.setattr(templates, "MOST", 2)
     tree = Templates()
-    for at in range(2000):
-        tree.add(
-            " ".join(
-                f"w{chr(97 + at % 26)}{chr(97 + at // 26 % 26)}{chr(97 + at // 676)}{n * 'q'}"
-                for n in range(1 + at % 7)
-            )
-        )
-    assert len(tree.found) <= 50 + templates.WORDS
+    assert not tree.full
+    tree.add("one form of line")
+    tree.add("another")
+    assert tree.full

@@ -1,8 +1,9 @@
 """One pass over a log of any size: the lines that could matter, what stands round them, the tail, and the losses.
 
-After arXiv 2403.07648, section on diagnosis: routine lines are dropped before anything looks at the rest. What is
-routine is decided once for each *shape* of a line (its letters alone: steps, times and figures do not change it), so
-a line that repeats costs one look-up. Lines are counted at line feeds, as editors do.
+After arXiv 2403.07648, section on diagnosis: routine lines are dropped before anything looks at the rest. Which lines
+could matter is told by their *shapes* (letters alone: steps, times and figures do not change them), of a whole block at
+once and at the same speed whatever stands in it; only those are then looked at one by one, and form templates. Lines
+are counted at line feeds, as editors do. plain.py says line by line what is kept; where blocks end changes nothing.
 """
 
 from __future__ import annotations
@@ -10,25 +11,32 @@ from __future__ import annotations
 import gzip
 import math
 import re
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
+
+import numpy as np
 
 from espalier.errors import UserError
 from espalier.resilience.acme import words
 from espalier.resilience.acme.templates import Template, Templates
 
 BLOCK = 1 << 20
-"""Bytes read at a time; also where a line without an end is cut."""
+"""Bytes read at a time."""
+LONGEST = 1 << 20
+"""Bytes of a line, not fewer than are read at a time; of a longer one only what stands at its ends is looked at."""
 TAIL = 60
 """Last lines, kept whatever they say."""
 FIRST = 8
 """Lines of a template kept from its beginning, and from the beginning of each of its later bursts."""
 BURST = 200
 """Lines without a template after which it begins a new burst."""
-BURSTS = 400
-"""Lines of one template kept in all."""
+LAST = 4000
+"""Lines whose template is not looked for, the last ones, that are kept whatever their burst."""
 AFTER = 2
 """Lines kept after one that matters."""
 STACK = 40
@@ -36,19 +44,23 @@ STACK = 40
 WIDEST = 4096
 """Characters kept of a line."""
 MINED = 20_000
-"""Shapes whose template is looked for; later ones share one."""
-SHAPES = 50_000
-"""Shapes remembered."""
+"""Shapes whose template is looked for, and that while there are not too many templates; later ones share one."""
+KEY = 1000
+"""Letters of a shape beyond which two are one if they begin and end alike."""
 MEMORY = 16 << 20
 """Bytes of lines kept before the oldest go."""
-LOSS_BLOCKS = 8
-"""Last blocks whose losses are read; of earlier ones only whether they are numbers."""
+MOST = 10_000
+"""Lines kept before the oldest go: more than the rules are asked about."""
+LOSSES = 8 << 20
+"""Bytes at the end of a log whose losses are read; of earlier ones only whether they are numbers."""
 
 _OPENS = (b"traceback", b"rootcause", b"failuresother", b"stacktrace")
 
 _NUMBER = rb"[-+]?(?:nan|NaN|NAN|inf|Inf|INF|\d[\d.]*(?:[eE][-+]?\d+)?)"
 _LOSS = re.compile(rb"oss(?:es)?['\"\]]?[ \t]{0,4}[:=|]?[ \t]{0,4}(?:tensor\()?(" + _NUMBER + rb")")
-_OTHER_LOSS = re.compile(rb"(val|valid|validation|eval|evaluation|test|best|min|aux|balanc\w*|z|router)(idation)?loss")
+_OTHER_LOSS = re.compile(
+    rb"(val|valid|validation|eval|evaluation|test|best|min|aux|balanc(e|ed|er|ing)|z|router)(idation)?loss"
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,7 @@ class Loss:
     @property
     def text(self) -> str:
         """The line as text."""
-        return _text(self.line)
+        return text_of(self.line)
 
 
 @dataclass(frozen=True)
@@ -110,10 +122,11 @@ def scan(path: str | Path) -> Scanned:
     return keeper.result(str(path))
 
 
-def scan_text(text: bytes) -> Scanned:
+def scantext_of(text: bytes) -> Scanned:
     """The same of a text that is no file."""
     keeper = _Keeper()
-    keeper.take(text)
+    for at in range(0, len(text), BLOCK):
+        keeper.take(text[at : at + BLOCK])
     return keeper.result("")
 
 
@@ -139,147 +152,220 @@ def _opened(path: Path) -> IO[bytes]:
     return path.open("rb")
 
 
-@dataclass(eq=False)
-class _Shape:
-    """What is known of lines of one shape that matter. Has state."""
+class _Losses(NamedTuple):
+    """Lines some of which tell losses: their text, lines before them, bytes of the log up to their end."""
 
-    opens: bool
-    template: Template | None = None
+    text: bytes
+    before: int
+    until: int
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Whole lines that stand together.
+
+    Attributes:
+        text, shapes: the lines and their shapes, each ended by a line feed.
+        ends, bounds: where those stand in `text` and in `shapes`.
+        before: lines of the log before the first.
+        until: bytes of the log up to the end of the last.
+    """
+
+    text: bytes
+    shapes: bytes
+    ends: memoryview
+    bounds: memoryview
+    before: int
+    until: int
+
+    def line(self, at: int) -> bytes:
+        """Without its line feed."""
+        return self.text[self.ends[at - 1] + 1 if at else 0 : self.ends[at]]
+
+    def shape(self, at: int) -> bytes:
+        """Of that line."""
+        return self.shapes[self.bounds[at - 1] + 1 if at else 0 : self.bounds[at]]
 
 
 @dataclass(eq=False)
 class _Keeper:
     """Keeps what matters of the blocks it is given. Has state."""
 
-    known: dict[bytes, _Shape | bool] = field(default_factory=dict)
-    templates: Templates = field(default_factory=Templates)
-    kept: dict[int, bytes] = field(default_factory=dict)
-    losses: deque[list[tuple[int, bytes]]] = field(default_factory=lambda: deque(maxlen=LOSS_BLOCKS))
-    not_finite: Loss | None = None
+    head: bytes = b""
+    """How the line begins that has not ended yet, if it is too long to be kept."""
     rest: bytes = b""
+    """What follows, or all of it."""
     number: int = 0
     size: int = 0
-    held: int = 0
     mattered: int = 0
-    mined: int = 0
+    known: dict[bytes, Template] = field(default_factory=dict)
+    templates: Templates = field(default_factory=Templates)
     crowd: Template = field(default_factory=lambda: Template(["*"]))
+    crowded: deque[tuple[int, bytes]] = field(default_factory=lambda: deque(maxlen=LAST))
+    kept: deque[tuple[int, bytes]] = field(default_factory=deque)
+    held: int = 0
     until: int = 0
     """Lines up to this number are kept as context."""
+    losses: deque[_Losses] = field(default_factory=deque)
+    not_finite: Loss | None = None
     tail: list[bytes] = field(default_factory=list)
 
-    def take(self, block: bytes) -> None:
-        """Looks at the lines that end within `block`."""
-        self.size += len(block)
-        block = self.rest + block
-        end = block.rfind(b"\n")
-        if end < 0 and len(block) < max(BLOCK, 2 * WIDEST):
-            self.rest = block
-            return
-        if end < 0:  # a line longer than a block: what stands at its ends is enough
-            self.rest = block[:WIDEST] + block[-WIDEST:]
-            return
-        self.rest = block[end + 1 :]
-        self._look(block[:end].split(b"\n"), words.shapes(block[:end]).split(b"\n"))
+    def take(self, piece: bytes) -> None:
+        """Looks at the lines that end within the next `piece` of the log."""
+        self.size += len(piece)
+        first, last = piece.find(b"\n"), piece.rfind(b"\n") + 1
+        if last:
+            self._grow(piece[:first])
+            self._look(self.head + self.rest + piece[first:last], self.size - len(piece) + last)
+            self.head = self.rest = b""
+        self._grow(piece[last:])
 
     def result(self, path: str) -> Scanned:
         """What was kept of the whole log."""
         if self.rest:
-            self._look([self.rest], [words.shapes(self.rest)])
+            self._look(self.head + self.rest + b"\n", self.size + 1)
         first = self.number - len(self.tail) + 1
-        self.kept.update({first + at: _cut(line) for at, line in enumerate(self.tail)})
-        lines = {number: _text(self.kept[number]) for number in sorted(self.kept)}
-        losses = tuple(loss for block in self.losses for number, line in block if (loss := _loss(number, line)))
+        kept = dict(self.kept) | dict(self.crowded) | {first + at: line for at, line in enumerate(self.tail)}
+        lines = {number: text_of(kept[number]) for number in sorted(kept)}
         found = tuple(self.templates.found)
+        losses = tuple(self._told())
         return Scanned(path, lines, self.number, self.size, self.mattered, losses, self.not_finite, found)
 
-    def _look(self, lines: list[bytes], shapes: list[bytes]) -> None:
-        found = list(map(self.known.get, shapes))
-        if None in found:
-            new = list({shape for one, shape in zip(found, shapes, strict=True) if one is None})
-            judged = dict(zip(new, map(self._judge, new, words.which_matter(new)), strict=True))
-            found = [judged[shape] if one is None else one for one, shape in zip(found, shapes, strict=True)]
-        before = self.number
-        self._context(before, lines)
-        for at, shape in enumerate(found):
-            if isinstance(shape, _Shape):
-                self._matters(shape, before, at, lines)
-        self._lost([(before + at + 1, lines[at]) for at, shape in enumerate(found) if shape])
-        self.number += len(lines)
-        self.tail = (self.tail + lines[-TAIL:])[-TAIL:]
+    def _grow(self, piece: bytes) -> None:
+        """Adds to the line that has not ended yet."""
+        self.rest += piece
+        if self.head or len(self.rest) > LONGEST:
+            self.head = self.head or self.rest[:WIDEST]
+            self.rest = self.rest[-WIDEST:]
 
-    def _judge(self, shape: bytes, matters: bool) -> _Shape | bool:
-        judged: _Shape | bool = b"loss" in shape and not _OTHER_LOSS.search(shape)
-        if matters:
-            judged = _Shape(any(map(shape.__contains__, _OPENS)))
-        if len(self.known) < SHAPES and len(shape) < 1000:
-            self.known[shape] = judged
-        return judged
+    def _look(self, text: bytes, until: int) -> None:
+        shapes = words.shapes(text)
+        bounds, mattering = words.ends_and_matters(shapes)
+        ends = np.flatnonzero(np.frombuffer(text, np.uint8) == 10)  # line feeds
+        block = _Block(text, shapes, ends.data, bounds.data, self.number, until)
+        self.mattered += len(mattering)
+        starts = np.where(mattering > 0, bounds[mattering - 1] + 1, 0)
+        found = [shapes[a:b] for a, b in zip(starts.tolist(), bounds[mattering].tolist(), strict=True)]
+        wanted = [(0, self.until - self.number), *self._new(block, mattering.tolist(), found)]
+        self._keep(block, wanted)
+        self._follow(block)
+        self.number += len(ends)
+        self.tail = (self.tail + [cut(block.line(at)) for at in range(max(0, len(ends) - TAIL), len(ends))])[-TAIL:]
 
-    def _lost(self, block: list[tuple[int, bytes]]) -> None:
-        """Keeps the lines of a block that may tell a loss, and remembers where losses stopped being numbers."""
-        self.losses.append(block)
-        last = next((loss for number, line in reversed(block) if (loss := _loss(number, line))), None)
-        if last is None:
-            return
-        if math.isfinite(last.value):
-            self.not_finite = None
-        elif self.not_finite is None:
-            for number, line in block:
-                loss = _loss(number, line)
-                if loss is not None:
-                    self.not_finite = None if math.isfinite(loss.value) else self.not_finite or loss
+    def _new(self, block: _Block, mattering: list[int], shapes: list[bytes]) -> Iterator[tuple[int, int]]:
+        """Of the lines that matter those that are first of a burst, with what stands round them: from, to."""
+        known, crowded = self.known, []
+        keys = [shape if len(shape) <= KEY else shape_key(shape) for shape in shapes]
+        full = len(known) >= MINED or self.templates.full
+        for at, key, before in zip(mattering, keys, list(map(known.get, keys)), strict=True):
+            template = before or known.get(key)
+            if template is None and not full:
+                template = known[key] = self.templates.add(text_of(block.line(at)))
+                full = len(known) >= MINED or self.templates.full
+            elif template is None:
+                template = self.crowd
+                crowded.append(at)
+            number = block.before + at + 1
+            if number - template.last > BURST:
+                template.kept = 0
+            template.last = number
+            if template.kept < FIRST:
+                template.kept += 1
+                yield at - 1, at + 1 + context(block.shape(at))
+        self.crowded.extend((block.before + at + 1, cut(block.line(at))) for at in crowded[-LAST:])
 
-    def _matters(self, shape: _Shape, before: int, at: int, lines: list[bytes]) -> None:
-        self.mattered += 1
-        number = before + at + 1
-        if shape.template is None:
-            self.mined += 1
-            shape.template = self.templates.add(_text(lines[at])) if self.mined <= MINED else self.crowd
-        template = shape.template
-        if number - template.last > BURST:
-            template.kept = 0 if template.kept < BURSTS else template.kept
-        template.last = number
-        template.count += 1
-        if template.kept % BURSTS >= FIRST and template.kept < BURSTS:
-            return
-        template.kept += 1
-        after = STACK if shape.opens else AFTER
-        for near in range(max(0, at - 1), min(at + after + 1, len(lines))):
-            self._keep(before + near + 1, lines[near])
-        self.until = max(self.until, number + after)
+    def _keep(self, block: _Block, wanted: list[tuple[int, int]]) -> None:
+        """Keeps the lines `wanted`, from (-1: the last of the block before) and to, in order, some of which overlap."""
+        done = 0
+        for low, high in wanted:
+            if low < 0 and block.before and (not self.kept or self.kept[-1][0] < block.before):
+                self._hold(block.before, self.tail[-1])
+            for at in range(max(low, done), min(high, len(block.ends))):
+                self._hold(block.before + at + 1, cut(block.line(at)))
+            done = max(done, high)
+        self.until = max(self.until, block.before + done)
+        while self.held > MEMORY or len(self.kept) > MOST:
+            self.held -= weight(self.kept.popleft()[1])
 
-    def _context(self, before: int, lines: list[bytes]) -> None:
-        for at in range(min(max(0, self.until - before), len(lines))):
-            self._keep(before + at + 1, lines[at])
+    def _hold(self, number: int, line: bytes) -> None:
+        self.kept.append((number, line))
+        self.held += weight(line)
 
-    def _keep(self, number: int, line: bytes) -> None:
-        if number not in self.kept:
-            self.kept[number] = line = _cut(line)
-            self.held += len(line) + 64
-            while self.held > MEMORY:
-                oldest = next(iter(self.kept))
-                self.held -= len(self.kept.pop(oldest)) + 64
+    def _follow(self, block: _Block) -> None:
+        """Follows whether the last loss is a number, from a block's end back to its last loss that is one."""
+        odd, place = None, block.shapes.rfind(b"loss")
+        if place >= 0:
+            self.losses.append(_Losses(block.text, block.before, block.until))
+        while place >= 0:
+            at = bisect_left(block.bounds, place)
+            loss = loss_in(block.before + at + 1, block.line(at), block.shape(at))
+            if loss is not None and math.isfinite(loss.value):
+                self.not_finite = None
+                break
+            odd = loss or odd
+            place = block.shapes.rfind(b"loss", 0, block.bounds[at - 1]) if at else -1
+        self.not_finite = self.not_finite or odd
+        while self.losses and self.losses[0].until <= self.size - LOSSES:
+            self.losses.popleft()
+
+    def _told(self) -> Iterator[Loss]:
+        """The losses at the end of the log."""
+        for text, before, until in self.losses:
+            end = until - len(text) - 1
+            both = zip(text.split(b"\n")[:-1], words.shapes(text).split(b"\n"), strict=False)
+            for number, (line, shape) in enumerate(both, before + 1):
+                end += len(line) + 1
+                if end >= self.size - LOSSES and (loss := loss_in(number, line, shape)):
+                    yield loss
 
 
-def _loss(number: int, line: bytes) -> Loss | None:
-    found = _LOSS.search(line)
-    if found is None or _OTHER_LOSS.search(words.shapes(line[max(0, found.start() - 16) : found.start() + 4])):
+def shape_key(shape: bytes) -> bytes:
+    """By what a shape is known: itself, or of one that is too long both ends."""
+    return shape if len(shape) <= KEY else shape[: KEY // 2] + shape[-KEY // 2 :]
+
+
+def context(shape: bytes) -> int:
+    """Lines kept after one of this shape."""
+    return STACK if any(map(shape.__contains__, _OPENS)) else AFTER
+
+
+def weight(line: bytes) -> int:
+    """Bytes of memory that a kept line takes: its own, and those of its number and place."""
+    return len(line) + 64
+
+
+def loss_in(number: int, line: bytes, shape: bytes) -> Loss | None:
+    """The training loss that the line of this number and shape tells, if it does."""
+    if b"loss" not in shape:
         return None
+    found = _LOSS.search(line)
+    if found is None:
+        return None
+    if _others(shape):  # one of those, or in a line that is no routine
+        near = words.shapes(line[max(0, found.start() - 16) : found.start() + 4])
+        if _OTHER_LOSS.search(near) or not words.matters(shape):
+            return None
     try:
-        return Loss(number, float(found[1]), _cut(line))
+        return Loss(number, float(found[1]), cut(line))
     except ValueError:
         return None
 
 
-def _text(line: bytes) -> str:
+@lru_cache(maxsize=256)
+def _others(shape: bytes) -> bool:
+    """Whether a line of this shape tells other losses than the training loss."""
+    return _OTHER_LOSS.search(shape) is not None
+
+
+def text_of(line: bytes) -> str:
     """A line as text. Of what a progress bar wrote over and over on one line, the words stand last."""
     line = line.rstrip(b"\r")
     if b"\r" in line:
         line = b"\r".join(line.split(b"\r")[-2:])
-    return _cut(line).decode("utf-8", "replace").replace("\x00", "")
+    return cut(line).decode("utf-8", "replace").replace("\x00", "")
 
 
-def _cut(line: bytes) -> bytes:
+def cut(line: bytes) -> bytes:
     """Both ends of a line that is too long: what failed stands at one of them."""
     return line if len(line) <= WIDEST else line[: WIDEST // 2] + b" ... " + line[-WIDEST // 2 :]
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from operator import eq
 
 ALIKE = 0.5
 """Share of equal words from which two lines are of one form: the middle of Drain's 0.4 to 0.6."""
-MOST = 20_000
-"""Templates; later forms share the template of their length."""
+MOST = 4000
+"""Templates: a few lines of each are as many as the rules are asked about."""
 WORDS = 40
 """Words of a line that are compared."""
 BRANCH = 32
@@ -22,13 +23,12 @@ BRANCH = 32
 _VARIABLE = re.compile(r"0x[0-9a-f]+|(?<![a-z])[-+]?\d[\w.:,+/-]*|(?:/[\w.@+-]+){2,}/?|[\w.-]*\d{2,}[\w.-]*", re.I)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Template:
-    """One form of line. Has state: its words, `*` where they differ, how many lines had
-    it, the number of the last of them, and how many were kept."""
+    """One form of line. Has state: its words, `*` where they differ, the number of the
+    last line that had it, and how many were kept of its last burst."""
 
     words: list[str]
-    count: int = 0
     last: int = 0
     kept: int = 0
 
@@ -43,15 +43,20 @@ class Templates:
         self._tree: dict[tuple[int, str], list[Template]] = {}
         self.found: list[Template] = []
 
+    @property
+    def full(self) -> bool:
+        """Whether there are so many forms that one more would tell nothing."""
+        return len(self.found) >= MOST
+
     def add(self, line: str) -> Template:
         """The template of `line`, which it may widen."""
-        words = _VARIABLE.sub("*", line).split()[:WORDS]
-        crowded = len(self.found) >= MOST
-        first = words[0] if words and "*" not in words[0] and not crowded else "*"
+        words = masked(line)
+        first = words[0] if words and "*" not in words[0] else "*"
         branch = self._tree.setdefault((len(words), first), [])
-        best = max(branch, key=lambda one: _alike(one.words, words), default=None)
-        full = crowded or len(branch) >= BRANCH
-        if best is not None and (full or _alike(best.words, words) >= ALIKE):
+        shared = [sum(map(eq, one.words, words)) for one in branch]
+        most = max(shared, default=0)
+        if branch and (len(branch) >= BRANCH or most >= ALIKE * len(words)):
+            best = branch[shared.index(most)]
             best.words = [mine if mine == other else "*" for mine, other in zip(best.words, words, strict=True)]
             return best
         made = Template(words)
@@ -60,7 +65,12 @@ class Templates:
         return made
 
 
-def _alike(one: list[str], other: list[str]) -> float:
-    if not one:
-        return 1.0
-    return sum(mine == theirs for mine, theirs in zip(one, other, strict=True)) / len(one)
+def masked(line: str) -> list[str]:
+    """The first words of a line, with `*` for what varies: word by word, as no variable holds a space, and words of
+    letters alone hold none."""
+    return [word if word.isalpha() else _VARIABLE.sub("*", word) for word in line.split(None, WORDS)[:WORDS]]
+
+
+def masked_plain(line: str) -> list[str]:
+    """The same in one go over the whole line: the plain form."""
+    return _VARIABLE.sub("*", line).split()[:WORDS]

@@ -1,12 +1,14 @@
-"""Which lines hold a word that could matter: one look at each shape, the plain form and a fast one for many at once.
+"""Which lines hold a word that could matter: the plain form for one line, and a fast one for a block of them.
 
-A shape is a line's letters alone, in lower case. The fast form looks up every four letters in a table of the words'
-beginnings and compares whole words only where a beginning stands.
+A shape is a line's letters alone, in lower case. The fast form mixes every four letters in a row to sixteen bits, looks
+up whether a word begins so, and compares words with the text, sixteen letters at a time, only where one may begin: a
+few passes in compiled code, whatever the text holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +30,17 @@ giveup givingup exceed dead hang hung stuck stall watchdog undefinedsymbol
 """
 WORDS = tuple(sorted({word.replace("(", "").encode() for word in _LINES.split()}))
 
+
 _UPPER = bytes(range(65, 91))
 _OTHERS = bytes(sorted(set(range(256)) - set(_UPPER) - set(_UPPER.lower()) - {10}))
 _LOWER = bytes.maketrans(_UPPER, _UPPER.lower())
+
+WIDE = 16
+"""Letters that are compared at once: as many as the longest word has."""
+SLICE = 1 << 18
+"""Letters looked at together: what is computed of them stays in a core's cache."""
+_MIX = 0x9E37
+"""Odd, so that letters that differ are mixed to numbers that differ; 2^16 over the golden ratio spreads them."""
 
 
 def shapes(lines: bytes) -> bytes:
@@ -43,41 +53,88 @@ def matters(shape: bytes) -> bool:
     return any(word in shape for word in WORDS)
 
 
-def which_matter(found: Sequence[bytes]) -> list[bool]:
-    """`matters` of each of many shapes, none of which holds a line feed."""
-    verdicts = [False] * len(found)
-    if not found:
-        return verdicts
-    text = b"\n".join(found) + b"\n\n\n\n"
-    codes = _CODES[np.frombuffer(text, np.uint8)]
-    grams = (codes[:-3] << 15) | (codes[1:-2] << 10) | (codes[2:-1] << 5) | codes[3:]
-    hits = np.flatnonzero(_BEGINS[grams])
-    if not len(hits):
-        return verdicts
-    ends = np.flatnonzero(codes == 0)
-    rows = np.searchsorted(ends, hits)
-    for hit, row in zip(hits.tolist(), rows.tolist(), strict=True):
-        if not verdicts[row] and text.startswith(_BY_GRAM[text[hit : hit + 3]], hit):
-            verdicts[row] = True
-    return verdicts
+def ends_and_matters(text: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the shapes in `text`, each ended by a line feed, end, and the numbers from 0 of those that matter."""
+    letters = np.frombuffer(text + b"\n" * WIDE, np.uint8)
+    ends = np.flatnonzero(letters[: len(text)] == 10)
+    marked = np.zeros(len(ends), np.bool_)
+    for at in range(0, len(text), SLICE):
+        for begins in _words(letters[at : at + SLICE + WIDE]):
+            marked[np.searchsorted(ends, begins + at)] = True
+    return ends, np.flatnonzero(marked)
 
 
-def _codes() -> NDArray[np.uint32]:
-    codes = np.zeros(256, np.uint32)
-    codes[97:123] = np.arange(1, 27)
-    return codes
+def _words(letters: NDArray[np.uint8]) -> Iterator[NDArray[np.int64]]:
+    """Where words begin, but in the last 16 letters. A word may be told under any of those that begin at one place."""
+    codes = (letters & 31).astype(np.uint16)
+    pairs = codes[:-1] * 32 + codes[1:]
+    keys = (pairs[:-2] * _MIX + pairs[2:])[: len(letters) - WIDE]
+    places = np.flatnonzero(_TABLE.begins.take(keys))
+    groups = _TABLE.group.take(keys.take(places))
+    eights = np.ndarray((len(letters) - 7,), "<u8", letters, strides=(1,))
+    halves = eights[places]
+    for begins, ends, more in _TABLE.words:
+        found = np.flatnonzero((halves & begins.mask.take(groups)) == begins.value.take(groups))
+        maybe, group = places.take(found), groups.take(found)
+        yield maybe.compress((eights[maybe + 8] & ends.mask.take(group)) == ends.value.take(group))
+        left = np.flatnonzero(more.take(groups))
+        if not len(left):
+            return
+        places, groups, halves = places.take(left), groups.take(left), halves.take(left)
 
 
-def _begins() -> NDArray[np.bool_]:
-    """[2²⁰]: whether a word begins with these four letters of five bits; of three, with any fourth."""
-    table = np.zeros(1 << 20, np.bool_)
-    for word in WORDS:
-        first, second, third, *more = _CODES[np.frombuffer(word[:4], np.uint8)].tolist()
-        start = first << 15 | second << 10 | third << 5
-        table[start + more[0] if more else slice(start, start + 32)] = True
-    return table
+class _Half(NamedTuple):
+    """Eight letters of a word of each group as a number, and which of them the word has: [groups]."""
+
+    mask: NDArray[np.uint64]
+    value: NDArray[np.uint64]
 
 
-_CODES = _codes()
-_BEGINS = _begins()
-_BY_GRAM = {begin: tuple(word for word in WORDS if word[:3] == begin) for begin in {word[:3] for word in WORDS}}
+class _Words(NamedTuple):
+    """A word of each group, and whether the group has further ones: [groups]."""
+
+    begins: _Half
+    ends: _Half
+    more: NDArray[np.bool_]
+
+
+class _Table(NamedTuple):
+    """The words by what their first four letters are mixed to: [2^16]; a group are those mixed to the same."""
+
+    begins: NDArray[np.bool_]
+    group: NDArray[np.uint8]
+    words: tuple[_Words, ...]
+
+
+def _table(words: tuple[bytes, ...]) -> _Table:
+    """A word that holds another is not needed. A word of three letters has any fourth."""
+    mixed: dict[int, set[bytes]] = {}
+    for word in words:
+        if not any(other in word for other in words if other != word):
+            first, second, third, *more = (letter & 31 for letter in word[:4])
+            for fourth in more or range(32):
+                key = (first * 32 + second) * _MIX + third * 32 + fourth
+                mixed.setdefault(key % 2**16, set()).add(word)
+    groups = sorted({tuple(sorted(one)) for one in mixed.values()})
+    begins, group = np.zeros(2**16, np.bool_), np.zeros(2**16, np.uint8)
+    for key, one in mixed.items():
+        begins[key], group[key] = True, groups.index(tuple(sorted(one)))
+    rounds = range(max(map(len, groups)))
+    return _Table(begins, group, tuple(_words_at(groups, at) for at in rounds))
+
+
+def _words_at(groups: list[tuple[bytes, ...]], at: int) -> _Words:
+    """The word number `at` of each group. Of a group that has none, a value that no text is equal to."""
+    words = [group[at] if at < len(group) else None for group in groups]
+    more = np.array([at + 1 < len(group) for group in groups])
+    return _Words(_half(words, 0), _half(words, 8), more)
+
+
+def _half(words: list[bytes | None], begin: int) -> _Half:
+    parts = [None if word is None else word[begin : begin + 8] for word in words]
+    mask = [0 if part is None else 256 ** len(part) - 1 for part in parts]
+    value = [1 if part is None else int.from_bytes(part, "little") for part in parts]
+    return _Half(np.array(mask, np.uint64), np.array(value, np.uint64))
+
+
+_TABLE = _table(WORDS)
