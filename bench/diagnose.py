@@ -183,7 +183,10 @@ def speed(folder: Path, size: int, pairs: int) -> list[Row]:
     """MB/s of the whole diagnosis beside grep's, and seconds for the whole file; of random text also of the scan."""
     path = folder / "large.log"
     block = routine(60_000)
-    path.write_bytes(block * max(1, size // len(block)) + FAULT)
+    with path.open("wb") as file:
+        for _ in range(max(1, size // len(block))):
+            file.write(block)
+        file.write(FAULT)
     whole = f"log of {path.stat().st_size / 1e9:.2g} GB, whole diagnosis"
     times = _times(path, lambda path: diagnose(path)[0].reason == "Key Error", pairs)
     rows = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -78,8 +79,6 @@ def random_line(draw, extra=""):
 
 
 def test_in_random_text_a_failure_at_the_end_is_kept_though_thousands_of_alarms_of_other_words_came_before(monkeypatch):
-    import random
-
     draw = random.Random(0)
     monkeypatch.setattr(templates, "MOST", 200)
     monkeypatch.setattr(scan, "LAST", 300)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from espalier.errors import UserError
 from espalier.resilience.acme import words
@@ -35,7 +36,7 @@ FIRST = 8
 """Lines of a template kept from its beginning, and from the beginning of each of its later bursts."""
 BURST = 200
 """Lines without a template after which it begins a new burst."""
-LAST = 4000
+LAST = 2000
 """Lines whose template is not looked for, the last ones, that are kept whatever their burst."""
 AFTER = 2
 """Lines kept after one that matters."""
@@ -244,27 +245,16 @@ class _Keeper:
         ends = np.flatnonzero(np.frombuffer(text, np.uint8) == 10)  # line feeds
         block = _Block(text, shapes, ends.data, bounds.data, self.number, until)
         self.mattered += len(mattering)
-        starts = np.where(mattering > 0, bounds[mattering - 1] + 1, 0)
-        found = [shapes[a:b] for a, b in zip(starts.tolist(), bounds[mattering].tolist(), strict=True)]
-        wanted = [(0, self.until - self.number), *self._new(block, mattering.tolist(), found)]
+        wanted = [(0, self.until - self.number), *self._first(block, mattering)]
         self._keep(block, wanted)
         self._follow(block)
         self.number += len(ends)
         self.tail = (self.tail + [cut(block.line(at)) for at in range(max(0, len(ends) - TAIL), len(ends))])[-TAIL:]
 
-    def _new(self, block: _Block, mattering: list[int], shapes: list[bytes]) -> Iterator[tuple[int, int]]:
+    def _first(self, block: _Block, mattering: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         """Of the lines that matter those that are first of a burst, with what stands round them: from, to."""
-        known, crowded = self.known, []
-        keys = [shape if len(shape) <= KEY else shape_key(shape) for shape in shapes]
-        full = len(known) >= MINED or self.templates.full
-        for at, key, before in zip(mattering, keys, list(map(known.get, keys)), strict=True):
-            template = before or known.get(key)
-            if template is None and not full:
-                template = known[key] = self.templates.add(text_of(block.line(at)))
-                full = len(known) >= MINED or self.templates.full
-            elif template is None:
-                template = self.crowd
-                crowded.append(at)
+        places = mattering.tolist()
+        for at, template in zip(places, self._templates(block, mattering), strict=True):
             number = block.before + at + 1
             if number - template.last > BURST:
                 template.kept = 0
@@ -272,7 +262,32 @@ class _Keeper:
             if template.kept < FIRST:
                 template.kept += 1
                 yield at - 1, at + 1 + context(block.shape(at))
-        self.crowded.extend((block.before + at + 1, cut(block.line(at))) for at in crowded[-LAST:])
+
+    def _templates(self, block: _Block, mattering: NDArray[np.int64]) -> list[Template]:
+        """Of each of the lines that matter."""
+        known = self.known
+        shapes = _picked(block.shapes, block.bounds, mattering)
+        keys = [shape if len(shape) <= KEY else shape_key(shape) for shape in shapes]
+        found = list(map(known.get, keys))
+        crowded = [place for place, template in enumerate(found) if template is None]
+        if not self._full:
+            for place in crowded:
+                key = keys[place]
+                if key not in known and not self._full:
+                    known[key] = self.templates.add(text_of(block.line(int(mattering[place]))))
+                found[place] = known.get(key)
+            crowded = [place for place in crowded if found[place] is None]
+        for place in crowded:
+            found[place] = self.crowd
+        last = mattering[crowded[-LAST:]]
+        lines = map(cut, _picked(block.text, block.ends, last))
+        self.crowded.extend(zip((last + block.before + 1).tolist(), lines, strict=True))
+        return found  # type: ignore[return-value]
+
+    @property
+    def _full(self) -> bool:
+        """Whether templates are looked for no more."""
+        return len(self.known) >= MINED or self.templates.full
 
     def _keep(self, block: _Block, wanted: list[tuple[int, int]]) -> None:
         """Keeps the lines `wanted`, from (-1: the last of the block before) and to, in order, some of which overlap."""
@@ -317,6 +332,13 @@ class _Keeper:
                 end += len(line) + 1
                 if end >= self.size - LOSSES and (loss := loss_in(number, line, shape)):
                     yield loss
+
+
+def _picked(text: bytes, ends: memoryview, rows: NDArray[np.int64]) -> list[bytes]:
+    """Some of the lines of a text that end there."""
+    every = np.asarray(ends)
+    starts = np.where(rows > 0, every[rows - 1] + 1, 0)
+    return [text[start:end] for start, end in zip(starts.tolist(), every[rows].tolist(), strict=True)]
 
 
 def shape_key(shape: bytes) -> bytes:

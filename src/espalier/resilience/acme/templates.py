@@ -13,8 +13,8 @@ from operator import eq
 
 ALIKE = 0.5
 """Share of equal words from which two lines are of one form: the middle of Drain's 0.4 to 0.6."""
-MOST = 4000
-"""Templates: a few lines of each are as many as the rules are asked about."""
+MOST = 2500
+"""Templates: a line of each and the three round it are as many as a scan keeps."""
 WORDS = 40
 """Words of a line that are compared."""
 BRANCH = 32
