@@ -37,7 +37,7 @@ def same(fast, plain):
     assert odd[0] == odd[1]
 
 
-@settings(max_examples=400)
+@settings(max_examples=120)
 @given(text=TEXT, limits=LIMITS, forms=st.integers(1, 8), slice_=st.sampled_from([1, 5, 64, 1 << 18]))
 def test_the_scan_keeps_what_the_plain_form_keeps(text, limits, forms, slice_):
     with pytest.MonkeyPatch.context() as changed:
@@ -58,14 +58,14 @@ def test_of_any_bytes_at_all(text, block):
 
 def test_of_a_log_of_many_blocks_as_it_is_read_from_a_file(tmp_path):
     routine = b"".join(
-        b"[default%d]: step %d loss %.3f tok/s 18000\r\n" % (at % 8, at, 2 + at % 7) for at in range(3000)
+        b"[default%d]: step %d loss %.3f tok/s 18000\r\n" % (at % 8, at, 2 + at % 7) for at in range(600)
     )
-    alarms = b"".join(b"rank %d: worker %s failed\n" % (at % 4, chr(97 + at % 26).encode() * 3) for at in range(900))
+    alarms = b"".join(b"rank %d: worker %s failed\n" % (at % 4, chr(97 + at % 26).encode() * 3) for at in range(300))
     text = routine + alarms + b"Traceback (most recent call last):\n" + routine + alarms + b"loss nan\nKeyError: 'k'"
     path = tmp_path / "a.log.gz"
     path.write_bytes(gzip.compress(text))
     with pytest.MonkeyPatch.context() as changed:
-        changed.setattr(scan, "BLOCK", 10_000)
+        changed.setattr(scan, "BLOCK", 4000)
         fast = scan.scan(path)
     same(fast, scan_plain(text))
     assert fast.not_finite is not None
@@ -78,12 +78,12 @@ def random_line(draw, extra=""):
     return " ".join("".join(draw.choices(letters, k=draw.randint(3, 9))) for _ in range(6)) + extra + "\n"
 
 
-def test_in_random_text_a_failure_at_the_end_is_kept_though_thousands_of_alarms_of_other_words_came_before(monkeypatch):
+def test_in_random_text_a_failure_at_the_end_is_kept_though_many_alarms_of_other_words_came_before(monkeypatch):
     draw = random.Random(0)
-    monkeypatch.setattr(templates, "MOST", 200)
-    monkeypatch.setattr(scan, "LAST", 300)
-    noise = [random_line(draw, " error") for _ in range(3000)]
-    text = "".join([*noise, "KeyError: 'k'\n", *noise[:250]]).encode()
+    monkeypatch.setattr(templates, "MOST", 60)
+    monkeypatch.setattr(scan, "LAST", 100)
+    noise = [random_line(draw, " error") for _ in range(700)]
+    text = "".join([*noise, "KeyError: 'k'\n", *noise[:90]]).encode()
     found = scan.scan_text(text)
     same(found, scan_plain(text))
-    assert found.lines[3001] == "KeyError: 'k'"
+    assert found.lines[701] == "KeyError: 'k'"

@@ -123,7 +123,7 @@ def scan(path: str | Path) -> Scanned:
     return keeper.result(str(path))
 
 
-def scantext_of(text: bytes) -> Scanned:
+def scan_text(text: bytes) -> Scanned:
     """The same of a text that is no file."""
     keeper = _Keeper()
     for at in range(0, len(text), BLOCK):
