@@ -116,15 +116,17 @@ def table(case: str, soaked: Soaked) -> list[Row]:
     """Goodput, what the run got over, steps lost and manual steps, beside their goals; and by kind how long it took."""
     found = account(soaked.events)
     told = [event for event in soaked.events if event["event"] == "recovered"]
-    faults, lost = Counter(soaked.struck), sum(one.steps for one in found.causes)
+    faults, over = Counter(soaked.struck), Counter(map(_kind, told))
+    lost = sum(one.steps for one in found.causes)
     steps = sum(event["event"] == "step" for event in soaked.events)
     made = [
         _row(f"{case}: goodput", GOAL, found.goodput, "share", f"{found.useful:.0f} of {found.wall:.0f} s"),
-        _row(f"{case}: faults got over", len(soaked.struck), len(told), "faults", f"{found.failures} failures seen"),
+        _row(f"{case}: faults got over", faults.total(), (faults & over).total(), "faults", "-"),
+        _row(f"{case}: failures that were no fault of ours", 0, found.failures - faults.total(), "failures", "-"),
         _row(f"{case}: steps lost", 0, lost, "steps", f"of {steps}"),
         _row(f"{case}: manual steps", 0, soaked.manual, "steps", "-"),
     ]
-    for kind in sorted({*faults, *(_kind(event) for event in told)}):
+    for kind in sorted(faults | over):
         times = [float(event["seconds"]) for event in told if _kind(event) == kind]
         made.append(_row(f"{case}: {kind}, got over", faults[kind], len(times), "faults", "-"))
         if times:
