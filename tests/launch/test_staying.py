@@ -68,6 +68,16 @@ def test_any_rank_is_replaced(corpus, unbroken, tmp_path, what, other, world):
     stays(corpus, unbroken, tmp_path, world, world - 1 if other else 0, what)
 
 
+def test_all_ranks_go_on_saving_at_the_same_steps(corpus, tmp_path):
+    """How often copies and checkpoints are made follows from the time between failures, which only the new rank was
+    told of at its start."""
+    recipe = recipe_of(corpus, train={"steps": 120, "validate_every": 1000}, checkpoint={"every": "auto"})
+    whole = Struck(recipe, 2, tmp_path / "whole").run()
+    run = Struck(recipe, 2, tmp_path / "run", (Fault(0, 15, "raise"),), memory=1 << 26, stays="alike").run()
+    assert same(run, whole)
+    assert len(run.all("incident")) == 1
+
+
 def test_one_after_the_other_and_two_at_once(corpus, unbroken, tmp_path):
     faults = [Fault(1, 2, "kill"), Fault(0, 4, "kill"), Fault(0, 7, "kill"), Fault(1, 7, "kill")]
     run = struck(corpus, tmp_path, 3, faults)

@@ -28,7 +28,8 @@ PATIENCE = 5.0
 class Call:
     """Where all meet next: the number of the attempt, and the address of its store.
 
-    `gone`: ranks that were lost; `later`: the others go on without them, and come at the end of a round.
+    `gone`: ranks that were lost; `later`: the others go on without them, and come at the end of a round;
+    `between_failures`: seconds, as `checkpoint.refuge` has them, on which all ranks must agree.
     """
 
     attempt: int
@@ -36,6 +37,7 @@ class Call:
     port: int
     gone: tuple[int, ...] = ()
     later: bool = False
+    between_failures: float = 0.0
 
 
 class Recall:
@@ -120,8 +122,10 @@ def staying(task: Task, place: Place) -> Any:
                 raise
         place.pulse.starts()
         gc.collect()  # the groups of the attempt that is over, before there are others
+        own = place.refuge and replace(place.refuge, between_failures=call.between_failures)
         place = replace(
-            place, attempt=call.attempt, host=call.host, port=call.port, serves=False, listen_fd=-1, patience=0.0
+            place, attempt=call.attempt, host=call.host, port=call.port, serves=False, listen_fd=-1, patience=0.0,
+            refuge=own,
         )  # fmt: skip
 
 

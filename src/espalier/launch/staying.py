@@ -64,6 +64,7 @@ def summoned(
             after[index] = ranks.fork(task, replace(place, patience=PATIENCE if later else 0.0))
     for child in after:
         if child.place.rank not in gone:
-            call = Call(child.place.attempt, child.place.host, child.place.port, tuple(gone), later)
-            recall.tell(child.calls, call)
+            place = child.place
+            between = place.refuge.between_failures if place.refuge is not None else 0.0
+            recall.tell(child.calls, Call(place.attempt, place.host, place.port, tuple(gone), later, between))
     return after
