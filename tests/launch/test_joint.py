@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 from abroad import Abroad
-from struck import Struck, recipe_of, same, write_corpus
+from struck import Struck, plan_of, recipe_of, same, write_corpus
 
 from espalier.errors import HostLost
+from espalier.plan import base as plans
 from espalier.testing.faults import Fault
 
 KINDS = {
@@ -117,6 +118,65 @@ def test_a_host_whose_supervisor_dies_is_named_and_no_rank_is_left(corpus, tmp_p
     assert isinstance(other, HostLost)
     assert f"Host {('here', 'there')[host]}" in other.what
     assert nobody_left(run)
+
+
+def lost(run: Abroad) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The incident that ended an attempt because a host was lost, and how the run went on."""
+    (incident,) = [one for one in run.all("incident") if "start again" in one["action"]]
+    (recovered,) = run.all("recovered")
+    assert (incident["kind"], incident["rank"], recovered["kind"]) == ("lost", 1, "lost")
+    assert incident["what"].startswith("Host there was not heard for")
+    assert recovered["lost_steps"] == incident["step"] - recovered["step"]
+    return incident, recovered
+
+
+@pytest.mark.parametrize("away", [0.0, pytest.param(2.0, marks=pytest.mark.slow)])
+def test_a_host_that_comes_back_is_healed_from_what_the_others_hold_in_memory(corpus, tmp_path, away) -> None:
+    recipe = long(corpus, 60)
+    whole = Struck(recipe, 2, tmp_path / "whole").run()
+    run = Abroad(recipe, 2, tmp_path / "run", memory=1 << 26).start()
+    run.reaches(10)
+    os.kill(run.supervisors[1], signal.SIGKILL)
+    time.sleep(away)
+    run.again(1)
+    run.finish()
+    assert same(run, whole), run.said()
+    _, recovered = lost(run)
+    assert recovered["source"] == "memory"
+    assert recovered["lost_steps"] <= 1
+    assert len(set((run.folder / "lives-0").read_text().split())) == 2, "all begin anew"
+
+
+@pytest.mark.slow
+def test_a_host_whose_state_nobody_else_holds_comes_back_from_the_disk(corpus, tmp_path) -> None:
+    recipe = recipe_of(corpus, train={"steps": 60, "validate_every": 10_000}, checkpoint={"every": 5})
+    unit = plans.Unit(params=(0, 1), grads=(0, 1), optimizer=(0, 1), whole=True)
+    plan = plans.Plan(ranks=plan_of(recipe, 2).ranks, units=(unit,), micro_batch=2)
+    assert not plan.alike
+    whole = Struck(recipe, 2, tmp_path / "whole", plan=plan).run()
+    run = Abroad(recipe, 2, tmp_path / "run", memory=1 << 26, plan=plan).start()
+    run.reaches(12)
+    os.kill(run.supervisors[1], signal.SIGKILL)
+    run.again(1)
+    run.finish()
+    assert same(run, whole), run.said()
+    assert lost(run)[1]["source"] == "disk"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_supervisor_whose_place_was_taken_leaves_and_its_ranks_with_it(corpus, tmp_path) -> None:
+    """As where only the launcher's connection to it is gone."""
+    recipe = long(corpus, 60)
+    whole = Struck(recipe, 2, tmp_path / "whole").run()
+    run = Abroad(recipe, 2, tmp_path / "run", memory=1 << 26).start()
+    run.reaches(10)
+    former = int((run.folder / "pid-1").read_text())
+    run.again(1)
+    run.finish(90)
+    assert same(run, whole), run.said()
+    lost(run)
+    assert not lives(former)
 
 
 @pytest.mark.slow
