@@ -37,6 +37,16 @@ def test_a_report_is_the_same_on_the_other_side() -> None:
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
 
 
+def test_an_order_is_for_the_supervisors_that_were_there_when_it_was_given() -> None:
+    order = Order(3, run=True, replaced=(1,), lives=(0, 1))
+    assert order.to(1, 1) is order
+    assert order.to(1, 2) == Order(3, lives=(0, 1)), "its ranks ended with the one before it"
+    assert [order.supersedes(1, life) for life in (0, 1, 2)] == [True, False, False]
+    anyone = Order(3, run=True)
+    assert anyone.to(1, 4) is anyone
+    assert not anyone.supersedes(1, 4)
+
+
 def until(holds, within: float = 10.0) -> bool:
     deadline = time.monotonic() + within
     while not holds() and time.monotonic() < deadline:
