@@ -3,13 +3,14 @@
     python bench/co2.py [--quick] [--seconds N] [--json FILE] [--rates 50,100] [--only KIND,...] [--torchft PYTHON]
 
 A decoder of 10.8 M parameters on real text (Python's library as bytes), 1,024 tokens for each host and step, AdamW.
-Each contestant trains for as many seconds of its own, in fresh processes: DistributedDataParallel (PyTorch's Gloo); the
-same exchanging as seldom as the rounds (`accumulated`), and with our int8 hook; Local SGD; torchft's DiLoCo, by a
-Python that has torchft; CO2 and its eager form in full precision with the fewest steps that hide the exchange, and the
-eager form in 4 bits with a link that is busy an eighth of the time at most. DistributedDataParallel trains three times
-as long, since it takes so few steps. Two ceilings, each for half as long: the same hosts exchanging nothing (`alone`),
-and the eager forms on links without a limit (`unlimited`). All hosts share this machine's cores, so the kernel's time
-for TCP is part of every figure; it is told too. Needs root (bench/netlab.py).
+Each contestant trains for as many seconds of its own, in fresh processes: DistributedDataParallel (PyTorch's Gloo);
+the same exchanging as seldom as the rounds (`accumulated`), and with our int8 hook; Local SGD; torchft's DiLoCo, by a
+Python that has torchft; CO2 and its eager form in full precision, whose rounds begin with the fewest steps that hide
+the exchange and follow the measured waits, and the eager form in 4 bits with a link that is busy an eighth of the
+time at most. DistributedDataParallel trains three times as long, since it takes so few steps. Two ceilings, each for
+half as long: the same hosts exchanging nothing (`alone`), and the eager forms on links without a limit (`unlimited`).
+All hosts share this machine's cores, so the kernel's time for TCP is part of every figure; it is told too. Needs root
+(bench/netlab.py).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def contestants(kinds: Sequence[str], task: Task, rate: float, torchft: str | No
         if kind == "alone" or (kind == "torchft" and torchft is None):
             continue
         name, *coded = kind.split()
-        changes = {"steps": short, "codec": coded[0]} if coded else {"steps": steps}
+        changes = {"steps": short, "codec": coded[0]} if coded else {"steps": steps, "adapt": name in OURS}
         python = torchft if kind == "torchft" and torchft else sys.executable
         asked = _as(task, name, **changes)
         found[kind] = run(asked, rate, python)

@@ -51,6 +51,8 @@ class Task(msgspec.Struct, frozen=True):
     steps: int
     seconds: float
     codec: str = "exact"
+    adapt: bool = False
+    """Rounds follow the measured waits, as they do in `espalier train`."""
     held_out: int = 32
 
 
@@ -119,7 +121,7 @@ class Runner:
         self.shown: Callable[[], Any] = contextlib.nullcontext
         self.stood: Callable[[], float] = lambda: 0.0
         self.finish: Callable[[], None] = lambda: None
-        self.inside: Any = contextlib.nullcontext()
+        self.length: Callable[[], int] = lambda: task.steps
         self.called: nn.Module = self.model
         self.number = 0
         self.steps: Callable[[], None] = getattr(self, f"_{task.kind}", self._by_rounds)() or self._round
@@ -145,6 +147,8 @@ class Runner:
     def _by_rounds(self) -> None:
         task = self.task
         made = CO2(self.model, self.optimizer, steps=task.steps, method=task.kind, codec=task.codec)
+        made.engine.adapt = task.adapt
+        self.length = lambda: made.engine.own_steps
         self.shown, self.stood, self.finish = made.shown, lambda: made.engine.stood, made.finish
 
     def _torchft(self) -> None:
@@ -194,7 +198,7 @@ class Runner:
         return nn.functional.cross_entropy(self.called(batch.tokens).flatten(0, 1), batch.targets.flatten())
 
     def _round(self) -> None:
-        for _ in range(self.task.steps):
+        for _ in range(self.length()):
             self.optimizer.zero_grad(set_to_none=True)
             self._loss().backward()
             self.optimizer.step()

@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from espalier import comm, units
+from espalier import comm, replicas, units
 from espalier.checkpoint import interval
 from espalier.checkpoint.memory import Memory
 from espalier.checkpoint.pace import Begin, Pace
@@ -29,6 +29,7 @@ from espalier.launch import base as launch
 from espalier.launch import handshake
 from espalier.launch.recall import is_loss
 from espalier.plan import saving
+from espalier.plan.base import Plan
 from espalier.plan.exhausted import exhausted, is_exhausted
 from espalier.trainer import Setting, Trainer
 from espalier.workload import to_device
@@ -53,7 +54,8 @@ def joined(place: launch.Place, timeout: float, *, mixed: bool = False) -> Itera
     # Keys of a dead attempt would lead to its addresses.
     store = PrefixStore(place.keys, launch.store(place, timeout))
     made = Connections(place.port)
-    channel = comm.connect(store, place.rank, place.world, timeout=timeout, inner=inner)
+    channel = comm.connect(store, place.rank, place.world, timeout=max(timeout, place.patience), inner=inner)
+    channel.set_timeout(timedelta(seconds=timeout))
     made.met()
     channel.line.watch.known = place.recall.called
     place.recall.released_by(made.cut)
@@ -121,23 +123,31 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
         )
         if place.refuge is not None:
             told = partial(_copies, trainer)
-            trainer.memory = Memory(place.refuge, saved.team, told, alike=setting.plan.alike)
+            trainer.memory = Memory(
+                place.refuge, saved.team, told, stays=stays(setting.plan), stayed=place.recall.answered
+            )
         trainer.healing = Healing(setting, saved)
         with place.pulse.elsewhere("storing"):
             trainer.restore(saved)
         if recipe.checkpoint.every == "auto":
             trainer.pace = _pace(trainer, saved)
+    replicas.heed(trainer.built.agreement, setting.plan.outer, place.recall)
     place.pulse.begins(trainer.step, trainer.source.startswith("memory"))
     found = {"source": trainer.source} if trainer.source else {}
     setting.emit("run", step=trainer.step, steps=trainer.steps, pid=os.getpid(), **found, **setting.about)
     predicted = setting.plan.predicted
     setting.emit("plan", predicted=msgspec.to_builtins(predicted) if predicted else None)
-    try:
-        trainer.run(saved)
-    except Exception as error:
-        if is_loss(error) and trainer.memory is not None and trainer.built.agreement.level:
-            trainer.memory.stay(trainer.step, trainer.parts, trainer.meta())
-        raise
+    while True:
+        try:
+            trainer.run(saved)
+            break
+        except Exception as error:
+            if not is_loss(error):
+                raise
+            if trainer.built.agreement.outlives and place.recall.goes_on():
+                continue
+            _leave(trainer, saved)
+            raise
     with place.pulse.elsewhere("storing"):
         if saved is not None:
             saved.wait()
@@ -145,6 +155,26 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
     if text and place.rank == 0:
         setting.emit("sample", step=trainer.step, text=text)
     return {"step": trainer.step, "tokens": trainer.tokens}
+
+
+def _leave(trainer: Trainer, saved: Checkpoints | None) -> None:
+    """Keeps what another rank can take up, and takes apart what others have left. This process may go on."""
+    agreement = trainer.built.agreement
+    if trainer.memory is not None and agreement.level and trainer.step < trainer.steps:
+        trainer.memory.stay(trainer.step, trainer.parts, trainer.meta())
+    trainer.setting.place.recall.release()  # from here on nobody here waits for the others
+    replicas.leave(agreement)
+    if saved is not None:
+        saved.abandon()
+
+
+def stays(plan: Plan) -> Literal["", "alike", "rounds"]:
+    """Why ranks of `plan` that are left after a failure may stay as they are (`launch.staying`). On processors only:
+    waits of NCCL cannot be cut."""
+    if any(one.device != "cpu" for one in plan.ranks):
+        return ""
+    alone = plan.outer is not None and all(len(ranks) == 1 for ranks in plan.outer.replicas)
+    return "alike" if plan.alike else "rounds" if alone else ""
 
 
 def _pace(trainer: Trainer, saved: Checkpoints) -> Pace:

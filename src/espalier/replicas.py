@@ -12,8 +12,11 @@ from torch._C._distributed_c10d import AllreduceOptions
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.codecs import codec
 from espalier.errors import UserError
+from espalier.launch.recall import Recall
 from espalier.plan.base import Outer, Plan
 from espalier.shard.base import Sharding
+from espalier.sync.base import Agreement
+from espalier.sync.by_rounds import ByRounds
 from espalier.sync.co2 import chosen_of
 from espalier.sync.members import Crew, Members
 from espalier.sync.outer import OuterSync, Rounds
@@ -70,6 +73,32 @@ def engine(plan: Plan, sharding: Sharding, channel: Any, group: Any, timeout: fl
     samples = [sum(plan.ranks[one].share[1] - plan.ranks[one].share[0] for one in ranks) for ranks in outer.replicas]
     rounds = Rounds(outer.steps, paces[replica], samples[replica] / max(samples), outer.adapt)
     return OuterSync([one.tensor for one in sharding.owned], choices, members, rounds, _total(group))
+
+
+def heed(agreement: Agreement, outer: Outer | None, recall: Recall) -> None:
+    """Replicas that hear from their launcher who was lost, and that one in its place waits for them."""
+    if outer is None or not isinstance(agreement, ByRounds):
+        return
+    engine = agreement.engine
+    shards = len(outer.replicas[0])
+
+    def lost() -> set[int]:
+        return {
+            member * shards + shard
+            for member, ranks in enumerate(outer.replicas)
+            for shard, rank in enumerate(ranks)
+            if rank in recall.gone
+        }
+
+    engine.summoned = recall.called.is_set
+    if engine.members is not None:
+        engine.members.crew = engine.members.crew._replace(lost=lost)
+
+
+def leave(agreement: Agreement) -> None:
+    """Ends the threads between replicas, whatever is under way."""
+    if isinstance(agreement, ByRounds):
+        agreement.engine.close()
 
 
 def _total(group: Any) -> Sum | None:

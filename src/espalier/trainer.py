@@ -25,7 +25,7 @@ from espalier.checkpoint.pace import Pace
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.meter import Meter
 from espalier.config import Muon, Recipe
-from espalier.errors import Interrupted, UserError
+from espalier.errors import Interrupted, PeerLost, UserError
 from espalier.feed import ahead, hearing_signals, seed_step
 from espalier.hardware.peak import peak_memory
 from espalier.healing import Healing, numbered
@@ -252,7 +252,9 @@ class Trainer:
                 pulse.stepped(self.step, agreed.exposed)
                 if self.healing is not None:
                     self.healing.watch(self.step, agreed)
-                if not self.built.agreement.level:
+                if self.built.agreement.leaving or (self.step == self.steps and not self.built.agreement.whole):
+                    raise PeerLost(f"This rank leaves after step {self.step}, to meet all others anew.")
+                if not (self.built.agreement.level and self.built.agreement.whole):
                     continue
                 with pulse.elsewhere():
                     loss = self.validate() if self._due(recipe.train.validate_every) else None

@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -73,7 +73,7 @@ class Struck:
     dead: tuple[int, int] | None = None
     """A seat, and a step that its rank never outlives (once what was saved before is). The run goes on without it."""
     stop_after: int | None = None
-    alike: bool = False
+    stays: Literal["", "alike", "rounds"] = ""
     """Ranks that are left stay."""
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -91,7 +91,7 @@ class Struck:
         plan = self.plan or plan_of(self.recipe, self.world)
         tell = Log(self.folder / "events.jsonl").write
         fewer = None if self.dead is None else Fewer(self, plan)
-        return supervise.Care(self.restarts, self.heartbeat, self.memory, tell, fewer, self.alike)
+        return supervise.Care(self.restarts, self.heartbeat, self.memory, tell, fewer, self.stays)
 
     def life(self, plan: plans.Plan) -> launch.Task:
         """What each rank of `plan` does."""

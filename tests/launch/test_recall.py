@@ -46,7 +46,7 @@ def test_the_task_begins_anew_where_all_meet_next(line):
 def test_a_call_releases_what_the_rank_waits_for(line):
     place, calls = line
     released = threading.Event()
-    place.recall.released_by(released.set)
+    place.recall.released_by(lambda whole: released.set())
     recall.tell(calls, Call(1, "127.0.0.1", 1))
     assert released.wait(5)
     assert place.recall.answer(0) == Call(1, "127.0.0.1", 1)

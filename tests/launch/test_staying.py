@@ -1,12 +1,14 @@
 """Ranks that stay: one is replaced, the others keep their processes and their steps, and no bit changes."""
 
 import pytest
-from struck import Struck, recipe_of, same, write_corpus
+from msgspec.structs import replace
+from struck import Struck, plan_of, recipe_of, same, write_corpus
 
 from espalier.checkpoint import refuge
 from espalier.launch import staying
 from espalier.launch.base import Place
 from espalier.launch.child import Child
+from espalier.plan.base import Outer
 from espalier.resilience.base import Failure
 from espalier.resilience.pulse import Pulses
 from espalier.testing.faults import Fault
@@ -32,7 +34,7 @@ def unbroken(corpus, tmp_path_factory):
 
 
 def struck(corpus, folder, world, faults):
-    return Struck(recipe_of(corpus), world, folder / "run", tuple(faults), memory=1 << 26, alike=True).run()
+    return Struck(recipe_of(corpus), world, folder / "run", tuple(faults), memory=1 << 26, stays="alike").run()
 
 
 def lives(run, rank):
@@ -70,7 +72,6 @@ def test_one_after_the_other_and_two_at_once(corpus, unbroken, tmp_path):
     faults = [Fault(1, 2, "kill"), Fault(0, 4, "kill"), Fault(0, 7, "kill"), Fault(1, 7, "kill")]
     run = struck(corpus, tmp_path, 3, faults)
     assert same(run, unbroken(3))
-    assert len(set(lives(run, 2))) == 1
     assert sum(event["lost_steps"] for event in run.all("recovered")) == 0
 
 
@@ -125,6 +126,33 @@ def test_what_has_done_its_part_does_not_come_back():
 
 
 def test_without_room_for_copies_all_begin_anew(corpus, unbroken, tmp_path):
-    run = Struck(recipe_of(corpus), 2, tmp_path / "run", (Fault(1, 6, "kill"),), memory=refuge.SLOTS, alike=True).run()
+    run = Struck(
+        recipe_of(corpus), 2, tmp_path / "run", (Fault(1, 6, "kill"),), memory=refuge.SLOTS, stays="alike"
+    ).run()
     assert same(run, unbroken(2))
-    assert run.all("recovered")[-1]["source"] == "disk"
+    assert run.all("recovered")[-1]["source"] != "memory"
+
+
+# --- replicas that agree by rounds ------------------------------------------------------------------------------------
+
+
+def by_rounds(corpus, folder, world, faults, steps=40):
+    recipe = recipe_of(corpus, train={"steps": steps})
+    plan = plan_of(recipe, world)
+    outer = Outer(replicas=tuple((rank,) for rank in range(world)), method="eager", steps=2, adapt=False)
+    return Struck(
+        recipe, world, folder / "run", tuple(faults), memory=1 << 26, stays="rounds", plan=replace(plan, outer=outer)
+    ).run()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_replicas_go_on_by_rounds_and_let_another_in(corpus, tmp_path, rank):
+    run = by_rounds(corpus, tmp_path, 3, [Fault(rank, 7, "kill")])
+    (recovered,) = run.all("recovered")
+    assert recovered["lost_steps"] == 0
+    for other in range(3):
+        assert len(lives(run, other)) == 2
+        assert len(set(lives(run, other))) == (2 if other == rank else 1)
+    if rank:  # whose own log goes on, step by step
+        assert [event["step"] for event in run.all("step")] == list(range(1, 41))
+    assert run.losses[40] < run.losses[1]

@@ -88,7 +88,7 @@ class Slot:
         digest = self._digest(end + len(tail))
         _HEADER.pack_into(memory, 0, step, end, end + len(tail), digest)
 
-    def bytes(self, size: int | None = None) -> Tensor:
+    def content(self, size: int | None = None) -> Tensor:
         """[size] the whole copy as it is now; with `size`, room for one that is to come."""
         if size is not None:
             self._reach(size)
@@ -146,12 +146,17 @@ class Memory:
         refuge: where they lie.
         team: the ranks, as for checkpoints.
         tell: called with the interval whenever it was decided anew, or with why there are no copies.
-        alike: all ranks hold the same state, so each can take another's copy.
+        stays: `alike`: all ranks hold the same state, so each can take another's copy; `rounds`: each can begin as
+            another is, its parts being those of the other in their order; empty: neither.
+        stayed: this rank stayed when another was lost; only then is a replica begun as another.
     """
 
-    def __init__(self, refuge: Refuge, team: Team, tell: Callable[[int, str], None], *, alike: bool = False) -> None:
+    def __init__(
+        self, refuge: Refuge, team: Team, tell: Callable[[int, str], None], *, stays: str = "", stayed: bool = False
+    ) -> None:
         self._slots = [Slot(file) for file in refuge.files]
-        self._refuge, self._team, self._tell, self._alike = refuge, team, tell, alike
+        self._refuge, self._team, self._tell, self._stays = refuge, team, tell, stays
+        self._stayed = stayed or stays == "alike"
         self._due = 0
         self._steps = 0
         self._usual = 0.0
@@ -182,8 +187,8 @@ class Memory:
         self._last = (step, time.perf_counter())
 
     def stay(self, step: int, parts: Callable[[], Mapping[str, Stateful]], meta: Mapping[str, Any]) -> None:
-        """Copies the state as it is, where that is the state of all ranks: another was lost, and this one stays."""
-        if not self._alike or self._off or step <= max(self._newest, 0):
+        """Copies the state as it is, where another rank can take it up: one was lost, and this one stays."""
+        if not self._stays or self._off or step <= max(self._newest, 0):
             return
         tensors, skeletons = tree.flatten(parts())
         if self._fits(tensors):
@@ -203,17 +208,18 @@ class Memory:
         none. All ranks call it."""
         own = {slot.step for slot in self._slots if slot.good()}
 
-        def combine(given: list[set[int]]) -> list[int]:
-            there = set.union(*given) if self._alike else set.intersection(*given)
+        def combine(given: list[tuple[set[int], bool]]) -> list[int]:
+            copies = [one for one, _ in given]
+            there = set.union(*copies) if any(stayed for _, stayed in given) else set.intersection(*copies)
             return [max(there, default=_NONE)] * len(given)
 
-        return self._team.agree("looking for copies in memory", lambda: own, combine)
+        return self._team.agree("looking for copies in memory", lambda: (own, self._stayed), combine)
 
     def take(self, step: int, parts: Mapping[str, Stateful]) -> dict[str, Any] | None:
         """Gives `parts` their state of `step`; what was said of it, or None (and nothing done) where it does not fit.
         All ranks call it."""
         slot = next((one for one in self._slots if one.step == step), None)
-        if self._alike:
+        if self._stays:
             slot = self._shared(slot if slot is not None and slot.good() else None)
         found: dict[str, Any] | None = None
         if slot is not None:
@@ -224,9 +230,8 @@ class Memory:
         fits = self._team.agree("fitting copies", lambda: found is not None, lambda all_: [all(all_)] * len(all_))
         if not fits or found is None:
             return None
-        for name, part in parts.items():
-            skeleton = pickle.loads(found["skeletons"][tree.SKELETON + name])
-            part.load_state_dict(tree.join(skeleton, found["kept"].__getitem__))
+        for part, skeleton in zip(parts.values(), found["skeletons"].values(), strict=True):
+            part.load_state_dict(tree.join(pickle.loads(skeleton), found["kept"].__getitem__))
         return dict(found["meta"])
 
     def _shared(self, own: Slot | None) -> Slot | None:
@@ -237,14 +242,14 @@ class Memory:
             return None
         group, source, rank = self._team.group, having.index(True), self._team.rank
         if own is not None:
-            whole = own.bytes()
+            whole = own.content()
             for other in (one for one, has in enumerate(having) if not has and rank == source):
                 _each(partial(dist.send, group=group, group_dst=other), torch.tensor([len(whole)]), whole)
             return own
         size, room = torch.zeros(1, dtype=torch.int64), self._oldest()
         take = partial(dist.recv, group=group, group_src=source)
         _each(take, size)
-        _each(take, room.bytes(int(size)))
+        _each(take, room.content(int(size)))
         return room if room.good() else None
 
     def begin(self, step: int) -> None:

@@ -147,6 +147,10 @@ class Checkpoints:
         """Same as `wait`."""
         self.wait()
 
+    def abandon(self) -> None:
+        """Ends the writing thread once it has failed or written all: a later save may bear the same name."""
+        self._writer.shutdown(cancel_futures=True)
+
     def entries(self) -> list[Entry]:
         """The checkpoints there are, oldest first, by their manifests (files are not checked)."""
         return [self._entry(name) for name in self.place.names()]

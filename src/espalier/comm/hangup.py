@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -33,15 +34,27 @@ class Connections:
         """The ranks have met: connections to other hosts than theirs (of a tracker, say) do not count."""
         self._hosts = {host for one, (host, _) in _connected().items() if one not in self._before}
 
-    def cut(self) -> None:
-        """Ends them, also under whoever waits for them now."""
+    def cut(self, whole: bool = True) -> None:
+        """Ends them, also under whoever waits for them now; if not the `whole`, those that were made `apart` stay."""
+        spared = self._before if whole else self._before | _APART
         for (descriptor, inode), (host, ports) in _connected().items():
-            if (descriptor, inode) in self._before or host not in self._hosts or self._port in ports:
+            if (descriptor, inode) in spared or host not in self._hosts or self._port in ports:
                 continue
             with contextlib.suppress(OSError):  # closed meanwhile, by the group itself
                 if os.fstat(descriptor).st_ino == inode:
                     with socket.socket(fileno=os.dup(descriptor)) as one:
                         one.shutdown(socket.SHUT_RDWR)
+
+
+_APART: set[tuple[int, int]] = set()
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """What is connected inside belongs to a group whose members know how to go on without one of them."""
+    before = set(_connected())
+    yield
+    _APART.update(set(_connected()) - before)
 
 
 def _connected() -> dict[tuple[int, int], tuple[str, tuple[int, int]]]:

@@ -37,6 +37,7 @@ class Place:
         pulse: where it shows its signs of life.
         refuge: memory for copies of its state that outlives it (None: there is none).
         recall: where it hears that another rank was replaced.
+        patience: seconds in which the others come to meet it, where that is longer than usual.
     """
 
     rank: int = 0
@@ -57,6 +58,7 @@ class Place:
     pulse: Pulse = SILENT
     refuge: Refuge | None = None
     recall: Recall = NOBODY
+    patience: float = 0.0
 
     @property
     def keys(self) -> str:

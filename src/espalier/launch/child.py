@@ -42,11 +42,11 @@ class Child:
     pid: int
     pidfd: int
     pipe: int
-    calls: int = -1
-    """Where it is called (`recall`)."""
     received: bytes = b""
     status: int | None = None
     """None while it lives; negative: the signal that ended it."""
+    calls: int = -1
+    """Where it is called (`recall`)."""
 
     @property
     def failed(self) -> bool:
@@ -109,9 +109,12 @@ class Child:
 
 
 def start(task: Task, places: Sequence[Place]) -> Iterator[Child]:
-    """One process per place; they meet at a store of their own, which the first one serves."""
+    """One process per place; they meet at a store of their own, which the first one serves, or where places say."""
     sys.stdout.flush()
     sys.stderr.flush()
+    if places[0].port:
+        yield from (fork(task, place) for place in places)
+        return
     with listening() as listener:
         for place in _seat(places, listener):
             yield fork(task, place)
@@ -145,7 +148,7 @@ def fork(task: Task, place: Place) -> Child:
         os.close(writer)
         os.close(heard)
         os.set_blocking(reader, False)
-        return Child(place, pid, os.pidfd_open(pid), reader, calls)
+        return Child(place, pid, os.pidfd_open(pid), reader, calls=calls)
     os.close(reader)
     os.close(calls)
     code = 1

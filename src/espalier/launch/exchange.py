@@ -43,6 +43,7 @@ class Order:
         over: the run is; its supervisors may leave.
         stacks: every rank is to write where it is.
         replaced: ranks that are to be started anew while the others stay; None: all are started.
+        later: those that stay come at the end of a round.
         between_failures: seconds, as `checkpoint.refuge` wants them.
         lives: of each host, which of its supervisors (`Line.life`) is meant; empty: whoever is there.
     """
@@ -52,6 +53,7 @@ class Order:
     over: bool = False
     stacks: bool = False
     replaced: tuple[int, ...] | None = None
+    later: bool = False
     between_failures: float = 0.0
     lives: tuple[int, ...] = ()
 

@@ -97,8 +97,8 @@ class Follower:
             for index, place in enumerate(self.places)
         ]
         if self.children:
-            gone = [index for index, seat in enumerate(seats) if seat.rank in (order.replaced or ())]
-            self.children = staying.summoned(self.task, self.children, seats, gone)
+            gone = order.replaced or ()
+            self.children = staying.summoned(self.task, self.children, seats, gone, order.later)
         else:
             self.children = [ranks.fork(self.task, seat) for seat in seats]
         for child in self.children:

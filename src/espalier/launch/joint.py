@@ -159,20 +159,18 @@ class Leader(Supervisor):
         self.ordered = self.attempt + 1
         places = self._begin(self.pulses)
         between = interval.between_failures(time.monotonic() - self.began, self.attempt)
-        lost = tuple(children[index].place.rank for index in gone)
-        self._tell(run=True, replaced=lost, between_failures=between)
+        later = self.care.stays == "rounds"
+        self._tell(run=True, replaced=tuple(gone), later=later, between_failures=between)
         own = [index for index, child in enumerate(children) if not isinstance(child, Distant)]
-        here = staying.summoned(
-            self.task, [children[index] for index in own], [places[index] for index in own],
-            [own.index(index) for index in gone if index in own],
-        )  # fmt: skip
+        mine, seats = [children[index] for index in own], [places[index] for index in own]
+        here = staying.summoned(self.task, mine, seats, gone, later)
         after = list(children)
         for index, child in zip(own, here, strict=True):
             after[index] = child
             self.signals.add(child)
         for rank, one in self.distant.items():
             one.place = places[rank]
-            if rank in lost:
+            if rank in gone:
                 one.close()
                 after[rank] = self.distant[rank] = distant.expected(places[rank])
         return after

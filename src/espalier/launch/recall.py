@@ -6,12 +6,13 @@ A call comes through a pipe, in a thread of its own, as the rank itself may wait
 from __future__ import annotations
 
 import gc
-import json
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from espalier.errors import HostLost, PeerLost
 from espalier.resilience.base import kind_of
@@ -25,11 +26,16 @@ PATIENCE = 5.0
 
 @dataclass(frozen=True)
 class Call:
-    """Where all meet next: the number of the attempt, and the address of its store."""
+    """Where all meet next: the number of the attempt, and the address of its store.
+
+    `gone`: ranks that were lost; `later`: the others go on without them, and come at the end of a round.
+    """
 
     attempt: int
     host: str
     port: int
+    gone: tuple[int, ...] = ()
+    later: bool = False
 
 
 class Recall:
@@ -42,7 +48,11 @@ class Recall:
     def __init__(self, file: int = -1) -> None:
         self._file = file
         self._call: Call | None = None
-        self._release: Callable[[], None] = _nothing
+        self.gone: frozenset[int] = frozenset()
+        """Ranks that are known to be lost."""
+        self._release: Callable[[bool], None] = _nothing
+        self.answered = False
+        """Whether this rank has ever stayed."""
         self.called = threading.Event()
         """Set from a call to its `answer`."""
 
@@ -51,16 +61,26 @@ class Recall:
         if self._file >= 0:
             threading.Thread(target=self._listen, name="recall", daemon=True).start()
 
-    def released_by(self, release: Callable[[], None]) -> None:
-        """Calls `release` when a call comes, in another thread: it makes this rank's waits for others fail."""
+    def release(self) -> None:
+        """Makes this rank's waits for others fail."""
+        self._release(True)
+
+    def released_by(self, release: Callable[[bool], None]) -> None:
+        """Calls `release` when a call comes, in another thread, with whether all have to leave at once: then it makes
+        each wait of this rank for others fail, else those that cannot go on without one of them."""
         self._release = release
+
+    def goes_on(self, seconds: float = PATIENCE) -> bool:
+        """Whether this rank, which has just lost another, goes on without it to the end of a round."""
+        return self._file >= 0 and self.called.wait(seconds) and self._call is not None and self._call.later
 
     def answer(self, seconds: float = PATIENCE) -> Call | None:
         """The call, waiting for it as long; None where there was none."""
         if self._file < 0 or not self.called.wait(seconds):
             return None
         self.called.clear()
-        self._release = _nothing
+        self.answered = True
+        self._release, self.gone = _nothing, frozenset()
         return self._call
 
     def _listen(self) -> None:
@@ -68,12 +88,13 @@ class Recall:
         while part := os.read(self._file, 4096):
             *lines, rest = (rest + part).split(b"\n")
             for line in lines:
-                self._call = Call(**json.loads(line))
+                self._call = msgspec.json.decode(line, type=Call)
+                self.gone |= frozenset(self._call.gone)
                 self.called.set()
-                self._release()
+                self._release(not self._call.later)
 
 
-def _nothing() -> None:
+def _nothing(whole: bool) -> None:
     """Where there is nothing to release."""
 
 
@@ -84,7 +105,7 @@ NOBODY = Recall()
 def tell(file: int, call: Call) -> None:
     """Calls the rank at the other end of `file`. One that is gone is not missed."""
     try:
-        os.write(file, json.dumps(asdict(call)).encode() + b"\n")
+        os.write(file, msgspec.json.encode(call) + b"\n")
     except OSError:
         return
 
@@ -104,7 +125,7 @@ def staying(task: Task, place: Place) -> Any:
         place.pulse.starts()
         gc.collect()  # the groups of the attempt that is over, before there are others
         place = replace(
-            place, attempt=call.attempt, host=call.host, port=call.port, serves=False, listen_fd=-1
+            place, attempt=call.attempt, host=call.host, port=call.port, serves=False, listen_fd=-1, patience=0.0
         )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Goes on with the ranks that are left: those that failed are replaced, the others called to meet them. No torch.
 
 Where every rank holds the whole state, one that is left has lost nothing: it need not begin anew from a copy, and who
-takes the place of the dead is sent what the others hold (`checkpoint.memory`). Elsewhere all ranks begin anew.
+takes the place of the dead is sent what the others hold (`checkpoint.memory`). Replicas that agree by rounds go on
+among themselves, and let the new one in at the end of a round. Elsewhere all ranks begin anew.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from espalier.launch.recall import Call
 from espalier.resilience.base import Failure
 from espalier.resilience.pulse import Sign
 
+PATIENCE = 3600.0
+"""Seconds in which ranks that were left come to the end of a round."""
 _OF_ONE = frozenset({"killed", "exit", "exception", "stopped", "hang"})
 """Kinds of failure that are one rank's, and leave the others as they were."""
 
 
 def gone(failure: Failure, children: Sequence[Child], signs: Sequence[Sign]) -> list[int]:
-    """Which of `children` have to be replaced for the others to go on; none: they cannot."""
-    found = [index for index, child in enumerate(children) if child.status is not None]
-    culprit = next((index for index, child in enumerate(children) if child.place.rank == failure.rank), None)
-    if failure.kind not in _OF_ONE or culprit is None:
+    """Which ranks have to be replaced for the others to go on; none: these cannot. `children`, `signs`: by rank."""
+    if failure.kind not in _OF_ONE or failure.rank < 0:
         return []
-    found = sorted({*found, culprit})
-    left = [index for index in range(len(children)) if index not in found]
+    found = sorted({failure.rank, *(child.place.rank for child in children if child.status is not None)})
+    left = [child.place.rank for child in children if child.place.rank not in found]
     if not left or any(child.status is not None and not child.failed for child in children):
         return []  # what has done its part does not come back
-    return found if all(_ready(signs[index]) for index in left) else []
+    return found if all(_ready(signs[rank]) for rank in left) else []
 
 
 def _ready(sign: Sign) -> bool:
@@ -41,20 +42,28 @@ def _ready(sign: Sign) -> bool:
 
 
 def replaced(task: Task, children: Sequence[Child], places: Sequence[Place], gone: Sequence[int]) -> list[Child]:
-    """As `summoned`, on this machine: all meet at a store of their own, which the first of the new ranks serves."""
+    """As `summoned`, on this machine: later, where all met before; or at once, at a store of their own, which the first
+    of the new ranks serves."""
+    if places[0].port:
+        return summoned(task, children, places, gone, later=True)
     with ranks.listening() as listener:
         seats = [replace(place, host="127.0.0.1", port=listener.getsockname()[1]) for place in places]
         seats[gone[0]] = replace(seats[gone[0]], serves=True, listen_fd=listener.fileno())
         return summoned(task, children, seats, gone)
 
 
-def summoned(task: Task, children: Sequence[Child], places: Sequence[Place], gone: Sequence[int]) -> list[Child]:
-    """`children` with new ones at the `places` of the `gone`, and the others called to theirs."""
+def summoned(
+    task: Task, children: Sequence[Child], places: Sequence[Place], gone: Sequence[int], later: bool = False
+) -> list[Child]:
+    """`children` with new ones at the `places` of the ranks that are `gone`, also elsewhere, and the others called to
+    theirs, at once or `later`."""
     after = [replace(child, place=place) for child, place in zip(children, places, strict=True)]
-    for index in gone:
-        after[index].close()
-        after[index] = ranks.fork(task, places[index])
-    for index, child in enumerate(after):
-        if index not in gone:
-            recall.tell(child.calls, Call(child.place.attempt, child.place.host, child.place.port))
+    for index, place in enumerate(places):
+        if place.rank in gone:
+            after[index].close()
+            after[index] = ranks.fork(task, replace(place, patience=PATIENCE if later else 0.0))
+    for child in after:
+        if child.place.rank not in gone:
+            call = Call(child.place.attempt, child.place.host, child.place.port, tuple(gone), later)
+            recall.tell(child.calls, call)
     return after

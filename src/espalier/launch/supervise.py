@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from espalier.checkpoint import interval, refuge
 from espalier.checkpoint.refuge import Refuge
 from espalier.errors import Anomaly, EspalierError, Interrupted, PeerLost, RunFailed, UserError
 from espalier.launch import child as ranks
-from espalier.launch import left, local, staying
+from espalier.launch import exchange, left, local, staying
 from espalier.launch.base import Place, Task
 from espalier.launch.child import Child
 from espalier.launch.reshape import Reshaping, Shape, Shapes
@@ -51,7 +51,8 @@ class Care:
         memory: bytes that copies of the state may take in this machine's memory; 0: there are none, None: a quarter of
             what is free once the run has begun.
         tell: called as `tell(event, **fields)` with incidents and recoveries, as the run log has them.
-        alike: every rank holds the whole state, so that those that are left after a failure stay as they are.
+        stays: why ranks that are left after a failure may stay as they are: all hold the same state (`alike`), or
+            replicas agree by `rounds`. Empty: they may not.
         shapes: who plans the run anew where a place is lost or stays slow; None: it keeps its ranks.
     """
 
@@ -60,7 +61,7 @@ class Care:
     memory: int | None = 0
     tell: Callable[..., Any] = _nobody
     shapes: Shapes | None = None
-    alike: bool = False
+    stays: Literal["", "alike", "rounds"] = ""
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,9 @@ def run(task: Task, places: Sequence[Place], care: Care) -> list[Any]:
     is not worth while, `Interrupted` when stopped by Ctrl-C, SIGTERM or SIGUSR1.
     """
     warm()
+    if care.stays == "rounds":  # its ranks meet where they met before, also when the first of them is gone
+        port = exchange.served("127.0.0.1", 0)
+        places = [replace(place, port=port) for place in places]
     with local.passing_on_signals() as signals:
         refuges = refuge.build(len(places), care.memory) if care.memory != 0 else []
         own: Sequence[Refuge | None] = refuges or [None] * len(places)
@@ -111,9 +115,7 @@ class Supervisor:
         self.budget = Budget(care.restarts)
         self.reshaping = Reshaping(care.shapes, care.tell)
         self.next: Shape | None = None
-        self.attempt = 0
-        self.patience = 1.0
-        self.hung_at = -1
+        self.attempt, self.patience, self.hung_at = 0, 1.0, -1
         self.trouble: Ended | None = None
         """What the run has not made good yet."""
 
@@ -147,8 +149,6 @@ class Supervisor:
                 self._take(self.next)
             children = self._start()
 
-    # --- one attempt -------------------------------------------------------------------------------------------------
-
     def _start(self) -> list[Child]:
         places = self._begin()
         try:
@@ -161,7 +161,7 @@ class Supervisor:
 
     def _gone(self, ended: Ended, children: Sequence[Child]) -> list[int]:
         """Which ranks have to be replaced where the others stay; none: all begin anew."""
-        return staying.gone(ended.failure, children, self.pulses.read()) if self.care.alike else []
+        return staying.gone(ended.failure, children, self.pulses.read()) if self.care.stays else []
 
     def _replace(self, children: Sequence[Child], gone: Sequence[int]) -> list[Child]:
         """The ranks of another attempt, those that are left among them."""

@@ -62,6 +62,21 @@ class Agreement(Protocol):
         """Whether all replicas are at the same step now, so that they may validate and save together."""
         ...
 
+    @property
+    def whole(self) -> bool:
+        """Whether all replicas take part; one that was lost may be back later."""
+        ...
+
+    @property
+    def outlives(self) -> bool:
+        """Whether replicas can go on from here without one that was lost just now."""
+        ...
+
+    @property
+    def leaving(self) -> bool:
+        """Whether all replicas are to begin anew now, with one that takes the place of another, as all of them know."""
+        ...
+
     def following(self, step: int) -> int:
         """The number of the step that comes after `step` on this rank."""
         ...

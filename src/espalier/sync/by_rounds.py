@@ -56,6 +56,21 @@ class ByRounds:
         """See `Agreement.level`: between rounds, and at the end."""
         return self.engine.clock == 0
 
+    @property
+    def whole(self) -> bool:
+        """See `Agreement.whole`."""
+        return self.engine.whole
+
+    @property
+    def outlives(self) -> bool:
+        """See `Agreement.outlives`."""
+        return self.level and not self.engine.leaving and self.engine.members is not None
+
+    @property
+    def leaving(self) -> bool:
+        """See `Agreement.leaving`: known to all at the end of the same round."""
+        return self.level and self.engine.leaving
+
     def following(self, step: int) -> int:
         """See `Agreement.following`. A slower replica leaves steps out, so that all end their rounds at one number."""
         engine = self.engine

@@ -49,7 +49,8 @@ class EveryStep:
             self.sharding.refresh()
         return Agreed(loss / weight if weight else math.nan, weight, size, learning_rate, stopping, exposed, faulty)
 
-    level = True
+    level = whole = True
+    leaving = outlives = False
 
     def following(self, step: int) -> int:
         """The next."""

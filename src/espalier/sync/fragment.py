@@ -57,7 +57,8 @@ class Fragment:
         self.update.load_state_dict(part["update"])
         self.base = self.flight = self.arrived = None
         if "total" in part:
-            notes = {int(member): Note(*note) for member, note in part["notes"].items()}
+            # Who asked to stop, or was called, was so in the attempt that is over.
+            notes = {int(one): Note(*note)._replace(stop=0.0, called=0.0) for one, note in part["notes"].items()}
             self.arrived = Arrived(part["total"].clone(), notes, 0.0)
             self.base = part["base"].clone() if "base" in part else None
 

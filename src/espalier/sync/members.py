@@ -12,7 +12,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 
 from espalier.comm.base import Codec, Ledger, Spent, Traffic
 from espalier.comm.coded import Coded
+from espalier.comm.hangup import apart
 from espalier.comm.lane import Task
 from espalier.errors import PeerLost
 from espalier.sync import rejoin
@@ -44,6 +45,7 @@ class Note(NamedTuple):
         stop: it was asked to stop.
         seconds: of one local step.
         rate: its inner learning rate; all use that of the first member.
+        called: it was called to begin anew with all members, at the end of a round.
     """
 
     weight: float = 1.0
@@ -51,6 +53,7 @@ class Note(NamedTuple):
     stop: float = 0.0
     seconds: float = 0.0
     rate: float = 1.0
+    called: float = 0.0
 
 
 class Arrived(NamedTuple):
@@ -77,6 +80,7 @@ class Crew(NamedTuple):
         grace: seconds; see `GRACE`.
         ledger: books what is sent; may be None.
         returns: this replica was lost, or takes the place of one that was, and asks the others to let it in.
+        lost: asked who is known to be gone, by rank among all of all members; None: nobody knows more than they do.
         silence: seconds without a sign of life (`beats`) after which a rank counts as dead; 0: it is dead when its
             connections close, or when a message does not come within `timeout`.
     """
@@ -91,6 +95,7 @@ class Crew(NamedTuple):
     ledger: Ledger | None = None
     returns: bool = False
     silence: float = 0.0
+    lost: Callable[[], Collection[int]] | None = None
 
 
 @dataclass
@@ -151,8 +156,7 @@ class Members:
                 while not outcome.look(self.rank) and not self._closed:
                     self._heard = time.monotonic()
                     if silent := self._silent(self.members):
-                        what = f"rank {silent[0]} has given no sign of life for {self.crew.silence:g} s"
-                        outcome.failed(RuntimeError(what))
+                        outcome.failed(RuntimeError(f"rank {silent[0]} is gone, or gave no sign of life for too long"))
                     time.sleep(LOOK)
             except RuntimeError as error:  # the store is gone
                 outcome.error = outcome.error or error
@@ -162,7 +166,9 @@ class Members:
         """The other ranks of `members` that are dead by their signs of life."""
         shards = self.crew.shards
         ranks = [member * shards + shard for member in members for shard in range(shards)]
-        return [] if self._beats is None else self._beats.silent([rank for rank in ranks if rank != self.rank])
+        others = [rank for rank in ranks if rank != self.rank]
+        known = [] if self.crew.lost is None else [rank for rank in others if rank in self.crew.lost()]
+        return known + ([] if self._beats is None else self._beats.silent(others))
 
     # --- the group -----------------------------------------------------------------------------------------------
 
@@ -175,7 +181,8 @@ class Members:
             return None
         crew, place = self.crew, (self.members.index(self.crew.member), len(self.members))
         limit = timedelta(seconds=crew.timeout)
-        inner = ProcessGroupGloo(PrefixStore(f"shard{crew.shard}", self._space()), *place, limit)
+        with apart():
+            inner = ProcessGroupGloo(PrefixStore(f"shard{crew.shard}", self._space()), *place, limit)
         ranks = [member * crew.shards + crew.shard for member in self.members]
         return Coded(self.codec, inner, place, Traffic.OUTER_STEP._value_, ranks, lambda: limit)
 

@@ -69,6 +69,7 @@ class OuterSync:
         waited, stood: seconds spent standing still for flights, of the last round and in all; flown: of its flights.
         on_moving, on_moved: called before and after live tensors are set.
         stopping: some replica asked to stop, and all know.
+        summoned: asked whether this replica was called to begin anew with the others; leaving: one was, and all know.
         still: what never moves, but who comes back must have like the others (buffers, frozen parameters).
     """
 
@@ -84,7 +85,8 @@ class OuterSync:
         self.steps, self.pace, self.weight, self.adapt = rounds.steps, rounds.pace, rounds.weight, rounds.adapt
         self.rounds = self.clock = self.begun = 0
         self.waited = self.flown = 0.0
-        self.stopping = False
+        self.stopping = self.leaving = False
+        self.summoned: Callable[[], bool] = _no
         self.wish = 0.0
         self.still: Sequence[Tensor] = ()
         self._asked = False
@@ -96,6 +98,12 @@ class OuterSync:
         self.on_moved: Callable[[], None] = _nothing
         lossy = members is not None and not members.codec.lossless
         self.fragments = [fragment_of(part, choices, lossy, total) for part in split(live, choices.fragments)]
+
+    @property
+    def whole(self) -> bool:
+        """Whether no replica is away, as far as this one knows."""
+        members = self.members
+        return members is None or (len(members.members) == len(members.crew.members) and not self.summoned())
 
     # --- local steps -----------------------------------------------------------------------------------------------
 
@@ -200,7 +208,7 @@ class OuterSync:
     def _launch(self, fragment: Fragment, weighted: tuple[Tensor, float], base: Tensor | None, rate: float) -> None:
         sent, weight = weighted
         step = (time.perf_counter() - self._begun - self._still) / max(1, self.clock)
-        note = Note(weight, self.wish, float(self._asked), step, rate)
+        note = Note(weight, self.wish, float(self._asked), step, rate, float(self.summoned()))
         fragment.base, fragment.age = base, 0
         if self.members is None:
             fragment.arrived = Arrived(sent, {0: note}, 0.0)
@@ -236,6 +244,7 @@ class OuterSync:
     def _listen(self, notes: Mapping[int, Note]) -> None:
         """What all members take from the same flight in the same round."""
         self.stopping = self.stopping or any(note.stop for note in notes.values())
+        self.leaving = self.leaving or any(note.called for note in notes.values())
         wish = max(note.steps for note in notes.values())
         if self.adapt and wish:
             self.steps = int(wish)
@@ -379,3 +388,7 @@ class OuterSync:
 
 def _nothing() -> None:
     pass
+
+
+def _no() -> bool:
+    return False

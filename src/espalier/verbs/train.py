@@ -91,8 +91,7 @@ def carry_out(job: Job, as_json: bool, supervised: Callable[[Life, supervise.Car
     """The run from its plan to its report; `supervised` starts the ranks and keeps them alive."""
     if is_finished(job.resolved.recipe, job.folder):
         return _nothing_to_do(job, as_json)
-    alike = job.plan.alike and all(one.device == "cpu" for one in job.plan.ranks)  # NCCL's waits cannot be cut
-    care = replace(care_of(job.resolved.recipe), tell=partial(_tell, job), alike=alike)
+    care = replace(care_of(job.resolved.recipe), tell=partial(_tell, job), stays=rank.stays(job.plan))
     begun = time.monotonic()
     try:
         supervised(life(job), care)
