@@ -100,7 +100,8 @@ class Follower:
             gone = order.replaced or ()
             self.children = staying.summoned(self.task, self.children, seats, gone, order.later)
         else:
-            self.children = [ranks.fork(self.task, seat) for seat in seats]
+            patience = staying.PATIENCE if order.later else 0.0
+            self.children = [ranks.fork(self.task, replace(seat, patience=patience)) for seat in seats]
         for child in self.children:
             self.signals.add(child)
 

@@ -133,9 +133,7 @@ class Leader(Supervisor):
         self._until_idle()
         if self.away and self.signals.seen:
             raise Interrupted("Stopped while a host was waited for; the newest checkpoint is kept.")
-        self.ordered = self.attempt + 1
-        self.meant = tuple(self.lives)
-        self.lost.clear()
+        self._counts_on_all()
         places = self._begin()
         own = self.team.own
         self.distant = {place.rank: distant.expected(place) for place in places if place.rank not in own}
@@ -152,11 +150,22 @@ class Leader(Supervisor):
             raise
         return children
 
+    def _counts_on_all(self) -> None:
+        """The next attempt is of the supervisors that are there."""
+        self.ordered, self.meant = self.attempt + 1, tuple(self.lives)
+        self.lost.clear()
+
     def _gone(self, ended: Ended, children: Sequence[Child]) -> list[int]:
-        return [] if self.away or self.lost else super()._gone(ended, children)  # who is not heard does not hear
+        if self.away:
+            return []  # who is not heard does not hear
+        for one in self.distant.values():
+            one.reap()
+        # To the others it is as if its ranks were killed: its supervisor, another one, starts them.
+        of_host = bool(self.lost) and ended.failure.kind == "lost"
+        return super()._gone(replace(ended, failure=replace(ended.failure, kind="killed")) if of_host else ended, children)
 
     def _replace(self, children: Sequence[Child], gone: Sequence[int]) -> list[Child]:
-        self.ordered = self.attempt + 1
+        self._counts_on_all()
         places = self._begin(self.pulses)
         between = interval.between_failures(time.monotonic() - self.began, self.attempt)
         later = self.care.stays == "rounds"
