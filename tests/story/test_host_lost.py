@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -75,14 +75,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def clean(home: Path) -> Iterator[None]:
-    yield
+def begin(home: Path, run: str, *more: str) -> subprocess.Popen[str]:
     for file in [*home.glob("*-connections"), *home.glob("*-supervisors"), *home.glob("gone")]:
         file.unlink()
-
-
-def begin(home: Path, run: str, *more: str) -> subprocess.Popen[str]:
     command = f"launch.command={sys.executable} connection.py {{host}} {{command}}"
     arguments = ["train", "recipe.toml", "--hosts", "hosta,hostb,hostc", f"name={run}", command, *more]
     environment = {**os.environ, "XDG_CACHE_HOME": str(home / "xdg")}
@@ -158,7 +153,7 @@ def test_a_lost_host_comes_back_and_no_bit_of_the_weights_differs(
     assert (after["hosta"], after["hostb"]) == (before["hosta"], before["hostb"])
     assert len(after["hostc"]) == 2
     assert not Path(f"/proc/{before['hostc'][0]}").exists()
-    (recovered,) = events(home, run, "recovered")
+    (recovered,) = [one for one in events(home, run, "recovered") if one["source"] != "place"]  # merely starved
     assert (recovered["kind"], recovered["source"]) == ("lost", "memory")
     assert recovered["lost_steps"] <= 5
     incident = next(one for one in events(home, run, "incident") if "start again" in one["action"])
@@ -170,9 +165,6 @@ def test_a_lost_host_comes_back_and_no_bit_of_the_weights_differs(
 
 def test_a_host_that_stays_away_is_named_and_an_interrupt_ends_the_wait(home: Path) -> None:
     for run, more in (("away", ("comm.timeout=12s",)), ("waits", ())):
-        (home / "gone").unlink(missing_ok=True)
-        for file in home.glob("hostc-*"):
-            file.unlink()
         process = begin(home, run, "train.steps=100000", *more)
         reach(home, run, process, 20)
         (home / "gone").touch()

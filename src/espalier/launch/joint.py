@@ -162,7 +162,9 @@ class Leader(Supervisor):
             one.reap()
         # To the others it is as if its ranks were killed: its supervisor, another one, starts them.
         of_host = bool(self.lost) and ended.failure.kind == "lost"
-        return super()._gone(replace(ended, failure=replace(ended.failure, kind="killed")) if of_host else ended, children)
+        return super()._gone(
+            replace(ended, failure=replace(ended.failure, kind="killed")) if of_host else ended, children
+        )
 
     def _replace(self, children: Sequence[Child], gone: Sequence[int]) -> list[Child]:
         self._counts_on_all()
