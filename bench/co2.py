@@ -1,6 +1,7 @@
 """Training across slow links: rounds beside an exchange at every step, four hosts with an uplink each.
 
     python bench/co2.py [--quick] [--seconds N] [--json FILE] [--rates 50,100] [--only KIND,...] [--torchft PYTHON]
+    python bench/co2.py --equal STEPS [--quick] [--json FILE]
 
 A decoder of 10.8 M parameters on real text (Python's library as bytes), 1,024 tokens for each host and step, AdamW.
 Each contestant trains for as many seconds of its own, in fresh processes: DistributedDataParallel (PyTorch's Gloo);
@@ -117,11 +118,32 @@ def rows(case: str, found: dict[str, Outcome]) -> list[Row]:
         for peer, theirs in found.items():
             if peer not in OURS and ("unlimited" not in peer or peer.startswith(f"{ours},")):
                 made += _beside(here, mine, peer, theirs)
+        made += _settled(here, mine)
         share = mine.stood / mine.seconds
         made.append(Row(f"{here}: share of time standing still", "goal", 0.02, share, 0.02 / max(share, 1e-9), "", "-"))
         kernel = [one.kernel / one.seconds for one in (found["alone"], mine)]
         made.append(Row(f"{here}: kernel's share of two cores", "alone", *kernel, kernel[0] / kernel[1], "cores", "-"))
     return made
+
+
+def _settled(case: str, one: Outcome) -> list[Row]:
+    """The share of the later half of its rounds that it stood still."""
+    lengths = [b[0] - a[0] for a, b in itertools.pairwise(one.curve)]
+    half = len(lengths) // 2
+    share = sum(one.still[half:]) / sum(lengths[half:])
+    shares = sorted(still / length for still, length in zip(one.still[half:], lengths[half:], strict=True))
+    spread = f"{shares[0]:.3f}-{shares[-1]:.3f} of a round (n={len(shares)})"
+    return [
+        Row(
+            f"{case}: share of time standing still, later half of the rounds",
+            "goal",
+            0.02,
+            share,
+            0.02 / max(share, 1e-9),
+            "",
+            spread,
+        )
+    ]
 
 
 def _steps(one: Outcome) -> int:
@@ -150,6 +172,27 @@ def _beside(case: str, mine: Outcome, peer: str, theirs: Outcome) -> list[Row]:
     return made
 
 
+def equal(task: Task, steps: int, length: int) -> list[Row]:
+    """What methods by rounds of `length` learn from the same tokens, each to its end. On links without a limit: what is
+    computed depends on no link and on no timing."""
+    endless = msgspec.structs.replace(task, seconds=1e9, most=steps, steps=length)
+    found = {}
+    for kind in ("local_sgd", *OURS):
+        name, *coded = kind.split()
+        asked = msgspec.structs.replace(endless, kind=name, codec=coded[0] if coded else "exact")
+        found[kind] = run(asked, 0.0, sys.executable)
+        told(kind, found[kind])
+    theirs = found["local_sgd"].curve[-1]
+    case = f"{found['local_sgd'].parameters / 1e6:.1f} M, rounds of {length}"
+    return [
+        Row(
+            f"{case}, {ours}: loss when all are trained for {theirs[1]} tokens", "local_sgd", theirs[2], one[2],
+            theirs[2] / one[2], "nats", "-",
+        )
+        for ours, one in ((ours, found[ours].curve[-1]) for ours in OURS)
+    ]  # fmt: skip
+
+
 def main() -> None:
     """Runs what is asked and prints the table."""
     asked = arguments(
@@ -157,6 +200,7 @@ def main() -> None:
         seconds={"type": float, "help": "of training for each contestant"},
         rates={"default": "50,100", "help": "Mbit/s of a host's uplink"},
         only={"default": ",".join(KINDS)},
+        equal={"type": int, "metavar": "STEPS", "help": "only what is learnt in so many local steps"},
         torchft={"metavar": "PYTHON", "help": "an interpreter that has torchft; without it that row is left out"},
     )
     depth, width, held = (3, 256, 16) if asked.quick else (6, 384, 32)
@@ -164,6 +208,9 @@ def main() -> None:
     task = Task("alone", depth, width, sequence=128, batch=8, steps=1, seconds=seconds, held_out=held)
     note = ", quick" if asked.quick else ""
     made: list[Row] = []
+    if asked.equal:
+        publish(equal(task, asked.equal, 4), asked.json)
+        return
     try:
         for rate in map(float, asked.rates.split(",")):
             found = contestants(asked.only.split(","), task, rate * 1e6, asked.torchft)

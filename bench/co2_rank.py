@@ -53,12 +53,15 @@ class Task(msgspec.Struct, frozen=True):
     codec: str = "exact"
     adapt: bool = False
     """Rounds follow the measured waits, as they do in `espalier train`."""
+    most: int = 0
+    """Local steps after which no further round begins either; 0: any number."""
     held_out: int = 32
 
 
 class Outcome(msgspec.Struct, frozen=True):
     """Seconds and local steps in all, payload bytes that a host sent, seconds of the kernel, those spent standing still
-    in our engine, and (seconds, tokens of all hosts, held-out loss) along the way."""
+    in our engine, (seconds, tokens of all hosts, held-out loss) along the way, parameters, and of each round its
+    seconds standing still."""
 
     seconds: float
     steps: int
@@ -67,6 +70,7 @@ class Outcome(msgspec.Struct, frozen=True):
     stood: float
     curve: list[tuple[float, int, float]]
     parameters: int
+    still: list[float] = []
 
 
 def recipe_of(task: Task, world: int) -> Any:
@@ -232,16 +236,18 @@ class Runner:
         spent, first, curve = 0.0, self.number, [(0.0, 0, self.evaluate())]
         dist.barrier(self.control)
         stood, sent, kernel = self.stood(), wire_bytes(), kernel_seconds()
-        quiet = 0.0
+        quiet, still = 0.0, list[float]()
         while True:
-            begun = time.perf_counter()
+            begun, stopped = time.perf_counter(), self.stood()
             self.steps()
+            still.append(self.stood() - stopped)
             dist.barrier(self.control)
             spent += time.perf_counter() - begun
             tokens = (self.number - first) * self.task.batch * self.task.sequence * self.world
             begun = kernel_seconds()
             curve.append((spent, tokens, self.evaluate()))
-            over = torch.tensor([float(spent > self.task.seconds)])
+            done = self.task.most and self.number - first >= self.task.most
+            over = torch.tensor([float(done or spent > self.task.seconds)])
             dist.broadcast(over, 0, group=self.control)
             quiet += kernel_seconds() - begun
             if over.item():
@@ -252,7 +258,7 @@ class Runner:
         spent += time.perf_counter() - begun
         curve[-1] = (spent, tokens, self.evaluate())
         took = (wire_bytes() - sent, kernel_seconds() - kernel - quiet, self.stood() - stood)
-        return Outcome(spent, self.number - first, *took, curve, self.parameters)
+        return Outcome(spent, self.number - first, *took, curve, self.parameters, still)
 
 
 def main(arguments: Sequence[str]) -> None:

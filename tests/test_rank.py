@@ -39,3 +39,21 @@ def test_a_rank_that_runs_out_of_memory_says_what_it_held_and_what_would_fit(tmp
         local.run(life, launch.places(plan))
     assert "parameters not known, 5" in caught.value.why
     assert "plan.pin.micro_batch=256" in caught.value.do
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, "alike"),
+        ({"ranks": (plans.Rank(device="cuda:0"), plans.Rank(device="cuda:1"))}, ""),
+        ({"units": (plans.Unit(optimizer=(0, 1)),)}, ""),
+        ({"exchanges": (plans.Exchange("gradients", codec="int8"),)}, ""),
+        ({"exchanges": (plans.Exchange("gradients"),)}, "alike"),
+        ({"stages": (plans.Stage(ranks=(0, 1), tensor=2),)}, ""),
+        ({"outer": plans.Outer(replicas=((0,), (1,)))}, "rounds"),
+        ({"outer": plans.Outer(replicas=((0, 1),))}, ""),
+    ],
+)
+def test_which_plans_let_ranks_stay(changes: dict[str, Any], why: str) -> None:
+    plan = plans.Plan(**{"ranks": (plans.Rank(), plans.Rank()), **changes})
+    assert rank.stays(plan) == why

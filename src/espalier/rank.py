@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from espalier import comm, replicas, units
-from espalier.checkpoint import interval
-from espalier.checkpoint.memory import Memory
+from espalier.checkpoint import interval, partner
+from espalier.checkpoint.memory import Kin, Memory
 from espalier.checkpoint.pace import Begin, Pace
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.comm.hangup import Connections
@@ -123,9 +123,9 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
         )
         if place.refuge is not None:
             told = partial(_copies, trainer)
-            trainer.memory = Memory(
-                place.refuge, saved.team, told, stays=stays(setting.plan), stayed=place.recall.answered
-            )
+            why, nodes = stays(setting.plan), [one.node for one in setting.plan.ranks]
+            kin = Kin(why, place.recall.answered, 0 if why else partner.distance(nodes))
+            trainer.memory = Memory(place.refuge, saved.team, told, kin)
         trainer.healing = Healing(setting, saved)
         with place.pulse.elsewhere("storing"):
             trainer.restore(saved)

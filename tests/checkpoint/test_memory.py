@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from espalier.checkpoint import refuge, tree
-from espalier.checkpoint.memory import Memory, Slot, take_up
+from espalier.checkpoint.memory import Kin, Memory, Slot, take_up
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.checkpoint.team import Team
 from espalier.hardware import limits
@@ -190,7 +190,7 @@ def test_nothing_saved_anywhere_is_a_fresh_start(own, tmp_path):
 def _several(channel, refuges, having, damaged):
     """Ranks with copies of these steps; one of those copies is spoilt. What each then takes up."""
     rank = channel.rank()
-    kept = Memory(refuges[rank], Team(dist.new_group(backend="gloo")), lambda every, why: None, stays="alike")
+    kept = Memory(refuges[rank], Team(dist.new_group(backend="gloo")), lambda every, why: None, kin=Kin("alike"))
     for step in having[rank]:
         kept._oldest().write(step, *_flat(step))
         kept._newest = step
@@ -229,7 +229,7 @@ def test_where_ranks_are_alike_one_without_a_copy_is_sent_one(having, damaged, n
 def _spoilt(channel, refuges):
     """Rank 1 is sent a copy that does not arrive as it was."""
     rank = channel.rank()
-    kept = Memory(refuges[rank], Team(dist.new_group(backend="gloo")), lambda every, why: None, stays="alike")
+    kept = Memory(refuges[rank], Team(dist.new_group(backend="gloo")), lambda every, why: None, kin=Kin("alike"))
     if rank == 0:
         kept._slots[0].write(4, *_flat(4))
     elif rank == 1:
@@ -247,7 +247,7 @@ def test_a_copy_that_arrives_damaged_is_taken_by_nobody():
 
 
 def test_a_rank_that_stays_keeps_the_state_as_it_is_where_all_are_alike(own):
-    alike = Memory(own, Team(None), lambda every, why: None, stays="alike")
+    alike = Memory(own, Team(None), lambda every, why: None, kin=Kin("alike"))
     keep(alike, 4)
     alike.stay(5, lambda: {"part": Part(5)}, {"step": 5})
     assert alike.newest() == 5

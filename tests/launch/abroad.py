@@ -16,8 +16,9 @@ import torch
 from struck import Struck, plan_of
 
 from espalier.errors import EspalierError
-from espalier.launch import exchange, joint
+from espalier.launch import joint
 from espalier.launch.exchange import Line
+from espalier.launch.store import Served
 from espalier.launch.team import Team
 
 ADDRESS = "10.213.77.1"  # of the lab's first host
@@ -67,7 +68,7 @@ class Abroad(Struck):
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
             address = "127.0.0.1" if self.lab is None else ADDRESS
             if host == 0:
-                exchange.served(address, port)
+                Served(address, socket.create_server((address, port)).detach())
             line = Line(host, 2, address, port, "run", self.heartbeat, self.lives if host else 0)
             found: Any = None
             plan = self.plan or plan_of(self.recipe, self.world)

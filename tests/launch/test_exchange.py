@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.launch import exchange
 from espalier.launch.exchange import End, Exchange, Line, Order, Report, aged, dated
+from espalier.launch.store import Served
 from espalier.resilience.hang import Vital
 from espalier.resilience.pulse import Sign
 
@@ -55,7 +55,7 @@ def until(holds, within: float = 10.0) -> bool:
 
 
 def test_both_sides_hear_what_is_new_and_how_old_it_is() -> None:
-    line = Line(0, 2, "127.0.0.1", exchange.served("127.0.0.1", 0), "topic", 0.2)
+    line = Line(0, 2, "127.0.0.1", Served().port, "topic", 0.2)
     heard: list[tuple[int, Report]] = []
     first = Exchange(line, Report, lambda host, said: heard.append((host, said))).begin(Order())
     assert first.said(1) is None

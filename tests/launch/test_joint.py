@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from abroad import Abroad
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
 from espalier.errors import HostLost
 from espalier.plan import base as plans
+from espalier.plan.base import Outer
 from espalier.testing.faults import Fault
 
 KINDS = {
@@ -76,6 +78,38 @@ def test_what_happens_to_a_rank_is_named_with_its_host_and_changes_no_bit(
         assert incident["what"].startswith(f"On host {('here', 'there')[rank]}: Rank {rank}")
     recovered = [event for event in run.all("recovered") if event["kind"] == KINDS[what]]
     assert [event["source"] for event in recovered] == ["disk" if what == "terminate" else "memory"]
+
+
+def lives_of(run: Struck, rank: int) -> list[str]:
+    """The process of each attempt of `rank`."""
+    return (run.folder / f"lives-{rank}").read_text().split()
+
+
+@pytest.mark.parametrize(
+    ("what", "rank"),
+    [("kill", 2), pytest.param("stop", 0, marks=pytest.mark.slow), pytest.param("hang", 1, marks=pytest.mark.slow)],
+)
+def test_where_all_ranks_are_alike_those_that_are_left_stay_on_all_hosts(
+    corpus, unbroken, tmp_path, what, rank
+) -> None:
+    faults = (Fault(rank, 6, what),)
+    run = Abroad(recipe_of(corpus), 3, tmp_path / "run", faults, memory=1 << 26, stays="alike", hosts=(0, 1, 1)).run()
+    assert same(run, unbroken(3)), run.said()
+    assert [event["lost_steps"] for event in run.all("recovered") if event["kind"] != "lost"] == [0]
+    for other in range(3):
+        assert len(set(lives_of(run, other))) == (2 if other == rank else 1)
+
+
+def test_replicas_on_several_hosts_go_on_by_rounds(corpus, tmp_path) -> None:
+    recipe = recipe_of(corpus, train={"steps": 40})
+    outer = Outer(replicas=((0,), (1,), (2,)), method="eager", steps=2, adapt=False)
+    plan = msgspec.structs.replace(plan_of(recipe, 3), outer=outer)
+    run = Abroad(
+        recipe, 3, tmp_path / "run", (Fault(1, 7, "kill"),), memory=1 << 26, plan=plan, stays="rounds", hosts=(0, 1, 1)
+    ).run()
+    assert [event["step"] for event in run.all("step")] == list(range(1, 41)), run.said()
+    assert len(set(lives_of(run, 0))) == len(set(lives_of(run, 2))) == 1
+    assert run.all("recovered")[-1]["lost_steps"] == 0
 
 
 @pytest.mark.slow

@@ -73,3 +73,20 @@ def test_what_a_rank_showed_elsewhere_is_read_as_its_own() -> None:
     shared.show(1, sign)
     assert shared.read()[1] == sign
     assert shared.read()[0].step == shared.read()[2].step == 0
+
+
+def test_a_rank_that_stays_shows_that_it_waits_and_then_that_it_begins() -> None:
+    pulses = Pulses(2, 1.0)
+    for rank in range(2):
+        pulses.of(rank).stepped(3)
+        pulses.of(rank).stepped(4, waited=0.5)
+    pulses.of(1).stands()
+    standing = pulses.read()[1]
+    assert (standing.doing, standing.first, standing.usual, standing.step) == ("standing", 0.0, 0.0, 4)
+    pulses.of(1).starts()
+    assert pulses.read()[1].doing == "starting"
+    assert pulses.read()[0].doing == "stepping"
+    pulses.begin()
+    assert [(sign.doing, sign.first, sign.waited) for sign in pulses.read()] == [("starting", 0.0, 0.0)] * 2
+    SILENT.stands()
+    SILENT.starts()

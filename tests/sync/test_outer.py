@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -288,3 +289,63 @@ def test_fragments_are_cut_evenly() -> None:
     assert [len(part) for part in split(tensors, 4)] == [2, 2, 2, 2]
     assert [len(part) for part in split(tensors, 8)] == [1] * 8
     assert len(split([torch.zeros(1), torch.zeros(100), torch.zeros(1)], 3)) == 3
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "eager"])
+def test_replicas_that_are_called_leave_at_the_end_of_the_same_round_and_not_again(name: str) -> None:
+    def run(member: int, make: Callable[..., OuterSync]) -> Any:
+        replica = Replica(member)
+        engine = make(replica, METHODS[name], Rounds(3))
+        engine.summoned = lambda: member == 1 and engine.rounds >= 2
+        while not engine.leaving:
+            replica.step()
+            engine.after_step(RATE)
+        at = engine.rounds, engine.clock
+        common, own = copy.deepcopy(engine.common_state()), copy.deepcopy(engine.own_state())
+        engine.close()
+        again = Replica(member)
+        engine = make(again, METHODS[name], Rounds(3))
+        engine.load_common(common)
+        engine.load_own(own)
+        for _ in range(9):
+            again.step()
+            engine.after_step(RATE)
+        return at, engine.leaving, engine.whole
+
+    found = together(3, run)
+    assert len(set(found)) == 1
+    (rounds, clock), leaving, whole = found[0]
+    assert rounds in (3, 4, 5)
+    assert clock == 0
+    assert not leaving
+    assert whole
+
+
+def test_who_is_known_to_be_lost_is_not_waited_for() -> None:
+    left = threading.Barrier(3)
+
+    def run(member: int, make: Callable[..., OuterSync]) -> Any:
+        replica = Replica(member)
+        engine = make(replica, METHODS["local_sgd"], Rounds(2))
+        assert engine.members is not None
+        gone: set[int] = set()
+        engine.members.crew = engine.members.crew._replace(lost=lambda: gone)
+        for _ in range(4):
+            replica.step()
+            engine.after_step(RATE)
+        left.wait(20)
+        if member == 2:
+            time.sleep(2.0)
+            return None
+        gone.add(2)
+        began = time.monotonic()
+        for _ in range(2):
+            replica.step()
+            engine.after_step(RATE)
+        return time.monotonic() - began, engine.members.members, engine.whole
+
+    found = together(3, run, grace=30.0)
+    for seconds, members, whole in found[:2]:
+        assert seconds < 10
+        assert members == (0, 1)
+        assert not whole

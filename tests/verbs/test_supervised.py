@@ -13,6 +13,7 @@ from espalier.hardware import hosts
 from espalier.launch import exchange
 from espalier.launch.base import Place
 from espalier.launch.exchange import Line
+from espalier.launch.store import Served
 from espalier.launch.team import Team
 from espalier.testing import forks
 from espalier.verbs import ready, supervised
@@ -61,7 +62,8 @@ def test_the_recipes_cluster_file_is_read_by_the_first_and_used_by_all(tmp_path)
 
 
 def test_what_the_first_decides_is_heard_once_and_its_mistake_is_told() -> None:
-    port = exchange.served("127.0.0.1", 0)
+    store = Served()
+    port = store.port
     team = Team(Line(0, 2, "127.0.0.1", port, ""), ("a", "b"), (0, 1))
     post = supervised.Post(team, exchange.opened("127.0.0.1", port), patience=0.3)
     begun = time.monotonic()
@@ -71,6 +73,7 @@ def test_what_the_first_decides_is_heard_once_and_its_mistake_is_told() -> None:
     supervised._say(post, supervised.Decided("plan", "cluster", (0, 1)))
     supervised._say(post, supervised.Decided(error="too late"))
     assert supervised._heard(post) == supervised.Decided("plan", "cluster", (0, 1))
+    store.close()
 
 
 def test_ranks_may_be_numbered_anew_for_training_alone() -> None:

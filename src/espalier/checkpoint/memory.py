@@ -1,9 +1,10 @@
-"""The state of a few steps ago, in memory that outlives the rank: what a restart takes up when no host was lost.
+"""The state of a few steps ago, in memory that outlives the rank: what a restart takes up first.
 
-After Acme (arXiv 2403.07648), section 6.1, and Gemini (SOSP 2023). Where we deviate: a copy belongs to the ranks of one
-run as they are now (same plan, same number), so each rank keeps its own part as it lies in memory: no exchange, no
-format, no file. Two copies take turns; one is taken only where every rank has it whole, by its hash. Where all ranks
-hold the same state, one that has no copy, as it was started in place of another, is sent that of a rank that stayed.
+After Acme (arXiv 2403.07648), section 6.1, and Gemini (SOSP 2023). Where we deviate: a copy belongs to the ranks of
+one run as they are now (same plan, same number), so each rank keeps its own part as it lies in memory, without a
+format or a file; over several machines another rank keeps it too, where states are cut (`partner`). Two copies take
+turns; one is taken only where every rank has it whole, by its hash. Where all ranks hold the same state, one that has
+no copy, as it was started in place of another, is sent that of a rank that stayed.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import pickle
 import struct
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from espalier.checkpoint import interval, tree
+from espalier.checkpoint import interval, partner, tree
+from espalier.checkpoint import refuge as refuges
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.interval import Interval
+from espalier.checkpoint.partner import Partner
 from espalier.checkpoint.refuge import Refuge
 from espalier.checkpoint.sharded import Checkpoints, Loaded
 from espalier.checkpoint.team import Team
@@ -33,7 +35,6 @@ _HEADER = struct.Struct("<qqq16s")  # step, where the skeletons begin, where the
 _BEGIN = 4096
 _ALIGNED = 64
 _NONE = -1
-_PIECE = 2**28
 _KEPT = 0.8
 """How much of the usual step's time stays at each new one."""
 
@@ -139,6 +140,22 @@ def _view(room: Tensor, row: _Row) -> Tensor:
     return room[row.first : row.first + count].view(row.dtype).view(row.shape)
 
 
+@dataclass(frozen=True)
+class Kin:
+    """What a rank can take from others.
+
+    Attributes:
+        stays: `alike`: all ranks hold the same state, so each can take another's copy; `rounds`: each can begin as
+            another is, its parts being those of the other in their order; empty: neither.
+        stayed: this rank stayed when another was lost; only then is a replica begun as another.
+        apart: how far away the rank is that keeps copies too (`partner`); 0: there is none.
+    """
+
+    stays: str = ""
+    stayed: bool = False
+    apart: int = 0
+
+
 class Memory:
     """This rank's copies, and when the next one is due. Has state: the copies, and what they and the steps take.
 
@@ -146,17 +163,17 @@ class Memory:
         refuge: where they lie.
         team: the ranks, as for checkpoints.
         tell: called with the interval whenever it was decided anew, or with why there are no copies.
-        stays: `alike`: all ranks hold the same state, so each can take another's copy; `rounds`: each can begin as
-            another is, its parts being those of the other in their order; empty: neither.
-        stayed: this rank stayed when another was lost; only then is a replica begun as another.
+        kin: whose copies else it may take.
     """
 
-    def __init__(
-        self, refuge: Refuge, team: Team, tell: Callable[[int, str], None], *, stays: str = "", stayed: bool = False
-    ) -> None:
-        self._slots = [Slot(file) for file in refuge.files]
-        self._refuge, self._team, self._tell, self._stays = refuge, team, tell, stays
-        self._stayed = stayed or stays == "alike"
+    def __init__(self, refuge: Refuge, team: Team, tell: Callable[[int, str], None], kin: Kin | None = None) -> None:
+        kin = kin or Kin()
+        slots = [Slot(file) for file in refuge.files]
+        self._slots, others = slots[: refuges.SLOTS], slots[refuges.SLOTS :]
+        self._partner = Partner(team, others, kin.apart) if kin.apart and others else None
+        self._kept = len(self._slots) * (1 if self._partner is None else 2)
+        self._refuge, self._team, self._tell, self._stays = refuge, team, tell, kin.stays
+        self._stayed = kin.stayed or kin.stays == "alike"
         self._due = 0
         self._steps = 0
         self._usual = 0.0
@@ -181,6 +198,8 @@ class Memory:
         if fits:
             self._oldest().write(step, tensors, (skeletons, dict(meta)))
             self._newest = step
+        if self._partner is not None and self._copies:  # all ranks have room, as they told after the first one
+            self._partner.pass_on(next(slot for slot in self._slots if slot.step == self._newest))
         told = torch.tensor([time.perf_counter() - began, self._usual, float(not fits)], dtype=torch.float64)
         agree(told)
         self._decide(step, *told.tolist())
@@ -198,7 +217,7 @@ class Memory:
         if self._allowed is None:
             # Only now, when everything that training needs has been taken.
             self._allowed = self._refuge.allowed()
-        return len(self._slots) * _layout(tensors)[1] <= self._allowed
+        return self._kept * _layout(tensors)[1] <= self._allowed
 
     def _oldest(self) -> Slot:
         return min(self._slots, key=lambda slot: (slot.step == self._newest, slot.step))
@@ -207,20 +226,24 @@ class Memory:
         """The newest step of which every rank has a whole copy, its own or one that it can be sent; -1 when there is
         none. All ranks call it."""
         own = {slot.step for slot in self._slots if slot.good()}
+        kept = self._partner
+        held = set[int]() if kept is None else kept.held()
 
-        def combine(given: list[tuple[set[int], bool]]) -> list[int]:
-            copies = [one for one, _ in given]
-            there = set.union(*copies) if any(stayed for _, stayed in given) else set.intersection(*copies)
+        def combine(given: list[tuple[set[int], set[int], bool]]) -> list[int]:
+            copies = [one for one, _, _ in given]
+            if kept is not None:
+                copies = [one | given[kept.keeps(rank)][1] for rank, one in enumerate(copies)]
+            there = set.union(*copies) if any(stayed for *_, stayed in given) else set.intersection(*copies)
             return [max(there, default=_NONE)] * len(given)
 
-        return self._team.agree("looking for copies in memory", lambda: (own, self._stayed), combine)
+        return self._team.agree("looking for copies in memory", lambda: (own, held, self._stayed), combine)
 
     def take(self, step: int, parts: Mapping[str, Stateful]) -> dict[str, Any] | None:
         """Gives `parts` their state of `step`; what was said of it, or None (and nothing done) where it does not fit.
         All ranks call it."""
         slot = next((one for one in self._slots if one.step == step), None)
-        if self._stays:
-            slot = self._shared(slot if slot is not None and slot.good() else None)
+        if self._stays or self._partner is not None:
+            slot = self._shared(step)
         found: dict[str, Any] | None = None
         if slot is not None:
             kept, (skeletons, meta) = slot.read()
@@ -234,29 +257,30 @@ class Memory:
             part.load_state_dict(tree.join(pickle.loads(skeleton), found["kept"].__getitem__))
         return dict(found["meta"])
 
-    def _shared(self, own: Slot | None) -> Slot | None:
-        """This rank's copy; where it has none, that of the first rank that has one, as it lies in memory there. None
-        where that did not arrive whole, by its hash."""
-        having = self._team.agree("sharing copies", lambda: own is not None, lambda all_: [all_] * len(all_))
-        if not any(having):
-            return None
-        group, source, rank = self._team.group, having.index(True), self._team.rank
-        if own is not None:
-            whole = own.content()
-            for other in (one for one, has in enumerate(having) if not has and rank == source):
-                _each(partial(dist.send, group=group, group_dst=other), torch.tensor([len(whole)]), whole)
-            return own
-        size, room = torch.zeros(1, dtype=torch.int64), self._oldest()
-        take = partial(dist.recv, group=group, group_src=source)
-        _each(take, size)
-        _each(take, room.content(int(size)))
-        return room if room.good() else None
+    def _shared(self, step: int) -> Slot | None:
+        """This rank's copy of `step`; where it has none, one that another rank has sent. None where that did not arrive
+        whole, by its hash."""
+        own = next((slot for slot in self._slots if slot.step == step and slot.good()), None)
+        team, kept = self._team, self._partner
+        having = team.agree("sharing copies", lambda: own is not None, lambda all_: [all_] * len(all_))
+        for rank in (rank for rank, has in enumerate(having) if not has):
+            source = having.index(True) if kept is None else kept.keeps(rank)
+            if team.rank == source:
+                copy = own if kept is None else kept.copy(step)
+                assert copy is not None
+                partner.send(team, copy, rank)
+            elif team.rank == rank:
+                own = self._oldest()
+                partner.receive(team, own, source)
+        return own if own is not None and own.good() else None
 
     def begin(self, step: int) -> None:
         """The run goes on from `step`: copies of later steps are of an attempt that is given up."""
         for slot in self._slots:
             if slot.step > step:
                 slot.clear()
+        if self._partner is not None:
+            self._partner.begin(step)
         self._newest = max((slot.step for slot in self._slots), default=_NONE)
         self._due, self._last = step + 1, None
 
@@ -272,7 +296,7 @@ class Memory:
             self._off = True
             for slot in self._slots:
                 slot.clear()
-            self._tell(0, f"no copies in memory: two of them take more than faults.memory allows a rank "
+            self._tell(0, f"no copies in memory: {self._kept} of them take more than faults.memory allows a rank "
                           f"({self._allowed:,} bytes)")  # fmt: skip
             return
         self._copies += 1
@@ -284,13 +308,6 @@ class Memory:
         if usual and not 0.5 <= found.steps / max(1, self._steps) <= 2.0:
             self._steps = found.steps
             self._tell(found.steps, f"a copy in memory {found}")
-
-
-def _each(carry: Callable[[Tensor], Any], *tensors: Tensor) -> None:
-    """Carries tensors piece by piece: a message of Gloo has a length of 32 bits."""
-    for tensor in tensors:
-        for piece in tensor.split(_PIECE):
-            carry(piece)
 
 
 def _filled(kept: Mapping[_Row, Tensor], own: Mapping[str, tree.Kept]) -> dict[str, tree.Kept] | None:

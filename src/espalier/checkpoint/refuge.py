@@ -37,11 +37,14 @@ class Refuge:
         return limits.free_memory() // 4 // self.ranks if self.bytes is None else self.bytes
 
 
-def build(ranks: int, bytes_: int | None) -> list[Refuge]:
-    """One for each of `ranks`, of `bytes_` together. Call it in the process that starts them."""
+def build(ranks: int, bytes_: int | None, slots: int = SLOTS) -> list[Refuge]:
+    """One for each of `ranks`, of `bytes_` together. Call it in the process that starts them.
+
+    `slots`: twice `SLOTS` where a rank may also keep another's.
+    """
     each = None if bytes_ is None else bytes_ // ranks
     return [
-        Refuge(tuple(os.memfd_create(f"espalier-{rank}-{slot}") for slot in range(SLOTS)), each, ranks)
+        Refuge(tuple(os.memfd_create(f"espalier-{rank}-{slot}") for slot in range(slots)), each, ranks)
         for rank in range(ranks)
     ]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from espalier.checkpoint.refuge import Refuge
-from espalier.launch.recall import NOBODY, Recall
+from espalier.launch.recall import Recall
 from espalier.resilience.pulse import SILENT, Pulse
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Place:
     stacks: int = -1
     pulse: Pulse = SILENT
     refuge: Refuge | None = None
-    recall: Recall = NOBODY
+    recall: Recall = field(default_factory=Recall, compare=False)
     patience: float = 0.0
 
     @property

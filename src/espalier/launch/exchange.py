@@ -277,21 +277,3 @@ def opened(address: str, port: int) -> Any:
     store = TCPStore(address, port, None, False, timeout=timedelta(seconds=_TRY_SECONDS), wait_for_workers=False)
     store.set_timeout(timedelta(hours=1))  # others judge by what comes, not by what an interrupted request says
     return store
-
-
-def served(address: str, port: int, descriptor: int = -1) -> int:
-    """Serves the store from here to the end of this process, on the socket `descriptor` or, without one, at `port` (0:
-    any); the port."""
-    from datetime import timedelta
-
-    from torch._C._distributed_c10d import TCPStore
-
-    store = TCPStore(
-        address, port, None, True, timeout=timedelta(seconds=60), wait_for_workers=False,
-        master_listen_fd=descriptor if descriptor >= 0 else None,
-    )  # fmt: skip
-    _served.append(store)
-    return int(store.port)
-
-
-_served: list[Any] = []

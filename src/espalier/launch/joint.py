@@ -56,7 +56,7 @@ def run(task: Task, team: Team, care: Care, threads: int = 1) -> list[Any] | Non
     own = team.own
     with local.passing_on_signals() as signals:
         files = [os.memfd_create(f"espalier-stacks-{rank}") for rank in own]
-        refuges = refuge.build(len(own), care.memory) if care.memory != 0 else []
+        refuges = refuge.build(len(own), care.memory, 2 * refuge.SLOTS) if care.memory != 0 else []
         for index, rank in enumerate(own):
             places[rank] = replace(places[rank], stacks=files[index], refuge=refuges[index] if refuges else None)
         try:

@@ -98,10 +98,6 @@ def _nothing(whole: bool) -> None:
     """Where there is nothing to release."""
 
 
-NOBODY = Recall()
-"""Of ranks that are never called."""
-
-
 def tell(file: int, call: Call) -> None:
     """Calls the rank at the other end of `file`. One that is gone is not missed."""
     try:

@@ -1,9 +1,9 @@
-"""Keeps a run alive: ranks that die, hang or are stopped are ended together, and a new attempt goes on from the newest
-good checkpoint. After Acme (arXiv 2403.07648), section 6.1.
+"""Keeps a run alive: a rank that dies, hangs or is stopped is replaced where the others can stay (`staying`); else all
+are ended together, and a new attempt goes on from the newest good state. After Acme (arXiv 2403.07648), section 6.1.
 
-Where we deviate: there are no idle spare processes. This process has torch imported and forks each attempt, so it is
-the warm spare of every rank itself. Each attempt meets at a store of its own, so no key of a dead one can be found.
-Policy and detection are `resilience`'s; here they are carried out.
+Where we deviate: there are no idle spare processes. This process has torch imported and forks the ranks, so it is the
+warm spare of every rank itself. Each attempt has keys of its own, so no key of a dead one can be found. Policy and
+detection are `resilience`'s; here they are carried out.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from espalier.checkpoint import interval, refuge
 from espalier.checkpoint.refuge import Refuge
 from espalier.errors import Anomaly, EspalierError, Interrupted, PeerLost, RunFailed, UserError
 from espalier.launch import child as ranks
-from espalier.launch import exchange, left, local, staying
+from espalier.launch import left, local, staying, store
 from espalier.launch.base import Place, Task
 from espalier.launch.child import Child
 from espalier.launch.reshape import Reshaping, Shape, Shapes
@@ -35,10 +35,6 @@ _HEARING_SECONDS = 1.0
 """How long to wait for the cause when a rank only knows that it lost another."""
 _LOOKS = 2  # at every rank, between two heartbeats
 _COMPARED = 10  # looks between two comparisons of the ranks
-
-
-def _nobody(event: str, **fields: Any) -> None:
-    """Where events go when nobody listens."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class Care:
     restarts: int | None = None
     heartbeat: float = 1.0
     memory: int | None = 0
-    tell: Callable[..., Any] = _nobody
+    tell: Callable[..., Any] = field(default=lambda event, **fields: None)
     shapes: Shapes | None = None
     stays: Literal["", "alike", "rounds"] = ""
 
@@ -83,10 +79,9 @@ def run(task: Task, places: Sequence[Place], care: Care) -> list[Any]:
     is not worth while, `Interrupted` when stopped by Ctrl-C, SIGTERM or SIGUSR1.
     """
     warm()
-    if care.stays == "rounds":  # its ranks meet where they met before, also when the first of them is gone
-        port = exchange.served("127.0.0.1", 0)
+    # Replicas that go on meet where they met before, also when the first of them is gone.
+    with store.served(care.stays == "rounds") as port, local.passing_on_signals() as signals:
         places = [replace(place, port=port) for place in places]
-    with local.passing_on_signals() as signals:
         refuges = refuge.build(len(places), care.memory) if care.memory != 0 else []
         own: Sequence[Refuge | None] = refuges or [None] * len(places)
         try:
@@ -132,8 +127,8 @@ class Supervisor:
                 ended, again = self._first_thought(ended)
                 gone = self._gone(ended, children) if again else []
                 if gone:
-                    decision = self._decide(ended)
-                    if decision.restart and not decision.wait and self.next is None:
+                    decision = self._decide(ended, gone)
+                    if self._stay(decision):
                         children = self._replace(children, gone)
                         continue
             except BaseException:
@@ -297,7 +292,10 @@ class Supervisor:
         found = self._examined(ended.failure)
         return replace(ended, found=found), self.budget.permits(_named(ended.failure, found))
 
-    def _decide(self, ended: Ended) -> Decision:
+    def _stay(self, decision: Decision) -> bool:
+        return decision.restart and not decision.wait and self.next is None
+
+    def _decide(self, ended: Ended, gone: Sequence[int] = ()) -> Decision:
         failure = ended.failure
         if self.signals.seen:
             return Decision(False, 0.0, "the run was asked to stop")
@@ -306,6 +304,8 @@ class Supervisor:
         ended = replace(ended, failure=failure)
         decision, self.next, told = self._answer(failure)
         action = "start again from the newest good state" if decision.restart else "stop"
+        if gone and self._stay(decision):
+            action = f"replace {' and '.join(f'rank {rank}' for rank in gone)}, the others stay"
         self.care.tell(
             "incident",
             kind=failure.kind,

@@ -45,8 +45,8 @@ RECORD = Record(
     law_test="tests/sync/test_outer.py::test_twenty_rounds_are_those_of_the_recurrence_to_the_bit",
     bench="bench/co2.py",
     state="partly",
-    remark="on processors; a lost replica is dropped from the mean in one's own loop, and ends an attempt of `espalier "
-    "train`; measured at 50 Mbit/s only",
+    remark="on processors; a lost replica is dropped from the mean, and another let in at a round; in `espalier train` "
+    "that holds for replicas of one rank each",
 )
 
 

@@ -26,6 +26,7 @@ from espalier.launch.base import Place
 from espalier.launch.exchange import Line
 from espalier.launch.handshake import identity
 from espalier.launch.hosted import Launcher, Told
+from espalier.launch.store import Served
 from espalier.launch.supervise import Care
 from espalier.launch.team import Team
 from espalier.plan import base as plans
@@ -86,7 +87,7 @@ def supervise(launcher: Launcher, place: Place, asked: Told, given: train.Asked)
     own = identity(data=given.workload.fingerprint(), recipe=runs.hashed(load.to_table(recipe)))
     launcher.tell("ready", identity={key: own[key] for key in ("data", "recipe")})
     launcher.hear()
-    port = exchange.served(place.host, place.port, place.listen_fd) if first else place.port
+    port = Served(place.host, place.listen_fd).port if first else place.port
     line = Line(place.rank, len(asked["names"]), place.host, port, "", life=asked.get("life", 0))
     absence = units.seconds(recipe.comm.timeout, "comm.timeout")
     team = Team(line, tuple(asked["names"]), tuple(asked["nodes"]), absence)
