@@ -321,8 +321,8 @@ class Leader(Supervisor):
         found = self._of_host(ended)
         return found if found is not ended else self._placed(ended)
 
-    def _decide(self, ended: Ended) -> Decision:
-        return super()._decide(self._of_host(ended))  # some are known to be lost only when they are back
+    def _decide(self, ended: Ended, gone: Sequence[int] = ()) -> Decision:
+        return super()._decide(self._of_host(ended), gone)  # some are known to be lost only when they are back
 
     def _of_host(self, ended: Ended) -> Ended:
         """Of a host that was lost, where ranks only know that they lost others, or it was its own ranks that ended."""
