@@ -33,12 +33,15 @@ class Abroad(Struck):
     lab: Any = None
     absence: float = 20.0
     supervisors: list[int] = field(default_factory=list)
+    former: list[int] = field(default_factory=list)
+    lives: int = 0
+    port: int = 0
 
     def start(self) -> Abroad:
         """Starts the supervisors."""
         self.folder.mkdir(exist_ok=True)
         torch.set_num_threads(1)
-        port = free_port() if self.lab is None else 29_611
+        self.port = port = free_port() if self.lab is None else 29_611
         for host in range(2):
             sys.stdout.flush()
             pid = os.fork()
@@ -46,6 +49,15 @@ class Abroad(Struck):
                 self._supervise(host, port)
             self.supervisors.append(pid)
         return self
+
+    def again(self, host: int) -> None:
+        """Starts another supervisor in place of one that was lost."""
+        self.lives += 1
+        pid = os.fork()
+        if pid == 0:
+            self._supervise(host, self.port)
+        self.former.append(self.supervisors[host])
+        self.supervisors[host] = pid
 
     def _supervise(self, host: int, port: int) -> None:
         try:
@@ -57,7 +69,7 @@ class Abroad(Struck):
             address = "127.0.0.1" if self.lab is None else ADDRESS
             if host == 0:
                 Served(address, socket.create_server((address, port)).detach())
-            line = Line(host, 2, address, port, "run", self.heartbeat)
+            line = Line(host, 2, address, port, "run", self.heartbeat, self.lives if host else 0)
             found: Any = None
             plan = self.plan or plan_of(self.recipe, self.world)
             try:
@@ -78,12 +90,12 @@ class Abroad(Struck):
         """Waits for their end."""
         deadline = time.monotonic() + within
         try:
-            for pid in self.supervisors:
+            for pid in self.supervisors + self.former:
                 while os.waitpid(pid, os.WNOHANG)[0] == 0:
                     assert time.monotonic() < deadline, self.said()
                     time.sleep(0.02)
         finally:
-            for pid in self.supervisors:
+            for pid in self.supervisors + self.former:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         first = self.outcome(0)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.launch import exchange
 from espalier.launch.exchange import End, Exchange, Line, Order, Report, aged, dated
+from espalier.launch.store import Served
 from espalier.resilience.hang import Vital
 from espalier.resilience.pulse import Sign
 
@@ -37,6 +37,16 @@ def test_a_report_is_the_same_on_the_other_side() -> None:
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
 
 
+def test_an_order_is_for_the_supervisors_that_were_there_when_it_was_given() -> None:
+    order = Order(3, run=True, replaced=(1,), lives=(0, 1))
+    assert order.to(1, 1) is order
+    assert order.to(1, 2) == Order(3, lives=(0, 1)), "its ranks ended with the one before it"
+    assert [order.supersedes(1, life) for life in (0, 1, 2)] == [True, False, False]
+    anyone = Order(3, run=True)
+    assert anyone.to(1, 4) is anyone
+    assert not anyone.supersedes(1, 4)
+
+
 def until(holds, within: float = 10.0) -> bool:
     deadline = time.monotonic() + within
     while not holds() and time.monotonic() < deadline:
@@ -45,7 +55,7 @@ def until(holds, within: float = 10.0) -> bool:
 
 
 def test_both_sides_hear_what_is_new_and_how_old_it_is() -> None:
-    line = Line(0, 2, "127.0.0.1", exchange.served("127.0.0.1", 0), "topic", 0.2)
+    line = Line(0, 2, "127.0.0.1", Served().port, "topic", 0.2)
     heard: list[tuple[int, Report]] = []
     first = Exchange(line, Report, lambda host, said: heard.append((host, said))).begin(Order())
     assert first.said(1) is None

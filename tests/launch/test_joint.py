@@ -19,6 +19,7 @@ from abroad import Abroad
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
 from espalier.errors import HostLost
+from espalier.plan import base as plans
 from espalier.plan.base import Outer
 from espalier.testing.faults import Fault
 
@@ -151,6 +152,75 @@ def test_a_host_whose_supervisor_dies_is_named_and_no_rank_is_left(corpus, tmp_p
     assert isinstance(other, HostLost)
     assert f"Host {('here', 'there')[host]}" in other.what
     assert nobody_left(run)
+
+
+def lost(run: Abroad) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The incident that ended an attempt because a host was lost, and how the run went on."""
+    (incident,) = [one for one in run.all("incident") if one["rank"] >= 0 and not one["action"].startswith("wait")]
+    (recovered,) = [one for one in run.all("recovered") if one["source"] != "place"]  # starved on a busy machine
+    assert (incident["kind"], incident["rank"], recovered["kind"]) == ("lost", 1, "lost")
+    assert incident["what"].startswith("Host there was not heard for")
+    assert recovered["lost_steps"] == max(0, incident["step"] - recovered["step"])
+    return incident, recovered
+
+
+@pytest.mark.parametrize(
+    ("away", "stays"),
+    [
+        (0.0, "alike"),
+        pytest.param(2.0, "alike", marks=pytest.mark.slow),
+        pytest.param(0.0, "", marks=pytest.mark.slow),
+        pytest.param(9.0, "alike", marks=pytest.mark.slow),
+    ],
+)
+def test_a_host_that_comes_back_is_healed_from_what_the_others_hold_in_memory(corpus, tmp_path, away, stays) -> None:
+    """Its ranks' peers stay where they may and still do: they wait for a while, then all begin anew."""
+    recipe = long(corpus, 60)
+    whole = Struck(recipe, 2, tmp_path / "whole").run()
+    run = Abroad(recipe, 2, tmp_path / "run", memory=1 << 26, stays=stays).start()
+    run.reaches(10)
+    os.kill(run.supervisors[1], signal.SIGKILL)
+    time.sleep(away)
+    run.again(1)
+    run.finish()
+    assert same(run, whole), run.said()
+    _, recovered = lost(run)
+    assert recovered["source"] == "memory"
+    assert recovered["lost_steps"] <= (1 if stays else 60)
+    stayed = len(set((run.folder / "lives-0").read_text().split())) == 1
+    assert stayed == (stays == "alike" and away < 5)
+
+
+@pytest.mark.slow
+def test_a_host_whose_state_nobody_else_holds_comes_back_from_the_disk(corpus, tmp_path) -> None:
+    recipe = recipe_of(corpus, train={"steps": 60, "validate_every": 10_000}, checkpoint={"every": 5})
+    unit = plans.Unit(params=(0, 1), grads=(0, 1), optimizer=(0, 1), whole=True)
+    plan = plans.Plan(ranks=plan_of(recipe, 2).ranks, units=(unit,), micro_batch=2)
+    assert not plan.alike
+    whole = Struck(recipe, 2, tmp_path / "whole", plan=plan).run()
+    run = Abroad(recipe, 2, tmp_path / "run", memory=1 << 26, plan=plan).start()
+    run.reaches(12)
+    os.kill(run.supervisors[1], signal.SIGKILL)
+    run.again(1)
+    run.finish()
+    assert same(run, whole), run.said()
+    assert lost(run)[1]["source"] == "disk"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_supervisor_whose_place_was_taken_leaves_and_its_ranks_with_it(corpus, tmp_path) -> None:
+    """As where only the launcher's connection to it is gone."""
+    recipe = long(corpus, 60)
+    whole = Struck(recipe, 2, tmp_path / "whole").run()
+    run = Abroad(recipe, 2, tmp_path / "run", memory=1 << 26, stays="alike").start()
+    run.reaches(10)
+    former = int((run.folder / "pid-1").read_text())
+    run.again(1)
+    run.finish(90)
+    assert same(run, whole), run.said()
+    lost(run)
+    assert not lives(former)
 
 
 @pytest.mark.slow

@@ -53,6 +53,13 @@ def test_only_the_one_who_knows_the_word_is_the_first_host(monkeypatch) -> None:
         answering.join()
 
 
+def test_who_comes_when_the_others_have_met_is_content_with_a_port_that_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        port = store.getsockname()[1]
+        assert reach.reach(["127.0.0.1"], port, "", None) == ("127.0.0.1", "127.0.0.1")
+    assert reach.reach(["127.0.0.1"], port, "", None) is None
+
+
 def test_a_taken_port_is_named_with_its_host() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))

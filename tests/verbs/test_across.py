@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from espalier import cli
+from espalier.errors import HostLost, RunFailed
+from espalier.verbs import across
 
 RECIPE = """
 [model]
@@ -159,14 +161,29 @@ def test_a_killed_rank_is_forked_again_by_its_hosts_supervisor(home, capfd) -> N
 
 
 @pytest.mark.slow
-def test_a_host_whose_supervisor_is_killed_is_started_again_with_all_others(home, capfd) -> None:
-    killing = STRIKING.replace("os.getpid()", "os.getppid()")
+@pytest.mark.parametrize(("host", "again"), [(0, True), (1, False)])
+def test_after_the_first_hosts_supervisor_dies_all_are_started_again_after_anothers_only_that(
+    home, capfd, host, again
+) -> None:
+    killing = STRIKING.replace("os.getpid()", "os.getppid()").replace("rank == 1", f"rank == {host}")
     (home / "striking.py").write_text(killing)
     striking = f"launch.command={sys.executable} {home / 'striking.py'} {home / 'struck'} # {{command}}"
     arguments = ["train", "recipe.toml", "--hosts", "hosta,hostb", "name=struck", "checkpoint.every=1", striking]
     assert cli.main(arguments) == 0
-    assert "The supervisor on host hostb was killed (SIGKILL)" in capfd.readouterr().err
+    errors = capfd.readouterr().err
+    assert f"The supervisor on host host{'ab'[host]} was killed (SIGKILL)" in errors
+    assert ("start supervisors and ranks again on all hosts" in errors) == again
+    assert ("Host hostb is back after" in errors) != again
     assert len(losses(home, "struck")) in (4, 5)
+
+
+def test_the_policy_is_asked_about_the_supervisor_that_vanished(tmp_path) -> None:
+    killed = RunFailed("The supervisor on host a was killed (SIGKILL).", why="a reason")
+    asked = across._failure(killed, tmp_path / "none")
+    assert (asked.kind, asked.rank, asked.what, asked.step) == ("killed", -1, killed.what, 0)
+    (tmp_path / "events").write_text('{"event":"step","time":1.0,"step":7,"loss":1.0}\n')
+    unheard = across._failure(HostLost("Host b was not heard for 60 s."), tmp_path / "events")
+    assert (unheard.kind, unheard.step) == ("lost", 7)
 
 
 @pytest.mark.slow

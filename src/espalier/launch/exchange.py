@@ -45,6 +45,7 @@ class Order:
         replaced: ranks that are to be started anew while the others stay; None: all are started.
         later: those that stay come at the end of a round.
         between_failures: seconds, as `checkpoint.refuge` wants them.
+        lives: of each host, which of its supervisors (`Line.life`) is meant; empty: whoever is there.
     """
 
     attempt: int = 0
@@ -54,6 +55,17 @@ class Order:
     replaced: tuple[int, ...] | None = None
     later: bool = False
     between_failures: float = 0.0
+    lives: tuple[int, ...] = ()
+
+    def to(self, host: int, life: int) -> Order:
+        """As that supervisor is to take it: what was meant for one before it, whose ranks ended with it, is not to be
+        run."""
+        meant = self.lives[host] if self.lives else life
+        return self if meant == life else dataclasses.replace(self, run=False, replaced=None)
+
+    def supersedes(self, host: int, life: int) -> bool:
+        """Whether another supervisor has taken the place of that one."""
+        return bool(self.lives) and self.lives[host] > life
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,7 @@ class Report:
         stacks: where each was, by rank, once that was asked.
         asked: whether somebody asked this supervisor to stop.
         left: whether it will say no more.
+        life: which supervisor of its host says so.
     """
 
     attempt: int = 0
@@ -105,6 +118,7 @@ class Report:
     stacks: dict[int, str] | None = None
     asked: bool = False
     left: bool = False
+    life: int = 0
 
 
 def aged(sign: Sign, now: float) -> Sign:
@@ -128,6 +142,7 @@ class Line:
         address, port: where the store listens.
         topic: what the keys begin with, one for each thing that they do together.
         heartbeat: seconds; a host says four times as often that it lives.
+        life: how often a supervisor of this host was started before.
     """
 
     host: int
@@ -136,6 +151,7 @@ class Line:
     port: int
     topic: str
     heartbeat: float = 1.0
+    life: int = 0
 
 
 class Exchange:
@@ -228,11 +244,11 @@ class Exchange:
             if len(data) < _COUNT.size or data == self._last.get(host):
                 continue
             before, self._last[host] = self._last.get(host, b""), data
-            self._at[host] = time.monotonic()
             if data[_COUNT.size :] != before[_COUNT.size :]:
                 self._said[host] = self._decoder.decode(data[_COUNT.size :])
                 self._news(host, self._said[host])
                 self._came.set()
+            self._at[host] = time.monotonic()  # last: who looks at what was heard knows what it was
 
     def _connect(self) -> Any:
         try:

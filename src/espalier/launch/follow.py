@@ -43,9 +43,9 @@ class Follower:
 
     def run(self) -> list[Any] | None:
         """Obeys until the leader says that the run is over; what the ranks returned, None where they have not."""
-        self.exchange.begin(Report())
+        self.exchange.begin(Report(life=self.team.line.life))
         try:
-            while not (order := self.exchange.said(0) or Order()).over:
+            while not (order := self._order()).over:
                 self._obey(order)
                 self._reap()
                 self._report()
@@ -55,8 +55,16 @@ class Follower:
             return [child.returned for child in self.children] if well else None
         finally:
             local.end(self.children, 0.0)
-            self.exchange.tell(Report(self.attempt, left=True))
+            self.exchange.tell(Report(self.attempt, left=True, life=self.team.line.life))
             self.exchange.close()
+
+    def _order(self) -> Order:
+        """What holds for this supervisor. Raises HostLost where another has taken its place."""
+        line, order = self.team.line, self.exchange.said(0) or Order()
+        if order.supersedes(line.host, line.life):
+            raise HostLost(f"Another supervisor has taken the place of this one on host {self.team.names[line.host]}.")
+        found: Order = order.to(line.host, line.life)
+        return found
 
     def _obey(self, order: Order) -> None:
         if order.attempt != self.attempt or (not order.run and self.children):
@@ -92,7 +100,8 @@ class Follower:
             gone = order.replaced or ()
             self.children = staying.summoned(self.task, self.children, seats, gone, order.later)
         else:
-            self.children = [ranks.fork(self.task, seat) for seat in seats]
+            patience = staying.PATIENCE if order.later else 0.0
+            self.children = [ranks.fork(self.task, replace(seat, patience=patience)) for seat in seats]
         for child in self.children:
             self.signals.add(child)
 
@@ -120,6 +129,7 @@ class Follower:
                 ends=tuple(End.of(child) for child in self.children if child.status is not None),
                 stacks=self.stacks,
                 asked=bool(self.signals.seen),
+                life=self.team.line.life,
             )
         )
 

@@ -2,7 +2,8 @@
 
 The launcher speaks on standard input, a JSON object a line; the process answers on standard output, where a line that
 begins with `MARK` is an answer and everything else is what somebody printed. Standard input is also the lifeline: when
-it ends, the launcher is gone, and so is this process soon after, saving its state if it can.
+it ends, the launcher is gone, and so is this process soon after, saving its state if it can. Where another host's
+process leads, only the line to this one may be cut: then it goes on, for as long as somebody may take its place.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ Told = dict[str, Any]
 
 class Launcher:
     """What a started process sees of its launcher. Has state: what was heard and not yet read."""
+
+    led = 0.0
+    """Seconds to go on without a launcher, where another host's process says when to save and stop."""
 
     def __init__(self) -> None:
         self._heard: queue.SimpleQueue[Told] = queue.SimpleQueue()
@@ -70,6 +74,9 @@ class Launcher:
             *lines, rest = (rest + part).split(b"\n")
             for line in lines:
                 _obey(line, self._heard)
+        if self.led:
+            self._heard.put({"is": "gone"})
+            time.sleep(self.led)
         _interrupt()
         time.sleep(LAST_SECONDS)
         os._exit(1)
@@ -123,7 +130,8 @@ def _visible_gpus() -> int:
 
 
 def meet(launcher: Launcher) -> Place | None:
-    """Finds the other ranks: the first listens, the others look for it; the interface found is Gloo's and NCCL's.
+    """Finds the other ranks: the first listens, the others look for it; the interface found is Gloo's and NCCL's. Who
+    is started when the others have met long since is told no word: that their store answers is enough.
 
     None when the first host does not answer, which the launcher is told. Raises UserError when the port is taken or the
     interface is not there.

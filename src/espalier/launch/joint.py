@@ -4,7 +4,8 @@ first one leads. After Acme (arXiv 2403.07648), section 6.1.
 The leader's policy is `supervise`'s, over the signs of life of all hosts: it decides when an attempt is over and
 whether another is worth while, the others do it (`follow`). A new attempt needs no new connection and no import, and
 begins only once the ranks of the last one are gone on every host, with keys of its own. A host that is not heard is
-waited for: while its link is cut nothing is concluded from the silence of its ranks.
+waited for: while its link is cut nothing is concluded from the silence of its ranks. Where its supervisor died another
+may take its place (`returning`): then its ranks are known to be gone, and the next attempt is of all hosts again.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from espalier.launch import distant, follow, left, local, staying, supervise
 from espalier.launch.base import Place, Task
 from espalier.launch.child import Child
 from espalier.launch.distant import Distant
-from espalier.launch.exchange import Exchange, Order, Report, dated
+from espalier.launch.exchange import End, Exchange, Order, Report, dated
 from espalier.launch.supervise import Care, Ended, Supervisor
 from espalier.launch.team import Team
 from espalier.launch.vitals import GONE, vital
 from espalier.resilience.acme.ruling import Ruling
-from espalier.resilience.base import Failure
+from espalier.resilience.base import Decision, Failure
 from espalier.resilience.hang import Finding, Vital, Watcher
 
 BEATS = 3.0
@@ -77,6 +78,12 @@ class Leader(Supervisor):
         self.others = list(range(1, team.line.hosts))
         self.away: dict[int, float] = {}
         """Hosts that are not heard, and since when (seconds of `time.monotonic`)."""
+        self.lost: dict[int, float] = {}
+        """Hosts whose supervisor of this attempt is gone and another is there, and when the former was last heard."""
+        self.lives = [0] * team.line.hosts
+        """Which supervisor of each host it is that is there, and `meant` of the present attempt."""
+        self.meant = tuple(self.lives)
+        self.heard: dict[int, float] = {}
         self.ordered = 0
         """The attempt that all hosts were last told of."""
         self.quiet_until = self.listened = self.asked = 0.0
@@ -89,9 +96,13 @@ class Leader(Supervisor):
             returned = self.run()
             return [returned[rank] for rank in self.team.own]
         finally:
-            self.exchange.tell(Order(self.ordered, over=True))
+            self._tell(over=True)
             self._leave()
             self.exchange.close()
+
+    def _tell(self, **what: Any) -> None:
+        """Gives an order for the present attempt."""
+        self.exchange.tell(Order(self.ordered, lives=self.meant, **what))
 
     def _leave(self) -> None:
         """Lets the others hear that the run is over, those that are heard."""
@@ -104,7 +115,7 @@ class Leader(Supervisor):
     # --- what comes from the others (in the exchange's thread) -------------------------------------------------------
 
     def _news(self, host: int, said: Report) -> None:
-        if said.attempt != self.ordered:
+        if said.attempt != self.ordered or said.life != self.meant[host]:
             return
         now = time.monotonic()
         for rank, sign in zip(self._on(host), said.signs, strict=False):
@@ -120,12 +131,14 @@ class Leader(Supervisor):
 
     def _start(self) -> list[Child]:
         self._until_idle()
-        self.ordered = self.attempt + 1
+        if self.away and self.signals.seen:
+            raise Interrupted("Stopped while a host was waited for; the newest checkpoint is kept.")
+        self._counts_on_all()
         places = self._begin()
         own = self.team.own
         self.distant = {place.rank: distant.expected(place) for place in places if place.rank not in own}
         between = interval.between_failures(time.monotonic() - self.began, self.attempt)
-        self.exchange.tell(Order(self.ordered, run=True, between_failures=between))
+        self._tell(run=True, between_failures=between)
         children: list[Child] = []
         try:
             for place in places:
@@ -137,15 +150,28 @@ class Leader(Supervisor):
             raise
         return children
 
+    def _counts_on_all(self) -> None:
+        """The next attempt is of the supervisors that are there."""
+        self.ordered, self.meant = self.attempt + 1, tuple(self.lives)
+        self.lost.clear()
+
     def _gone(self, ended: Ended, children: Sequence[Child]) -> list[int]:
-        return [] if self.away else super()._gone(ended, children)  # who is not heard does not hear
+        if self.away:
+            return []  # who is not heard does not hear
+        for one in self.distant.values():
+            one.reap()
+        # To the others it is as if its ranks were killed: its supervisor, another one, starts them.
+        of_host = bool(self.lost) and ended.failure.kind == "lost"
+        return super()._gone(
+            replace(ended, failure=replace(ended.failure, kind="killed")) if of_host else ended, children
+        )
 
     def _replace(self, children: Sequence[Child], gone: Sequence[int]) -> list[Child]:
-        self.ordered = self.attempt + 1
+        self._counts_on_all()
         places = self._begin(self.pulses)
         between = interval.between_failures(time.monotonic() - self.began, self.attempt)
         later = self.care.stays == "rounds"
-        self.exchange.tell(Order(self.ordered, run=True, replaced=tuple(gone), later=later, between_failures=between))
+        self._tell(run=True, replaced=tuple(gone), later=later, between_failures=between)
         own = [index for index, child in enumerate(children) if not isinstance(child, Distant)]
         mine, seats = [children[index] for index in own], [places[index] for index in own]
         here = staying.summoned(self.task, mine, seats, gone, later)
@@ -166,7 +192,7 @@ class Leader(Supervisor):
         local.end([child for child in children if not isinstance(child, Distant)], grace)
         while time.monotonic() < deadline and any(one.told is None for one in self.distant.values()):
             time.sleep(_POLL)
-        self.exchange.tell(Order(self.ordered))
+        self._tell()
         try:
             self._until_idle()
         finally:
@@ -176,14 +202,17 @@ class Leader(Supervisor):
 
     def _until_idle(self) -> None:
         """Waits until the ranks of the last attempt are gone everywhere. Raises HostLost naming a host that is silent
-        for too long."""
+        for too long. Once the run is asked to stop, nobody waits for a host that is not heard."""
         while not all(self._idle(host) for host in self.others) and len(self.signals.seen) < 2:
             self._listen(time.monotonic())
             self.exchange.wait(_POLL)
 
     def _idle(self, host: int) -> bool:
+        if host in self.away and self.signals.seen:
+            return True
         said = self.exchange.said(host)
-        return said is not None and said.attempt == self.ordered and not said.living
+        there = said is not None and said.life == self.lives[host]
+        return there and said.attempt == self.ordered and not said.living
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -209,7 +238,8 @@ class Leader(Supervisor):
             self.exchange.excuse()  # this process itself did not listen
         self.listened = now
         for host in self.others:
-            said, age = self.exchange.said(host), self.exchange.age(host)
+            age, said = self.exchange.age(host), self.exchange.said(host)
+            self._mind(host, said, now - age)
             if said is not None and said.asked and not self.signals.seen:
                 self.asked = self.asked or now
                 if now - self.asked >= ASKED_SECONDS:
@@ -220,6 +250,15 @@ class Leader(Supervisor):
                 self._goes(host, now, age)
             elif age < self.care.heartbeat and host in self.away:
                 self._comes(host, now)
+
+    def _mind(self, host: int, said: Report | None, heard: float) -> None:
+        """Notices another supervisor in place of one whose ranks ended with it."""
+        if said is not None and said.life > self.lives[host]:
+            self.lives[host] = said.life
+            self.lost[host] = self.away.pop(host, self.heard.get(host, heard))
+        self.heard[host] = heard
+        for one in [self.distant[rank] for rank in self._on(host) if host in self.lost and rank in self.distant]:
+            one.hear(End(one.place.rank, -signal.SIGKILL, well=False))
 
     def _lost(self, host: int, age: float) -> HostLost:
         return HostLost(
@@ -261,7 +300,7 @@ class Leader(Supervisor):
 
     def _dumps(self, children: Sequence[Child]) -> dict[int, str]:
         """Where the ranks of all hosts are; also in what this host writes."""
-        self.exchange.tell(Order(self.ordered, run=True, stacks=True))
+        self._tell(run=True, stacks=True)
         found = left.dumps([child for child in children if not isinstance(child, Distant)])
         follow.write(found)
         deadline = time.monotonic() + STACKS_SECONDS
@@ -279,13 +318,25 @@ class Leader(Supervisor):
     def _death(self, first: Child, children: Sequence[Child]) -> Ended:
         ended = super()._death(first, children)
         self._listen(time.monotonic())
-        if ended.failure.kind == "lost" and self.away:
-            host, since = next(iter(self.away.items()))
-            what = f"Host {self.team.names[host]} has not been heard for {time.monotonic() - since:.1f} s."
-            error = PeerLost(what, why=ended.error.what, do=ended.error.do)
-            failure = replace(ended.failure, rank=self._on(host)[0], what=what, why=ended.error.what)
-            return Ended(failure, error, min(since, ended.at))
-        return self._placed(ended)
+        found = self._of_host(ended)
+        return found if found is not ended else self._placed(ended)
+
+    def _decide(self, ended: Ended, gone: Sequence[int] = ()) -> Decision:
+        return super()._decide(self._of_host(ended), gone)  # some are known to be lost only when they are back
+
+    def _of_host(self, ended: Ended) -> Ended:
+        """Of a host that was lost, where ranks only know that they lost others, or it was its own ranks that ended."""
+        failure, absent = ended.failure, {**self.lost, **self.away}
+        own = failure.rank >= 0 and self.team.hosts[failure.rank] in self.lost
+        if not absent or not (own or failure.kind == "lost") or failure.what.startswith("Host "):
+            return ended
+        host = self.team.hosts[failure.rank] if own else next(iter(absent))
+        since = absent[host]
+        what = f"Host {self.team.names[host]} was not heard for {time.monotonic() - since:.1f} s."
+        why = "its supervisor ended, and another is there" if host in self.lost else ended.error.what
+        error = PeerLost(what, why=why, do=ended.error.do)
+        failure = replace(failure, kind="lost", rank=self._on(host)[0], what=what, why=why)
+        return Ended(failure, error, min(since, ended.at))
 
     def _stuck(self, finding: Finding, children: Sequence[Child]) -> Ended:
         return self._placed(super()._stuck(finding, children))

@@ -130,7 +130,8 @@ def meeting(interface: str | None, port: int, host: str) -> tuple[Meeting, list[
 def reach(targets: Sequence[str], port: int, word: str, own: Address | None) -> tuple[str, str] | None:
     """The first of the `targets` at which the first host answers, and the own address on the way there.
 
-    `own`: the address to set out from (None: as the route says). None when no target answers.
+    `word`: what it answers; empty: it is enough that somebody is there. `own`: the address to set out from (None: as
+    the route says). None when no target answers.
     """
     for target in targets:
         found = _tried(target, port, word, own)

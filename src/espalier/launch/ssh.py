@@ -16,7 +16,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,8 +24,10 @@ from espalier.config import Launch
 from espalier.errors import EspalierError, HostLost, Interrupted, PeerLost, UserError
 from espalier.launch import handshake, reach
 from espalier.launch.failed import gone, retold, together, unanswered
+from espalier.launch.far import Far
 from espalier.launch.hosted import MARK, PATIENCE, Told
 from espalier.launch.hosts import Host, command, resolve
+from espalier.launch.returning import Returning
 
 ANSWER_SECONDS = 60.0
 """How long a host may take to start a process and let it speak."""
@@ -37,45 +38,8 @@ END_SECONDS = 5.0
 CLOCK_SECONDS = 5.0
 """A clock that differs by more is spoken of."""
 
-Show = Callable[["Far", str, str], None]
+Show = Callable[[Far, str, str], None]
 """Called with a process, `out` or `err`, and a line that it wrote."""
-
-
-@dataclass
-class Far:
-    """One started process, seen from here. Has state: what it said, and whether it has ended."""
-
-    host: Host
-    argv: Sequence[str]
-    process: subprocess.Popen[bytes]
-    rank: int = -1
-    local: tuple[int, int] = (0, 1)
-    """Its number on its host, and how many there are."""
-    said: list[Told] = field(default_factory=list)
-    open: dict[int, tuple[str, bytes]] = field(default_factory=dict)
-    """Its output still read: descriptor -> (`out` or `err`, the beginning of a line)."""
-    last: str = ""
-    """The last line of its standard error."""
-    code: int | None = None
-    error: EspalierError | None = None
-    told: bool = False
-    """Whether it told that error itself."""
-    label: str = ""
-    """Its name in logs, where that is not host and rank."""
-
-    @property
-    def named(self) -> str:
-        """For messages and logs."""
-        if self.label:
-            return self.label
-        return f"{self.host.name} {self.rank}" if self.rank >= 0 else self.host.name
-
-    def tell(self, message: Mapping[str, Any]) -> None:
-        """Says one thing to the process; one that has gone is met where its end is noticed."""
-        assert self.process.stdin is not None
-        with suppress(OSError, ValueError):
-            self.process.stdin.write(json.dumps(message).encode() + b"\n")
-            self.process.stdin.flush()
 
 
 class Crowd:
@@ -96,6 +60,9 @@ class Crowd:
         """Of each rank, the number of its host."""
         self.options, self.module, self.show, self.patience = options, module, show, patience
         self.all: list[Far] = []
+        self.message: Callable[[Far], Told] = lambda far: {}
+        """What each was told that it is about."""
+        self.returning = Returning(self)
         self._selector = selectors.DefaultSelector()
         self._log: Any = None
         self._waiting: list[str] = []
@@ -146,7 +113,24 @@ class Crowd:
         self._meet(known)
         return notes
 
+    def again(self, rank: int) -> Far:
+        """Another process in place of one that has ended. It has no number before it has answered."""
+        old = self.all[rank]
+        for descriptor in list(old.open):
+            self._selector.unregister(descriptor)
+        old.open.clear()
+        old.close()
+        far = self._run(old.host)
+        far.local, far.label, far.identity, far.reached = old.local, old.label, old.identity, old.reached
+        self.all[rank] = far
+        return far
+
     def _start(self, host: Host) -> Far:
+        far = self._run(host)
+        self.all.append(far)
+        return far
+
+    def _run(self, host: Host) -> Far:
         argv = command(host, self.options, self.module)
         try:
             process = subprocess.Popen(
@@ -163,16 +147,15 @@ class Crowd:
             os.set_blocking(stream.fileno(), False)
             self._selector.register(stream.fileno(), selectors.EVENT_READ, far)
             far.open[stream.fileno()] = (name, b"")
-        self.all.append(far)
         return far
 
     def _meet(self, known: Mapping[Host, Sequence[reach.Address]]) -> None:
         """The first listens; the others find an address of it that answers."""
         first, *others = self.all
         if not others:
-            first.tell({"is": "alone", **self._seat(first)})
+            first.tell({"is": "alone", **self.seat(first)})
             return
-        serve = {"is": "serve", "port": self.options.port, "interface": self.options.interface, **self._seat(first)}
+        serve = {"is": "serve", "port": self.options.port, "interface": self.options.interface, **self.seat(first)}
         (serving,) = self.ask([first], lambda far: serve, "serving", self.patience)
         found = [reach.Address(**one) for one in serving["addresses"]]
         names = resolve(first.host)
@@ -180,7 +163,7 @@ class Crowd:
         def search(far: Far) -> Told:
             targets = reach.in_order(found, names, known[far.host])
             rest = {"port": serving["port"], "word": serving["word"], "interface": self.options.interface}
-            return {"is": "reach", "addresses": targets, **rest, **self._seat(far)}
+            return {"is": "reach", "addresses": targets, **rest, **self.seat(far)}
 
         most = len(found) * reach.TRY_SECONDS + self.patience
         answers = self.ask(others, search, ("reached", "lost"), most)
@@ -193,9 +176,13 @@ class Crowd:
                 do=f"open TCP between the hosts in their firewalls (docs/hosts.md), or set launch.interface; "
                 f"launch.port = {self.options.port or 29500} makes the port a fixed one",
             )
+        for far, said in zip(others, answers, strict=True):
+            rest = {"port": serving["port"], "word": "", "interface": self.options.interface}
+            far.reached = {"is": "reach", "addresses": [said["address"]], **rest}
         first.tell({"is": "met", "address": answers[0]["address"]})
 
-    def _seat(self, far: Far) -> Told:
+    def seat(self, far: Far) -> Told:
+        """What a process is told of its place."""
         index, each = far.local
         return {
             "rank": far.rank, "world": len(self.all), "local_rank": index, "local_world": each, "host": far.host.name,
@@ -216,7 +203,7 @@ class Crowd:
             for far in whom:
                 far.tell(message(far))
         deadline, failing = time.monotonic() + seconds, False
-        while (late := [far for far in whom if not _answered(far, kinds)]) and time.monotonic() < deadline:
+        while (late := [far for far in whom if not far.answered(kinds)]) and time.monotonic() < deadline:
             self._listen(min(0.5, max(0.0, deadline - time.monotonic())))
             failed = [far for far in self.all if far.error is not None]
             if failed and not failing:
@@ -235,33 +222,46 @@ class Crowd:
 
     def prepare(self, message: Callable[[Far], Told]) -> None:
         """Tells every rank what it is about, waits until all have opened their data, and compares what they found."""
+        self.message = message
         answers = self.ask(self.all, message, "ready", PATIENCE)
         _compare(self.all, [said["identity"] for said in answers])
 
     def carry_out(self) -> Told:
         """Lets all ranks begin and waits for their end; what the first had to say. Raises the error that ended them.
 
-        The first Ctrl-C, SIGTERM or SIGHUP asks the ranks to save and stop, the second ends them at once.
+        The first Ctrl-C, SIGTERM or SIGHUP asks the ranks to save and stop, the second ends them at once. A host that
+        was lost may come back meanwhile (`returning`).
         """
         with self._passing_on_signals() as interrupted:
             for far in self.all:
                 far.tell({"is": "go"})
-            while [far for far in self.all if far.code is None and not _done(far)] and len(interrupted) < 2:
+            while self._busy() and len(interrupted) < 2:
                 self._listen(0.5)
-                if [far for far in self.all if far.error is not None]:
+                self.returning.look(bool(interrupted))
+                if self._failed():
                     self._hear_out()
                     break
-        failed = [far.error for far in self.all if far.error is not None]
-        if len(interrupted) > 1 or (interrupted and not failed and not _done(self.all[0])):
+        failed = self._failed()
+        if len(interrupted) > 1 or (interrupted and not failed and not self.all[0].done):
             raise Interrupted("Stopped before the state could be saved.")
         if failed:
             raise _cause(failed, bool(interrupted))
-        return _done(self.all[0])
+        return self.all[0].done
+
+    def _busy(self) -> list[Far]:
+        """Who is waited for. Once the first has done its part, not for who was to come back."""
+        over = bool(self.all[0].done)
+        found = [far for far in self.all if far.code is None and not far.done]
+        return [far for far in found if not (over and self.returning.awaits(far))]
+
+    def _failed(self) -> list[EspalierError]:
+        found = [far.error for far in self.all if far.error is not None and not self.returning.awaits(far)]
+        return found if self.all[0].done else found + self.returning.over()
 
     def _hear_out(self) -> None:
         """Lets the others end by themselves, for a while, and say why."""
         deadline = time.monotonic() + OTHERS_SECONDS
-        while [far for far in self.all if far.code is None and not _done(far)] and time.monotonic() < deadline:
+        while self._busy() and time.monotonic() < deadline:
             self._listen(0.1)
 
     @contextmanager
@@ -285,10 +285,13 @@ class Crowd:
                 signal.signal(number, handler)
 
     @property
-    def vanished(self) -> bool:
-        """Whether a process has ended and said nothing, or a host was not heard: others on the hosts could not help."""
-        silent = [far for far in self.all if far.code is not None and far.error is not None and not far.told]
-        return bool(silent) or any(isinstance(far.error, HostLost) for far in self.all)
+    def vanished(self) -> EspalierError | None:
+        """That a process has ended and said nothing, or a host was not heard: others on the hosts could not help, and
+        all may be started again. Not because of a host that was not brought back."""
+        lost = [far for far in self.all if self.returning.awaits(far)]
+        found = [far.error for far in self.all if far.error is not None and far.silent and far not in lost]
+        found += [far.error for far in self.all if isinstance(far.error, HostLost) and not lost]
+        return next(iter(found), None)
 
     # --- hearing -----------------------------------------------------------------------------------------------------
 
@@ -302,7 +305,7 @@ class Crowd:
                 for descriptor in list(far.open):
                     self._read(far, descriptor)
                 far.code = far.process.returncode
-                if far.error is None and not _done(far):
+                if far.error is None and not far.done:
                     who = "The supervisor" if self.whole else f"Rank {far.rank}"
                     far.error = gone(far.host, who if far.rank >= 0 else "", far.argv, far.code, far.last)
 
@@ -328,6 +331,8 @@ class Crowd:
             far.said.append(json.loads(told))
             if far.said[-1]["is"] == "failed":
                 far.error, far.told = retold(far.host, far.said.pop()), True
+            elif far.said[-1]["is"] == "joined":
+                far.joined = bool(far.said.pop())
         if text or not mark:
             if name == "err" and text.strip():
                 far.last = text.strip()[-300:]
@@ -351,22 +356,7 @@ class Crowd:
         while [far for far in self.all if far.process.poll() is None] and time.monotonic() < deadline:
             time.sleep(0.02)
         for far in self.all:
-            if far.process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(far.process.pid, signal.SIGKILL)
-            far.process.wait()
-            for stream in (far.process.stdout, far.process.stderr):
-                if stream is not None:
-                    stream.close()
-
-
-def _answered(far: Far, kinds: tuple[str, ...]) -> bool:
-    return far.error is None and bool(far.said) and far.said[0]["is"] in kinds
-
-
-def _done(far: Far) -> Told:
-    """What a process said at its good end; empty when it did not."""
-    return far.said[-1] if far.said and far.said[-1]["is"] == "done" else {}
+            far.close()
 
 
 def _cause(failed: Sequence[EspalierError], interrupted: bool) -> EspalierError:
@@ -396,3 +386,5 @@ def _agree(fars: Sequence[Far], greetings: Sequence[Told]) -> list[str]:
 
 def _compare(fars: Sequence[Far], identities: Sequence[Mapping[str, str]]) -> None:
     handshake.check([{**one, "host": far.host.name} for far, one in zip(fars, identities, strict=True)])
+    for far, one in zip(fars, identities, strict=True):
+        far.identity = {**far.identity, **one}

@@ -7,22 +7,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, Literal, TextIO, cast
 
 import msgspec
 
 from espalier import cluster as clusters
 from espalier import run as runs
-from espalier.config import Launch, Recipe, limits, load
-from espalier.errors import PeerLost, RunFailed, UserError
+from espalier import units
+from espalier.config import Recipe, limits, load
+from espalier.errors import EspalierError, PeerLost, RunFailed, UserError
 from espalier.launch import hosts, torchrun
-from espalier.launch.ssh import Crowd, Far
-from espalier.resilience.base import Budget, Failure, Kind, kind_of
+from espalier.launch.far import Far
+from espalier.launch.returning import Returning
+from espalier.launch.ssh import Crowd
+from espalier.resilience.base import Budget, Failure
 from espalier.track.events import read
 from espalier.track.progress import Forgiving
 
@@ -65,7 +67,7 @@ def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
         _say([f"The run is kept on host {chosen[0].name}: {folder.absolute()}. What all ranks write is in {log}."])
     budget = Budget(None if recipe.faults.restarts == "auto" else recipe.faults.restarts)
     while True:
-        found = _attempt(recipe.launch, chosen, message, folder)
+        found = _attempt(recipe, chosen, message, folder)
         if isinstance(found, int):
             return found
         decision = budget.decide(_failure(found, folder / EVENTS))
@@ -75,11 +77,16 @@ def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
         time.sleep(decision.wait)
 
 
-def _attempt(options: Launch, chosen: Sequence[hosts.Host], message: dict[str, Any], folder: Path) -> int | RunFailed:
+def _attempt(
+    recipe: Recipe, chosen: Sequence[hosts.Host], message: dict[str, Any], folder: Path
+) -> int | EspalierError:
     """Starts a supervisor on each host, which keeps its ranks alive, and waits for their end: the exit code, or why
-    others may do better. Processes, store and addresses are new each time. Raises what the supervisors came to."""
+    others may do better. Processes, store and addresses are new each time. A host other than the first is brought back
+    while the others wait. Raises what the supervisors came to."""
     log = folder / "logs" / LOG
-    with Crowd(options, MODULE, _show, whole=True) as crowd:
+    with Crowd(recipe.launch, MODULE, _show, whole=True) as crowd:
+        if recipe.faults.restarts:
+            crowd.returning = Returning(crowd, units.seconds(recipe.comm.timeout, "comm.timeout"), _say)
         _say(crowd.gather(chosen))
         names = [host.name for host in chosen]
         crowd.prepare(lambda far: {**message, "nodes": crowd.nodes, "names": names})
@@ -87,21 +94,22 @@ def _attempt(options: Launch, chosen: Sequence[hosts.Host], message: dict[str, A
         try:
             done = crowd.carry_out()
         except RunFailed as error:
-            why = f"{error.why}; " if error.why else ""
-            told = type(error)(error.what, why=f"{why}what all hosts wrote is in {log}", do=error.do)
-            if crowd.vanished:
+            vanished = crowd.vanished
+            shown = vanished or error
+            why = f"{shown.why}; " if shown.why else ""
+            told = type(shown)(shown.what, why=f"{why}what all hosts wrote is in {log}", do=shown.do)
+            if vanished is not None:
                 return told
             raise told from None
     return int(done["code"])
 
 
-def _failure(error: RunFailed, events: Path) -> Failure:
-    """What the policy is asked about; steps are known where the run is kept on this host."""
+def _failure(vanished: EspalierError, events: Path) -> Failure:
+    """What the policy is asked about: a supervisor that went without a word. What ranks do is their supervisors' to
+    judge. Steps are known where the run is kept on this host."""
     done = [event["step"] for event in read(events) if event["event"] == "step"] if events.exists() else []
-    raised = re.search(r"Rank \d+ failed: (\w+):", error.what)
-    step = max(done, default=0)
-    kind: Kind = kind_of(raised[1], step) if raised else "lost" if isinstance(error, PeerLost) else "killed"
-    return Failure(kind, -1, error.what, error.why, step)
+    kind: Literal["lost", "killed"] = "lost" if isinstance(vanished, PeerLost) else "killed"
+    return Failure(kind, -1, vanished.what, vanished.why, max(done, default=0))
 
 
 def _probe(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:

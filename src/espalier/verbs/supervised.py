@@ -82,17 +82,20 @@ def opened(place: Place, asked: Told) -> train.Asked:
 
 def supervise(launcher: Launcher, place: Place, asked: Told, given: train.Asked) -> Told:
     """Says what data was `given`, and once all hosts agree measures, plans and trains. `place` is this host's among the
-    hosts."""
+    hosts. One that was started in place of another (`life`) finds the plan where the others have left it."""
     recipe, first = given.resolved.recipe, place.rank == 0
     own = identity(data=given.workload.fingerprint(), recipe=runs.hashed(load.to_table(recipe)))
     launcher.tell("ready", identity={key: own[key] for key in ("data", "recipe")})
     launcher.hear()
     port = Served(place.host, place.listen_fd).port if first else place.port
-    line = Line(place.rank, len(asked["names"]), place.host, port, "")
+    line = Line(place.rank, len(asked["names"]), place.host, port, "", life=asked.get("life", 0))
     absence = units.seconds(recipe.comm.timeout, "comm.timeout")
     team = Team(line, tuple(asked["names"]), tuple(asked["nodes"]), absence)
     post = Post(team, exchange.opened(place.host, port))
-    return {"code": _lead(post, given, asked["quiet"]) if first else _follow(post, given)}
+    if first:
+        return {"code": _lead(post, given, asked["quiet"])}
+    launcher.led = absence
+    return {"code": _follow(post, given, lambda: launcher.tell("joined"))}
 
 
 def _lead(post: Post, given: train.Asked, as_json: bool) -> int:
@@ -118,12 +121,13 @@ def _say(post: Post, decided: Decided) -> None:
         post.store.set(_DECIDED, msgspec.json.encode(decided))
 
 
-def _follow(post: Post, given: train.Asked) -> int:
+def _follow(post: Post, given: train.Asked, joined: Callable[[], None]) -> int:
     recipe = given.resolved.recipe
     team = post.doing("measuring")
-    if joint.run(_measuring(recipe), team, Care(0), _threads(team)) is None:
+    if not team.line.life and joint.run(_measuring(recipe), team, Care(0), _threads(team)) is None:
         return 1  # the first says why
     decided = _heard(post)
+    joined()
     if decided.finished:
         return 0
     job = train.Job(
