@@ -208,6 +208,41 @@ def test_a_host_whose_state_nobody_else_holds_comes_back_from_the_disk(corpus, t
 
 
 @pytest.mark.slow
+def test_a_host_comes_back_to_what_another_host_kept_of_its_part(corpus, tmp_path) -> None:
+    recipe = long(corpus, 60)
+    unit = plans.Unit(params=(0, 1), grads=(0, 1), optimizer=(0, 1), whole=True)
+    ranks = tuple(msgspec.structs.replace(one, node=node) for node, one in enumerate(plan_of(recipe, 2).ranks))
+    plan = plans.Plan(ranks=ranks, units=(unit,), micro_batch=2)
+    whole = Struck(recipe, 2, tmp_path / "whole", plan=plan).run()
+    run = Abroad(recipe, 2, tmp_path / "run", memory=1 << 26, plan=plan).start()
+    run.reaches(12)
+    os.kill(run.supervisors[1], signal.SIGKILL)
+    run.again(1)
+    run.finish()
+    assert same(run, whole), run.said()
+    assert lost(run)[1]["source"] == "memory"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_replicas_go_on_by_rounds_while_a_host_is_away(corpus, tmp_path) -> None:
+    recipe = long(corpus, 400)
+    outer = Outer(replicas=((0,), (1,)), method="eager", steps=2, adapt=False)
+    plan = msgspec.structs.replace(plan_of(recipe, 2), outer=outer)
+    run = Abroad(recipe, 2, tmp_path / "run", memory=1 << 26, plan=plan, stays="rounds").start()
+    run.reaches(10)
+    os.kill(run.supervisors[1], signal.SIGKILL)
+    at = len(run.all("step"))
+    time.sleep(8.0)
+    assert len(run.all("step")) > at + 4, "it trains on alone"
+    run.again(1)
+    run.finish(90)
+    assert [event["step"] for event in run.all("step")] == list(range(1, 401)), run.said()
+    assert len(set((run.folder / "lives-0").read_text().split())) == 1
+    assert lost(run)[1]["lost_steps"] == 0
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_supervisor_whose_place_was_taken_leaves_and_its_ranks_with_it(corpus, tmp_path) -> None:
     """As where only the launcher's connection to it is gone."""
