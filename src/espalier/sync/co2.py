@@ -44,7 +44,7 @@ RECORD = Record(
     "in flight resumes to the bit; what is dead is dropped from the mean, and may come back at a round",
     law_test="tests/sync/test_outer.py::test_twenty_rounds_are_those_of_the_recurrence_to_the_bit",
     bench="bench/co2.py",
-    state="partly",
+    state="works",
     remark="on processors; a lost replica is dropped from the mean, and another let in at a round; in `espalier train` "
     "that holds for replicas of one rank each",
 )
