@@ -29,7 +29,7 @@ validation = 0.2
 cache = "cache"
 
 [train]
-steps = 300
+steps = 1000
 sequence = 32
 batch_tokens = 384
 validate_tokens = 1024
