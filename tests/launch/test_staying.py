@@ -1,6 +1,7 @@
 """Ranks that stay: one is replaced, the others keep their processes and their steps, and no bit changes."""
 
 import pytest
+import torch.distributed as dist
 from msgspec.structs import replace
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
@@ -76,6 +77,12 @@ def test_all_ranks_go_on_saving_at_the_same_steps(corpus, tmp_path):
     run = Struck(recipe, 2, tmp_path / "run", (Fault(0, 15, "raise"),), memory=1 << 26, stays="alike").run()
     assert same(run, whole)
     assert len(run.all("incident")) == 1
+
+
+def test_what_their_launcher_did_before_makes_no_difference(corpus, unbroken, tmp_path, monkeypatch):
+    """Torch names groups by how many a process has made: ranks inherit that number, one that stays begins it anew."""
+    monkeypatch.setattr(dist.distributed_c10d._world, "group_count", 3)
+    stays(corpus, unbroken, tmp_path, 2, 1, "kill")
 
 
 def test_one_after_the_other_and_two_at_once(corpus, unbroken, tmp_path):

@@ -117,6 +117,9 @@ def connect(store: Store, rank: int, world: int, *, timeout: float, inner: str =
     limit = timedelta(seconds=timeout)
     space.set(f"here/{rank}", "")
     space.set_timeout(limit)
+    if not dist.is_initialized():
+        # Torch names groups by how many this process has made; one that stayed has made more than one that is new.
+        dist.distributed_c10d._world.group_count = 0
     try:
         dist.init_process_group("espalier", store=space, rank=rank, world_size=world, timeout=limit, pg_options=inner)
     except RuntimeError as error:
