@@ -58,13 +58,17 @@ def summoned(
     """`children` with new ones at the `places` of the ranks that are `gone`, also elsewhere, and the others called to
     theirs, at once or `later`."""
     after = [replace(child, place=place) for child, place in zip(children, places, strict=True)]
+    before = [child for child in after if child.place.rank in gone]
+    for child in before:
+        child.kill()
     for index, place in enumerate(places):
         if place.rank in gone:
-            after[index].close()
             after[index] = ranks.fork(task, replace(place, patience=PATIENCE if later else 0.0))
     for child in after:
         if child.place.rank not in gone:
             place = child.place
             between = place.refuge.between_failures if place.refuge is not None else 0.0
             recall.tell(child.calls, Call(place.attempt, place.host, place.port, tuple(gone), later, between))
+    for child in before:
+        child.close()  # last: one that waits for a disk is gone only when that has answered
     return after
