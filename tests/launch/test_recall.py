@@ -53,6 +53,16 @@ def test_a_call_releases_what_the_rank_waits_for(line):
     assert place.recall.answer(0) is None
 
 
+def test_who_answers_is_no_longer_released(line):
+    """Else the connections of the next attempt would be cut with those of this one."""
+    place, calls = line
+    done = []
+    place.recall.released_by(lambda whole: (time.sleep(0.2), done.append(whole)))
+    recall.tell(calls, Call(1, "127.0.0.1", 1))
+    place.recall.answer(5)
+    assert done == [True]
+
+
 @pytest.mark.parametrize("error", [UserError("no"), HostLost("gone"), RunFailed("own"), ValueError("own"), OSError(5)])
 def test_an_error_of_its_own_ends_the_rank_at_once(line, error):
     def task(place):

@@ -92,8 +92,8 @@ class Recall:
             for line in lines:
                 self._call = msgspec.json.decode(line, type=Call)
                 self.gone |= frozenset(self._call.gone)
-                self.called.set()
                 self._release(not self._call.later)
+                self.called.set()  # last: what this rank connects to from then on is not to be released
 
 
 def _nothing(whole: bool) -> None:
