@@ -42,6 +42,14 @@ class Anomaly(RunFailed):
     """The loss went wrong in a way that another attempt can leave behind. Exit code 1."""
 
 
+class Corrupted(RunFailed):
+    """A rank holds something else than the others, where all should hold the same. Exit code 1."""
+
+
+class Diverged(Corrupted):
+    """Ranks hold different states, and nobody knows which are right. Exit code 1."""
+
+
 class PeerLost(RunFailed):
     """A wait for other ranks ended without them. Some other rank usually knows the cause. Exit code 1."""
 

@@ -18,10 +18,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from espalier import comm, replicas, units
-from espalier.checkpoint import interval, partner
+from espalier.checkpoint import alike, interval, partner
+from espalier.checkpoint.alike import Alike
 from espalier.checkpoint.memory import Kin, Memory
 from espalier.checkpoint.pace import Begin, Pace
+from espalier.checkpoint.refuge import Refuge
 from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.team import Team
 from espalier.comm.hangup import Connections
 from espalier.hardware.peak import peak_memory
 from espalier.healing import Healing
@@ -121,11 +124,10 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
             group=saving_group(channel),
             on_event=setting.emit,
         )
+        why = stays(setting.plan)
+        saved.alike = _alike(trainer, saved.team) if why == "alike" else None
         if place.refuge is not None:
-            told = partial(_copies, trainer)
-            why, nodes = stays(setting.plan), [one.node for one in setting.plan.ranks]
-            kin = Kin(why, place.recall.answered, 0 if why else partner.distance(nodes))
-            trainer.memory = Memory(place.refuge, saved.team, told, kin)
+            trainer.memory = _memory(trainer, saved, place.refuge, why)
         trainer.healing = Healing(setting, saved)
         with place.pulse.elsewhere("storing"):
             trainer.restore(saved)
@@ -193,6 +195,29 @@ def _pace(trainer: Trainer, saved: Checkpoints) -> Pace:
 
     begin = Begin(saving.first(setting.plan), trainer.step, max(0, saved.newest()), between, place.attempt)
     return Pace(saved, begin, mean, tell)
+
+
+def _alike(trainer: Trainer, team: Team) -> Alike | None:
+    """Who compares what ranks hold; None where there is one, or, and that is told, where they may round differently."""
+    if team.world == 1:
+        return None
+    makes = team.agree("comparing processors", alike.make, lambda all_: [all_] * len(all_))
+    odd, _ = alike.strangers(makes)
+    if not odd:
+        return Alike(team.rank, team.world, trainer.mean)
+    usual = next(make for rank, make in enumerate(makes) if rank not in odd)
+    named = ", ".join(f"rank {rank} has {makes[rank]}" for rank in odd[:4])
+    why = f"ranks may round differently: {named}, others {usual}"
+    trainer.setting.emit("rule", name="comparing what ranks hold", step=trainer.step, value=0, why=why)
+    return None
+
+
+def _memory(trainer: Trainer, saved: Checkpoints, refuge: Refuge, why: str) -> Memory:
+    """This rank's copies in `refuge`, given why ranks stay."""
+    plan = trainer.setting.plan
+    apart = 0 if why else partner.distance([one.node for one in plan.ranks])
+    kin = Kin(why, trainer.setting.place.recall.answered, apart, saved.alike)
+    return Memory(refuge, saved.team, partial(_copies, trainer), kin)
 
 
 def _copies(trainer: Trainer, every: int, why: str) -> None:

@@ -9,6 +9,7 @@ no copy, as it was started in place of another, is sent that of a rank that stay
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import pickle
@@ -22,8 +23,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from espalier.checkpoint import interval, partner, tree
+from espalier.checkpoint import alike, interval, partner, tree
 from espalier.checkpoint import refuge as refuges
+from espalier.checkpoint.alike import Alike
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.interval import Interval
 from espalier.checkpoint.partner import Partner
@@ -149,11 +151,13 @@ class Kin:
             another is, its parts being those of the other in their order; empty: neither.
         stayed: this rank stayed when another was lost; only then is a replica begun as another.
         apart: how far away the rank is that keeps copies too (`partner`); 0: there is none.
+        alike: asked before a copy is made whether all ranks still hold the same.
     """
 
     stays: str = ""
     stayed: bool = False
     apart: int = 0
+    alike: Alike | None = None
 
 
 class Memory:
@@ -173,7 +177,7 @@ class Memory:
         self._partner = Partner(team, others, kin.apart) if kin.apart and others else None
         self._kept = len(self._slots) * (1 if self._partner is None else 2)
         self._refuge, self._team, self._tell, self._stays = refuge, team, tell, kin.stays
-        self._stayed = kin.stayed or kin.stays == "alike"
+        self._stayed, self._alike = kin.stayed or kin.stays == "alike", kin.alike
         self._due = 0
         self._steps = 0
         self._usual = 0.0
@@ -186,7 +190,8 @@ class Memory:
     def after(
         self, step: int, parts: Callable[[], Mapping[str, Stateful]], meta: Mapping[str, Any], agree: Agree
     ) -> None:
-        """Copies the state after `step` steps, if one is due. All ranks call it after the same steps."""
+        """Copies the state after `step` steps, if one is due. All ranks call it after the same steps. Raises what
+        `alike` does, with nothing copied."""
         if self._off:
             return
         self._clock(step)
@@ -194,6 +199,8 @@ class Memory:
             return
         began = time.perf_counter()
         tensors, skeletons = tree.flatten(parts())
+        if self._alike is not None:
+            self._alike.compare(tensors)
         fits = self._fits(tensors)
         if fits:
             self._oldest().write(step, tensors, (skeletons, dict(meta)))
@@ -207,7 +214,8 @@ class Memory:
 
     def stay(self, step: int, parts: Callable[[], Mapping[str, Stateful]], meta: Mapping[str, Any]) -> None:
         """Copies the state as it is, where another rank can take it up: one was lost, and this one stays."""
-        if not self._stays or self._off or step <= max(self._newest, 0):
+        spoilt = self._alike is not None and not self._alike.good
+        if not self._stays or self._off or spoilt or step <= max(self._newest, 0):
             return
         tensors, skeletons = tree.flatten(parts())
         if self._fits(tensors):
@@ -224,19 +232,27 @@ class Memory:
 
     def newest(self) -> int:
         """The newest step of which every rank has a whole copy, its own or one that it can be sent; -1 when there is
-        none. All ranks call it."""
-        own = {slot.step for slot in self._slots if slot.good()}
+        none. Where all should hold the same, a step of which they have kept different copies does not count. All ranks
+        call it."""
+        own = {slot.step: self._digest(slot) for slot in self._slots if slot.good()}
         kept = self._partner
         held = set[int]() if kept is None else kept.held()
 
-        def combine(given: list[tuple[set[int], set[int], bool]]) -> list[int]:
-            copies = [one for one, _, _ in given]
+        def combine(given: list[tuple[dict[int, tuple[int, ...]], set[int], bool]]) -> list[int]:
+            seen: dict[int, set[tuple[int, ...]]] = {}
+            for step, one in itertools.chain.from_iterable(owns.items() for owns, _, _ in given):
+                seen.setdefault(step, set()).add(one)
+            copies = [{step for step in owns if len(seen[step]) == 1} for owns, _, _ in given]
             if kept is not None:
                 copies = [one | given[kept.keeps(rank)][1] for rank, one in enumerate(copies)]
             there = set.union(*copies) if any(stayed for *_, stayed in given) else set.intersection(*copies)
             return [max(there, default=_NONE)] * len(given)
 
         return self._team.agree("looking for copies in memory", lambda: (own, held, self._stayed), combine)
+
+    def _digest(self, slot: Slot) -> tuple[int, ...]:
+        """Of the tensors of a whole copy, where ranks are compared."""
+        return () if self._alike is None else alike.digest({row.name: part for row, part in slot.read()[0].items()})
 
     def take(self, step: int, parts: Mapping[str, Stateful]) -> dict[str, Any] | None:
         """Gives `parts` their state of `step`; what was said of it, or None (and nothing done) where it does not fit.

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from espalier.checkpoint import manifest, tree
+from espalier.checkpoint.alike import Alike
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.place import folder_name, open_place, step_of
 from espalier.checkpoint.reading import restore
@@ -87,6 +88,8 @@ class Checkpoints:
         self._event = on_event if on_event is not None and self.team.rank == 0 else _ignore
         self.hold: int | None = None
         """While set, the newest checkpoint of at most so many steps stays too."""
+        self.alike: Alike | None = None
+        """Asked before anything is kept whether all ranks hold the same, where they should."""
         self._stage = tree.Stage()
         # One thread for all saves: starting one waits until it runs, which on busy cores takes longer than a copy.
         self._writer = ThreadPoolExecutor(1, "checkpoint", _step_back)
@@ -112,13 +115,17 @@ class Checkpoints:
 
         All ranks call it. Plain tensors and values must be the same on all ranks (they are written once); sharded
         ones are DTensors; what differs by rank goes into a part whose name does too. `meta` is JSON. Waits for an
-        earlier save first, and raises its error if it failed: UserError for a full disk or an unwritable folder.
+        earlier save first, and raises its error if it failed: UserError for a full disk or an unwritable folder; and
+        what `alike` raises, with nothing saved.
         With `wait`, returns when the checkpoint is on the disk.
         """
         began = time.monotonic()
         self.wait()
         tensors, skeletons = tree.flatten(parts)
-        state = {**self._stage.copy(tensors), **skeletons}
+        copies = self._stage.copy(tensors)
+        if self.alike is not None:
+            self.alike.compare(copies)
+        state = {**copies, **skeletons}
         loss = None if loss is None or not math.isfinite(loss) else loss
         job = Job(step, state, dict(meta), loss)
         blocked = time.monotonic() - began

@@ -44,6 +44,7 @@ class Order:
         stacks: every rank is to write where it is.
         replaced: ranks that are to be started anew while the others stay; None: all are started.
         later: those that stay come at the end of a round.
+        testing: the number of the test (`tested`) that is under way, from 1; 0: none is.
         between_failures: seconds, as `checkpoint.refuge` wants them.
         lives: of each host, which of its supervisors (`Line.life`) is meant; empty: whoever is there.
     """
@@ -54,6 +55,7 @@ class Order:
     stacks: bool = False
     replaced: tuple[int, ...] | None = None
     later: bool = False
+    testing: int = 0
     between_failures: float = 0.0
     lives: tuple[int, ...] = ()
 

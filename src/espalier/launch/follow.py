@@ -13,7 +13,7 @@ from typing import Any
 
 from espalier.errors import HostLost
 from espalier.launch import child as ranks
-from espalier.launch import left, local, staying
+from espalier.launch import left, local, staying, tested
 from espalier.launch.base import Place, Task
 from espalier.launch.child import Child
 from espalier.launch.exchange import End, Exchange, Order, Report, aged
@@ -37,6 +37,8 @@ class Follower:
         self.children: list[Child] = []
         self.pulses = Pulses(len(places), care.heartbeat)
         self.stacks: dict[int, str] | None = None
+        self.test: tuple[int, Child | None] = (0, None)
+        """The number of the last test of hosts, and who does this one's part while it lasts."""
         self.exchange = Exchange(team.line, Order)
         self._reported = self._looked = 0.0
         self._ends = 0
@@ -55,6 +57,7 @@ class Follower:
             return [child.returned for child in self.children] if well else None
         finally:
             local.end(self.children, 0.0)
+            self._test(0)
             self.exchange.tell(Report(self.attempt, left=True, life=self.team.line.life))
             self.exchange.close()
 
@@ -76,10 +79,19 @@ class Follower:
             if order.run:
                 self._start(order)
             self.attempt = order.attempt
+        self._test(order.testing)
         if order.stacks and self.stacks is None:
             self.stacks = left.dumps(self.children)
             write(self.stacks)
             self._reported = 0.0
+
+    def _test(self, number: int) -> None:
+        """Takes part in that test of hosts, or in none."""
+        before, process = self.test
+        if number != before:
+            if process is not None:
+                process.close()
+            self.test = number, tested.takes_part(self.team, number) if number else None
 
     def _start(self, order: Order) -> None:
         """The ranks of another attempt, those that stay among them."""

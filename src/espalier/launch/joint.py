@@ -21,7 +21,7 @@ from typing import Any
 from espalier.checkpoint import interval, refuge
 from espalier.errors import HostLost, Interrupted, PeerLost
 from espalier.launch import child as ranks
-from espalier.launch import distant, follow, left, local, staying, supervise
+from espalier.launch import distant, follow, left, local, staying, supervise, tested
 from espalier.launch.base import Place, Task
 from espalier.launch.child import Child
 from espalier.launch.distant import Distant
@@ -29,6 +29,7 @@ from espalier.launch.exchange import End, Exchange, Order, Report, dated
 from espalier.launch.supervise import Care, Ended, Supervisor
 from espalier.launch.team import Team
 from espalier.launch.vitals import GONE, vital
+from espalier.resilience.acme import ruling
 from espalier.resilience.acme.ruling import Ruling
 from espalier.resilience.base import Decision, Failure
 from espalier.resilience.hang import Finding, Vital, Watcher
@@ -322,7 +323,24 @@ class Leader(Supervisor):
         return found if found is not ended else self._placed(ended)
 
     def _decide(self, ended: Ended, gone: Sequence[int] = ()) -> Decision:
-        return super()._decide(self._of_host(ended), gone)  # some are known to be lost only when they are back
+        found = self._of_host(ended)  # some are known to be lost only when they are back
+        nobodys = found.failure.kind == "lost" and found.found is None
+        tests = nobodys and self.others and not (self.away or self.signals.seen)
+        return super()._decide(self._tested(found) if tests else found, gone)
+
+    def _tested(self, ended: Ended) -> Ended:
+        """With what a test of the hosts says, where ranks only know that they lost others. No rank lives then."""
+        number, failure = self.attempt + 1, ended.failure
+        self._tell(testing=number)
+        what, hosts = tested.said(tested.hosts(self.team, number, self.signals), self.team.names)
+        self._tell()
+        if not what:
+            return ended
+        suspect = " and ".join(self.team.names[host] for host in hosts)
+        found = ruling.named("Node Failure" if hosts else "Network Error", suspect)
+        rank = self._on(hosts[0])[0] if hosts else -1
+        failure = replace(failure, rank=rank, what=what, why=failure.what)
+        return Ended(failure, PeerLost(what, why=failure.why, do=ended.error.do), ended.at, found)
 
     def _of_host(self, ended: Ended) -> Ended:
         """Of a host that was lost, where ranks only know that they lost others, or it was its own ranks that ended."""
@@ -336,7 +354,7 @@ class Leader(Supervisor):
         why = "its supervisor ended, and another is there" if host in self.lost else ended.error.what
         error = PeerLost(what, why=why, do=ended.error.do)
         failure = replace(failure, kind="lost", rank=self._on(host)[0], what=what, why=why)
-        return Ended(failure, error, min(since, ended.at))
+        return Ended(failure, error, min(since, ended.at), ruling.named("Node Failure", self.team.names[host]))
 
     def _stuck(self, finding: Finding, children: Sequence[Child]) -> Ended:
         return self._placed(super()._stuck(finding, children))

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from espalier.checkpoint import interval, refuge
 from espalier.checkpoint.refuge import Refuge
-from espalier.errors import Anomaly, EspalierError, Interrupted, PeerLost, RunFailed, UserError
+from espalier.errors import Diverged, EspalierError, Interrupted, RunFailed, UserError
 from espalier.launch import child as ranks
 from espalier.launch import left, local, staying, store
 from espalier.launch.base import Place, Task
@@ -26,7 +26,7 @@ from espalier.launch.reshape import Reshaping, Shape, Shapes
 from espalier.launch.vitals import GONE, vital
 from espalier.resilience import stacks
 from espalier.resilience.acme import ruling
-from espalier.resilience.base import Budget, Decision, Failure, Kind, kind_of
+from espalier.resilience.base import KINDS, Budget, Decision, Failure, kind_of
 from espalier.resilience.hang import Finding, Watcher
 from espalier.resilience.pulse import Pulses
 from espalier.resilience.stragglers import Stragglers
@@ -262,8 +262,8 @@ class Supervisor:
             return Failure(
                 kind_of(child.raised, max(step, self.budget.furthest)), rank, error.what, error.why, step, child.raised
             )
-        kinds: dict[type, Kind] = {UserError: "user", PeerLost: "lost", Anomaly: "anomaly"}
-        return Failure(kinds.get(type(error), "exception"), rank, error.what, error.why, step)
+        rank = -1 if isinstance(error, Diverged) else rank
+        return Failure(KINDS.get(type(error), "exception"), rank, error.what, error.why, step)
 
     def _stuck(self, finding: Finding, children: Sequence[Child]) -> Ended:
         """Of ranks that do not go on. They write down where they are before they are ended."""

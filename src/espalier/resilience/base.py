@@ -11,11 +11,20 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["user", "exception", "killed", "exit", "hang", "stopped", "lost", "signal", "anomaly", "replanned"]
+from espalier.errors import Anomaly, Corrupted, Diverged, PeerLost, UserError
+
+Kind = Literal[
+    "user", "exception", "killed", "exit", "hang", "stopped", "lost", "signal", "anomaly", "corrupt", "replanned"
+]
 """user: the input is at fault · exception: code raised · killed: by a signal · exit: ended before the end ·
 hang: no step is made · stopped: frozen by SIGSTOP · lost: a wait for others failed, nobody knows more ·
-signal: somebody asked one rank, not the run, to stop · anomaly: the loss went wrong · replanned: ended on purpose, to
-go on by another plan."""
+signal: somebody asked one rank, not the run, to stop · anomaly: the loss went wrong · corrupt: a rank no longer held
+what the others did · replanned: ended on purpose, to go on by another plan."""
+
+KINDS: dict[type, Kind] = {
+    UserError: "user", PeerLost: "lost", Anomaly: "anomaly", Corrupted: "corrupt", Diverged: "corrupt",
+}  # fmt: skip
+"""What our own errors tell of, by their class; others: an exception."""
 
 Ground = Literal["", "retry", "stop"]
 """Which way a diagnosis steers restarts (`acme.ruling`); empty: it leaves them to the kind."""

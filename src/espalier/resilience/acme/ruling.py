@@ -27,10 +27,13 @@ SECONDS = 0.5
 _WEAK = ("OS Error", "Runtime Error")
 """Reasons whose errors machines cause as well as programs: a full disk may be emptied, torch raises RuntimeError for
 anything."""
-_SILENT: dict[str, str] = {"anomaly": LOSS_ANOMALY, "hang": "NCCL Timeout Error", "user": "Argument Error"}
+_SILENT: dict[str, str] = {
+    "anomaly": LOSS_ANOMALY, "hang": "NCCL Timeout Error", "user": "Argument Error", "corrupt": "ECC Error",
+}  # fmt: skip
 """Reasons of failures that leave nothing in a log, by kind: Acme counts ranks that do not reach a collective as NCCL
-timeouts, whatever the library."""
-_MUTE = ("hang", "stopped", "signal", "anomaly")
+timeouts, whatever the library. It has no word for what memory or a processor got wrong unnoticed; nearest is what was
+noticed."""
+_MUTE = ("hang", "stopped", "signal", "anomaly", "corrupt")
 """Kinds whose log tells of something else: the stacks that the rank was asked for, or nothing."""
 
 
@@ -84,9 +87,9 @@ def of(failure: Failure, log: Path | None, position: int, seconds: float = SECON
         with _within(seconds):
             found = _found(failure, log, position)
     except Exception as error:  # a log may hold anything, and rules are patterns over it
-        return replace(_plain(UNKNOWN), root="" if isinstance(error, _Late) else f"not diagnosed: {error}")
+        return replace(named(UNKNOWN), root="" if isinstance(error, _Late) else f"not diagnosed: {error}")
     if found is None:
-        ruling = _plain(_SILENT.get(failure.kind, UNKNOWN))
+        ruling = named(_SILENT.get(failure.kind, UNKNOWN))
     else:
         told, cause = found
         root = told.evidence[0].text if told.evidence else ""
@@ -96,8 +99,9 @@ def of(failure: Failure, log: Path | None, position: int, seconds: float = SECON
     return replace(ruling, suspect=socket.gethostname()) if here else ruling
 
 
-def _plain(reason: str) -> Ruling:
-    return Ruling(REASONS[reason].category, reason, REASONS[reason].action)
+def named(reason: str, suspect: str = "") -> Ruling:
+    """The ruling where the reason is known, and maybe the host."""
+    return Ruling(REASONS[reason].category, reason, REASONS[reason].action, suspect)
 
 
 def _found(failure: Failure, log: Path | None, position: int) -> tuple[Diagnosis, Cause] | None:
