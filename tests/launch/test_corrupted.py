@@ -2,14 +2,9 @@
 
 import pytest
 import torch
-from struck import Struck, recipe_of, same, write_corpus
+from struck import Struck, recipe_of, same
 
 STEP = 5
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corrupted") / "corpus")
 
 
 class Flipped(Struck):
@@ -38,18 +33,16 @@ class Flipped(Struck):
 
 
 def flipped(corpus, folder, world, memory=1 << 26, stays="alike", **options):
-    recipe = recipe_of(corpus)
-    whole = Struck(recipe, world, folder / "whole").run()
-    run = Flipped(recipe, world, folder / "run", memory=memory, stays=stays, **options).run()
+    run = Flipped(recipe_of(corpus), world, folder / "run", memory=memory, stays=stays, **options).run()
     assert (run.folder / "flipped-0").exists()
-    return run, whole
+    return run
 
 
 @pytest.mark.parametrize("stays", ["", "alike"])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_the_run_is_put_back_to_where_all_held_the_same(corpus, tmp_path, rank, stays):
-    run, whole = flipped(corpus, tmp_path, 3, rank=rank, stays=stays)
-    assert same(run, whole)
+def test_the_run_is_put_back_to_where_all_held_the_same(corpus, unbroken, tmp_path, rank, stays):
+    run = flipped(corpus, tmp_path, 3, rank=rank, stays=stays)
+    assert same(run, unbroken(3))
     (incident,) = run.all("incident")
     assert (incident["kind"], incident["rank"]) == ("corrupt", rank)
     assert incident["what"] == f"Rank {rank} no longer holds what the others do."
@@ -58,16 +51,16 @@ def test_the_run_is_put_back_to_where_all_held_the_same(corpus, tmp_path, rank, 
     assert recovered["step"] < STEP
 
 
-def test_of_two_ranks_none_is_blamed(corpus, tmp_path):
-    run, whole = flipped(corpus, tmp_path, 2, rank=1)
-    assert same(run, whole)
+def test_of_two_ranks_none_is_blamed(corpus, unbroken, tmp_path):
+    run = flipped(corpus, tmp_path, 2, rank=1)
+    assert same(run, unbroken(2))
     (incident,) = run.all("incident")
     assert (incident["kind"], incident["rank"]) == ("corrupt", -1)
 
 
-def test_it_is_noticed_where_states_are_only_saved_on_disk(corpus, tmp_path):
-    run, whole = flipped(corpus, tmp_path, 3, rank=1, memory=0)
-    assert same(run, whole)
+def test_it_is_noticed_where_states_are_only_saved_on_disk(corpus, unbroken, tmp_path):
+    run = flipped(corpus, tmp_path, 3, rank=1, memory=0)
+    assert same(run, unbroken(3))
     assert [event["source"] for event in run.all("recovered")] == ["disk"]
 
 

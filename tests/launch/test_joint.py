@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 from abroad import Abroad
-from struck import Struck, plan_of, recipe_of, same, write_corpus
+from struck import Struck, plan_of, recipe_of, same
 
 from espalier.errors import HostLost
 from espalier.plan import base as plans
@@ -27,24 +27,6 @@ KINDS = {
     "kill": "killed", "terminate": "signal", "raise": "exception", "stop": "stopped", "hang": "hang", "exit": "exit",
 }  # fmt: skip
 SAMPLE = (("kill", 1), ("stop", 1))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("joint") / "corpus")
-
-
-@pytest.fixture(scope="module")
-def unbroken(corpus, tmp_path_factory):
-    """The run that nothing happens to, by number of ranks."""
-    made: dict[int, Struck] = {}
-
-    def run(world: int) -> Struck:
-        if world not in made:
-            made[world] = Struck(recipe_of(corpus), world, tmp_path_factory.mktemp("whole") / "run").run()
-        return made[world]
-
-    return run
 
 
 def incidents(run: Struck) -> list[dict[str, Any]]:

@@ -6,17 +6,12 @@ import signal
 import time
 
 import pytest
-from struck import Struck, recipe_of, write_corpus
+from struck import Struck, recipe_of
 
 from espalier.errors import Interrupted, RunFailed, UserError
 from espalier.launch import supervise
 from espalier.launch.base import Place
 from espalier.launch.reshape import Shape
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("struck") / "corpus")
 
 
 @pytest.mark.parametrize(("dead", "memory"), [(0, 0), pytest.param(2, 1 << 26, marks=pytest.mark.slow)])

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 from msgspec.structs import replace
-from struck import Struck, plan_of, recipe_of, same, write_corpus
+from struck import Struck, plan_of, recipe_of, same
 
 from espalier.checkpoint import refuge
 from espalier.launch import staying
@@ -15,23 +15,6 @@ from espalier.resilience.pulse import Pulses
 from espalier.testing.faults import Fault
 
 HAPPENINGS = ("kill", "raise", "stop", "hang", "exit")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("staying") / "corpus")
-
-
-@pytest.fixture(scope="module")
-def unbroken(corpus, tmp_path_factory):
-    made = {}
-
-    def run(world):
-        if world not in made:
-            made[world] = Struck(recipe_of(corpus), world, tmp_path_factory.mktemp("whole") / "run").run()
-        return made[world]
-
-    return run
 
 
 def struck(corpus, folder, world, faults):

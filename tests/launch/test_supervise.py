@@ -10,7 +10,7 @@ import socket
 import time
 
 import pytest
-from struck import PHASES, Struck, recipe_of, same, write_corpus
+from struck import PHASES, Struck, recipe_of, same
 
 from espalier.errors import Interrupted, RunFailed, UserError
 from espalier.launch import base, supervise
@@ -18,24 +18,6 @@ from espalier.testing.faults import Fault
 from espalier.track.ledger import account
 
 HAPPENINGS = ("kill", "terminate", "raise", "stop", "hang", "exit")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("struck") / "corpus")
-
-
-@pytest.fixture(scope="module")
-def unbroken(corpus, tmp_path_factory):
-    """The run that nothing happens to, by number of ranks."""
-    made = {}
-
-    def run(world):
-        if world not in made:
-            made[world] = Struck(recipe_of(corpus), world, tmp_path_factory.mktemp("whole") / "run").run()
-        return made[world]
-
-    return run
 
 
 def alive(pid):

@@ -3,18 +3,13 @@
 import pytest
 import torch
 from abroad import Abroad
-from struck import Struck, recipe_of, same, write_corpus
+from struck import recipe_of, same
 
 from espalier.launch import tested
 from espalier.resilience.acme import localise
 from espalier.resilience.acme.localise import Located
 
 NAMES = ("a", "b", "c", "d")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("tested") / "corpus")
 
 
 @pytest.mark.parametrize(
@@ -52,11 +47,11 @@ class Lost(Abroad):
         workload.loss = loss
 
 
-def run(corpus, folder):
-    recipe = recipe_of(corpus)
-    whole = Struck(recipe, 3, folder / "whole").run()
-    run = Lost(recipe, 3, folder / "run", memory=1 << 26, stays="alike", hosts=(0, 1, 1), heartbeat=2.0).run()
-    assert same(run, whole), run.said()
+def run(corpus, unbroken, folder):
+    run = Lost(
+        recipe_of(corpus), 3, folder / "run", memory=1 << 26, stays="alike", hosts=(0, 1, 1), heartbeat=2.0
+    ).run()
+    assert same(run, unbroken(3)), run.said()
     assert [event["kind"] for event in run.all("recovered")] == ["lost"]
     (incident,) = run.all("incident")
     return incident
@@ -70,13 +65,13 @@ def _quick(monkeypatch):
 
 
 @pytest.mark.usefixtures("_quick")
-def test_hosts_that_pass_are_not_blamed(corpus, tmp_path):
-    incident = run(corpus, tmp_path)
+def test_hosts_that_pass_are_not_blamed(corpus, unbroken, tmp_path):
+    incident = run(corpus, unbroken, tmp_path)
     assert incident["what"].startswith("On host there: Rank 1 failed: ConnectionResetError")
 
 
 @pytest.mark.usefixtures("_quick")
-def test_a_host_that_fails_alone_is_named(corpus, tmp_path, monkeypatch):
+def test_a_host_that_fails_alone_is_named(corpus, unbroken, tmp_path, monkeypatch):
     plain = localise.gathers
 
     def gathers(store, key, rank, world, seconds):
@@ -84,20 +79,20 @@ def test_a_host_that_fails_alone_is_named(corpus, tmp_path, monkeypatch):
         return first + rank != 1 and plain(store, key, rank, world, seconds)
 
     monkeypatch.setattr(localise, "gathers", gathers)
-    incident = run(corpus, tmp_path)
+    incident = run(corpus, unbroken, tmp_path)
     assert incident["what"] == "Host there failed when hosts were tested two by two."
     assert "ConnectionResetError" in incident["why"]
     assert (incident["rank"], incident["suspect"], incident["reason"]) == (1, "there", "Node Failure")
 
 
 @pytest.mark.usefixtures("_quick")
-def test_two_hosts_that_only_fail_together_are_both_named(corpus, tmp_path, monkeypatch):
+def test_two_hosts_that_only_fail_together_are_both_named(corpus, unbroken, tmp_path, monkeypatch):
     plain = localise.gathers
 
     def gathers(store, key, rank, world, seconds):
         return world == 1 and plain(store, key, rank, world, seconds)
 
     monkeypatch.setattr(localise, "gathers", gathers)
-    incident = run(corpus, tmp_path)
+    incident = run(corpus, unbroken, tmp_path)
     assert incident["what"].startswith("Hosts here and there failed together")
     assert (incident["rank"], incident["suspect"], incident["reason"]) == (-1, "", "Network Error")
