@@ -204,7 +204,8 @@ def _alike(trainer: Trainer, team: Team) -> Alike | None:
     makes = team.agree("comparing processors", alike.make, lambda all_: [all_] * len(all_))
     odd, _ = alike.strangers(makes)
     if not odd:
-        return Alike(team.rank, team.world, trainer.mean)
+        buffers = frozenset(f"model/{name}" for name, _ in trainer.built.model.named_buffers())
+        return Alike(team.rank, team.world, trainer.mean, buffers)
     usual = next(make for rank, make in enumerate(makes) if rank not in odd)
     named = ", ".join(f"rank {rank} has {makes[rank]}" for rank in odd[:4])
     why = f"ranks may round differently: {named}, others {usual}"

@@ -56,10 +56,10 @@ class Toy:
             place.pulse.begins(first)
             for step in range(first + 1, self.steps + 1):
                 time.sleep(max(took))
-                place.pulse.stepped(step, max(took) - took[place.rank])
                 begun = state.with_suffix(".begun")  # the interrupt may come at any moment
                 begun.write_text(str(step))
                 begun.replace(state)
+                place.pulse.stepped(step, max(took) - took[place.rank])
             return shares
 
         return task

@@ -91,7 +91,7 @@ def test_a_huge_run_is_quick_and_small(tmp_path: Path) -> None:
     folder = made.make(tmp_path, 100_000)
     began = time.process_time()
     path = report.write(folder)
-    assert time.process_time() - began < 3.0  # 1.6 s on one core of a quiet machine
+    assert time.process_time() - began < 5.0  # 1.6 s on one core of a quiet machine, 3.2 beside others
     assert path.stat().st_size < 1_000_000
 
 

@@ -8,7 +8,7 @@ is good, and what came after is not. Each rank hashes what it holds; the hashes 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -29,10 +29,13 @@ def make() -> str:
     return f"{limits.processor()} ({capability}, {threads} thread{'s' * (threads > 1)})"
 
 
-def digest(tensors: Mapping[str, tree.Kept]) -> tuple[int, ...]:
-    """[8] the XXH3-128 of this rank's elements of `tensors`, in their order, as numbers of 16 bits."""
+def digest(tensors: Mapping[str, tree.Kept], besides: Collection[str] = ()) -> tuple[int, ...]:
+    """[8] the XXH3-128 of this rank's elements of `tensors`, `besides` those of some names, in their order, as numbers
+    of 16 bits."""
     found = xxhash.xxh3_128()
-    for tensor in tensors.values():
+    for name, tensor in tensors.items():
+        if name in besides:
+            continue
         own = tree.local(tensor).cpu().contiguous()
         found.update(own.reshape(-1).view(torch.uint8).numpy().data)
     return tuple(np.frombuffer(found.digest(), dtype=np.uint16).tolist())
@@ -57,10 +60,14 @@ class Alike:
     Args:
         rank, world: this rank, of how many.
         mean: replaces a tensor by its mean over all ranks, in place.
+        besides: names of tensors that ranks may hold each their own of, as running statistics.
     """
 
-    def __init__(self, rank: int, world: int, mean: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self, rank: int, world: int, mean: Callable[[Tensor], None], besides: Collection[str] = frozenset()
+    ) -> None:
         self._rank, self._world, self._mean = rank, world, mean
+        self.besides = besides
         self.good = True
         """False once ranks were found to differ: what they hold is not to be kept."""
 
@@ -73,7 +80,7 @@ class Alike:
             PeerLost: another rank holds something else than most.
         """
         told = torch.zeros(self._world, _DIGITS, dtype=torch.float64)
-        told[self._rank] = torch.tensor(digest(tensors), dtype=torch.float64)
+        told[self._rank] = torch.tensor(digest(tensors, self.besides), dtype=torch.float64)
         self._mean(told)
         odd, known = strangers([tuple(one) for one in (told * self._world).round().tolist()])
         if odd:

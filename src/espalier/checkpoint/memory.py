@@ -252,7 +252,9 @@ class Memory:
 
     def _digest(self, slot: Slot) -> tuple[int, ...]:
         """Of the tensors of a whole copy, where ranks are compared."""
-        return () if self._alike is None else alike.digest({row.name: part for row, part in slot.read()[0].items()})
+        if self._alike is None:
+            return ()
+        return alike.digest({row.name: part for row, part in slot.read()[0].items()}, self._alike.besides)
 
     def take(self, step: int, parts: Mapping[str, Stateful]) -> dict[str, Any] | None:
         """Gives `parts` their state of `step`; what was said of it, or None (and nothing done) where it does not fit.

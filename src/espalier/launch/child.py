@@ -235,6 +235,14 @@ def endings(children: Sequence[Child], every: float) -> Iterator[Child | None]:
         yield None
 
 
+def results(children: Sequence[Child]) -> list[Any]:
+    """What each returned, all of which have; gives back what they took here."""
+    returned = [child.returned for child in children]
+    for child in children:
+        child.close()
+    return returned
+
+
 def died(child: Child) -> RunFailed:
     """The error of a rank that ended and could tell nothing."""
     status = child.status or 0

@@ -123,7 +123,7 @@ class Supervisor:
                 ended = self._watch(children)
                 if ended is None:
                     self._recovered(finished=True)
-                    return [child.returned for child in children]
+                    return ranks.results(children)
                 ended, again = self._first_thought(ended)
                 gone = self._gone(ended, children) if again else []
                 if gone:

@@ -23,7 +23,7 @@ def same_start(model: nn.Module, channel: dist.ProcessGroup) -> bool:
     with torch.no_grad():
         looks = [_look(name, tensor) for name, tensor in tensors]
         form = xxhash.xxh64("\n".join(looks).encode()).intdigest() >> 1  # 63 bits: fits int64
-        values = _hash([tensor for _, tensor in tensors]) >> 1
+        values = hashed([tensor for _, tensor in tensors]) >> 1
         forms, hashes = _all([form, values], channel, _host(channel, tensors))
         if len(set(forms)) > 1:
             _explain(looks, channel)
@@ -42,7 +42,8 @@ def _look(name: str, tensor: Tensor) -> str:
     return f"{name}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
 
 
-def _hash(tensors: list[Tensor]) -> int:
+def hashed(tensors: list[Tensor]) -> int:
+    """XXH3-64 of their elements."""
     digest = xxhash.xxh3_64()
     for tensor in tensors:
         if tensor.numel():

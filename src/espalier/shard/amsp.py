@@ -35,6 +35,7 @@ from espalier.shard.exchange import Exchanges
 from espalier.shard.flat import Flat, Slot
 from espalier.shard.mesh import Codecs, Groups, Mesh
 from espalier.shard.placement import Factors, place
+from espalier.shard.running import Running
 from espalier.shard.seen import Seen, twice
 from espalier.shard.spread import Spread, groups, units
 from espalier.shard.windows import Windows
@@ -91,6 +92,7 @@ class Amsp:
             self.owned: Sequence[Owned] = owned_by(model)
             return
         same_start(model, self._channel)
+        self._running = Running(model, self._channel)
         self._reducing, self._moving = Exchanges(), Exchanges()
         self.flats = self._units(self._channel)
         self.owned = [moved.owned for flat in self.flats for moved in flat.moved]
@@ -280,6 +282,7 @@ class Amsp:
         """See `Sharding.refresh`."""
         if self._channel is not None:
             self._windows.refresh()
+            self._running.spread()
 
     def idle(self, times: int) -> None:
         """See `Sharding.idle`."""
@@ -304,9 +307,11 @@ class Amsp:
             self._windows.let_go()
 
     def adopt(self) -> None:
-        """Takes what was written into what is owned for everybody's parameters."""
-        self.refresh()
-        self.settle()
+        """Takes what was written into what is owned for everybody's parameters. All ranks have the same buffers."""
+        if self._channel is not None:
+            self._windows.refresh()
+            self._windows.settle()
+            self._running.begins()
 
     def held(self) -> Mapping[str, int]:
         """See `Sharding.held`."""
