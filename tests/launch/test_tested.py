@@ -5,7 +5,7 @@ import torch
 from abroad import Abroad
 from struck import recipe_of, same
 
-from espalier.launch import tested
+from espalier.launch import recall, tested
 from espalier.resilience.acme import localise
 from espalier.resilience.acme.localise import Located
 
@@ -52,7 +52,9 @@ def run(corpus, unbroken, folder):
         recipe_of(corpus), 3, folder / "run", memory=1 << 26, stays="alike", hosts=(0, 1, 1), heartbeat=2.0
     ).run()
     assert same(run, unbroken(3)), run.said()
-    assert [event["kind"] for event in run.all("recovered")] == ["lost"]
+    (recovered,) = run.all("recovered")
+    assert (recovered["kind"], recovered["lost_steps"]) == ("lost", 0)
+    assert recovered["seconds"] > recall.PATIENCE, "from when the connection was lost: ranks wait to be called first"
     (incident,) = run.all("incident")
     return incident
 

@@ -239,15 +239,16 @@ class Supervisor:
         at = time.monotonic()
         deadline = at + _HEARING_SECONDS
         while (known := left.cause(first, children)) is None and time.monotonic() < deadline:
-            for child in children:
-                if child.status is None:
-                    child.reap(block=False)
+            for child in (one for one in children if one.status is None):
+                child.reap(block=False)
             time.sleep(0.01)
         cause, turn = known or first, self.reshaping.turn
         if turn is not None and isinstance(cause.error, Interrupted):
             failure = Failure("replanned", -1, f"Ranks were ended to go on as {turn.shape.says}.", step=self._step())
             return Ended(failure, cause.error, turn.at)
-        return Ended(self._failure(cause), cause.error or ranks.died(cause), at)
+        failure = self._failure(cause)
+        at = min(at, max(sign.moved for sign in self.pulses.read())) if failure.kind == "lost" else at
+        return Ended(failure, cause.error or ranks.died(cause), at)
 
     def _failure(self, child: Child) -> Failure:
         error, step, rank = child.error, self._step(), child.place.rank
