@@ -174,7 +174,7 @@ def test_after_the_first_hosts_supervisor_dies_all_are_started_again_after_anoth
     assert f"The supervisor on host host{'ab'[host]} was killed (SIGKILL)" in errors
     assert ("start supervisors and ranks again on all hosts" in errors) == again
     assert ("Host hostb is back after" in errors) != again
-    assert len(losses(home, "struck")) in (4, 5)
+    assert len(set(losses(home, "struck"))) == 4, "what is done again comes to the same"
 
 
 def test_the_policy_is_asked_about_the_supervisor_that_vanished(tmp_path) -> None:
