@@ -66,5 +66,5 @@ def test_it_is_noticed_where_states_are_only_saved_on_disk(corpus, unbroken, tmp
 
 def test_a_rank_that_is_wrong_again_and_again_ends_the_run(corpus, tmp_path):
     with pytest.raises(Exception, match="Rank 1 no longer holds what the others do") as caught:
-        flipped(corpus, tmp_path, 3, rank=1, times=9)
+        flipped(corpus, tmp_path, 3, rank=1, times=9, restarts=1)
     assert caught.value.exit_code == 1

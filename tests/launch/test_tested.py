@@ -9,6 +9,7 @@ from espalier.launch import recall, tested
 from espalier.resilience.acme import localise
 from espalier.resilience.acme.localise import Located
 
+PATIENCE = 1.0
 NAMES = ("a", "b", "c", "d")
 
 
@@ -54,7 +55,7 @@ def run(corpus, unbroken, folder):
     assert same(run, unbroken(3)), run.said()
     (recovered,) = run.all("recovered")
     assert (recovered["kind"], recovered["lost_steps"]) == ("lost", 0)
-    assert recovered["seconds"] > recall.PATIENCE, "from when the connection was lost: ranks wait to be called first"
+    assert recovered["seconds"] > PATIENCE, "from when the connection was lost: ranks wait to be called first"
     (incident,) = run.all("incident")
     return incident
 
@@ -64,6 +65,7 @@ def _quick(monkeypatch):
     torch.set_num_threads(1)
     monkeypatch.setattr(tested, "SECONDS", 1.0)
     monkeypatch.setattr(tested, "_TOLD", 1.0)
+    monkeypatch.setattr(recall.Recall.answer, "__defaults__", (PATIENCE,))
 
 
 @pytest.mark.usefixtures("_quick")
