@@ -2,13 +2,15 @@
 
 A processor or memory that gets something wrong without a word (Hochschild et al., "Cores that don't count", HotOS 2021)
 makes one rank's state another, and its gradients spoil everybody's from then on. So what was kept while all were alike
-is good, and what came after is not. Each rank hashes what it holds; the hashes travel in a sum, as gradients do.
+is good, and what came after is not. Each rank hashes what it holds; for a copy in memory the hashes travel in a sum, as
+gradients do, for a checkpoint in the thread that writes it, so that training does not stand still for it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ import xxhash
 from torch import Tensor
 
 from espalier.checkpoint import tree
+from espalier.checkpoint.team import Team
 from espalier.errors import Corrupted, Diverged, PeerLost
 from espalier.hardware import limits
 
@@ -82,7 +85,15 @@ class Alike:
         told = torch.zeros(self._world, _DIGITS, dtype=torch.float64)
         told[self._rank] = torch.tensor(digest(tensors, self.besides), dtype=torch.float64)
         self._mean(told)
-        odd, known = strangers([tuple(one) for one in (told * self._world).round().tolist()])
+        self._judge([tuple(one) for one in (told * self._world).round().tolist()])
+
+    def agreed(self, team: Team, tensors: Mapping[str, tree.Kept]) -> None:
+        """As `compare`, but the ranks agree as `team`, which may be another thread's."""
+        own = partial(digest, tensors, self.besides)
+        self._judge(team.agree("comparing what ranks hold", own, lambda all_: [all_] * len(all_)))
+
+    def _judge(self, given: Sequence[tuple[float, ...]]) -> None:
+        odd, known = strangers(given)
         if odd:
             self.good = False
             raise self._error(odd, known)

@@ -115,17 +115,14 @@ class Checkpoints:
 
         All ranks call it. Plain tensors and values must be the same on all ranks (they are written once); sharded
         ones are DTensors; what differs by rank goes into a part whose name does too. `meta` is JSON. Waits for an
-        earlier save first, and raises its error if it failed: UserError for a full disk or an unwritable folder; and
-        what `alike` raises, with nothing saved.
+        earlier save first, and raises its error if it failed: UserError for a full disk or an unwritable folder; what
+        `alike` raises, where ranks do not hold the same, of which nothing is kept.
         With `wait`, returns when the checkpoint is on the disk.
         """
         began = time.monotonic()
         self.wait()
         tensors, skeletons = tree.flatten(parts)
-        copies = self._stage.copy(tensors)
-        if self.alike is not None:
-            self.alike.compare(copies)
-        state = {**copies, **skeletons}
+        state = {**self._stage.copy(tensors), **skeletons}
         loss = None if loss is None or not math.isfinite(loss) else loss
         job = Job(step, state, dict(meta), loss)
         blocked = time.monotonic() - began
@@ -263,6 +260,8 @@ class Checkpoints:
         began = time.monotonic()
         name = folder_name(job.step)
         try:
+            if self.alike is not None:
+                self.alike.agreed(self.team, {key: one for key, one in job.state.items() if not isinstance(one, bytes)})
             count = Write(self.place, self.team, job).run()
             took, path = time.monotonic() - began, self.place.path(name)
             self.wrote = took
