@@ -173,36 +173,33 @@ def test_a_host_that_comes_back_is_healed_from_what_the_others_hold_in_memory(co
     assert stayed == (stays == "alike" and away < 5)
 
 
-@pytest.mark.slow
-def test_a_host_whose_state_nobody_else_holds_comes_back_from_the_disk(corpus, tmp_path) -> None:
-    recipe = recipe_of(corpus, train={"steps": 60, "validate_every": 10_000}, checkpoint={"every": 5})
+def comes_back(recipe: Any, folder: Path, nodes: tuple[int, int]) -> str:
+    """From where a lost host's part of a cut state is taken up; `nodes`: the machine of each rank, by the plan."""
     unit = plans.Unit(params=(0, 1), grads=(0, 1), optimizer=(0, 1), whole=True)
-    plan = plans.Plan(ranks=plan_of(recipe, 2).ranks, units=(unit,), micro_batch=2)
+    ranks = tuple(
+        msgspec.structs.replace(one, node=node) for node, one in zip(nodes, plan_of(recipe, 2).ranks, strict=True)
+    )
+    plan = plans.Plan(ranks=ranks, units=(unit,), micro_batch=2)
     assert not plan.alike
-    whole = Struck(recipe, 2, tmp_path / "whole", plan=plan).run()
-    run = Abroad(recipe, 2, tmp_path / "run", memory=1 << 26, plan=plan).start()
+    whole = Struck(recipe, 2, folder / "whole", plan=plan).run()
+    run = Abroad(recipe, 2, folder / "run", memory=1 << 26, plan=plan).start()
     run.reaches(12)
     os.kill(run.supervisors[1], signal.SIGKILL)
     run.again(1)
     run.finish()
     assert same(run, whole), run.said()
-    assert lost(run)[1]["source"] == "disk"
+    return str(lost(run)[1]["source"])
+
+
+@pytest.mark.slow
+def test_a_host_whose_state_nobody_else_holds_comes_back_from_the_disk(corpus, tmp_path) -> None:
+    recipe = recipe_of(corpus, train={"steps": 60, "validate_every": 10_000}, checkpoint={"every": 5})
+    assert comes_back(recipe, tmp_path, (0, 0)) == "disk"
 
 
 @pytest.mark.slow
 def test_a_host_comes_back_to_what_another_host_kept_of_its_part(corpus, tmp_path) -> None:
-    recipe = long(corpus, 60)
-    unit = plans.Unit(params=(0, 1), grads=(0, 1), optimizer=(0, 1), whole=True)
-    ranks = tuple(msgspec.structs.replace(one, node=node) for node, one in enumerate(plan_of(recipe, 2).ranks))
-    plan = plans.Plan(ranks=ranks, units=(unit,), micro_batch=2)
-    whole = Struck(recipe, 2, tmp_path / "whole", plan=plan).run()
-    run = Abroad(recipe, 2, tmp_path / "run", memory=1 << 26, plan=plan).start()
-    run.reaches(12)
-    os.kill(run.supervisors[1], signal.SIGKILL)
-    run.again(1)
-    run.finish()
-    assert same(run, whole), run.said()
-    assert lost(run)[1]["source"] == "memory"
+    assert comes_back(long(corpus, 60), tmp_path, (0, 1)) == "memory"
 
 
 @pytest.mark.slow
