@@ -2,20 +2,20 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
 
+from espalier import tcpstore
 from espalier.errors import PeerLost
 from espalier.launch.attempts import agree
 
 
 @pytest.fixture
 def store():
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return tcpstore.serve()
 
 
 def start(store, ranks, world, seconds=20.0):
     """What each of `ranks` gets, started together."""
-    own = [TCPStore("127.0.0.1", store.port, is_master=False) for _ in ranks]
+    own = [tcpstore.connect("127.0.0.1", store.port, 60.0) for _ in ranks]
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(lambda pair: agree(pair[1], pair[0], world, seconds), zip(ranks, own, strict=True)))
 

@@ -258,9 +258,12 @@ def test_no_restart_where_none_is_wanted(tmp_path):
 
 def test_the_first_interrupt_lets_the_ranks_save_and_is_no_incident(tmp_path):
     def task(place):
-        if place.rank == 0:
-            os.kill(os.getppid(), signal.SIGINT)
         try:
+            (tmp_path / str(place.rank)).touch()
+            if place.rank == 0:
+                while not (tmp_path / "1").exists():
+                    time.sleep(0.01)
+                os.kill(os.getppid(), signal.SIGINT)
             time.sleep(30)
         except KeyboardInterrupt:
             raise Interrupted("saved") from None

@@ -11,15 +11,15 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore
 
+from espalier import tcpstore
 from espalier.errors import UserError
 from espalier.resilience.guarded import GRACE, guard
 from espalier.sync.members import Crew
@@ -51,7 +51,7 @@ def hashed(model: nn.Module) -> str:
 def life(port: int, member: int, count: int, returns: bool, pipe: Any) -> None:
     """Says (step, members, seconds since the last) after each step, and at the end the hash of its parameters."""
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+    store = tcpstore.connect("127.0.0.1", port, 30.0)
     crew = Crew(store, member, tuple(range(count)), timeout=MESSAGE, grace=GRACE, returns=returns, silence=3.0)
     model, optimizer, schedule = parts(seed=member)
     run = guard(model, optimizer, crew, {"schedule": schedule})
@@ -105,7 +105,7 @@ def replicas(count: int) -> Iterator[list[Replica]]:
         port = listener.getsockname()[1]
         for member in range(count):
             found.append(Replica(port, member, count))
-        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        store = tcpstore.connect("127.0.0.1", port, 30.0, is_master=True, master_listen_fd=listener.detach())
     try:
         yield found
     finally:

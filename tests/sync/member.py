@@ -6,12 +6,11 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 from crews import RATE, Replica
-from torch._C._distributed_c10d import TCPStore
 
+from espalier import tcpstore
 from espalier.comm.codecs import codec
 from espalier.errors import PeerLost
 from espalier.sync.choices import METHODS
@@ -25,7 +24,7 @@ def life(
     """Trains `place` = (member, members) for some rounds, or comes back to those that do; says `round N`, and at last
     the hash of its parameters and who was lost. Ends the process: 0, or 7 when the others gave it up."""
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+    store = tcpstore.connect("127.0.0.1", port, 30.0)
     member, members = place
     crew = Crew(store, member, tuple(range(members)), timeout=6.0, grace=2.0, returns=returns)
     replica, choices = Replica(member), METHODS[method]

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from member import life
-from torch._C._distributed_c10d import TCPStore
+
+from espalier import tcpstore
 
 FORK = multiprocessing.get_context("fork")
 
@@ -63,7 +64,7 @@ def crew(count: int, method: str, rounds: int, pause: float = 0.01) -> Iterator[
         port = listener.getsockname()[1]
         for number in range(count):
             members.append(Member(port, (number, count), method, rounds, pause))
-        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        store = tcpstore.connect("127.0.0.1", port, 30.0, is_master=True, master_listen_fd=listener.detach())
     try:
         yield members
     finally:
@@ -97,6 +98,6 @@ def crew_of_a_served_store(count: int, method: str, rounds: int) -> Iterator[tup
 
 def _serve(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = tcpstore.connect("127.0.0.1", port, 30.0, is_master=True, master_listen_fd=listener.detach())
     signal.pause()
     del store

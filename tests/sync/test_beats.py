@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from datetime import timedelta
 
 import pytest
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore
 
+from espalier import tcpstore
 from espalier.sync.beats import Beats
 
 SILENCE = 0.4
@@ -58,11 +58,11 @@ def test_what_happened_while_nobody_looked_is_held_against_nobody(store: HashSto
 
 
 def test_a_stopped_process_is_silent_and_one_that_goes_on_is_not() -> None:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = tcpstore.serve()
     mine = Beats(server.clone(), 0, SILENCE)
     child = os.fork()
     if child == 0:
-        Beats(TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=20)), 1, SILENCE)
+        Beats(tcpstore.connect("127.0.0.1", server.port, 20.0), 1, SILENCE)
         time.sleep(60)
         os._exit(0)
     try:

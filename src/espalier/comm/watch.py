@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from espalier import tcpstore
 from espalier.errors import PeerLost
 from espalier.units import show_seconds, show_size
 
@@ -53,7 +54,7 @@ class Watch:
     def __init__(self, store: Store, rank: int) -> None:
         self.rank = rank
         self.phase = "start"
-        self._store: Store = store.clone()  # type: ignore[attr-defined]
+        self._store: Store = tcpstore.clone(store)
         self._counts: dict[str, int] = {}
         self._last: deque[Entry] = deque(maxlen=KEPT)
         self._lock = threading.Lock()

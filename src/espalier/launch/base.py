@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from espalier import tcpstore
 from espalier.checkpoint.refuge import Refuge
 from espalier.launch.recall import Recall
 from espalier.resilience.pulse import SILENT, Pulse
@@ -106,18 +107,9 @@ def store(place: Place, timeout: float) -> Any:
 def _connected(host: str, port: int, served: int | None, timeout: float) -> Any:
     """The store at that address, made once; `served`: the descriptor it listens on here (-1: it opens the port)."""
     if (host, port) not in _stores:
-        from datetime import timedelta
-
-        from torch._C._distributed_c10d import TCPStore
-
-        _stores[host, port] = TCPStore(
-            host,
-            port,
-            world_size=None,
-            is_master=served is not None,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-            master_listen_fd=served if served is not None and served >= 0 else None,
+        descriptor = served if served is not None and served >= 0 else None
+        _stores[host, port] = tcpstore.connect(
+            host, port, timeout, is_master=served is not None, master_listen_fd=descriptor
         )
     return _stores[host, port]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from espalier import errors
+from espalier import errors, tcpstore
 from espalier.errors import EspalierError, RunFailed
 from espalier.launch.child import Child
 from espalier.resilience.hang import Vital
@@ -274,8 +274,6 @@ def opened(address: str, port: int) -> Any:
     """A connection of its own to the store at that address."""
     from datetime import timedelta
 
-    from torch._C._distributed_c10d import TCPStore
-
-    store = TCPStore(address, port, None, False, timeout=timedelta(seconds=_TRY_SECONDS), wait_for_workers=False)
+    store = tcpstore.connect(address, port, _TRY_SECONDS)
     store.set_timeout(timedelta(hours=1))  # others judge by what comes, not by what an interrupted request says
     return store

@@ -11,6 +11,8 @@ import signal
 import socket
 from collections.abc import Iterator
 
+from espalier import tcpstore
+
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -70,11 +72,7 @@ def _fork(address: str, port: int, descriptor: int) -> int:
 
 
 def _serve(address: str, port: int, descriptor: int) -> None:
-    from datetime import timedelta
-
-    from torch._C._distributed_c10d import TCPStore
-
-    limit = timedelta(seconds=60)
-    kept = TCPStore(address, port, None, True, timeout=limit, wait_for_workers=False, master_listen_fd=descriptor)
+    kept = tcpstore.connect(address, port, 60.0, is_master=True, master_listen_fd=descriptor)
+    tcpstore.ask_nobody()
     while kept:
         signal.pause()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo
 
+from espalier import tcpstore
 from espalier.comm.base import Codec, Ledger, Spent, Traffic
 from espalier.comm.coded import Coded
 from espalier.comm.hangup import apart
@@ -131,8 +132,8 @@ class Members:
         on_change: Callable[[tuple[int, ...], tuple[int, ...]], None] | None = None,
     ) -> None:
         self.crew, self.codec, self.on_change = crew, codec, on_change
-        self.store = _own(crew.store)
-        self._beats = Beats(_own(crew.store), self.rank, crew.silence) if crew.silence else None
+        self.store = tcpstore.clone(crew.store)
+        self._beats = Beats(tcpstore.clone(crew.store), self.rank, crew.silence) if crew.silence else None
         entry = rejoin.ask(crew._replace(store=self.store)) if crew.returns else rejoin.Entry(0, crew.members)
         self.epoch, self.members, self._number = entry
         self._closed = False
@@ -360,8 +361,3 @@ class Members:
             self._beats.close()
         if self._coded is not None:
             self._coded.close()
-
-
-def _own(store: Any) -> Any:
-    """A connection of its own to `store`, where it is one that has connections."""
-    return store.clone() if hasattr(store, "clone") else store

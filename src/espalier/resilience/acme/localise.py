@@ -6,16 +6,18 @@ halves needs more rounds and one bad node spoils each half. Where we deviate: a 
 nodes pass with others is reported as a faulty link; and where no world passes at all, each node is tried alone first.
 
 `locate` is the rule alone; `lead` and `follow` carry it out over Gloo, in groups of their own on any store, each with
-its own deadline, never in the group of a training run.
+its own deadline, never in the group of a training run. A roll is called first: no wave waits for a node that is only
+slow to start, and one that never answers spends no wave.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -78,7 +80,7 @@ def _pairs(nodes: Sequence[int]) -> list[World]:
 def lead(store: Any, nodes: Sequence[int], seconds: float) -> Located:
     """Finds the faulty ones among `nodes`, each of which calls `follow` on the same torch Store.
 
-    A node that gives no answer within `seconds` of a wave's begin has failed.
+    A node that does not report within `seconds`, or gives no answer within `seconds` of a wave's begin, has failed.
     """
     wave = 0
 
@@ -88,25 +90,32 @@ def lead(store: Any, nodes: Sequence[int], seconds: float) -> Located:
         store.set(f"wave{wave}", json.dumps(worlds))
         deadline = time.monotonic() + seconds
         answers = [[_answer(store, f"wave{wave}/{node}", deadline) for node in world] for world in worlds]
-        return [all(world) for world in answers]
+        return [all(answer == b"passed" for answer in world) for world in answers]
 
     try:
-        return locate(nodes, test)
+        deadline = time.monotonic() + seconds
+        absent = [node for node in nodes if _answer(store, f"here/{node}", deadline) is None]
+        present = [node for node in nodes if node not in absent]
+        found = locate(present, test) if present else Located((), (), 0)
+        return replace(found, faulty=tuple(sorted({*found.faulty, *absent})))
     finally:
         store.set(f"wave{wave + 1}", "[]")
 
 
-def _answer(store: Any, key: str, deadline: float) -> bool:
+def _answer(store: Any, key: str, deadline: float) -> bytes | None:
     while not store.check([key]):
         if time.monotonic() > deadline:
-            return False
+            return None
         time.sleep(0.01)
-    return bool(store.get(key) == b"passed")
+    return bytes(store.get(key))
 
 
 def follow(store: Any, node: int, seconds: float, patience: float = 600.0) -> None:
-    """Takes part as `node` until `lead` has found everything. `seconds`: for each all-gather; `patience`: for the next
-    wave, after which torch's DistStoreError is raised."""
+    """Reports, then takes part as `node` until `lead` has found everything. `seconds`: for each all-gather; `patience`:
+    for the next wave, after which torch's DistStoreError is raised."""
+    import torch  # noqa: F401  # before it reports: no wave waits for that
+
+    store.set(f"here/{node}", "")
     wave = 1
     while True:
         store.wait([f"wave{wave}"], timedelta(seconds=patience))
@@ -114,12 +123,26 @@ def follow(store: Any, node: int, seconds: float, patience: float = 600.0) -> No
         if not worlds:
             return
         world = next((one for one in worlds if node in one), None)
-        if world is not None:
-            passed = False
-            with suppress(Exception):  # whatever it was, this world has failed
-                passed = gathers(store, f"wave{wave}/of{world[0]}", world.index(node), len(world), seconds)
-            store.set(f"wave{wave}/{node}", "passed" if passed else "failed")
+        over = store.check([f"wave{wave + 1}"])  # it was held up: nobody waits in that world any more
+        if world is not None and not over:
+            group = (store, f"wave{wave}/of{world[0]}", world.index(node), len(world), seconds)
+            store.set(f"wave{wave}/{node}", "passed" if _in_time(group, seconds) else "failed")
         wave += 1
+
+
+def _in_time(group: tuple[Any, ...], seconds: float) -> bool:
+    """Whether its world has passed. On a thread that is left to itself after `seconds`: Gloo goes on connecting to a
+    peer that has given up for several times its own deadline, and the next wave does not wait."""
+    passed: list[bool] = []
+
+    def work() -> None:
+        with suppress(Exception):  # whatever it was, this world has failed
+            passed.append(gathers(*group))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return passed == [True]
 
 
 def gathers(store: Any, key: str, rank: int, world: int, seconds: float) -> bool:
