@@ -54,7 +54,7 @@ def _all(channel: Channel, name: str) -> Any:
     return [_applied(channel, name, plan_of(4, shard), 0.1) for shard in TRIPLES]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_a_foreign_model_in_an_ordinary_loop_trains_as_in_plain_pytorch(name: str) -> None:
     """Clipping, a scheduler, and both states, which come out whole in torch's own form."""
     state, optimizer, norms = plainly(name, 0.1)

@@ -19,7 +19,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["ddp_hook.py", "fsdp2.py"])
+@pytest.mark.parametrize("name", ["ddp_hook.py", pytest.param("fsdp2.py", marks=pytest.mark.slow)])
 def test_it_trains(name: str) -> None:
     said = run(*TORCHRUN, f"examples/{name}")
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", said)]
@@ -28,6 +28,7 @@ def test_it_trains(name: str) -> None:
     assert sent is None or float(sent[1]) < 0.28
 
 
+@pytest.mark.slow
 def test_mpi_ranks_get_the_same_sum(mpiexec: str) -> None:
     said = run(mpiexec, "-n", "3", sys.executable, "examples/mpi_sum.py")
     error = re.search(r"3 ranks, relative error ([\d.e-]+), all alike: True", said)

@@ -38,8 +38,10 @@ def flipped(corpus, folder, world, memory=1 << 26, stays="alike", **options):
     return run
 
 
-@pytest.mark.parametrize("stays", ["", "alike"])
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("rank", "stays"),
+    [(0, ""), (2, "alike"), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, "alike"), (2, "")))],
+)
 def test_the_run_is_put_back_to_where_all_held_the_same(corpus, unbroken, tmp_path, rank, stays):
     run = flipped(corpus, tmp_path, 3, rank=rank, stays=stays)
     assert same(run, unbroken(3))
@@ -58,6 +60,7 @@ def test_of_two_ranks_none_is_blamed(corpus, unbroken, tmp_path):
     assert (incident["kind"], incident["rank"]) == ("corrupt", -1)
 
 
+@pytest.mark.slow
 def test_it_is_noticed_where_states_are_only_saved_on_disk(corpus, unbroken, tmp_path):
     run = flipped(corpus, tmp_path, 3, rank=1, memory=0)
     assert same(run, unbroken(3))

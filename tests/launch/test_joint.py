@@ -82,6 +82,7 @@ def test_where_all_ranks_are_alike_those_that_are_left_stay_on_all_hosts(
         assert len(set(lives_of(run, other))) == (2 if other == rank else 1)
 
 
+@pytest.mark.slow
 def test_replicas_on_several_hosts_go_on_by_rounds(corpus, tmp_path) -> None:
     recipe = recipe_of(corpus, train={"steps": 40})
     outer = Outer(replicas=((0,), (1,), (2,)), method="eager", steps=2, adapt=False)

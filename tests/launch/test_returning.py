@@ -131,7 +131,7 @@ def test_a_host_that_cannot_be_reached_at_first_is_asked_again_with_growing_paus
     assert list(returning.PAUSES) == sorted(returning.PAUSES)
 
 
-@pytest.mark.parametrize(("absence", "patience"), [(4.0, 60.0), (60.0, 4.0)])
+@pytest.mark.parametrize(("absence", "patience"), [pytest.param(4.0, 60.0, marks=pytest.mark.slow), (60.0, 4.0)])
 def test_a_host_that_stays_away_ends_the_run_in_time_and_is_named(outcome, absence, patience) -> None:
     """By the launcher's clock, or where that is sooner by that of the first host."""
     begun = time.monotonic()
@@ -161,7 +161,12 @@ def test_what_comes_back_as_another_is_named_at_once(outcome, host, named) -> No
 
 
 @pytest.mark.parametrize(
-    ("names", "absence"), [("first,b", 20.0), pytest.param("a,early", 20.0, marks=pytest.mark.slow), ("a,dies", 0.0)]
+    ("names", "absence"),
+    [
+        ("first,b", 20.0),
+        pytest.param("a,early", 20.0, marks=pytest.mark.slow),
+        pytest.param("a,dies", 0.0, marks=pytest.mark.slow),
+    ],
 )
 def test_the_first_host_one_before_there_is_a_plan_and_one_without_restarts_end_all(outcome, names, absence) -> None:
     outcome.carry_out(names, absence)

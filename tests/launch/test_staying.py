@@ -39,7 +39,7 @@ def stays(corpus, unbroken, folder, world, rank, what):
         assert len(set(lives(run, other))) == (2 if other == rank else 1)
 
 
-@pytest.mark.parametrize(("what", "rank"), [(what, index % 2) for index, what in enumerate(HAPPENINGS)])
+@pytest.mark.parametrize(("what", "rank"), [("kill", 0), ("stop", 1)])
 def test_one_of_three_is_replaced_and_the_others_lose_no_step(corpus, unbroken, tmp_path, what, rank):
     stays(corpus, unbroken, tmp_path, 3, 2 * rank, what)
 
@@ -52,6 +52,7 @@ def test_any_rank_is_replaced(corpus, unbroken, tmp_path, what, other, world):
     stays(corpus, unbroken, tmp_path, world, world - 1 if other else 0, what)
 
 
+@pytest.mark.slow
 def test_all_ranks_go_on_saving_at_the_same_steps(corpus, tmp_path):
     """How often copies and checkpoints are made follows from the time between failures, which only the new rank was
     told of at its start."""
@@ -145,7 +146,7 @@ def by_rounds(corpus, folder, world, faults, steps=40):
     ).run()
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_replicas_go_on_by_rounds_and_let_another_in(corpus, tmp_path, rank):
     run = by_rounds(corpus, tmp_path, 3, [Fault(rank, 7, "kill")])
     (recovered,) = run.all("recovered")

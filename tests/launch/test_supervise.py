@@ -41,7 +41,7 @@ def survives(corpus, unbroken, folder, world, rank, what):
     return recovered
 
 
-@pytest.mark.parametrize(("what", "rank"), [(what, index % 2) for index, what in enumerate(HAPPENINGS)])
+@pytest.mark.parametrize(("what", "rank"), [("kill", 0), ("raise", 1), ("hang", 0)])
 def test_whatever_happens_to_one_of_two_ranks_changes_no_bit(corpus, unbroken, tmp_path, what, rank):
     survives(corpus, unbroken, tmp_path, 2, rank, what)
 
@@ -127,7 +127,7 @@ def test_a_run_under_constant_fire_ends_with_the_weights_of_peace(corpus, tmp_pa
     assert set(run.losses) == set(range(1, 121))
 
 
-@pytest.mark.parametrize(("optimizer", "world"), [("muon", 2), ("adamw", 1)])
+@pytest.mark.parametrize(("optimizer", "world"), [pytest.param("muon", 2, marks=pytest.mark.slow), ("adamw", 1)])
 def test_with_copies_in_memory_the_run_goes_on_from_the_newest_and_no_bit_changes(corpus, tmp_path, optimizer, world):
     options = {"optimizer": {"kind": optimizer}}
     recipe = recipe_of(corpus, train=options, checkpoint={"every": 100})

@@ -68,6 +68,7 @@ def _quick(monkeypatch):
     monkeypatch.setattr(recall.Recall.answer, "__defaults__", (PATIENCE,))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 def test_hosts_that_pass_are_not_blamed(corpus, unbroken, tmp_path):
     incident = run(corpus, unbroken, tmp_path)
@@ -89,6 +90,7 @@ def test_a_host_that_fails_alone_is_named(corpus, unbroken, tmp_path, monkeypatc
     assert (incident["rank"], incident["suspect"], incident["reason"]) == (1, "there", "Node Failure")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 def test_two_hosts_that_only_fail_together_are_both_named(corpus, unbroken, tmp_path, monkeypatch):
     plain = localise.gathers

@@ -55,7 +55,7 @@ def _all_triples(channel: Channel, accumulate: int, dtype: torch.dtype, nodes: A
     ("accumulate", "dtype", "tolerance", "nodes"),
     [
         (3, torch.float64, 1e-12, TWO_NODES[4]),
-        (1, torch.float32, 1e-5, ()),
+        pytest.param(1, torch.float32, 1e-5, (), marks=pytest.mark.slow),
         pytest.param(1, torch.float64, 1e-12, (), marks=pytest.mark.slow),
     ],
 )

@@ -64,7 +64,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("n", [4, 2])
+@pytest.mark.parametrize("n", [pytest.param(4, marks=pytest.mark.slow), 2])
 def test_every_triples_checkpoint_resumes_under_others_and_on_other_numbers_of_ranks(saved: Path, n: int) -> None:
     end = plain(torch.float64, STEPS)["parameters"]
     for results in forks(n, _some_resumed, saved, timeout=150):

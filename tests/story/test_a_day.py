@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from programs import environment, forked, started
 
 RECIPE = """
 [model]
@@ -42,28 +42,12 @@ def home(tmp_path_factory):
     for number in range(12):
         (folder / "corpus" / f"{number}.txt").write_text(f"The number {number} comes before {number + 1}.\n" * 40)
     (folder / "corpus" / "picture.bin").write_bytes(b"\x00\x01\x02" * 100)
-    probed = espalier(folder, "probe", "--json")
+    probed = started(folder, "probe", "--json")
     assert probed.returncode == 0, probed.stderr
-    done = espalier(folder, "train", "recipe.toml", "plan.pin.ranks=2")
+    done = started(folder, "train", "recipe.toml", "plan.pin.ranks=2")
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "output.txt").write_text(done.stdout)
     return folder
-
-
-def environment(folder):
-    return {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "100"}
-
-
-def espalier(folder, *arguments, timeout=150):
-    return subprocess.run(
-        [sys.executable, "-m", "espalier", *arguments],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
 
 
 def events(folder, run="recipe"):
@@ -95,24 +79,27 @@ def test_skipped_files_are_counted_and_named(home):
 
 
 def test_the_same_command_with_more_steps_goes_on(home):
-    done = espalier(home, "train", "recipe.toml", "plan.pin.ranks=2", "train.steps=10", "--json")
+    done = forked(home, "train", "recipe.toml", "plan.pin.ranks=2", "train.steps=10", "--json")
     assert done.returncode == 0, done.stderr
     steps = [event["step"] for event in events(home) if event["event"] == "step"]
     assert steps == list(range(1, 11))
     assert json.loads(done.stdout)["steps"] == 10
 
 
+def answer(home, *arguments):
+    return json.loads(forked(home, *arguments, "--json").stdout)
+
+
 def test_eval_and_predict_and_export_answer_in_json(home):
-    figures = json.loads(espalier(home, "eval", "runs/recipe", "--json").stdout)
-    assert figures["bits_per_byte"] > 0
-    text = json.loads(espalier(home, "predict", "runs/recipe", "The number", "--tokens", "9", "--json").stdout)
+    assert answer(home, "eval", "runs/recipe")["bits_per_byte"] > 0
+    text = answer(home, "predict", "runs/recipe", "The number", "--tokens", "9")
     assert text["prompt"] == "The number"
     assert 0 < text["tokens"] <= 9
-    exported = json.loads(espalier(home, "export", "runs/recipe", "--to", "hf", "--out", "hf", "--json").stdout)
+    exported = answer(home, "export", "runs/recipe", "--to", "hf", "--out", "hf")
     assert (home / exported["folder"] / "model.safetensors").exists()
     # What was exported can be the beginning of another run.
     again = ("model.initial=hf", "name=again", "train.steps=1", "plan.pin.ranks=1", "model.width=32")
-    second = espalier(home, "train", "recipe.toml", *again, "--json")
+    second = forked(home, "train", "recipe.toml", *again, "--json")
     assert second.returncode == 0, second.stderr
     assert json.loads(second.stdout)["validation_bits_per_byte"] < 7.9
 
@@ -140,7 +127,7 @@ def test_a_watch_evaluates_what_a_finished_run_left_once_and_ends(home):
         (step, task) for step in kept for task in ("facts", "held-out")
     )
     assert again.stdout == ""
-    newest = json.loads(espalier(home, "eval", "runs/recipe", "--json").stdout)
+    newest = answer(home, "eval", "runs/recipe")
     held_out = next(row for row in rows if row["task"] == "held-out" and row["step"] == newest["step"])
     assert held_out["bits_per_byte"] == pytest.approx(newest["bits_per_byte"], rel=1e-9)
 
@@ -218,6 +205,7 @@ def test_torchrun_starts_a_killed_rank_again_and_the_curve_is_the_same(home, ran
     assert [event["kind"] for event in events(home, run) if event["event"] == "incident"][-1] == "lost"
 
 
+@pytest.mark.slow
 def test_mpiexec_gives_the_same_curve_as_local_ranks(home, mpiexec):
     command = [mpiexec, "-n", "2", sys.executable, "-m", "espalier", "train", "recipe.toml", "--run", "runs/mpi"]
     done = subprocess.run(
@@ -255,10 +243,10 @@ def build(classes):
         '[model]\nbuild = "mine:build"\narguments = { classes = 2 }\n'
         "[train]\nsteps = 20\nbatch_tokens = 16\n[plan]\ntrial = false\n[plan.pin]\nranks = 2\n"
     )
-    first = espalier(home, "train", "module.toml", "--json")
+    first = forked(home, "train", "module.toml", "--json")
     assert first.returncode == 0, first.stderr
     losses = [event["loss"] for event in events(home, "module") if event["event"] == "step"]
     assert len(losses) == 20
     assert losses[-1] < losses[0]
-    more = espalier(home, "train", "module.toml", "train.steps=22", "--json")
+    more = forked(home, "train", "module.toml", "train.steps=22", "--json")
     assert json.loads(more.stdout)["steps"] == 22

@@ -7,10 +7,10 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import sys
 
 import pytest
+from programs import forked
 
 from espalier import cli, comm, run
 from espalier.config import load
@@ -110,13 +110,9 @@ def test_a_run_of_another_meaning_is_refused_by_key_and_another_folder_suggested
 
 def test_a_run_folder_in_use_names_the_process(home, capsys):
     held = run.open_folder("runs/small")
-    program = "import sys; from espalier import cli; sys.exit(cli.main(sys.argv[1:]))"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "train", "recipe.toml"], capture_output=True, text=True, check=False
-    )
+    text = refused(capsys, "train", "recipe.toml")
     os.close(held.lock)
-    assert done.returncode == 2
-    assert f"in use by another process (pid {os.getpid()})" in done.stderr
+    assert f"in use by another process (pid {os.getpid()})" in text
 
 
 def test_a_folder_that_cannot_be_written_is_named(home, capsys):
@@ -193,9 +189,7 @@ def test_no_run_and_no_checkpoint_are_told_apart(home, capsys):
         for file in found.iterdir():
             file.unlink()
         found.rmdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "espalier", "eval", "runs/small"], capture_output=True, text=True, check=False
-    )
+    done = forked(home, "eval", "runs/small")
     assert done.returncode == 2
     assert "no checkpoint" in done.stderr
 
@@ -215,7 +209,13 @@ def test_a_corrupt_cache_of_the_probe_is_said_and_measured_anew(home):
     assert said
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "nonsense", '{"ranks": [{"share": [0, 1]}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nonsense",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("{}", "[]", '{"ranks": [{"share": [0, 1]}]}')),
+    ],
+)
 def test_a_spoilt_plan_is_refused_and_a_deleted_one_made_anew(home, capsys, text):
     assert cli.main(["train", "recipe.toml", "--json"]) == 0
     capsys.readouterr()

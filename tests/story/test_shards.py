@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import forked
 
 RECIPE = """
 [model]
@@ -26,13 +25,18 @@ steps = 4
 sequence = 32
 batch_tokens = 256
 validate_tokens = 512
+
+[plan]
+cluster = "machine.toml"
 """
+MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("shards")
     (made / "recipe.toml").write_text(RECIPE)
+    (made / "machine.toml").write_text(MACHINE)
     (made / "corpus").mkdir()
     for number in range(9):
         (made / "corpus" / f"{number}.txt").write_text(
@@ -42,14 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def espalier(folder: Path, *arguments: str) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-m", "espalier", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    done = forked(folder, *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -21,6 +21,7 @@ def test_one_of_four_is_killed_and_the_rest_finish_as_one(method: str) -> None:
     assert all("lost (2,) left (0, 1, 3)" in line for line in said)
 
 
+@pytest.mark.slow
 def test_all_but_one_are_killed_and_it_finishes_alone() -> None:
     with crew(3, "co2", 30) as members:
         members[1].reach("round 4")

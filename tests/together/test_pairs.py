@@ -133,6 +133,7 @@ def losses(recipe, ranks, codec):
     return sum(found[:10]) / 10, sum(found[-10:]) / 10
 
 
+@pytest.mark.slow
 def test_int8_with_feedback_reaches_the_loss_of_whole_numbers(corpus):
     """At equal tokens, where the loss has fallen to a fifth: neither above nor below. (At the learning rate that so
     small a model gets by default, AdamW is too hot for such a comparison: any noise changes the loss by several per

@@ -80,6 +80,7 @@ def all_of(events, name):
     return [event for event in events if event["event"] == name]
 
 
+@pytest.mark.slow
 def test_a_place_that_always_dies_is_left_out_by_the_planner_and_the_losses_meet_rounding(monkeypatch, job):
     def dies(seat, step, samples):
         if seat == 0 and step >= 5:
