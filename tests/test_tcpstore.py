@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
@@ -88,7 +89,7 @@ def test_names_are_asked_for_again_once_it_is_connected(asked, tmp_path):
 
 def test_a_fork_while_somebody_connects_finds_names_as_before(asked, tmp_path):
     fork = "pid = os.fork() or os._exit(0 if not exec(AFTERWARDS) else 1)\nos.waitpid(pid, 0)\n"
-    inside = f"{CONNECT}\nAFTERWARDS = {AFTERWARDS!r}\nwith tcpstore._hosts_file.alone('127.0.0.1'):\n    "
+    inside = f"{CONNECT}\nAFTERWARDS = {AFTERWARDS!r}\nwith tcpstore._connecting.to('127.0.0.1'):\n    "
     run(inside + fork.replace("\n", "\n    "), tmp_path)
     assert asked
 
@@ -125,17 +126,39 @@ def test_who_is_found_by_a_name_server_alone_is_asked_for(looked_up, monkeypatch
         raise socket.gaierror
 
     monkeypatch.setattr(socket, "getaddrinfo", nobody)
-    with tcpstore._hosts_file.alone("node0.cluster"):
+    with tcpstore._connecting.to("node0.cluster"):
         assert len(looked_up) == 2
 
 
 def test_the_last_of_several_threads_switches_back(looked_up):
-    alone = tcpstore._hosts_file.alone
+    alone = tcpstore._connecting.to
     with alone("127.0.0.1"):
         with alone("127.0.0.1"):
             pass
         assert looked_up == ["files"]
     assert len(looked_up) == 2
+
+
+def test_a_fork_waits_until_nobody_connects(looked_up):
+    begun, order = threading.Event(), []
+
+    def connects():
+        with tcpstore._connecting.to("127.0.0.1"):
+            begun.set()
+            time.sleep(0.5)
+            order.append("connected")
+
+    thread = threading.Thread(target=connects)
+    thread.start()
+    begun.wait()
+    pid = os.fork()
+    if pid == 0:
+        with tcpstore._connecting.to("127.0.0.1"):
+            os._exit(0)
+    order.append("forked")
+    thread.join()
+    assert os.waitpid(pid, 0)[1] == 0
+    assert order == ["connected", "forked"]
 
 
 def test_a_store_of_one_process_is_taken_as_it_is(looked_up):

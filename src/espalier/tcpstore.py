@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _SWITCH = Path("/etc/nsswitch.conf")
 _DEFAULT = "files dns"  # glibc's own, where nsswitch.conf says nothing
+_FORK_SECONDS = 3.0
 
 
 def connect(host: str, port: int, timeout: float, **options: Any) -> TCPStore:
@@ -34,7 +35,7 @@ def connect(host: str, port: int, timeout: float, **options: Any) -> TCPStore:
     """
     from torch._C._distributed_c10d import TCPStore
 
-    with _hosts_file.alone(host):
+    with _connecting.to(host):
         return TCPStore(host, port, timeout=timedelta(seconds=timeout), wait_for_workers=False, **options)
 
 
@@ -43,7 +44,7 @@ def clone(store: Store) -> Any:
     inner: Any = store
     while hasattr(inner, "underlying_store"):
         inner = inner.underlying_store
-    with _hosts_file.alone(getattr(inner, "host", "")):
+    with _connecting.to(getattr(inner, "host", "")):
         return store.clone() if hasattr(store, "clone") else store
 
 
@@ -54,50 +55,59 @@ def ask_nobody() -> None:
 
 
 def serve() -> TCPStore:
-    """A store on this machine, at a free port, by a thread of this process.
-
-    Of IPv4, so that the hosts file has the names of those that come.
+    """A store on this machine, at a free port, by a thread of this process, which then must not fork: the thread looks
+    up the names of those that come (of IPv4, so that the hosts file has them).
     """
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         port = listener.getsockname()[1]
         return connect("127.0.0.1", port, 300.0, is_master=True, master_listen_fd=listener.detach())
 
 
-class _HostsFile:
-    """Whether this process looks into its hosts file alone. Has state: how many connections are being made, as
-    threads may do so at the same time; the first one switches, the last one switches back."""
+class _Connecting:
+    """The connections that threads of this process are making, and whether it looks into its hosts file alone: the
+    first one switches, the last one switches back. Has state: how many there are, and how many of those switched.
+
+    A fork waits for them: a look-up takes a lock of the C library's, which a new process would never see freed.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._connecting = 0
+        self._changed = threading.Condition(threading.Lock())
+        self._count = self._alone = 0
 
     @contextlib.contextmanager
-    def alone(self, host: str) -> Iterator[None]:
-        """Inside, hosts are looked up there alone, if `host` is found so."""
-        self._count(1)
-        found = _is_found(host)
-        if not found:
-            self._count(-1)
+    def to(self, host: str) -> Iterator[None]:
+        """Inside, a connection is made, and hosts are looked up in that file alone, if `host` is found so."""
+        self._add(1, alone=1)
+        alone = int(_is_found(host))
+        self._add(0, alone=alone - 1)
         try:
             yield
         finally:
-            if found:
-                self._count(-1)
+            self._add(-1, alone=-alone)
+
+    def forks(self) -> None:
+        """Before a fork: waits for connections, for so long as that is likely to help, and lets none begin."""
+        self._changed.acquire()
+        self._changed.wait_for(lambda: not self._count, _FORK_SECONDS)
 
     def forked(self) -> None:
-        """In a new process, which has none of the threads that were connecting."""
-        connecting = self._connecting
-        self.__init__()  # type: ignore[misc]  # a lock may have been held
-        if connecting:
+        """After it, where the threads are."""
+        self._changed.release()
+
+    def born(self) -> None:
+        """After it, in the new process, which has none of them."""
+        alone = self._alone
+        self.__init__()  # type: ignore[misc]
+        if alone:
             _look_up(_configured())
 
-    def _count(self, by: int) -> None:
-        with self._lock:
-            before, self._connecting = self._connecting, self._connecting + by
-            if not before:
-                _look_up("files")
-            elif not self._connecting:
-                _look_up(_configured())
+    def _add(self, count: int, alone: int) -> None:
+        with self._changed:
+            self._count += count
+            before, self._alone = self._alone, self._alone + alone
+            if bool(before) != bool(self._alone):
+                _look_up("files" if self._alone else _configured())
+            self._changed.notify_all()
 
 
 def _is_found(host: str) -> bool:
@@ -123,5 +133,5 @@ def _look_up(how: str) -> None:
         configure(b"hosts", how.encode())
 
 
-_hosts_file = _HostsFile()
-os.register_at_fork(after_in_child=_hosts_file.forked)
+_connecting = _Connecting()
+os.register_at_fork(before=_connecting.forks, after_in_parent=_connecting.forked, after_in_child=_connecting.born)

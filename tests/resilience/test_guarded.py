@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch._C._distributed_c10d import HashStore
 
 from espalier import tcpstore
 from espalier.errors import UserError
+from espalier.launch.store import served
 from espalier.resilience.guarded import GRACE, guard
 from espalier.sync.members import Crew
 
@@ -98,21 +98,14 @@ class Replica:
 
 @contextmanager
 def replicas(count: int) -> Iterator[list[Replica]]:
-    found: list[Replica] = []
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(64)
-        port = listener.getsockname()[1]
-        for member in range(count):
-            found.append(Replica(port, member, count))
-        store = tcpstore.connect("127.0.0.1", port, 30.0, is_master=True, master_listen_fd=listener.detach())
-    try:
-        yield found
-    finally:
-        for one in found:
-            one.process.kill()
-            one.process.join()
-        del store
+    with served(True) as port:
+        found = [Replica(port, member, count) for member in range(count)]
+        try:
+            yield found
+        finally:
+            for one in found:
+                one.process.kill()
+                one.process.join()
 
 
 def simulated(members: list[tuple[int, ...]]) -> str:

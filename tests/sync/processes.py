@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from member import life
 
-from espalier import tcpstore
+from espalier.launch.store import Served
 
 FORK = multiprocessing.get_context("fork")
 
@@ -57,47 +55,20 @@ class Member:
 @contextmanager
 def crew(count: int, method: str, rounds: int, pause: float = 0.01) -> Iterator[list[Member]]:
     """Members as processes; ended when the block is left."""
-    members: list[Member] = []
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(64)
-        port = listener.getsockname()[1]
-        for number in range(count):
-            members.append(Member(port, (number, count), method, rounds, pause))
-        store = tcpstore.connect("127.0.0.1", port, 30.0, is_master=True, master_listen_fd=listener.detach())
-    try:
+    with crew_and_store(count, method, rounds, pause) as (members, _):
         yield members
-    finally:
-        for one in members:
-            one.send(signal.SIGCONT) if one.process.is_alive() else None
-            one.process.kill()
-            one.process.join()
-            one.reader.close()
-        del store
 
 
 @contextmanager
-def crew_of_a_served_store(count: int, method: str, rounds: int) -> Iterator[tuple[list[Member], Any]]:
-    """Members whose store is a process of its own, which is given too; ended when the block is left."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(64)
-        server = FORK.Process(target=_serve, args=(listener,), daemon=True)
-        server.start()
-        port = listener.getsockname()[1]
-    members = [Member(port, (number, count), method, rounds, 0.01) for number in range(count)]
+def crew_and_store(count: int, method: str, rounds: int, pause: float = 0.01) -> Iterator[tuple[list[Member], Served]]:
+    """The same, and the store where they meet."""
+    store = Served()
+    members = [Member(store.port, (number, count), method, rounds, pause) for number in range(count)]
     try:
-        yield members, server
+        yield members, store
     finally:
-        for process in (server, *(one.process for one in members)):
-            process.kill()
-            process.join()
+        store.close()
         for one in members:
+            one.process.kill()
+            one.process.join()
             one.reader.close()
-
-
-def _serve(listener: socket.socket) -> None:
-    port = listener.getsockname()[1]
-    store = tcpstore.connect("127.0.0.1", port, 30.0, is_master=True, master_listen_fd=listener.detach())
-    signal.pause()
-    del store

@@ -10,6 +10,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from espalier import tcpstore
+from espalier.launch.store import served
 from espalier.sync.beats import Beats
 
 SILENCE = 0.4
@@ -58,22 +59,23 @@ def test_what_happened_while_nobody_looked_is_held_against_nobody(store: HashSto
 
 
 def test_a_stopped_process_is_silent_and_one_that_goes_on_is_not() -> None:
-    server = tcpstore.serve()
-    mine = Beats(server.clone(), 0, SILENCE)
-    child = os.fork()
-    if child == 0:
-        Beats(tcpstore.connect("127.0.0.1", server.port, 20.0), 1, SILENCE)
-        time.sleep(60)
-        os._exit(0)
-    try:
-        server.get("outer/alive/1")
-        assert watched(mine, [1], 2 * SILENCE)[0] == []
-        os.kill(child, signal.SIGSTOP)
-        assert watched(mine, [1], 20 * SILENCE)[0] == [1]
-        os.kill(child, signal.SIGCONT)
-        time.sleep(SILENCE)
-        assert mine.silent([1]) == []
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        mine.close()
+    with served(True) as port:
+        child = os.fork()
+        if child == 0:
+            Beats(tcpstore.connect("127.0.0.1", port, 20.0), 1, SILENCE)
+            time.sleep(60)
+            os._exit(0)
+        store = tcpstore.connect("127.0.0.1", port, 20.0)
+        mine = Beats(tcpstore.clone(store), 0, SILENCE)
+        try:
+            store.get("outer/alive/1")
+            assert watched(mine, [1], 2 * SILENCE)[0] == []
+            os.kill(child, signal.SIGSTOP)
+            assert watched(mine, [1], 20 * SILENCE)[0] == [1]
+            os.kill(child, signal.SIGCONT)
+            time.sleep(SILENCE)
+            assert mine.silent([1]) == []
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            mine.close()

@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from processes import crew, crew_of_a_served_store
+from processes import crew, crew_and_store
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_without_faults_all_are_one() -> None:
 
 
 def test_a_store_that_falls_silent_is_not_waited_for_for_ever() -> None:
-    with crew_of_a_served_store(2, "co2", 10_000) as (members, server):
+    with crew_and_store(2, "co2", 10_000) as (members, store):
         members[0].reach("round 5")
-        os.kill(server.pid, signal.SIGSTOP)  # as where the link to its host is cut: no answer, and no end
+        os.kill(store.pid, signal.SIGSTOP)  # as where the link to its host is cut: no answer, and no end
         said = [one.last(code=7) for one in members]
     assert all("lost the others, and the store" in line for line in said)

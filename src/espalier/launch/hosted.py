@@ -173,7 +173,5 @@ def _place(asked: Told, host: str = "127.0.0.1", port: int = 0, descriptor: int 
 
 
 def _bind(interface: str) -> None:
-    """Keeps Gloo and NCCL on one interface; and torch from asking for the names of addresses, which may take seconds
-    for each where nobody answers."""
+    """Keeps Gloo and NCCL on one interface."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "2")  # errors

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from espalier import tcpstore
+from espalier.launch.store import served
 from espalier.resilience.acme import localise
 from espalier.resilience.acme.localise import Located, follow, gathers, lead, locate
 from espalier.testing.forks import outcomes
@@ -82,21 +83,21 @@ def part(channel, port, how):
 
 @pytest.mark.parametrize("how", [{}, {2: "corrupts", 5: "refuses"}])
 def test_real_groups_find_who_corrupts_and_who_refuses(how):
-    store = tcpstore.serve()
-    found = outcomes(7, part, store.port, how, timeout=60.0)[0]
+    with served(True) as port:
+        found = outcomes(7, part, port, how, timeout=60.0)[0]
     assert found.faulty == tuple(sorted(how)), found
 
 
 @pytest.mark.soak
 def test_real_groups_find_who_sleeps():
-    store = tcpstore.serve()
-    found = outcomes(5, part, store.port, {3: "sleeps"}, timeout=100.0)[0]
+    with served(True) as port:
+        found = outcomes(5, part, port, {3: "sleeps"}, timeout=100.0)[0]
     assert found.faulty == (3,), found
 
 
 def test_who_is_slow_to_start_is_waited_for_and_spoils_no_others_test():
-    store = tcpstore.serve()
-    found = outcomes(3, part, store.port, {2: "late"}, timeout=60.0)[0]
+    with served(True) as port:
+        found = outcomes(3, part, port, {2: "late"}, timeout=60.0)[0]
     assert (found.faulty, found.waves) == ((), 1), found
 
 
