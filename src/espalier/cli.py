@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 
+from espalier import tcpstore
 from espalier.errors import EspalierError
 
 VERBS = {
@@ -113,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.verb is None:
         top.print_help()
         return 2
+    os.environ.setdefault(*tcpstore.QUIET)
     try:
         verb = arguments.verb if getattr(arguments, "hosts", None) is None else "across"
         verb = verb if getattr(arguments, "slurm", None) is None else "slurm"

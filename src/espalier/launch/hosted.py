@@ -19,6 +19,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from espalier import tcpstore
 from espalier.errors import EspalierError
 from espalier.hardware import limits
 from espalier.launch import handshake, reach
@@ -173,5 +174,6 @@ def _place(asked: Told, host: str = "127.0.0.1", port: int = 0, descriptor: int 
 
 
 def _bind(interface: str) -> None:
-    """Keeps Gloo and NCCL on one interface."""
+    """Keeps Gloo and NCCL on one interface; and torch, which is not imported yet, quiet (`tcpstore.QUIET`)."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+    os.environ.setdefault(*tcpstore.QUIET)
