@@ -11,7 +11,7 @@ import time
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from espalier import tcpstore
+from espalier import cli, tcpstore
 
 SILENT = "127.0.77.1"
 """Where a name server listens that answers nobody."""
@@ -27,6 +27,19 @@ assert server.get("key") == b"value"
 PLAIN = """
 from torch._C._distributed_c10d import TCPStore
 TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+"""
+WAIT = """
+import os, sys
+from datetime import timedelta
+from espalier import tcpstore
+if sys.argv[1:] == ["quiet"]:
+    os.environ[tcpstore.QUIET[0]] = tcpstore.QUIET[1]
+server = tcpstore.serve()
+client = tcpstore.connect("127.0.0.1", server.port, 20.0)
+try:
+    client.wait(["nobody sets this"], timedelta(seconds=0.2))
+except Exception:
+    pass
 """
 AFTERWARDS = """
 import socket
@@ -59,7 +72,7 @@ def asked():
         thread.join()
 
 
-def run(code, folder):
+def run(code, folder, *arguments):
     """Runs it where that name server is the only one."""
     if shutil.which("unshare") is None or os.geteuid():
         pytest.skip("needs root and unshare")
@@ -67,7 +80,13 @@ def run(code, folder):
     (folder / "nsswitch.conf").write_text("hosts: files dns\n")
     (folder / "code.py").write_text(code)
     mounts = "".join(f"mount --bind {folder}/{name} /etc/{name} && " for name in ("resolv.conf", "nsswitch.conf"))
-    command = ["unshare", "--mount", "sh", "-c", f"{mounts}exec {sys.executable} {folder}/code.py"]
+    command = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        f"{mounts}exec {sys.executable} {folder}/code.py {' '.join(arguments)}",
+    ]
     subprocess.run(command, check=True, timeout=100, stderr=subprocess.DEVNULL)
 
 
@@ -79,6 +98,23 @@ def test_connecting_asks_no_name_server(asked, tmp_path):
 def test_torch_alone_asks_for_each_peer(asked, tmp_path):
     run(PLAIN, tmp_path)
     assert any(b"in-addr" in one for one in asked), "or the test above shows nothing"
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_what_c10d_warns_of_asks_too_unless_it_is_quiet(asked, tmp_path, quiet, monkeypatch):
+    monkeypatch.delenv(tcpstore.QUIET[0], raising=False)
+    run(WAIT, tmp_path, *(["quiet"] if quiet else []))
+    assert bool(asked) != quiet
+
+
+def test_the_command_line_keeps_it_quiet_and_what_the_user_set(monkeypatch, capsys):
+    name, level = tcpstore.QUIET
+    monkeypatch.setenv(name, "INFO")
+    assert cli.main(["explain"]) == 0
+    assert os.environ[name] == "INFO"
+    monkeypatch.delenv(name)
+    assert cli.main(["explain"]) == 0
+    assert os.environ[name] == level
 
 
 def test_names_are_asked_for_again_once_it_is_connected(asked, tmp_path):
