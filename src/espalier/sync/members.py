@@ -111,6 +111,8 @@ class Flight:
     result: Tensor = field(init=False)
     notes: dict[int, Note] = field(init=False, default_factory=dict)
     outcome: Outcome = field(init=False)
+    epoch: int = field(init=False, default=0)
+    """Of the members among whom it flies."""
     seconds: float = field(init=False, default=0.0)
 
 
@@ -139,7 +141,7 @@ class Members:
         self._closed = False
         self._heard = 0.0  # when the store last answered, by the monotonic clock
         self._past: list[Any] = []  # groups with messages under way, which must not be taken apart
-        self._waiting: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Outcome, Task] | None] = queue.SimpleQueue()
         rejoin.announce(self.store, self.epoch)
         self._coded = self._joined()
         if self._coded is not None:
@@ -152,11 +154,14 @@ class Members:
 
     def _look(self) -> None:
         """Looks after the exchanges under way, in their order, in a thread of its own."""
-        while (outcome := self._waiting.get()) is not None:
+        while (waiting := self._waiting.get()) is not None:
+            outcome, task = waiting
             try:
                 while not outcome.look(self.rank) and not self._closed:
                     self._heard = time.monotonic()
-                    if silent := self._silent(self.members):
+                    if (broken := task.exception()) is not None:  # of one that never ran, too: another failed before it
+                        outcome.failed(broken)
+                    elif silent := self._silent(self.members):
                         outcome.failed(RuntimeError(f"rank {silent[0]} is gone, or gave no sign of life for too long"))
                     time.sleep(LOOK)
             except RuntimeError as error:  # the store is gone
@@ -215,6 +220,7 @@ class Members:
             if flight.residual is not None and residual is not None:
                 flight.residual.copy_(residual)
 
+        flight.epoch = self.epoch
         flight.outcome = self._together(coded, flight.number, act, self._book)
 
     def _together(
@@ -232,8 +238,9 @@ class Members:
                 raise
 
         self._past = [task for task in self._past if not isinstance(task, Task) or not task.is_success()]
-        self._past.append(coded.launch(run, book))
-        self._waiting.put(outcome)
+        task = coded.launch(run, book)
+        self._past.append(task)
+        self._waiting.put((outcome, task))
         return outcome
 
     def _book(self, spent: Spent) -> None:
@@ -252,7 +259,8 @@ class Members:
             except TimeoutError as error:
                 raise self._alone(error) from None
             except Exception as error:
-                self._regroup(error)
+                if flight.epoch == self.epoch:  # else those that are left have found one another since
+                    self._regroup(error)
             self._fly(flight)
         return Arrived(flight.sent.clone(), {self.crew.member: flight.note}, 0.0)
 
