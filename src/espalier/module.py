@@ -23,8 +23,9 @@ from espalier.config import Recipe
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import EspalierError, UserError
 from espalier.named import Author, function
+from espalier.rows import Profile, Row, tally
 from espalier.shard.blocks import blocks_of
-from espalier.workload import Phase, Shard, to_device
+from espalier.workload import Phase, Progress, Shard, Workload, to_device
 
 
 class Parts(NamedTuple):
@@ -42,6 +43,8 @@ class Parts(NamedTuple):
 
 class ModuleWorkload:
     """The Protocol's answer for a foreign module. `train.batch_tokens` counts samples here."""
+
+    whole_evaluation = False
 
     def __init__(self, recipe: Recipe, parts: Parts, author: Author) -> None:
         self.recipe = recipe
@@ -81,9 +84,7 @@ class ModuleWorkload:
         if mode != "none":
             raise UserError(
                 f"train.recompute = {mode!r} needs to know the model's blocks.",
-                why=f"{self.recipe.model.build!r} builds a foreign module"
-                if isinstance(self.recipe.model, Options)
-                else "",
+                why=f"{self.author.build!r} builds a foreign module",
                 do='train.recompute = "none", and call torch.utils.checkpoint inside the module',
             )
 
@@ -306,3 +307,25 @@ def _tensors(batch: Any) -> list[Tensor]:
 
 def _length(dataset: Any) -> int:
     return len(dataset)
+
+
+# --- the table of kinds ------------------------------------------------------------------------------------------
+
+
+def _open(recipe: Recipe, folder: Path | None, progress: Progress, data: Any) -> ModuleWorkload:
+    return open_module(recipe, folder)
+
+
+def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
+    workload = opened()
+    assert isinstance(workload, ModuleWorkload)
+    model = workload.build(torch.device("cpu"), torch.float32)
+    return Profile(
+        tally=tally(model, workload.embeddings(model)),
+        global_batch=workload.global_batch,
+        tokens_per_sample=1.0,
+        anatomy=workload.anatomy,
+    )
+
+
+ROW = Row(open=_open, profile=_profile)

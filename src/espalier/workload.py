@@ -7,7 +7,7 @@ pure function of (seed, step, shard), so a run resumes exactly without any reade
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from espalier.cost import Work
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total) while data is read."""
 
 Batch = Any  # what `batches` yields and `loss` takes: a NamedTuple of tensors
 
@@ -72,6 +75,9 @@ class Workload(Protocol):
 
     nominal_weight: float
     """The usual total weight of a global batch (tokens, for language). Losses are divided by it before backward."""
+
+    whole_evaluation: bool
+    """Whether one held-out sample costs as much to evaluate as all of them (a graph is passed over whole)."""
 
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The whole model with its initial weights, the same on every rank (seeded)."""

@@ -52,7 +52,7 @@ def test_every_layer_is_said_and_the_planner_is_told():
         "Layer 1 aggregates 16 columns, then maps them to 64.",
         "Layer 2 maps 64 columns to 3, then aggregates those.",
     ]
-    assert asking.of_workload(workload.recipe, workload).remarks == said
+    assert asking.of_recipe(workload.recipe, lambda: workload).remarks == said
 
 
 @pytest.mark.parametrize("wanted", ["none", "rcmpp", "clusters", "auto"])

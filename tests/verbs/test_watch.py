@@ -9,6 +9,8 @@ import pytest
 
 from espalier.cli import main
 from espalier.errors import UserError
+from espalier.graph.row import ROW as GRAPH
+from espalier.language.row import ROW as LANGUAGE
 from espalier.language.tokenizer import open_tokenizer
 from espalier.language.workload import LanguageWorkload
 from espalier.verbs import watch
@@ -32,7 +34,10 @@ def facts(tmp_path: Path) -> str:
 
 
 def test_tasks_have_names_and_files(facts: str) -> None:
-    assert [task.name for task in watch.tasks(Language(), [f"one={facts}", f"two={facts}"], "run")] == ["one", "two"]
+    assert [task.name for task in watch.tasks(Language(), LANGUAGE, [f"one={facts}", f"two={facts}"], "run")] == [
+        "one",
+        "two",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -47,13 +52,13 @@ def test_tasks_have_names_and_files(facts: str) -> None:
 )
 def test_what_is_no_task_is_refused(facts: str, asked: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        watch.tasks(Language(), [text.format(facts=facts) for text in asked], "run")
+        watch.tasks(Language(), LANGUAGE, [text.format(facts=facts) for text in asked], "run")
 
 
 def test_only_language_models_are_asked_questions(facts: str) -> None:
-    other = SimpleNamespace(validation_samples=lambda: 0)
+    other = SimpleNamespace(validation_samples=lambda: 0, whole_evaluation=False)
     with pytest.raises(UserError, match="asks a language model"):
-        watch.tasks(other, [f"one={facts}"], "run")  # type: ignore[arg-type]
+        watch.tasks(other, GRAPH, [f"one={facts}"], "run")  # type: ignore[arg-type]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys) -> None:

@@ -6,123 +6,31 @@ A field that defaults to None is *derived*: `config.derive` fills it in and says
 
 from __future__ import annotations
 
-from typing import Literal
-
-from msgspec import field
+from typing import TYPE_CHECKING, Literal, Union
 
 from espalier.config.base import Choice as Choice
 from espalier.config.base import Options as Options
+from espalier.config.decoders import Decoder as Decoder
+from espalier.config.decoders import Gpt as Gpt
+from espalier.config.decoders import Moe as Moe
 from espalier.config.faults import Faults as Faults
+from espalier.config.graphs import Gat as Gat
+from espalier.config.graphs import Gcn as Gcn
+from espalier.config.graphs import Gin as Gin
+from espalier.config.graphs import Graph as Graph
+from espalier.config.graphs import Messages as Messages
+from espalier.config.graphs import Network as Network
+from espalier.config.graphs import Sage as Sage
+from espalier.config.kinds import KINDS
+from espalier.config.modules import Module as Module
+
+if TYPE_CHECKING:
+    from espalier.config.base import Model as Model
+else:  # msgspec reads the annotation: the options of all kinds
+    Model = Union[tuple(one for kind in KINDS for one in kind.options)]  # noqa: UP007
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Recompute = Literal["none", "selective", "block"]
-
-
-# --- [model] -----------------------------------------------------------------------------------------------------
-
-
-class Decoder(Choice, frozen=True):
-    """What the language decoders share. Give `depth`, or `shape`, or the numbers themselves."""
-
-    depth: int | None = None
-    shape: str | None = None
-    width: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    feed_forward: int | None = None
-    vocabulary: int | None = None
-    context: int | None = None
-    tied: bool | None = None
-    rope_theta: float = 10_000.0
-    norm_epsilon: float = 1e-5
-    initial: str | None = None
-
-
-class Gpt(Decoder, frozen=True, tag="gpt"):
-    """A dense decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU)."""
-
-
-class Moe(Decoder, frozen=True, tag="moe"):
-    """The same decoder with a mixture of experts in place of each feed-forward block."""
-
-    experts: int = 8
-    active: int = 2
-    balance: float = 0.01
-
-
-class Module(Choice, frozen=True, tag="module"):
-    """Anybody's `nn.Module`: `build = "package.module:function"` returns (model, dataset, loss)."""
-
-    build: str
-    arguments: dict[str, bool | int | float | str] = field(default_factory=dict)
-
-
-class Network(Choice, frozen=True):
-    """What the graph networks share: `depth` layers of message passing, from features to classes.
-
-    `width` columns between layers; `activation = "maxk"` keeps the `k` largest of them in each row (MaxK-GNN).
-    """
-
-    depth: int | None = None
-    width: int | None = None
-    activation: Literal["relu", "elu", "maxk"] | None = None
-    k: int | None = None
-    dropout: float | None = None
-    norm: bool = False
-
-
-class Gcn(Network, frozen=True, tag="gcn"):
-    """Graph convolution with symmetric normalisation (arXiv 1609.02907)."""
-
-
-class Sage(Network, frozen=True, tag="sage"):
-    """GraphSAGE with the mean of the neighbours (arXiv 1706.02216)."""
-
-
-class Gat(Network, frozen=True, tag="gat"):
-    """Graph attention (arXiv 1710.10903); `heads` share the width."""
-
-    heads: int = 8
-
-
-class Gin(Network, frozen=True, tag="gin"):
-    """Graph isomorphism network (arXiv 1810.00826): sums and two-layer perceptrons."""
-
-
-class Messages(Choice, frozen=True, tag="messages"):
-    """Anybody's PyG network: `build = "package.module:function"` is called with (features, classes, **arguments)."""
-
-    build: str
-    arguments: dict[str, bool | int | float | str] = field(default_factory=dict)
-
-
-GRAPH = (Network, Messages)
-"""The kinds of model that are trained on a graph."""
-
-Model = Gpt | Moe | Module | Gcn | Sage | Gat | Gin | Messages
-
-
-# --- [graph] -----------------------------------------------------------------------------------------------------
-
-
-class Graph(Options, frozen=True):
-    """What is asked of a graph, and how it is read.
-
-    `fanout` neighbours are drawn at each layer, the one next to the targets first (-1: all of them); empty trains on
-    the whole graph. `split` are the shares of training, validation and test where the data brings none.
-    `inductive` hides held-out nodes while training; `undirected` lets messages flow both ways along each edge;
-    `negatives` are drawn for each true link; `pickle` allows files whose loading may run code.
-    """
-
-    task: Literal["node", "link", "graph"] = "node"
-    fanout: tuple[int, ...] = ()
-    split: tuple[float, float, float] = (0.6, 0.2, 0.2)
-    inductive: bool = False
-    undirected: bool = True
-    negatives: int = 1
-    pickle: bool = False
-    order: Literal["auto", "none", "rcmpp", "clusters"] = "auto"
-    format: Literal["auto", "csr", "cbm"] = "auto"
 
 
 # --- [data] ------------------------------------------------------------------------------------------------------

@@ -1,13 +1,83 @@
-"""What a graph recipe leaves open, filled in with its reason, and what it cannot mean, refused. No torch."""
+"""The networks on graphs: their options, what a recipe leaves open of them, and what they refuse. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+from msgspec import field
 
-from espalier import config
+from espalier.config.base import Kind, Model, Options
+from espalier.config.draft import Draft
 from espalier.errors import UserError
+
+if TYPE_CHECKING:
+    from espalier.config import Recipe
+
+
+class Network(Model, frozen=True):
+    """What the graph networks share: `depth` layers of message passing, from features to classes.
+
+    `width` columns between layers; `activation = "maxk"` keeps the `k` largest of them in each row (MaxK-GNN).
+    """
+
+    depth: int | None = None
+    width: int | None = None
+    activation: Literal["relu", "elu", "maxk"] | None = None
+    k: int | None = None
+    dropout: float | None = None
+    norm: bool = False
+
+
+class Gcn(Network, frozen=True, tag="gcn"):
+    """Graph convolution with symmetric normalisation (arXiv 1609.02907)."""
+
+
+class Sage(Network, frozen=True, tag="sage"):
+    """GraphSAGE with the mean of the neighbours (arXiv 1706.02216)."""
+
+
+class Gat(Network, frozen=True, tag="gat"):
+    """Graph attention (arXiv 1710.10903); `heads` share the width."""
+
+    heads: int = 8
+
+
+class Gin(Network, frozen=True, tag="gin"):
+    """Graph isomorphism network (arXiv 1810.00826): sums and two-layer perceptrons."""
+
+
+class Messages(Model, frozen=True, tag="messages"):
+    """Anybody's PyG network: `build = "package.module:function"` is called with (features, classes, **arguments)."""
+
+    build: str
+    arguments: dict[str, bool | int | float | str] = field(default_factory=dict)
+
+
+# --- [graph] ---------------------------------------------------------------------------------------------------------
+
+
+class Graph(Options, frozen=True):
+    """What is asked of a graph, and how it is read.
+
+    `fanout` neighbours are drawn at each layer, the one next to the targets first (-1: all of them); empty trains on
+    the whole graph. `split` are the shares of training, validation and test where the data brings none.
+    `inductive` hides held-out nodes while training; `undirected` lets messages flow both ways along each edge;
+    `negatives` are drawn for each true link; `pickle` allows files whose loading may run code.
+    """
+
+    task: Literal["node", "link", "graph"] = "node"
+    fanout: tuple[int, ...] = ()
+    split: tuple[float, float, float] = (0.6, 0.2, 0.2)
+    inductive: bool = False
+    undirected: bool = True
+    negatives: int = 1
+    pickle: bool = False
+    order: Literal["auto", "none", "rcmpp", "clusters"] = "auto"
+    format: Literal["auto", "csr", "cbm"] = "auto"
+
+
+# --- what is left open ----------------------------------------------------------------------------------------------
 
 VALIDATION_COST = 1 / 3
 """Of a training step on the whole graph: a forward pass over it, without the backward pass (twice a forward)."""
@@ -26,27 +96,13 @@ _SOURCES = {
 }
 
 
-class Draft(Protocol):
-    """A recipe being filled; see `config.derive`."""
-
-    recipe: config.Recipe
-
-    def get(self, key: str) -> Any:
-        """The value at a dotted key."""
-        ...
-
-    def fill(self, key: str, value: bool | int | float | str, reason: str) -> None:
-        """Sets `key` where it is None."""
-        ...
-
-
-def fill(draft: Draft) -> None:
+def _fill(draft: Draft) -> None:
     """Sizes, steps and rates of a graph network."""
     if draft.recipe.graph is None:
-        draft.recipe = msgspec.structs.replace(draft.recipe, graph=config.Graph())
+        draft.recipe = msgspec.structs.replace(draft.recipe, graph=Graph())
     graph, model = draft.recipe.graph, draft.recipe.model
     assert graph is not None
-    if isinstance(model, config.Network):
+    if isinstance(model, Network):
         _network(draft, type(model).__struct_config__.tag, graph)
     draft.fill("train.sequence", 1, "one target (node, link or graph) counts as one token")
     whole = not graph.fanout and graph.task == "node"
@@ -54,18 +110,10 @@ def fill(draft: Draft) -> None:
         draft.fill("train.batch_tokens", 1024 if graph.task != "graph" else 64, f"{graph.task}s per step, as is usual")
     steps = (200, "as many passes as GCN's authors make (arXiv 1609.02907, section 5.2)")
     draft.fill("train.steps", *(steps if whole else (1000, "the size of the data is not known here: a thousand steps")))
-    draft.fill("train.optimizer.learning_rate", *_rate(draft.recipe.train.optimizer))
-    if isinstance(draft.recipe.train.optimizer, config.Muon):
-        draft.fill("train.optimizer.adamw.learning_rate", 0.01, "the rate of GCN's authors")
+    draft.rates(0.01, "the rate of GCN's authors (arXiv 1609.02907, section 5.2)")
 
 
-def _rate(optimizer: config.Muon | config.Adamw) -> tuple[float, str]:
-    if isinstance(optimizer, config.Muon):
-        return 0.02, "Muon's steps have the same size at every width: 0.02 (its author's)"
-    return 0.01, "the rate of GCN's authors (arXiv 1609.02907, section 5.2)"
-
-
-def _network(draft: Draft, kind: Any, graph: config.Graph) -> None:
+def _network(draft: Draft, kind: Any, graph: Graph) -> None:
     depth, width, activation, dropout = _PAPERS[kind]
     source = _SOURCES[kind]
     if graph.fanout:
@@ -82,14 +130,9 @@ def _network(draft: Draft, kind: Any, graph: config.Graph) -> None:
 # --- limits ------------------------------------------------------------------------------------------------------
 
 
-def check(recipe: config.Recipe) -> None:
-    """Raises UserError for graph options that contradict each other or are not possible."""
+def _check(recipe: Recipe) -> None:
     model, graph = recipe.model, recipe.graph
-    if not isinstance(model, config.GRAPH):
-        if graph is not None:
-            raise UserError("[graph] belongs to a graph model.", do='model.kind = "gcn", "sage", "gat" or "gin"')
-        return
-    if isinstance(model, config.Network):
+    if isinstance(model, Network):
         _width(model)
     if graph is not None:
         _graph(graph, model)
@@ -99,7 +142,7 @@ def check(recipe: config.Recipe) -> None:
         raise UserError(f"train.recompute = {recipe.train.recompute!r} is not possible for a graph.", do='"none"')
 
 
-def _width(model: config.Network) -> None:
+def _width(model: Network) -> None:
     width, k = model.width, model.k
     if k is not None and k < 1:
         raise UserError(f"model.k = {k} keeps nothing.", why="it has to be above 0", do="model.k = 8")
@@ -111,7 +154,7 @@ def _width(model: config.Network) -> None:
         raise UserError(
             f'model.k = {k} belongs to model.activation = "maxk", not {model.activation!r}.', do="give one of them"
         )
-    if isinstance(model, config.Gat):
+    if isinstance(model, Gat):
         if model.heads < 1 or (width and width % model.heads):
             raise UserError(
                 f"model.heads = {model.heads} does not divide model.width = {width}.", do="model.heads = 8, width = 64"
@@ -124,14 +167,14 @@ def _width(model: config.Network) -> None:
             )
 
 
-def _graph(graph: config.Graph, model: config.Model) -> None:
+def _graph(graph: Graph, model: Model) -> None:
     if any(one < 1 and one != -1 for one in graph.fanout):
         raise UserError(
             f"graph.fanout = {list(graph.fanout)} is not possible.",
             why="each entry is a number of neighbours above 0, or -1 for all",
             do="graph.fanout = [10, 10]",
         )
-    depth = model.depth if isinstance(model, config.Network) else None
+    depth = model.depth if isinstance(model, Network) else None
     if graph.fanout and depth is not None and depth != len(graph.fanout):
         raise UserError(
             f"graph.fanout = {list(graph.fanout)} has {len(graph.fanout)} entries for model.depth = {depth} layers.",
@@ -153,3 +196,25 @@ def _graph(graph: config.Graph, model: config.Model) -> None:
         )
     if graph.task == "graph" and graph.inductive:
         raise UserError("graph.inductive says nothing when whole graphs are held out.", do="leave it out")
+
+
+def _usual(table: dict[str, Any]) -> dict[str, Any]:
+    """A graph network gets its authors' optimizer where none is named: Adam with L2 (arXiv 1609.02907, section 5.2)."""
+    train = table.get("train", {})
+    given = train.get("optimizer", {}) if isinstance(train, dict) else None
+    if not isinstance(given, dict) or "kind" in given:
+        return table
+    usual = {"kind": "adamw", "coupled": True, "weight_decay": 5e-4, "betas": [0.9, 0.999]}
+    return {**table, "train": {**train, "optimizer": {**usual, **given}}}
+
+
+KIND = Kind(
+    name="a graph model",
+    options=(Gcn, Sage, Gat, Gin, Messages),
+    row="espalier.graph.row",
+    fill=_fill,
+    check=_check,
+    section="graph",
+    usual=_usual,
+    validation=lambda recipe: VALIDATION_COST,
+)

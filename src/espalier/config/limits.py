@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from espalier import config, units
-from espalier.config import graphs
+from espalier.config import kinds
 from espalier.errors import UserError
 
 Limit = tuple[Callable[[Any], bool], str]
@@ -60,10 +60,8 @@ def check(recipe: config.Recipe) -> None:
                     raise UserError(
                         f"{key} = {value} is not possible.", why=f"it has to be {words}", do=f"correct {key}"
                     )
-    graphs.check(recipe)
-    if isinstance(recipe.model, config.Gpt | config.Moe):
-        _decoder(recipe.model)
-        _lengths(recipe.model, recipe.train)
+    _sections(recipe)
+    kinds.of(recipe.model).check(recipe)
     _batch(recipe.train)
     _places(recipe)
     if "{command}" not in recipe.launch.command:
@@ -81,6 +79,16 @@ def check(recipe: config.Recipe) -> None:
             why="it has to be above 0",
             do='checkpoint.every = 100, or "auto"',
         )
+
+
+def _sections(recipe: config.Recipe) -> None:
+    own = kinds.of(recipe.model)
+    for kind in kinds.KINDS:
+        if kind is not own and kind.section is not None and getattr(recipe, kind.section) is not None:
+            *first, last = (f'"{tag}"' for tag in kind.tags)
+            raise UserError(
+                f"[{kind.section}] belongs to {kind.name}.", do=f"model.kind = {', '.join(first)} or {last}"
+            )
 
 
 def _faults(faults: config.Faults) -> None:
@@ -127,47 +135,6 @@ def _values(struct: Any, path: list[str]) -> list[Any]:
     if not path:
         return [] if struct is None else [struct]
     return _values(getattr(struct, path[0]), path[1:]) if hasattr(struct, path[0]) else []
-
-
-def _decoder(model: config.Gpt | config.Moe) -> None:
-    if model.width and model.heads and model.width % model.heads:
-        why = f"model.width = {model.width} is not a multiple of it"
-        raise UserError(f"model.heads = {model.heads} does not divide the width.", why=why, do=_divisors(model.width))
-    if model.heads and model.kv_heads and model.heads % model.kv_heads:
-        why = f"model.heads = {model.heads} is not a multiple of it"
-        raise UserError(
-            f"model.kv_heads = {model.kv_heads} does not divide the heads.",
-            why=why,
-            do=f"model.kv_heads = {model.heads}",
-        )
-    if model.width and model.heads and model.width // model.heads % 2:
-        size = model.width // model.heads
-        why = f"rotary positions turn pairs of columns, and {model.width} / {model.heads} = {size} is odd"
-        raise UserError(f"model.heads = {model.heads} gives heads of odd size.", why=why, do=_divisors(model.width))
-    if isinstance(model, config.Moe) and model.experts == 1:
-        raise UserError("model.experts = 1 leaves nothing to choose.", do='model.kind = "gpt", or two experts or more')
-    if isinstance(model, config.Moe) and model.active > model.experts:
-        why = f"there are only model.experts = {model.experts}"
-        raise UserError(
-            f"model.active = {model.active} is not possible.", why=why, do=f"model.active = {model.experts}"
-        )
-
-
-def _divisors(width: int) -> str:
-    fitting = [str(heads) for heads in range(1, min(width, 1024) + 1) if width % heads == 0 and width // heads % 2 == 0]
-    if not fitting:
-        return "an even model.width"
-    return f"model.heads = one of {', '.join(fitting[:12])}"
-
-
-def _lengths(model: config.Gpt | config.Moe, train: config.Train) -> None:
-    context, sequence = model.context, train.sequence
-    if context and sequence and sequence > context:
-        raise UserError(
-            f"train.sequence = {sequence} is longer than the model.",
-            why=f"model.context = {context}",
-            do=f"train.sequence = {context}",
-        )
 
 
 def _batch(train: config.Train) -> None:

@@ -14,6 +14,7 @@ import msgspec
 import tomli_w
 
 from espalier import config
+from espalier.config import kinds
 from espalier.errors import UserError, nearest
 
 Table = dict[str, Any]
@@ -139,25 +140,6 @@ def _value(text: str) -> Any:
     return table["value"] if len(table) == 1 else text
 
 
-_GRAPH_KINDS = ("gcn", "sage", "gat", "gin", "messages")
-
-
-def _is_graph(table: Table) -> bool:
-    return isinstance(table.get("model"), dict) and table["model"].get("kind") in _GRAPH_KINDS
-
-
-def _with_graph_optimizer(table: Table) -> Table:
-    """A graph network gets its authors' optimizer where none is named: Adam with L2 (arXiv 1609.02907, section 5.2)."""
-    train = table.get("train", {})
-    if not _is_graph(table) or not isinstance(train, dict):
-        return table
-    given = train.get("optimizer", {})
-    if not isinstance(given, dict) or "kind" in given:
-        return table
-    usual = {"kind": "adamw", "coupled": True, "weight_decay": 5e-4, "betas": [0.9, 0.999]}
-    return {**table, "train": {**train, "optimizer": {**usual, **given}}}
-
-
 def _normalise(table: Table) -> Table:
     table = {"model": {}, **table}
     if isinstance(table.get("data"), dict):
@@ -166,7 +148,8 @@ def _normalise(table: Table) -> Table:
         table["model"] = {"kind": table["model"]}
     if isinstance(table.get("model"), dict):
         table["model"] = {"kind": "module" if "build" in table["model"] else "gpt", **table["model"]}
-    table = _with_graph_optimizer(table)
+        kind = kinds.tagged(table["model"].get("kind"))
+        table = table if kind is None else kind.usual(table)
     for name, default in (("optimizer", "muon"), ("schedule", "stable")):
         train = table.get("train")
         if isinstance(train, dict) and isinstance(train.get(name), dict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,8 @@ from espalier.graph.node import NodeTask
 from espalier.graph.sample import Style
 from espalier.graph.views import Batch, View
 from espalier.graph.work import Reach
-from espalier.workload import Phase, Shard, to_device
+from espalier.workload import Phase, Progress, Shard, to_device
 
-Progress = Callable[[int, int], None]
 Task = NodeTask | LinkTask | GraphTask
 
 GLIMPSES = 5
@@ -37,6 +36,8 @@ class GraphWorkload:
 
     Has state: where the model was built, so that what every step reads lies there too.
     """
+
+    whole_evaluation = True
 
     def __init__(
         self, recipe: Recipe, graph: Graph, folder: str | Path | None = None, said: Sequence[str] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from espalier import config
 from espalier.config import Gpt, Moe, Recipe
 from espalier.config.shapes import sizes
 from espalier.cost import Work
@@ -19,9 +18,7 @@ from espalier.errors import UserError
 from espalier.language import generate, gpt, hf, mixture, moe, tokens
 from espalier.language.tokenizer import Tokenizer
 from espalier.language.work import Setting
-from espalier.workload import Phase, Shard
-
-Progress = Callable[[int, int], None]
+from espalier.workload import Phase, Progress, Shard
 
 
 class Windows(NamedTuple):
@@ -33,6 +30,8 @@ class Windows(NamedTuple):
 
 class LanguageWorkload:
     """One decoder, one mixture of corpora."""
+
+    whole_evaluation = False
 
     def __init__(self, recipe: Recipe, stores: Sequence[tokens.TokenStore]) -> None:
         assert isinstance(recipe.model, Gpt | Moe)
@@ -172,11 +171,6 @@ def open_language(recipe: Recipe, progress: Progress | None = None) -> LanguageW
     if not recipe.data:
         raise UserError("The recipe has no [data].", do='[data] path = "python:stdlib"')
     return LanguageWorkload(recipe, tokens.build_all(recipe.data, progress=progress))
-
-
-def vocabulary(data: Sequence[config.Data], progress: Progress | None = None) -> int:
-    """Tokens in the vocabulary of a mixture's tokenizer (which may have to be trained first)."""
-    return tokens.build_all(data, progress=progress)[0].tokenizer.vocabulary
 
 
 def new_model(options: Gpt | Moe, seed: int, device: torch.device) -> gpt.GPT:

@@ -1,55 +1,36 @@
-"""From a recipe, a workload or a bare module to a planner's request. Counts on the meta device, allocates nothing."""
+"""From a recipe or a bare module to a planner's request. Counts, allocates nothing."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
-from espalier import units
-from espalier.config import Gpt, Moe, Muon, Recipe, shapes
+from espalier import units, workloads
+from espalier.config import Muon, Recipe
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import UserError
-from espalier.graph.workload import GraphWorkload
-from espalier.language import gpt, moe
-from espalier.language import workload as language
-from espalier.language.work import Setting
-from espalier.module import ModuleWorkload
-from espalier.optim.base import names_of
 from espalier.plan.request import Request
+from espalier.rows import Profile, tally
+from espalier.workload import Workload
 
 if TYPE_CHECKING:
     from espalier.config import Pin
 
 
-def of_recipe(recipe: Recipe) -> Request:
-    """Of a resolved recipe for a decoder."""
-    assert recipe.train.sequence is not None
-    assert recipe.train.batch_tokens is not None
-    assert isinstance(recipe.model, Gpt | Moe)
-    sequence = recipe.train.sequence
-    step = (recipe.train.batch_tokens // sequence, float(sequence))
-    return _request(recipe, step, _language_tally(recipe.model), **_cuttable(recipe.model, sequence))
-
-
-def of_workload(recipe: Recipe, workload: ModuleWorkload | GraphWorkload) -> Request:
-    """Of a foreign module with its data, or of a graph."""
-    model = workload.build(torch.device("cpu"), torch.float32)
-    tally = _tally(model, workload.embeddings(model))
-    known = {"remarks": workload.decisions()} if isinstance(workload, GraphWorkload) else {}
-    return _request(recipe, (workload.global_batch, 1.0), tally, anatomy=workload.anatomy, layers=1, **known)
+def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) -> Request:
+    """Of a resolved recipe. `workload` gives its workload; it is called only for kinds whose model depends on data."""
+    opened = workload or (lambda: workloads.open_workload(workloads.Resolved(recipe)))
+    return _request(recipe, workloads.row(recipe).profile(recipe, opened))
 
 
 def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> Request:
     """Of a bare module in somebody's own loop: what it does with a sample is not known, so two operations per parameter
     are counted and no activations. Raises UserError when nothing in it is trainable."""
-    tally = _tally(model, ())
-    if not tally.trainable:
+    counted = tally(model, ())
+    if not counted.trainable:
         raise UserError(f"{type(model).__name__} has no trainable parameter.", do="give the model that you train")
 
     layers = _layers(model)
@@ -57,13 +38,13 @@ def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> R
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
         zero = 0.0 * micro_batch
         nothing = Work((), zero, zero, zero, zero, zero, micro_batch, micro_batch)
-        product = Product(micro_batch, tally.parameters / layers, 1)
+        product = Product(micro_batch, counted.parameters / layers, 1)
         return Anatomy(layers, dataclasses.replace(nothing, products=(product,)), nothing)
 
     return Request(
-        parameters=tally.parameters,
-        trainable=tally.trainable,
-        tensors=tally.tensors,
+        parameters=counted.parameters,
+        trainable=counted.trainable,
+        tensors=counted.tensors,
         layers=layers,
         global_batch=batch,
         tokens_per_sample=1.0,
@@ -79,22 +60,31 @@ def _layers(model: torch.nn.Module) -> int:
     return max((len(one) for one in model.modules() if isinstance(one, lists)), default=1) or 1
 
 
-def _request(recipe: Recipe, step: tuple[int, float], tally: _Tally, **known: Any) -> Request:
-    train, options = recipe.train, recipe.plan
+def _request(recipe: Recipe, profile: Profile) -> Request:
+    train, options, counted = recipe.train, recipe.plan, profile.tally
     for name in ("redundancy", "max_devices"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"plan.{name} = {value} is not possible.", do=f"plan.{name}=1 or more")
     is_muon = isinstance(train.optimizer, Muon)
     return Request(
-        parameters=tally.parameters,
-        trainable=tally.trainable,
-        tensors=tally.tensors,
-        global_batch=step[0],
-        tokens_per_sample=step[1],
+        parameters=counted.parameters,
+        trainable=counted.trainable,
+        tensors=counted.tensors,
+        global_batch=profile.global_batch,
+        tokens_per_sample=profile.tokens_per_sample,
+        anatomy=profile.anatomy,
+        layers=profile.layers,
+        outside=profile.outside,
+        tables=profile.tables,
+        heads=profile.heads,
+        kv_heads=profile.kv_heads,
+        width=profile.width,
+        kv_width=profile.kv_width,
+        remarks=profile.remarks,
         optimizer="muon" if is_muon else "adamw",
-        matrix_parameters=sum(rows * columns * n for (rows, columns), n in tally.matrices.items()) if is_muon else 0,
-        matrix_shapes=tuple((rows, columns, count) for (rows, columns), count in sorted(tally.matrices.items())),
+        matrix_parameters=sum(rows * columns * n for (rows, columns), n in counted.matrices.items()) if is_muon else 0,
+        matrix_shapes=tuple((rows, columns, count) for (rows, columns), count in sorted(counted.matrices.items())),
         precision=train.precision,
         compile=train.compile,
         recompute=recipe.plan.pin.recompute or train.recompute,
@@ -105,65 +95,4 @@ def _request(recipe: Recipe, step: tuple[int, float], tally: _Tally, **known: An
         max_devices=options.max_devices,
         codec=recipe.comm.codec,
         sync=recipe.sync,
-        **known,
     )
-
-
-@dataclass(frozen=True)
-class _Tally:
-    """A model counted: parameters, trainable ones, their tensors, and hidden matrices by (rows, columns)."""
-
-    parameters: int
-    trainable: int
-    tensors: int
-    matrices: Counter[tuple[int, int]]
-
-    def with_more(self, other: _Tally, times: int) -> _Tally:
-        """This model grown `times` times by what `other` has beyond it."""
-        return _Tally(
-            self.parameters + times * (other.parameters - self.parameters),
-            self.trainable + times * (other.trainable - self.trainable),
-            self.tensors + times * (other.tensors - self.tensors),
-            Counter({s: self.matrices[s] + times * (n - self.matrices[s]) for s, n in other.matrices.items()}),
-        )
-
-
-def _tally(model: torch.nn.Module, embeddings: Iterable[torch.nn.Parameter]) -> _Tally:
-    trainable, outside = names_of(model), set(embeddings)
-    matrices = (p for p in trainable if p.ndim == 2 and p not in outside)
-    return _Tally(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        trainable=sum(parameter.numel() for parameter in trainable),
-        tensors=len(trainable),
-        matrices=Counter((matrix.shape[0], matrix.shape[1]) for matrix in matrices),
-    )
-
-
-def _language_tally(options: Gpt | Moe) -> _Tally:
-    """Of a decoder of any depth: its blocks are alike, so one and two of them are built, on the meta device."""
-    models = [
-        language.new_model(msgspec.structs.replace(options, depth=depth), 0, torch.device("meta")) for depth in (1, 2)
-    ]
-    one, two = (_tally(model, language.embeddings(model)) for model in models)
-    return one.with_more(two, (options.depth or 1) - 1)
-
-
-def _cuttable(options: Gpt | Moe, sequence: int) -> dict[str, Any]:
-    """What the planner knows of a decoder and where it can be cut."""
-    size = shapes.sizes(options)
-
-    def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
-        kind = moe if isinstance(options, Moe) else gpt
-        return kind.work(Setting(size, sequence, micro_batch, recompute, precision, cut))
-
-    tables = 1 if size.tied else 2
-    return {
-        "anatomy": anatomy,
-        "layers": size.layers,
-        "outside": tables * size.vocabulary * size.width + size.width,
-        "tables": tables,
-        "heads": size.heads,
-        "kv_heads": size.kv_heads,
-        "width": size.width,
-        "kv_width": size.kv_width,
-    }

@@ -10,7 +10,7 @@ import msgspec
 
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
-from espalier.config import GRAPH, Module, Pin, Recipe
+from espalier.config import Pin, Recipe
 from espalier.errors import UserError, nearest
 from espalier.plan import chosen, refusals, search
 from espalier.plan.base import Layout, Plan, Predicted
@@ -107,19 +107,19 @@ def _asked(model: Any, batch: int | None, precision: str, pins: dict[str, Any]) 
     """The request of any kind of model."""
     import torch
 
-    from espalier.config import derive, load
+    from espalier import workloads
+    from espalier.config import load
     from espalier.plan import asking
 
     pin = pins_of(pins)
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
         raise UserError(f"batch = {batch!r} is not possible.", do="a whole number of samples, such as batch=64")
+    folder = None
     if isinstance(model, str | Path):
-        model = derive.resolve(load.load(model, []))[0]
+        folder, model = Path(model).absolute().parent, load.load(model, [])
     if isinstance(model, Recipe):
-        if isinstance(model.model, (Module, *GRAPH)):
-            kind = "module" if isinstance(model.model, Module) else "a graph"
-            raise UserError(f"A recipe for {kind} has to be opened first.", do="make_plan(the module, …, batch=64)")
-        request = asking.of_recipe(derive.resolve(model)[0])
+        resolved = workloads.settle(model, folder)
+        request = asking.of_recipe(resolved.recipe, lambda: workloads.open_workload(resolved))
         pin = pins_of(pins, request.pin)
     elif isinstance(model, Request):
         request = model

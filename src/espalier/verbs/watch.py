@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 
 from espalier import run as runs
+from espalier import workloads
 from espalier.config import Recipe
 from espalier.errors import UserError
-from espalier.language.workload import LanguageWorkload
+from espalier.language.tokenizer import Tokenizer
 from espalier.resilience.acme import background
 from espalier.resilience.acme.evaluate.choices import MultipleChoice
 from espalier.resilience.acme.evaluate.crew import Setup
@@ -24,6 +25,7 @@ from espalier.resilience.acme.evaluate.harness import HarnessTask
 from espalier.resilience.acme.evaluate.packing import Pool
 from espalier.resilience.acme.evaluate.tasks import HeldOut, Task
 from espalier.resilience.acme.evaluate.watch import Told, Watch, Where
+from espalier.rows import Row
 from espalier.track.progress import Waiting
 from espalier.trainer import DTYPES
 from espalier.units import show_seconds
@@ -46,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = runs.find(arguments.run)
     recipe = folder.read()
     workload = ready.open_workload(ready.Resolved(recipe, folder=origin(folder)))
-    found = tasks(workload, arguments.task, arguments.run)
+    found = tasks(workload, workloads.row(recipe), arguments.task, arguments.run)
     setup = _setup(workload, recipe, found, folder.path, _workers(arguments.workers))
     where = Where(
         run=folder.path,
@@ -62,15 +64,15 @@ def run(arguments: argparse.Namespace) -> int:
         return _show(told, arguments.json)
 
 
-def tasks(workload: Workload, asked: Iterable[str], run: str) -> list[Task]:
+def tasks(workload: Workload, row: Row, asked: Iterable[str], run: str) -> list[Task]:
     """The run's own held-out data, then what `--task` names. Raises UserError."""
     found: list[Task] = [HeldOut(workload)] if workload.validation_samples() else []
     for text in asked:
-        if not isinstance(workload, LanguageWorkload):
+        if row.tokenizer is None:
             raise UserError(
                 f"--task {text} asks a language model.", why=f"the run in {run} trains none", do="leave it out"
             )
-        found.append(_task(text, workload))
+        found.append(_task(text, row.tokenizer(workload)))
         if found[-1].name in {task.name for task in found[:-1]}:
             raise UserError(f"--task {text}: there is a task {found[-1].name!r} already.", do="give it another name")
     if not found:
@@ -81,13 +83,13 @@ def tasks(workload: Workload, asked: Iterable[str], run: str) -> list[Task]:
     return found
 
 
-def _task(text: str, workload: LanguageWorkload) -> Task:
+def _task(text: str, tokenizer: Tokenizer) -> Task:
     if text.startswith(HARNESS):
-        return HarnessTask(text.removeprefix(HARNESS), workload.tokenizer)
+        return HarnessTask(text.removeprefix(HARNESS), tokenizer)
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise UserError(f"--task {text} is not NAME=FILE.", do="--task facts=facts.jsonl, or --task lm-eval:TASK")
-    return MultipleChoice(name, Path(path), workload.tokenizer)
+    return MultipleChoice(name, Path(path), tokenizer)
 
 
 def _workers(given: int | None) -> int:

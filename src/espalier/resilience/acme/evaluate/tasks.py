@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from espalier.graph.workload import GraphWorkload
 from espalier.workload import Shard, Workload
 
 WINDOWS = 16
@@ -49,14 +48,14 @@ class Task(Protocol):
 
 
 class HeldOut:
-    """The run's own held-out data with the workload's own evaluation. A graph is evaluated whole: one record."""
+    """The run's own held-out data with the workload's own evaluation. What is evaluated whole is one record."""
 
     name = "held-out"
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._samples = workload.validation_samples()
-        self._record = max(1, self._samples) if isinstance(workload, GraphWorkload) else WINDOWS
+        self._record = max(1, self._samples) if workload.whole_evaluation else WINDOWS
 
     @property
     def records(self) -> int:

@@ -1,0 +1,248 @@
+"""The language decoders: their options, what a recipe leaves open of them, and what they refuse. Imports no torch.
+
+One dial, `model.depth`, sets the rest (after nanochat's `--depth`): width, heads, sequence, batch, rates and steps.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from espalier.config import shapes
+from espalier.config.base import Kind, Model
+from espalier.config.draft import Draft
+from espalier.errors import UserError
+
+if TYPE_CHECKING:
+    from espalier.config import Recipe, Train
+
+DEPTH = 4
+"""Layers when neither depth nor shape is given: about 3 M parameters, minutes on a laptop."""
+
+HEAD_SIZE = 64
+TOKENS_PER_PARAMETER = 20  # Chinchilla, arXiv 2203.15556, table 3: compute-optimal tokens are about 20 x parameters
+SMALLEST_BATCH, LARGEST_BATCH = 2_048, 4_194_304  # tokens; 4 Mi is Llama 2's (arXiv 2307.09288)
+
+
+class Decoder(Model, frozen=True):
+    """What the language decoders share. Give `depth`, or `shape`, or the numbers themselves."""
+
+    depth: int | None = None
+    shape: str | None = None
+    width: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    feed_forward: int | None = None
+    vocabulary: int | None = None
+    context: int | None = None
+    tied: bool | None = None
+    rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-5
+    initial: str | None = None
+
+
+class Gpt(Decoder, frozen=True, tag="gpt"):
+    """A dense decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU)."""
+
+
+class Moe(Decoder, frozen=True, tag="moe"):
+    """The same decoder with a mixture of experts in place of each feed-forward block."""
+
+    experts: int = 8
+    active: int = 2
+    balance: float = 0.01
+
+
+# --- what is left open ----------------------------------------------------------------------------------------------
+
+
+def _fill(draft: Draft) -> None:
+    _model(draft)
+    _language(draft)
+
+
+def _decoder(recipe: Recipe) -> Gpt | Moe:
+    assert isinstance(recipe.model, Gpt | Moe)
+    return recipe.model
+
+
+def _validation(recipe: Recipe) -> float:
+    """Forward only, which costs a third of training on as many tokens."""
+    batch = recipe.train.batch_tokens
+    return recipe.train.validate_tokens / 3 / batch if batch else 0.0
+
+
+def parameter_count(model: Gpt | Moe) -> int:
+    """Parameters of a resolved decoder (tied embeddings counted once)."""
+    return _count(shapes.sizes(model), every_expert=True)
+
+
+def active_parameter_count(model: Gpt | Moe) -> int:
+    """Parameters one token passes through: `active` of the experts, everything else."""
+    return _count(shapes.sizes(model), every_expert=False)
+
+
+def _count(size: shapes.Sizes, every_expert: bool) -> int:
+    attention = size.width * (2 * size.width + 2 * size.kv_width)
+    experts = size.experts if every_expert else size.active
+    router = size.experts * size.width if size.experts > 1 else 0
+    feed_forward = experts * 3 * size.width * size.feed_forward + router
+    embeddings = size.vocabulary * size.width * (1 if size.tied else 2)
+    return size.layers * (attention + feed_forward + 2 * size.width) + embeddings + size.width
+
+
+def _model(draft: Draft) -> None:
+    if draft.get("model.shape") is not None:
+        _shape(draft, draft.get("model.shape"), draft.get("model.depth"))
+    draft.fill("model.depth", DEPTH, "neither model.depth nor model.shape is given; small enough for a laptop")
+    depth = draft.get("model.depth")
+    draft.fill("model.width", HEAD_SIZE * depth, "64 x depth: width grows with depth, as in published decoders")
+    width = draft.get("model.width")
+    heads = _heads(width)
+    draft.fill("model.heads", heads, f"heads of {width // heads} columns ({HEAD_SIZE} where it divides the width)")
+    draft.fill("model.kv_heads", draft.get("model.heads"), "one key-value head per head: no grouping at this size")
+    feed_forward = 64 * math.ceil(8 * width / 3 / 64)
+    draft.fill("model.feed_forward", feed_forward, "8/3 x width, up to a multiple of 64: as many as 4 x width ungated")
+    _vocabulary(draft)
+    bound = draft.get("model.context") or LARGEST_BATCH
+    sequence = min(bound, max(256, min(2048, 2 ** math.ceil(math.log2(width)))))
+    draft.fill("train.sequence", sequence, "the width as a power of two, between 256 and 2048, within model.context")
+    draft.fill("model.context", draft.get("train.sequence"), "as long as the sequences it is trained on")
+    if draft.get("model.vocabulary") is not None:
+        _tied(draft)
+
+
+def _shape(draft: Draft, name: str, depth: int | None) -> None:
+    shape = shapes.shape(name)
+    if depth not in (None, shape.depth):
+        raise UserError(
+            f'model.depth = {depth} and model.shape = "{name}" contradict each other.',
+            why=f"{name} has {shape.depth} layers",
+            do="give one of the two",
+        )
+    for field in ("depth", "width", "heads", "kv_heads", "feed_forward", "vocabulary", "context", "tied"):
+        draft.fill(f"model.{field}", getattr(shape, field), f"{name}: {shape.source}")
+
+
+def _heads(width: int) -> int:
+    """The number of heads whose size is even and nearest to 64."""
+    fitting = [size for size in range(2, min(width, 1024) + 1, 2) if width % size == 0]
+    if not fitting:
+        why = "rotary positions turn pairs of columns"
+        raise UserError(f"model.width = {width} is odd.", why=why, do="a multiple of 64")
+    return width // min(fitting, key=lambda size: abs(math.log(size / HEAD_SIZE)))
+
+
+def _vocabulary(draft: Draft) -> None:
+    vocabulary = draft.vocabulary
+    tokenizers = {data.tokenizer for data in draft.recipe.data}
+    if vocabulary is None and tokenizers == {"bytes"}:
+        vocabulary = 256
+    if vocabulary is None:
+        if not tokenizers:
+            draft.fill("model.vocabulary", 256, "bytes, as nothing is said of the data")
+        return
+    draft.fill("model.vocabulary", vocabulary, "the tokenizer's tokens")
+    if draft.get("model.vocabulary") < vocabulary:
+        raise UserError(
+            f"model.vocabulary = {draft.get('model.vocabulary')} is smaller than the tokenizer's {vocabulary} tokens.",
+            do="leave model.vocabulary out, or give data.tokenizer a smaller one",
+        )
+
+
+def _tied(draft: Draft) -> None:
+    untied = msgspec.structs.replace(_decoder(draft.recipe), tied=False)
+    share = draft.get("model.vocabulary") * draft.get("model.width") / parameter_count(untied)
+    if share > 0.1:
+        draft.fill("model.tied", True, f"a second table of tokens would be {share:.0%} of all parameters")
+    else:
+        draft.fill("model.tied", False, f"a head of its own costs only {share:.1%} of all parameters")
+
+
+def _language(draft: Draft) -> None:
+    width = draft.get("model.width")
+    rate = float(f"{3e-3 * 192 / width:.3g}")
+    draft.rates(rate, f"3e-3 at width 192, falling as 1/width (GPT-3's table 2.1 falls so): width {width}")
+    if draft.get("model.vocabulary") is None:
+        return
+    parameters = active_parameter_count(_decoder(draft.recipe))
+    _batch(draft, parameters)
+    tokens = TOKENS_PER_PARAMETER * parameters
+    steps = math.ceil(tokens / draft.get("train.batch_tokens"))
+    draft.fill("train.steps", steps, f"20 tokens for each of {parameters:,} parameters (Chinchilla, arXiv 2203.15556)")
+
+
+def _batch(draft: Draft, parameters: int) -> None:
+    """The best batch in tokens is 0.292 x FLOPs^0.3271 (DeepSeek LLM, arXiv 2401.02954, equation 1), FLOPs = 6 x
+    parameters x tokens; with the steps given, tokens = steps x batch and the equation is solved for the batch."""
+    steps, sequence = draft.get("train.steps"), draft.get("train.sequence")
+    if steps is None:
+        best = 0.2920 * (6 * parameters * TOKENS_PER_PARAMETER * parameters) ** 0.3271
+    else:
+        best = (0.2920 * (6 * parameters * steps) ** 0.3271) ** (1 / (1 - 0.3271))
+    power = 2 ** round(math.log2(min(LARGEST_BATCH, max(SMALLEST_BATCH, best))))
+    tokens = max(1, round(power / sequence)) * sequence
+    reason = f"0.292 x FLOPs^0.3271 = {best:,.0f} (arXiv 2401.02954), to a power of two in whole sequences"
+    draft.fill("train.batch_tokens", tokens, reason)
+
+
+# --- what cannot be -------------------------------------------------------------------------------------------------
+
+
+def _check(recipe: Recipe) -> None:
+    model = _decoder(recipe)
+    _sizes(model)
+    _lengths(model, recipe.train)
+
+
+def _sizes(model: Gpt | Moe) -> None:
+    if model.width and model.heads and model.width % model.heads:
+        why = f"model.width = {model.width} is not a multiple of it"
+        raise UserError(f"model.heads = {model.heads} does not divide the width.", why=why, do=_divisors(model.width))
+    if model.heads and model.kv_heads and model.heads % model.kv_heads:
+        why = f"model.heads = {model.heads} is not a multiple of it"
+        raise UserError(
+            f"model.kv_heads = {model.kv_heads} does not divide the heads.",
+            why=why,
+            do=f"model.kv_heads = {model.heads}",
+        )
+    if model.width and model.heads and model.width // model.heads % 2:
+        size = model.width // model.heads
+        why = f"rotary positions turn pairs of columns, and {model.width} / {model.heads} = {size} is odd"
+        raise UserError(f"model.heads = {model.heads} gives heads of odd size.", why=why, do=_divisors(model.width))
+    if isinstance(model, Moe) and model.experts == 1:
+        raise UserError("model.experts = 1 leaves nothing to choose.", do='model.kind = "gpt", or two experts or more')
+    if isinstance(model, Moe) and model.active > model.experts:
+        why = f"there are only model.experts = {model.experts}"
+        raise UserError(
+            f"model.active = {model.active} is not possible.", why=why, do=f"model.active = {model.experts}"
+        )
+
+
+def _divisors(width: int) -> str:
+    fitting = [str(heads) for heads in range(1, min(width, 1024) + 1) if width % heads == 0 and width // heads % 2 == 0]
+    if not fitting:
+        return "an even model.width"
+    return f"model.heads = one of {', '.join(fitting[:12])}"
+
+
+def _lengths(model: Gpt | Moe, train: Train) -> None:
+    context, sequence = model.context, train.sequence
+    if context and sequence and sequence > context:
+        raise UserError(
+            f"train.sequence = {sequence} is longer than the model.",
+            why=f"model.context = {context}",
+            do=f"train.sequence = {context}",
+        )
+
+
+KIND = Kind(
+    name="a language model",
+    options=(Gpt, Moe),
+    row="espalier.language.row",
+    fill=_fill,
+    check=_check,
+    validation=_validation,
+)

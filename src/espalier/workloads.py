@@ -1,0 +1,57 @@
+"""Which row of the table a recipe asks for, and its workload: the one place where a kind of model is looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from espalier.config import Recipe, derive, kinds
+from espalier.rows import Row
+from espalier.workload import Progress, Workload
+
+Waiting = Callable[[str], AbstractContextManager[Progress]]
+"""Shows what is waited for."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe with nothing left open, and why each derived value is what it is."""
+
+    recipe: Recipe
+    derivations: Sequence[derive.Derivation] = ()
+    folder: Path | None = None
+    """Where the recipe's file lies: a foreign module may lie beside it."""
+    data: Any = None
+    """What was opened to derive it."""
+
+
+def silently(what: str) -> AbstractContextManager[Progress]:
+    """Waits without a word."""
+    return nullcontext(lambda done, total: None)
+
+
+def row(recipe: Recipe) -> Row:
+    """The row of the recipe's kind of model, imported now."""
+    found = import_module(kinds.of(recipe.model).row).ROW
+    assert isinstance(found, Row)
+    return found
+
+
+def settle(recipe: Recipe, folder: Path | None, waiting: Waiting = silently) -> Resolved:
+    """Derives what a recipe leaves open; `folder`: where its file lies."""
+    kind = row(recipe)
+    with waiting(kind.reading) as progress:
+        prepared = kind.prepare(recipe, progress)
+    resolved, derivations = derive.resolve(prepared.recipe, vocabulary=prepared.vocabulary)
+    return Resolved(resolved, derivations, folder, prepared.data)
+
+
+def open_workload(resolved: Resolved, waiting: Waiting = silently) -> Workload:
+    """The workload of a resolved recipe, its data opened (built on first use)."""
+    kind = row(resolved.recipe)
+    with waiting(kind.reading) as progress:
+        return kind.open(resolved.recipe, resolved.folder, progress, resolved.data)

@@ -1,0 +1,106 @@
+"""The table of kinds of model: a recipe's row says how it is opened, planned and asked; no other kind is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from espalier import cluster, make_plan, workloads
+from espalier.config import kinds, load
+from espalier.language import tokens
+from espalier.plan import asking
+from espalier.rows import Row
+
+MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n'
+
+THEIRS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def build():
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+    def loss(model, batch):
+        return ((model(batch[0]) - batch[1]) ** 2).sum(), torch.tensor(len(batch[0]))
+    return nn.Linear(8, 1), data, loss
+"""
+
+
+def corpus(folder: Path) -> Path:
+    text = folder / "text"
+    text.mkdir()
+    for number in range(40):
+        (text / f"{number}.txt").write_text(f"document {number}: " + "the same words again and again. " * 40)
+    return text
+
+
+def recipe_file(folder: Path, text: str) -> Path:
+    file = folder / "recipe.toml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("tag", [tag for kind in kinds.KINDS for tag in kind.tags])
+def test_every_kind_of_model_has_its_row(tag: str) -> None:
+    build = {"build": "a:b"} if tag in ("module", "messages") else {}
+    recipe = load.from_table({"model": {"kind": tag, **build}})
+    assert kinds.of(recipe.model) is kinds.tagged(tag)
+    assert isinstance(workloads.row(recipe), Row)
+
+
+def test_a_language_run_imports_no_graphs(tmp_path: Path) -> None:
+    file = recipe_file(
+        tmp_path, f'[model]\ndepth = 1\n[data]\npath = "{corpus(tmp_path)}"\ncache = "{tmp_path}/cache"\n'
+    )
+    script = f"""
+import sys
+from espalier.verbs import predict, ready, train
+resolved = ready.resolve({str(file)!r}, [])
+ready.request(resolved, workload=ready.open_workload(resolved))
+found = [name for name in sys.modules if name.startswith(("espalier.graph", "espalier.sparse", "espalier.module"))]
+assert not found, found
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_a_corpus_is_opened_once(tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"path": str(corpus(tmp_path)), "cache": str(tmp_path / "cache"), "tokenizer": tokenizer}
+    opened = []
+    build_all = tokens.build_all
+
+    def counted(*given, **named):  # type: ignore[no-untyped-def]
+        opened.append(given)
+        return build_all(*given, **named)
+
+    monkeypatch.setattr(tokens, "build_all", counted)
+    recipe = load.from_table({"model": {"depth": 1}, "data": [table]})
+    resolved = workloads.settle(recipe, tmp_path)
+    workload = workloads.open_workload(resolved)
+    assert len(opened) == 1
+    assert workload.global_batch == asking.of_recipe(resolved.recipe).global_batch
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[model]\nkind = "module"\nbuild = "theirs:build"\n[train]\nbatch_tokens = 16\n',
+        '[model]\nkind = "gcn"\n[data]\npath = "python:imports"\n',
+        '[model]\ndepth = 1\n[data]\npath = "{text}"\ntokenizer = "bpe:300"\n',
+    ],
+    ids=["module", "graph", "language"],
+)
+def test_make_plan_answers_for_a_recipe_of_every_kind(text: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    file = recipe_file(tmp_path, text.format(text=corpus(tmp_path)))
+    plan = make_plan(file, cluster.loads(MACHINE))
+    resolved = workloads.settle(load.load(file), tmp_path)
+    workload = workloads.open_workload(resolved)
+    layout = plan.layout
+    assert layout is not None
+    assert layout.dp * layout.micro_batch * layout.accumulate >= workload.global_batch
