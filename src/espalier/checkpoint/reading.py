@@ -51,6 +51,8 @@ def _room(metadata: Metadata, name: str, own: tree.Kept | None) -> tree.Kept:
     """What to read `name` into: the part's own where it fits, else a new one on the CPU."""
     saved = metadata.state_dict_metadata[name]
     assert isinstance(saved, TensorStorageMetadata), f"{name} was not saved as a tensor"
+    if isinstance(own, Slice) and own.shape != saved.size:
+        own = own.saved_as(saved.size) or own
     if isinstance(own, DTensor | Slice) and own.shape != saved.size:
         raise UserError(
             f"The checkpoint's {name} has shape {tuple(saved.size)}, the run's has {tuple(own.shape)}.",

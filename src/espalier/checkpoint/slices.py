@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,10 @@ class Slice:
     start: int
     writes: bool = True
 
+    def saved_as(self, shape: torch.Size) -> Slice | None:
+        """What to read a saved tensor of another `shape` into; None: it cannot be the same tensor."""
+        return None
+
     @property
     def dtype(self) -> torch.dtype:
         """Of the elements."""
@@ -77,7 +81,7 @@ class Slice:
 
     def of(self, local: Tensor) -> Slice:
         """The same part with other elements."""
-        return Slice(local, self.shape, self.start, self.writes)
+        return replace(self, local=local)
 
     def _boxes(self) -> list[Box]:
         if not self.shape.numel():  # one box without elements, so that the file knows the name
@@ -101,6 +105,38 @@ class Slice:
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         box = next(box for box in self._boxes() if torch.Size(box.offsets) == index.offset)
         return self.local[box.first : box.first + math.prod(box.sizes)].view(box.sizes)
+
+
+class Row(Slice):
+    """One rank's row of a tensor that has a row for each rank. It may be read by any other number of ranks."""
+
+    @classmethod
+    def of_rank(cls, local: Tensor, shape: Sequence[int], rank: int, ranks: int) -> Row:
+        """`local`: [elements of `shape`]."""
+        return cls(local, torch.Size((ranks, *shape)), rank * local.numel())
+
+    def saved_as(self, shape: torch.Size) -> Slice | None:
+        """Of more rows or fewer: every row whose number, by the number of ranks now, leaves this one's."""
+        if shape[1:] != self.shape[1:]:
+            return None
+        each, ranks = self.local.numel(), self.shape[0]
+        numbers = range(self.start // max(1, each), shape[0], ranks)
+        return Rows(self.local.new_empty(len(numbers) * each), shape, 0, rows=tuple(numbers))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Slice):
+    """Some whole `rows` of a tensor, one after the other in `local`. Only read."""
+
+    rows: tuple[int, ...] = ()
+
+    def _boxes(self) -> list[Box]:
+        each = math.prod(self.shape[1:])
+        return [
+            box
+            for index, row in enumerate(self.rows)
+            for box in boxes(self.shape, row * each, (row + 1) * each, index * each)
+        ]
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

@@ -77,7 +77,7 @@ class Amsp:
 
     def __init__(self, model: nn.Module, channel: dist.ProcessGroup | None, spread: Spread | None = None) -> None:
         self.model = model
-        self._spread = spread or Spread()
+        self.spread = spread or Spread()
         self._channel = channel if channel is not None and channel.size() > 1 else None
         self.flats: list[Flat] = []
         self._hooks: list[Any] = []
@@ -107,7 +107,7 @@ class Amsp:
     # --- making the units --------------------------------------------------------------------------------------------
 
     def _units(self, channel: dist.ProcessGroup) -> list[Flat]:
-        spread, world = self._spread, channel.size()
+        spread, world = self.spread, channel.size()
         nodes = spread.nodes or [0] * world
         blocks = blocks_of(self.model) if spread.blocks is None else spread.blocks
         self._member = member = Membership(self.model, list(blocks))
@@ -140,7 +140,7 @@ class Amsp:
         ]
 
     def _is_whole(self, name: str, factors: Factors) -> bool:
-        return name in self._spread.whole and factors.optimizer > 1
+        return name in self.spread.whole and factors.optimizer > 1
 
     # --- one step ----------------------------------------------------------------------------------------------------
 

@@ -1,19 +1,18 @@
-"""What lossy codecs have not sent yet, as whole tensors by parameter: saved with a checkpoint, resharded with them.
+"""What lossy codecs have not sent yet, by parameter: saved with a checkpoint, a row for each rank.
 
-A rank's residual is an error of its own contribution, so only the sum of all ranks' counts: that is what is saved. With
-each save the ranks hand their residuals over to the one that moves the parameter, and go on from there, as they would
-after resuming: a resumed run has the bits of the unbroken one, at any number of ranks it has the same sum.
+A rank's residual is an error of its own contribution, so a run goes on to the bit only where each rank has its own
+again. On other ranks or shards only the sum of all counts: there the rank that moves a parameter takes it. Saving reads
+and changes nothing, for when a run saves depends on what its saves and steps have taken.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+import xxhash
 
-from espalier.checkpoint.slices import Slice
+from espalier.checkpoint.slices import Row, Rows, Slice
 from espalier.comm.base import Traffic, traffic
 from espalier.shard.state import fill
 
@@ -23,53 +22,59 @@ if TYPE_CHECKING:
 
 
 class Residuals:
-    """The residuals by parameter. Stateful; all ranks call it together."""
+    """The residuals by parameter. Stateful."""
 
     def __init__(self, sharding: Amsp, channel: dist.ProcessGroup) -> None:
         self._sharding, self._channel = sharding, channel
+        self._flats = [flat for flat in sharding.flats if flat.residual is not None]
 
     def state_dict(self) -> dict[str, Any]:
-        """Slices of the sum over ranks; the residuals are handed over on the way."""
-        table: dict[str, Any] = {}
-        for flat in self._flats():
-            own = self._handed_over(flat)
-            here = {moved.slot.name: moved for moved in flat.moved}
+        """This rank's row of each parameter, and the layout under which it has a meaning."""
+        rank, ranks = self._channel.rank(), self._channel.size()
+        rows = {}
+        for flat in self._flats:
+            assert flat.residual is not None
             for slot in flat.slots:
-                moved = here.get(slot.name)
-                if moved is None:
-                    table[slot.name] = Slice(own[:0], slot.shape, 0, writes=False)
-                else:
-                    part = own[moved.span.within(flat.optimizer)]
-                    table[slot.name] = Slice(part, slot.shape, moved.owned.start)
-        return table
+                part = flat.residual[slot.span.start : slot.span.stop]
+                rows[slot.name] = Row.of_rank(part, slot.shape, rank, ranks)
+        return {"layout": self._layout(), "rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave. Parameters that were saved without (another codec) begin with nothing."""
-        table = self.state_dict()
-        fill({name: value for name, value in table.items() if name in state}, state)
-        for flat in self._flats():
-            for moved in flat.moved:
-                if moved.slot.name in state:
-                    self._mine(flat)[moved.span.within(flat.optimizer)] = table[moved.slot.name].local
+        """Takes back what `state_dict` gave; all ranks call it. What was saved without, by another codec, begins with
+        nothing."""
+        own = self.state_dict()
+        alike = state["layout"] == own["layout"]
+        saved = {name: value for name, value in state["rows"].items() if name in own["rows"]}
+        rows = {name: own["rows"][name] for name in saved}
+        fill(rows, {name: _summed(value, rows[name]) for name, value in saved.items()})
+        if not alike:
+            for flat in self._flats:
+                self._hand_over(flat)
 
-    def _flats(self) -> list[Flat]:
-        return [flat for flat in self._sharding.flats if flat.residual is not None]
+    def _layout(self) -> str:
+        """Names where each rank adds its residual to what it sends."""
+        flats = [
+            (flat.mesh.placement, flat.length, [(slot.name, slot.span) for slot in flat.slots]) for flat in self._flats
+        ]
+        spread = self._sharding.spread
+        told = repr((flats, list(spread.nodes), sorted(spread.codecs.items())))
+        return xxhash.xxh3_128_hexdigest(told.encode())
 
-    def _handed_over(self, flat: Flat) -> Tensor:
-        """[optimizer span] the sum over ranks, which from now on is the residual of the first rank that moves it."""
+    def _hand_over(self, flat: Flat) -> None:
+        """The sum over ranks becomes the residual of the first rank that moves it."""
         assert flat.residual is not None
         total = flat.residual.to("cpu", copy=True)
         with traffic(Traffic.CONTROL):
             dist.all_reduce(total, group=self._channel)
         flat.residual.zero_()
-        own = total[flat.optimizer.start : flat.optimizer.stop].clone()
-        self._mine(flat).copy_(own)
-        return own
-
-    def _mine(self, flat: Flat) -> Tensor:
-        """[optimizer span] of the residual where this rank is the first of those that move it; else nowhere."""
-        assert flat.residual is not None
-        span = flat.residual[flat.optimizer.start : flat.optimizer.stop]
         replicas = flat.mesh.placement.along("replicas")
-        first = all(axis.coordinate(flat.mesh.rank) == 0 for axis in replicas)
-        return span if first else torch.empty_like(span)
+        if all(axis.coordinate(flat.mesh.rank) == 0 for axis in replicas):
+            mine = slice(flat.optimizer.start, flat.optimizer.stop)
+            flat.residual[mine] = total[mine].to(flat.residual.device)
+
+
+def _summed(saved: Slice, own: Row) -> Slice:
+    """One row of all the saved ones that this rank has read."""
+    if not isinstance(saved, Rows):
+        return saved
+    return own.of(saved.local.view(len(saved.rows), own.local.numel()).sum(0))
