@@ -128,7 +128,7 @@ def test_a_plateau_is_reported_and_nothing_is_done(corpus, tmp_path):
     setting = SimpleNamespace(
         recipe=made, plan=plan_of(made, 1), folder=tmp_path, emit=lambda event, **fields: events.append(fields)
     )
-    healing = Healing(setting, Checkpoints(str(tmp_path / "checkpoints")))
+    healing = Healing(setting, Checkpoints(str(tmp_path / "checkpoints")), common=True)
     for step in range(1, 1001):
         rate = 1.0 if step < 800 else 0.1
         healing.watch(step, Agreed(2.0 + 0.01 * (step % 3), 1.0, 1.0, rate, False, 0.0, ()))

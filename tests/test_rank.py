@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from espalier import rank, trainer
+from espalier import config, mechanisms, rank, trainer
 from espalier.config import derive, load
 from espalier.errors import RunFailed
 from espalier.language.workload import open_language
@@ -56,4 +56,4 @@ def test_a_rank_that_runs_out_of_memory_says_what_it_held_and_what_would_fit(tmp
 )
 def test_which_plans_let_ranks_stay(changes: dict[str, Any], why: str) -> None:
     plan = plans.Plan(**{"ranks": (plans.Rank(), plans.Rank()), **changes})
-    assert rank.stays(plan) == why
+    assert mechanisms.recovery(config.Recipe(model=config.Gpt()), plan) == why

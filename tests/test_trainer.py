@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from espalier import cluster, rank, trainer
+from espalier import cluster, mechanisms, rank, trainer
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import derive, load
 from espalier.errors import Interrupted, RunFailed, UserError
@@ -206,9 +206,9 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
     for sent, sizes in local.run(life, launch.places(plan)):
         # A ring all-reduce of every fp32 gradient.
         assert {step["gradients"] for step in sent} == {2 * 3 / 4 * 4 * sum(sizes)}
-        # The step's totals: loss, weight and stop flag, and one not-a-number flag per rank, in float64; and a byte per
-        # parameter that says whether it was used.
-        assert {step["control"] for step in sent[1:]} == {2 * 3 / 4 * (8 * (3 + 4) + len(sizes))}
+        # In float64: the step's loss, weight and stop flag, one not-a-number flag per rank, the square of a norm, and
+        # counts of who used each parameter, 22 digits to the base 5 in each value.
+        assert {step["control"] for step in sent[1:]} == {2 * 3 / 4 * 8 * (3 + 4 + 1 + -(-len(sizes) // 22))}
         assert sent[1] == predicted
 
 
@@ -253,7 +253,7 @@ def test_compiling_without_a_compiler_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"train\.compile = true needs a C\+\+ compiler"):
-        trainer.compile_blocks([torch.nn.Linear(2, 2)])
+        mechanisms.compile_blocks([torch.nn.Linear(2, 2)])
 
 
 def test_a_profile_of_some_steps_is_written(corpus, tmp_path):

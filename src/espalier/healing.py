@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.errors import Anomaly
+from espalier.parallel.mesh import REPLICA
 from espalier.resilience.acme import skipping
 from espalier.resilience.acme.anomaly import Course, Verdict
 from espalier.resilience.acme.plateau import Fall, Plateau
@@ -28,14 +29,14 @@ _HIGH = 0.5
 class Healing:
     """One attempt's view of what the run leaves out. Has state: that list, and the losses so far.
 
-    All ranks make it, and hold the same; where replicas agree by rounds their losses differ in between, and they
-    compare them before they save.
+    All ranks make it, and hold the same; where replicas agree by rounds (not `common`) their losses differ in between,
+    and they compare them before they save.
     """
 
-    def __init__(self, setting: Setting, saved: Checkpoints) -> None:
+    def __init__(self, setting: Setting, saved: Checkpoints, common: bool) -> None:
         assert setting.folder is not None, "only a run with a folder can be put back"
         self.folder, self.saved, self.setting = setting.folder, saved, setting
-        faults, self._outer = setting.recipe.faults, setting.plan.outer
+        faults, self._common = setting.recipe.faults, common
         self._course = None if faults.rollback == "never" else Course(faults.rollback)
         self._plateau = None if faults.plateau == "never" else Plateau(faults.plateau)
         self._found: Verdict | None = None
@@ -60,7 +61,7 @@ class Healing:
         if self._course is None:
             return
         verdict = self._course.take(step, agreed.loss, agreed.gradient_norm)
-        if self._outer is not None:
+        if not self._common:
             self._found = self._found or verdict
             return
         self._hold(self._course.since)
@@ -69,7 +70,7 @@ class Healing:
 
     def compare(self) -> None:
         """Before all replicas save: what one of them has found is found by all. Raises Anomaly on all."""
-        if self._course is None or self._outer is None:
+        if self._course is None or self._common:
             return
         Given = tuple[Verdict | None, int | None]
 
@@ -93,9 +94,10 @@ class Healing:
         if self._course is None:
             return
         skips = self.skips.suspecting(self.skips.batch(step))
-        if self._outer is None:
+        rank = self.setting.place.rank
+        if self._common:
             self._keep(skips)
-        elif any(ranks[0] == self.setting.place.rank for ranks in self._outer.replicas):
+        elif self.setting.mesh.members(rank, *REPLICA)[0] == rank:
             skipping.write(self.folder, skips)  # the other replicas do not know, and are not waited for
 
     def _hold(self, since: int | None) -> None:

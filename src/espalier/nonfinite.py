@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from espalier import replicas
 from espalier.errors import Anomaly
 from espalier.healing import numbered
+from espalier.parallel.mesh import REPLICA
 from espalier.stages import whole
 from espalier.sync.base import Agreed
 from espalier.workload import Shard
@@ -24,9 +24,8 @@ def explained(trainer: Trainer, agreed: Agreed, batches: Sequence[Any]) -> Anoma
     setting, workload = trainer.setting, trainer.workload
     if not faulty:
         faulty, what = _ranks_with_bad_gradients(trainer, batches), "gradient"
-    if (outer := setting.plan.outer) is not None:
-        replica, _ = replicas.place(outer, setting.place.rank)
-        faulty = tuple(outer.replicas[replica][rank] for rank in faulty)
+    replica = setting.mesh.members(setting.place.rank, *REPLICA)
+    faulty = tuple(replica[rank] for rank in faulty)
     start, stop = setting.plan.ranks[faulty[0]].share if faulty else (0, workload.global_batch)
     number = numbered(trainer.healing, trainer.step)
     if trainer.healing is not None:
@@ -47,7 +46,8 @@ def _ranks_with_bad_gradients(trainer: Trainer, batches: Sequence[Any]) -> tuple
     apart = whole.Whole(trainer.workload.nominal_weight, lambda last: built.sharding.alone(), trainer.context)
     apart.run(built.model, batches, trainer.workload.loss)
     norm = torch.nn.utils.get_total_norm([p.grad for p in built.model.parameters() if p.grad is not None])
-    flags = torch.zeros(1 if built.replica is None else built.replica.size())
-    flags[0 if built.replica is None else built.replica.rank()] = float(not torch.isfinite(norm))
-    trainer.sum(flags, built.replica)
+    group = trainer.mesh.replica
+    flags = torch.zeros(1 if group is None else group.size())
+    flags[0 if group is None else group.rank()] = float(not torch.isfinite(norm))
+    trainer.sum(flags, group)
     return tuple(int(rank) for rank in flags.nonzero().flatten())

@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from espalier import comm, replicas, units
+from espalier import comm, units
 from espalier.checkpoint import alike, interval, partner
 from espalier.checkpoint.alike import Alike
 from espalier.checkpoint.memory import Kin, Memory
@@ -31,8 +31,8 @@ from espalier.healing import Healing
 from espalier.launch import base as launch
 from espalier.launch import handshake
 from espalier.launch.recall import is_loss
+from espalier.mechanisms import recovery
 from espalier.plan import saving
-from espalier.plan.base import Plan
 from espalier.plan.exhausted import exhausted, is_exhausted
 from espalier.trainer import Setting, Trainer
 from espalier.workload import to_device
@@ -124,16 +124,16 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
             group=saving_group(channel),
             on_event=setting.emit,
         )
-        why = stays(setting.plan)
+        why = recovery(recipe, setting.plan)
         saved.alike = _alike(trainer, saved.team) if why == "alike" else None
         if place.refuge is not None:
             trainer.memory = _memory(trainer, saved, place.refuge, why)
-        trainer.healing = Healing(setting, saved)
+        trainer.healing = Healing(setting, saved, trainer.built.agreement.common)
         with place.pulse.elsewhere("storing"):
             trainer.restore(saved)
         if recipe.checkpoint.every == "auto":
             trainer.pace = _pace(trainer, saved)
-    replicas.heed(trainer.built.agreement, setting.plan.outer, place.recall)
+    trainer.built.agreement.follow(place.recall)
     place.pulse.begins(trainer.step, trainer.source.startswith("memory"))
     found = {"source": trainer.source} if trainer.source else {}
     setting.emit("run", step=trainer.step, steps=trainer.steps, pid=os.getpid(), **found, **setting.about)
@@ -165,18 +165,9 @@ def _leave(trainer: Trainer, saved: Checkpoints | None) -> None:
     if trainer.memory is not None and agreement.level and trainer.step < trainer.steps:
         trainer.memory.stay(trainer.step, trainer.parts, trainer.meta())
     trainer.setting.place.recall.release()  # from here on nobody here waits for the others
-    replicas.leave(agreement)
+    agreement.close()
     if saved is not None:
         saved.abandon()
-
-
-def stays(plan: Plan) -> Literal["", "alike", "rounds"]:
-    """Why ranks of `plan` that are left after a failure may stay as they are (`launch.staying`). On processors only:
-    waits of NCCL cannot be cut."""
-    if any(one.device != "cpu" for one in plan.ranks):
-        return ""
-    alone = plan.outer is not None and all(len(ranks) == 1 for ranks in plan.outer.replicas)
-    return "alike" if plan.alike else "rounds" if alone else ""
 
 
 def _pace(trainer: Trainer, saved: Checkpoints) -> Pace:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,39 +19,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from espalier import comm, compose, nonfinite, replicas, units
+from espalier import comm, nonfinite
 from espalier.checkpoint import sharded as checkpoints
+from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.memory import Memory, take_up
 from espalier.checkpoint.pace import Pace
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.meter import Meter
-from espalier.config import Muon, Recipe
-from espalier.errors import Interrupted, PeerLost, UserError
+from espalier.config import Recipe
+from espalier.errors import Interrupted, PeerLost
 from espalier.feed import ahead, hearing_signals, seed_step
 from espalier.hardware.peak import peak_memory
 from espalier.healing import Healing, numbered
 from espalier.launch import base as launch
-from espalier.optim import adamw, muon, schedules
-from espalier.optim.base import Optimizer, Owned, names_of, owned_by
+from espalier.mechanism import Build, Choose
+from espalier.mechanisms import TABLE, ordered
+from espalier.optim import schedules
+from espalier.optim.base import Optimizer
+from espalier.parallel.mesh import Mesh, ProcessMesh, of_plan
 from espalier.plan.base import Plan
-from espalier.shard import amsp
-from espalier.shard import spread as spreading
 from espalier.shard.base import Sharding
-from espalier.stages import whole
 from espalier.stages.base import Schedule
-from espalier.sync import by_rounds, co2, every_step
 from espalier.sync.base import Agreed, Agreement
 from espalier.workload import Shard, Workload, to_device
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
-"""Precision of the parameters. With bf16 they stay fp32 (the master weights); autocast computes in bf16."""
-
-RECOMPUTE = {
-    "selective": compose.Claim("recompute_selective", question="recompute", instead=("recompute_block",)),
-    "block": compose.Claim("recompute_block", question="recompute", instead=("recompute_selective",)),
-}
-BF16 = compose.Claim("bf16", question="precision")
-COMPILE = compose.Claim("compile", question="compile", after=frozenset({"recompute"}))
 
 Emit = Callable[..., Any]
 
@@ -63,8 +54,14 @@ class Built(NamedTuple):
     optimizer: Optimizer
     schedule: Schedule
     agreement: Agreement
-    replica: dist.ProcessGroup | None
-    """The ranks that are one at every step; None: this one alone."""
+    context: Build
+
+    def parts(self) -> Mapping[str, Stateful]:
+        """Everything that has state, by name."""
+        parts = self.sharding.parts(self.optimizer)
+        for mechanism in self.context.mechanisms:
+            parts = mechanism.state(self.context, parts)
+        return parts
 
 
 @dataclass
@@ -90,100 +87,30 @@ class Setting:
         """Where this rank computes."""
         return torch.device(self.place.device)
 
+    @cached_property
+    def mesh(self) -> Mesh:
+        """How the plan's ranks stand to one another."""
+        return of_plan(self.plan)
+
     @property
     def shard(self) -> Shard:
         """This rank's part of every global batch, in as many micro-batches as on every rank where that matters."""
         start, stop = self.plan.ranks[self.place.rank].share
-        return Shard(start, stop, self.plan.micro_batch, rounds=self.plan.rounds)
+        slot = self.mesh.sequence_part(self.place.rank)
+        return Shard(start, stop, self.plan.micro_batch, slot.number, slot.total, rounds=self.plan.rounds)
 
 
-def claims(recipe: Recipe, plan: Plan) -> list[compose.Claim]:
-    """What the mechanisms chosen by `recipe` and `plan` need and change."""
-    chosen = [spreading.claim(plan.units), whole.CLAIM, every_step.CLAIM if plan.outer is None else co2.CLAIM]
-    chosen.append(muon.CLAIM if isinstance(recipe.train.optimizer, Muon) else adamw.CLAIM)
-    if plan.recompute != "none":
-        chosen.append(RECOMPUTE[plan.recompute])
-    if plan.precision == "bf16":
-        chosen.append(BF16)
-    if plan.compile:
-        chosen.append(COMPILE)
-    return chosen
-
-
-def build(setting: Setting, channel: dist.ProcessGroup | None) -> Built:
-    """Wraps the workload's model in the mechanisms of the plan, in this order."""
-    recipe, plan, workload = setting.recipe, setting.plan, setting.workload
-    compose.require(claims(recipe, plan), known=[spreading.WHOLE])
-    model = workload.build(setting.device, DTYPES[plan.precision])
-    workload.recompute(model, plan.recompute)
-    if plan.compile:
-        compile_blocks(workload.blocks(model))
-    replica = channel if plan.outer is None else replicas.mine(plan.outer, channel)
-    sharding = amsp.Amsp(model, replica, spread(setting, model))
-    optimizer = build_optimizer(recipe, sharding.owned, tables(workload, model))
-    schedule = whole.Whole(workload.nominal_weight, sharding.accumulate, context(plan, setting.device))
-    totals = every_step.Totals(replica, workload.nominal_weight)
-    agreement: Agreement = every_step.EveryStep(sharding, optimizer, totals, recipe.train.clip)
-    if plan.outer is not None:
-        rate = recipe.train.optimizer.learning_rate or 0.0
-        engine = replicas.engine(plan, sharding, channel, replica, units.seconds(recipe.comm.timeout, "comm.timeout"))
-        agreement = by_rounds.ByRounds(agreement, engine, sharding, rate)
-    return Built(model, sharding, optimizer, schedule, agreement, replica)
-
-
-def spread(setting: Setting, model: nn.Module) -> spreading.Spread:
-    """How the plan lays the states of `model` on the ranks."""
-    recipe, plan, workload = setting.recipe, setting.plan, setting.workload
-    hidden: frozenset[str] = frozenset()
-    if isinstance(recipe.train.optimizer, Muon):
-        named = tables(workload, model)
-        hidden = frozenset(one.name for one in owned_by(model) if muon.moves(one, named))
-    masters = plan.precision == "bf16" and any(unit.optimizer for unit in plan.units)
-    nccl = setting.place.device.startswith("cuda") and not plan.mixed  # finds the way through machines by itself
-    ranks = plan.trainers if plan.outer is None else plan.outer.replicas[0]
-    nodes = () if nccl else [plan.ranks[rank].node for rank in ranks]
-    return spreading.Spread(
-        factors=spreading.factors(plan.units),
-        nodes=nodes,
-        blocks=workload.blocks(model),
-        whole=hidden,
-        low=torch.bfloat16 if masters else None,
-        bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"),
-        codecs=spreading.codecs(plan.exchanges, recipe.comm.nonfinite == "stop"),
-    )
-
-
-def tables(workload: Workload, model: nn.Module) -> frozenset[str]:
-    """Names of the model's tables and heads."""
-    names = names_of(model)
-    return frozenset(names[parameter] for parameter in workload.embeddings(model) if parameter in names)
-
-
-def build_optimizer(recipe: Recipe, owned: Sequence[Owned], tables: frozenset[str]) -> Optimizer:
-    """The recipe's optimizer over what a rank owns."""
-    options = recipe.train.optimizer
-    return muon.build(options, owned, tables) if isinstance(options, Muon) else adamw.build(options, owned)
-
-
-def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Compiles each block in place. Raises UserError when there is no compiler to do it with."""
-    import shutil
-
-    if not torch.cuda.is_available() and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-        raise UserError(
-            "train.compile = true needs a C++ compiler, and none is on the PATH.",
-            do="apt-get install g++, or train.compile = false",
-        )
-    for block in blocks:
-        # The forward alone: hooks that bring its parameters stay outside.
-        block.forward = torch.compile(block.forward)
-
-
-def context(plan: Plan, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """What a forward pass runs in: the plan's precision."""
-    if plan.precision == "bf16":
-        return lambda: torch.autocast(device.type, torch.bfloat16)
-    return contextlib.nullcontext
+def build(setting: Setting, mesh: ProcessMesh, table: Sequence[Choose] = TABLE) -> Built:
+    """Wraps the workload's model in the mechanisms of the plan, in the order that `compose` finds."""
+    mechanisms = ordered(setting.recipe, setting.plan, table)
+    context = Build(setting.recipe, setting.plan, setting.workload, mesh, setting.device, mechanisms=mechanisms)
+    for mechanism in mechanisms:
+        mechanism.wrap(context)
+    model, sharding, optimizer = context.model, context.sharding, context.optimizer
+    schedule, agreement = context.schedule, context.agreement
+    assert model is not None and sharding is not None and optimizer is not None, "a plan shards a model and moves it"  # noqa: PT018
+    assert schedule is not None and agreement is not None, "a plan has a schedule and an agreement"  # noqa: PT018
+    return Built(model, sharding, optimizer, schedule, agreement, context)
 
 
 class Trainer:
@@ -193,9 +120,10 @@ class Trainer:
         self.setting, self.channel, self.workload = setting, channel, setting.workload
         self.steps = setting.recipe.train.steps or 0
         self.step = self.level = self.tokens = 0
-        self.built = build(setting, channel)
+        self.mesh = ProcessMesh(setting.mesh, channel, setting.place.rank)
+        self.built = build(setting, self.mesh)
         self.sent = Meter(channel)
-        self.context = context(setting.plan, setting.device)
+        self.context = self.built.context.forward
         self.memory: Memory | None = None
         self.pace: Pace | None = None
         self.healing: Healing | None = None
@@ -316,19 +244,21 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> float | None:
         """Held-out loss over all ranks, or None when there is nothing held out."""
-        samples, rank, world = self.workload.validation_samples(), self.setting.place.rank, self.setting.place.world
+        samples, own = self.workload.validation_samples(), self.setting.mesh.data_part(self.setting.place.rank)
         if samples == 0:
             return None
         self.built.model.eval()
-        ends, size = [samples * index // world for index in range(world + 1)], self.setting.plan.micro_batch
+        ends, size = [samples * index // own.total for index in range(own.total + 1)], self.setting.plan.micro_batch
         shards = [Shard(start, stop, size) for start, stop in itertools.pairwise(ends)]
         shown = self.built.agreement.shown()
         with comm.phase("validation"), self.context(), shown:
-            found = self.workload.evaluate(self.built.model, shards[rank])
-            self.built.sharding.idle(max(len(one.cuts) for one in shards) - len(shards[rank].cuts))
+            found = self.workload.evaluate(self.built.model, shards[own.number])
+            self.built.sharding.idle(max(len(one.cuts) for one in shards) - len(shards[own.number].cuts))
             names = sorted(found)
             totals = torch.tensor([found[name] for name in names], dtype=torch.float64)
-            self.sum(totals, self.channel)
+            self.sum(
+                totals if self.setting.mesh.counts(self.setting.place.rank) else totals.zero_(), self.mesh.trainers
+            )
         means = {name: float(totals[i, 0] / totals[i, 1]) for i, name in enumerate(names)}
         self.setting.emit("validation", step=self.step, **self.workload.summary(means))
         return means.get("loss")
@@ -345,11 +275,7 @@ class Trainer:
 
     def parts(self) -> Mapping[str, Any]:
         """Everything that has state, by name."""
-        parts, agreement, outer = self.built.sharding.parts(self.built.optimizer), self.built.agreement, None
-        if isinstance(agreement, by_rounds.ByRounds) and (outer := self.setting.plan.outer) is not None:
-            replica, shard = replicas.place(outer, self.setting.place.rank)
-            return by_rounds.parts(parts, agreement, replica, f"{shard} of {len(outer.replicas[replica])}")
-        return parts
+        return self.built.parts()
 
     def save(self, saved: checkpoints.Checkpoints, loss: float | None, wait: bool) -> None:
         """Saves the state after `self.step` steps."""

@@ -41,7 +41,7 @@ def test_sent_bytes_are_the_ring_s(ranks: int, bucket: int) -> None:
     found = estimate(request, gpus(count=8), plain(ranks, 1, 1))
     assert found.sent_bytes == {
         "gradients": cost.ring_bytes("all_reduce", (request.trainable + request.tensors) * 4, ranks),
-        "control": cost.ring_bytes("all_reduce", 8 * (3 + ranks), ranks),
+        "control": cost.ring_bytes("all_reduce", 8 * (3 + ranks + 1), ranks),
     }
 
 

@@ -10,14 +10,13 @@ import itertools
 import msgspec
 import pytest
 
-from espalier import compose, rank, trainer
+from espalier import compose, mechanisms, rank, trainer
 from espalier.config import derive, load
 from espalier.errors import UserError
 from espalier.language.workload import open_language
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
-from espalier.shard import spread
 
 STEPS = 4
 SETTLED = {
@@ -167,7 +166,7 @@ def test_int8_with_feedback_costs_less_than_half_a_percent_over_three_seeds(rank
 
 
 def test_two_answers_to_one_question_are_refused_by_name():
-    claims = [trainer.RECOMPUTE["selective"], trainer.RECOMPUTE["block"]]
+    claims = [mechanisms.SELECTIVE, mechanisms.BLOCK]
     refusal = compose.compose(claims)
     assert isinstance(refusal, compose.Refusal)
     assert set(refusal.pair) == {"recompute_selective", "recompute_block"}
@@ -177,7 +176,7 @@ def test_muon_is_refused_pieces_of_matrices_by_name(corpus):
     recipe = recipe_of(corpus, {"optimizer": {"kind": "muon"}})
     cut = plans.Plan(ranks=(plans.Rank(), plans.Rank()), units=(plans.Unit(optimizer=(0, 1)),))
     with pytest.raises(UserError, match="muon and amsp_split cannot run together") as error:
-        compose.require(trainer.claims(recipe, cut), known=[spread.WHOLE])
+        mechanisms.ordered(recipe, cut)
     assert error.value.why == "muon needs whole matrices, which amsp would bring"
     whole = msgspec.structs.replace(cut, units=(msgspec.structs.replace(cut.units[0], whole=True),))
-    assert "muon" in compose.require(trainer.claims(recipe, whole))
+    assert "muon" in [one.claim.name for one in mechanisms.ordered(recipe, whole)]

@@ -194,14 +194,6 @@ class Plan(Part, frozen=True):
         return tuple(index for index, rank in enumerate(self.ranks) if rank.role == "trainer")
 
     @property
-    def alike(self) -> bool:
-        """Whether all ranks hold the same state between two steps, bit for bit: nothing is cut, late or rounded."""
-        cut = any(len(ranks) > 1 for unit in self.units for ranks in (unit.params, unit.grads, unit.optimizer))
-        staged = any(stage.tensor * stage.sequence > 1 for stage in self.stages) or len(self.stages) > 1
-        lossy = any(one.codec != "exact" for one in self.exchanges)
-        return self.outer is None and not (cut or staged or lossy) and len(self.trainers) == len(self.ranks)
-
-    @property
     def mixed(self) -> bool:
         """Whether some ranks compute on processors and some on GPUs."""
         return len({self.ranks[index].device.split(":")[0] for index in self.trainers}) > 1

@@ -24,6 +24,7 @@ from espalier.plan.network import Fleet
 from espalier.plan.request import Request
 from espalier.plan.seats import devices, peak_flops
 from espalier.plan.step import Step, storage_of
+from espalier.shard import control
 from espalier.sync.base import TOTAL_BYTES, TOTALS
 
 
@@ -126,8 +127,8 @@ def estimate(
 def sent(request: Request, layouts: Layouts) -> dict[str, Number]:
     """Payload bytes that a rank sends per step in exchanges of states: what goes on the ledger.
 
-    Beside the gradients, ranks tell each other at every step which tensors they used, the loss, and (where gradients
-    are sharded) their part of the norm. The padding of units is left out; `shard.amsp.cost` counts it.
+    Beside the gradients, ranks tell each other at every step which tensors they used, the loss, and their part of the
+    norm, in one exchange (`shard.control`). The padding of units is left out; `shard.amsp.cost` counts it.
     """
     storage = storage_of(request, layouts)
     pp, replicas = np.asarray(layouts.pp), layouts.shards // np.asarray(layouts.optimizer)
@@ -165,9 +166,9 @@ def _encoded(found: Mapping[str, Number], request: Request, on: Fleet) -> dict[s
 
 
 def _steering(request: Request, layouts: Layouts) -> Number:
-    """Bytes that ranks add up in each step beside tensors: totals, a flag per tensor, and the square of a norm."""
-    norm = TOTAL_BYTES * (np.asarray(layouts.optimizer) > 1)
-    return TOTAL_BYTES * (TOTALS + layouts.world) + request.tensors + norm
+    """Bytes that ranks add up in each step beside tensors."""
+    world = np.asarray(layouts.world)
+    return TOTAL_BYTES * control.values(request.tensors, world, TOTALS + world)
 
 
 def scaled(predicted: Predicted, measured: float) -> Predicted:

@@ -14,6 +14,7 @@ have different factors. It deviates from the paper and from others where that is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -21,16 +22,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import AllreduceOptions
 
 from espalier.checkpoint.base import Stateful
-from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
 from espalier.optim.base import Optimizer, Owned, names_of, owned_by
 from espalier.records import Record
 from espalier.shard.agree import same_start
 from espalier.shard.arrange import Piece
 from espalier.shard.blocks import Membership, blocks_of, norms_of
+from espalier.shard.control import Control
 from espalier.shard.exchange import Exchanges
 from espalier.shard.flat import Flat, Slot
 from espalier.shard.mesh import Codecs, Groups, Mesh
@@ -86,6 +86,7 @@ class Amsp:
         self._launched = 0
         self.on_backward: Callable[[], None] | None = None
         self.together = False
+        self._norm: float | None = None
         self.kinds: Kinds | None = None
         """What states each parameter has, on all ranks; None while that may still change."""
         if self._channel is None:
@@ -223,7 +224,7 @@ class Amsp:
             self._launched += 1
         self._reducing.advance()
 
-    def wait(self) -> None:
+    def wait(self, totals: Tensor | None = None) -> None:
         """See `Sharding.wait`.
 
         Raises:
@@ -238,45 +239,49 @@ class Amsp:
                 do="run the step's last backward inside `with sharding.accumulate(last=True):`",
             )
         self._ended = None
-        self.finish()
+        self.finish(totals=totals)
 
-    def finish(self, carried: Mapping[Flat, Tensor] | None = None) -> list[bool]:
+    def finish(self, carried: Mapping[Flat, Tensor] | None = None, totals: Tensor | None = None) -> list[bool]:
         """Waits for the exchange of gradients and hands them to what is owned, with what was `carried` from before.
-        Returns for each trainable parameter whether any rank used it."""
-        flags, told = self._used()
+        Returns for each trainable parameter whether any rank used it.
+
+        Beside the gradients there is one small sum: `totals`, which parameters were used, and where the optimizer's
+        state is sharded the square of the norm. Without the last it travels behind the gradients.
+        """
+        assert self._channel is not None
+        slots = sorted((slot for flat in self.flats for slot in flat.slots), key=lambda slot: slot.number)
+        control = Control(self._channel, totals, [slot.used for slot in slots], _host(self._channel, slots))
+        sharded = any(flat.optimizer.length < flat.length for flat in self.flats)
+        if not sharded:
+            control.launch()
         self._reducing.finish()
-        told.wait()
-        used = [bool(flag) for flag in flags.tolist()]
         for flat in self.flats:
             if carried and flat in carried:
                 flat.result().add_(carried[flat])
+        if sharded:
+            control.launch(self._square())
+        used, square = control.wait()
+        self._norm = math.sqrt(square) if sharded else None
+        for flat in self.flats:
             flat.deliver(used)
         return used
 
-    def _used(self) -> tuple[Tensor, Any]:
-        """[trainable parameters] whether any rank used each in this step, and what to wait for until that is so."""
-        assert self._channel is not None
-        slots = sorted((slot for flat in self.flats for slot in flat.slots), key=lambda slot: slot.number)
-        flags = torch.tensor([slot.used for slot in slots], dtype=torch.uint8, device=_host(self._channel, slots))
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        with traffic(Traffic.CONTROL):
-            return flags, self._channel.allreduce([flags], options)
+    def _square(self) -> float:
+        """This rank's part of the squared 2-norm of the summed gradient."""
+        total = torch.zeros((), dtype=torch.float64, device=self.flats[0].full.device)
+        for flat in self.flats:
+            pieces = flat.pieces()
+            if pieces:
+                assert self._channel is not None
+                copies = self._channel.size() / flat.mesh.placement.factors.optimizer
+                total += torch.stack(torch._foreach_norm(pieces)).double().square().sum() / copies
+        return float(total)
 
     def norm(self) -> float:
         """See `Sharding.norm`."""
-        gradients = [one.tensor.grad for one in self.owned if one.tensor.grad is not None]
-        if self._channel is None or all(flat.optimizer.length == flat.length for flat in self.flats):
-            return float(torch.nn.utils.get_total_norm(gradients))
-        squares = torch.zeros(1, dtype=torch.float64, device=self.flats[0].full.device)
-        for flat in self.flats:
-            mine = [moved.owned.tensor.grad for moved in flat.moved if moved.owned.tensor.grad is not None]
-            if mine:
-                copies = self._channel.size() / flat.mesh.placement.factors.optimizer
-                squares += torch.stack(torch._foreach_norm(mine)).double().square().sum() / copies
-        with traffic(Traffic.CONTROL):
-            self._channel.allreduce([squares], AllreduceOptions()).wait()
-        return float(squares.sqrt())
+        if self._norm is not None:
+            return self._norm
+        return float(torch.nn.utils.get_total_norm([o.tensor.grad for o in self.owned if o.tensor.grad is not None]))
 
     def refresh(self) -> None:
         """See `Sharding.refresh`."""

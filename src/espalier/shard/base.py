@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from espalier.checkpoint.base import Stateful
     from espalier.optim.base import Optimizer, Owned
@@ -48,8 +48,11 @@ class Sharding(Protocol):
         """Surrounds forward and backward whose gradients stay on this rank, in the parameters' own `.grad`."""
         ...
 
-    def wait(self) -> None:
-        """Returns when the gradients of the step, summed over all ranks, are in the `.grad` of what is owned."""
+    def wait(self, totals: Tensor | None = None) -> None:
+        """Returns when the gradients of the step, summed over all ranks, are in the `.grad` of what is owned.
+
+        `totals`: float64 [any]; summed over the same ranks, in place, by the one small exchange of a step.
+        """
         ...
 
     def norm(self) -> float:
@@ -58,6 +61,14 @@ class Sharding(Protocol):
 
     def refresh(self) -> None:
         """Begins to bring what the optimizers moved to all who hold it; forward passes wait for what they use."""
+        ...
+
+    def settle(self) -> None:
+        """Returns when every parameter that lives here is up to date."""
+        ...
+
+    def adopt(self) -> None:
+        """Takes what was written into what is owned for everybody's parameters."""
         ...
 
     def idle(self, times: int) -> None:

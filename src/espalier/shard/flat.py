@@ -246,17 +246,25 @@ class Flat:
         assert self.summed is not None
         return self.summed[self.optimizer.within(self.grads)]
 
+    def pieces(self) -> list[Tensor]:
+        """The summed gradient of each piece that this rank's optimizer moves; zeros for what no rank used."""
+        return [self._piece(moved) for moved in self.moved if moved.owned.tensor.numel()]
+
+    def _piece(self, moved: Moved) -> Tensor:
+        tensor = moved.owned.tensor
+        piece = self.result()[moved.span.within(self.optimizer)].view(tensor.shape)
+        return piece if self.masters is None else piece.to(tensor.dtype)
+
     def deliver(self, used: Sequence[bool]) -> None:
         """Puts gradients where the optimizer looks for them: None for a parameter that no rank used."""
-        result = self.result()
-        for slot, owned, span in self.moved:
+        for moved in self.moved:
+            slot, owned, _ = moved
             if not used[slot.number]:
                 owned.tensor.grad = None
             elif owned.tensor is slot.parameter:
                 owned.tensor.grad = slot.view
             else:
-                piece = result[span.within(self.optimizer)].view(owned.tensor.shape)
-                owned.tensor.grad = piece if self.masters is None else piece.to(owned.tensor.dtype)
+                owned.tensor.grad = self._piece(moved)
 
     def attached(self) -> bool:
         """Whether the parameters still are views of this unit."""

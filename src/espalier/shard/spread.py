@@ -6,7 +6,7 @@ Bytes are AMSP's (arXiv 2311.00257, section on communication cost), padding incl
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -21,9 +21,22 @@ if TYPE_CHECKING:
 
     from espalier.cluster import Link
 
-WHOLE = Claim("amsp", question="shard", changes=frozenset({"gradients are summed", "whole matrices"}))
+WHOLE = Claim(
+    "amsp",
+    question="shard",
+    needs=frozenset({"a model"}),
+    changes=frozenset({"gradients are summed", "whole matrices"}),
+    after=frozenset({"attend", "aggregate", "route", "recompute", "compile", "precision", "matrices"}),
+)
 """With every matrix on one rank."""
-SPLIT = Claim("amsp_split", question="shard", changes=frozenset({"gradients are summed"}), instead=("amsp",))
+SPLIT = Claim(
+    "amsp_split",
+    question="shard",
+    needs=frozenset({"a model"}),
+    changes=frozenset({"gradients are summed"}),
+    after=frozenset({"attend", "aggregate", "route", "recompute", "compile", "precision", "matrices"}),
+    instead=("amsp",),
+)
 """With matrices cut by the shards of the optimizer's state (a plan's units that are not `whole`)."""
 
 
@@ -125,7 +138,10 @@ def codecs(exchanges: Iterable[Exchange], strict: bool = False) -> dict[tuple[st
 
 def claim(units: Iterable[Unit]) -> Claim:
     """What the units of a plan bring."""
-    return SPLIT if any(len(unit.optimizer) > 1 and not unit.whole for unit in units) else WHOLE
+    units = tuple(units)
+    found = SPLIT if any(len(unit.optimizer) > 1 and not unit.whole for unit in units) else WHOLE
+    cut = any(len(ranks) > 1 for unit in units for ranks in (unit.params, unit.grads, unit.optimizer))
+    return replace(found, changes=found.changes | {"states are cut"}) if cut else found
 
 
 class Group(NamedTuple):

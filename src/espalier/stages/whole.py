@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from espalier.compose import Claim
+from espalier.mechanism import Build, Mechanism
 from espalier.stages.base import Loss
 from espalier.workload import Outcome
 
-CLAIM = Claim("whole", question="stages")
+if TYPE_CHECKING:
+    from espalier.config import Recipe
+    from espalier.plan.base import Plan
+
+CLAIM = Claim("whole", question="stages", needs=frozenset({"gradients are summed"}))
 
 Accumulate = Callable[[bool], AbstractContextManager[None]]
 """Given whether this is the last micro-batch, the context in which its backward runs (gradients travel on the last)."""
@@ -41,3 +46,20 @@ class Whole:
             losses.append(value.detach().double())
             weights.append(weight.detach().double())
         return Outcome(torch.stack(losses).sum(), torch.stack(weights).sum())
+
+
+class WholeModel(Mechanism):
+    """Every rank runs all layers."""
+
+    claim = CLAIM
+
+    def wrap(self, context: Build) -> None:
+        """Makes the schedule."""
+        assert context.sharding is not None
+        context.schedule = Whole(context.workload.nominal_weight, context.sharding.accumulate, context.forward)
+
+
+def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """The plain schedule, where the model has one stage."""
+    cut = len(plan.stages) > 1 or any(one.tensor * one.sequence > 1 for one in plan.stages)
+    return None if cut else WholeModel()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from espalier.optim.base import Owned
     from espalier.workload import Outcome
 
 
 TOTALS, TOTAL_BYTES = 3, 8
-"""What ranks add up beside the gradients at every step: loss, weight and stop flag, then a flag per rank; float64."""
+"""Loss, weight and stop flag: with a flag per rank they are what an agreement adds up at every step, in float64."""
 
 
 class Agreed(NamedTuple):
@@ -40,8 +43,8 @@ class Gradients(Protocol):
     def owned(self) -> Sequence[Owned]:
         """What this rank's optimizer moves."""
 
-    def wait(self) -> None:
-        """Returns when the summed gradients are in the `.grad` of what is owned."""
+    def wait(self, totals: Tensor | None = None) -> None:
+        """Returns when the summed gradients are in the `.grad` of what is owned, and `totals` (float64) summed too."""
 
     def norm(self) -> float:
         """2-norm of the summed gradient of the whole model."""
@@ -73,6 +76,11 @@ class Agreement(Protocol):
         ...
 
     @property
+    def common(self) -> bool:
+        """Whether all ranks learn the same from a step; else the replicas' losses differ."""
+        ...
+
+    @property
     def leaving(self) -> bool:
         """Whether all replicas are to begin anew now, with one that takes the place of another, as all of them know."""
         ...
@@ -92,3 +100,20 @@ class Agreement(Protocol):
     def finish(self, learning_rate: float) -> None:
         """After the last step: makes all replicas one."""
         ...
+
+    def follow(self, launcher: Launcher) -> None:
+        """Learns from the launcher which ranks were lost, and when a replacement waits to be met."""
+        ...
+
+    def close(self) -> None:
+        """Ends the threads that exchange something, whatever is under way."""
+        ...
+
+
+class Launcher(Protocol):
+    """What an agreement hears from whoever started the ranks (see `launch.recall.Recall`)."""
+
+    gone: frozenset[int]
+    """Ranks that were lost."""
+    called: threading.Event
+    """Set while a replacement waits for all ranks to meet anew."""

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions
 
+from espalier import units
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.slices import Slice
-from espalier.sync.base import Agreed, Agreement
-from espalier.sync.outer import OuterSync
+from espalier.comm.base import Traffic, traffic
+from espalier.comm.codecs import codec
+from espalier.errors import UserError
+from espalier.mechanism import Build, Mechanism
+from espalier.sync import every_step, hiding
+from espalier.sync.base import Agreed, Agreement, Launcher
+from espalier.sync.co2 import CLAIM, chosen_of
+from espalier.sync.members import Crew, Members
+from espalier.sync.outer import OuterSync, Rounds
+from espalier.sync.update import Sum
 from espalier.workload import Outcome
+
+if TYPE_CHECKING:
+    from espalier.config import Recipe
+    from espalier.plan.base import Outer, Plan
 
 
 class Moved(Protocol):
@@ -35,10 +51,19 @@ class ByRounds:
         engine: of what this rank owns.
         sharding: of the replica.
         rate: the inner optimizer's own learning rate, which the schedule's factor multiplies.
+        replicas: the ranks of each.
     """
 
-    def __init__(self, inner: Agreement, engine: OuterSync, sharding: Moved, rate: float) -> None:
+    def __init__(
+        self,
+        inner: Agreement,
+        engine: OuterSync,
+        sharding: Moved,
+        rate: float,
+        replicas: Sequence[tuple[int, ...]] = (),
+    ) -> None:
         self.inner, self.engine, self.sharding, self.rate = inner, engine, sharding, rate
+        self.replicas = replicas
         engine.on_moving, engine.on_moved = sharding.settle, sharding.adopt
 
     def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
@@ -85,9 +110,26 @@ class ByRounds:
         """The common parameters in place of this replica's own."""
         return self.engine.shown()
 
+    common = False
+
     def finish(self, learning_rate: float) -> None:
         """Makes all replicas one."""
         self.engine.finish(learning_rate * self.rate)
+
+    def follow(self, launcher: Launcher) -> None:
+        """See `Agreement.follow`: the mean goes on without the replicas of lost ranks."""
+        self.engine.summoned = launcher.called.is_set
+        if self.engine.members is not None:
+            places = {rank: place for place, rank in enumerate(sum(self.replicas, ()))}
+
+            def lost() -> set[int]:
+                return {places[rank] for rank in launcher.gone if rank in places}
+
+            self.engine.members.crew = self.engine.members.crew._replace(lost=lost)
+
+    def close(self) -> None:
+        """See `Agreement.close`."""
+        self.engine.close()
 
 
 # --- what survives -------------------------------------------------------------------------------------------------
@@ -147,3 +189,74 @@ def parts(inner: Mapping[str, Stateful], agreement: ByRounds, replica: int, shar
     found[f"outer, shard {shard}"] = Part(engine.common_state, engine.load_common)
     found[f"{own}, shard {shard}"] = Part(engine.own_state, engine.load_own)
     return found
+
+
+# --- as a mechanism ------------------------------------------------------------------------------------------------
+
+
+class OuterRounds(Mechanism):
+    """Replicas agree at every step inside, and round by round with one another."""
+
+    claim = CLAIM
+    record = "co2"
+    cost = staticmethod(hiding.cost)
+
+    def __init__(self, outer: Outer) -> None:
+        self.outer = outer
+
+    def wrap(self, context: Build) -> None:
+        """Makes the agreement.
+
+        Raises UserError: what a rank owns is not cut by all ranks of its replica, so several would send the same.
+        """
+        outer, sharding, mesh = self.outer, context.sharding, context.mesh
+        assert sharding is not None
+        rank, world = mesh.rank, mesh.mesh
+        replica = world.coordinates[rank].replica
+        ranks = world.replicas[replica]
+        if any((len(unit.optimizer) or 1) != len(ranks) for unit in context.plan.units):
+            raise UserError(
+                f"A replica has {len(ranks)} ranks, and the optimizer's state is not cut among all of them.",
+                why="each rank sends what it owns to its like in the other replicas",
+                do=f"plan.pin.shard.optimizer={len(ranks)}",
+            )
+        paces = outer.paces or (1.0,) * len(world.replicas)
+        samples = [
+            sum(context.plan.ranks[one].share[1] - context.plan.ranks[one].share[0] for one in members)
+            for members in world.replicas
+        ]
+        rounds = Rounds(outer.steps, paces[replica], samples[replica] / max(samples), outer.adapt)
+        choices = chosen_of(outer.method, dict(outer.settings))
+        members = None
+        if len(world.replicas) > 1:
+            channel: Any = mesh.channel
+            timeout = units.seconds(context.recipe.comm.timeout, "comm.timeout")
+            everybody = tuple(range(len(world.replicas)))
+            store = channel.get_group_store()
+            crew = Crew(store, replica, everybody, ranks.index(rank), len(ranks), timeout, ledger=channel.ledger)
+            members = Members(crew, codec(choices.codec))
+        group = mesh.replica
+        total: Sum | None = None if group is None else partial(_total, group)
+        engine = OuterSync([one.tensor for one in sharding.owned], choices, members, rounds, total)
+        rate = context.recipe.train.optimizer.learning_rate or 0.0
+        context.agreement = ByRounds(every_step.agreement(context), engine, sharding, rate, world.replicas)
+
+    def state(self, context: Build, found: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+        """The common model, each replica's optimizer, and the engine's halves."""
+        agreement, mesh = context.agreement, context.mesh
+        assert isinstance(agreement, ByRounds)
+        replica = mesh.coordinates.replica
+        ranks = mesh.mesh.replicas[replica]
+        return parts(found, agreement, replica, f"{ranks.index(mesh.rank)} of {len(ranks)}")
+
+
+def _total(group: dist.ProcessGroup, values: Tensor) -> Tensor:
+    """Adds over the shards of a replica."""
+    with traffic(Traffic.CONTROL), torch.no_grad():
+        group.allreduce([values], AllreduceOptions()).wait()
+    return values
+
+
+def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """Rounds, where the plan has them."""
+    return None if plan.outer is None else OuterRounds(plan.outer)

@@ -28,6 +28,7 @@ CLAIM = Claim(
     needs=frozenset({"gradients are summed"}),
     changes=frozenset({"owns the optimizer step", "replicas differ between rounds"}),
     forbids=frozenset({"owns the optimizer step"}),
+    after=frozenset({"optimizer", "stages"}),
     instead=("every_step",),
 )
 RECORD = Record(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from espalier.comm.base import Traffic, traffic
 from espalier.compose import Claim
+from espalier.mechanism import Build, Mechanism
 from espalier.optim.base import Optimizer
-from espalier.sync.base import TOTALS, Agreed, Gradients
+from espalier.sync.base import TOTALS, Agreed, Gradients, Launcher
 from espalier.workload import Outcome
+
+if TYPE_CHECKING:
+    from espalier.config import Recipe
+    from espalier.plan.base import Plan
 
 CLAIM = Claim(
     "every_step",
@@ -22,6 +26,7 @@ CLAIM = Claim(
     needs=frozenset({"gradients are summed"}),
     changes=frozenset({"owns the optimizer step", "replicas equal after each step"}),
     forbids=frozenset({"owns the optimizer step"}),
+    after=frozenset({"optimizer", "stages"}),
 )
 
 
@@ -36,10 +41,10 @@ class EveryStep:
 
     def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
         """See `Agreement.step`. Nothing moves when a loss or the gradient is not finite."""
-        summed = self.totals.start(outcome, stop)
+        values = self.totals.of(outcome, stop)
         begun = time.perf_counter()
-        self.sharding.wait()
-        loss, weight, stopping, faulty = summed()
+        self.sharding.wait(values)
+        loss, weight, stopping, faulty = self.totals.read(values)
         exposed = time.perf_counter() - begun
         scale = self.totals.nominal_weight / weight if weight else 0.0
         size = self.sharding.norm() * scale
@@ -49,7 +54,7 @@ class EveryStep:
             self.sharding.refresh()
         return Agreed(loss / weight if weight else math.nan, weight, size, learning_rate, stopping, exposed, faulty)
 
-    level = whole = True
+    level = whole = common = True
     leaving = outlives = False
 
     def following(self, step: int) -> int:
@@ -66,6 +71,12 @@ class EveryStep:
     def finish(self, learning_rate: float) -> None:
         """See `Agreement.finish`: they are."""
 
+    def follow(self, launcher: Launcher) -> None:
+        """See `Agreement.follow`: a lost rank ends the step."""
+
+    def close(self) -> None:
+        """See `Agreement.close`: there are none."""
+
     def _scale(self, gradients: list[Tensor], scale: float, size: float) -> None:
         if self.clip > 0 and size > self.clip:
             scale *= self.clip / size
@@ -74,30 +85,54 @@ class EveryStep:
 
 
 class Totals:
-    """Adds the ranks' losses, weights, stop flags and not-a-number flags in one small all-reduce."""
+    """A step's loss, weight, stop flag and not-a-number flags as one vector, which the gradients' exchange sums.
 
-    def __init__(self, group: torch.distributed.ProcessGroup | None, nominal_weight: float) -> None:
-        self.group, self.nominal_weight = group, nominal_weight
-        self.rank, self.world = (0, 1) if group is None else (group.rank(), group.size())
+    Args:
+        rank, world: this rank among those whose gradients are summed, and how many they are.
+        nominal_weight: see `Workload`.
+    """
 
-    def start(self, outcome: Outcome, stop: bool) -> Callable[[], tuple[float, float, bool, tuple[int, ...]]]:
-        """Launches the sum; the returned function waits for it: (loss sum, weight sum, stop, faulty ranks)."""
+    def __init__(self, nominal_weight: float, rank: int = 0, world: int = 1) -> None:
+        self.nominal_weight, self.rank, self.world = nominal_weight, rank, world
+
+    def of(self, outcome: Outcome, stop: bool) -> Tensor:
+        """float64 [3 + world]: this rank's part of the sum."""
         values = torch.zeros(TOTALS + self.world, dtype=torch.float64)
         loss = float(outcome.loss)
         values[0] = loss if math.isfinite(loss) else 0.0
         values[1] = float(outcome.weight)
         values[2] = float(stop)
         values[TOTALS + self.rank] = float(not math.isfinite(loss))
-        work = None
-        if self.group is not None:
-            with traffic(Traffic.CONTROL):
-                work = torch.distributed.all_reduce(values, group=self.group, async_op=True)
+        return values
 
-        def summed() -> tuple[float, float, bool, tuple[int, ...]]:
-            if work is not None:
-                work.wait()
-            numbers = values.tolist()
-            faulty = tuple(rank for rank in range(self.world) if numbers[TOTALS + rank])
-            return numbers[0], numbers[1], numbers[2] > 0, faulty
+    def read(self, values: Tensor) -> tuple[float, float, bool, tuple[int, ...]]:
+        """(loss sum, weight sum, whether some rank stops, ranks whose loss is not finite) of the summed vector."""
+        loss, weight, stop, *flags = values.tolist()
+        return loss, weight, stop > 0, tuple(rank for rank, flag in enumerate(flags) if flag)
 
-        return summed
+
+# --- as a mechanism ------------------------------------------------------------------------------------------------
+
+
+def agreement(context: Build) -> EveryStep:
+    """Of the ranks that exchange gradients at every step."""
+    assert context.sharding is not None
+    assert context.optimizer is not None
+    group = context.mesh.replica
+    totals = Totals(context.workload.nominal_weight, *((0, 1) if group is None else (group.rank(), group.size())))
+    return EveryStep(context.sharding, context.optimizer, totals, context.recipe.train.clip)
+
+
+class DataParallel(Mechanism):
+    """Replicas agree at every step."""
+
+    claim = CLAIM
+
+    def wrap(self, context: Build) -> None:
+        """Makes the agreement."""
+        context.agreement = agreement(context)
+
+
+def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """The plain agreement, where the plan has no rounds."""
+    return DataParallel() if plan.outer is None else None

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from espalier import cluster as clusters
-from espalier import config, rank, trainer, units
+from espalier import config, mechanisms, rank, trainer, units
 from espalier import run as runs
 from espalier.checkpoint.place import open_place
 from espalier.checkpoint.sharded import Checkpoints
@@ -91,7 +91,9 @@ def carry_out(job: Job, as_json: bool, supervised: Callable[[Life, supervise.Car
     """The run from its plan to its report; `supervised` starts the ranks and keeps them alive."""
     if is_finished(job.resolved.recipe, job.folder):
         return _nothing_to_do(job, as_json)
-    care = replace(care_of(job.resolved.recipe), tell=partial(_tell, job), stays=rank.stays(job.plan))
+    care = replace(
+        care_of(job.resolved.recipe), tell=partial(_tell, job), stays=mechanisms.recovery(job.resolved.recipe, job.plan)
+    )
     begun = time.monotonic()
     try:
         supervised(life(job), care)

@@ -13,8 +13,8 @@ from espalier import run as runs
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import Recipe
 from espalier.errors import UserError
+from espalier.mechanisms import DTYPES
 from espalier.track import events
-from espalier.trainer import DTYPES
 from espalier.verbs import ready
 from espalier.workload import Workload
 

@@ -18,6 +18,7 @@ from espalier import workloads
 from espalier.config import Recipe
 from espalier.errors import UserError
 from espalier.language.tokenizer import Tokenizer
+from espalier.mechanisms import DTYPES
 from espalier.resilience.acme import background
 from espalier.resilience.acme.evaluate.choices import MultipleChoice
 from espalier.resilience.acme.evaluate.crew import Setup
@@ -27,7 +28,6 @@ from espalier.resilience.acme.evaluate.tasks import HeldOut, Task
 from espalier.resilience.acme.evaluate.watch import Told, Watch, Where
 from espalier.rows import Row
 from espalier.track.progress import Waiting
-from espalier.trainer import DTYPES
 from espalier.units import show_seconds
 from espalier.verbs import ready
 from espalier.verbs.trained import origin

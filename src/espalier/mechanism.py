@@ -1,0 +1,84 @@
+"""A mechanism: one answer to one question of a plan, as `compose` orders it and `trainer.build` applies it.
+
+Mechanisms meet in a `Build`, never in one another: each takes from it what earlier ones have left there, and leaves
+there what it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from espalier.compose import Claim
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from espalier.checkpoint.base import Stateful
+    from espalier.config import Recipe
+    from espalier.cost import Cost
+    from espalier.optim.base import Optimizer
+    from espalier.parallel.mesh import ProcessMesh
+    from espalier.plan.base import Plan
+    from espalier.shard.base import Sharding
+    from espalier.stages.base import Schedule
+    from espalier.sync.base import Agreement
+    from espalier.workload import Workload
+
+
+@dataclass
+class Build:
+    """A run on one rank while it is put together. Has state: every mechanism of the plan changes it in turn.
+
+    Attributes:
+        recipe, plan, workload: what is to run.
+        mesh: the ranks.
+        device: where this rank computes.
+        model: None until the model is built; changed in place by later mechanisms.
+        forward: makes the context that every forward pass runs in.
+        matrices: names of the matrices that the optimizer moves as a whole.
+        sharding, optimizer, schedule, agreement: what trains it; None until a mechanism has made it.
+    """
+
+    recipe: Recipe
+    plan: Plan
+    workload: Workload
+    mesh: ProcessMesh
+    device: torch.device
+    model: nn.Module | None = None
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    matrices: frozenset[str] = frozenset()
+    sharding: Sharding | None = None
+    optimizer: Optimizer | None = None
+    schedule: Schedule | None = None
+    agreement: Agreement | None = None
+    mechanisms: tuple[Mechanism, ...] = field(default=())
+
+
+class Mechanism:
+    """The Protocol of all mechanisms, with the plain answer for what one does not do.
+
+    Attributes:
+        claim: the question it answers, what it needs of others, what it brings and what it cannot stand.
+        record: the name of its `Record`, where it is one of the systems.
+        cost: what it adds to a step, over NumPy arrays, so that the planner prices many layouts in one call; None: it
+            adds nothing to what the model itself costs.
+    """
+
+    claim: Claim
+    record: ClassVar[str] = ""
+    cost: ClassVar[Callable[..., Cost] | None] = None
+
+    def wrap(self, context: Build) -> None:
+        """Does its part in `context`. Called once, after all that it needs."""
+
+    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+        """What a checkpoint holds, given the `parts` that earlier mechanisms have named."""
+        return parts
+
+
+Choose = Callable[["Recipe", "Plan"], "Mechanism | None"]
+"""A row of the table of mechanisms: the answer to its question that a recipe and its plan ask for, if they do."""

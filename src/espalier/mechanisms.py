@@ -1,0 +1,210 @@
+"""The table of mechanisms: what a plan may put round a model, one row each. `trainer.build` goes through it.
+
+A new mechanism is a folder or file of its own and one row here. Those that change the model itself, and know nothing of
+ranks, stand in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+from espalier import compose
+from espalier.compose import Claim
+from espalier.errors import UserError
+from espalier.mechanism import Build, Choose, Mechanism
+from espalier.optim import adamw, muon
+from espalier.shard import mechanism as sharded_states
+from espalier.shard import spread
+from espalier.stages import whole
+from espalier.sync import by_rounds, every_step
+
+if TYPE_CHECKING:
+    from espalier.config import Recipe
+    from espalier.plan.base import Plan
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+"""Precision of the parameters. With bf16 they stay fp32 (the master weights); autocast computes in bf16."""
+
+MODEL = Claim("model", question="model", changes=frozenset({"a model"}))
+SELECTIVE = Claim(
+    "recompute_selective", question="recompute", needs=frozenset({"a model"}), instead=("recompute_block",)
+)
+BLOCK = Claim("recompute_block", question="recompute", needs=frozenset({"a model"}), instead=("recompute_selective",))
+BF16 = Claim("bf16", question="precision")
+COMPILE = Claim(
+    "compile", question="compile", needs=frozenset({"a model"}), after=frozenset({"recompute", "attend", "route"})
+)
+
+
+class Model(Mechanism):
+    """The workload's own model, whole and with its initial weights."""
+
+    claim = MODEL
+
+    def __init__(self, precision: str) -> None:
+        self.precision = precision
+
+    def wrap(self, context: Build) -> None:
+        """Builds it."""
+        context.model = context.workload.build(context.device, DTYPES[self.precision])
+
+
+class Recompute(Mechanism):
+    """Activations are computed again in backward."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode, self.claim = mode, {"selective": SELECTIVE, "block": BLOCK}[mode]
+
+    def wrap(self, context: Build) -> None:
+        """Tells the model."""
+        assert context.model is not None
+        context.workload.recompute(context.model, self.mode)
+
+
+class Bf16(Mechanism):
+    """Forward and backward compute in bfloat16 where that is safe (autocast)."""
+
+    claim = BF16
+
+    def wrap(self, context: Build) -> None:
+        """Sets the context of forward passes."""
+        context.forward = partial(torch.autocast, context.device.type, torch.bfloat16)
+
+
+class Compile(Mechanism):
+    """Each block's forward goes through `torch.compile`."""
+
+    claim = COMPILE
+
+    def wrap(self, context: Build) -> None:
+        """Compiles the blocks."""
+        assert context.model is not None
+        compile_blocks(context.workload.blocks(context.model))
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Compiles each block in place. Raises UserError when there is no compiler to do it with."""
+    import shutil
+
+    if not torch.cuda.is_available() and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+        raise UserError(
+            "train.compile = true needs a C++ compiler, and none is on the PATH.",
+            do="apt-get install g++, or train.compile = false",
+        )
+    for block in blocks:
+        # The forward alone: hooks that bring its parameters stay outside.
+        block.forward = torch.compile(block.forward)
+
+
+# --- what a plan says of itself, for others to need or forbid ------------------------------------------------------
+
+ENCODED = Claim("codecs", question="codec", changes=frozenset({"sums are encoded"}))
+NCCL = Claim("nccl", question="transport", changes=frozenset({"waits cannot be ended"}))
+ROLES = Claim("roles", question="roles", changes=frozenset({"ranks of other roles"}))
+SINGLES = Claim("single_ranks", question="replicas", changes=frozenset({"replicas of one rank"}))
+CUT = Claim("cut_model", question="stages", changes=frozenset({"the model is cut"}), instead=("whole",))
+
+
+class Property(Mechanism):
+    """Something true of a plan that others ask for by name. Changes nothing."""
+
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
+
+
+class CutModel(Property):
+    """A model that is cut over ranks; there is no executor for it."""
+
+    def wrap(self, context: Build) -> None:
+        """Raises UserError."""
+        raise UserError(
+            f"This plan cannot be run: {context.plan.missing or 'it cuts the model over ranks'}.",
+            do="plan.pin.tp=1 plan.pin.sp=1 plan.pin.pp=1",
+        )
+
+
+def properties(plan: Plan) -> list[Claim]:
+    """Of a plan, besides those that its mechanisms bring."""
+    outer = plan.outer
+    asked = (
+        (ENCODED, any(one.codec != "exact" for one in plan.exchanges)),
+        (NCCL, any(one.device != "cpu" for one in plan.ranks)),
+        (ROLES, len(plan.trainers) < len(plan.ranks)),
+        (SINGLES, outer is not None and all(len(ranks) == 1 for ranks in outer.replicas)),
+    )
+    return [claim for claim, holds in asked if holds]
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+TABLE: tuple[Choose, ...] = (
+    lambda recipe, plan: Model(plan.precision),
+    lambda recipe, plan: Recompute(plan.recompute) if plan.recompute != "none" else None,
+    lambda recipe, plan: Bf16() if plan.precision == "bf16" else None,
+    lambda recipe, plan: Compile() if plan.compile else None,
+    muon.choose_matrices,
+    sharded_states.choose,
+    muon.choose,
+    adamw.choose,
+    whole.choose,
+    lambda recipe, plan: CutModel(CUT) if whole.choose(recipe, plan) is None else None,
+    every_step.choose,
+    by_rounds.choose,
+)
+
+
+def chosen(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> list[Mechanism]:
+    """The mechanisms that `recipe` and `plan` ask for."""
+    found = [one for row in table if (one := row(recipe, plan)) is not None]
+    return [*found, *map(Property, properties(plan))]
+
+
+def ordered(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> tuple[Mechanism, ...]:
+    """The same in the order in which they are applied. Raises UserError when they cannot run together."""
+    by_name = {one.claim.name: one for one in chosen(recipe, plan, table)}
+    names = compose.require((one.claim for one in by_name.values()), known=[spread.WHOLE])
+    return tuple(by_name[name] for name in names)
+
+
+# --- what a run may do beside it -----------------------------------------------------------------------------------
+
+STAY_ALIKE = Claim(
+    "stay_alike",
+    question="recovery",
+    forbids=frozenset(
+        {
+            "states are cut",
+            "the model is cut",
+            "sums are encoded",
+            "replicas differ between rounds",
+            "ranks of other roles",
+            "waits cannot be ended",
+        }
+    ),
+)
+"""After a failure the surviving ranks go on from their own state, which the replacement copies: all hold the same."""
+STAY_BY_ROUNDS = Claim(
+    "stay_by_rounds",
+    question="recovery",
+    needs=frozenset({"replicas of one rank"}),
+    forbids=frozenset({"waits cannot be ended"}),
+)
+"""Surviving replicas finish their round without the lost one, and let its replacement in at the next."""
+
+
+def accepts(recipe: Recipe, plan: Plan, claim: Claim) -> bool:
+    """Whether `claim` can stand beside the mechanisms of a plan."""
+    present = [one.claim for one in chosen(recipe, plan)]
+    return isinstance(compose.compose([*present, claim]), compose.Order)
+
+
+def recovery(recipe: Recipe, plan: Plan) -> Literal["", "alike", "rounds"]:
+    """How ranks that are left after a failure go on: see the claims above; empty: they start again."""
+    if accepts(recipe, plan, STAY_ALIKE):
+        return "alike"
+    return "rounds" if accepts(recipe, plan, STAY_BY_ROUNDS) else ""

@@ -1,0 +1,1 @@
+"""How do ranks stand to one another?"""

@@ -1,0 +1,270 @@
+"""The device mesh of a run: its axes, the coordinates of each rank, and the process groups along the axes.
+
+Axes, from the coarsest: `replica` (copies that agree by rounds), `pp` (pipeline stages), `dp` (data parallel), `cp_out`
+and `cp_in` (context parallel, between and inside machines), `hp` (heads, Ulysses) and `tp` (tensor parallel); the
+three in the middle together are the sequence axis. Experts (`ep`) do not add ranks: an expert group is a run of
+consecutive ranks along `dp` and the sequence axes (DeepSpeed-MoE, arXiv 2201.05596).
+
+A mesh need not be regular: pipelines may have stages of unequal width, and ranks that hold no part of the model
+(optimizer nodes, evaluators, spares) have a role but no coordinates. `Mesh` is a pure value, cheap for thousands of
+ranks; `ProcessMesh` is what one process sees of it, with process groups made on first use.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
+
+from espalier.errors import UserError
+
+if TYPE_CHECKING:
+    from espalier.plan.base import Plan
+
+AXES = ("replica", "pp", "dp", "cp_out", "cp_in", "hp", "tp")
+SEQUENCE = ("cp_out", "cp_in", "hp")
+DATA = ("dp", *SEQUENCE)
+"""Axes along which ranks hold the same parameters and compute on different tokens."""
+REPLICA = AXES[1:]
+"""Axes of one replica: ranks that exchange something at every step."""
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands on each axis."""
+
+    replica: int = 0
+    pp: int = 0
+    dp: int = 0
+    cp_out: int = 0
+    cp_in: int = 0
+    hp: int = 0
+    tp: int = 0
+
+
+class Part(NamedTuple):
+    """Part `number` of `total` equal ones."""
+
+    number: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Who stands where. Immutable.
+
+    Attributes:
+        roles: of every rank; `trainer` where it holds a part of the model.
+        coordinates: of every trainer, by rank.
+        experts: ranks of an expert group (`ep`); it divides the ranks along the data axes.
+        heads: trainers whose loss counts: of each pipeline the last stage, and one of each tensor-parallel group.
+    """
+
+    roles: tuple[str, ...]
+    coordinates: Mapping[int, Coordinates]
+    experts: int = 1
+    heads: frozenset[int] = frozenset()
+    _groups: dict[tuple[str, ...], dict[int, tuple[int, ...]]] = field(
+        default_factory=dict, compare=False, hash=False, repr=False
+    )
+
+    def members(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The trainers that differ from `rank` in `axes` only, in the order of their coordinates."""
+        return self._by_rank(axes)[rank]
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """All groups along `axes`, each once: together the trainers."""
+        return tuple(dict.fromkeys(self._by_rank(axes).values()))
+
+    def _by_rank(self, axes: Sequence[str]) -> dict[int, tuple[int, ...]]:
+        key = tuple(axis for axis in AXES if axis in axes)
+        assert len(key) == len(set(axes)), f"axes are {AXES}, not {tuple(axes)}"
+        if key not in self._groups:
+            fixed = [index for index, axis in enumerate(AXES) if axis not in key]
+            found: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+            for rank in sorted(self.coordinates, key=lambda rank: self.coordinates[rank]):
+                found[tuple(self.coordinates[rank][index] for index in fixed)].append(rank)
+            self._groups[key] = {rank: tuple(group) for group in found.values() for rank in group}
+        return self._groups[key]
+
+    @property
+    def trainers(self) -> tuple[int, ...]:
+        """The ranks that hold a part of the model."""
+        return tuple(sorted(self.coordinates))
+
+    @property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each replica."""
+        return self.groups(*REPLICA)
+
+    def same_parameters(self, rank: int) -> tuple[int, ...]:
+        """The ranks of `rank`'s replica that hold the same parameters: gradients are summed over them."""
+        return self.members(rank, *DATA)
+
+    def counts(self, rank: int) -> bool:
+        """Whether the loss that `rank` computes is counted. The others of its tensor-parallel group compute the same,
+        earlier stages none."""
+        return rank in self.heads
+
+    def data_part(self, rank: int) -> Part:
+        """Which samples of a data set `rank` takes where they are divided evenly: one part for each (replica, dp)."""
+        parts = sorted({(one.replica, one.dp) for one in self.coordinates.values()})
+        own = self.coordinates[rank]
+        return Part(parts.index((own.replica, own.dp)), len(parts))
+
+    def sequence_part(self, rank: int) -> Part:
+        """Which part of each sequence `rank` holds."""
+        group = self.members(rank, *SEQUENCE)
+        return Part(group.index(rank), len(group))
+
+    def expert_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks among which one copy of the experts is divided."""
+        group = self.same_parameters(rank)
+        first = group.index(rank) // self.experts * self.experts
+        return group[first : first + self.experts]
+
+    def same_experts(self, rank: int) -> tuple[int, ...]:
+        """The ranks of `rank`'s replica that hold the same experts."""
+        group = self.same_parameters(rank)
+        return group[group.index(rank) % self.experts :: self.experts]
+
+
+class Degrees(NamedTuple):
+    """Ranks along each axis of a regular mesh."""
+
+    replica: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp_out: int = 1
+    cp_in: int = 1
+    hp: int = 1
+    tp: int = 1
+
+
+def regular(degrees: Degrees, experts: int = 1) -> Mesh:
+    """The mesh of `degrees` on ranks that are numbered along its axes, the last of them fastest.
+
+    Raises UserError when a degree is not positive or `experts` does not divide the data-parallel ranks.
+    """
+    for axis, degree in degrees._asdict().items():
+        if degree < 1:
+            raise UserError(f"{axis} = {degree} is not a number of ranks.", do=f"{axis} = 1 or more")
+    every = itertools.product(*(range(degree) for degree in degrees))
+    found = {rank: Coordinates(*one) for rank, one in enumerate(every)}
+    last = {rank for rank, one in found.items() if one.pp == degrees.pp - 1}
+    return _made(("trainer",) * len(found), found, last, experts)
+
+
+def of_plan(plan: Plan) -> Mesh:
+    """The mesh of a plan's ranks."""
+    roles = tuple(rank.role for rank in plan.ranks)
+    replicas = [plan.trainers] if plan.outer is None else plan.outer.replicas
+    inside = _of_stages(plan) or {rank: Coordinates(dp=index) for index, rank in enumerate(replicas[0])}
+    last = _last_stages(plan) or set(replicas[0])
+    like = {rank: replicas[0][index] for ranks in replicas for index, rank in enumerate(ranks)}
+    found = {rank: inside[like[rank]]._replace(replica=n) for n, ranks in enumerate(replicas) for rank in ranks}
+    return _made(roles, found, {rank for rank in found if like[rank] in last}, 1)
+
+
+def _of_stages(plan: Plan) -> dict[int, Coordinates]:
+    """Coordinates of the ranks of a plan's stages; pipelines stand side by side along `dp`."""
+    found: dict[int, Coordinates] = {}
+    offset = 0
+    for _, group in itertools.groupby(sorted(plan.stages, key=lambda one: one.pipeline), key=lambda one: one.pipeline):
+        width = 0
+        for number, stage in enumerate(sorted(group, key=lambda one: one.layers)):
+            for index, rank in enumerate(stage.ranks):
+                data, rest = divmod(index, stage.tensor * stage.sequence)
+                sequence, tensor = divmod(rest, stage.tensor)
+                found[rank] = Coordinates(pp=number, dp=offset + data, cp_in=sequence, tp=tensor)
+                width = max(width, data + 1)
+        offset += width
+    return found
+
+
+def _last_stages(plan: Plan) -> set[int]:
+    """The ranks of the last stage of each pipeline."""
+    depth = {
+        one.pipeline: max(other.layers for other in plan.stages if other.pipeline == one.pipeline)
+        for one in plan.stages
+    }
+    return {rank for one in plan.stages if one.layers == depth[one.pipeline] for rank in one.ranks}
+
+
+def _made(roles: tuple[str, ...], coordinates: Mapping[int, Coordinates], last: set[int], experts: int) -> Mesh:
+    """`last`: ranks of the last stages."""
+    mesh = Mesh(roles, coordinates, experts, frozenset(rank for rank in last if coordinates[rank].tp == 0))
+    for group in mesh.groups(*DATA):
+        if experts < 1 or len(group) % experts:
+            near = max(degree for degree in range(1, max(1, experts) + 1) if len(group) % degree == 0)
+            raise UserError(
+                f"ep = {experts} does not divide the {len(group)} ranks that hold the same parameters.",
+                do=f"ep = {near}",
+            )
+    return mesh
+
+
+# --- process groups ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ProcessMesh:
+    """A mesh as the process of one rank sees it. Has state: the process groups made so far.
+
+    Groups are made on first use, of their members only. All members must ask for them in the same order.
+
+    Attributes:
+        mesh: who stands where.
+        channel: the group of all ranks; None where there is one.
+        rank: this process.
+    """
+
+    mesh: Mesh
+    channel: dist.ProcessGroup | None = None
+    rank: int = 0
+    _made: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Of this rank."""
+        return self.mesh.coordinates[self.rank]
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one in `axes` only; None where it is alone."""
+        return self.of(self.mesh.members(self.rank, *axes))
+
+    @property
+    def replica(self) -> dist.ProcessGroup | None:
+        """The ranks that exchange something with this one at every step; None where it is alone."""
+        return self.group(*REPLICA)
+
+    @property
+    def same_parameters(self) -> dist.ProcessGroup | None:
+        """The ranks of the replica that hold the same parameters; None where it is alone."""
+        return self.group(*DATA)
+
+    @property
+    def trainers(self) -> dist.ProcessGroup | None:
+        """All ranks that hold a part of the model; None where it is alone."""
+        return self.group(*AXES)
+
+    def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group of `ranks`, among them this one; None where it is alone."""
+        if self.channel is None or len(ranks) < 2:
+            return None
+        if ranks not in self._made:
+            everyone = ranks == tuple(range(self.channel.size()))
+            self._made[ranks] = self.channel if everyone else _new_group(self.channel, ranks)
+        return self._made[ranks]
+
+
+def _new_group(channel: dist.ProcessGroup, ranks: Iterable[int]) -> dist.ProcessGroup:
+    """The group of `ranks` of `channel`, made by them alone."""
+    world: Sequence[int] = getattr(channel, "members", None) or dist.get_process_group_ranks(channel)
+    limit = getattr(channel, "timeout", None)
+    made = dist.new_group([world[rank] for rank in ranks], timeout=limit, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made

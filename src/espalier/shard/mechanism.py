@@ -1,0 +1,54 @@
+"""Sharded states as a mechanism: the plan's units put round the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from espalier import units
+from espalier.mechanism import Build, Mechanism
+from espalier.shard import spread as spreading
+from espalier.shard.amsp import Amsp
+
+if TYPE_CHECKING:
+    from espalier.config import Recipe
+    from espalier.plan.base import Plan
+
+
+class ShardedStates(Mechanism):
+    """Parameters, gradients and optimizer states, each over its own number of the ranks that hold the same model."""
+
+    record = "amsp"
+    cost = staticmethod(spreading.cost)
+
+    def __init__(self, plan: Plan) -> None:
+        self.claim = spreading.claim(plan.units)
+
+    def wrap(self, context: Build) -> None:
+        """Makes the sharding."""
+        assert context.model is not None
+        context.sharding = Amsp(context.model, context.mesh.same_parameters, spread(context))
+
+
+def spread(context: Build) -> spreading.Spread:
+    """How the plan lays the states of the context's model on the ranks."""
+    recipe, plan, mesh = context.recipe, context.plan, context.mesh
+    assert context.model is not None
+    masters = plan.precision == "bf16" and any(unit.optimizer for unit in plan.units)
+    nccl = context.device.type == "cuda" and not plan.mixed  # finds the way through machines by itself
+    ranks = mesh.mesh.same_parameters(mesh.rank)
+    return spreading.Spread(
+        factors=spreading.factors(plan.units),
+        nodes=() if nccl else [plan.ranks[rank].node for rank in ranks],
+        blocks=context.workload.blocks(context.model),
+        whole=context.matrices,
+        low=torch.bfloat16 if masters else None,
+        bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"),
+        codecs=spreading.codecs(plan.exchanges, recipe.comm.nonfinite == "stop"),
+    )
+
+
+def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """Always: with factors of 1 it is plain data parallel."""
+    return ShardedStates(plan)
