@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.shard.control import Control, flags_per_value, values
+from espalier.shard.control import Control
+from espalier.shard.spread import control_values, flags_per_value
 from espalier.testing import ranks
 
 
@@ -36,4 +37,4 @@ def test_digits_of_one_value_are_exact(world: int) -> None:
 
 
 def test_the_length_is_the_vectors() -> None:
-    assert int(values(45, 4, 7)) == 7 + 1 + 3
+    assert int(control_values(45, 4, 7)) == 7 + 1 + 3

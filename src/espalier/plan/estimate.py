@@ -24,7 +24,7 @@ from espalier.plan.network import Fleet
 from espalier.plan.request import Request
 from espalier.plan.seats import devices, peak_flops
 from espalier.plan.step import Step, storage_of
-from espalier.shard import control
+from espalier.shard.spread import control_values
 from espalier.sync.base import TOTAL_BYTES, TOTALS
 
 
@@ -168,7 +168,7 @@ def _encoded(found: Mapping[str, Number], request: Request, on: Fleet) -> dict[s
 def _steering(request: Request, layouts: Layouts) -> Number:
     """Bytes that ranks add up in each step beside tensors."""
     world = np.asarray(layouts.world)
-    return TOTAL_BYTES * control.values(request.tensors, world, TOTALS + world)
+    return TOTAL_BYTES * control_values(request.tensors, world, TOTALS + world)
 
 
 def scaled(predicted: Predicted, measured: float) -> Predicted:

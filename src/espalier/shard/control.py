@@ -10,23 +10,11 @@ import torch
 from torch._C._distributed_c10d import AllreduceOptions
 
 from espalier.comm.base import Traffic, traffic
+from espalier.shard.spread import flags_per_value
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
-
-EXACT_BITS = 53
-"""Integers of so many bits are exact in float64."""
-
-
-def flags_per_value(ranks: Any) -> Any:
-    """How many counts of at most `ranks` fit into one float64, as digits to the base `ranks + 1`."""
-    return np.floor(EXACT_BITS / np.log2(np.asarray(ranks) + 1)).astype(np.int64)
-
-
-def values(tensors: Any, ranks: Any, totals: Any) -> Any:
-    """float64 values that are summed at every step, for so many trainable `tensors` (NumPy arrays allowed)."""
-    return totals + 1 + -(-np.asarray(tensors) // flags_per_value(ranks))
 
 
 class Control:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
+
 from espalier.compose import Claim
 from espalier.cost import Cost, all_gather, all_reduce, reduce_scatter, ring_bytes
 from espalier.shard.arrange import BUCKET, Arranged, Piece, Rule, arrange
@@ -176,6 +178,20 @@ def units(pieces: Sequence[Piece], placements: dict[Factors, Placement], bucket_
 
 
 # --- cost --------------------------------------------------------------------------------------------------------
+
+
+EXACT_BITS = 53
+"""Integers of so many bits are exact in float64."""
+
+
+def flags_per_value(ranks: Any) -> Any:
+    """How many counts of at most `ranks` fit into one float64, as digits to the base `ranks + 1`."""
+    return np.floor(EXACT_BITS / np.log2(np.asarray(ranks) + 1)).astype(np.int64)
+
+
+def control_values(tensors: Any, ranks: Any, totals: Any) -> Any:
+    """float64 values that are summed at every step, for so many trainable `tensors` (NumPy arrays allowed)."""
+    return totals + 1 + -(-np.asarray(tensors) // flags_per_value(ranks))
 
 
 class Wires(NamedTuple):
