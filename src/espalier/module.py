@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
+from espalier.artifacts import Artifact
 from espalier.config import Module as Options
 from espalier.config import Recipe
 from espalier.cost import Anatomy, Cut, Product, Work
@@ -33,12 +34,14 @@ class Parts(NamedTuple):
 
     `loss(model, batch)` gives (sum over the batch, weight), never a mean; a batch is what
     `torch.utils.data.default_collate` makes of the dataset's samples. `dataset` has `__len__` and `__getitem__`.
+    `sample(model)` gives `espalier.artifacts` that the report shows: texts, images, tables.
     """
 
     model: nn.Module
     dataset: Dataset[Any]
     loss: Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
     held_out: Dataset[Any] | None = None
+    sample: Callable[[nn.Module], Sequence[Artifact]] | None = None
 
 
 class ModuleWorkload:
@@ -139,9 +142,12 @@ class ModuleWorkload:
         """The samples' indices."""
         return [f"sample {index}" for index in self._indices(step, shard)]
 
-    def sample(self, model: nn.Module) -> str:
-        """Nothing to show."""
-        return ""
+    def sample(self, model: nn.Module) -> Sequence[Artifact]:
+        """What its author shows of it."""
+        if self.parts.sample is None:
+            return []
+        with self.author.answers("when it was asked for a sample"):
+            return self.parts.sample(model)
 
     def fingerprint(self) -> str:
         """Hash of the dataset's length and of a few of its samples."""
@@ -273,7 +279,7 @@ def open_module(recipe: Recipe, folder: str | Path | None = None) -> ModuleWorkl
 
 
 def _checked(parts: Any, author: Author) -> Parts:
-    if not (isinstance(parts, tuple) and len(parts) in (3, 4) and isinstance(parts[0], nn.Module)):
+    if not (isinstance(parts, tuple) and 3 <= len(parts) <= len(Parts._fields) and isinstance(parts[0], nn.Module)):
         raise UserError(
             f"model.build = {author.build!r} returned {type(parts).__name__}.",
             why="it must return (model, dataset, loss) or (model, dataset, loss, held_out)",

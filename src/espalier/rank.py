@@ -153,9 +153,9 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
     with place.pulse.elsewhere("storing"):
         if saved is not None:
             saved.wait()
-        text = trainer.sample()
-    if text and place.rank == 0:
-        setting.emit("sample", step=trainer.step, text=text)
+        shown = trainer.sample()
+    for artifact in shown if place.rank == 0 else ():
+        setting.emit("sample", step=trainer.step, **artifact.fields)
     return {"step": trainer.step, "tokens": trainer.tokens}
 
 

@@ -119,6 +119,7 @@ class Row:
         answer: (workload, model, input, sampling) -> Answer. None: nobody knows what an input is.
         exports: format -> (workload, model, folder), which writes the model there and says how to load it.
         tokenizer: of the workload, for tasks that ask questions in text.
+        usage: how people ask a trained model, as (word, what follows `espalier predict RUN`).
     """
 
     open: Callable[[Recipe, Path | None, Progress, Any], Workload]
@@ -128,3 +129,4 @@ class Row:
     answer: Callable[[Workload, nn.Module, str | None, Sampling], Answer] | None = None
     exports: Mapping[str, Callable[[Workload, nn.Module, Path], str]] = field(default_factory=dict)
     tokenizer: Callable[[Workload], Any] | None = None
+    usage: tuple[str, str] = ("answers", "")

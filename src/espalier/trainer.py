@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from espalier import comm, nonfinite
+from espalier.artifacts import Artifact
 from espalier.checkpoint import sharded as checkpoints
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.memory import Memory, take_up
@@ -263,13 +264,12 @@ class Trainer:
         self.setting.emit("validation", step=self.step, **self.workload.summary(means))
         return means.get("loss")
 
-    def sample(self) -> str:
-        """What the model says now: rank 0 asks, and the others too where a forward pass needs them."""
-        if self.setting.place.rank and not self.built.sharding.together:
-            return ""
+    @torch.no_grad()
+    def sample(self) -> Sequence[Artifact]:
+        """What the model shows now: rank 0 asks, and the others too where a forward pass needs them."""
+        asked = self.built.sharding.together or not self.setting.place.rank
         self.built.model.eval()
-        with torch.no_grad():
-            return self.workload.sample(self.built.model)
+        return self.workload.sample(self.built.model) if asked else []
 
     # --- saving --------------------------------------------------------------------------------------------------
 

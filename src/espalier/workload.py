@@ -17,6 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch import nn
 
+    from espalier.artifacts import Artifact
     from espalier.cost import Work
 
 Progress = Callable[[int, int], None]
@@ -120,8 +121,8 @@ class Workload(Protocol):
         """Names of the documents in that shard's batch, for error messages."""
         ...
 
-    def sample(self, model: nn.Module) -> str:
-        """A glimpse of what the model does now, for people (text for language); empty when there is none."""
+    def sample(self, model: nn.Module) -> Sequence[Artifact]:
+        """Glimpses of what the model does now, for people; empty when there are none."""
         ...
 
     def fingerprint(self) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.config import Recipe, derive, kinds
+from espalier.config.base import Kind
 from espalier.rows import Row
 from espalier.workload import Progress, Workload
 
@@ -36,7 +37,12 @@ def silently(what: str) -> AbstractContextManager[Progress]:
 
 def row(recipe: Recipe) -> Row:
     """The row of the recipe's kind of model, imported now."""
-    found = import_module(kinds.of(recipe.model).row).ROW
+    return row_of(kinds.of(recipe.model))
+
+
+def row_of(kind: Kind) -> Row:
+    """The row of a kind of model, imported now."""
+    found = import_module(kind.row).ROW
     assert isinstance(found, Row)
     return found
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from espalier import config
+from espalier.artifacts import Artifact, Table
 from espalier.config import Recipe
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import UserError
@@ -159,20 +160,24 @@ class GraphWorkload:
         """Quotients as people read them."""
         return metrics.summary(totals)
 
-    def sample(self, model: nn.Module) -> str:
+    def sample(self, model: nn.Module) -> list[Artifact]:
         """Some held-out answers beside the truth."""
         ids = self.task.parts.validation[:: max(1, self.task.validation // GLIMPSES)][:GLIMPSES].tolist()
+        rows: list[Sequence[str | float]] = []
         if isinstance(self.task, LinkTask):
             pairs = [(int(head), int(tail)) for head, tail in self.task.links.pairs[:, ids].T]
-            told = self.task.answers(model, pairs)
-            return "\n".join(f"{one['name']}: {one['probability']:.2f} (it is there)" for one in told)
-        lines = []
+            rows += ([one["name"], one["probability"]] for one in self.task.answers(model, pairs))
+            return [Table(("link", "probability that it is there (it is)"), rows)] if rows else []
         for item, one in zip(ids, self.task.answers(model, ids), strict=True):
             if "label" in one:
                 truth = int(self.task.labels[item])
                 true = self.graph.classes[truth] if truth < len(self.graph.classes) else str(truth)
-                lines.append(f"{one['name']}: {one['label']} ({one['probability']:.2f}), in truth {true}")
-        return "\n".join(lines)
+                rows.append([one["name"], one["label"], one["probability"], true])
+        return (
+            [Table((self.recipe.graph.task if self.recipe.graph else "", "answer", "probability", "truth"), rows)]
+            if rows
+            else []
+        )
 
     def fingerprint(self) -> str:
         """Of the graph, its split included."""

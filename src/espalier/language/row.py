@@ -147,4 +147,5 @@ ROW = Row(
     answer=_answer,
     exports={"hf": _export},
     tokenizer=_tokenizer,
+    usage=("go on", " 'def '"),
 )

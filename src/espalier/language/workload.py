@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from espalier.artifacts import Artifact, Text
 from espalier.config import Gpt, Moe, Recipe
 from espalier.config.shapes import sizes
 from espalier.cost import Work
@@ -125,7 +126,7 @@ class LanguageWorkload:
             "perplexity": math.exp(min(loss, 700.0)),
         }
 
-    def sample(self, model: nn.Module) -> str:
+    def sample(self, model: nn.Module) -> list[Artifact]:
         """A short continuation of `track.sample` (or of the first held-out words)."""
         assert isinstance(model, gpt.GPT)
         prompt = self.recipe.track.sample
@@ -135,7 +136,7 @@ class LanguageWorkload:
         else:
             start = self._read_held_out(0, 1)[0, :32].tolist()
         fresh = generate.generate(model, torch.tensor(start), tokens=200, temperature=0.8, top_k=40, seed=1)
-        return self.tokenizer.decode([token for token in (*start, *fresh) if token != boundary])
+        return [Text(self.tokenizer.decode([token for token in (*start, *fresh) if token != boundary]))]
 
     def fingerprint(self) -> str:
         """Of every corpus and its tokenizer."""

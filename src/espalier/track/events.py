@@ -21,7 +21,7 @@ writes these; a reader ignores names and fields it does not know:
 | recovered  | kind, category, reason, rank, step (resumed from), attempt, seconds (failure to next step), |
 |            | lost_steps (done again), source (memory or disk) |
 | rule       | name, step, value, why: a value of the plan that may change while running has changed |
-| sample     | step, text |
+| sample     | step, kind (text, image, table), text (in letters), image (a PNG in a data URI), rows (of cells) |
 | eval       | step, task, metric, value, checkpoint (its seal), content (hash of what was asked), figures (how many |
 |            | metrics the task has), records, seconds |
 | end        | reason (finished, interrupted, failed), what, step, steps, seconds |

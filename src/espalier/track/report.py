@@ -278,7 +278,19 @@ def _layout(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _rows(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = list(table)
     rows = zip(*(table[name].tolist() for name in names), strict=True)
-    return [{"what": "", "action": "", "step": None, "kind": "", **dict(zip(names, row, strict=True))} for row in rows]
+    return [
+        {
+            "what": "",
+            "action": "",
+            "step": None,
+            "kind": "",
+            "text": "",
+            "image": "",
+            "rows": None,
+            **dict(zip(names, row, strict=True)),
+        }
+        for row in rows
+    ]
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -91,7 +91,7 @@ class Run:
 
     @property
     def samples(self) -> Table:
-        """One row per sample: step, text."""
+        """One row per sample: step, kind, text, and image or rows."""
         return self.table("samples")
 
     @property

@@ -12,8 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
-from espalier import units
+from espalier import units, workloads
 from espalier.cluster import Cluster, Disk, Link
+from espalier.config import kinds
 from espalier.config.derive import Derivation
 from espalier.plan.base import Layout, Plan, Predicted
 from espalier.track import tables
@@ -246,10 +247,13 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
     """What a person wants to read when a run has ended, and what to do next."""
     console = Console(highlight=False)
     run = tables.open_run(folder)
-    texts = run.samples.get("text")  # a module's run has no samples, so no such column
-    if texts is not None and len(texts):
+    steps = run.samples["step"]
+    shown = zip(run.samples["text"], steps, strict=True) if len(steps) else ()
+    latest = [str(text) for text, step in shown if step == steps[-1]]
+    for text in latest:
         console.rule("sample", align="left")
-        console.print(str(texts[-1]), markup=False, soft_wrap=True)
+        console.print(text, markup=False, soft_wrap=True)
+    if latest:
         console.rule()
     found = results(folder)
     figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in found.items())
@@ -257,15 +261,14 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
     line(f"Done in {units.show_seconds(seconds)}: {figures or 'no step was left to do'}.")
     # Paths and commands stay whole on one line, so that they can be copied.
     print(f"  report    {page}")
-    kind = (run.recipe.get("model") or {}).get("kind")
-    language = kind in ("gpt", "moe")
-    if language:
-        print(f"  go on     espalier predict {folder} 'def '")
-    elif kind != "module":
-        print(f"  answers   espalier predict {folder}")
+    kind = kinds.tagged((run.recipe.get("model") or {}).get("kind"))
+    row = None if kind is None else workloads.row_of(kind)
+    if row is not None and row.answer is not None:
+        word, question = row.usage
+        print(f"  {word:<8}  espalier predict {folder}{question}")
     print(f"  evaluate  espalier eval {folder}")
-    if language:
-        print(f"  export    espalier export {folder} --to hf")
+    for form in row.exports if row is not None else ():
+        print(f"  export    espalier export {folder} --to {form}")
 
 
 def account(found: Account) -> None:
