@@ -198,6 +198,16 @@ def test_only_the_command_line_and_the_progress_print() -> None:
     assert not found
 
 
+def test_people_read_what_was_made_visible() -> None:
+    """`print` is for JSON, which escapes; text for people goes through `terminal.say`."""
+    found = []
+    for path in [PACKAGE / "cli.py", *sorted((PACKAGE / "verbs").glob("*.py"))]:
+        calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+        prints = [ast.unparse(call) for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+        found += [f"{shown(path)}: {text}" for text in prints if "dumps(" not in text]
+    assert not found
+
+
 def test_no_file_knows_the_machine_it_was_written_on() -> None:
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False

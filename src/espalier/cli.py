@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from espalier import tcpstore
 from espalier.errors import EspalierError
+from espalier.terminal import say
 
 VERBS = {
     "probe": "measure this machine and write cluster.toml",
@@ -110,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:  # changes may stand behind options as well
         arguments.overrides = [*arguments.overrides, *changes]
     if arguments.version:
-        print(_versions())
+        say(_versions())
         return 0
     if arguments.verb is None:
         top.print_help()
@@ -125,10 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.json:
             print(json.dumps({"error": error.what, "why": error.why, "try": error.do}))
         else:
-            print(f"espalier: {error}", file=sys.stderr)
+            say(f"espalier: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("espalier: interrupted", file=sys.stderr)
+        say("espalier: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader (head, less) went away; point stdout at nothing so that the interpreter's last flush is quiet.

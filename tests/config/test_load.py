@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from espalier import config
-from espalier.config import load
+from espalier.config import limits, load
 from espalier.errors import UserError
 
 LEAST = {"model": {"kind": "gpt"}}
@@ -290,3 +291,44 @@ def test_known_keys_are_the_leaves_of_the_tree() -> None:
     assert {"model.kind", "model.experts", "data.path", "train.optimizer.adamw.betas", "plan.pin.ranks"} <= set(KEYS)
     assert sorted(set(KEYS)) == KEYS
     assert not any(other.startswith(key + ".") for key in KEYS for other in KEYS)
+
+
+NAMES = [
+    "../../x", "/x", "a/b", "", ".", "..", ".x", "-x", " x", "x ", "a\nb", "\x1b[1m", "$(x)", "a;b", "@COMMAND@", "a\0",
+    "\u202ex", "a" * 201, "\N{CJK UNIFIED IDEOGRAPH-4E2D}" * 67, "'", "<b>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_is_more_than_a_name_is_refused_with_one_that_is_not(name: str) -> None:
+    recipe = reload(LEAST, f"name={json.dumps(name)}")
+    with pytest.raises(UserError) as caught:
+        limits.check(recipe)
+    assert repr(name) in caught.value.what
+    assert "--run FOLDER" in caught.value.do
+    limits.check(reload(LEAST, caught.value.do.partition(";")[0].replace(" = ", "=")))
+
+
+@pytest.mark.parametrize("name", ["a b", "run_2-x.y", "größe", "中文", "e\u0301", "\u0928\u093f", "a..b", "x" * 200])
+def test_names_in_any_script_are_possible(name: str) -> None:
+    limits.check(reload(LEAST, f"name={json.dumps(name)}"))
+
+
+@given(st.text(st.characters(codec=None)))
+def test_the_plain_form_of_any_text_is_a_name_and_one_part_of_a_path(text: str) -> None:
+    name = load.plain_name(text)
+    assert load.plain_name(name) == name
+    assert Path("runs", name).resolve().parent == Path("runs").resolve()
+    assert name.isprintable()
+
+
+def test_a_recipe_is_called_as_its_file_as_far_as_that_is_a_name(tmp_path: Path) -> None:
+    file = tmp_path / "-my (new);recipe.toml"
+    file.write_text(tomli_w.dumps(LEAST))
+    assert load.load(file).name == "my -new--recipe"
+
+
+@pytest.mark.parametrize("python", ["", "-c", "a\nb"])
+def test_an_interpreter_is_a_program(python: str) -> None:
+    with pytest.raises(UserError, match=r"launch\.python"):
+        limits.check(reload(LEAST, f"launch.python={json.dumps(python)}"))

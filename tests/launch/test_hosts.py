@@ -38,6 +38,14 @@ def test_a_file_of_hosts_has_comments_and_empty_lines(tmp_path) -> None:
         ("a:x", "'a:x'"),
         ("a b", "'a b'"),
         ("-oProxyCommand=x", "'-oProxyCommand=x'"),
+        ("me@-oProxyCommand=x", "'me@-oProxyCommand=x'"),
+        ("-l@b", "'-l@b'"),
+        ("$(touch)", "'$(touch)'"),
+        ("a;b", "'a;b'"),
+        ("`x`@b", "'`x`@b'"),
+        ("{command}", "'{command}'"),
+        ("a\x1b[1m", "is no host"),
+        ("a/b", "'a/b'"),
         ("@/not/there", "/not/there"),
     ],
 )
@@ -73,3 +81,10 @@ def test_the_template_takes_the_host_and_one_line_of_shell() -> None:
     assert words == ["ip", "netns", "exec", "lab0", "sh", "-c", "exec '/opt/my python' -u -m some.module"]
     with pytest.raises(UserError, match="no command line"):
         hosts.command(there, Launch(command="sh -c '{command}"), "some.module")
+
+
+def test_a_template_is_filled_once() -> None:
+    """What is filled in holds no place to be filled in again, whatever the interpreter is called."""
+    options = Launch(command="ssh {host} {command}", python="/{host}/{command} $(x)/python")
+    found = hosts.command(Host("no-such-host-a"), options, "m")
+    assert found == ["ssh", "no-such-host-a", "exec '/{host}/{command} $(x)/python' -u -m m"]

@@ -56,6 +56,7 @@ def refused(capsys, *arguments):
 MISTAKES = {
     "unknown key": (["model.dept=3"], "model.dept", "model.depth"),
     "misplaced key": (["model.steps=3"], "model.steps", "train.steps"),
+    "a path for a name": (["name=../../elsewhere"], "name = '../../elsewhere'", "--run FOLDER"),
     "unknown choice": (["model.kind=gtp"], "model.kind = 'gtp'", "gpt"),
     "wrong type": (["train.steps=many"], "train.steps", "int"),
     "not an override": (["train.steps"], "train.steps", "key=value"),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 import shutil
 import subprocess
 import time
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import made
 import pytest
+import tomli_w
 
 from espalier.errors import UserError
 from espalier.track import report
@@ -78,6 +82,40 @@ def test_what_others_wrote_is_escaped(tmp_path: Path) -> None:
         file.write('{"event":"incident","time":1,"step":3,"what":"<img src=x>","action":""}\n')
     text = checked(report.write(folder))
     assert "&lt;script&gt;" in text
+
+
+MARKUP = """'"></title></svg><script>alert(1)</script><img src=x onerror=alert(1)>"""
+
+
+def poisoned(value: Any, keys: bool) -> Any:
+    """`value` with markup after every text in it, and after the names of what is counted (with `keys`)."""
+    if isinstance(value, dict):
+        return {
+            key + MARKUP * (keys and isinstance(item, float)): poisoned(item, keys) if key != "event" else item
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [poisoned(item, keys) for item in value]
+    return value + MARKUP if isinstance(value, str) else value
+
+
+def test_no_text_of_a_run_is_markup(tmp_path: Path) -> None:
+    """Names, reasons, samples, versions, hosts, classes of traffic, kinds of memory, keys of the recipe: all of it."""
+    folder = made.make(tmp_path, 12, end="failed")
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    (folder / "events.jsonl").write_text("".join(json.dumps(poisoned(one, False)) + "\n" for one in lines))
+    plan = json.loads((folder / "plan.json").read_text())
+    plan = {key: poisoned(value, key in ("layout",)) for key, value in plan.items()}
+    for kind in ("terms", "memory_bytes", "sent_bytes"):
+        plan["predicted"][kind] = {
+            name if name == "peak" else name + MARKUP: value for name, value in plan["predicted"][kind].items()
+        }
+    (folder / "plan.json").write_text(json.dumps(plan))
+    recipe = tomllib.loads((folder / "run.toml").read_text())
+    (folder / "run.toml").write_text(tomli_w.dumps({**poisoned(recipe, False), MARKUP: "x"}))
+    text = checked(report.write(folder))
+    assert text.count("&lt;script&gt;") > 20
+    assert "<img" not in text
 
 
 def test_the_error_is_measured_over_predicted(tmp_path: Path) -> None:

@@ -29,10 +29,10 @@ def running(server: Live) -> Iterator[Live]:
         server.server_close()
 
 
-def get(server: Live, path: str = "/", host: str = "") -> tuple[int, str]:
+def get(server: Live, path: str = "", host: str = "") -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=5)
     try:
-        connection.request("GET", path, headers={"Host": host} if host else {})
+        connection.request("GET", path or server.path, headers={"Host": host} if host else {})
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
     finally:
@@ -59,7 +59,25 @@ def test_only_this_machine_and_only_the_page(tmp_path: Path) -> None:
     with running(Live(made.make(tmp_path, 2))) as server:
         assert server.server_address[0] == "127.0.0.1"
         assert get(server, host="elsewhere.example:80")[0] == 403
-        assert get(server, "/../events.jsonl")[0] == 404
+        assert get(server, f"{server.path}../events.jsonl")[0] == 404
+
+
+def test_who_was_not_told_the_address_sees_nothing(tmp_path: Path) -> None:
+    folder = made.make(tmp_path, 2)
+    with running(Live(folder)) as server, running(Live(folder)) as other:
+        assert server.url.endswith(server.path)
+        assert len(server.path) > 20
+        assert [get(server, path)[0] for path in ("/", "/x", other.path, server.path[:-1])] == [404] * 4
+
+
+def test_an_error_of_several_lines_is_no_header(tmp_path: Path) -> None:
+    folder = made.make(tmp_path, 2)
+    with running(Live(folder)) as server:
+        (folder / "plan.json").write_text("{")
+        (folder / "run.toml").write_text('name = "a\r\nSet-Cookie: x=\u4e2d"\n=')
+        status, page = get(server)
+        assert status == 503
+        assert "Set-Cookie" not in page.partition("<")[0]
 
 
 def test_a_port_in_use_is_named_with_a_free_one(tmp_path: Path) -> None:

@@ -298,3 +298,28 @@ def test_several_tasks_are_ranks_and_one_supervises_them(options, tasks):
     script = slurm.script(slurm.options(options), ["x"], "job", Path("/r"))
     assert ("srun --kill-on-bad-exit=1 x &" in script) == tasks
     assert ("srun --ntasks=1 x &" in script) != tasks
+
+
+def test_what_is_filled_in_is_neither_filled_in_again_nor_run(tmp_path, monkeypatch):
+    """The shell text stands in a folder and in an override; what is run is what was meant, word for word."""
+    home = tmp_path / "@COMMAND@ @EVENTS@; touch struck; '"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    words = ["train", "data.path=@FOLDER@$(touch struck)`touch struck`", "@OPTIONS@"]
+    text = slurm.script(["--comment=a b; touch struck"], ["printf", "%s|", *words], "a b", home)
+    (tmp_path / "srun").write_text('#!/bin/bash\nshift\n"$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "".join(f"{word}|" for word in words)
+    assert not [*tmp_path.rglob("struck")]
+    assert "#SBATCH --job-name='a b'\n" in text
+    assert "#SBATCH --comment='a b; touch struck'\n" in text
+
+
+def test_a_line_end_in_a_folder_is_refused_and_a_percent_sign_stands_for_itself():
+    with pytest.raises(UserError, match="batch script"):
+        slurm.script([], ["x"], "job", Path("/r\ntouch struck"))
+    assert "--output=/100%%j/slurm-%j.log" in slurm.script([], ["x"], "job", Path("/100%j"))

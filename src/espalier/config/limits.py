@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from espalier import config, units
-from espalier.config import kinds
+from espalier.config import kinds, load
 from espalier.errors import UserError
 
 Limit = tuple[Callable[[Any], bool], str]
@@ -64,12 +64,8 @@ def check(recipe: config.Recipe) -> None:
     kinds.of(recipe.model).check(recipe)
     _batch(recipe.train)
     _places(recipe)
-    if "{command}" not in recipe.launch.command:
-        raise UserError(
-            f"launch.command = {recipe.launch.command!r} has no {{command}}.",
-            why="that is where the line of shell goes which starts a rank",
-            do='launch.command = "ssh {host} {command}"',
-        )
+    _name(recipe.name)
+    _launch(recipe.launch)
     units.seconds(recipe.comm.timeout, "comm.timeout")
     units.size(recipe.comm.bucket, "comm.bucket")
     _faults(recipe.faults)
@@ -89,6 +85,32 @@ def _sections(recipe: config.Recipe) -> None:
             raise UserError(
                 f"[{kind.section}] belongs to {kind.name}.", do=f"model.kind = {', '.join(first)} or {last}"
             )
+
+
+def _name(name: str) -> None:
+    """A run's name stands in paths, in job scripts, on pages and on terminals."""
+    if name != load.plain_name(name):
+        raise UserError(
+            f"name = {name!r} is not possible.",
+            why=f"a name is letters, digits, spaces and - _ ., at most {load.LONGEST_NAME} bytes, no . or - first",
+            do=f'name = "{load.plain_name(name)}"; where the run is kept says --run FOLDER',
+        )
+
+
+def _launch(launch: config.Launch) -> None:
+    if "{command}" not in launch.command:
+        raise UserError(
+            f"launch.command = {launch.command!r} has no {{command}}.",
+            why="that is where the line of shell goes which starts a rank",
+            do='launch.command = "ssh {host} {command}"',
+        )
+    python = launch.python
+    if python is not None and (not python or python[0] == "-" or not python.isprintable()):
+        raise UserError(
+            f"launch.python = {python!r} is not possible.",
+            why="it is the path of a program",
+            do='launch.python = "/path/to/python"',
+        )
 
 
 def _faults(faults: config.Faults) -> None:

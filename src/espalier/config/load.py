@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -19,13 +20,22 @@ from espalier.errors import UserError, nearest
 
 Table = dict[str, Any]
 
+LONGEST_NAME = 200
+"""Bytes of a run's name: file systems take 255, and some files bear it with an ending."""
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> config.Recipe:
     """The recipe in file `path` with `key=value` overrides applied. Raises UserError, never anything else."""
     file = Path(path)
     table = _read(file)
-    table.setdefault("name", file.stem)
+    table.setdefault("name", plain_name(file.stem))
     return _recipe(table, str(path), _overridden(table, overrides))
+
+
+def plain_name(text: str) -> str:
+    """The name nearest to `text` that a run can have: it stands in paths, scripts, pages and on terminals."""
+    kept = "".join(one if unicodedata.category(one)[0] in "LMN" or one in "-_. " else "-" for one in text)
+    return kept.encode()[:LONGEST_NAME].decode(errors="ignore").lstrip("-. ").rstrip(" ") or "run"
 
 
 def from_table(table: Table, origin: str = "recipe", overrides: Sequence[str] = ()) -> config.Recipe:

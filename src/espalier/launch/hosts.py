@@ -16,7 +16,9 @@ from espalier.config import Launch
 from espalier.errors import UserError
 
 HELP = "--hosts a,b,user@c:2 or --hosts @FILE with a host on each line"
-_HOST = re.compile(r"(?P<name>[^\s:\[\]]+|([^\s@\[\]]+@)?\[[0-9A-Fa-f:.%]+\])(:(?P<ranks>\d+))?")
+# Neither an option of ssh nor shell: letters, digits and few signs, none of them in front that means something there.
+_USER = r"(\w[\w.+-]*@)?"
+_HOST = re.compile(rf"(?P<name>{_USER}(\w[\w.-]*|\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]))(:(?P<ranks>[0-9]+))?")
 _MOST = 4096  # ranks on one host; more is a slip of the finger, such as a port
 
 
@@ -64,8 +66,9 @@ def _lines(file: Path) -> list[str]:
 
 def _host(word: str) -> Host:
     found = _HOST.fullmatch(word)
-    if found is None or word.startswith("-"):
-        raise UserError(f"--hosts: {word!r} is no host.", do=HELP)
+    if found is None:
+        why = "a host and a user are letters, digits and . _ -, and begin with a letter or digit"
+        raise UserError(f"--hosts: {word!r} is no host.", why=why, do=HELP)
     ranks = int(found["ranks"]) if found["ranks"] else None
     if ranks is not None and not 0 < ranks <= _MOST:
         raise UserError(f"--hosts: {word!r} asks for {ranks} ranks.", do=f"between 1 and {_MOST} ranks on a host")
@@ -119,4 +122,5 @@ def command(host: Host, options: Launch, module: str) -> list[str]:
         words = shlex.split(options.command)
     except ValueError as error:
         raise UserError(f"launch.command = {options.command!r} is no command line: {error}.") from None
-    return [word.replace("{host}", host.name).replace("{command}", line) for word in words]
+    filled = {"{host}": host.name, "{command}": line}
+    return [re.sub(r"\{host\}|\{command\}", lambda found: filled[found[0]], word) for word in words]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from espalier.terminal import visible
 from espalier.track.events import Event
 from espalier.units import show_count, show_seconds, show_size
 
@@ -174,7 +175,7 @@ class Progress:
         if self._bar:
             self._bar.say(text)
         else:
-            self._out.write(text + "\n")
+            self._out.write(visible(text) + "\n")
             self._out.flush()
 
 
@@ -184,7 +185,7 @@ class _Bar:
     def __init__(self, out: TextIO, total: int, first: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
-        columns = (MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[figures]}"))
+        columns = (MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[figures]}", markup=False))
         self._bars, self._task = _bars(out, columns, total, figures="")
         self._bars.update(self._task, completed=first)
 
@@ -193,7 +194,7 @@ class _Bar:
         self._bars.update(self._task, completed=step, figures=shown)
 
     def say(self, text: str) -> None:
-        self._bars.console.print(text, markup=False, highlight=False)
+        self._bars.console.print(visible(text), markup=False, highlight=False)
 
     def stop(self) -> None:
         self._bars.refresh()
@@ -253,13 +254,18 @@ class Waiting:
         from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
         if self._bars is None:
-            columns = (TextColumn(self.what), BarColumn(bar_width=24), TaskProgressColumn(), TimeRemainingColumn())
-            self._bars = _bars(self._out, columns, self.total, transient=True)
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=24),
+                TaskProgressColumn(),
+                TimeRemainingColumn(),
+            )
+            self._bars = _bars(self._out, columns, self.total, transient=True, what=visible(self.what))
         bars, task = self._bars
         bars.update(task, completed=self.done, total=self.total or None)
 
     def _write(self, text: str) -> None:
-        self._out.write(text + "\n")
+        self._out.write(visible(text) + "\n")
         self._out.flush()
 
 
@@ -273,14 +279,14 @@ def showing(progress: Progress) -> Iterator[Progress]:
 
 
 def _bars(
-    out: TextIO, columns: tuple[Any, ...], total: float, transient: bool = False, **fields: Any
+    out: TextIO, columns: tuple[Any, ...], total: float, transient: bool = False, what: str = "", **fields: Any
 ) -> tuple[Bars, TaskID]:
     from rich.console import Console
     from rich.progress import Progress as Bars
 
     bars = Bars(*columns, console=Console(file=out, force_terminal=True), transient=transient, refresh_per_second=4)
     bars.start()
-    return bars, bars.add_task("", total=total or None, **fields)
+    return bars, bars.add_task(what, total=total or None, **fields)
 
 
 def _forgiving(out: TextIO | None) -> TextIO:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import socket
 import sys
 import threading
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from espalier.errors import EspalierError, UserError
+from espalier.terminal import say
 from espalier.track.report import render
 from espalier.track.tables import open_run
 
@@ -19,7 +22,8 @@ _HOST = "127.0.0.1"
 
 
 class Live(ThreadingHTTPServer):
-    """Serves the report of one run folder on loopback. Has state: the last page, kept while the log is the same."""
+    """Serves the report of one run folder on loopback, to whoever was told its address: other users of this machine
+    do not know its token. Has state: the last page, kept while the log is the same."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -30,6 +34,7 @@ class Live(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._seen: tuple[int, int] | None = None
         self._page = b""
+        self.path = f"/{secrets.token_urlsafe(16)}/"
         try:
             super().__init__((_HOST, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -42,7 +47,7 @@ class Live(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """Where it is served."""
-        return f"http://{_HOST}:{self.server_port}/"
+        return f"http://{_HOST}:{self.server_port}{self.path}"
 
     def page(self) -> bytes:
         """The report as it is now."""
@@ -64,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
         host = (self.headers.get("Host") or "").rpartition(":")[0]
         if host not in (_HOST, "localhost"):
             self.send_error(HTTPStatus.FORBIDDEN, "only for this machine")
-        elif self.path != "/":
+        elif not hmac.compare_digest(self.path.encode(), self.server.path.encode()):
             self.send_error(HTTPStatus.NOT_FOUND)
         else:
             self._answer()
@@ -73,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body = self.server.page()
         except EspalierError as error:
-            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, error.what)
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=error.what)
             return
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "text/html; charset=utf-8")
@@ -93,8 +98,7 @@ def serve(folder: str | Path, port: int = 0, open_: bool = False, out: TextIO | 
     """
     with Live(folder, port) as server:
         out = out if out is not None else sys.stdout
-        out.write(f"{server.folder} is live at {server.url} (Ctrl-C ends it)\n")
-        out.flush()
+        say(f"{server.folder} is live at {server.url} (Ctrl-C ends it)", file=out, flush=True)
         if open_:
             webbrowser.open(server.url)
         try:

@@ -25,6 +25,7 @@ from espalier.launch.far import Far
 from espalier.launch.returning import Returning
 from espalier.launch.ssh import Crowd
 from espalier.resilience.base import Budget, Failure
+from espalier.terminal import say
 from espalier.track.events import read
 from espalier.track.progress import Forgiving
 
@@ -127,8 +128,8 @@ def _probe(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(found)))
     else:
-        print(show.cluster(found))
-        print(f"\nWritten to {arguments.out}: espalier plan RECIPE --cluster {arguments.out}")
+        say(show.cluster(found))
+        say(f"\nWritten to {arguments.out}: espalier plan RECIPE --cluster {arguments.out}")
     return 0
 
 
@@ -145,9 +146,9 @@ def _launch_options(overrides: Sequence[str]) -> Recipe:
 def _show(far: Far, stream: str, line: str) -> None:
     """The first rank speaks for all on the terminal; everything else is in the log."""
     if far.rank == 0:
-        print(line, file=sys.stderr if stream == "err" else sys.stdout, flush=True)
+        say(line, file=sys.stderr if stream == "err" else sys.stdout, flush=True)
 
 
 def _say(lines: Sequence[str]) -> None:
     for line in lines:
-        print(line, file=sys.stderr, flush=True)
+        say(line, file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ from espalier.errors import EspalierError, UserError
 from espalier.resilience.acme import incidents, model, rules
 from espalier.resilience.acme.diagnose import Means, diagnose
 from espalier.resilience.acme.taxonomy import NO_FAILURE, Diagnosis, as_dict, restart_helps
+from espalier.terminal import say
 from espalier.verbs import show
 
 
@@ -26,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     failed = 0
     for at, path in enumerate(arguments.logs):
         if at and not arguments.json:
-            print()
+            say()
         try:
             _tell(diagnose(path, means), arguments.json)
         except UserError as error:
@@ -39,7 +40,7 @@ def _refused(path: str, error: EspalierError, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"file": path, "error": error.what, "why": error.why, "try": error.do}), flush=True)
     else:
-        print(f"espalier: {error}", file=sys.stderr, flush=True)
+        say(f"espalier: {error}", file=sys.stderr, flush=True)
 
 
 def _tell(found: list[Diagnosis], as_json: bool) -> None:
@@ -48,7 +49,7 @@ def _tell(found: list[Diagnosis], as_json: bool) -> None:
             print(json.dumps(as_dict(one)), flush=True)
             continue
         if at:
-            print()
+            say()
         for text in told(one):
             show.line(text, 4)
 

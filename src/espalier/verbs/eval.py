@@ -7,6 +7,7 @@ import json
 
 from espalier.errors import UserError
 from espalier.resilience.acme import background
+from espalier.terminal import say
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,5 +37,5 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"run": arguments.run, "step": trained.step, **figures}))
     else:
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
-        print(f"After step {trained.step}, on {samples} held-out samples: {shown}")
+        say(f"After step {trained.step}, on {samples} held-out samples: {shown}")
     return 0

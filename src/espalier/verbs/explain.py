@@ -6,6 +6,7 @@ import argparse
 import json
 
 from espalier import records
+from espalier.terminal import say
 from espalier.verbs import show
 
 
@@ -21,5 +22,5 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     table = [(record.name, record.state, record.title, record.question) for record in every]
     show.rows(("system", "state", "what it is", "question it answers"), table, cut=True)
-    print("\nespalier explain NAME tells more.")
+    say("\nespalier explain NAME tells more.")
     return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from espalier import workloads
 from espalier.errors import UserError
+from espalier.terminal import say
 from espalier.verbs.trained import open_trained
 
 
@@ -22,6 +23,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"folder": str(out), "step": trained.step}))
     else:
-        print(f"{out}: the model after step {trained.step}, checked by reloading.")
-        print(f"  {loads}")
+        say(f"{out}: the model after step {trained.step}, checked by reloading.")
+        say(f"  {loads}")
     return 0

@@ -15,6 +15,7 @@ from espalier.resilience.acme import jobs as traces
 from espalier.resilience.acme.characterise import Characters, Group, characterise
 from espalier.resilience.acme.diagnose import diagnose
 from espalier.resilience.acme.taxonomy import NO_FAILURE
+from espalier.terminal import say
 from espalier.track.tables import open_run
 from espalier.units import show_count, show_seconds
 from espalier.verbs import jobs_page, show
@@ -40,7 +41,7 @@ def run(trace: str, as_json: bool) -> int:
         print(json.dumps({"trace": trace, "report": str(page), **as_dict(found)}))
         return 0
     tell(found)
-    print(f"\nPlots: {page}")
+    say(f"\nPlots: {page}")
     return 0
 
 
@@ -88,25 +89,25 @@ def _plain(value: Any) -> Any:
 
 def tell(found: Characters) -> None:
     """The tables."""
-    print(
+    say(
         f"{found.source}: {found.jobs:,} GPU jobs, {hours(found.gpu_seconds)} GPU hours"
         + (f", and {found.cpu_jobs:,} jobs without GPUs" if found.cpu_jobs else "")
     )
     if found.span:
         use = f"{found.mean_in_use:,.0f} GPUs in use on average, {found.most:,.0f} at the highest moment"
-        print(f"over {show_seconds(found.span)}: {use}")
+        say(f"over {show_seconds(found.span)}: {use}")
     if found.left_out[0]:
-        print(f"note: {found.left_out[0]:,} rows were left out ({found.left_out[1]})")
+        say(f"note: {found.left_out[0]:,} rows were left out ({found.left_out[1]})")
     for title, groups in (("type", found.kinds), ("final state", found.states), ("cause of failure", found.causes)):
         if groups and not (len(groups) == 1 and groups[0].name in ("all", "UNKNOWN")):
-            print()
+            say()
             show.rows(
                 HEAD if title != "cause of failure" else FAILURES, [cells(one) for one in groups[:SHOWN]], cut=True
             )
     for title, values in (("waits", found.waits), ("runs", found.runs)):
         if len(values):
             said = ", ".join(f"{name[1:]} % within {seconds(value)}" for name, value in _marks(values).items())
-            print(f"\n{title}: {said}" if title == "waits" else f"{title}: {said}")
+            say(f"\n{title}: {said}" if title == "waits" else f"{title}: {said}")
 
 
 HEAD = ("", "jobs", "share", "of GPU time", "GPUs", "median run", "mean run", "median wait", "95 % wait")

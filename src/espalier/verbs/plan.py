@@ -16,6 +16,7 @@ from espalier.hardware import probe
 from espalier.plan import base as plans
 from espalier.plan import chosen, saving, search
 from espalier.plan.seats import gpus
+from espalier.terminal import say
 from espalier.verbs import choose, ready, show
 
 
@@ -83,7 +84,7 @@ def _tell(as_json: bool, resolved: ready.Resolved, decision: choose.Decision, ch
     refusal = decision.refusal()
     if not as_json:
         raise refusal
-    print(f"espalier: {refusal}", file=sys.stderr)  # standard output holds one object, the plan
+    say(f"espalier: {refusal}", file=sys.stderr)  # standard output holds one object, the plan
     return refusal.exit_code
 
 
@@ -102,4 +103,4 @@ def _page(path: str, decision: choose.Decision, title: str) -> None:
     points = search.points(decision.found, best, chosen.label)
     plan_page.write(path, decision.best, points, title)
     where = "" if gpus(decision.cluster) else " (processors)"
-    print(f"Picture{where}: {path}", file=sys.stderr)
+    say(f"Picture{where}: {path}", file=sys.stderr)

@@ -11,6 +11,7 @@ from pathlib import Path
 from espalier import workloads
 from espalier.errors import UserError
 from espalier.rows import Sampling
+from espalier.terminal import visible
 from espalier.verbs.trained import open_trained
 
 
@@ -30,8 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({**found.record(), "step": trained.step}))
         return 0
+    shown = visible if sys.stdout.isatty() else str  # in a file the text is data
     for piece in found.text:
-        sys.stdout.write(piece)
+        sys.stdout.write(shown(piece))
         sys.stdout.flush()
     return 0
 

@@ -18,6 +18,7 @@ from espalier.errors import UserError
 from espalier.hardware import hosts, probe
 from espalier.launch import base as launch
 from espalier.launch import started
+from espalier.terminal import say
 from espalier.verbs import crossing, ready, show
 
 
@@ -42,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(found)))
     else:
-        print(show.cluster(found))
-        print(f"\nWritten to {out}; plans use it from now on (espalier plan RECIPE --cluster {out} elsewhere).")
+        say(show.cluster(found))
+        say(f"\nWritten to {out}; plans use it from now on (espalier plan RECIPE --cluster {out} elsewhere).")
     return 0
 
 

@@ -12,7 +12,7 @@ import msgspec
 import psutil
 
 from espalier import cluster as clusters
-from espalier import workloads
+from espalier import terminal, workloads
 from espalier.config import Recipe, load
 from espalier.hardware import probe
 from espalier.plan import asking
@@ -49,7 +49,7 @@ def machines(recipe: Recipe, cluster: str | None = None) -> clusters.Cluster:
 
 def say(text: str) -> None:
     """A line of progress on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    terminal.say(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

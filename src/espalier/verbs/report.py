@@ -7,6 +7,7 @@ import json
 
 from espalier import run as runs
 from espalier.errors import UserError
+from espalier.terminal import say
 from espalier.track import report, serve, tables
 from espalier.verbs import jobs, show
 
@@ -28,5 +29,5 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"report": str(page), **show.results(folder.path), **ledger}))
     else:
         show.account(account)
-        print(str(page))
+        say(str(page))
     return 0

@@ -14,6 +14,7 @@ from espalier.plan import score as scoring
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.measured import Table
 from espalier.plan.score import Scores
+from espalier.terminal import say
 from espalier.verbs import ready, show
 from espalier.verbs.measurements import calibrated
 
@@ -49,7 +50,7 @@ def run(score: str, calibrate_on: str | None, out: str | None, as_json: bool) ->
     for note in notes:
         ready.say(f"note: {note}")
     _tell(table, found, calibration)
-    print(f"\nThe rows with their predictions: {target}")
+    say(f"\nThe rows with their predictions: {target}")
     return 0
 
 
@@ -73,12 +74,12 @@ def _doubts(score: str, calibrate_on: str | None) -> list[str]:
 
 def _tell(table: Table, found: Scores, calibration: Calibration) -> None:
     source = f"{calibration.source} ({calibration.rows} rows, scatter {calibration.spread:.1%})"
-    print(f"{table.path}: {found.rows} rows; {source if calibration.rows else calibration.source}\n")
+    say(f"{table.path}: {found.rows} rows; {source if calibration.rows else calibration.source}\n")
     show.rows(("score", "value", "of"), _lines(found))
     moved = msgspec.structs.asdict(calibration.factors)
     told = [f"{name} {value:.2f}" for name, value in moved.items() if abs(value - 1) > WORTH_SAYING]
     if told:
-        print(f"\nCoefficients, as multiples of the datasheets': {', '.join(told)}")
+        say(f"\nCoefficients, as multiples of the datasheets': {', '.join(told)}")
 
 
 def _lines(found: Scores) -> list[tuple[str, str, str]]:

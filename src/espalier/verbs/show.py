@@ -17,6 +17,7 @@ from espalier.cluster import Cluster, Disk, Link
 from espalier.config import kinds
 from espalier.config.derive import Derivation
 from espalier.plan.base import Layout, Plan, Predicted
+from espalier.terminal import say, visible
 from espalier.track import tables
 from espalier.track.ledger import Account
 
@@ -42,21 +43,22 @@ def columns() -> int | None:
 
 def line(text: str, hang: int = 4) -> None:
     """One line; on a terminal wrapped to its width, what follows the first line `hang` columns in."""
-    print("\n".join(_wrapped(text, columns(), hang)))
+    say("\n".join(_wrapped(visible(text), columns(), hang)))
 
 
 def rows(head: Sequence[str], body: Sequence[Sequence[str]], cut: bool = False) -> None:
     """A table. On a terminal its last column is wrapped to the width, or with `cut` lines end there in an ellipsis."""
     width = columns()
+    head, *body = ([visible(cell) for cell in row] for row in (head, *body))
     most = [max(len(row[i]) for row in (head, *body)) for i in range(len(head) - 1)]
     for row in (head, *body):
         before = "".join(f"{cell:<{size}}  " for cell, size in zip(row, most, strict=False))
         if not cut:
             line(before + row[-1], len(before))
         elif width is not None and len(before + row[-1]) > width:
-            print((before + row[-1])[: width - 1].rstrip() + "…")
+            say((before + row[-1])[: width - 1].rstrip() + "…")
         else:
-            print((before + row[-1]).rstrip())
+            say((before + row[-1]).rstrip())
 
 
 def _wrapped(text: str, width: int | None, hang: int) -> list[str]:
@@ -95,7 +97,7 @@ def plan(plan: Plan, derivations: Sequence[Derivation] = (), steps: int | None =
         line(f"  - not taken: {what}: {other.loses}")
     if not plan.executable:
         line(f"  - `train` cannot run this plan: it lacks {plan.missing}")
-    print(flush=True)
+    say(flush=True)
 
 
 def beside(plan: Plan, other: Plan, fits: bool) -> None:
@@ -149,7 +151,7 @@ def _ranks(count: int, threads: int, on_gpus: bool) -> str:
 
 def _derived(derivations: Sequence[Derivation]) -> None:
     """Keys and values, those of one reason together and the reason once."""
-    print("Derived:")
+    say("Derived:")
     width = columns()
     key = max(len(one.key) for one in derivations)
     value = max(len(str(one.value)) for one in derivations)
@@ -165,8 +167,8 @@ def _derived(derivations: Sequence[Derivation]) -> None:
         else:
             right = _wrapped(" " * indent + reason, width, indent)
         for keys, words in itertools.zip_longest(left, right, fillvalue=""):
-            print((f"{keys:<{indent}}" + words[indent:]).rstrip())
-    print()
+            say((f"{keys:<{indent}}" + words[indent:]).rstrip())
+    say()
 
 
 def notes(lines: Sequence[str]) -> None:
@@ -179,16 +181,16 @@ def _predicted(predicted: Predicted, steps: int | None) -> None:
     order = {name: at for at, name in enumerate(TERMS)}
     terms = sorted(predicted.terms.items(), key=lambda item: order.get(item[0], len(TERMS)))
     band = f", give or take {predicted.spread:.0%}" if predicted.spread else ""
-    print(f"  predicted step {units.show_seconds(predicted.step_seconds)}{band}")
+    say(f"  predicted step {units.show_seconds(predicted.step_seconds)}{band}")
     _parts(f"{name} {units.show_seconds(value)}" for name, value in terms if value)
     if steps is not None:
         seconds = steps * predicted.step_seconds
         took = units.show_seconds(seconds) if seconds < 2 * DAY else f"{seconds / DAY:,.0f} days"
-        print(f"  predicted run {steps:,} step{'s' * (steps != 1)}, about {took}")
+        say(f"  predicted run {steps:,} step{'s' * (steps != 1)}, about {took}")
     mfu = f", MFU {predicted.mfu:.0%}" if predicted.mfu else ""
-    print(f"  predicted speed {units.show_count(predicted.tokens_per_second)} tokens/s{mfu}")
+    say(f"  predicted speed {units.show_count(predicted.tokens_per_second)} tokens/s{mfu}")
     held = predicted.memory_bytes
-    print(
+    say(
         f"  predicted memory per rank {units.show_size(held.get('peak', 0))} of "
         f"{units.show_size(predicted.memory_limit)}"
         + (" (does not fit)" if held.get("peak", 0) > predicted.memory_limit else "")
@@ -202,7 +204,7 @@ def _parts(parts: Iterable[str]) -> None:
     """The parts of a figure, under it, few to a line."""
     every = list(parts)
     for first in range(0, len(every), 3):
-        print("      " + ", ".join(every[first : first + 3]) + "," * (first + 3 < len(every)))
+        say("      " + ", ".join(every[first : first + 3]) + "," * (first + 3 < len(every)))
 
 
 def cluster(found: Cluster) -> str:
@@ -252,23 +254,23 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
     latest = [str(text) for text, step in shown if step == steps[-1]]
     for text in latest:
         console.rule("sample", align="left")
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(visible(text), markup=False, soft_wrap=True)
     if latest:
         console.rule()
     found = results(folder)
     figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in found.items())
-    print()
+    say()
     line(f"Done in {units.show_seconds(seconds)}: {figures or 'no step was left to do'}.")
     # Paths and commands stay whole on one line, so that they can be copied.
-    print(f"  report    {page}")
+    say(f"  report    {page}")
     kind = kinds.tagged((run.recipe.get("model") or {}).get("kind"))
     row = None if kind is None else workloads.row_of(kind)
     if row is not None and row.answer is not None:
         word, question = row.usage
-        print(f"  {word:<8}  espalier predict {folder}{question}")
-    print(f"  evaluate  espalier eval {folder}")
+        say(f"  {word:<8}  espalier predict {folder}{question}")
+    say(f"  evaluate  espalier eval {folder}")
     for form in row.exports if row is not None else ():
-        print(f"  export    espalier export {folder} --to {form}")
+        say(f"  export    espalier export {folder} --to {form}")
 
 
 def account(found: Account) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from espalier import run as runs
 from espalier.config import limits, load
 from espalier.errors import RunFailed, UserError
+from espalier.terminal import say
 
 SIGNAL = "B:USR1@120"
 """To the batch script, so long (seconds) before the time is up."""
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"script": str(path), "job": job}))
     else:
-        print(f"Submitted as job {job}; what it says is in {folder}/slurm-{job}.log, its script is {path}.")
+        say(f"Submitted as job {job}; what it says is in {folder}/slurm-{job}.log, its script is {path}.")
     return 0
 
 
@@ -87,23 +88,39 @@ def script(options: Sequence[str], command: Sequence[str], name: str, folder: Pa
     given = {option.partition("=")[0] for option in options}
     own = {
         "--job-name": f"={name}",
-        "--output": f"={folder}/slurm-%j.log",
+        "--output": f"={str(folder).replace('%', '%%')}/slurm-%j.log",
         "--open-mode": "=append",
         "--signal": f"={SIGNAL}",
         "--requeue": "",
     }
     head = [f"{option}{value}" for option, value in own.items() if option not in given]
+    _refuse_control(*head, *options, os.getcwd())
     several = any(re.fullmatch(rf"--({_SEVERAL})=(?!1$).*", one) for one in options)
     srun = ["srun", "--kill-on-bad-exit=1"] if several else ["srun", "--ntasks=1"]
-    return (
-        resources.files("espalier.verbs")
-        .joinpath("slurm.sh")
-        .read_text(encoding="utf-8")
-        .replace("@OPTIONS@", "\n".join(f"#SBATCH {option}" for option in (*head, *options)))
-        .replace("@FOLDER@", shlex.quote(os.getcwd()))
-        .replace("@EVENTS@", shlex.quote(str(folder / "events.jsonl")))
-        .replace("@COMMAND@", shlex.join([*srun, *command]))
-    )
+    filled = {
+        "@OPTIONS@": "\n".join(f"#SBATCH {_quoted(option)}" for option in (*head, *options)),
+        "@FOLDER@": shlex.quote(os.getcwd()),
+        "@EVENTS@": shlex.quote(str(folder / "events.jsonl")),
+        "@COMMAND@": shlex.join([*srun, *command]),
+    }
+    template = resources.files("espalier.verbs").joinpath("slurm.sh").read_text(encoding="utf-8")
+    return re.sub("|".join(filled), lambda found: filled[found[0]], template)  # once: what is filled in stays as it is
+
+
+def _refuse_control(*texts: str) -> None:
+    for text in texts:
+        if not text.isprintable():
+            raise UserError(
+                f"--slurm: {text!r} cannot stand in a batch script.",
+                why="it holds a line end or another control character",
+                do="a folder or an option without it",
+            )
+
+
+def _quoted(option: str) -> str:
+    """An option as sbatch reads it from a script, where it takes quotes as a shell does."""
+    name, equals, value = option.partition("=")
+    return f"{name}{equals}{shlex.quote(value)}" if equals else name
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:

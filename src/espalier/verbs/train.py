@@ -29,6 +29,7 @@ from espalier.launch import attempts, child, handshake, numbering, started, supe
 from espalier.launch import base as launch
 from espalier.plan import base as plans
 from espalier.plan.seats import peak_flops
+from espalier.terminal import say
 from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, trouble
@@ -118,7 +119,7 @@ def _tell(job: Job, event: str, **fields: Any) -> None:
     with Log(job.folder.events) as log:
         entry = log.write(event, **fields)
     if not job.quiet and not entry.get("action", "").startswith("stop"):  # what ends the run is its error, said once
-        print(trouble(entry), file=sys.stderr, flush=True)
+        say(trouble(entry), file=sys.stderr, flush=True)
 
 
 # --- before ------------------------------------------------------------------------------------------------------
@@ -355,7 +356,7 @@ def _nothing_to_do(job: Job, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"run": str(job.folder.path), "finished": True, **show.results(job.folder.path)}))
     else:
-        print(f"{job.folder.path} is finished ({steps} of {steps} steps). To train further: train.steps={2 * steps}")
+        say(f"{job.folder.path} is finished ({steps} of {steps} steps). To train further: train.steps={2 * steps}")
     return 0
 
 

@@ -27,6 +27,7 @@ from espalier.resilience.acme.evaluate.packing import Pool
 from espalier.resilience.acme.evaluate.tasks import HeldOut, Task
 from espalier.resilience.acme.evaluate.watch import Told, Watch, Where
 from espalier.rows import Row
+from espalier.terminal import say
 from espalier.track.progress import Waiting
 from espalier.units import show_seconds
 from espalier.verbs import ready
@@ -144,4 +145,4 @@ def _tell(one: Told, as_json: bool) -> None:
         ready.say(f"step {one.step} · {task} failed: {why}")
     else:
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
-        print(f"step {one.step} · {task}: {shown} · {records:,} records, {show_seconds(seconds)}", flush=True)
+        say(f"step {one.step} · {task}: {shown} · {records:,} records, {show_seconds(seconds)}", flush=True)
