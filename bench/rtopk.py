@@ -2,7 +2,8 @@
 
     python bench/rtopk.py [--quick] [--pairs N] [--json FILE]
 
-Large tensors of normal values first, then a sweep: widths from 16 to 65536 and k from 1 to width - 1, of each width the
+Large tensors of normal values first, then small ones (microseconds of a call, the better of torch's two forms), then a
+sweep: widths from 16 to 65536 and k from 1 to width - 1, of each width the
 k with the worst ratio, sorted or not, of CPU seconds for one thread and of wall seconds for two. "Never slower" means
 that no case has its whole 95 % interval below 1; cases where torch's own form is chosen are compared too. Compiling is
 not counted, allocating the results is.
@@ -25,6 +26,7 @@ from espalier.kernels import rtopk
 from table import Row, arguments, compare, publish, settle
 
 LARGE = ((65536, 256, 32), (16384, 1024, 64), (4096, 8192, 128), (65536, 256, 128))
+SMALL = ((1, 10, 3), (10, 16, 4), (100, 32, 4), (64, 64, 8), (20, 300, 8), (4, 1024, 8), (1000, 17, 4), (64, 256, 16))
 WIDTHS = (16, 32, 64, 100, 256, 1000, 4096, 16384, 65536)
 
 
@@ -90,6 +92,31 @@ def large(shape: tuple[int, int, int], pairs: int) -> list[Row]:
     return found
 
 
+def small(shape: tuple[int, int, int], pairs: int) -> Row:
+    """Wall microseconds of a call, in loops of a fifth of a millisecond or more."""
+    rows, width, k = shape
+    x = torch.randn(rows, width)
+
+    def micros(run: Callable[[], Any], calls: int) -> float:
+        began = time.perf_counter()
+        for _ in range(calls):
+            run()
+        return 1e6 * (time.perf_counter() - began) / calls
+
+    runs: list[Callable[[], Any]] = [
+        lambda: rtopk(x, k),
+        lambda: torch.topk(x, k, sorted=False),
+        lambda: torch.topk(x, k),
+    ]
+    calls = max(5, int(200 / micros(runs[1], 20)))
+    values = []
+    for _ in range(pairs + 1):
+        ours, *theirs = (micros(run, calls) for run in runs)
+        values.append((ours, min(theirs)))
+    case = f"{rows}×{width}, k = {k}, {torch.get_num_threads()} threads"
+    return compare(case, "torch.topk, better of sorted or not", "µs", values[1:], higher_is_better=False)
+
+
 def narrow(elements: int, width: int, pairs: int) -> list[Row]:
     """Every k of one width, sorted and not."""
     x = torch.randn(max(1, -(-elements // width)), width)
@@ -133,6 +160,7 @@ def main() -> None:
         torch.set_num_threads(threads)
         for shape in LARGE[:3] if options.quick else LARGE:
             rows += large(shape, pairs)
+        rows += [small(shape, max(pairs, 15)) for shape in SMALL]
         sizes, widths = ((100_000,), WIDTHS[::2]) if options.quick else ((100_000, 1_000_000), WIDTHS)
         rows += sweep(sizes, widths, max(pairs, 15))
     publish(rows, options.json)

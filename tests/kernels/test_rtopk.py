@@ -108,13 +108,13 @@ def test_wider_tensors_strides_and_slices() -> None:
 
 
 def test_edges_of_k_and_empty_tensors() -> None:
-    x = torch.randn(300, 33, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(1000, 33, generator=torch.Generator().manual_seed(3))
     whole, columns = rtopk(x, 33)
     assert torch.equal(whole, x)
     assert whole.data_ptr() != x.data_ptr()
     assert torch.equal(columns[0], torch.arange(33))
     assert torch.equal(rtopk(x, 33, sorted=True)[0], torch.topk(x, 33).values)
-    for empty, k in ((x, 0), (x[:0], 5), (x[:, :0], 0), (x.view(3, 100, 33)[:, :0], 5)):
+    for empty, k in ((x, 0), (x[:0], 5), (x[:, :0], 0), (x[:300].view(3, 100, 33)[:, :0], 5)):
         values, columns = rtopk(empty, k)
         assert values.shape == columns.shape == (*empty.shape[:-1], k)
         assert rtopk(empty, k, max_iterations=3)[0].shape == values.shape
@@ -178,14 +178,47 @@ def test_the_form_is_chosen_by_dtype_and_shape() -> None:
         return ROW_TOPK.pick(torch.zeros(shape, dtype=dtype), k, None, sorted).name
 
     assert chosen(1000, 64) == chosen(1000, 64, dtype=torch.bfloat16) == chosen(4096, 16) == "on_vectors"
-    assert chosen(1000, 15) == chosen(10, 64) == chosen(1000, 64, k=64) == chosen(1000, 64, k=0) == "row_topk"
+    assert chosen(4000, 15) == chosen(10, 64) == chosen(1000, 64, k=64) == chosen(1000, 64, k=0) == "row_topk"
     assert chosen(10, 5000, k=300, sorted=True) == "on_vectors"
-    assert chosen(1000, 64, k=1) == chosen(3, 1, k=1) == "by_maximum"
+    assert chosen(300, 64) == chosen(63, 256) == "row_topk", "torch is done before a kernel has started"
+    assert chosen(64, 256) == "on_vectors", "wide rows pay sooner"
+    assert chosen(1000, 64, k=1) == chosen(40000, 1, k=1) == "by_maximum"
     assert chosen(1000, 64, dtype=torch.float64) == chosen(1000, 64, dtype=torch.int32) == "row_topk"
 
 
+@pytest.mark.parametrize("shape", [(1, 10), (2, 5), (7, 1), (64, 64), (4, 1024), (20, 300), (1000, 17), (3, 0, 4)])
+def test_small_inputs_are_torchs_with_the_same_promises(shape: tuple[int, ...]) -> None:
+    """Values of torch.topk at their columns, their gradient, and the same refusals, whoever finds them."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(11))
+    for k in {0, 1, 2, shape[-1] // 2, shape[-1]} & set(range(shape[-1] + 1)):
+        for ranked in (False, True):
+            values, columns = rtopk(x, k, sorted=ranked)
+            expected = torch.topk(x, k).values
+            assert torch.equal(x.gather(-1, columns), values)
+            assert torch.equal(values if ranked else values.sort(-1, descending=True).values, expected)
+        leaf = x.clone().requires_grad_()
+        values, columns = rtopk(leaf, k)
+        values.sum().backward()
+        assert torch.equal(leaf.grad, torch.zeros_like(x).scatter(-1, columns, 1.0))  # type: ignore[arg-type]
+    for wrong in (-1, shape[-1] + 1):
+        with pytest.raises(UserError, match="k = "):
+            rtopk(x, wrong)
+
+
+def test_one_thread_and_a_kernel_called_directly_find_what_many_do() -> None:
+    from espalier.kernels import rtopk_cpu
+
+    x = torch.randn(300, 100, generator=torch.Generator().manual_seed(12))
+    found = []
+    for run, pieces in ((rtopk_cpu.select, (7,)), (rtopk_cpu.select_alone.direct, ())):
+        values, columns = torch.empty(300, 9), torch.empty(300, 9, dtype=torch.int64)
+        run(x.data_ptr(), (300, 100, 9), (0, -1, 0), *pieces, (values.data_ptr(), columns.data_ptr()))
+        found.append((values, columns))
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+
 def test_threads_change_no_bit() -> None:
-    x = torch.randn(501, 130, generator=torch.Generator().manual_seed(7))
+    x = torch.randn(601, 130, generator=torch.Generator().manual_seed(7))
     one = FAST(x, 20, None, False)
     pretend_threads(2)
     try:

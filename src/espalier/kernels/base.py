@@ -68,8 +68,9 @@ class Operation(Generic[Arguments, Result]):
     def pick(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Form[Arguments, Result]:
         """The form that would run these arguments."""
         first: Any = args[0]
+        device = first.device.type
         for form in self.forms:
-            if form.device == first.device.type and form.wins(*args, **kwargs):
+            if form.device == device and form.wins(*args, **kwargs):
                 return form
         return self.reference
 

@@ -6,6 +6,8 @@ exactly k elements reach it. The fast forms stand in rtopk_cpu.py and rtopk_gpu.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,10 +46,18 @@ _NARROWEST = 16
 _LEAST = {"AVX512": 1, "AVX2": 4}.get(torch.backends.cpu.get_cpu_capability())
 """Smallest k worth it: on AVX2, where packing takes many instructions, torch's heap of one value is faster. On other
 processors nothing was measured, and torch is left alone."""
-_SMALLEST = 4096
-"""Fewer elements than that are done before a kernel has started."""
+_SMALL = 16384
+"""Fewer elements than that are torch's: it is done with them before ours are allocated and the kernel is called."""
+_NARROW, _SMALL_IF_NARROW = 256, 24576
+"""Narrower rows need more elements, for a core's branch predictor learns torch's comparisons by heart where the same
+tensor comes again: 12,000 normal elements in rows of 32 took 20 µs the tenth time, 24,000 took 120 (bench/rtopk.py)."""
+_GRAIN = 32768
+"""Elements that torch's own top-k gives to a thread before it asks for another."""
+_SERIAL = 65536
+"""Fewer elements are searched on one thread: waking another takes some 10 µs."""
 _FEW = 128
-"""Up to this width torch's maximum takes less time than a search: at 64, 240 µs for 1563 rows, against 370."""
+"""So few elements are sorted in no time. Up to this width torch's maximum takes less time than a search: at 64, 240 µs
+for 1563 rows, against 370."""
 _WIDEST_ON_GPU = 8192
 """A row is held in the registers of one block."""
 
@@ -57,7 +67,7 @@ _ENOUGH = 1100
 
 
 def rtopk(
-    x: Shaped[Tensor, "*rows width"], k: int, *, max_iterations: int | None = None, sorted: bool = False
+    x: Shaped[Tensor, "*rows width"], k: int, max_iterations: int | None = None, sorted: bool = False
 ) -> tuple[Shaped[Tensor, "*rows k"], Int[Tensor, "*rows k"]]:
     """The k largest elements along the last dim, as torch.topk returns them: values and int64 columns.
 
@@ -77,7 +87,19 @@ def rtopk(
     Raises:
         UserError: `k` or `max_iterations` out of range, `x` a scalar, not dense, of a dtype without order.
     """
-    _check(x, k, max_iterations)
+    try:
+        if max_iterations is None and type(k) is int:
+            elements = x.numel()
+            if 1 < elements < _SMALL:  # nothing else fits into torch's 2 µs, of which reading more options takes 0.1
+                return x.topk(k) if k == 1 or (k <= 8 and elements < _FEW) else x.topk(k, -1, True, sorted)
+            if 1 < elements < 4 * _SERIAL and x.is_cpu and _is_small(elements, x.shape[-1], k):
+                return x.topk(k, -1, True, sorted)
+    except (AttributeError, RuntimeError, TypeError, IndexError):
+        _check(x, k, max_iterations)
+        raise
+    plain = type(x) is Tensor and x.dtype in KINDS and type(k) is int and max_iterations is None
+    if not (plain and x.dim() and 0 <= k <= x.shape[-1] and x.layout is torch.strided):
+        _check(x, k, max_iterations)
     if k == x.shape[-1] and not sorted:
         columns = torch.arange(k, device=x.device).expand(x.shape).contiguous()
         return x.clone(memory_format=torch.contiguous_format), columns
@@ -173,16 +195,25 @@ def _transformed(x: Tensor) -> bool:
 def _wins_on_cpu(x: Tensor, k: int, max_iterations: int | None, sorted: bool) -> bool:
     if _LEAST is None or x.dtype not in KINDS or _transformed(x):
         return False
-    return _LEAST <= k < x.shape[-1] and x.shape[-1] >= _NARROWEST and x.numel() >= _SMALLEST
+    width = x.shape[-1]
+    return _LEAST <= k < width and width >= _NARROWEST and not _is_small(x.numel(), width, k)
+
+
+def _is_small(elements: int, width: int, k: int) -> bool:
+    """Whether torch is done on a processor before our kernel is."""
+    if elements <= _GRAIN:
+        return elements < (_SMALL_IF_NARROW if width < _NARROW else _SMALL)
+    least = _SERIAL if width < _NARROW else _SMALL
+    return elements < (4 * _SERIAL if k <= 2 else least) and torch.get_num_threads() > 1
 
 
 def _wins_on_gpu(x: Tensor, k: int, max_iterations: int | None, sorted: bool) -> bool:
-    fits = x.dtype in KINDS and 0 < k < x.shape[-1] <= _WIDEST_ON_GPU and x.numel() >= _SMALLEST
+    fits = x.dtype in KINDS and 0 < k < x.shape[-1] <= _WIDEST_ON_GPU and x.numel() >= _SMALL
     return fits and not _transformed(x)
 
 
 def _is_one_of_few(x: Tensor, k: int, max_iterations: int | None, sorted: bool) -> bool:
-    return k == 1 and x.shape[-1] <= _FEW
+    return k == 1 and x.shape[-1] <= _FEW and x.numel() > _GRAIN and not _is_small(x.numel(), 1, k)
 
 
 @row_topk.fast("cpu", wins=_is_one_of_few)
@@ -208,33 +239,43 @@ def in_registers(x: Tensor, k: int, max_iterations: int | None, sorted: bool) ->
     return values, columns
 
 
+@functools.cache
+def _cpu() -> tuple[Any, Callable[[], int]]:
+    """The module of the kernels, and how many threads they use: an import that is done already takes 1 µs."""
+    from espalier.kernels import compiled, rtopk_cpu
+
+    return rtopk_cpu, compiled.threads
+
+
 def _pieces(rows: int, elements: int) -> int:
     """Several for each thread, as rows take unlike times, but none that takes only microseconds."""
-    from espalier.kernels.compiled import threads
-
-    return min(rows, 8 * threads(), 1 + elements // 2**14)
+    count = _cpu()[1]()
+    return 1 if count == 1 or elements < _SERIAL else min(rows, 8 * count, 1 + elements // 2**14)
 
 
 def _numba(x: Tensor, k: int, steps: int, ranked: bool) -> tuple[Tensor, Tensor]:
-    from espalier.kernels.rtopk_cpu import select
-
-    x = x.detach().contiguous()
-    rows, width, shape = x.numel() // x.shape[-1], x.shape[-1], (*x.shape[:-1], k)
-    values, columns = torch.empty(shape), torch.empty(shape, dtype=torch.int64)
-    options = (KINDS[x.dtype], steps, int(ranked))
+    kernels, _ = _cpu()
+    x = x.contiguous()
+    *before, width = x.shape
+    elements, kind = x.numel(), KINDS[x.dtype]
+    rows = elements // width
+    values, columns = torch.empty((*before, k)), torch.empty((*before, k), dtype=torch.int64)
+    what = (rows, width, k), (kind, steps, int(ranked))
     to = (values.data_ptr(), columns.data_ptr())
-    select(x.data_ptr(), (rows, width, k), options, _pieces(rows, x.numel()), to)
-    return values.to(x.dtype), columns
+    pieces = _pieces(rows, elements)
+    if pieces == 1:
+        kernels.select_alone.direct(x.data_ptr(), *what, to)
+    else:
+        kernels.select(x.data_ptr(), *what, pieces, to)
+    return values.to(x.dtype) if kind else values, columns
 
 
 def _numba_back(gradient: Tensor, columns: Tensor, width: int) -> Tensor:
-    from espalier.kernels.rtopk_cpu import back
-
     k = columns.shape[-1]
     rows = columns.numel() // k
     found = torch.empty(*columns.shape[:-1], width)
     pieces = _pieces(rows, found.numel())
-    back(gradient.contiguous().view(rows, k), columns.view(rows, k), pieces, found.view(rows, width))
+    _cpu()[0].back(gradient.contiguous().view(rows, k), columns.view(rows, k), pieces, found.view(rows, width))
     return found
 
 
