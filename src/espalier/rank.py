@@ -56,10 +56,10 @@ def joined(place: launch.Place, timeout: float, *, mixed: bool = False) -> Itera
     inner = "staged" if mixed else "nccl" if place.device.startswith("cuda") else "gloo"
     # Keys of a dead attempt would lead to its addresses.
     store = PrefixStore(place.keys, launch.store(place, timeout))
-    made = Connections(place.port)
     channel = comm.connect(store, place.rank, place.world, timeout=max(timeout, place.patience), inner=inner)
     channel.set_timeout(timedelta(seconds=timeout))
-    made.met()
+    made = Connections(store)
+    made.look()
     channel.line.watch.known = place.recall.called
     place.recall.released_by(made.cut)
     try:

@@ -1,24 +1,29 @@
-"""A rank that cuts its connections ends the waits of the others, and only those of its groups."""
+"""A rank that cuts its connections ends the waits of the others, and cuts those of its groups alone."""
 
 import contextlib
 import socket
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from espalier.comm.hangup import Connections
+from espalier import tcpstore
+from espalier.comm.hangup import Connections, apart
 from espalier.errors import PeerLost
 from espalier.testing import forks
 
+LIMIT = timedelta(seconds=20)
+
 
 @contextlib.contextmanager
-def pair():
+def pair(family=socket.AF_INET, host="127.0.0.1"):
     """Both ends of a connection on loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        near = socket.create_connection(server.getsockname())
+    with socket.create_server((host, 0), family=family) as server:
+        near = socket.create_connection(server.getsockname()[:2])
         far, _ = server.accept()
         with near, far:
             yield near, far
@@ -32,41 +37,93 @@ def ended(one):
         return False
 
 
-def test_what_was_made_since_is_cut_and_nothing_else():
-    with pair() as before:
-        made = Connections(port=1)
-        with pair() as group:
-            made.met()
-            with pair() as later:  # of a group that is made later, to the same host
-                made.cut()
-                assert ended(group[1])
-                assert ended(later[0])
-                assert not ended(before[0])
+def space(channel, name):
+    return PrefixStore(name, channel.get_group_store())
 
 
-def test_the_store_stays_at_both_ends():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        made = Connections(server.getsockname()[1])
-        with socket.create_connection(server.getsockname()) as near, server.accept()[0] as far:
-            made.met()
-            made.cut()
-            assert not ended(near)
-            assert not ended(far)
+def gloo(store, channel):
+    return ProcessGroupGloo(store, channel.rank(), channel.size(), LIMIT)
 
 
-def test_another_host_than_those_met_stays():
-    made = Connections(port=1)
-    made.met()  # nobody
-    with pair() as other:
+def answers(group):
+    """Whether the ranks of a group still reach each other, found out by all of them."""
+    try:
+        group.allreduce([torch.ones(1)]).wait(timedelta(seconds=5))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _others_stay(channel):
+    """Connections of the user's to servers on the host of the ranks, opened before, between and after the groups."""
+    with contextlib.ExitStack() as opened:
+        own = [opened.enter_context(pair())]
+        made = Connections(space(channel, "attempt"))
+        group = gloo(space(channel, "attempt"), channel)
+        own.append(opened.enter_context(pair()))
+        made.look()
+        own.append(opened.enter_context(pair()))
+        later = gloo(PrefixStore("later/0", space(channel, "attempt")), channel)
+        own += [opened.enter_context(pair()), opened.enter_context(pair(socket.AF_INET6, "::1"))]
+        assert answers(group)
+        assert answers(later)
+        channel.barrier().wait()
         made.cut()
-        assert not ended(other[0])
+        assert not answers(group)
+        assert not answers(later)
+        assert not [one for two in own for one in two if ended(one)]
+        assert answers(channel)  # of another key space
+        channel.get_group_store().set("the store", "stays")
+        return channel.get_group_store().get("the store")
+
+
+def test_only_groups_of_the_key_space_are_cut_and_every_other_connection_stays():
+    torch.set_num_threads(1)
+    assert forks(2, _others_stay, timeout=40) == [b"stays"] * 2
+
+
+def _apart(channel):
+    made = Connections(space(channel, "attempt"))
+    group, without = (
+        gloo(space(channel, "attempt"), channel),
+        gloo(PrefixStore("shard0", apart(space(channel, "attempt"))), channel),
+    )
+    made.cut(whole=False)
+    some = answers(group), answers(without)
+    channel.barrier().wait()
+    made.cut()
+    return *some, answers(without)
+
+
+def test_groups_that_go_on_without_a_member_are_cut_only_with_the_whole():
+    torch.set_num_threads(1)
+    assert forks(2, _apart, timeout=40) == [(False, True, False)] * 2
+
+
+def _without_store(channel):
+    """The store dies; groups that were known before are cut all the same."""
+    made = Connections(space(channel, "attempt"))
+    group = gloo(space(channel, "attempt"), channel)
+    made.look()
+    channel.barrier().wait()
+    made._store = _Gone()
+    made.cut()
+    return answers(group)
+
+
+class _Gone:
+    def list_keys(self):
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_store_that_is_gone_hinders_no_cut():
+    torch.set_num_threads(1)
+    assert forks(2, _without_store, timeout=40) == [False] * 2
 
 
 def _waits(channel):
     """Rank 0 waits for rank 1, which waits for rank 2, which gives up; rank 1 follows. Seconds until that was known."""
-    made, began = Connections(port=0), time.monotonic()
-    made._before.clear()  # the ranks have met already
-    made.met()
+    made, began = Connections(channel.get_group_store()), time.monotonic()
     channel.line.watch.known.set()
     if channel.rank() == 2:
         time.sleep(0.3)
@@ -82,19 +139,34 @@ def test_a_chain_of_waits_ends_at_once():
     assert max(forks(3, _waits, timeout=30)) < 3
 
 
+def _thread_waits(channel):
+    """A thread waits in a group; the cut in another one releases it."""
+    made, seconds = Connections(channel.get_group_store()), []
+
+    def wait():
+        began = time.monotonic()
+        with contextlib.suppress(PeerLost, RuntimeError):
+            dist.recv(torch.zeros(4), src=1 - channel.rank(), group=channel)
+        seconds.append(time.monotonic() - began)
+
+    channel.line.watch.known.set()
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.3)
+    made.cut()
+    thread.join()
+    return seconds[0]
+
+
 def test_a_thread_that_waits_is_released_too():
-    made = Connections(port=1)
+    torch.set_num_threads(1)
+    assert max(forks(2, _thread_waits, timeout=30)) < 3
+
+
+def test_a_store_of_no_group_has_nothing_to_cut():
+    store = tcpstore.serve()
+    store.set("12/not an address", "x")
     with pair() as (near, far):
-        made.met()
-        woken = threading.Event()
-
-        def wait():
-            near.recv(1)
-            woken.set()
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        made.cut()
-        assert woken.wait(5)
-        thread.join()
-        assert far.recv(1) == b""
+        Connections(store).cut()
+        assert not ended(near)
+        assert not ended(far)

@@ -187,8 +187,7 @@ class Members:
             return None
         crew, place = self.crew, (self.members.index(self.crew.member), len(self.members))
         limit = timedelta(seconds=crew.timeout)
-        with apart():
-            inner = ProcessGroupGloo(PrefixStore(f"shard{crew.shard}", self._space()), *place, limit)
+        inner = ProcessGroupGloo(PrefixStore(f"shard{crew.shard}", apart(self._space())), *place, limit)
         ranks = [member * crew.shards + crew.shard for member in self.members]
         return Coded(self.codec, inner, place, Traffic.OUTER_STEP._value_, ranks, lambda: limit)
 
