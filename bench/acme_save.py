@@ -24,6 +24,7 @@ from espalier.checkpoint import interval, tree
 from espalier.checkpoint.pace import choose
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import derive, load
+from espalier.hardware.peak import held, peak_memory
 from espalier.language.workload import open_language
 from espalier.launch.base import Place
 from espalier.plan.base import Plan, Rank
@@ -70,12 +71,6 @@ def recipe_of(corpus: Path, quick: bool) -> Any:
         "train": {"steps": 10_000, "sequence": 128, "batch_tokens": 512, "optimizer": {"kind": "adamw"}},
     }
     return derive.resolve(load.from_table(table))[0]
-
-
-def memory(field: str) -> int:
-    """Bytes of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
 class Loop:
@@ -130,14 +125,15 @@ def life(channel: Any, workload: Any, recipe: Any, folder: Path, rounds: int) ->
     for _ in range(3):
         loop.step()
     state = sum(tree.local(one).nbytes for one in tree.flatten(loop.trainer.parts())[0].values())
-    before = memory("VmRSS")
+    peak_memory(torch.device("cpu"))
+    before = held()
 
     def save() -> None:
         saved.save(loop.trainer.step, loop.trainer.parts(), {"step": loop.trainer.step})
 
     loop.beside(save, lambda: saved.busy)  # maps the buffers
     ours = [loop.beside(save, lambda: saved.busy) for _ in range(3)]
-    peak = memory("VmHWM")
+    peak = peak_memory(torch.device("cpu"))
     ours.clear()
     peer = Peer(loop, folder / "theirs")
     loop.beside(peer.save, peer.busy)

@@ -12,7 +12,6 @@ what it held before. Sampler: edges drawn for batches of 1,024 nodes, fan-out 10
 from __future__ import annotations
 
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from espalier.graph.data import Graph, Parts
 from espalier.graph.sample import Sampler, Style
 from espalier.graph.views import infer
 from espalier.graph.workload import GraphWorkload
+from espalier.hardware.peak import peak_memory
 from espalier.workload import Shard
 from table import Row, arguments, compare, publish
 
@@ -282,9 +282,9 @@ def measure_memory(kind: str, text: str, folder: str, form: str) -> None:
         features, edges = torch.from_numpy(np.array(graph.features)), forms_of(graph)[form]
         other = Theirs(kind, graph.features.shape[1], WIDTH, graph.outputs, 0.0).eval()
         run = torch.no_grad()(lambda: other(features, edges))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_memory(torch.device("cpu"))
     run()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print((peak_memory(torch.device("cpu")) - before) / 2**20)
 
 
 # --- the sampler -------------------------------------------------------------------------------------------------

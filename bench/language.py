@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from espalier import rank, trainer
 from espalier.config import derive, load
 from espalier.errors import Interrupted
+from espalier.hardware.peak import peak_memory
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.verbs import choose, ready
@@ -125,7 +126,7 @@ def ours(case: Case, steps: int) -> Measured:
             one = trainer.Trainer(setting, channel)
             with contextlib.suppress(Interrupted):
                 one.run()
-        return seconds, trainer.peak_memory(torch.device("cpu"))
+        return seconds, peak_memory(torch.device("cpu"))
 
     return _summary(case, local.run(life, launch.places(plan)))
 
@@ -185,9 +186,10 @@ def _loop(case: Case, steps: int, world: int, threads: int, wrap: Callable[..., 
             optimizer.step()
             loss.item()  # a loop that logs its loss
             seconds.append(time.perf_counter() - begun)
+            peak_memory(torch.device("cpu"))  # looks as often as ours
         if world > 1:
             dist.destroy_process_group()
-        return seconds, trainer.peak_memory(torch.device("cpu"))
+        return seconds, peak_memory(torch.device("cpu"))
 
     places = [launch.Place(rank=index, world=world, local_rank=index, threads=threads) for index in range(world)]
     return _summary(case, local.run(life, places))

@@ -133,6 +133,7 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
             trainer.restore(saved)
         if recipe.checkpoint.every == "auto":
             trainer.pace = _pace(trainer, saved)
+    peak_memory(setting.device)  # from here on, what a step adds is told
     trainer.built.agreement.follow(place.recall)
     place.pulse.begins(trainer.step, trainer.source.startswith("memory"))
     found = {"source": trainer.source} if trainer.source else {}

@@ -30,7 +30,7 @@ from espalier.comm.meter import Meter
 from espalier.config import Recipe
 from espalier.errors import Interrupted, PeerLost
 from espalier.feed import ahead, hearing_signals, seed_step
-from espalier.hardware.peak import peak_memory
+from espalier.hardware.peak import memory_of
 from espalier.healing import Healing, numbered
 from espalier.launch import base as launch
 from espalier.mechanism import Build, Choose
@@ -234,7 +234,7 @@ class Trainer:
             "mfu": self.step_flops / seconds / setting.flops_per_second if setting.flops_per_second else None,
             "learning_rate": rate * agreed.rate,
             "gradient_norm": agreed.gradient_norm,
-            "memory": peak_memory(setting.device),
+            **memory_of(setting.device),
             **self.sent.read(),
             "exposed": agreed.exposed,
         }

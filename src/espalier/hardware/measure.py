@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from espalier.hardware.peak import held
+
 # Products [rows, inner] x [inner, columns] of small decoders: forward, then the two that backward does.
 SHAPES = (
     (256, 128, 384), (256, 384, 128), (512, 192, 192), (1024, 192, 512), (2048, 256, 768), (1024, 512, 1536),
@@ -88,10 +90,8 @@ def _add(result: Table, processes: int, threads: int, seconds: float) -> None:
 
 
 def _processor(gate: Gate, processes: int, threads: int, seconds: float) -> Table:
-    import psutil
-
     torch.set_num_threads(threads)
-    runtime = psutil.Process().memory_info().rss
+    runtime = held()
     warm = torch.ones(256, 256)
     _best(lambda: torch.mm(warm, warm), 0.05)  # threads start, clocks rise
     other = OTHER if processes == threads == 1 else OTHER[:1]

@@ -9,7 +9,8 @@ writes these; a reader ignores names and fields it does not know:
 |            | ranks, threads (per rank), versions {name: text}, host {name: text}, pid, |
 |            | derivations [{key, value, why}], source (where the state was taken up: memory or disk, and why) |
 | plan       | predicted: as `plan.base.Predicted` |
-| step       | step, loss, tokens, seconds, mfu, learning_rate, gradient_norm, memory (resident bytes of the rank), |
+| step       | step, loss, tokens, seconds, mfu, learning_rate, gradient_norm, memory (the most bytes the rank held: |
+|            | anonymous and shared pages, or of a GPU), page_cache (bytes of files it has mapped and read, apart), |
 |            | bytes {traffic class: bytes sent by the rank}, exposed (seconds waiting for communication), |
 |            | and of encoded classes saved {class: bytes}, coding {class: seconds}, lost {class: share of the 2-norm} |
 | validation | step, loss, bits_per_byte (language) and whatever else the workload's `summary` says |

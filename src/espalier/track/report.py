@@ -161,7 +161,7 @@ def _charts(run: Run) -> list[tuple[str, str, Any]]:
         unit = 1024.0 ** math.floor(math.log(max(_peak(run), 1.0), 1024))
         line = draw.Series("memory", x, steps["memory"], colour=3)
         chart = draw.line_chart("Memory", [line], show_size, zero=True, unit=unit)
-        charts.append(("Memory", "resident, per rank", chart))
+        charts.append(("Memory", _apart(run), chart))
     if "gradient_norm" in steps:
         charts.append(("Gradient norm", "before clipping", _trend("Gradient norm", x, steps["gradient_norm"], _three)))
     if "learning_rate" in steps:
@@ -261,6 +261,12 @@ def _row(label: str, predicted: float | None, measured: float, show: Any) -> Row
 def _peak(run: Run) -> float:
     memory = run.steps.get("memory", np.empty(0))
     return float(np.nanmax(memory)) if np.isfinite(memory).any() else 0.0
+
+
+def _apart(run: Run) -> str:
+    """What the figure of memory counts, and beside it the files that the rank has mapped."""
+    cached = run.latest.get("page_cache")
+    return f"peak, per rank{f'; {show_size(cached)} of files in the page cache apart' if cached else ''}"
 
 
 def _layout(plan: Mapping[str, Any]) -> list[tuple[str, str]]:

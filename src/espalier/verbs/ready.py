@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from espalier import cluster as clusters
 from espalier import terminal, workloads
 from espalier.config import Recipe, load
 from espalier.hardware import probe
+from espalier.hardware.peak import held
 from espalier.plan import asking
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.request import Request
@@ -89,7 +89,7 @@ def calibration(recipe: Recipe, path: str | None = None) -> Calibration:
 
 
 def resident() -> int:
-    """Bytes this process holds, which every rank forked from it begins with; in steps of 32 MiB, so that plans of equal
-    processes are equal."""
+    """Bytes of anonymous and shared pages of this process, which every rank forked from it begins with; in steps of
+    32 MiB, so that plans of equal processes are equal."""
     step = 32 * 2**20
-    return -(-psutil.Process().memory_info().rss // step) * step
+    return -(-held() // step) * step
