@@ -105,9 +105,9 @@ def test_elementwise_gradients_agree_with_finite_differences():
 def test_attention_depends_on_distances_only():
     chosen = options(depth=1)
     model = made(chosen)
-    turn = model.rotation(0, 24)
+    turn = model.rotation(gpt.Where(torch.arange(24)))
     rows = torch.randn(1, 1, 1, 12, dtype=torch.float64).expand(1, 24, 1, 12)
-    turned = elementwise.rotate(rows.contiguous(), *turn)[0, :, 0]
+    turned = elementwise.rotate(rows.contiguous(), turn.cos, turn.sin)[0, :, 0]
     products = turned @ turned.T
     for distance in (1, 5, 20):
         diagonal = products.diagonal(distance)
@@ -239,9 +239,10 @@ def test_forward_with_a_cache_equals_forward_without(kind, cut):
 def test_attend_can_be_replaced():
     model, calls = made(options()), []
 
-    def attend(query, key, value):
+    def attend(query, key, value, where):
         calls.append((query.shape, key.shape))
-        return gpt.causal(query, key, value)
+        assert where.positions.tolist() == list(range(24))
+        return gpt.causal(query, key, value, where)
 
     plain = model(tokens())
     for block in model.blocks:
@@ -253,7 +254,7 @@ def test_attend_can_be_replaced():
 # --- work --------------------------------------------------------------------------------------------------------
 
 
-def written_out(query, key, value):
+def written_out(query, key, value, where):
     """Causal attention as two products of the whole square, which PyTorch's counter sees."""
     key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
     scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(

@@ -8,6 +8,7 @@ narrower side is aggregated, and rows of which only k values are kept are aggreg
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ class Layer(nn.Module):
     """Each node hears from itself through an edge of its own."""
     scale = "none"
     """How edges are scaled: `symmetric` (D^-1/2 A D^-1/2), `mean` (D^-1 A) or `none`."""
+    seams: ClassVar = {"aggregate": ("aggregate", "attend")}
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()

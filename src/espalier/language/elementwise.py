@@ -29,14 +29,16 @@ def swiglu(gate: Float[Tensor, "*batch inner"], up: Float[Tensor, "*batch inner"
 
 
 def rotate(
-    heads: Float[Tensor, "batch seq heads head"], cos: Float[Tensor, "seq half"], sin: Float[Tensor, "seq half"]
+    heads: Float[Tensor, "batch seq heads head"],
+    cos: Float[Tensor, "*batch seq half"],
+    sin: Float[Tensor, "*batch seq half"],
 ) -> Float[Tensor, "batch seq heads head"]:
     """`cat(a * cos - b * sin, b * cos + a * sin)` with a, b the halves of each head.
 
     Rotary positions (RoFormer, arXiv 2104.09864) in the half-split order of Hugging Face's Llama, so that its weights
     and ours are the same numbers in the same order.
     """
-    return _Rotate.apply(heads, cos.unsqueeze(1).to(heads.dtype), sin.unsqueeze(1).to(heads.dtype))
+    return _Rotate.apply(heads, cos.unsqueeze(-2).to(heads.dtype), sin.unsqueeze(-2).to(heads.dtype))
 
 
 class _RmsNorm(torch.autograd.Function):

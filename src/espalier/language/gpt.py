@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from espalier.cost import Anatomy, Product
 from espalier.language.cache import Cache, Past
 from espalier.language.elementwise import rms_norm, rotate, swiglu
 from espalier.language.work import Feed, Setting, decoder_work
+from espalier.sequence.base import Attend, Where
+from espalier.sequence.whole import causal
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -31,23 +33,13 @@ if TYPE_CHECKING:
 IGNORED = -100
 """A target with this value has no loss."""
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`attend(query, key, value)`: query `[batch, heads, seq, head]`, key and value `[batch, kv_heads, keys, head]`, turned
-by their positions already; the queries are the last `seq` of the `keys`. Returns `[batch, heads, seq, head]`."""
 
-Turn = tuple[Tensor, Tensor]
-"""Cosines and sines `[seq, head / 2]` of the positions at hand."""
+class Turn(NamedTuple):
+    """Cosines and sines `[*batch, seq, head / 2]` of the positions at hand, and where these tokens stand."""
 
-
-def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The plain `attend`: each query sees its own key and those before it (PyTorch's fused attention)."""
-    queries, keys = query.shape[2], key.shape[2]
-    grouped = query.shape[1] != key.shape[1]
-    mask = None
-    if 1 < queries < keys:
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-    whole = queries == keys
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=whole, enable_gqa=grouped)
+    cos: Tensor
+    sin: Tensor
+    where: Where
 
 
 class RMSNorm(nn.Module):
@@ -78,9 +70,9 @@ class Rotation(nn.Module):
             self.register_buffer(name, torch.empty(size.context, size.head_size // 2), persistent=False)
         self._fill()
 
-    def forward(self, start: int, stop: int) -> Turn:
-        """The turns of positions `[start, stop)`."""
-        return self.cos[start:stop], self.sin[start:stop]
+    def forward(self, where: Where) -> Turn:
+        """The turns of its positions."""
+        return Turn(self.cos[where.positions], self.sin[where.positions], where)
 
     @torch.no_grad()
     def _fill(self) -> None:
@@ -101,6 +93,8 @@ class Rotation(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with `kv_heads` keys and values shared by groups of query heads (arXiv 2305.13245)."""
 
+    seams: ClassVar = {"attend": ("attend",)}
+
     def __init__(self, size: Sizes) -> None:
         super().__init__()
         self.head_size = size.head_size
@@ -117,11 +111,15 @@ class Attention(nn.Module):
         query, key, value = (
             project(x).unflatten(-1, (-1, self.head_size)) for project in (self.query, self.key, self.value)
         )
-        query, key, value = (part.transpose(1, 2) for part in (rotate(query, *turn), rotate(key, *turn), value))
+        query, key, value = (part.transpose(1, 2) for part in (_turned(query, turn), _turned(key, turn), value))
         if past is not None:
             key, value = past.extend(key, value)
-        mixed = self.attend(query, key, value)
+        mixed = self.attend(query, key, value, turn.where)
         return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def _turned(heads: Float[Tensor, "batch seq heads head"], turn: Turn) -> Float[Tensor, "batch seq heads head"]:
+    return rotate(heads, turn.cos, turn.sin)
 
 
 class FeedForward(nn.Module):
@@ -184,28 +182,34 @@ class GPT(nn.Module):
         return Block(self.size)
 
     def forward(
-        self, tokens: Int[Tensor, "batch seq"], cache: Cache | None = None
+        self, tokens: Int[Tensor, "batch seq"], cache: Cache | None = None, where: Where | None = None
     ) -> Float[Tensor, "batch seq vocabulary"]:
-        """Logits of the token after each of `tokens`. With a cache, `tokens` continue what it remembers."""
-        x, turn = self.embedding(tokens), self._turn(tokens, cache)
+        """Logits of the token after each of `tokens`. With a cache, `tokens` continue what it remembers. `where`: None
+        for rows that are a document each, and whole."""
+        x, turn = self.embedding(tokens), self._turn(tokens, cache, where)
         for block, past in zip(self.blocks, self._pasts(cache), strict=True):
             x = self.through(block, x, turn, past)
         return self.logits(x)
 
-    def loss_sum(self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
+    def loss_sum(
+        self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"], where: Where | None = None
+    ) -> Float[Tensor, ""]:
         """Sum of the cross entropies (nats) of `targets`; those equal to -100 are left out."""
-        return cross_entropy_sum(self(tokens), targets)
+        return cross_entropy_sum(self(tokens, where=where), targets)
 
     def logits(self, x: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq vocabulary"]:
         """Logits from the residual stream after the last block."""
         x = self.norm(x)
         return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
 
-    def _turn(self, tokens: Tensor, cache: Cache | None) -> Turn:
-        start = 0 if cache is None else cache.length
-        stop = start + tokens.shape[1]
-        assert stop <= self.size.context, f"{stop} positions, but the context is {self.size.context}"
-        return self.rotation(start, stop)
+    def _turn(self, tokens: Tensor, cache: Cache | None, where: Where | None) -> Turn:
+        if where is None:
+            start = 0 if cache is None else cache.length
+            stop = start + tokens.shape[1]
+            assert stop <= self.size.context, f"{stop} positions, but the context is {self.size.context}"
+            where = Where(torch.arange(start, stop, device=tokens.device))
+        turn: Turn = self.rotation(where)
+        return turn
 
     def _pasts(self, cache: Cache | None) -> Sequence[Past | None]:
         return [None] * self.size.layers if cache is None else cache.layers

@@ -8,7 +8,7 @@ batch is cut into micro-batches and ranks; over sequences it is a sum over sampl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
     from espalier.config.shapes import Sizes
+    from espalier.sequence.base import Where
 
 
 class Experts(nn.Module):
     """A router and its experts. `route` is the seam: how tokens reach the experts that were chosen for them."""
+
+    seams: ClassVar = {"route": ("route",)}
 
     def __init__(self, size: Sizes) -> None:
         super().__init__()
@@ -81,27 +84,29 @@ class MOE(GPT):
         return MoeBlock(self.size)
 
     def forward(
-        self, tokens: Int[Tensor, "batch seq"], cache: Cache | None = None
+        self, tokens: Int[Tensor, "batch seq"], cache: Cache | None = None, where: Where | None = None
     ) -> Float[Tensor, "batch seq vocabulary"]:
-        """Logits of the token after each of `tokens`. With a cache, `tokens` continue what it remembers."""
-        return self.logits(self._through_blocks(tokens, cache)[0])
+        """See `GPT.forward`."""
+        return self.logits(self._through_blocks(tokens, cache, where)[0])
 
-    def loss_sum(self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
+    def loss_sum(
+        self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"], where: Where | None = None
+    ) -> Float[Tensor, ""]:
         """Sum of cross entropies; while training also `balance` x imbalance, summed over layers and over the targets.
 
         Each target carries the imbalance of its sequence, so the whole is a sum over samples whose weight is the
         number of targets: it does not matter how a batch is cut.
         """
-        x, uneven = self._through_blocks(tokens, None)
+        x, uneven = self._through_blocks(tokens, None, where)
         loss = cross_entropy_sum(self.logits(x), targets)
         if not self.training:
             return loss
         counted = (targets != IGNORED).sum(1)
         return loss + self.size.balance * (uneven * counted).sum()
 
-    def _through_blocks(self, tokens: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor]:
+    def _through_blocks(self, tokens: Tensor, cache: Cache | None, where: Where | None) -> tuple[Tensor, Tensor]:
         """The residual stream after the last block, and the sum of the layers' imbalances `[batch]`."""
-        x, turn = self.embedding(tokens), self._turn(tokens, cache)
+        x, turn = self.embedding(tokens), self._turn(tokens, cache, where)
         total = torch.zeros((), device=x.device)
         for block, past in zip(self.blocks, self._pasts(cache), strict=True):
             x, uneven = self.through(block, x, turn, past)

@@ -19,14 +19,17 @@ from espalier.errors import UserError
 from espalier.language import generate, gpt, hf, mixture, moe, tokens
 from espalier.language.tokenizer import Tokenizer
 from espalier.language.work import Setting
+from espalier.sequence.base import Where
 from espalier.workload import Phase, Progress, Shard
 
 
 class Windows(NamedTuple):
-    """A micro-batch: tokens int64 [batch, sequence] and what follows each of them, int64 [batch, sequence]."""
+    """A micro-batch: tokens int64 [batch, sequence], what follows each of them, int64 [batch, sequence], and where they
+    stand (None: each row is whole and one document)."""
 
     tokens: Tensor
     targets: Tensor
+    where: Where | None = None
 
 
 class LanguageWorkload:
@@ -84,7 +87,7 @@ class LanguageWorkload:
         first = step * self.global_batch
         rows = mixture.read_windows(self.splits, self.order, first + shard.start, first + shard.stop)
         windows = torch.from_numpy(rows)
-        return [_window(windows[start - shard.start : stop - shard.start]) for start, stop in shard.cuts]
+        return [_part(_window(windows[start - shard.start : stop - shard.start]), shard) for start, stop in shard.cuts]
 
     def documents(self, step: int, shard: Shard) -> list[str]:
         """Names of the documents those windows cover."""
@@ -94,7 +97,7 @@ class LanguageWorkload:
     def loss(self, model: nn.Module, batch: Windows) -> tuple[Tensor, Tensor]:
         """Sum of cross entropies in nats, and the number of tokens."""
         assert isinstance(model, gpt.GPT)
-        return model.loss_sum(batch.tokens, batch.targets), torch.tensor(batch.targets.numel())
+        return model.loss_sum(*batch), torch.tensor(batch.targets.numel())
 
     def validation_samples(self) -> int:
         """Held-out windows."""
@@ -200,6 +203,15 @@ def _held_out(
         starts = mixture.held_out(store.validation, train.sequence, limit, source.path)
         found += [(store.validation, int(start)) for start in starts]
     return found
+
+
+def _part(whole: Windows, shard: Shard) -> Windows:
+    """What a rank that holds one slot of the sequence takes of it."""
+    if shard.sequence_slots == 1:
+        return whole
+    length, slots = whole.tokens.shape[1], shard.sequence_slots
+    start, stop = (length * slot // slots for slot in (shard.sequence_slot, shard.sequence_slot + 1))
+    return Windows(whole.tokens[:, start:stop], whole.targets[:, start:stop], Where(torch.arange(start, stop)))
 
 
 def _window(rows: Tensor) -> Windows:
