@@ -107,7 +107,26 @@ ENCODED = Claim("codecs", question="codec", changes=frozenset({"sums are encoded
 NCCL = Claim("nccl", question="transport", changes=frozenset({"waits cannot be ended"}))
 ROLES = Claim("roles", question="roles", changes=frozenset({"ranks of other roles"}))
 SINGLES = Claim("single_ranks", question="replicas", changes=frozenset({"replicas of one rank"}))
-CUT = Claim("cut_model", question="stages", changes=frozenset({"the model is cut"}), instead=("whole",))
+CUT_MATRICES = Claim(
+    "cut_matrices",
+    question="tensor",
+    needs=frozenset({"products of cut matrices"}),
+    changes=frozenset({"the model is cut"}),
+)
+CUT_SEQUENCES = Claim(
+    "cut_sequences",
+    question="sequence",
+    needs=frozenset({"attention over cut sequences"}),
+    changes=frozenset({"the model is cut"}),
+)
+CUT_LAYERS = Claim(
+    "cut_layers",
+    question="layers",
+    needs=frozenset({"a schedule of stages"}),
+    changes=frozenset({"the model is cut"}),
+)
+UNMET = frozenset({"products of cut matrices", "attention over cut sequences", "a schedule of stages"})
+"""Needs that no mechanism meets yet: plans with them are refused by `compose`."""
 
 
 class Property(Mechanism):
@@ -115,17 +134,6 @@ class Property(Mechanism):
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
-
-
-class CutModel(Property):
-    """A model that is cut over ranks; there is no executor for it."""
-
-    def wrap(self, context: Build) -> None:
-        """Raises UserError."""
-        raise UserError(
-            f"This plan cannot be run: {context.plan.missing or 'it cuts the model over ranks'}.",
-            do="plan.pin.tp=1 plan.pin.sp=1 plan.pin.pp=1",
-        )
 
 
 def properties(plan: Plan) -> list[Claim]:
@@ -136,6 +144,9 @@ def properties(plan: Plan) -> list[Claim]:
         (NCCL, any(one.device != "cpu" for one in plan.ranks)),
         (ROLES, len(plan.trainers) < len(plan.ranks)),
         (SINGLES, outer is not None and all(len(ranks) == 1 for ranks in outer.replicas)),
+        (CUT_MATRICES, any(one.tensor > 1 for one in plan.stages)),
+        (CUT_SEQUENCES, any(one.sequence > 1 for one in plan.stages)),
+        (CUT_LAYERS, len(plan.stages) > 1),
     )
     return [claim for claim, holds in asked if holds]
 
@@ -148,27 +159,29 @@ TABLE: tuple[Choose, ...] = (
     lambda recipe, plan: Bf16() if plan.precision == "bf16" else None,
     lambda recipe, plan: Compile() if plan.compile else None,
     muon.choose_matrices,
-    sharded_states.choose,
     muon.choose,
     adamw.choose,
-    whole.choose,
-    lambda recipe, plan: CutModel(CUT) if whole.choose(recipe, plan) is None else None,
-    every_step.choose,
     by_rounds.choose,
 )
+"""Rows that a recipe or a plan asks for."""
+PLAIN: tuple[Choose, ...] = (sharded_states.choose, whole.choose, every_step.choose)
+"""Rows for questions that none of the others answers."""
 
 
 def chosen(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> list[Mechanism]:
-    """The mechanisms that `recipe` and `plan` ask for."""
+    """The mechanisms that `recipe` and `plan` ask for, and the plain ones beside them."""
     found = [one for row in table if (one := row(recipe, plan)) is not None]
+    answered = {one.claim.question for one in found}
+    plain = [one for row in PLAIN if (one := row(recipe, plan)) is not None]
+    found += [one for one in plain if one.claim.question not in answered]
     return [*found, *map(Property, properties(plan))]
 
 
 def ordered(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> tuple[Mechanism, ...]:
     """The same in the order in which they are applied. Raises UserError when they cannot run together."""
-    by_name = {one.claim.name: one for one in chosen(recipe, plan, table)}
-    names = compose.require((one.claim for one in by_name.values()), known=[spread.WHOLE])
-    return tuple(by_name[name] for name in names)
+    found = chosen(recipe, plan, table)
+    names = compose.require((one.claim for one in found), known=[spread.WHOLE])
+    return tuple(sorted(found, key=lambda one: names.index(one.claim.name)))
 
 
 # --- what a run may do beside it -----------------------------------------------------------------------------------

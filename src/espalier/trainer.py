@@ -117,12 +117,12 @@ def build(setting: Setting, mesh: ProcessMesh, table: Sequence[Choose] = TABLE) 
 class Trainer:
     """One run on one rank. Has state: the model, the optimizer and the number of the next step."""
 
-    def __init__(self, setting: Setting, channel: dist.ProcessGroup | None) -> None:
+    def __init__(self, setting: Setting, channel: dist.ProcessGroup | None, table: Sequence[Choose] = TABLE) -> None:
         self.setting, self.channel, self.workload = setting, channel, setting.workload
         self.steps = setting.recipe.train.steps or 0
         self.step = self.level = self.tokens = 0
         self.mesh = ProcessMesh(setting.mesh, channel, setting.place.rank)
-        self.built = build(setting, self.mesh)
+        self.built = build(setting, self.mesh, table)
         self.sent = Meter(channel)
         self.context = self.built.context.forward
         self.memory: Memory | None = None
@@ -250,7 +250,8 @@ class Trainer:
             return None
         self.built.model.eval()
         ends, size = [samples * index // own.total for index in range(own.total + 1)], self.setting.plan.micro_batch
-        shards = [Shard(start, stop, size) for start, stop in itertools.pairwise(ends)]
+        slot = self.setting.mesh.sequence_part(self.setting.place.rank)
+        shards = [Shard(start, stop, size, slot.number, slot.total) for start, stop in itertools.pairwise(ends)]
         shown = self.built.agreement.shown()
         with comm.phase("validation"), self.context(), shown:
             found = self.workload.evaluate(self.built.model, shards[own.number])

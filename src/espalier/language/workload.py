@@ -20,7 +20,7 @@ from espalier.language import generate, gpt, hf, mixture, moe, tokens
 from espalier.language.tokenizer import Tokenizer
 from espalier.language.work import Setting
 from espalier.sequence.base import Where
-from espalier.workload import Phase, Progress, Shard
+from espalier.workload import Phase, Progress, Shard, to_device
 
 
 class Windows(NamedTuple):
@@ -109,8 +109,8 @@ class LanguageWorkload:
         device = next(model.parameters()).device
         nats = count = length = 0.0
         for start, stop in shard.cuts:
-            batch = _window(self._read_held_out(start, stop))
-            nats += float(model.loss_sum(batch.tokens.to(device), batch.targets.to(device)))
+            batch = _part(_window(self._read_held_out(start, stop)), shard)
+            nats += float(model.loss_sum(*to_device(batch, device)))
             count += batch.targets.numel()
             length += float(self._byte_lengths[batch.targets].sum())
         return {"loss": (nats, count), "nats_per_byte": (nats, length)}

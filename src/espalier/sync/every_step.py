@@ -134,5 +134,5 @@ class DataParallel(Mechanism):
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """The plain agreement, where the plan has no rounds."""
-    return DataParallel() if plan.outer is None else None
+    """The plain agreement."""
+    return DataParallel()

@@ -1,0 +1,206 @@
+"""A mechanism is a folder and one row: each toy runs in place of the plain answer, and the plain answer judges it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gathered_keys import mechanism as gathered_keys
+from halves import codec as halves
+from looped_experts import mechanism as looped_experts
+from rated import mechanism as rated
+from reversed_batches import mechanism as reversed_batches
+from sums import mechanism as sums
+from watched_sums import mechanism as watched_sums
+
+from espalier import mechanisms, rank, trainer
+from espalier.comm import codecs
+from espalier.config import derive, load
+from espalier.errors import UserError
+from espalier.graph.data import Graph, Parts
+from espalier.graph.workload import GraphWorkload
+from espalier.language.workload import open_language
+from espalier.launch import base as launch
+from espalier.launch import local
+from espalier.mechanism import Mechanism
+from espalier.plan import base as plans
+
+TOYS = Path(__file__).parent / "toys"
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(8):
+        text = "".join(f"def f{i * number}(x):\n    return x * {i} + {number}\n" for i in range(60))
+        (folder / f"{number}.py").write_text(text)
+    return folder
+
+
+def recipe_of(corpus: Path, kind: str = "gpt", **train: Any) -> Any:
+    table = {
+        "model": {"kind": kind, "depth": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 64},
+        "data": {"path": str(corpus), "cache": str(corpus.parent / "cache"), "validation": 0.2},
+        "train": {
+            "steps": STEPS,
+            "sequence": 32,
+            "batch_tokens": 256,
+            "validate_tokens": 512,
+            "precision": "fp64",
+            "optimizer": {"kind": "adamw"},
+            **train,
+        },
+    }
+    return derive.resolve(load.from_table(table))[0]
+
+
+def plan_of(ranks: int, **changes: Any) -> plans.Plan:
+    cuts = [8 * number // ranks for number in range(ranks + 1)]
+    shares = tuple(plans.Rank(share=(cuts[number], cuts[number + 1])) for number in range(ranks))
+    return plans.Plan(**{"ranks": shares, "micro_batch": 2, "precision": "fp64", **changes})
+
+
+def train(workload: Any, recipe: Any, plan: plans.Plan, *toys: Any) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step, then the held-out loss."""
+
+    def life(place: launch.Place) -> list[tuple[float, float]]:
+        seen: list[tuple[float, float]] = []
+
+        def emit(event: str, **fields: Any) -> None:
+            if event in ("step", "validation"):
+                seen.append((fields["loss"], fields.get("gradient_norm", 0.0)))
+
+        with rank.joined(place, 20.0) as channel:
+            setting = trainer.Setting(recipe, plan, workload, place, emit=emit)
+            trainer.Trainer(setting, channel, (*mechanisms.TABLE, *toys)).run()
+        return seen
+
+    places = launch.places(plan)
+    return local.run(life, places)[0] if len(places) > 1 else life(places[0])
+
+
+def near(found: list[tuple[float, float]], wanted: list[tuple[float, float]], tolerance: float = 1e-9) -> None:
+    assert len(found) == len(wanted) > STEPS
+    for one, other in zip(found, wanted, strict=True):
+        assert one == pytest.approx(other, rel=tolerance)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_shard_rule_is_one_row(corpus: Path, ranks: int) -> None:
+    recipe = recipe_of(corpus)
+    workload = open_language(recipe)
+    near(train(workload, recipe, plan_of(ranks), sums.choose), train(workload, recipe, plan_of(ranks)))
+
+
+def test_a_schedule_is_one_row(corpus: Path) -> None:
+    recipe = recipe_of(corpus)
+    workload = open_language(recipe)
+    near(train(workload, recipe, plan_of(2), reversed_batches.choose), train(workload, recipe, plan_of(2)))
+
+
+def test_an_agreement_is_one_row(corpus: Path) -> None:
+    slow = recipe_of(corpus, optimizer={"kind": "adamw", "learning_rate": 1e-3})
+    fast = recipe_of(corpus, optimizer={"kind": "adamw", "learning_rate": 2e-3})
+    # At half the rate; matrices decay by the product of rate and decay, so that is equal too.
+    workload = open_language(fast)
+    near(train(workload, fast, plan_of(2), rated.choose), train(workload, slow, plan_of(2)))
+
+
+def test_an_attention_over_ranks_is_one_row(corpus: Path) -> None:
+    recipe = recipe_of(corpus)
+    workload = open_language(recipe)
+    cut = plans.Plan(
+        ranks=(plans.Rank(share=(0, 8)), plans.Rank(share=(0, 8))),
+        micro_batch=2,
+        precision="fp64",
+        stages=(plans.Stage(ranks=(0, 1), layers=(0, 2), sequence=2),),
+    )
+    with pytest.raises(UserError, match="cut_sequences cannot run as planned") as refused:
+        mechanisms.ordered(recipe, cut)
+    assert "attention over cut sequences" in refused.value.why
+    near(train(workload, recipe, cut, gathered_keys.choose), train(workload, recipe, plan_of(1)))
+
+
+def test_a_route_is_one_row(corpus: Path) -> None:
+    recipe = recipe_of(corpus, "moe")
+    workload = open_language(recipe)
+    near(train(workload, recipe, plan_of(2), looped_experts.choose), train(workload, recipe, plan_of(2)))
+
+
+def test_an_aggregation_is_one_row() -> None:
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 3, 60)
+    parts = Parts(np.arange(30), np.arange(30, 45), np.arange(45, 60))
+    graph = Graph.from_edges(
+        *random.integers(0, 60, (2, 240)), features=np.eye(3, 5)[labels], labels=labels, parts=parts, undirected=True
+    )
+    table = {
+        "model": {"kind": "gat"},
+        "data": {"path": "made"},
+        "train": {"steps": STEPS, "precision": "fp64", "validate_every": STEPS},
+    }
+    recipe = derive.resolve(load.from_table(table))[0]
+    workload = GraphWorkload(recipe, graph)
+    samples = workload.global_batch
+    plan = plans.Plan(ranks=(plans.Rank(share=(0, samples)),), micro_batch=samples, precision="fp64")
+    toy = watched_sums.WatchedSums()
+    found = train(workload, recipe, plan, lambda recipe, plan: toy)
+    assert found == train(workload, recipe, plan)
+    assert toy.rows
+
+
+def test_a_codec_is_one_row(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(codecs.FAMILIES, "halves", lambda text: halves.Halves())
+    recipe = recipe_of(corpus)
+    workload = open_language(recipe)
+    rounded = plan_of(2, exchanges=(plans.Exchange(traffic="gradients", codec="halves"),))
+    found, plain = train(workload, recipe, rounded), train(workload, recipe, plan_of(2))
+    near(found, plain, 5e-3)
+    assert found != plain
+
+
+def test_a_seam_that_a_model_lacks_is_refused_by_name(corpus: Path) -> None:
+    recipe = recipe_of(corpus)
+    with pytest.raises(UserError, match="GPT has no seam 'route', which looped_experts fills"):
+        train(open_language(recipe), recipe, plan_of(1), looped_experts.choose)
+
+
+def test_two_answers_to_one_question_are_refused(corpus: Path) -> None:
+    def again(recipe: Any, plan: Any) -> Mechanism:
+        found = rated.RatedMechanism()
+        found.claim = type(found.claim)("rerated", "sync")
+        return found
+
+    recipe, table = recipe_of(corpus), (*mechanisms.TABLE, rated.choose, again)
+    with pytest.raises(UserError, match="rated and rerated cannot run together"):
+        mechanisms.ordered(recipe, plan_of(2), table)
+
+
+def test_toys_need_nothing_but_public_parts_of_the_package() -> None:
+    """No toy reaches into the trainer, the planner or the command line, and none is imported by the package."""
+    allowed = ("comm", "compose", "mechanism", "optim", "parallel", "sequence", "stages", "sync", "workload", "shard")
+    files = sorted(TOYS.rglob("*.py"))
+    assert len(files) == 7
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("espalier"):
+                assert (node.module or "").split(".")[1] in allowed, f"{file.name} imports {node.module}"
+
+
+def test_mechanisms_are_applied_in_the_order_that_compose_finds(corpus: Path) -> None:
+    recipe = recipe_of(corpus, optimizer={"kind": "muon"})
+    plan = plan_of(1, recompute="block", precision="bf16", compile=True)
+    names = [one.claim.question for one in mechanisms.ordered(recipe, plan)]
+    assert names.index("model") < names.index("recompute") < names.index("compile") < names.index("shard")
+    assert names.index("matrices") < names.index("shard") < names.index("stages") < names.index("sync")
+    assert names.index("precision") < names.index("shard") < names.index("optimizer") < names.index("sync")
+
+
+def test_every_mechanism_has_a_cost_over_arrays_or_adds_nothing() -> None:
+    for one in (mechanisms.sharded_states.ShardedStates, mechanisms.by_rounds.OuterRounds):
+        assert callable(one.cost)
+        assert one.record

@@ -1,0 +1,30 @@
+"""A toy agreement: the plain one at a multiple of the learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from espalier.compose import Claim
+from espalier.mechanism import Build, Mechanism
+from espalier.sync.base import Agreed
+from espalier.sync.every_step import CLAIM, EveryStep, agreement
+from espalier.workload import Outcome
+
+
+class Rated(EveryStep):
+    factor = 0.5
+
+    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
+        return super().step(outcome, self.factor * learning_rate, stop)
+
+
+class RatedMechanism(Mechanism):
+    claim = Claim("rated", "sync", CLAIM.needs, CLAIM.changes, CLAIM.forbids, CLAIM.after)
+
+    def wrap(self, context: Build) -> None:
+        plain = agreement(context)
+        context.agreement = Rated(plain.sharding, plain.optimizer, plain.totals, plain.clip)
+
+
+def choose(recipe: Any, plan: Any) -> Mechanism:
+    return RatedMechanism()

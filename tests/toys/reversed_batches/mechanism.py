@@ -1,0 +1,31 @@
+"""A toy schedule: micro-batches from the last to the first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from espalier.compose import Claim
+from espalier.mechanism import Build, Mechanism
+from espalier.stages.base import Loss
+from espalier.stages.whole import CLAIM, Whole
+from espalier.workload import Outcome
+
+
+class Reversed(Whole):
+    def run(self, model: nn.Module, batches: Sequence[Any], loss: Loss) -> Outcome:
+        return super().run(model, list(reversed(batches)), loss)
+
+
+class ReversedMechanism(Mechanism):
+    claim = Claim("reversed_batches", "stages", CLAIM.needs)
+
+    def wrap(self, context: Build) -> None:
+        assert context.sharding is not None
+        context.schedule = Reversed(context.workload.nominal_weight, context.sharding.accumulate, context.forward)
+
+
+def choose(recipe: Any, plan: Any) -> Mechanism:
+    return ReversedMechanism()
