@@ -44,6 +44,10 @@ def parser() -> argparse.ArgumentParser:
         made[name].add_argument("overrides", nargs="*", metavar="key=value", help="changes, such as train.steps=50")
     for name in ("eval", "predict", "export"):
         made[name].add_argument("run", help="a run folder, such as runs/language")
+    for name in ("train", "eval", "predict", "export"):
+        made[name].add_argument(
+            "--trust", action="store_true", help="read what may run its author's code, as checkpoints of older versions"
+        )
     made["report"].add_argument("run", nargs="?", help="a run folder, such as runs/language")
     _options(made)
     return top

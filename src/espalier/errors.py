@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class EspalierError(Exception):
@@ -62,6 +62,37 @@ class Interrupted(EspalierError):
     """Stopped by the user (Ctrl-C or SIGTERM) after saving. Exit code 130."""
 
     exit_code = 130
+
+
+def words_of(error: EspalierError) -> tuple[str, str, str, str]:
+    """`error` as plain words, for a process that `from_words` makes it again in: its kind, what, why, do.
+
+    The kind is a class of this module: of an error derived from one, that one.
+    """
+    kind = next(one for one in type(error).__mro__ if one in _KINDS.values())
+    return kind.__name__, error.what, error.why, error.do
+
+
+def from_words(words: Sequence[str]) -> EspalierError:
+    """The error of `words_of`. A kind that is none of this module's becomes a RunFailed."""
+    kind, what, why, do = map(str, words)
+    return _KINDS.get(kind, RunFailed)(what, why=why, do=do)
+
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        EspalierError,
+        UserError,
+        RunFailed,
+        Anomaly,
+        Corrupted,
+        Diverged,
+        PeerLost,
+        HostLost,
+        Interrupted,
+    )
+}
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

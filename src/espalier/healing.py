@@ -7,8 +7,10 @@ ends, and whoever started it starts it again.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.errors import Anomaly
@@ -42,10 +44,11 @@ class Healing:
         self._found: Verdict | None = None
         """Of this replica, not known to the others yet."""
 
-        def told(_: list[None]) -> list[Skips]:
-            return [skipping.read(self.folder)] * saved.team.world
+        def told(_: list[None]) -> list[dict[str, Any]]:
+            return [msgspec.to_builtins(skipping.read(self.folder))] * saved.team.world
 
-        self.skips = saved.team.agree("reading what the run leaves out", lambda: None, told)
+        read = saved.team.agree("reading what the run leaves out", lambda: None, told)
+        self.skips = msgspec.convert(read, Skips)
 
     def began(self, step: int) -> None:
         """The run goes on from `step`. What it was put back from is removed."""
@@ -72,22 +75,22 @@ class Healing:
         """Before all replicas save: what one of them has found is found by all. Raises Anomaly on all."""
         if self._course is None or self._common:
             return
-        Given = tuple[Verdict | None, int | None]
+        Given = tuple[dict[str, Any] | None, int | None]
 
         def first(given: list[Given]) -> list[Given]:
             found = [verdict for verdict, _ in given if verdict is not None]
             since = [step for _, step in given if step is not None]
-            worst = min(found, key=lambda one: one.first, default=None)
+            worst = min(found, key=lambda one: int(one["first"]), default=None)
             if worst is not None:
-                worst = replace(worst, last=max(one.last for one in found))
+                worst = {**worst, "last": max(one["last"] for one in found)}
             return [(worst, min(since, default=None))] * len(given)
 
-        own = (self._found, self._course.since)
+        own = (None if self._found is None else asdict(self._found), self._course.since)
         self.saved.wait()  # its own agreements must not come in between
         verdict, since = self.saved.team.agree("comparing the replicas' losses", lambda: own, first)
         self._hold(since)
         if verdict is not None:
-            self._put_back(verdict)
+            self._put_back(Verdict(**verdict))
 
     def not_finite(self, step: int) -> None:
         """The step after `step` was not finite: the second time with the same batch, that is left out."""

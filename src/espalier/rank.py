@@ -124,6 +124,7 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
             group=saving_group(channel),
             on_event=setting.emit,
         )
+        saved.trust = setting.trust
         why = recovery(recipe, setting.plan)
         saved.alike = _alike(trainer, saved.team) if why == "alike" else None
         if place.refuge is not None:

@@ -82,6 +82,8 @@ class Setting:
     """What the run's first event says of it besides the step it starts from."""
     flops_per_second: float = 0.0
     """Peak (or best measured) of all devices together, for MFU."""
+    trust: bool = False
+    """See `Checkpoints.trust`."""
 
     @property
     def device(self) -> torch.device:

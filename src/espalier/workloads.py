@@ -28,6 +28,8 @@ class Resolved:
     """Where the recipe's file lies: a foreign module may lie beside it."""
     data: Any = None
     """What was opened to derive it."""
+    trust: bool = False
+    """The user trusts who made the run: what can run code is read too (`--trust`)."""
 
 
 def silently(what: str) -> AbstractContextManager[Progress]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
-
-from espalier.errors import RunFailed, UserError
+from espalier import encoding
+from espalier.errors import RunFailed, UserError, words_of
 from espalier.launch import child, distant
 from espalier.launch.base import Place
 from espalier.launch.exchange import End
@@ -30,8 +29,9 @@ def test_its_end_wakes_who_polls_and_is_that_of_a_child() -> None:
 
 def test_what_it_raised_is_raised_here() -> None:
     for error, raised in ((UserError("bad", why="so", do="that"), ""), (RunFailed("x: KeyError"), "KeyError")):
-        told = ("crashed", error, raised) if raised else ("raised", error)
-        there = child.Child(Place(rank=1), -1, -1, -1, pickle.dumps(told), 1)
+        words = words_of(error)
+        told = ("crashed", words, raised) if raised else ("raised", words)
+        there = child.Child(Place(rank=1), -1, -1, -1, encoding.dumps(told), 1)
         one = distant.expected(Place(rank=1))
         one.hear(End.of(there))
         one.reap()
@@ -40,7 +40,7 @@ def test_what_it_raised_is_raised_here() -> None:
 
 
 def test_a_rank_that_did_its_work_has_not_failed() -> None:
-    there = child.Child(Place(rank=1), -1, -1, -1, pickle.dumps(("returned", 5)), 0)
+    there = child.Child(Place(rank=1), -1, -1, -1, encoding.dumps(("returned", 5)), 0)
     left = child.Child(Place(rank=1), -1, -1, -1, b"", 0)  # by os._exit(0), without a word
     for child_, failed in ((there, False), (left, True)):
         one = distant.expected(Place(rank=1))

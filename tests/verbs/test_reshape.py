@@ -38,7 +38,9 @@ def job(corpus, tmp_path):
         recipe = recipe_of(corpus, **tables)
         path = tmp_path / "recipe.toml"
         path.write_text(load.dump(recipe))
-        arguments = argparse.Namespace(recipe=path, overrides=[], run=str(tmp_path / f"run-{len(jobs)}"), json=True)
+        arguments = argparse.Namespace(
+            recipe=path, overrides=[], run=str(tmp_path / f"run-{len(jobs)}"), json=True, trust=False
+        )
         jobs.append(train._prepare(arguments))
         return jobs[-1]
 

@@ -11,7 +11,8 @@ import xxhash
 
 from espalier.errors import UserError
 
-VERSION = 1
+VERSION = 2
+"""1: skeletons are pickles. 2: they are plain values (`encoding`)."""
 NAME = "manifest.json"
 
 

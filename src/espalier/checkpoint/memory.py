@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import pickle
 import struct
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from espalier import encoding
 from espalier.checkpoint import alike, interval, partner, tree
 from espalier.checkpoint import refuge as refuges
 from espalier.checkpoint.alike import Alike
@@ -45,7 +45,7 @@ Agree = Callable[[Tensor], None]
 
 
 class _Row(NamedTuple):
-    """Where a tensor's local part lies; `cut`: other ranks have other parts."""
+    """Where a tensor's local part lies; `cut`: other ranks have other parts. It travels as a tuple."""
 
     name: str
     dtype: torch.dtype
@@ -78,10 +78,10 @@ class Slot:
             _HEADER.pack_into(self._mapped(), 0, _NONE, 0, 0, b"")
 
     def write(self, step: int, tensors: Mapping[str, tree.Kept], rest: Any) -> None:
-        """Copies the local parts of `tensors`, and `rest` (pickled). Killed on the way, it leaves no copy."""
+        """Copies the local parts of `tensors`, and `rest` (plain values). Killed on the way, it leaves no copy."""
         self.clear()
         rows, end = _layout(tensors)
-        tail = pickle.dumps((rows, rest))
+        tail = encoding.dumps(([tuple(row) for row in rows], rest), "a copy in memory")
         self._reach(end + len(tail))
         memory = self._mapped()
         room = torch.frombuffer(memory, dtype=torch.uint8)
@@ -101,8 +101,9 @@ class Slot:
         """The local parts, as views of the copy, and the rest."""
         _, begin, end, _ = self._header()
         memory = self._mapped()
-        rows, rest = pickle.loads(memory[begin:end])
-        room = torch.frombuffer(memory, dtype=torch.uint8)
+        told, rest = encoding.loads(memory[begin:end], "A copy in memory")
+        rows = [_Row(*row) for row in told]
+        room = torch.frombuffer(memory, dtype=torch.uint8)[:begin]
         return {row: _view(room, row) for row in rows}, rest
 
     def _header(self) -> tuple[int, int, int, bytes]:
@@ -236,15 +237,15 @@ class Memory:
         call it."""
         own = {slot.step: self._digest(slot) for slot in self._slots if slot.good()}
         kept = self._partner
-        held = set[int]() if kept is None else kept.held()
+        held = [] if kept is None else sorted(kept.held())
 
-        def combine(given: list[tuple[dict[int, tuple[int, ...]], set[int], bool]]) -> list[int]:
+        def combine(given: list[tuple[dict[int, tuple[int, ...]], list[int], bool]]) -> list[int]:
             seen: dict[int, set[tuple[int, ...]]] = {}
             for step, one in itertools.chain.from_iterable(owns.items() for owns, _, _ in given):
                 seen.setdefault(step, set()).add(one)
             copies = [{step for step in owns if len(seen[step]) == 1} for owns, _, _ in given]
             if kept is not None:
-                copies = [one | given[kept.keeps(rank)][1] for rank, one in enumerate(copies)]
+                copies = [one.union(given[kept.keeps(rank)][1]) for rank, one in enumerate(copies)]
             there = set.union(*copies) if any(stayed for *_, stayed in given) else set.intersection(*copies)
             return [max(there, default=_NONE)] * len(given)
 
@@ -272,7 +273,7 @@ class Memory:
         if not fits or found is None:
             return None
         for part, skeleton in zip(parts.values(), found["skeletons"].values(), strict=True):
-            part.load_state_dict(tree.join(pickle.loads(skeleton), found["kept"].__getitem__))
+            part.load_state_dict(tree.join(encoding.loads(skeleton, "A copy in memory"), found["kept"].__getitem__))
         return dict(found["meta"])
 
     def _shared(self, step: int) -> Slot | None:

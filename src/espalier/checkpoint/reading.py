@@ -1,56 +1,95 @@
-"""One checkpoint being read: the skeletons, room for each tensor, the tensors; then each part takes its own."""
+"""One checkpoint being read: the skeletons, room for each tensor, the tensors; then each part takes its own.
+
+Nothing in the files is run: skeletons are plain values, torch's metadata goes through an allow-list, tensors through
+torch's weights-only loader.
+"""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
-from espalier.checkpoint import tree
+from espalier import encoding
+from espalier.checkpoint import dcp_metadata, tree, trusted
 from espalier.checkpoint.base import Stateful
+from espalier.checkpoint.manifest import File
 from espalier.checkpoint.place import Place
 from espalier.checkpoint.slices import LoadPlanner, Slice
 from espalier.errors import EspalierError, UserError
 
 
-def restore(place: Place, name: str, parts: Mapping[str, Stateful]) -> list[str]:
-    """Reads checkpoint `name` into `parts`; names of the parts it does not have. This rank's share only, no waiting.
+def restore(
+    place: Place, name: str, files: Mapping[str, File], parts: Mapping[str, Stateful], trust: bool = False
+) -> list[str]:
+    """Reads checkpoint `name`, which has these `files`, into `parts`; names of the parts it does not have. This rank's
+    share only, no waiting. `trust`: pickled skeletons, of the older format, are read too.
 
-    Raises UserError when a part refuses what it is given.
+    Raises UserError when a file holds what this program does not write, or a part refuses what it is given.
     """
+    path = place.path(name)
+    with place.open(name, dcp_metadata.NAME) as file:
+        sizes = {one: found.bytes for one, found in files.items()}
+        metadata = dcp_metadata.read(file.read(), sizes, f"{path}/{dcp_metadata.NAME}")
     reader = place.reader(name)
-    metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)
     present = [part for part in parts if tree.SKELETON + part in metadata.state_dict_metadata]
-    blobs: dict[str, Any] = {tree.SKELETON + part: None for part in present}
-    _read(reader, metadata, blobs)
-    skeletons = {part: pickle.loads(blobs[tree.SKELETON + part]) for part in present}
+    skeletons = _skeletons(reader, metadata, present, path, trust)
     own, _ = tree.flatten({part: parts[part] for part in present})
     tensors: dict[str, Any] = {}
     for skeleton in skeletons.values():
         for hole in tree.holes(skeleton):
             tensors[hole] = _room(metadata, hole, own.get(hole))
-    _read(reader, metadata, tensors)
+    _read(reader, metadata, tensors, path)
     for part in present:
         _give(parts[part], part, tree.join(skeletons[part], tensors.__getitem__), name)
     return [part for part in parts if part not in present]
 
 
-def _read(reader: StorageReader, metadata: Metadata, state: dict[str, Any]) -> None:
+def _skeletons(reader: StorageReader, metadata: Metadata, present: list[str], path: str, trust: bool) -> dict[str, Any]:
+    blobs: dict[str, Any] = {}
+    for part in present:
+        name = tree.SKELETON + part
+        if not isinstance(metadata.state_dict_metadata[name], BytesStorageMetadata):
+            raise UserError(f"{name!r} in {path} is no skeleton.", do="use another checkpoint")
+        blobs[name] = None
+    _read(reader, metadata, blobs, path)
+    return {part: _skeleton(blobs[tree.SKELETON + part], part, path, trust) for part in present}
+
+
+def _skeleton(blob: bytes, part: str, path: str, trust: bool) -> Any:
+    if not trusted.is_pickled(blob):
+        return encoding.loads(blob, f"The state of {part!r} in {path}")
+    if trust:
+        return trusted.skeleton(blob)
+    raise UserError(
+        f"The checkpoint {path} is of the older format and is not read.",
+        why=f"the state of {part!r} in it is pickled, and unpickling runs whatever its author put there",
+        do="the same command with --trust (Checkpoints.trust = True) if you trust who wrote it; the next save is plain",
+    )
+
+
+def _read(reader: StorageReader, metadata: Metadata, state: dict[str, Any], path: str) -> None:
     planner = LoadPlanner()
     planner.set_up_planner(state, metadata, True)
-    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+    try:
+        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+    except (EspalierError, OSError, MemoryError):
+        raise
+    except Exception as error:  # torch's, pickle's and zip's errors have no common base
+        why = f"{type(error).__name__}: {str(error).strip()[:500]}"
+        raise UserError(f"A file of {path} does not hold the tensors it should.", why=why) from error
 
 
 def _room(metadata: Metadata, name: str, own: tree.Kept | None) -> tree.Kept:
     """What to read `name` into: the part's own where it fits, else a new one on the CPU."""
-    saved = metadata.state_dict_metadata[name]
-    assert isinstance(saved, TensorStorageMetadata), f"{name} was not saved as a tensor"
+    saved = metadata.state_dict_metadata.get(name)
+    if not isinstance(saved, TensorStorageMetadata):
+        raise UserError(f"The checkpoint has no tensor {name}, and its skeleton names it.", do="use another checkpoint")
     if isinstance(own, Slice) and own.shape != saved.size:
         own = own.saved_as(saved.size) or own
     if isinstance(own, DTensor | Slice) and own.shape != saved.size:

@@ -6,6 +6,7 @@ the file holds plain tensors of their full shape, whatever cut them, and any oth
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """torch's planner, which also finds the boxes of a Slice."""
+    """torch's planner, which also finds the boxes of a Slice, and writes bytes as they are."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -154,9 +155,13 @@ class SavePlanner(DefaultSavePlanner):
         found = self.state_dict[index.fqn]
         return found.__get_tensor_shard__(index) if isinstance(found, Slice) else super().lookup_object(index)
 
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Bytes are written as they are; torch's own would pickle them."""
+        return io.BytesIO(object) if write_item.type is WriteItemType.BYTE_IO else object
+
 
 class LoadPlanner(DefaultLoadPlanner):
-    """torch's planner, which also finds the boxes of a Slice."""
+    """torch's planner, which also finds the boxes of a Slice, and gives bytes as they are."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -170,3 +175,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """What a read item is read into."""
         found = self.state_dict[index.fqn]
         return found.__get_tensor_shard__(index) if isinstance(found, Slice) else super().lookup_tensor(index)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Keeps them; torch's own would unpickle them."""
+        self.state_dict[read_item.dest_index.fqn] = value.getvalue()

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from espalier import errors, plain_collectives
 from espalier.errors import EspalierError, RunFailed
 
 Given = TypeVar("Given")
@@ -26,7 +27,8 @@ class Team:
     ) -> Answer:
         """Runs `share` on every rank and `combine` on rank 0 with all results; gives each rank its answer.
 
-        `combine` returns one answer per rank. An error on any rank is raised on all of them, so none is left waiting.
+        `combine` returns one answer per rank. What travels are plain values (`encoding`). An error on any rank is
+        raised on all of them, so none is left waiting.
         """
         given = _attempt(phase, self.rank, share)
         if self.world == 1:
@@ -40,16 +42,22 @@ class Team:
     def _exchange(
         self, phase: str, given: tuple[Any, Any], combine: Callable[[list[Any]], Sequence[Any]]
     ) -> tuple[Any, Any]:
-        lead = self.rank == 0
-        root = dist.get_global_rank(self.group, 0) if self.group is not None else 0
-        gathered: list[Any] | None = [None] * self.world if lead else None
-        answers: list[Any] = [None] * self.world
-        dist.gather_object(given, gathered, dst=root, group=self.group)
+        gathered = plain_collectives.gather(_told(given), self.group)
+        answers = None
         if gathered is not None:
-            answers = _answers(phase, gathered, combine)
-        received: list[Any] = [None]
-        dist.scatter_object_list(received, answers if lead else None, src=root, group=self.group)
-        return received[0]
+            answers = [_told(answer) for answer in _answers(phase, [_heard(one) for one in gathered], combine)]
+        return _heard(plain_collectives.scatter(answers, self.group))
+
+
+def _told(result: tuple[Any, EspalierError | None]) -> tuple[Any, ...]:
+    """What a rank gave or is given, as it travels: an error as words."""
+    value, error = result
+    return value, None if error is None else errors.words_of(error)
+
+
+def _heard(told: tuple[Any, ...]) -> tuple[Any, EspalierError | None]:
+    value, words = told
+    return value, None if words is None else errors.from_words(words)
 
 
 def _answers(phase: str, gathered: list[Any], combine: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:

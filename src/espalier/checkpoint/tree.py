@@ -1,21 +1,22 @@
 """A part's state as flat tensors and a skeleton of everything else, and back; and the CPU copy that is written.
 
 torch's own flattening turns integer keys into text and loses empty tables, which an optimizer's state does not
-survive; here the skeleton keeps every plain value as it was, with a `Hole` where each tensor stood.
+survive; here the skeleton keeps every plain value as it was, with a `Placeholder` where each tensor stood.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from espalier import encoding
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.slices import Slice
+from espalier.encoding import Placeholder
 
 Kept = Tensor | Slice
 """What a hole stands for: a tensor (a DTensor where it is sharded evenly), or this rank's part of one."""
@@ -24,19 +25,16 @@ SKELETON = "skeleton:"
 """Begins the flat name of a part's skeleton."""
 
 
-class Hole(NamedTuple):
-    """Where a tensor stood in a skeleton, and under which flat name it is kept."""
-
-    name: str
-
-
 def flatten(parts: Mapping[str, Stateful]) -> tuple[dict[str, Kept], dict[str, bytes]]:
-    """(tensors by flat name, pickled skeletons by `SKELETON` + part) of what `parts` hold now.
+    """(tensors by flat name, encoded skeletons by `SKELETON` + part) of what `parts` hold now.
 
     The tensors are the parts' own; the skeletons are copies, so a part may go on changing its lists and tables.
+    Raises UserError naming what is in a part's state and cannot be encoded (`encoding`).
     """
     tensors: dict[str, Kept] = {}
-    skeletons = {SKELETON + name: pickle.dumps(split(part.state_dict(), name, tensors)) for name, part in parts.items()}
+    skeletons = {
+        SKELETON + name: encoding.dumps(split(part.state_dict(), name, tensors), name) for name, part in parts.items()
+    }
     return tensors, skeletons
 
 
@@ -48,9 +46,9 @@ def split(state: Any, name: str, tensors: dict[str, Kept]) -> Any:
     if isinstance(state, Kept):
         assert name not in tensors, f"two tensors are called {name}"
         tensors[name] = state.detach() if isinstance(state, Tensor) else state
-        return Hole(name)
+        return Placeholder(name)
     if isinstance(state, Mapping):
-        return {key: split(value, f"{name}/{_word(key)}", tensors) for key, value in state.items()}
+        return {key: split(value, f"{name}/{encoding.word(key)}", tensors) for key, value in state.items()}
     if type(state) in (list, tuple):
         return type(state)(split(value, f"{name}/{index}", tensors) for index, value in enumerate(state))
     return state
@@ -58,7 +56,7 @@ def split(state: Any, name: str, tensors: dict[str, Kept]) -> Any:
 
 def join(skeleton: Any, tensor: Callable[[str], Kept]) -> Any:
     """The state again: each hole filled with `tensor(name)`."""
-    if isinstance(skeleton, Hole):
+    if isinstance(skeleton, Placeholder):
         return tensor(skeleton.name)
     if isinstance(skeleton, dict):
         return {key: join(value, tensor) for key, value in skeleton.items()}
@@ -69,7 +67,7 @@ def join(skeleton: Any, tensor: Callable[[str], Kept]) -> Any:
 
 def holes(skeleton: Any) -> Iterator[str]:
     """The flat names of the tensors that belong into `skeleton`."""
-    if isinstance(skeleton, Hole):
+    if isinstance(skeleton, Placeholder):
         yield skeleton.name
     elif isinstance(skeleton, dict):
         for value in skeleton.values():
@@ -126,7 +124,3 @@ def _like(tensor: Kept, local: Tensor) -> Kept:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
-
-
-def _word(key: Any) -> str:
-    return key if isinstance(key, str) else f"#{key!r}"

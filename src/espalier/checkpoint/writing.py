@@ -10,14 +10,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from espalier.checkpoint import manifest
+from espalier.checkpoint import manifest, plain_plans
+from espalier.checkpoint.dcp_metadata import NAME as METADATA
 from espalier.checkpoint.place import Place, folder_name
 from espalier.checkpoint.slices import SavePlanner
 from espalier.checkpoint.team import Team
 from espalier.errors import EspalierError
 from espalier.track.events import unwritable
-
-_METADATA = ".metadata"
 
 
 class Job(NamedTuple):
@@ -29,11 +28,8 @@ class Job(NamedTuple):
     loss: float | None
 
 
-class _Share(NamedTuple):
-    """What one rank wrote."""
-
-    results: list[Any]
-    files: dict[str, manifest.File]
+_Share = tuple[list[Any], dict[str, tuple[int, str]]]
+"""What one rank wrote, as plain values: the results, and bytes and hash of each file."""
 
 
 class Write:
@@ -55,31 +51,33 @@ class Write:
             # After a commit only a temporary copy is left to abandon.
             self.place.abandon(self.name)
 
-    def _plan(self) -> SavePlan:
+    def _plan(self) -> list[Any]:
         self._planner.set_up_planner(self.job.state, is_coordinator=self.team.rank == 0)
-        return self._planner.create_local_plan()
+        return plain_plans.plan_items(self._planner.create_local_plan())
 
-    def _join(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def _join(self, plans: list[list[Any]]) -> list[list[Any]]:
         with _Explained(self.place.path(self.name)):
             self.place.clean(self.name)
-            writer = self._writer()
-        joined, self._metadata = self._planner.create_global_plan(plans)
-        return writer.prepare_global_plan(joined)
+            self._writer()
+        joined, self._metadata = self._planner.create_global_plan([plain_plans.plan(items) for items in plans])
+        return [plain_plans.plan_items(plan) for plan in joined]
 
-    def _write(self, plan: SavePlan) -> _Share:
+    def _write(self, items: list[Any]) -> _Share:
         with _Explained(self.place.path(self.name)):
             writer = self._writer()
+            # The writer names files after the plan's place in the list of all ranks' plans.
+            plan = writer.prepare_global_plan([SavePlan([])] * self.team.rank + [plain_plans.plan(items)])[-1]
             results = writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
-            files = sorted({result.storage_data.relative_path for result in results})
-            return _Share(results, self._publish(files))
+            files = self._publish(sorted({result.storage_data.relative_path for result in results}))
+            return plain_plans.result_rows(results), {name: (file.bytes, file.xxh3) for name, file in files.items()}
 
     def _commit(self, shares: list[_Share]) -> list[int]:
         assert self._metadata is not None, "rank 0 joins the plans before it commits"
         with _Explained(self.place.path(self.name)):
-            self._writer().finish(self._metadata, [share.results for share in shares])
-            files = self._publish([_METADATA])
-            for share in shares:
-                files.update(share.files)
+            self._writer().finish(self._metadata, [plain_plans.results(rows) for rows, _ in shares])
+            files = self._publish([METADATA])
+            for _, written in shares:
+                files.update({name: manifest.File(*file) for name, file in written.items()})
             content = manifest.Manifest(
                 step=self.job.step,
                 loss=self.job.loss,

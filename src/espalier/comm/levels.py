@@ -15,9 +15,9 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from espalier import plain_collectives
 from espalier.comm.base import Codec, Traffic, feedback, traffic
 from espalier.comm.channel import Channel
 from espalier.comm.codecs import codec as codec_of
@@ -136,10 +136,9 @@ def _agreed(
     """The machine of each rank and the codec, once all have said the same, and a name that nothing else bears. Raises
     UserError on all ranks."""
     name = codec if isinstance(codec, str) else codec.name
-    told: list[Any] = [None] * channel.size()
     given = None if nodes is None else [str(one) for one in nodes]
     with traffic(Traffic.CONTROL):
-        dist.all_gather_object(told, (given, name, kind._value_, host(), secrets.token_hex(8)), group=channel)
+        told = plain_collectives.all_gather((given, name, kind._value_, host(), secrets.token_hex(8)), channel)
     for index, what in enumerate(("nodes", "codec", "kind")):
         odd = next((rank for rank, said in enumerate(told) if said[index] != told[0][index]), None)
         if odd is not None:

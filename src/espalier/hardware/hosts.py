@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import torch.distributed as dist
 
 from espalier import cluster as clusters
+from espalier import plain_collectives
 from espalier.cluster import Cluster, Link, Node
 from espalier.errors import UserError
 from espalier.folders import cache_folder
@@ -35,18 +35,19 @@ def probe_ranks(group: dist.ProcessGroup, local_rank: int, measure: Callable[[],
         local_rank: this rank's device on its machine, where there are several.
         measure: measures this machine (default: `probe.probe`).
     """
-    hosts = _gather(group, host())
+    hosts = plain_collectives.all_gather(host(), group)
     names = list(dict.fromkeys(hosts))
     leads = [hosts.index(name) for name in names]
     own = (measure or probe.probe)() if dist.get_rank(group) in leads else None
-    found: list[Cluster] = [one for one in _gather(group, own) if one is not None]
+    told = plain_collectives.all_gather(None if own is None else clusters.dumps(own), group)
+    found = [clusters.loads(one) for one in told if one is not None]
     matrix = links.measure(group)
     nodes: list[Node] = []
     first: list[int] = []
     for number, one in enumerate(found):
         first.append(sum(node.devices for node in nodes))
         nodes += [_named(node, f"host {number} ({names[number].split('|')[0]})") for node in one.nodes]
-    devices = _devices(hosts, names, first, _gather(group, local_rank), found)
+    devices = _devices(hosts, names, first, plain_collectives.all_gather(local_rank, group), found)
     measured = [pair for pair in matrix.pairs(devices) if pair.a != pair.b]
     pairs = {frozenset((pair.a, pair.b)): pair for pair in reversed(measured)}
     notes = tuple(note for one in found for note in one.notes)
@@ -61,7 +62,7 @@ def probe_ranks(group: dist.ProcessGroup, local_rank: int, measure: Callable[[],
 def key(group: dist.ProcessGroup) -> str:
     """What a measurement of the ranks of `group` is valid for, as a short hash: their machines and interfaces."""
     own = f"{host()} {os.environ.get('GLOO_SOCKET_IFNAME')} {probe.identity()}"
-    return blake2b("/".join(_gather(group, own)).encode(), digest_size=6).hexdigest()
+    return blake2b("/".join(plain_collectives.all_gather(own, group)).encode(), digest_size=6).hexdigest()
 
 
 def kept(name: str) -> Cluster | None:
@@ -83,12 +84,6 @@ def keep(found: Cluster, name: str) -> None:
 
 def _file(name: str) -> Path:
     return cache_folder() / f"hosts-{name}.toml"
-
-
-def _gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 def host() -> str:

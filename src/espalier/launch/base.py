@@ -85,7 +85,8 @@ def places(plan: Plan, logs: Path | None = None) -> list[Place]:
 
 
 class Task(Protocol):
-    """What each process runs. What it returns is handed back by launchers that can (must be picklable)."""
+    """What each process runs. What it returns is handed back by launchers that can: tensors, arrays and plain
+    values (`encoding`)."""
 
     def __call__(self, place: Place, /) -> Any:
         """Runs in the process at `place`."""

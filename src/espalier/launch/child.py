@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import faulthandler
 import os
-import pickle
 import select
 import signal
 import socket
@@ -23,7 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from espalier.errors import EspalierError, Interrupted, RunFailed
+from espalier import encoding, errors
+from espalier.errors import EspalierError, Interrupted, RunFailed, UserError
 from espalier.launch import recall
 from espalier.launch.base import Place, Task
 from espalier.launch.recall import Recall
@@ -56,12 +56,12 @@ class Child:
     @property
     def returned(self) -> Any:
         """What its task returned."""
-        return pickle.loads(self.received)[1]
+        return self._told[1] if self._told is not None else None
 
     @property
     def error(self) -> EspalierError | None:
         """What it raised, if it could tell."""
-        return None if self._told is None or self._told[0] == "returned" else self._told[1]
+        return None if self._told is None or self._told[0] == "returned" else errors.from_words(self._told[1])
 
     @property
     def raised(self) -> str:
@@ -71,8 +71,8 @@ class Child:
     @property
     def _told(self) -> tuple[Any, ...] | None:
         try:
-            return pickle.loads(self.received) if self.received else None
-        except (pickle.UnpicklingError, EOFError):  # killed while it was telling
+            return encoding.loads(self.received, f"What rank {self.place.rank} said") if self.received else None
+        except UserError:  # killed while it was telling
             return None
 
     def receive(self) -> bool:
@@ -175,20 +175,21 @@ def _live(task: Task, place: Place, writer: int, launcher: int) -> int:
     faulthandler.register(STACKS, file=2 if place.stacks < 0 else place.stacks, all_threads=True)
     place.pulse.beat()
     place.recall.listen()
-    outcome: tuple[Any, ...]
     code = 0
     try:
-        outcome = ("returned", recall.staying(task, place))
+        said = encoding.dumps(("returned", recall.staying(task, place)), f"what rank {place.rank} gives back")
     except EspalierError as error:
-        outcome, code = ("raised", error), error.exit_code
+        said, code = encoding.dumps(("raised", errors.words_of(error))), error.exit_code
     except KeyboardInterrupt:
-        outcome, code = ("raised", Interrupted("Stopped before the first step.")), 130
+        said = encoding.dumps(("raised", errors.words_of(Interrupted("Stopped before the first step."))))
+        code = 130
     except BaseException as error:
         sys.stderr.write(traceback.format_exc())
-        outcome, code = ("crashed", explained(error, place), type(error).__name__), 1
+        told = errors.words_of(explained(error, place))
+        said, code = encoding.dumps(("crashed", told, type(error).__name__)), 1
     place.pulse.leaves()
     with os.fdopen(writer, "wb") as pipe:
-        pickle.dump(outcome, pipe)
+        pipe.write(said)
     return code
 
 

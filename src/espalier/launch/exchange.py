@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from espalier import errors, tcpstore
-from espalier.errors import EspalierError, RunFailed
+from espalier.errors import EspalierError
 from espalier.launch.child import Child
 from espalier.resilience.hang import Vital
 from espalier.resilience.pulse import Sign
@@ -84,16 +84,14 @@ class End:
     def of(cls, child: Child) -> End:
         """Of a child that has ended."""
         error = child.error
-        told = None if error is None else (type(error).__name__, error.what, error.why, error.do)
+        told = None if error is None else errors.words_of(error)
         return cls(child.place.rank, child.status or 0, not child.failed, told, child.raised)
 
     def rebuilt(self) -> EspalierError | None:
         """The error, here."""
         if self.error is None:
             return None
-        kind, what, why, do = self.error
-        found: EspalierError = getattr(errors, kind, RunFailed)(what, why=why, do=do)
-        return found
+        return errors.from_words(self.error)
 
 
 @dataclass(frozen=True)

@@ -63,12 +63,10 @@ def unanswered(host: Host, argv: Sequence[str], seconds: float, last: str) -> Us
 
 def retold(host: Host, told: Mapping[str, Any]) -> EspalierError:
     """The error that a process on `host` told of, in this process, with the host. An interrupt is nobody's."""
-    kind = getattr(errors, told["kind"], RunFailed)
-    placed = kind in (Interrupted, HostLost) or told["what"].startswith("On host ")
-    what = told["what"] if placed else f"On host {host.name}: {told['what']}"
-    error = kind(what, why=told["why"], do=told["do"])
-    assert isinstance(error, EspalierError)
-    return error
+    error = errors.from_words([told["kind"], told["what"], told["why"], told["do"]])
+    if isinstance(error, Interrupted | HostLost) or error.what.startswith("On host "):
+        return error
+    return type(error)(f"On host {host.name}: {error.what}", why=error.why, do=error.do)
 
 
 def together(failed: Sequence[EspalierError]) -> EspalierError:

@@ -54,15 +54,13 @@ def compare(own: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
     """Gathers every rank's identity over `group` and raises UserError on all ranks when they differ."""
     if group is None:
         return
-    import torch.distributed as dist
-
+    from espalier import plain_collectives
     from espalier.comm.base import Traffic, traffic
 
-    if dist.get_world_size(group) == 1:
+    if group.size() == 1:
         return
-    gathered: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size(group))]
     with traffic(Traffic.CONTROL):
-        dist.all_gather_object(gathered, dict(own), group=group)
+        gathered = plain_collectives.all_gather(dict(own), group)
     check(gathered)
 
 

@@ -6,8 +6,10 @@ it forks ranks, and ends: nothing of a test stays in it. After Acme (arXiv 2403.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from espalier.launch import child as ranks
 from espalier.launch import exchange
@@ -38,8 +40,7 @@ def hosts(team: Team, number: int, signals: Signals) -> Located | None:
         while children[1].status is None and not signals.seen:
             children[1].reap(block=False)
             time.sleep(_POLL)
-        found: Located | None = children[1].returned if children[1].status == 0 else None
-        return found
+        return Located(*children[1].returned) if children[1].status == 0 else None
     finally:
         for one in children:
             one.close()
@@ -71,8 +72,8 @@ def _follow(place: Place) -> None:
     localise.follow(_store(place), place.rank, SECONDS)
 
 
-def _lead(place: Place) -> Located:
-    return localise.lead(_store(place), range(place.world), SECONDS + _TOLD)
+def _lead(place: Place) -> tuple[Any, ...]:
+    return dataclasses.astuple(localise.lead(_store(place), range(place.world), SECONDS + _TOLD))
 
 
 def _store(place: Place) -> object:

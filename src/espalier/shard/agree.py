@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
+from espalier import plain_collectives
 from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
 
@@ -67,9 +66,8 @@ def _all(numbers: list[int], channel: dist.ProcessGroup, device: torch.device) -
 
 
 def _explain(looks: list[str], channel: dist.ProcessGroup) -> None:
-    everyone: list[Any] = [None] * channel.size()
     with traffic(Traffic.CONTROL):
-        dist.all_gather_object(everyone, looks, group=channel)
+        everyone = plain_collectives.all_gather(looks, channel)
     first = everyone[0]
     for rank, other in enumerate(everyone):
         for one, two in zip([*first, "nothing more"], [*other, "nothing more"], strict=False):

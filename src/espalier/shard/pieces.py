@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from espalier import plain_collectives
 from espalier.comm.base import Traffic, traffic
 from espalier.shard.amsp import Amsp
 from espalier.shard.flat import Flat, Moved, Slot
@@ -83,9 +84,8 @@ class Pieces:
                 for kind, value in self.optimizer.state.get(moved.owned.tensor, {}).items():
                     alike = isinstance(value, Tensor) and value.shape == moved.owned.tensor.shape and value.ndim > 0
                     mine.setdefault(moved.slot.name, {})[kind] = value.dtype if alike else value
-        everyone: list[Any] = [None] * self.channel.size()
         with traffic(Traffic.CONTROL):
-            dist.all_gather_object(everyone, mine, group=self.channel)
+            everyone = plain_collectives.all_gather(mine, self.channel)
         return {name: kinds for one in reversed(everyone) for name, kinds in one.items()}
 
     def _gather(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from espalier import plain_collectives
 from espalier.checkpoint.slices import Slice
 from espalier.comm.base import Traffic, traffic
 from espalier.optim.base import Optimizer
@@ -84,9 +85,8 @@ class States:
             for key, value in own.items():
                 name, kind = key.rsplit("/", 1)
                 mine.setdefault(name, {})[kind] = (value.dtype, value.ndim == 0)
-            everyone: list[Any] = [None] * self._channel.size()
             with traffic(Traffic.CONTROL):
-                dist.all_gather_object(everyone, mine, group=self._channel)
+                everyone = plain_collectives.all_gather(mine, self._channel)
             self._kinds = {name: kinds for one in everyone for name, kinds in one.items()}
             if all(slot.name in self._kinds for flat in self._sharding.flats for slot in flat.slots):
                 self._sharding.kinds = self._kinds  # nothing can be added: no later save needs to ask

@@ -7,7 +7,6 @@ What it asks stands in the key space of the crew as it is: once that has changed
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
+from espalier import encoding
 from espalier.errors import PeerLost
 
 if TYPE_CHECKING:
@@ -98,9 +98,7 @@ def admit(space: Any, entry: Entry) -> None:
 
 def send(group: Any, peer: int, state: dict[str, Any], timeout: timedelta) -> None:
     """Sends `state` (tensors and plain values) to a rank of a Gloo group."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    body = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    body = torch.frombuffer(bytearray(encoding.dumps(state, "state")), dtype=torch.uint8)
     header = torch.cat([torch.tensor([len(body)]), _hash(body)])
     going = [group.send([header], peer, _HEADER), group.send([body], peer, _BODY)]
     for work in going:
@@ -117,7 +115,7 @@ def received(group: Any, peer: int, timeout: timedelta) -> dict[str, Any]:
         raise PeerLost(
             "The outer state arrived damaged.", why="its hash is another", do="come back once more; check the link"
         )
-    found: dict[str, Any] = torch.load(io.BytesIO(body.numpy().tobytes()), weights_only=True)
+    found: dict[str, Any] = encoding.loads(body.numpy().data, "The outer state that arrived")
     return found
 
 

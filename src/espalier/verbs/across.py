@@ -62,6 +62,7 @@ def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
         "absolute": folder.is_absolute(),
         "run": str(folder),
         "quiet": arguments.json,
+        "trust": arguments.trust,
     }
     if not here:
         log = folder / "logs" / LOG

@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     from espalier.verbs.trained import open_trained
     from espalier.workload import Shard
 
-    trained = open_trained(arguments.run)
+    trained = open_trained(arguments.run, arguments.trust)
     samples = trained.workload.validation_samples()
     if samples == 0:
         raise UserError(

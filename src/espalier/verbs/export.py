@@ -14,7 +14,7 @@ from espalier.verbs.trained import open_trained
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the folder and says where it is."""
-    trained = open_trained(arguments.run)
+    trained = open_trained(arguments.run, arguments.trust)
     write = workloads.row(trained.recipe).exports.get(arguments.to)
     if write is None:
         raise UserError(f"The run in {arguments.run} is not a language model; there is no `{arguments.to}` form of it.")

@@ -18,7 +18,7 @@ from espalier.verbs.trained import open_trained
 def run(arguments: argparse.Namespace) -> int:
     """Prints the answer as it is made."""
     prompt = None if arguments.input is None else _prompt(arguments.input)
-    trained = open_trained(arguments.run)
+    trained = open_trained(arguments.run, arguments.trust)
     answer = workloads.row(trained.recipe).answer
     if answer is None:
         raise UserError(

@@ -24,9 +24,9 @@ from espalier.workload import Workload
 Resolved = workloads.Resolved
 
 
-def resolve(path: str | Path, overrides: Sequence[str]) -> Resolved:
-    """Reads a recipe and derives what it leaves open."""
-    return settle(load.load(path, overrides), Path(path).absolute().parent)
+def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False) -> Resolved:
+    """Reads a recipe and derives what it leaves open. `trust`: who made the run that is taken up again is trusted."""
+    return replace(settle(load.load(path, overrides), Path(path).absolute().parent), trust=trust)
 
 
 def settle(recipe: Recipe, folder: Path | None) -> Resolved:

@@ -127,7 +127,8 @@ def _command(arguments: argparse.Namespace) -> list[str]:
     """What each task runs: this verb, without Slurm."""
     json_too = ["--json"] if arguments.json else []
     run = ["--run", arguments.run] if arguments.run else []
-    return [sys.executable, "-m", "espalier", "train", arguments.recipe, *arguments.overrides, *run, *json_too]
+    trust = ["--trust"] if arguments.trust else []
+    return [sys.executable, "-m", "espalier", "train", arguments.recipe, *arguments.overrides, *run, *trust, *json_too]
 
 
 def _submitted(path: Path) -> str:

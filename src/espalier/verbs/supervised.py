@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from espalier import cluster as clusters
-from espalier import config, rank, units
+from espalier import config, plain_collectives, rank, units
 from espalier import run as runs
 from espalier.config import load
 from espalier.errors import EspalierError, PeerLost
@@ -75,6 +75,7 @@ def opened(place: Place, asked: Told) -> train.Asked:
     """Opens the data on this host."""
     torch.set_num_threads(1)  # ranks are forked from here; see launch.local
     resolved = ready.settle(load.from_table(asked["recipe"], asked["origin"]), Path(asked["beside"]))
+    resolved = replace(resolved, trust=asked["trust"])
     if place.rank:
         return train.joining(resolved, asked["run"])
     return train.asked(resolved, asked["run"], asked["quiet"])
@@ -173,9 +174,7 @@ def _measuring(recipe: config.Recipe) -> Callable[[Place], tuple[str, list[str]]
         with place.pulse.elsewhere("storing"), rank.joined(seated(place, recipe), PROBING) as channel:
             machines = [hosts.host()]
             if channel is not None:
-                gathered: list[Any] = [None] * place.world
-                dist.all_gather_object(gathered, hosts.host(), group=channel)
-                machines = gathered
+                machines = plain_collectives.all_gather(hosts.host(), channel)
             return clusters.dumps(machines_of(channel, place, recipe)), machines
 
     return life
@@ -186,15 +185,15 @@ def machines_of(channel: dist.ProcessGroup | None, place: Place, recipe: config.
     if channel is None:
         return ready.machines(recipe)
     key = hosts.key(channel)
-    known: list[Any] = [None]
+    known: str | None = None
     if place.rank == 0:
         found = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else hosts.kept(key)
-        known = [clusters.dumps(found) if found is not None else None]
+        known = clusters.dumps(found) if found is not None else None
         if found is None:
             ready.say("Measuring the hosts and the links between them (once).")
-    dist.broadcast_object_list(known, 0, group=channel)
-    if known[0] is not None:
-        return clusters.loads(known[0])
+    known = plain_collectives.broadcast(known, channel)
+    if known is not None:
+        return clusters.loads(known)
     measured = hosts.probe_ranks(channel, place.local_rank, lambda: probe.ready(say=ready.say))
     hosts.keep(measured, key)
     return measured

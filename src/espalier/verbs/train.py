@@ -58,8 +58,9 @@ class Job:
         recipe = self.resolved.recipe
         peak = peak_flops(self.cluster, len(self.plan.ranks), recipe.train.precision)
         return trainer.Setting(
-            recipe, self.plan, self.workload, place, self.folder.path, about=_about(self), flops_per_second=peak
-        )
+            recipe, self.plan, self.workload, place, self.folder.path, about=_about(self), flops_per_second=peak,
+            trust=self.resolved.trust,
+        )  # fmt: skip
 
     def identity(self) -> dict[str, str]:
         """What all ranks must have in common."""
@@ -155,7 +156,7 @@ def joining(resolved: ready.Resolved, run: str | None) -> Asked:
 
 
 def _prepare(arguments: argparse.Namespace, world: int | None = None) -> Job:
-    resolved = ready.resolve(arguments.recipe, arguments.overrides)
+    resolved = ready.resolve(arguments.recipe, arguments.overrides, arguments.trust)
     return decided(asked(resolved, arguments.run, arguments.json), lambda: ready.machines(resolved.recipe), world)
 
 
@@ -277,7 +278,7 @@ def _run_as_rank(arguments: argparse.Namespace, place: launch.Place) -> int:
     if place.rank == 0:
         return lead(lambda: _prepare(arguments, world=place.world), place, arguments.json)
     text = heard(place)
-    resolved = ready.resolve(arguments.recipe, arguments.overrides)
+    resolved = ready.resolve(arguments.recipe, arguments.overrides, arguments.trust)
     return follow(joining(resolved, arguments.run), ready.machines(resolved.recipe), text, place)
 
 

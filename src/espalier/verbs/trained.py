@@ -30,8 +30,11 @@ class Trained:
     step: int
 
 
-def open_trained(path: str) -> Trained:
-    """The newest good checkpoint of the run in `path`. Raises UserError when there is none."""
+def open_trained(path: str, trust: bool = False) -> Trained:
+    """The newest good checkpoint of the run in `path`. `trust`: who made the run is trusted, see `Checkpoints.trust`.
+
+    Raises UserError when there is none.
+    """
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder = runs.find(path)
     recipe = folder.read()
@@ -40,7 +43,9 @@ def open_trained(path: str) -> Trained:
     model = workload.build(device, DTYPES[recipe.train.precision])
     target = recipe.checkpoint.target or str(folder.checkpoints)
     keep = recipe.checkpoint.keep
-    loaded = Checkpoints(target, keep=keep, keep_best=recipe.checkpoint.keep_best).load({"model": model})
+    saved = Checkpoints(target, keep=keep, keep_best=recipe.checkpoint.keep_best)
+    saved.trust = trust
+    loaded = saved.load({"model": model})
     if loaded is None:
         raise UserError(
             f"The run in {path} has no checkpoint yet.",

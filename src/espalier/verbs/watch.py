@@ -57,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         checkpoints=recipe.checkpoint.target or str(folder.checkpoints),
         folder=folder.path / "eval",
         dtype=DTYPES[recipe.train.precision],
+        trust=arguments.trust,
     )
     if not arguments.json:
         each = ", ".join(f"{task.name} ({task.records:,} record{'s' * (task.records != 1)})" for task in found)

@@ -44,6 +44,8 @@ def _lower_session() -> None:
 class Process:
     """A forked process and the pipe to it. Has state: whether it lives.
 
+    Messages are pickled: the two ends are this process and its own copy, and nobody else has the pipe.
+
     Forking is safe only while this process has run nothing on several threads and has not touched a GPU.
     """
 

@@ -72,7 +72,7 @@ def load(checkpoints: Checkpoints, step: int, dtype: torch.dtype) -> SharedModel
 
 def attach(model: nn.Module, path: str, device: torch.device) -> nn.Module:
     """Makes `model`'s parameters those in the memory file at `path`: mapped, not copied, on the CPU."""
-    state = torch.load(path, mmap=True, weights_only=False, map_location="cpu")
+    state = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     model.load_state_dict(state, assign=True)
     return model.to(device).eval()
 

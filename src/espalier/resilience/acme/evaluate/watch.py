@@ -52,6 +52,7 @@ class Where:
         checkpoints: folder or URL of its checkpoints.
         folder: what the evaluation keeps: links, raw outputs, priors.
         dtype: of the model's floating tensors.
+        trust: see `Checkpoints.trust`.
     """
 
     run: Path
@@ -59,6 +60,7 @@ class Where:
     checkpoints: str
     folder: Path
     dtype: torch.dtype
+    trust: bool = False
 
 
 class Told(NamedTuple):
@@ -261,7 +263,9 @@ class Watch:
         name = folder_name(found.step)
         held = _sealed(self._held, name) == (found.seal, found.bytes)
         target = getattr(self._held, "root", "") if held else self.where.checkpoints
-        return shared.load(Checkpoints(target), found.step, self.where.dtype)
+        checkpoints = Checkpoints(target)
+        checkpoints.trust = self.where.trust
+        return shared.load(checkpoints, found.step, self.where.dtype)
 
     def _skip(self, step: int, why: str) -> str:
         what = f"checkpoint {folder_name(step)} was not evaluated: {why}"
