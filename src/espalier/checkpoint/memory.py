@@ -32,6 +32,7 @@ from espalier.checkpoint.partner import Partner
 from espalier.checkpoint.refuge import Refuge
 from espalier.checkpoint.sharded import Checkpoints, Loaded
 from espalier.checkpoint.team import Team
+from espalier.errors import UserError
 
 _HEADER = struct.Struct("<qqq16s")  # step, where the skeletons begin, where they end, XXH3-128 of all between
 _BEGIN = 4096
@@ -98,13 +99,16 @@ class Slot:
         return torch.frombuffer(self._mapped(), dtype=torch.uint8)[: self._header()[2] if size is None else size]
 
     def read(self) -> tuple[dict[_Row, Tensor], Any]:
-        """The local parts, as views of the copy, and the rest."""
+        """The local parts, as views of the copy, and the rest. Raises UserError: it holds what `write` does not."""
         _, begin, end, _ = self._header()
         memory = self._mapped()
-        told, rest = encoding.loads(memory[begin:end], "A copy in memory")
-        rows = [_Row(*row) for row in told]
+        told = encoding.loads(memory[begin:end], "A copy in memory")
         room = torch.frombuffer(memory, dtype=torch.uint8)[:begin]
-        return {row: _view(room, row) for row in rows}, rest
+        try:
+            rows, rest = told
+            return {row: _view(room, row) for row in (_Row(*one) for one in rows)}, rest
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise UserError("A copy in memory cannot be read.", why=f"{type(error).__name__}: {error}") from None
 
     def _header(self) -> tuple[int, int, int, bytes]:
         if os.fstat(self.file).st_size < _BEGIN:
@@ -235,9 +239,11 @@ class Memory:
         """The newest step of which every rank has a whole copy, its own or one that it can be sent; -1 when there is
         none. Where all should hold the same, a step of which they have kept different copies does not count. All ranks
         call it."""
-        own = {slot.step: self._digest(slot) for slot in self._slots if slot.good()}
         kept = self._partner
-        held = [] if kept is None else sorted(kept.held())
+
+        def told() -> tuple[dict[int, tuple[int, ...]], list[int], bool]:
+            own = {slot.step: self._digest(slot) for slot in self._slots if slot.good()}
+            return own, [] if kept is None else sorted(kept.held()), self._stayed
 
         def combine(given: list[tuple[dict[int, tuple[int, ...]], list[int], bool]]) -> list[int]:
             seen: dict[int, set[tuple[int, ...]]] = {}
@@ -249,7 +255,7 @@ class Memory:
             there = set.union(*copies) if any(stayed for *_, stayed in given) else set.intersection(*copies)
             return [max(there, default=_NONE)] * len(given)
 
-        return self._team.agree("looking for copies in memory", lambda: (own, held, self._stayed), combine)
+        return self._team.agree("looking for copies in memory", told, combine)
 
     def _digest(self, slot: Slot) -> tuple[int, ...]:
         """Of the tensors of a whole copy, where ranks are compared."""
@@ -263,18 +269,26 @@ class Memory:
         slot = next((one for one in self._slots if one.step == step), None)
         if self._stays or self._partner is not None:
             slot = self._shared(step)
-        found: dict[str, Any] | None = None
-        if slot is not None:
-            kept, (skeletons, meta) = slot.read()
-            own, _ = tree.flatten(parts)
-            filled = _filled(kept, own)
-            found = {"kept": filled, "skeletons": skeletons, "meta": meta} if filled is not None else None
-        fits = self._team.agree("fitting copies", lambda: found is not None, lambda all_: [all(all_)] * len(all_))
-        if not fits or found is None:
+        states: list[dict[str, Any]] = []
+        meta: dict[str, Any] = {}
+
+        def fill() -> bool:
+            if slot is None:
+                return False
+            kept, (skeletons, said) = slot.read()
+            filled = _filled(kept, tree.flatten(parts)[0])
+            if filled is None:
+                return False
+            meta.update(said)
+            trees = [encoding.loads(one, f"The state of {name!r} in memory") for name, one in skeletons.items()]
+            states.extend(tree.join(one, filled.__getitem__) for one in trees)
+            return True
+
+        if not self._team.agree("fitting copies", fill, lambda all_: [all(all_)] * len(all_)):
             return None
-        for part, skeleton in zip(parts.values(), found["skeletons"].values(), strict=True):
-            part.load_state_dict(tree.join(encoding.loads(skeleton, "A copy in memory"), found["kept"].__getitem__))
-        return dict(found["meta"])
+        for part, state in zip(parts.values(), states, strict=True):
+            part.load_state_dict(state)
+        return meta
 
     def _shared(self, step: int) -> Slot | None:
         """This rank's copy of `step`; where it has none, one that another rank has sent. None where that did not arrive
