@@ -143,6 +143,8 @@ def _layout(tensors: Mapping[str, tree.Kept]) -> tuple[list[_Row], int]:
 
 
 def _view(room: Tensor, row: _Row) -> Tensor:
+    if min(row.shape, default=0) < 0 or row.first < _BEGIN:
+        raise ValueError(f"{row.name} lies nowhere")
     count = torch.Size(row.shape).numel() * row.dtype.itemsize
     return room[row.first : row.first + count].view(row.dtype).view(row.shape)
 

@@ -6,6 +6,7 @@ torch's weights-only loader.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,7 +82,8 @@ def _read(reader: StorageReader, metadata: Metadata, state: dict[str, Any], path
     except (EspalierError, OSError, MemoryError):
         raise
     except Exception as error:  # torch's, pickle's and zip's errors have no common base
-        why = f"{type(error).__name__}: {str(error).strip()[:500]}"
+        named = re.search(r"GLOBAL (\S+)", str(error))  # what torch's loader refused
+        why = f"it names {named[1]}" if named else f"{type(error).__name__}: {error}"
         raise UserError(f"A file of {path} does not hold the tensors it should.", why=why) from error
 
 

@@ -1,0 +1,346 @@
+"""Opening is not running: pickles in checkpoints, copies in memory and messages are refused by name and do nothing."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from parts import Box
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from espalier import encoding, plain_collectives
+from espalier.checkpoint import dcp_metadata, manifest, memory, refuge, slices, tree
+from espalier.checkpoint.memory import Memory, Slot
+from espalier.checkpoint.place import open_place
+from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.team import Team
+from espalier.checkpoint.writing import Job, Write
+from espalier.errors import UserError
+from espalier.launch.base import Place
+from espalier.launch.child import Child
+from espalier.sync import rejoin
+from espalier.testing import forks
+
+
+class Evil:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.mark}",)
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    """What a pickle makes that is run; checked to be made when one is."""
+    made = tmp_path / "ran"
+    pickle.loads(pickle.dumps(Evil(made)))
+    assert made.exists()
+    made.unlink()
+    return made
+
+
+STATE = {"weights": torch.arange(6.0), "steps": {0: (1, "a")}}
+
+
+def saved(folder: Path, step: int = 1) -> Path:
+    """A checkpoint's folder."""
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(step, {"box": Box(**STATE)}, {}, wait=True)
+    checkpoints.abandon()
+    return folder / f"step-{step:08d}"
+
+
+def resealed(checkpoint: Path) -> None:
+    """Makes the manifest that of the files as they are now: hashes are no secret."""
+    kept = manifest.loads((checkpoint / manifest.NAME).read_bytes())
+    files = {name: manifest.digest_path(checkpoint / name) for name in kept.files}
+    content = manifest.Manifest(
+        version=kept.version, step=kept.step, loss=None, ranks=1, time=kept.time, meta=kept.meta, files=files
+    )
+    (checkpoint / manifest.NAME).write_bytes(manifest.dumps(content))
+
+
+def refused(folder: Path, words: str, trust: bool = False) -> None:
+    checkpoints = Checkpoints(folder)
+    checkpoints.trust = trust
+    box = Box()
+    with pytest.raises(UserError, match=words):
+        checkpoints.load({"box": box})
+    assert box.state == {}
+
+
+# --- the older format ------------------------------------------------------------------------------------------------
+
+
+class Hole(NamedTuple):
+    """What stood for a tensor in format 1."""
+
+    name: str
+
+
+def in_format_1(folder: Path, skeleton: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes a checkpoint as format 1 had it: a pickled skeleton, itself pickled by torch."""
+    Hole.__module__, Hole.__qualname__ = tree.__name__, "Hole"
+    monkeypatch.setattr(tree, "Hole", Hole, raising=False)
+    monkeypatch.setattr(slices.SavePlanner, "transform_object", DefaultSavePlanner.transform_object)
+    state = {"box/weights": torch.arange(6.0), "skeleton:box": pickle.dumps(skeleton)}
+    Write(open_place(folder), Team(None), Job(4, state, {"step": 4}, None)).run()
+    monkeypatch.undo()
+
+
+def test_format_1_is_refused_by_name_and_read_where_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_format_1(tmp_path, {"weights": Hole("box/weights"), "steps": {0: (1, "a")}}, monkeypatch)
+    refused(tmp_path, r"step-00000004 is of the older format.*\n.*'box'.*pickled.*\n.*--trust")
+    checkpoints, box = Checkpoints(tmp_path), Box()
+    checkpoints.trust = True
+    loaded = checkpoints.load({"box": box})
+    assert loaded is not None
+    assert (loaded.step, loaded.meta) == (4, {"step": 4})
+    assert torch.equal(box.state["weights"], STATE["weights"])  # type: ignore[arg-type]
+    assert box.state["steps"] == STATE["steps"]
+    checkpoints.save(5, {"box": box}, {}, wait=True)
+    assert Checkpoints(tmp_path).load({"box": Box()})  # and is plain from then on
+
+
+def test_a_pickled_skeleton_does_not_run(tmp_path: Path, mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_format_1(tmp_path / "run", {"weights": Evil(mark)}, monkeypatch)
+    refused(tmp_path / "run", "is of the older format")
+    assert not mark.exists()
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_a_pickle_for_a_skeleton_does_not_run(tmp_path: Path, mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = pickle.dumps(Evil(mark))
+    monkeypatch.setattr(encoding, "dumps", lambda *_: bare)
+    saved(tmp_path / "run")
+    for trust in (False, True):  # nothing ever wrote it so: --trust does not read it either
+        refused(tmp_path / "run", "state of 'box' in .* cannot be decoded", trust)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("field", ["planner_data", "storage_meta", "version"])
+def test_a_pickle_in_torchs_metadata_does_not_run(tmp_path: Path, mark: Path, field: str) -> None:
+    checkpoint = saved(tmp_path / "run")
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    setattr(metadata, field, Evil(mark))
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    resealed(checkpoint)
+    for trust in (False, True):
+        refused(tmp_path / "run", r"\.metadata is not read.\n.*posix.system", trust)
+    assert not mark.exists()
+
+
+def test_a_pickle_for_a_tensor_does_not_run(tmp_path: Path, mark: Path) -> None:
+    checkpoint = saved(tmp_path / "run")
+    buffer = io.BytesIO()
+    torch.save({"weights": Evil(mark)}, buffer)
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    stored = next(info for index, info in metadata.storage_data.items() if index.fqn == "box/weights")
+    file = checkpoint / stored.relative_path
+    stored.offset, stored.length = file.stat().st_size, len(buffer.getvalue())
+    with file.open("ab") as opened:
+        opened.write(buffer.getvalue())
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    resealed(checkpoint)
+    refused(tmp_path / "run", "does not hold the tensors it should.\n.*it names posix.system")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"relative_path": "../../../etc/passwd"}, "'../../../etc/passwd' is no file of the checkpoint"),
+        ({"length": 1 << 40}, "is shorter than it says"),
+        ({"transform_descriptors": ["gzip"]}, "is transformed"),
+    ],
+)
+def test_metadata_names_no_file_but_the_checkpoints(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    checkpoint = saved(tmp_path)
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    for stored in metadata.storage_data.values():
+        for name, value in change.items():
+            setattr(stored, name, value)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    resealed(checkpoint)
+    refused(tmp_path, words)
+
+
+def test_metadata_asks_for_no_more_memory_than_there_are_files(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path)
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    metadata.state_dict_metadata["box/weights"].size = torch.Size([1 << 50])
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    resealed(checkpoint)
+    refused(tmp_path, "is larger than all files together")
+
+
+def test_what_torch_writes_is_read_as_torch_reads_it(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path)
+    data = (checkpoint / ".metadata").read_bytes()
+    files = {file.name: file.stat().st_size for file in checkpoint.iterdir()}
+    theirs, ours = pickle.loads(data), dcp_metadata.read(data, files, ".metadata")
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_no_bytes_for_metadata_do_more_than_be_refused(data: st.DataObject) -> None:
+    good = bytearray(pickle.dumps({"a": [1, 2, ("b", torch.float32)], "c": torch.Size([3])}))
+    if data.draw(st.booleans()):
+        good = bytearray(data.draw(st.binary(max_size=100)))
+    for _ in range(data.draw(st.integers(0, 4))):
+        if good:
+            good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    with pytest.raises(UserError):
+        dcp_metadata.read(bytes(good), {}, ".metadata")
+
+
+def test_what_cannot_be_encoded_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(UserError, match=r"box/extra/1 is of type .*Evil and cannot be encoded"):
+        checkpoints.save(1, {"box": Box(extra=[0, Evil(tmp_path)])}, {})
+    assert checkpoints.load({"box": Box()}) is None
+
+
+# --- copies in memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slot() -> Any:
+    own = refuge.build(1, 1 << 20)
+    yield Slot(own[0].files[0])
+    refuge.release(own)
+
+
+def test_a_pickle_in_a_copy_in_memory_does_not_run(slot: Slot, mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.encoding, "dumps", lambda *_: pickle.dumps(Evil(mark)))
+    slot.write(3, {"a": torch.ones(3)}, None)
+    assert slot.good()  # its hash is right
+    with pytest.raises(UserError, match="A copy in memory cannot be decoded"):
+        slot.read()
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [5, [("a", torch.float32, (1 << 40,), 4096, False)], [("a", torch.float32, (-1,), 0, False)], [("a", 3, (), 0)]],
+)
+def test_a_copy_in_memory_with_rows_that_lie_is_refused(slot: Slot, rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = encoding.dumps
+    monkeypatch.setattr(memory.encoding, "dumps", lambda *_: plain((rows, None)))
+    slot.write(3, {"a": torch.ones(3)}, None)
+    with pytest.raises(UserError, match="A copy in memory cannot be read"):
+        slot.read()
+
+
+def test_a_pickled_state_in_a_copy_in_memory_does_not_run(mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (own,) = refuge.build(1, 1 << 20)
+    kept = Memory(own, Team(None), lambda every, why: None)
+    monkeypatch.setattr(tree, "flatten", lambda parts: ({}, {name: pickle.dumps(Evil(mark)) for name in parts}))
+    kept.after(1, lambda: {"box": Box()}, {}, lambda values: None)
+    with pytest.raises(UserError, match="The state of 'box' in memory cannot be decoded"):
+        kept.take(1, {"box": Box()})
+    refuge.release([own])
+    assert not mark.exists()
+
+
+# --- what comes from other ranks -------------------------------------------------------------------------------------
+
+
+class Sender:
+    """A peer that sends these tensors."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = list(tensors)
+
+    def recv(self, rooms: list[torch.Tensor], *_: int) -> Any:
+        rooms[0].copy_(self.tensors.pop(0))
+
+        class Work:
+            def wait(self, *_: Any) -> None:
+                """It is there."""
+
+        return Work()
+
+
+def torched(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("write", [pickle.dumps, torched])
+def test_a_pickle_for_an_outer_state_does_not_run(mark: Path, write: Callable[[Any], bytes]) -> None:
+    body = torch.frombuffer(bytearray(write(Evil(mark))), dtype=torch.uint8)
+    header = torch.cat([torch.tensor([len(body)]), rejoin._hash(body)])
+    with pytest.raises(UserError, match="The outer state that arrived cannot be decoded"):
+        rejoin.received(Sender(header, body), 0, rejoin.timedelta(seconds=1))
+    assert not mark.exists()
+
+
+def _gathering(channel: dist.ProcessGroup, mark: Path, call: str) -> str:
+    """What rank 0 says of the pickle that rank 1 sends where values are gathered."""
+    lead = channel.rank() == 0
+    if lead:
+        try:
+            getattr(plain_collectives, call)("fine", channel)
+        except UserError as error:
+            return error.what
+        return "nothing"
+    body = torch.frombuffer(bytearray(pickle.dumps(Evil(mark))), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(sizes, torch.tensor([len(body)]), group=channel)
+    longest = max(int(size) for size in sizes)
+    if call == "gather":
+        dist.gather(body, None, group=channel, group_dst=0)
+    else:
+        dist.all_gather([torch.empty(longest, dtype=torch.uint8) for _ in range(2)], body, group=channel)
+    return ""
+
+
+@pytest.mark.parametrize("call", ["all_gather", "gather"])
+def test_a_pickle_from_another_rank_does_not_run(mark: Path, call: str) -> None:
+    said = forks(2, lambda channel: _gathering(channel, mark, call))
+    assert said[0] == "what rank 1 sent cannot be decoded."
+    assert not mark.exists()
+
+
+def _exchanged(channel: dist.ProcessGroup) -> list[Any]:
+    rank = channel.rank()
+    value = {"rank": rank, "text": "x" * rank, "t": (rank, torch.float32)}
+    return [
+        plain_collectives.all_gather(value, channel),
+        plain_collectives.gather(value, channel),
+        plain_collectives.scatter([("to", to, "y" * to) for to in range(3)] if rank == 0 else None, channel),
+        plain_collectives.broadcast(value, channel),
+    ]
+
+
+def test_values_of_all_ranks_reach_those_they_are_for() -> None:
+    each = [{"rank": rank, "text": "x" * rank, "t": (rank, torch.float32)} for rank in range(3)]
+    for rank, found in enumerate(forks(3, _exchanged)):
+        assert found == [each, each if rank == 0 else None, ("to", rank, "y" * rank), each[0]]
+
+
+def test_a_pickle_for_what_a_rank_returned_does_not_run(mark: Path) -> None:
+    for told in (("returned", Evil(mark)), ("raised", Evil(mark))):
+        child = Child(Place(rank=1), -1, -1, -1, pickle.dumps(told), 0)
+        assert (child.returned, child.error, child.raised) == (None, None, "")
+    assert not mark.exists()
