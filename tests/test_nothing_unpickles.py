@@ -1,0 +1,84 @@
+"""The source reads no pickle but where a line here says why that is safe, or that the user has asked for it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "src" / "espalier"
+
+ALLOWED = {
+    "checkpoint/dcp_metadata.py": {"pickle"},  # an allow-list of names and opcodes
+    "checkpoint/trusted.py": {"pickle"},  # only with --trust
+    "graph/planetoid.py": {"pickle"},  # an allow-list of arrays
+    "graph/pyg.py": {"torch.load"},  # weights only, unless graph.pickle = true
+    "testing/forks.py": {"pickle", "multiprocessing"},  # between a test and the ranks it forked
+    "hardware/measure.py": {"multiprocessing"},  # bytes between a process and those it forked
+    "resilience/acme/background.py": {"multiprocessing"},  # messages between a process and those it forked
+    "resilience/acme/evaluate/crew.py": {"multiprocessing"},  # the same
+    "resilience/acme/evaluate/workers.py": {"multiprocessing"},  # the same
+}
+MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "multiprocessing"}
+
+
+def found(source: str) -> Iterator[str]:
+    """What in `source` may run what it reads."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (one.name.partition(".")[0] for one in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").partition(".")[0]
+        elif isinstance(node, ast.Call):
+            yield called(node)
+
+
+def called(node: ast.Call) -> str:
+    """The name of a call that may run what it is given, else what is looked for nowhere."""
+    name = ast.unparse(node.func)
+    options = {one.arg: ast.unparse(one.value) for one in node.keywords}
+    if name.endswith((".load", ".load_from")) and name.startswith("torch"):
+        return "" if options.get("weights_only") == "True" else "torch.load"
+    if options.get("allow_pickle", "False") != "False":
+        return "allow_pickle"
+    if name.endswith(("_object", "_object_list")) and name.split(".")[-1].startswith(
+        ("all_gather", "gather", "scatter", "broadcast", "send", "recv")
+    ):
+        return "object collective"
+    return name if name in ("eval", "exec", "yaml.load", "yaml.unsafe_load") else ""
+
+
+FORBIDDEN = MODULES | {"torch.load", "allow_pickle", "object collective"} | {"eval", "exec", "yaml.load", "yaml.unsafe_load"}
+    "torch.load",
+    "allow_pickle",
+    "object collective",
+    "eval",
+    "exec",
+    "yaml.load",
+    "yaml.unsafe_load",
+}
+
+
+def test_nothing_unpickles_but_where_it_is_said() -> None:
+    there = {
+        str(path.relative_to(PACKAGE)): names
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if (names := set(found(path.read_text(encoding="utf-8"))) & FORBIDDEN)
+    }
+    assert there == ALLOWED
+
+
+def test_the_search_finds_what_it_is_for() -> None:
+    bad = {
+        "import pickle": "pickle",
+        "from multiprocessing.connection import Pipe": "multiprocessing",
+        "import torch\ntorch.load(x)": "torch.load",
+        "torch.load(x, weights_only=False)": "torch.load",
+        "dist.all_gather_object(a, b)": "object collective",
+        "dist.broadcast_object_list(a, 0)": "object collective",
+        "np.load(x, allow_pickle=True)": "allow_pickle",
+        "eval(x)": "eval",
+    }
+    for source, name in bad.items():
+        assert set(found(source)) & FORBIDDEN == {name}
+    assert not set(found("torch.load(x, weights_only=True)\nmodel.eval()\nnp.load(x)")) & FORBIDDEN
