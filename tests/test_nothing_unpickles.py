@@ -48,15 +48,8 @@ def called(node: ast.Call) -> str:
     return name if name in ("eval", "exec", "yaml.load", "yaml.unsafe_load") else ""
 
 
-FORBIDDEN = MODULES | {"torch.load", "allow_pickle", "object collective"} | {"eval", "exec", "yaml.load", "yaml.unsafe_load"}
-    "torch.load",
-    "allow_pickle",
-    "object collective",
-    "eval",
-    "exec",
-    "yaml.load",
-    "yaml.unsafe_load",
-}
+READERS = {"torch.load", "allow_pickle", "object collective", "eval", "exec", "yaml.load", "yaml.unsafe_load"}
+FORBIDDEN = MODULES | READERS
 
 
 def test_nothing_unpickles_but_where_it_is_said() -> None:
