@@ -43,7 +43,9 @@ def explained(trainer: Trainer, agreed: Agreed, batches: Sequence[Any]) -> Anoma
 def _ranks_with_bad_gradients(trainer: Trainer, batches: Sequence[Any]) -> tuple[int, ...]:
     built = trainer.built
     built.sharding.clear()
-    apart = whole.Whole(trainer.workload.nominal_weight, lambda last: built.sharding.alone(), trainer.context)
+    shares = tuple(trainer.workload.tasks().values())
+    nominal = trainer.workload.nominal_weight
+    apart = whole.Whole(nominal, lambda last: built.sharding.alone(), trainer.context, shares)
     apart.run(built.model, batches, trainer.workload.loss)
     norm = torch.nn.utils.get_total_norm([p.grad for p in built.model.parameters() if p.grad is not None])
     group = trainer.mesh.replica

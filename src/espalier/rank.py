@@ -138,7 +138,7 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
     trainer.built.agreement.follow(place.recall)
     place.pulse.begins(trainer.step, trainer.source.startswith("memory"))
     found = {"source": trainer.source} if trainer.source else {}
-    setting.emit("run", step=trainer.step, steps=trainer.steps, pid=os.getpid(), **found, **setting.about)
+    setting.emit("run", step=trainer.step, steps=trainer.total, pid=os.getpid(), **found, **setting.about)
     predicted = setting.plan.predicted
     setting.emit("plan", predicted=msgspec.to_builtins(predicted) if predicted else None)
     while True:

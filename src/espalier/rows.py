@@ -69,6 +69,7 @@ class Profile:
         layers: equal blocks of the model; outside: trainable parameters outside them, in `tables` tables.
         heads, kv_heads, width, kv_width: of a decoder; 0: a model that cannot be cut.
         remarks: what was decided of the data already, in sentences.
+        tasks: trained together.
     """
 
     tally: Tally
@@ -83,6 +84,7 @@ class Profile:
     width: int = 0
     kv_width: int = 0
     remarks: Sequence[str] = ()
+    tasks: int = 1
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class Trainer:
 
     def __init__(self, setting: Setting, channel: dist.ProcessGroup | None, table: Sequence[Choose] = TABLE) -> None:
         self.setting, self.channel, self.workload = setting, channel, setting.workload
-        self.steps = setting.recipe.train.steps or 0
+        self.total, self.steps = setting.recipe.train.steps or 0, self.workload.phases()[-1].stop
         self.step = self.level = self.tokens = 0
         self.mesh = ProcessMesh(setting.mesh, channel, setting.place.rank)
         self.built = build(setting, self.mesh, table)
@@ -147,7 +147,7 @@ class Trainer:
             self.built.sharding.clear()
             outcome = self.built.schedule.run(self.built.model, batches, self.workload.loss)
         with comm.phase("agreement"):
-            rate = schedules.factor(recipe.train.schedule, self.step, self.steps)
+            rate = schedules.factor(recipe.train.schedule, self.step, self.total)
             following = min(self.built.agreement.following(self.step), self.steps)
             agreed = self.built.agreement.step(outcome, rate, self.stopping)
             if following == self.steps:
@@ -193,7 +193,7 @@ class Trainer:
                 if saved is not None and (stop or self._saves(loss is not None)):
                     with pulse.elsewhere("storing"):
                         self.save(saved, loss, wait=stop)
-                if stop and self.step < self.steps:
+                if stop and self.step < self.total:
                     raise self._interrupted(saved)
                 if self.memory is not None and self.step < self.steps:
                     self.memory.after(self.step, self.parts, self.meta(), self.mean)
@@ -240,6 +240,8 @@ class Trainer:
             **self.sent.read(),
             "exposed": agreed.exposed,
         }
+        if agreed.tasks:
+            fields["tasks"] = dict(zip(self.workload.tasks(), agreed.tasks, strict=True))
         setting.emit("step", **fields)
         if self.pace is not None:
             self.pace.clock(self.step, seconds)
@@ -257,7 +259,8 @@ class Trainer:
         shown = self.built.agreement.shown()
         with comm.phase("validation"), self.context(), shown:
             found = self.workload.evaluate(self.built.model, shards[own.number])
-            self.built.sharding.idle(max(len(one.cuts) for one in shards) - len(shards[own.number].cuts))
+            fewer = max(len(one.cuts) for one in shards) - len(shards[own.number].cuts)
+            self.built.sharding.idle(fewer * len(self.workload.tasks()))
             names = sorted(found)
             totals = torch.tensor([found[name] for name in names], dtype=torch.float64)
             self.sum(
@@ -324,6 +327,6 @@ class Trainer:
 
     def _interrupted(self, saved: checkpoints.Checkpoints | None) -> Interrupted:
         return Interrupted(
-            f"Stopped after step {self.step} of {self.steps}; the state is {'' if saved is not None else 'not '}saved.",
+            f"Stopped after step {self.step} of {self.total}; the state is {'' if saved is not None else 'not '}saved.",
             do="run the same command again to go on",
         )

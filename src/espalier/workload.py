@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from espalier.artifacts import Artifact
+    from espalier.config import Recipe
     from espalier.cost import Work
 
 Progress = Callable[[int, int], None]
@@ -61,11 +62,22 @@ class Phase:
     name: str = "train"
 
 
+class Tagged(NamedTuple):
+    """A micro-batch of one task, by its position in `Workload.tasks`."""
+
+    task: int
+    batch: Any
+
+
 class Outcome(NamedTuple):
-    """What a rank computed in one step: sums over its micro-batches, detached float64 scalars."""
+    """What a rank computed in one step: sums over its micro-batches, detached float64 scalars.
+
+    `tasks`: float64 [task, 2], each task's own loss and weight, where there are several.
+    """
 
     loss: Tensor
     weight: Tensor
+    tasks: Tensor | None = None
 
 
 class Workload(Protocol):
@@ -134,16 +146,48 @@ class Workload(Protocol):
         ...
 
     def phases(self) -> Sequence[Phase]:
-        """The phases of the run, in order (one by default)."""
+        """The phases of the run, in order. A workload that `at` gave has its own phase alone."""
         ...
 
-    def tasks(self) -> Sequence[str]:
-        """The tasks trained together (one by default)."""
+    def at(self, phase: Phase) -> Workload:
+        """The workload of one of its `phases`: what it builds and reads there."""
+        ...
+
+    def carry(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What the state of the model before becomes in this phase's. Entries that this phase's model lacks or has in
+        another shape are left out; what it has beyond them is as built."""
+        ...
+
+    def tasks(self) -> Mapping[str, float]:
+        """The tasks trained together, and how much the losses of each count in the sum. With several, batches are
+        `Tagged`, one of each task for each of the shard's `cuts`, and `evaluate` adds `tasks.NAME` for each."""
         ...
 
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
         """Operations and bytes of one micro-batch of `micro_batch` samples (NumPy arrays allowed)."""
         ...
+
+
+class Plain:
+    """The answers of a workload of one phase and one task."""
+
+    recipe: Recipe
+
+    def phases(self) -> Sequence[Phase]:
+        """All steps."""
+        return [Phase(0, self.recipe.train.steps or 0)]
+
+    def at(self, phase: Phase) -> Self:
+        """Itself."""
+        return self
+
+    def carry(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """As it is."""
+        return state
+
+    def tasks(self) -> Mapping[str, float]:
+        """One."""
+        return {"main": 1.0}
 
 
 def to_device(batch: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:

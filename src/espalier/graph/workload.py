@@ -24,7 +24,7 @@ from espalier.graph.node import NodeTask
 from espalier.graph.sample import Style
 from espalier.graph.views import Batch, View
 from espalier.graph.work import Reach
-from espalier.workload import Phase, Progress, Shard, to_device
+from espalier.workload import Plain, Progress, Shard, to_device
 
 Task = NodeTask | LinkTask | GraphTask
 
@@ -32,7 +32,7 @@ GLIMPSES = 5
 """Held-out answers shown at the end of a run."""
 
 
-class GraphWorkload:
+class GraphWorkload(Plain):
     """One network on one graph. `train.batch_tokens` counts targets (nodes, links, graphs) here.
 
     Has state: where the model was built, so that what every step reads lies there too.
@@ -190,14 +190,6 @@ class GraphWorkload:
         if alone:
             found.append(f"{alone:,} of {self.graph.nodes:,} nodes have no neighbour; they see only themselves")
         return found
-
-    def phases(self) -> Sequence[Phase]:
-        """One."""
-        return [Phase(0, self.recipe.train.steps or 0)]
-
-    def tasks(self) -> Sequence[str]:
-        """One."""
-        return ["main"]
 
     def decisions(self) -> tuple[str, ...]:
         """What was decided of the graph, in sentences; makes the format on first use."""

@@ -20,7 +20,7 @@ from espalier.language import generate, gpt, hf, mixture, moe, tokens
 from espalier.language.tokenizer import Tokenizer
 from espalier.language.work import Setting
 from espalier.sequence.base import Where
-from espalier.workload import Phase, Progress, Shard, to_device
+from espalier.workload import Plain, Progress, Shard, to_device
 
 
 class Windows(NamedTuple):
@@ -32,7 +32,7 @@ class Windows(NamedTuple):
     where: Where | None = None
 
 
-class LanguageWorkload:
+class LanguageWorkload(Plain):
     """One decoder, one mixture of corpora."""
 
     whole_evaluation = False
@@ -155,14 +155,6 @@ class LanguageWorkload:
                 was = "file was" if count == 1 else "files were"
                 found.append(f"{count} {was} skipped in {store.origin} ({named}{'; …' if count > 3 else ''})")
         return found
-
-    def phases(self) -> Sequence[Phase]:
-        """One."""
-        return [Phase(0, self.recipe.train.steps or 0)]
-
-    def tasks(self) -> Sequence[str]:
-        """One."""
-        return ["main"]
 
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
         """See the model's own `work`."""

@@ -82,6 +82,7 @@ def _request(recipe: Recipe, profile: Profile) -> Request:
         width=profile.width,
         kv_width=profile.kv_width,
         remarks=profile.remarks,
+        tasks=profile.tasks,
         optimizer="muon" if is_muon else "adamw",
         matrix_parameters=sum(rows * columns * n for (rows, columns), n in counted.matrices.items()) if is_muon else 0,
         matrix_shapes=tuple((rows, columns, count) for (rows, columns), count in sorted(counted.matrices.items())),

@@ -25,7 +25,7 @@ from espalier.plan.request import Request
 from espalier.plan.seats import devices, peak_flops
 from espalier.plan.step import Step, storage_of
 from espalier.shard.spread import control_values
-from espalier.sync.base import TOTAL_BYTES, TOTALS
+from espalier.sync.base import TOTAL_BYTES, TOTALS, task_totals
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _encoded(found: Mapping[str, Number], request: Request, on: Fleet) -> dict[s
 def _steering(request: Request, layouts: Layouts) -> Number:
     """Bytes that ranks add up in each step beside tensors."""
     world = np.asarray(layouts.world)
-    return TOTAL_BYTES * control_values(request.tensors, world, TOTALS + world)
+    return TOTAL_BYTES * control_values(request.tensors, world, TOTALS + world + task_totals(request.tasks))
 
 
 def scaled(predicted: Predicted, measured: float) -> Predicted:

@@ -61,6 +61,7 @@ class Request:
         factors: what a calibration says of the coefficients.
         sequence_parallel: tensor ranks also share the tokens between matrices.
         remarks: what was decided of the data already, in sentences.
+        tasks: trained together.
         refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner, as in
             InternEvo, which also sums gradients whole, or reduces them to each owner in turn.
         codec: what the recipe says of that; crossings: what is encoded on its way.
@@ -99,6 +100,7 @@ class Request:
     sequence_parallel: bool = True
     refresh: Literal["gather", "broadcast"] = "gather"
     remarks: Sequence[str] = ()
+    tasks: int = 1
     codec: str = "exact"
     crossings: Sequence[Crossing] = ()
     sync: Sync = field(default_factory=EveryStep)

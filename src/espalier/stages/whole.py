@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from espalier.compose import Claim
 from espalier.mechanism import Build, Mechanism
 from espalier.stages.base import Loss
-from espalier.workload import Outcome
+from espalier.workload import Outcome, Tagged
 
 if TYPE_CHECKING:
     from espalier.config import Recipe
@@ -25,27 +25,39 @@ Accumulate = Callable[[bool], AbstractContextManager[None]]
 
 
 class Whole:
-    """Forward and backward of each micro-batch in turn; gradients add up in `.grad`."""
+    """Forward and backward of each micro-batch in turn; gradients add up in `.grad`. `shares`: how much the losses of
+    each task count."""
 
     def __init__(
-        self, nominal_weight: float, accumulate: Accumulate, context: Callable[[], AbstractContextManager[Any]]
+        self,
+        nominal_weight: float,
+        accumulate: Accumulate,
+        context: Callable[[], AbstractContextManager[Any]],
+        shares: Sequence[float] = (1.0,),
     ) -> None:
         self.nominal_weight = nominal_weight
         self.accumulate = accumulate
         self.context = context
+        self.shares = tuple(shares)
 
     def run(self, model: nn.Module, batches: Sequence[Any], loss: Loss) -> Outcome:
         """See `Schedule.run`. `context` (autocast, say) holds round the forward pass only."""
         losses: list[Tensor] = []
         weights: list[Tensor] = []
-        for index, batch in enumerate(batches):
+        tasks = [batch.task if isinstance(batch, Tagged) else 0 for batch in batches]
+        for index, (batch, task) in enumerate(zip(batches, tasks, strict=True)):
             with self.accumulate(index == len(batches) - 1):
                 with self.context():
                     value, weight = loss(model, batch)
-                torch.autograd.backward(value / self.nominal_weight)
+                torch.autograd.backward(value / (self.nominal_weight / self.shares[task]))
             losses.append(value.detach().double())
             weights.append(weight.detach().double())
-        return Outcome(torch.stack(losses).sum(), torch.stack(weights).sum())
+        if len(self.shares) == 1:
+            return Outcome(torch.stack(losses).sum(), torch.stack(weights).sum())
+        sums = torch.stack([torch.stack(losses).cpu(), torch.stack(weights).cpu()], dim=1)
+        by_task = sums.new_zeros(len(self.shares), 2).index_add_(0, torch.tensor(tasks), sums)
+        total = (by_task[:, 0] * torch.tensor(self.shares, dtype=torch.float64)).sum()
+        return Outcome(total, by_task[:, 1].sum(), by_task)
 
 
 class WholeModel(Mechanism):
@@ -56,7 +68,8 @@ class WholeModel(Mechanism):
     def wrap(self, context: Build) -> None:
         """Makes the schedule."""
         assert context.sharding is not None
-        context.schedule = Whole(context.workload.nominal_weight, context.sharding.accumulate, context.forward)
+        shares = tuple(context.workload.tasks().values())
+        context.schedule = Whole(context.workload.nominal_weight, context.sharding.accumulate, context.forward, shares)
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:

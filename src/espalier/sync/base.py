@@ -19,6 +19,11 @@ TOTALS, TOTAL_BYTES = 3, 8
 """Loss, weight and stop flag: with a flag per rank they are what an agreement adds up at every step, in float64."""
 
 
+def task_totals(tasks: int) -> int:
+    """What joins them where there are several tasks: loss and weight of each."""
+    return 2 * tasks if tasks > 1 else 0
+
+
 class Agreed(NamedTuple):
     """What all ranks know after a step."""
 
@@ -34,6 +39,8 @@ class Agreed(NamedTuple):
     """Seconds this rank stood still for the exchange, after its own backward pass was done."""
     faulty: tuple[int, ...]
     """Ranks whose own loss or gradient was not finite; the parameters were then left untouched."""
+    tasks: tuple[float, ...] = ()
+    """Each task's own loss, where there are several."""
 
 
 class Gradients(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor
 from espalier.compose import Claim
 from espalier.mechanism import Build, Mechanism
 from espalier.optim.base import Optimizer
-from espalier.sync.base import TOTALS, Agreed, Gradients, Launcher
+from espalier.sync.base import TOTALS, Agreed, Gradients, Launcher, task_totals
 from espalier.workload import Outcome
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class EveryStep:
         values = self.totals.of(outcome, stop)
         begun = time.perf_counter()
         self.sharding.wait(values)
-        loss, weight, stopping, faulty = self.totals.read(values)
+        loss, weight, stopping, faulty, tasks = self.totals.read(values)
         exposed = time.perf_counter() - begun
         scale = self.totals.nominal_weight / weight if weight else 0.0
         size = self.sharding.norm() * scale
@@ -52,7 +52,9 @@ class EveryStep:
             self._scale([one.tensor.grad for one in self.sharding.owned if one.tensor.grad is not None], scale, size)
             self.optimizer.step(learning_rate)
             self.sharding.refresh()
-        return Agreed(loss / weight if weight else math.nan, weight, size, learning_rate, stopping, exposed, faulty)
+        return Agreed(
+            loss / weight if weight else math.nan, weight, size, learning_rate, stopping, exposed, faulty, tasks
+        )
 
     level = whole = common = True
     leaving = outlives = False
@@ -89,26 +91,31 @@ class Totals:
 
     Args:
         rank, world: this rank among those whose gradients are summed, and how many they are.
-        nominal_weight: see `Workload`.
+        nominal_weight, tasks: see `Workload`.
     """
 
-    def __init__(self, nominal_weight: float, rank: int = 0, world: int = 1) -> None:
-        self.nominal_weight, self.rank, self.world = nominal_weight, rank, world
+    def __init__(self, nominal_weight: float, rank: int = 0, world: int = 1, tasks: int = 1) -> None:
+        self.nominal_weight, self.rank, self.world, self.tasks = nominal_weight, rank, world, tasks
 
     def of(self, outcome: Outcome, stop: bool) -> Tensor:
-        """float64 [3 + world]: this rank's part of the sum."""
-        values = torch.zeros(TOTALS + self.world, dtype=torch.float64)
+        """float64 [3 + world], or with several tasks [3 + world + 2 tasks]: this rank's part of the sum."""
+        values = torch.zeros(TOTALS + self.world + task_totals(self.tasks), dtype=torch.float64)
         loss = float(outcome.loss)
         values[0] = loss if math.isfinite(loss) else 0.0
         values[1] = float(outcome.weight)
         values[2] = float(stop)
         values[TOTALS + self.rank] = float(not math.isfinite(loss))
+        if outcome.tasks is not None:
+            values[TOTALS + self.world :] = outcome.tasks.flatten()
         return values
 
-    def read(self, values: Tensor) -> tuple[float, float, bool, tuple[int, ...]]:
-        """(loss sum, weight sum, whether some rank stops, ranks whose loss is not finite) of the summed vector."""
-        loss, weight, stop, *flags = values.tolist()
-        return loss, weight, stop > 0, tuple(rank for rank, flag in enumerate(flags) if flag)
+    def read(self, values: Tensor) -> tuple[float, float, bool, tuple[int, ...], tuple[float, ...]]:
+        """(loss sum, weight sum, whether some rank stops, ranks whose loss is not finite, each task's loss) of the
+        summed vector."""
+        loss, weight, stop, *others = values.tolist()
+        flags, sums = others[: self.world], others[self.world :]
+        tasks = tuple(one / of if of else math.nan for one, of in zip(sums[::2], sums[1::2], strict=True))
+        return loss, weight, stop > 0, tuple(rank for rank, flag in enumerate(flags) if flag), tasks
 
 
 # --- as a mechanism ------------------------------------------------------------------------------------------------
@@ -119,7 +126,8 @@ def agreement(context: Build) -> EveryStep:
     assert context.sharding is not None
     assert context.optimizer is not None
     group = context.mesh.replica
-    totals = Totals(context.workload.nominal_weight, *((0, 1) if group is None else (group.rank(), group.size())))
+    rank, world = (0, 1) if group is None else (group.rank(), group.size())
+    totals = Totals(context.workload.nominal_weight, rank, world, len(context.workload.tasks()))
     return EveryStep(context.sharding, context.optimizer, totals, context.recipe.train.clip)
 
 

@@ -11,6 +11,7 @@ writes these; a reader ignores names and fields it does not know:
 | plan       | predicted: as `plan.base.Predicted` |
 | step       | step, loss, tokens, seconds, mfu, learning_rate, gradient_norm, memory (the most bytes the rank held: |
 |            | anonymous and shared pages, or of a GPU), page_cache (bytes of files it has mapped and read, apart), |
+|            | tasks {name: its own loss} where there are several, |
 |            | bytes {traffic class: bytes sent by the rank}, exposed (seconds waiting for communication), |
 |            | and of encoded classes saved {class: bytes}, coding {class: seconds}, lost {class: share of the 2-norm} |
 | validation | step, loss, bits_per_byte (language) and whatever else the workload's `summary` says |

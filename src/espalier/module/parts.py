@@ -1,0 +1,190 @@
+"""What the function that `model.build` names returns, checked and tried before a run begins."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.random import fork_rng
+from torch.utils.data import Dataset, default_collate
+
+from espalier.artifacts import Artifact
+from espalier.errors import UserError
+from espalier.named import Author
+from espalier.workload import to_device
+
+Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
+"""`loss(model, batch)` gives (sum over the batch, weight), never a mean."""
+
+
+class Task(NamedTuple):
+    """One of several tasks of a model: its data, and how much its losses count in the sum."""
+
+    dataset: Dataset[Any]
+    loss: Loss
+    held_out: Dataset[Any] | None = None
+    weight: float = 1.0
+
+
+class Parts(NamedTuple):
+    """What `build` returns.
+
+    A batch is what `torch.utils.data.default_collate` makes of the dataset's samples. `dataset` has `__len__` and
+    `__getitem__`. `sample(model)` gives `espalier.artifacts` that the report shows: texts, images, tables. `tasks`
+    stand in place of dataset, loss and held-out data where there are several; `phases` follow the first.
+    """
+
+    model: nn.Module
+    dataset: Dataset[Any] | None = None
+    loss: Loss | None = None
+    held_out: Dataset[Any] | None = None
+    sample: Callable[[nn.Module], Sequence[Artifact]] | None = None
+    tasks: Mapping[str, Task] | None = None
+    phases: Sequence[Later] = ()
+
+
+class Later(NamedTuple):
+    """What is trained from step `start` on. `carry` makes of the state before (name -> tensor) what this model begins
+    with, where shapes differ; None: what has its shape still is kept, the rest is as built."""
+
+    start: int
+    parts: Parts
+    carry: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None
+    name: str = ""
+
+
+def tasks_of(parts: Parts) -> dict[str, Task]:
+    """The tasks by name; what has one only calls it `main`."""
+    if parts.tasks:
+        return dict(parts.tasks)
+    assert parts.dataset is not None
+    assert parts.loss is not None
+    return {"main": Task(parts.dataset, parts.loss, parts.held_out)}
+
+
+# --- checks ------------------------------------------------------------------------------------------------------
+
+
+def checked(parts: Any, author: Author) -> Parts:
+    """`parts` as `Parts`. Raises UserError for what a module cannot be trained from."""
+    known = isinstance(parts, tuple) and 1 <= len(parts) <= len(Parts._fields) and isinstance(parts[0], nn.Module)
+    parts = Parts(*parts) if known else parts
+    if not known or (not parts.tasks and (parts.dataset is None or parts.loss is None)):
+        raise UserError(
+            f"model.build = {author.build!r} returned {type(parts).__name__}.",
+            why="it must return (model, dataset, loss) or (model, dataset, loss, held_out)",
+            do="see docs/module.md",
+        )
+    for name, task in tasks_of(parts).items():
+        _check_task(name, task, author)
+    return parts
+
+
+def _check_task(name: str, task: Task, author: Author) -> None:
+    if not task.weight > 0:
+        raise UserError(
+            f"model.build = {author.build!r}: task {name!r} has weight {task.weight}.", do="a weight above 0"
+        )
+    for dataset in (task.dataset, task.held_out):
+        if dataset is not None and not hasattr(dataset, "__len__"):
+            raise UserError(
+                f"model.build = {author.build!r}: the dataset {type(dataset).__name__} has no length.",
+                why="the global order of samples must be known to resume exactly",
+                do="give a map-style torch Dataset (with __len__ and __getitem__)",
+            )
+        with author.answers("when a dataset was asked for its length"):
+            size = 1 if dataset is None else length(dataset)
+        if size < 1 and dataset is task.dataset:
+            raise UserError(f"model.build = {author.build!r} gave an empty dataset.")
+
+
+READING = "while its dataset was read"
+
+
+class Counted(NamedTuple):
+    """What a forward pass asks for, of one sample of each task together."""
+
+    flops: float
+    kept: float
+    """Bytes kept for backward, in fp32."""
+
+
+def trial(parts: Parts, author: Author) -> Counted:
+    """One batch of two samples of each task through its loss: finds mistakes before a run begins, and counts."""
+    if not any(parameter.requires_grad for parameter in parts.model.parameters()):
+        raise UserError(f"model.build = {author.build!r} gave a model without a trainable parameter.")
+    counted = [_tried(parts.model, task, author) for task in tasks_of(parts).values()]
+    return Counted(sum(one.flops for one in counted), sum(one.kept for one in counted))
+
+
+def _tried(model: nn.Module, task: Task, author: Author) -> Counted:
+    with author.answers(READING):
+        batch = collated(task.dataset, [0, 1 % length(task.dataset)])
+        if task.held_out is not None and length(task.held_out):
+            collated(task.held_out, [0])
+    with author.answers("in its loss, tried on two samples"), fork_rng(devices=[]):
+        found, counted = _count(model, task.loss, batch)
+    if not _is_loss(found):
+        raise UserError(
+            f"model.build = {author.build!r}: its loss returned {_described(found)}.",
+            why="it must return two tensors without dimensions, (sum over the batch, weight), the sum differentiable",
+            do='reduction="sum", and torch.tensor(len(y)) for the weight; see docs/module.md',
+        )
+    return counted
+
+
+def _count(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, Counted]:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    kept: dict[int, int] = {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
+    state = copy.deepcopy(model.state_dict())
+    counter = FlopCounterMode(display=False)
+    with counter, saved_tensors_hooks(save, lambda tensor: tensor):
+        found = loss(model, to_device(batch, dtype=dtype))
+    model.load_state_dict(state)  # a forward pass may have moved running statistics
+    return found, Counted(counter.get_total_flops() / 2, sum(kept.values()) / 2)
+
+
+def _is_loss(found: Any) -> bool:
+    if not (isinstance(found, tuple | list) and len(found) == 2):
+        return False
+    return all(isinstance(item, Tensor) and item.ndim == 0 for item in found) and bool(found[0].requires_grad)
+
+
+def _described(found: Any) -> str:
+    if isinstance(found, tuple | list):
+        return f"({', '.join(_described(item) for item in found)})"
+    if isinstance(found, Tensor):
+        constant = "" if found.requires_grad or found.ndim else ", without gradient"
+        return f"a tensor of shape {list(found.shape)}{constant}"
+    return type(found).__name__
+
+
+def collated(dataset: Any, indices: Sequence[int]) -> Any:
+    """The samples at `indices` as one batch."""
+    return default_collate([dataset[index] for index in indices])
+
+
+def tensors(batch: Any) -> list[Tensor]:
+    """The tensors of a batch, in order."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else []
+    return [tensor for item in items for tensor in tensors(item)]
+
+
+def length(dataset: Any) -> int:
+    """How many samples there are."""
+    return len(dataset)

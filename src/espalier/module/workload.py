@@ -1,0 +1,299 @@
+"""Anybody's `nn.Module` as a workload: `[model] kind = "module", build = "package.module:function"`.
+
+The function is called with `[model.arguments]` and returns `Parts`: a model, a dataset, a loss, and maybe a held-out
+dataset; or several tasks, or phases. It must give the same models and data whenever it is called (seed what is random).
+Whatever its author's code raises becomes a UserError that names the line.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from espalier.artifacts import Artifact
+from espalier.config import Module as Options
+from espalier.config import Recipe
+from espalier.cost import Anatomy, Cut, Product, Work
+from espalier.errors import EspalierError, UserError
+from espalier.module.parts import READING, Parts, Task, checked, collated, length, tasks_of, tensors, trial
+from espalier.named import Author, function
+from espalier.rows import Profile, Row, tally
+from espalier.shard.blocks import blocks_of
+from espalier.workload import Phase, Progress, Shard, Tagged, Workload, to_device
+
+
+class ModuleWorkload:
+    """The Protocol's answer for a foreign module. `train.batch_tokens` counts samples of each task here.
+
+    `phase` and `carried`: of the workload of one phase, what it is and how it begins.
+    """
+
+    whole_evaluation = False
+
+    def __init__(
+        self, recipe: Recipe, parts: Parts, author: Author, phase: Phase | None = None, carried: Any = None
+    ) -> None:
+        self.recipe = recipe
+        self.parts = parts
+        self.author = author
+        self._phase, self._carried = phase, carried
+        self._counted = trial(parts, author)
+        self.size = min(length(task.dataset) for task in self._tasks.values())
+        self.global_batch = recipe.train.batch_tokens or min(32, self.size)
+        self.nominal_weight = float(self.global_batch * len(self._tasks))
+        self._orders: dict[int, tuple[int, np.ndarray[Any, np.dtype[np.int64]]]] = {}
+        self._dtype = torch.float32
+        self._given = copy.deepcopy(parts.model.state_dict())
+
+    @property
+    def _tasks(self) -> dict[str, Task]:
+        return tasks_of(self.parts)
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The module as `build` gave it, every time anew."""
+        model = self.parts.model
+        model.load_state_dict(self._given)
+        self._dtype = dtype
+        return model.to(device=device, dtype=dtype)
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The entries of its lists of layers, where it has any; else the module is one block."""
+        return blocks_of(model) or [model]
+
+    def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
+        """Tables, and the last matrix, which is taken for the head."""
+        tables = [
+            parameter
+            for module in model.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            for parameter in module.parameters(recurse=False)
+        ]
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        return [*tables, *matrices[-1:]]
+
+    def recompute(self, model: nn.Module, mode: str) -> None:
+        """Only `none`: where a foreign module may be cut is its author's to say."""
+        if mode != "none":
+            raise UserError(
+                f"train.recompute = {mode!r} needs to know the model's blocks.",
+                why=f"{self.author.build!r} builds a foreign module",
+                do='train.recompute = "none", and call torch.utils.checkpoint inside the module',
+            )
+
+    # --- the data ------------------------------------------------------------------------------------------------
+
+    def batches(self, step: int, shard: Shard) -> list[Any]:
+        """Samples of a seeded permutation per epoch, collated; of each task in turn where there are several."""
+        found: list[Any] = []
+        with self.author.answers(READING):
+            for start, stop in shard.cuts:
+                made = (collated(one.dataset, self._indices(k, step, start, stop)) for k, one in self._numbered())
+                found += made if len(self._tasks) == 1 else (Tagged(k, one) for k, one in enumerate(made))
+        return found
+
+    def _numbered(self) -> list[tuple[int, Task]]:
+        return list(enumerate(self._tasks.values()))
+
+    def _indices(self, task: int, step: int, start: int, stop: int) -> list[int]:
+        """The samples [start, stop) of a step's global batch."""
+        size, found = length(self._numbered()[task][1].dataset), []
+        for number in range(step * self.global_batch + start, step * self.global_batch + stop):
+            epoch, place = divmod(number, size)
+            found.append(int(self._permutation(task, epoch, size)[place]))
+        return found
+
+    def _permutation(self, task: int, epoch: int, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        known = self._orders.get(task)
+        if known is None or known[0] != epoch:
+            seeds = [self.recipe.train.seed, epoch, *([task] if task else [])]
+            known = self._orders[task] = (epoch, np.random.default_rng(seeds).permutation(size))
+        return known[1]
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """The module's own loss; floating inputs take the precision of the run."""
+        task, batch = (batch.task, batch.batch) if isinstance(batch, Tagged) else (0, batch)
+        with self.author.answers("in its loss"):
+            return self._numbered()[task][1].loss(model, to_device(batch, dtype=self._dtype))
+
+    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+        """Loss on the held-out samples of `shard`, and of each task where there are several."""
+        sums = torch.zeros(len(self._tasks), 2, dtype=torch.float64)
+        device = next(model.parameters()).device
+        for start, stop in shard.cuts:
+            for k, task in self._numbered():
+                sums[k] += self._held_out(model, k, task, self._share(task, start, stop), device)
+        shares = torch.tensor([task.weight for task in self._tasks.values()], dtype=torch.float64)
+        whole = {"loss": (float((sums[:, 0] * shares).sum()), float(sums[:, 1].sum()))}
+        if len(self._tasks) == 1:
+            return whole
+        return whole | {
+            f"tasks.{name}": (float(one[0]), float(one[1])) for name, one in zip(self._tasks, sums, strict=True)
+        }
+
+    def _share(self, task: Task, start: int, stop: int) -> range:
+        """A task's own part of the samples [start, stop) of the longest held-out dataset."""
+        size, longest = length(task.held_out) if task.held_out is not None else 0, self.validation_samples()
+        return range(start * size // longest, stop * size // longest)
+
+    def _held_out(self, model: nn.Module, k: int, task: Task, samples: range, device: torch.device) -> Tensor:
+        """(loss, weight). Where there are none the model is called all the same, for ranks that need one another."""
+        with self.author.answers("while its held-out dataset was read"):
+            batch = collated(task.held_out, samples) if samples else collated(task.dataset, [0])
+        value, weight = self.loss(model, Tagged(k, to_device(batch, device)))
+        found = torch.stack([value.detach().double().cpu(), weight.detach().double().cpu()])
+        return found if samples else torch.zeros_like(found)
+
+    def validation_samples(self) -> int:
+        """Size of the longest held-out dataset, 0 when there is none."""
+        return max(length(task.held_out) if task.held_out is not None else 0 for task in self._tasks.values())
+
+    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+        """Nothing beyond the losses."""
+        return dict(totals)
+
+    def documents(self, step: int, shard: Shard) -> list[str]:
+        """The samples' indices."""
+        found = [(name, self._indices(k, step, shard.start, shard.stop)) for k, name in enumerate(self._tasks)]
+        several = len(found) > 1
+        return [f"sample {one} of {name}" if several else f"sample {one}" for name, own in found for one in own]
+
+    def sample(self, model: nn.Module) -> Sequence[Artifact]:
+        """What its author shows of it."""
+        if self.parts.sample is None:
+            return []
+        with self.author.answers("when it was asked for a sample"):
+            return self.parts.sample(model)
+
+    def fingerprint(self) -> str:
+        """Hash of the datasets' lengths and of a few of their samples."""
+        digest = hashlib.sha256()
+        for task in self._tasks.values():
+            size = length(task.dataset)
+            digest.update(str(size).encode())
+            for index in np.linspace(0, size - 1, num=min(16, size), dtype=int):
+                with self.author.answers(READING):
+                    found = tensors(collated(task.dataset, [int(index)]))
+                for tensor in found:
+                    digest.update(tensor.detach().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def notes(self) -> list[str]:
+        """None: a foreign dataset speaks for itself."""
+        return []
+
+    # --- phases and tasks ----------------------------------------------------------------------------------------
+
+    def phases(self) -> Sequence[Phase]:
+        """As its author says; phases that begin after the last step are left out."""
+        assert self.recipe.train.steps is not None
+        if self._phase is not None:
+            return [self._phase]
+        last = self.recipe.train.steps
+        later = [one for one in self.parts.phases if one.start < last]
+        ends = [0, *(one.start for one in later), last]
+        if any(begin >= end for begin, end in pairwise(ends)):
+            raise UserError(
+                f"model.build = {self.author.build!r}: its phases begin at steps {ends[1:-1]}.",
+                why="each has to begin after the one before",
+                do="give phases in the order of their first steps, above 0",
+            )
+        names = ["train" if not later else "phase 1", *(one.name or f"phase {k}" for k, one in enumerate(later, 2))]
+        return [Phase(begin, end, name) for (begin, end), name in zip(pairwise(ends), names, strict=True)]
+
+    def at(self, phase: Phase) -> ModuleWorkload:
+        """With the model and the data of that phase."""
+        if self._phase is not None or len(self.phases()) == 1:
+            return self
+        found = next((one for one in self.parts.phases if one.start == phase.start), None)
+        parts = self.parts if found is None else checked(found.parts, self.author)
+        return ModuleWorkload(self.recipe, parts, self.author, phase, found.carry if found is not None else None)
+
+    def carry(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What its author makes of it."""
+        if self._carried is None:
+            return state
+        with self.author.answers("when it carried the state over into the next phase"):
+            found: Mapping[str, Tensor] = self._carried(dict(state))
+        return found
+
+    def tasks(self) -> Mapping[str, float]:
+        """As its author says."""
+        return {name: task.weight for name, task in self._tasks.items()}
+
+    # --- cost ----------------------------------------------------------------------------------------------------
+
+    def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
+        """Counted on one real forward pass: FLOPs by torch's counter, kept bytes by saved-tensor hooks."""
+        counted = self._counted
+        factor = micro_batch * {"bf16": 0.5, "fp64": 2.0}.get(precision, 1.0)
+        return Work(
+            products=(Product(rows=counted.flops / 2 * micro_batch, inner=1, columns=1),),
+            attention=0.0,
+            moved=counted.kept * 4 * factor,
+            kept=counted.kept * factor,
+            transient=0.0,
+            again=0.0,
+            samples=micro_batch,
+            tokens=micro_batch,
+        )
+
+    def anatomy(self, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
+        """All of it is one layer: nobody knows where a foreign module can be cut."""
+        nothing = Work((), 0.0, 0.0, 0.0, 0.0, 0.0, micro_batch, micro_batch)
+        return Anatomy(1, self.work(micro_batch, recompute, precision), nothing)
+
+
+def open_module(recipe: Recipe, folder: str | Path | None = None) -> ModuleWorkload:
+    """Imports and calls the function that `model.build` names, and tries its loss on two samples.
+
+    The module is looked for in `folder` (the recipe's), then in the current folder, then where Python looks. Raises
+    UserError for whatever its code raises or does not give.
+    """
+    options = recipe.model
+    assert isinstance(options, Options)
+    made, author = function(options.build, folder)
+    try:
+        parts = made(**options.arguments)
+    except EspalierError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TypeError) and not author.place(error):  # the call itself did not fit
+            raise UserError(
+                f"model.build = {options.build!r} refused model.arguments: {error}.", do="correct model.arguments"
+            ) from error
+        raise author.failure("when it was called", error) from error
+    parts = checked(parts, author)
+    for later in parts.phases:
+        trial(checked(later.parts, author), author)
+    return ModuleWorkload(recipe, parts, author)
+
+
+# --- the table of kinds ------------------------------------------------------------------------------------------
+
+
+def _open(recipe: Recipe, folder: Path | None, progress: Progress, data: Any) -> ModuleWorkload:
+    return open_module(recipe, folder)
+
+
+def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
+    workload = opened()
+    assert isinstance(workload, ModuleWorkload)
+    model = workload.build(torch.device("cpu"), torch.float32)
+    return Profile(
+        tally=tally(model, workload.embeddings(model)),
+        global_batch=workload.global_batch,
+        tokens_per_sample=1.0,
+        anatomy=workload.anatomy,
+        tasks=len(workload.tasks()),
+    )
+
+
+ROW = Row(open=_open, profile=_profile)
