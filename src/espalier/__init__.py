@@ -6,9 +6,11 @@ The public names load on first use, so `import espalier` costs nothing and needs
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # not from `typing`: Ctrl-C is heard from `__main__` on, and that import takes a while
 if TYPE_CHECKING:
+    from typing import Any
+
     from espalier.around import apply
     from espalier.cluster import Cluster
     from espalier.config import Recipe

@@ -105,8 +105,9 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     made["diagnose"].add_argument("--model", metavar="URL", help="a language model to ask where no rule knows why")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb. Returns the exit code: 0 good, 1 found something, 2 the user's mistake, 130 interrupted."""
+def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: None) -> int:
+    """Runs one verb, which is imported before `begin` is called. Returns the exit code: 0 good, 1 found something, 2
+    the user's mistake, 130 interrupted."""
     top = parser()
     arguments, rest = top.parse_known_args(argv)
     changes = [word for word in rest if "=" in word and not word.startswith("-")]
@@ -125,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         verb = arguments.verb if getattr(arguments, "hosts", None) is None else "across"
         verb = verb if getattr(arguments, "slurm", None) is None else "slurm"
         run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.verbs.{verb}").run
+        begin()
         return run(arguments)
     except EspalierError as error:
         if arguments.json:

@@ -1,0 +1,79 @@
+"""Ctrl-C at any moment: one line or none, exit code 130, never a traceback; also in the middle of an import."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+RECIPE = """name = "small"
+[model]
+width = 32
+depth = 1
+heads = 2
+context = 32
+[data]
+path = "corpus"
+[train]
+steps = 100000
+sequence = 32
+batch_tokens = 256
+"""
+# What Python does before it reads the first line of ours is not ours: delays begin after it.
+START = """import os, runpy, sys
+os.write(1, b".")
+runpy.run_module("espalier", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "corpus").mkdir()
+    for number in range(20):
+        (tmp_path / "corpus" / f"{number}.txt").write_text(f"hello {number} world\n" * 400)
+    return tmp_path
+
+
+def interrupted(home: Path, verb: str, delay: float) -> tuple[int, str]:
+    """The exit code, and what stood on standard error, of a verb that gets Ctrl-C so many seconds after its start."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", START, verb, "recipe.toml"],
+        cwd=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.read(1) == "."
+    time.sleep(delay)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=90)
+    return process.returncode, errors
+
+
+def check(home: Path, verb: str, delay: float) -> None:
+    code, errors = interrupted(home, verb, delay)
+    assert (code, "Traceback" in errors, "Exception" in errors) == (130, False, False), (delay, errors)
+    assert errors.count("interrupted") <= 1
+
+
+@pytest.mark.parametrize("delay", [0.03, 0.06, 0.12, 0.5, 1.5])
+def test_ctrl_c_right_after_the_start_is_no_traceback(home: Path, delay: float) -> None:
+    check(home, "train", delay)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["train", "plan", "probe"])
+def test_ctrl_c_at_any_moment_of_the_start_is_no_traceback(home: Path, verb: str) -> None:
+    for step in range(40):
+        check(home, verb, 0.02 + 0.2 * step)
+
+
+def test_an_ignored_ctrl_c_stays_ignored(home: Path) -> None:
+    """As under `nohup espalier … &` in a script, where the shell ignores it for what it starts behind."""
+    code = "import signal, sys; import espalier.__main__; sys.exit(signal.getsignal(2) is not signal.SIG_IGN)"
+    done = subprocess.run(["sh", "-c", f"trap '' INT; exec {sys.executable} -c '{code}'"], check=False, timeout=60)
+    assert done.returncode == 0
