@@ -1,12 +1,45 @@
-"""Where things that outlive a run are kept. Imports nothing of ours."""
+"""Where things that outlive a run are kept, and how a file is written whole. Imports no torch."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+from espalier.errors import UserError
 
 
 def cache_folder() -> Path:
     """`$XDG_CACHE_HOME/espalier`, else `~/.cache/espalier`: token shards, the probe's result, trials."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "espalier"
+
+
+def replace(path: Path, text: str) -> None:
+    """Writes `text` to `path` whole or not at all (temporary file, fsync, rename). Raises UserError on a full disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise cannot_write(path, error) from None
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """The UserError for an OSError met while writing `path`."""
+    if error.errno == errno.ENOSPC:
+        return UserError(f"The disk is full: {path} could not be written.", do="free some space, then run again")
+    return UserError(f"{path} cannot be written: {error.strerror}.", do="give another folder with --run")
+
+
+def hashed(value: Any) -> str:
+    """A short hash of any plain value, the same on every machine."""
+    import hashlib
+
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -6,18 +6,16 @@ run.toml  cluster.toml  plan.json  events.jsonl  report.html  checkpoints/  logs
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from espalier import cluster as clusters
 from espalier import config
 from espalier.config import load
 from espalier.errors import UserError
+from espalier.folders import cannot_write, replace
 from espalier.plan import base as plans
 
 
@@ -140,31 +138,3 @@ def refuse_other_meaning(folder: RunFolder, recipe: config.Recipe) -> None:
             why="steps may grow, not shrink",
             do=f"train.steps={old_steps} or more, or --run for a new run",
         )
-
-
-def replace(path: Path, text: str) -> None:
-    """Writes `text` to `path` whole or not at all (temporary file, fsync, rename). Raises UserError on a full disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise cannot_write(path, error) from None
-
-
-def cannot_write(path: Path, error: OSError) -> UserError:
-    """The UserError for an OSError met while writing `path`."""
-    if error.errno == errno.ENOSPC:
-        return UserError(f"The disk is full: {path} could not be written.", do="free some space, then run again")
-    return UserError(f"{path} cannot be written: {error.strerror}.", do="give another folder with --run")
-
-
-def hashed(value: Any) -> str:
-    """A short hash of any plain value, the same on every machine."""
-    import hashlib
-
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

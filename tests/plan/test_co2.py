@@ -15,9 +15,9 @@ from espalier.errors import UserError
 from espalier.plan import asking, co2
 from espalier.plan.base import Plan, dumps, loads
 from espalier.plan.calibrate import DATASHEET
+from espalier.plan.decide import decide
 from espalier.plan.request import Request
 from espalier.sync import hiding
-from espalier.verbs.choose import decide
 
 
 def asked(sync: Any, samples: int = 64, **pins: Any) -> Request:
@@ -38,9 +38,7 @@ def office(between: str = "100Mbit/s", machines: int = 4, cores: int = 4) -> Clu
 
 
 def planned(request: Request, cluster: Cluster) -> Plan:
-    decision = decide(request, cluster, DATASHEET, dict)
-    assert decision.taken is not None
-    return decision.taken
+    return decide(request, cluster, DATASHEET).taken
 
 
 def test_a_round_is_the_shortest_that_hides_its_exchange() -> None:
@@ -52,7 +50,7 @@ def test_a_round_is_the_shortest_that_hides_its_exchange() -> None:
     flight = hiding.flight_seconds(4.0 * request.trainable, 4, Link(bandwidth=100e6 / 8, latency=5e-3))
     assert (plan.outer.steps - 1) * local < 1.1 * flight <= plan.outer.steps * local * (1 + 1e-9)
     assert plan.predicted.terms["outer"] == 0
-    assert plan.rules[-1].name == "sync.steps"
+    assert [rule.name for rule in plan.rules] == ["sync.steps", "checkpoint.every"]
     assert any("local steps hide that in full precision" in sentence for sentence in plan.why)
     assert loads(dumps(plan)) == plan
 

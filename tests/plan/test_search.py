@@ -14,7 +14,7 @@ from asked import decoder, gpus, processor
 from espalier.cluster import Cluster
 from espalier.config import Pin, Shard
 from espalier.errors import UserError
-from espalier.plan import bounds, chosen, network, refusals, search
+from espalier.plan import bounds, chosen, explain, network, pins, search
 from espalier.plan.estimate import grid
 from espalier.plan.layouts import MODES, Layouts
 from espalier.plan.request import Request
@@ -166,7 +166,7 @@ def test_pins_bind() -> None:
 )
 def test_a_pin_that_cannot_be_met_is_named_with_the_nearest_that_can(pin: Pin, named: str, near: str) -> None:
     with pytest.raises(UserError) as caught:
-        refusals.check_pins(decoder(1024, 8, batch=64, pin=pin), gpus(count=2))
+        pins.check(decoder(1024, 8, batch=64, pin=pin), gpus(count=2))
     assert named in str(caught.value)
     assert near in str(caught.value)
 
@@ -175,7 +175,7 @@ def test_what_fits_nowhere_says_what_is_missing_and_what_would_help() -> None:
     request = decoder(16384, 64, batch=64)
     found = search.search(request, gpus("T4", devices=2))
     assert found.best() is None
-    error = str(refusals.refusal(request, gpus("T4", devices=2), found))
+    error = str(explain.refusal(request, gpus("T4", devices=2), found))
     for word in ("missing", "params", "optimizer", "least violating", "rank 0"):
         assert word in error
 
@@ -185,7 +185,7 @@ def test_a_cure_cures() -> None:
     found = search.search(request, gpus(devices=2))
     assert found.best() is None
     assert found.closest is not None
-    told = refusals.cures(request, gpus(devices=2), found.closest)
+    told = explain.cures(request, gpus(devices=2), found.closest)
     assert told[0] == "leave plan.memory out"
     assert search.search(replace(request, memory=None), gpus(devices=2)).best() is not None
 

@@ -68,7 +68,7 @@ def test_training_leaves_the_whole_run_folder(home):
 
 def test_training_prints_derivations_plan_progress_sample_and_what_to_do_next(home):
     output = (home / "output.txt").read_text()
-    for words in ("Derived:", "model.feed_forward", "Plan (uniform): 2 ranks", "predicted step", "step 1/8", "sample"):
+    for words in ("Derived:", "model.feed_forward", "Plan (search): 2 ranks", "predicted step", "step 1/8", "sample"):
         assert words in output
     assert "espalier predict runs/recipe" in output
 

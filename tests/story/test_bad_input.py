@@ -12,7 +12,7 @@ import sys
 import pytest
 from programs import forked
 
-from espalier import cli, comm, run
+from espalier import cli, comm, folders, run
 from espalier.config import load
 from espalier.errors import UserError
 from espalier.hardware import probe
@@ -131,7 +131,7 @@ def test_a_full_disk_is_named_and_nothing_half_written_stays(home):
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     try:
         with pytest.raises(UserError, match=r"plan.json"):
-            run.replace(path, "x" * 100)
+            folders.replace(path, "x" * 100)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)

@@ -47,7 +47,7 @@ def test_a_pipe_gets_whole_lines_without_trailing_spaces(capsys: pytest.CaptureF
     lines = told(capsys)
     assert all(line == line.rstrip() for line in lines)
     assert f"  - {CPU.why[0]}" in lines
-    assert "Plan (uniform): 2 ranks x 1 thread on cpu, dp 2, micro-batch 1" in "\n".join(lines)
+    assert "Plan (search): 2 ranks x 1 thread on cpu, dp 2, micro-batch 1" in "\n".join(lines)
 
 
 def test_a_terminal_gets_hanging_lines_no_wider_than_itself(terminal: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,8 +87,8 @@ def test_gpus_and_machines_are_counted(capsys: pytest.CaptureFixture[str]) -> No
     ranks = tuple(Rank(device=f"cuda:{i % 8}", node=i // 8, threads=3, share=(i, i + 1)) for i in range(16))
     fewer = RunnerUp(layout=CPU.layout, ranks=8, threads=3, step_seconds=1.0, peak_bytes=1.0, loses="2x slower")
     text = "\n".join(told(capsys, Plan(ranks=ranks, runners_up=(fewer,))))
-    assert "Plan (uniform): 16 GPUs on 2 machines, dp 16, micro-batch" in text
-    assert "not taken: 8 GPUs: 2x slower" in text
+    assert "Plan (search): 16 GPUs on 2 machines, dp 16, micro-batch" in text
+    assert "not taken: 8 GPUs, dp 2, micro-batch 1: 2x slower" in text
     assert "thread" not in text
 
 

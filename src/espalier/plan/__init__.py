@@ -1,7 +1,7 @@
 """Who does what? Decides; touches no tensor and no process group.
 
-`search.search` prices every layout, `uniform.plan` is the plain answer that needs no search; a `Plan` (plan/base.py) is
-data and can be edited. `estimate` and `calibrate` are for whoever plans by hand.
+`decide.decide` answers every question, `search.search` prices every layout; a `Plan` (plan/base.py) is data and can be
+edited. `estimate` and `calibrate` are for whoever plans by hand.
 """
 
 from espalier.plan.calibrate import Calibration, Measurement, calibrate

@@ -17,11 +17,13 @@ import msgspec
 
 from espalier import units
 from espalier.cluster import Cluster, Device, Node, Place
-from espalier.config import Pin, Recompute, Shard
+from espalier.config import EveryStep, Pin, Recompute, Shard
 from espalier.errors import UserError
 from espalier.plan import base as plans
-from espalier.plan import chosen, network, search, speed
+from espalier.plan import network, speed
 from espalier.plan.base import Plan
+from espalier.plan.calibrate import Calibration
+from espalier.plan.decide import decide
 from espalier.plan.estimate import price
 from espalier.plan.layouts import of_view
 from espalier.plan.request import Request
@@ -129,12 +131,11 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
     )
     freer = Pin(ranks=len(kept), threads=ranks[0].threads, algorithm="data", pp=1)
     for pin in (pinned, freer):
-        asked = replace(request, pin=pin)
-        result = search.search(asked, there)
-        option = result.best(chosen.executable)
-        if option is not None:
-            return _seated(chosen.make(asked, result, option), ranks, request.global_batch)
-    over = units.show_size(result.closest.over) if result.closest is not None else "some"
+        decision = decide(replace(request, pin=pin, sync=EveryStep()), there, Calibration(factors=request.factors))
+        if decision.fits:
+            return _seated(decision.taken, ranks, request.global_batch)
+    closest = decision.found.closest
+    over = units.show_size(closest.over) if closest is not None else "some"
     raise UserError(
         f"{len(kept)} rank{'s' * (len(kept) > 1)} cannot hold this run: {over} of memory lack on each.",
         do="mend the place that was lost and run the same command, or a smaller model or micro-batch",

@@ -96,4 +96,5 @@ def _request(recipe: Recipe, profile: Profile) -> Request:
         max_devices=options.max_devices,
         codec=recipe.comm.codec,
         sync=recipe.sync,
+        saves=recipe.checkpoint.every,
     )

@@ -169,7 +169,7 @@ class Plan(Part, frozen=True):
     """Every decision about one run."""
 
     version: int = VERSION
-    planner: str = "uniform"
+    planner: str = "search"
     ranks: tuple[Rank, ...] = (Rank(),)
     units: tuple[Unit, ...] = (Unit(),)
     stages: tuple[Stage, ...] = ()
@@ -230,23 +230,6 @@ class Plan(Part, frozen=True):
             recompute=self.recompute,
             precision=self.precision,
         )
-
-
-class Explanation(Part, frozen=True):
-    """A plan with the sentences that defend it."""
-
-    plan: Plan
-    sentences: tuple[str, ...]
-
-
-class Planner(Protocol):
-    """Decides a plan. Touches no tensor and no process group."""
-
-    name: str
-
-    def plan(self, request: Any, cluster: Any) -> Plan:
-        """The best plan for `request` (a `plan.request.Request`) on `cluster`. Raises UserError when nothing fits."""
-        ...
 
 
 def dumps(plan: Plan, **beside: Plan) -> str:

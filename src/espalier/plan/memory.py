@@ -23,6 +23,7 @@ CUDA_RUNTIME = 2 * 2**30
 """Bytes of context and libraries on a GPU, and the share of memory to be used: AMSP's rule 0.92 M - 2 GiB."""
 CUDA_MEMORY = 0.92
 CPU_RUNTIME = 256 * 2**20
+"""Bytes of a process with PyTorch and Espalier loaded: 201 MiB of its own were measured; the rest is for its data."""
 CPU_MEMORY = 0.9
 ROOMY = 0.5
 """Share of a processor's memory up to which larger micro-batches are preferred among equals: fewer passes."""
@@ -96,7 +97,7 @@ def _stage(step: Step, anatomy: Anatomy, micro_batches: Number, is_first: bool) 
     found["gathered"] = _gathered(request, layouts, storage)
     found["buckets"] = _buckets(request, layouts, storage, trainable)
     found["slack"] = factors.held * SLACK[device.kind] * sum(found.values())
-    found["runtime"] = _runtime(request, device.runtime, step.on, layouts)
+    found["runtime"] = _runtime(device.runtime, step.on, layouts)
     zero = 0.0 * np.asarray(micro_batches)
     return {name: value + zero for name, value in found.items()}
 
@@ -113,9 +114,9 @@ def _buckets(request: Request, layouts: Layouts, storage: Storage, parameters: N
     return np.where(np.asarray(layouts.shards) > layouts.grads, np.minimum(2 * request.bucket_bytes, size), 0.0)
 
 
-def _runtime(request: Request, measured: int, on: Fleet, layouts: Layouts) -> Number:
+def _runtime(measured: int, on: Fleet, layouts: Layouts) -> Number:
     if not on.cuda:
-        return float(request.resident or measured or CPU_RUNTIME)
+        return float(max(measured, CPU_RUNTIME))
     axes = [layouts.tp, layouts.sp, layouts.dp, layouts.pp]
     return (measured or CUDA_RUNTIME) + COMMUNICATION * sum(np.asarray(axis) > 1 for axis in axes)
 
@@ -145,12 +146,10 @@ def sources(request: Request, on: Fleet) -> Mapping[str, str]:
         "activations": "the workload's formula, for as many micro-batches as wait in the pipeline",
         "gathered": "two layers gathered at a time where parameters or gradients are sharded",
         "slack": f"{SLACK[device.kind]:.0%} for the allocator (assumed)",
-        "runtime": "resident in the process the ranks are forked from"
-        if request.resident and device.kind == "cpu"
-        else "measured"
-        if device.runtime
+        "runtime": "measured"
+        if device.runtime > (0 if device.kind == "cuda" else CPU_RUNTIME)
         else "assumed (AMSP's 2 GiB)"
         if device.kind == "cuda"
-        else "assumed",
+        else "a process with PyTorch and Espalier loaded",
     }
     return found

@@ -10,15 +10,17 @@ import msgspec
 
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
-from espalier.config import Pin, Recipe
+from espalier.config import Auto, EveryStep, Pin, Recipe, Sync
 from espalier.errors import UserError, nearest
-from espalier.plan import chosen, refusals, search
+from espalier.plan import measured, score
+from espalier.plan import pins as pinned
 from espalier.plan.base import Layout, Plan, Predicted
-from espalier.plan.calibrate import DATASHEET, Calibration
+from espalier.plan.calibrate import DATASHEET, Calibration, calibrate
 from espalier.plan.estimate import estimate as priced
 from espalier.plan.layouts import of_view
 from espalier.plan.published import Decoder
 from espalier.plan.request import Request
+from espalier.plan.trials import Trials
 
 Estimate = Predicted
 """Seconds by part, bytes by kind, bytes sent by class, and where each number comes from."""
@@ -32,34 +34,61 @@ def make_plan(
     *,
     batch: int | None = None,
     precision: str = "fp32",
-    calibration: Calibration = DATASHEET,
+    calibration: Calibration | None = None,
     **pins: Any,
 ) -> Plan:
-    """The best plan for a model on a cluster.
+    """The plan for a model on a cluster; of a recipe the one that `espalier plan` shows and `espalier train` takes.
 
     Args:
         model: a recipe (or its path), or any `nn.Module`; of a bare module only its parameters are known.
         cluster: or the path of a cluster file.
         batch: samples per step; a recipe says its own.
         precision: of a bare module; a recipe says its own.
-        calibration: what measurements say of the coefficients.
-        pins: decisions already taken, by the names of a plan's layout: `dp=8`, `shard={"optimizer": 8}`, …
+        calibration: what measurements say of the coefficients; None: what the recipe names, else datasheets.
+        pins: decisions already taken, by the names of a plan's layout: `dp=8`, `shard={"optimizer": 8}`, …; and `sync`,
+            when replicas agree: by default as the recipe says, and of a module `"auto"`, which is by rounds where links
+            between machines leave little else (`"every_step"`, or an `espalier.config.Co2(…)`).
 
     Returns:
-        The plan; `plan.executable` says whether `espalier train` runs it today.
+        The plan; `plan.executable` says whether `espalier train` runs it today, and is false only where no such plan
+        fits.
 
     Raises:
         UserError: a pin is not known or cannot be met, or nothing fits in memory (exit code 2 on the command line).
     """
-    request = _asked(model, batch, precision, pins)
-    where = _cluster(cluster)
-    request = dataclasses.replace(request, factors=calibration.factors)
-    refusals.check_pins(request, where)
-    found = search.search(request, where, calibration)
-    best = found.best()
-    if best is None:
-        raise refusals.refusal(request, where, found)
-    return chosen.make(request, found, best, calibration)
+    from espalier.plan.decide import decide
+
+    where, sync = _cluster(cluster), pins.pop("sync", None)
+    request, recipe = _asked(model, batch, precision, pins)
+    if sync is not None:
+        request = dataclasses.replace(request, sync=_sync(sync))
+    known = calibration or _calibration(recipe)
+    found = decide(request, where, known, None if recipe is None else Trials(recipe, where))
+    if not found.fits:
+        raise found.refusal()
+    return found.plan
+
+
+def _calibration(recipe: Recipe | None) -> Calibration:
+    named = recipe.plan.calibration if recipe is not None else None
+    if named is None:
+        return DATASHEET
+    if Path(named).is_dir():
+        raise UserError(
+            f"plan.calibration = {named!r} is a run's folder, which only the command line reads.",
+            do="make_plan(…, calibration=espalier.plan.calibrate(measurements))",
+        )
+    table = measured.read(named)
+    score.check_units(table)
+    return calibrate(table.measurements, source=f"calibrated on {named}")
+
+
+def _sync(given: Any) -> Sync:
+    known: dict[str, Sync] = {"auto": Auto(), "every_step": EveryStep()}
+    found = known.get(given) if isinstance(given, str) else given
+    if not isinstance(found, Sync):
+        raise UserError(f"sync = {given!r} is not possible.", do='"auto", "every_step", or espalier.config.Co2(…)')
+    return found
 
 
 def estimate(
@@ -85,9 +114,9 @@ def estimate(
     where = _cluster(cluster)
     batch = layout.dp * layout.micro_batch * layout.accumulate
     layouts = of_view(layout)
-    request = dataclasses.replace(_asked(model, batch, layout.precision, {}), precision=layout.precision)
+    request = dataclasses.replace(_asked(model, batch, layout.precision, {})[0], precision=layout.precision)
     degrees = {name: getattr(layout, name) for name in ("tp", "sp", "pp") if getattr(layout, name) > 1}
-    refusals.check_pins(dataclasses.replace(request, pin=Pin(**degrees), redundancy=1), where)
+    pinned.check(dataclasses.replace(request, pin=Pin(**degrees), redundancy=1), where)
     there = len(where.devices())
     if int(layouts.world) > there and where.nodes[0].device.kind == "cuda":
         raise UserError(f"The layout needs {layouts.world} devices; the cluster has {there}.", do="a smaller dp")
@@ -103,8 +132,8 @@ def _cluster(cluster: Any) -> Cluster:
     return clusters.read(cluster)
 
 
-def _asked(model: Any, batch: int | None, precision: str, pins: dict[str, Any]) -> Request:
-    """The request of any kind of model."""
+def _asked(model: Any, batch: int | None, precision: str, pins: dict[str, Any]) -> tuple[Request, Recipe | None]:
+    """The request of any kind of model, and the resolved recipe where it is one."""
     import torch
 
     from espalier import workloads
@@ -114,12 +143,13 @@ def _asked(model: Any, batch: int | None, precision: str, pins: dict[str, Any]) 
     pin = pins_of(pins)
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
         raise UserError(f"batch = {batch!r} is not possible.", do="a whole number of samples, such as batch=64")
-    folder = None
+    folder, recipe = None, None
     if isinstance(model, str | Path):
         folder, model = Path(model).absolute().parent, load.load(model, [])
     if isinstance(model, Recipe):
         resolved = workloads.settle(model, folder)
-        request = asking.of_recipe(resolved.recipe, lambda: workloads.open_workload(resolved))
+        recipe = resolved.recipe
+        request = asking.of_recipe(recipe, lambda: workloads.open_workload(resolved))
         pin = pins_of(pins, request.pin)
     elif isinstance(model, Request):
         request = model
@@ -128,11 +158,11 @@ def _asked(model: Any, batch: int | None, precision: str, pins: dict[str, Any]) 
     elif isinstance(model, torch.nn.Module):
         if batch is None:
             raise UserError("A bare module does not say its batch.", do="make_plan(model, cluster, batch=64)")
-        request = asking.of_module(model, batch, precision, pin)
+        request = dataclasses.replace(asking.of_module(model, batch, precision, pin), sync=Auto())
     else:
         raise UserError(f"{type(model).__name__} is not a model.", do="a recipe, its path, or an nn.Module")
     given = request.global_batch if batch is None else batch
-    return dataclasses.replace(request, pin=pin, global_batch=given)
+    return dataclasses.replace(request, pin=pin, global_batch=given), recipe
 
 
 def pins_of(pins: dict[str, Any], before: Pin | None = None) -> Pin:

@@ -49,7 +49,6 @@ class Request:
         matrix_parameters: parameters that Muon moves; matrix_shapes: (rows, columns, count) of them.
         recompute: the mode asked for, None to leave it to the planner.
         bucket_bytes: gradients exchanged at once.
-        resident: bytes a rank on a CPU holds before it holds anything of the model; 0 when not known.
         outside: trainable parameters outside the layers, in `tables` tables (2: embedding and head).
         heads, kv_heads, width, kv_width: of a decoder; 0: a module that cannot be cut.
         storage: bytes per parameter; None: what Espalier's own trainer keeps.
@@ -66,6 +65,7 @@ class Request:
             InternEvo, which also sums gradients whole, or reduces them to each owner in turn.
         codec: what the recipe says of that; crossings: what is encoded on its way.
         sync: when replicas are to agree.
+        saves: steps between checkpoints, or `auto`; None: who trains saves by other means.
     """
 
     parameters: int
@@ -83,7 +83,6 @@ class Request:
     recompute: str | None = None
     pin: Pin = field(default_factory=Pin)
     bucket_bytes: int = 25 * 2**20
-    resident: int = 0
     outside: int = 0
     tables: int = 1
     heads: int = 0
@@ -104,6 +103,7 @@ class Request:
     codec: str = "exact"
     crossings: Sequence[Crossing] = ()
     sync: Sync = field(default_factory=EveryStep)
+    saves: int | Literal["auto"] | None = None
 
     def crossing(self, traffic: str) -> Crossing | None:
         """How that class is encoded; None: it is not."""

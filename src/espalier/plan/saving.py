@@ -22,7 +22,7 @@ PCIE = 15.75e9
 LEAST, MOST = 1, 1_000_000
 
 
-def paced(plan: Plan, every: int | Literal["auto"], cluster: Cluster) -> Plan:
+def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster) -> Plan:
     """The plan with the rule that its checkpoints follow, and why; as it is where `every` says how often."""
     if every != "auto" or plan.predicted is None:
         return plan

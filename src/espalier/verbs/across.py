@@ -16,8 +16,7 @@ from typing import Any, Literal, TextIO, cast
 import msgspec
 
 from espalier import cluster as clusters
-from espalier import run as runs
-from espalier import units
+from espalier import folders, units
 from espalier.config import Recipe, limits, load
 from espalier.errors import EspalierError, PeerLost, RunFailed, UserError
 from espalier.launch import hosts, torchrun
@@ -123,7 +122,7 @@ def _probe(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
         crowd.prepare(lambda far: message)
         done = crowd.carry_out()
     found = clusters.loads(done["cluster"])
-    runs.replace(Path(arguments.out), done["cluster"])
+    folders.replace(Path(arguments.out), done["cluster"])
     from espalier.verbs import show
 
     if arguments.json:

@@ -72,7 +72,8 @@ def _probe(launcher: Launcher, place: Place, asked: Told) -> Told:
     from espalier import cluster as clusters
     from espalier import rank
     from espalier.hardware import hosts, probe
-    from espalier.verbs import crossing, ready
+    from espalier.plan import codecs
+    from espalier.verbs import ready
 
     torch.set_num_threads(1)
     _enter(place, asked)
@@ -80,7 +81,7 @@ def _probe(launcher: Launcher, place: Place, asked: Told) -> Told:
     launcher.hear()
 
     def measure() -> Cluster:
-        found = crossing.measured(probe.probe(progress=ready.say, disk=Path(asked["disk"])))
+        found = codecs.measured(probe.probe(progress=ready.say, disk=Path(asked["disk"])))
         probe.save(found, say=ready.say)
         return found
 

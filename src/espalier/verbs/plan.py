@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from espalier import cluster as clusters
 from espalier.cluster import whatif
 from espalier.errors import UserError
-from espalier.hardware import probe
 from espalier.plan import base as plans
-from espalier.plan import chosen, saving, search
+from espalier.plan import explain, search
+from espalier.plan.decide import Decision, decide
 from espalier.plan.seats import gpus
+from espalier.plan.trials import Trials
 from espalier.terminal import say
-from espalier.verbs import choose, ready, show
+from espalier.verbs import ready, show
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,40 +45,29 @@ def run(arguments: argparse.Namespace) -> int:
     return _tell(arguments.json, resolved, decision, changed)
 
 
-def _decide(resolved: ready.Resolved, cluster: clusters.Cluster, calibrate_on: str | None) -> choose.Decision:
-    here = cluster.machine == probe.identity()
-    request = ready.request(resolved, resident=ready.resident() if here else 0)
-
-    def tried() -> choose.Measured:
-        return choose.tried_before(request, resolved, cluster)
-
-    decision = choose.decide(request, cluster, ready.calibration(resolved.recipe, calibrate_on), tried)
-    every = resolved.recipe.checkpoint.every
-    best, taken = (
-        None if one is None else saving.paced(one, every, cluster) for one in (decision.best, decision.taken)
-    )
-    assert best is not None, "there is always a best one"
-    return replace(decision, best=best, taken=best if decision.taken is decision.best else taken)
+def _decide(resolved: ready.Resolved, cluster: clusters.Cluster, calibrate_on: str | None) -> Decision:
+    known = ready.calibration(resolved.recipe, calibrate_on)
+    return decide(ready.request(resolved), cluster, known, Trials(resolved.recipe, cluster))
 
 
 def _what_if(
     resolved: ready.Resolved, cluster: clusters.Cluster, changes: Sequence[str], calibrate_on: str | None
-) -> choose.Decision | None:
+) -> Decision | None:
     if not changes:
         return None
     return _decide(resolved, whatif.changed(cluster, changes), calibrate_on)
 
 
-def _tell(as_json: bool, resolved: ready.Resolved, decision: choose.Decision, changed: choose.Decision | None) -> int:
-    plan = decision.best
+def _tell(as_json: bool, resolved: ready.Resolved, decision: Decision, changed: Decision | None) -> int:
+    plan = decision.plan
     if as_json:
-        beside = {"what_if": changed.best} if changed is not None else {}
+        beside = {"what_if": changed.plan} if changed is not None else {}
         print(plans.dumps(plan, **beside), end="", flush=True)
     else:
         show.plan(plan, resolved.derivations, resolved.recipe.train.steps)
         show.sources(plan)
         if changed is not None:
-            show.beside(plan, changed.best, changed.fits)
+            show.beside(plan, changed.plan, changed.fits)
     if decision.fits:
         return 0
     refusal = decision.refusal()
@@ -88,10 +77,10 @@ def _tell(as_json: bool, resolved: ready.Resolved, decision: choose.Decision, ch
     return refusal.exit_code
 
 
-def _page(path: str, decision: choose.Decision, title: str) -> None:
+def _page(path: str, decision: Decision, title: str) -> None:
     from espalier.verbs import plan_page
 
-    layout = decision.best.layout
+    layout = decision.plan.layout
 
     def is_best(option: search.Option) -> bool:
         one = option.layout
@@ -100,7 +89,7 @@ def _page(path: str, decision: choose.Decision, title: str) -> None:
         return same and shards == layout.shard and one.recompute == layout.recompute
 
     best = next((option for option in decision.found.options if is_best(option)), None)
-    points = search.points(decision.found, best, chosen.label)
-    plan_page.write(path, decision.best, points, title)
+    points = search.points(decision.found, best, explain.label)
+    plan_page.write(path, decision.plan, points, title)
     where = "" if gpus(decision.cluster) else " (processors)"
     say(f"Picture{where}: {path}", file=sys.stderr)

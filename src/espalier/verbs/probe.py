@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 from espalier import cluster as clusters
-from espalier import rank
-from espalier import run as runs
+from espalier import folders, rank
 from espalier.cluster import Cluster
 from espalier.errors import UserError
 from espalier.hardware import hosts, probe
 from espalier.launch import base as launch
 from espalier.launch import started
+from espalier.plan import codecs
 from espalier.terminal import say
-from espalier.verbs import crossing, ready, show
+from espalier.verbs import ready, show
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     place = started.place()
     if place is None:
-        found = crossing.measured(probe.probe(progress=ready.say, disk=Path(arguments.disk)))
+        found = codecs.measured(probe.probe(progress=ready.say, disk=Path(arguments.disk)))
         probe.save(found, say=ready.say)
     else:
         with rank.joined(place, timeout=120.0) as channel:
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         if place.rank != 0:
             return 0
     out = Path(arguments.out)
-    runs.replace(out, clusters.dumps(found))
+    folders.replace(out, clusters.dumps(found))
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(found)))
     else:
@@ -52,6 +52,6 @@ def _all(channel: dist.ProcessGroup | None, place: launch.Place, arguments: argp
     """Under torchrun and its like: every machine, and the links between all ranks."""
 
     def measure() -> Cluster:
-        return crossing.measured(probe.probe(progress=ready.say, disk=Path(arguments.disk)))
+        return codecs.measured(probe.probe(progress=ready.say, disk=Path(arguments.disk)))
 
     return measure() if channel is None else hosts.probe_ranks(channel, place.local_rank, measure)

@@ -14,7 +14,6 @@ from espalier import cluster as clusters
 from espalier import terminal, workloads
 from espalier.config import Recipe, load
 from espalier.hardware import probe
-from espalier.hardware.peak import held
 from espalier.plan import asking
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.request import Request
@@ -69,13 +68,11 @@ def parameters(recipe: Recipe, workload: Workload) -> int:
     return workloads.row(recipe).profile(recipe, lambda: workload).tally.parameters
 
 
-def request(
-    resolved: Resolved, ranks: int | None = None, resident: int = 0, workload: Workload | None = None
-) -> Request:
+def request(resolved: Resolved, ranks: int | None = None, workload: Workload | None = None) -> Request:
     """What the planner is asked; allocates nothing and opens data only where the model depends on it."""
     asked = asking.of_recipe(resolved.recipe, lambda: workload or open_workload(resolved))
     pin = asked.pin if ranks is None else msgspec.structs.replace(asked.pin, ranks=ranks)
-    return replace(asked, pin=pin, resident=resident)
+    return replace(asked, pin=pin)
 
 
 def calibration(recipe: Recipe, path: str | None = None) -> Calibration:
@@ -86,10 +83,3 @@ def calibration(recipe: Recipe, path: str | None = None) -> Calibration:
     from espalier.verbs.measurements import calibrated
 
     return calibrated(named)
-
-
-def resident() -> int:
-    """Bytes of anonymous and shared pages of this process, which every rank forked from it begins with; in steps of
-    32 MiB, so that plans of equal processes are equal."""
-    step = 32 * 2**20
-    return -(-held() // step) * step

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from espalier.errors import UserError
 from espalier.launch import base as launch
 from espalier.launch.reshape import Shape
-from espalier.plan import again
+from espalier.plan import again, codecs
 from espalier.plan.base import Plan
 from espalier.plan.request import Request
 from espalier.resilience.slowness import Evidence
 from espalier.track import events
-from espalier.verbs import choose, crossing, ready
+from espalier.verbs import choose, ready
 
 if TYPE_CHECKING:
     from espalier.verbs.train import Job
@@ -127,8 +127,8 @@ class Reshaper:
     def _request(self) -> Request:
         """What the planner is asked, as when the run was planned."""
         job = self.job
-        asked = ready.request(job.resolved, None, ready.resident(), job.workload)
-        asked, _ = crossing.encoded(asked, job.cluster)
+        asked = ready.request(job.resolved, None, job.workload)
+        asked, _ = codecs.encoded(asked, job.cluster)
         return replace(asked, factors=ready.calibration(job.resolved.recipe).factors)
 
 

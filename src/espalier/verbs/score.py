@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from espalier import run as runs
+from espalier import folders
 from espalier.errors import UserError
 from espalier.plan import measured
 from espalier.plan import score as scoring
@@ -41,7 +41,7 @@ def run(score: str, calibrate_on: str | None, out: str | None, as_json: bool) ->
     with ready.waiting("Predicting") as progress:
         predictions = scoring.predict(table.measurements, calibration.factors, progress)
     found = scoring.score(table.rows, calibration, predictions)
-    runs.replace(target, scoring.beside(table, predictions, calibration))
+    folders.replace(target, scoring.beside(table, predictions, calibration))
     notes = [*table.notes, *_doubts(score, calibrate_on)]
     if as_json:
         told = {"file": score, "out": str(target), "scores": msgspec.to_builtins(found)}

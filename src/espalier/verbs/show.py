@@ -90,11 +90,9 @@ def plan(plan: Plan, derivations: Sequence[Derivation] = (), steps: int | None =
         line(f"  - {sentence}")
     on_gpus = plan.ranks[0].device != "cpu"
     for other in plan.runners_up:
-        what = _ranks(other.ranks, other.threads, on_gpus)
-        if plan.planner == "search":
-            more = "" if other.layout.recompute == "none" else f", recompute {other.layout.recompute}"
-            what = f"{what}, {_words(other.layout)}, micro-batch {other.layout.micro_batch}{more}"
-        line(f"  - not taken: {what}: {other.loses}")
+        more = "" if other.layout.recompute == "none" else f", recompute {other.layout.recompute}"
+        what = f"{_words(other.layout)}, micro-batch {other.layout.micro_batch}{more}"
+        line(f"  - not taken: {_ranks(other.ranks, other.threads, on_gpus)}, {what}: {other.loses}")
     if not plan.executable:
         line(f"  - `train` cannot run this plan: it lacks {plan.missing}")
     say(flush=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from espalier import run as runs
+from espalier import folders
 from espalier.config import limits, load
 from espalier.errors import RunFailed, UserError
 from espalier.terminal import say
@@ -41,9 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise runs.cannot_write(folder, error) from None
+        raise folders.cannot_write(folder, error) from None
     path = folder / "slurm.sh"
-    runs.replace(path, text)
+    folders.replace(path, text)
     job = _submitted(path)
     if arguments.json:
         print(json.dumps({"script": str(path), "job": job}))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from espalier import cluster as clusters
-from espalier import config, plain_collectives, rank, units
+from espalier import config, folders, plain_collectives, rank, units
 from espalier import run as runs
 from espalier.config import load
 from espalier.errors import EspalierError, PeerLost
@@ -85,7 +85,7 @@ def supervise(launcher: Launcher, place: Place, asked: Told, given: train.Asked)
     """Says what data was `given`, and once all hosts agree measures, plans and trains. `place` is this host's among the
     hosts. One that was started in place of another (`life`) finds the plan where the others have left it."""
     recipe, first = given.resolved.recipe, place.rank == 0
-    own = identity(data=given.workload.fingerprint(), recipe=runs.hashed(load.to_table(recipe)))
+    own = identity(data=given.workload.fingerprint(), recipe=folders.hashed(load.to_table(recipe)))
     launcher.tell("ready", identity={key: own[key] for key in ("data", "recipe")})
     launcher.hear()
     port = Served(place.host, place.listen_fd).port if first else place.port

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from espalier import cluster as clusters
-from espalier import config, mechanisms, rank, trainer, units
+from espalier import config, folders, mechanisms, rank, trainer, units
 from espalier import run as runs
 from espalier.checkpoint.place import open_place
 from espalier.checkpoint.sharded import Checkpoints
@@ -64,7 +64,7 @@ class Job:
 
     def identity(self) -> dict[str, str]:
         """What all ranks must have in common."""
-        recipe = runs.hashed(load.to_table(self.resolved.recipe))
+        recipe = folders.hashed(load.to_table(self.resolved.recipe))
         return handshake.identity(recipe=recipe, data=self.workload.fingerprint())
 
 

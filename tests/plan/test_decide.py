@@ -10,9 +10,9 @@ from espalier import cluster as clusters
 from espalier.config import EveryStep, Pin, Shard, derive, load
 from espalier.plan import asking, search
 from espalier.plan.calibrate import DATASHEET, Calibration
+from espalier.plan.decide import Decision, decide
 from espalier.plan.factors import Factors
 from espalier.plan.request import Request
-from espalier.verbs.choose import Decision, decide
 
 SLOW = Calibration(factors=Factors(product=3.0, attention=3.0, memory=3.0, issue=3.0), spread=0.07, rows=9)
 
@@ -32,15 +32,13 @@ def processors(count: int, between: str = "1Gbit/s", cores: int = 2) -> clusters
 
 
 def decided(cluster: clusters.Cluster, calibration: Calibration = DATASHEET, asked: Request | None = None) -> Decision:
-    return decide(asked or request(), cluster, calibration, dict)
+    return decide(asked or request(), cluster, calibration)
 
 
-def test_a_calibration_reaches_the_plain_planner_on_processors() -> None:
-    """Which decides there: its steps take three times as long, and it says how sure that is."""
+def test_a_calibration_reaches_plans_of_processors() -> None:
+    """Steps take three times as long, and the plan says how sure that is."""
     plain, slow = (decided(processors(1), calibration).taken for calibration in (DATASHEET, SLOW))
-    assert plain is not None
-    assert slow is not None
-    assert plain.planner == slow.planner == "uniform"
+    assert plain.layout.shard == slow.layout.shard == {"params": 1, "grads": 1, "optimizer": 1}
     assert plain.predicted is not None
     assert slow.predicted is not None
     assert slow.predicted.step_seconds == pytest.approx(3 * plain.predicted.step_seconds, rel=0.01)
@@ -51,10 +49,10 @@ def test_processors_behind_a_slow_network_are_left_out_where_all_agree_at_every_
     near, far = (
         decided(processors(4, between), asked=request(sync=EveryStep())) for between in ("10Gbit/s", "1Mbit/s")
     )
-    assert {rank.node for rank in near.best.ranks} == {0, 1, 2, 3}
-    assert {rank.node for rank in far.best.ranks} == {0}
-    assert far.taken == far.best, "what is shown is what is trained"
-    assert max(rank.share[1] for rank in far.best.ranks) == 64
+    assert {rank.node for rank in near.plan.ranks} == {0, 1, 2, 3}
+    assert {rank.node for rank in far.plan.ranks} == {0}
+    assert far.taken == far.plan, "what is shown is what is trained"
+    assert max(rank.share[1] for rank in far.plan.ranks) == 64
 
 
 def test_processors_behind_a_slow_network_agree_by_rounds() -> None:
@@ -62,14 +60,14 @@ def test_processors_behind_a_slow_network_agree_by_rounds() -> None:
     assert far.taken is not None
     assert far.taken.outer is not None
     assert {rank.node for rank in far.taken.ranks} == {0, 1, 2, 3}
-    assert far.taken == far.best
+    assert far.taken == far.plan
 
 
 def test_slow_processors_are_left_out_of_mixed_machines() -> None:
     """The fastest machines first, by their numbers in the user's file."""
     kinds = "".join(f'[[nodes]]\ndevice = "cpu"\ncores = {cores}\nmemory = "8GiB"\ncount = 1\n' for cores in (1, 16))
     mixed = clusters.loads(kinds + '[links]\nbetween = "1Mbit/s"')
-    assert {rank.node for rank in decided(mixed).best.ranks} == {1}
+    assert {rank.node for rank in decided(mixed).plan.ranks} == {1}
 
 
 def test_as_many_processors_as_are_allowed_and_no_more() -> None:
@@ -77,7 +75,7 @@ def test_as_many_processors_as_are_allowed_and_no_more() -> None:
     found = search.search(asked, processors(4, "10Gbit/s"))
     assert {int(one.layout.world) for one in found.options} <= {1, 2, 4}
     assert {len(one.cluster.devices()) for one in found.options} == {1, 2}
-    assert {rank.node for rank in decided(processors(4, "10Gbit/s"), asked=asked).best.ranks} == {0, 1}
+    assert {rank.node for rank in decided(processors(4, "10Gbit/s"), asked=asked).plan.ranks} == {0, 1}
 
 
 def test_over_slow_links_the_sharded_plan_is_best_and_taken() -> None:
@@ -87,7 +85,7 @@ def test_over_slow_links_the_sharded_plan_is_best_and_taken() -> None:
     links = '[links]\nbetween = { bandwidth = "200Mbit/s", latency = "2ms" }'
     found = decided(clusters.loads(machines.format("a") + machines.format("b") + links), asked=pinned)
     assert found.taken is not None
-    assert found.taken is found.best
+    assert found.taken is found.plan
     assert found.taken.planner == "search"
     assert found.taken.layout is not None
     assert found.taken.layout.shard == {"params": 1, "grads": 1, "optimizer": 2}
@@ -95,7 +93,6 @@ def test_over_slow_links_the_sharded_plan_is_best_and_taken() -> None:
 
 
 def test_replicas_on_processors_of_different_speed_keep_their_samples_by_speed() -> None:
-    """The plain planner knows equal shares only, so the search's plan is taken."""
     host = (
         '[[nodes]]\nname = "host {0}"\ncores = 1\nmemory = "8GiB"\n[nodes.device]\nname = "{0}"\nkind = "cpu"\n'
         "memory = 8589934592\nmemory_bandwidth = {0}e10\nflops = {{ fp32 = {0}e10 }}\n"

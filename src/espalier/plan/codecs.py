@@ -13,11 +13,10 @@ from espalier.comm.base import Traffic
 from espalier.comm.codecs import codec
 from espalier.plan.request import Crossing, Request
 from espalier.plan.seats import gpus
+from espalier.shard.spread import LOSSLESS
 
 TRAINED = (Traffic.GRADIENTS, Traffic.PARAMETERS)
 """What `train` sends today; activations stay on their ranks."""
-LOSSLESS = "split"
-"""In place of a lossy codec for parameters: no rank keeps them in full precision beside."""
 
 
 def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]:

@@ -9,10 +9,10 @@ import pytest
 from espalier import cluster as clusters
 from espalier.config import Pin, Shard, derive, load
 from espalier.errors import UserError
-from espalier.plan import asking, network
-from espalier.plan.calibrate import DATASHEET
+from espalier.plan import asking, codecs, network
+from espalier.plan.base import Plan
+from espalier.plan.decide import decide
 from espalier.plan.request import Crossing, Request
-from espalier.verbs import choose, crossing
 
 HOST = '[[nodes]]\nname = "{}"\ncores = 2\nmemory = "8GiB"\n[nodes.device]\nname = "cpu"\nkind = "cpu"\n'
 HOST += "memory = 8589934592\nmemory_bandwidth = 1e10\nflops = {{ fp32 = 4e10 }}\n"
@@ -33,42 +33,42 @@ def machines(between: str, codecs: str = CODECS, hosts: int = 2) -> clusters.Clu
     return clusters.loads(text + links)
 
 
-def decided(cluster: clusters.Cluster, codec: str, ranks: int = 2) -> choose.Decision:
+def decided(cluster: clusters.Cluster, codec: str, ranks: int = 2) -> Plan:
     shard = Shard(params=1, grads=1, optimizer=1)
     asked = replace(request(pin=Pin(ranks=ranks, threads=1, shard=shard)), codec=codec)
-    return choose.decide(asked, cluster, DATASHEET, dict)
+    return decide(asked, cluster).taken
 
 
 def test_auto_encodes_between_machines_where_links_are_slow() -> None:
     slow, raw = (decided(machines("100Mbit/s"), codec) for codec in ("auto", "exact"))
-    assert slow.best.exchanges[0].codec == "int8"
-    assert slow.best.exchanges[0].level == "between"
-    assert any("gradients go as int8" in line for line in slow.best.why)
-    assert slow.best.predicted is not None
-    assert raw.best.predicted is not None
-    assert [one.codec for one in raw.best.exchanges] == ["exact"]
-    ratio = raw.best.predicted.sent_bytes["gradients"] / slow.best.predicted.sent_bytes["gradients"]
+    assert slow.exchanges[0].codec == "int8"
+    assert slow.exchanges[0].level == "between"
+    assert any("gradients go as int8" in line for line in slow.why)
+    assert slow.predicted is not None
+    assert raw.predicted is not None
+    assert [one.codec for one in raw.exchanges] == ["exact"]
+    ratio = raw.predicted.sent_bytes["gradients"] / slow.predicted.sent_bytes["gradients"]
     assert ratio == pytest.approx(3.94)
-    terms = [plan.best.predicted.terms["all_reduce"] for plan in (raw, slow)]
+    terms = [plan.predicted.terms["all_reduce"] for plan in (raw, slow)]
     assert terms[0] > 2 * terms[1]
-    assert slow.best.predicted.memory_bytes["feedback"] > 0
-    assert "feedback" not in raw.best.predicted.memory_bytes
+    assert slow.predicted.memory_bytes["feedback"] > 0
+    assert "feedback" not in raw.predicted.memory_bytes
 
 
 def test_auto_leaves_fast_links_and_unmeasured_codecs_alone() -> None:
     for cluster in (machines("200Gbit/s"), machines("100Mbit/s", codecs="")):
-        assert [one.codec for one in decided(cluster, "auto").best.exchanges] == ["exact"]
+        assert [one.codec for one in decided(cluster, "auto").exchanges] == ["exact"]
 
 
 def test_one_machine_encodes_only_what_is_asked_for() -> None:
     alone = machines("", hosts=1)
-    assert [one.codec for one in decided(alone, "auto").best.exchanges] == ["exact"]
-    (one,) = decided(alone, "int4").best.exchanges
+    assert [one.codec for one in decided(alone, "auto").exchanges] == ["exact"]
+    (one,) = decided(alone, "int4").exchanges
     assert (one.codec, one.level) == ("int4", "all")
 
 
 def test_parameters_are_never_rounded() -> None:
-    found, _ = crossing.encoded(replace(request(), codec="zhybrid"), machines("100Mbit/s"))
+    found, _ = codecs.encoded(replace(request(), codec="zhybrid"), machines("100Mbit/s"))
     assert {one.traffic: one.codec for one in found.crossings} == {"gradients": "zfp:8", "parameters": "split"}
     assert [one.lossy for one in found.crossings] == [True, False]
 
@@ -98,9 +98,9 @@ def test_a_link_carries_what_coding_and_the_codecs_ratio_let_through() -> None:
 
 
 def test_a_probed_machine_gets_the_speed_of_its_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crossing.hybrid, "measure", lambda: {"int8": crossing.hybrid.Rate(3.9, 2e9, 3e9)})
-    found = crossing.measured(machines("1Gbit/s", codecs=""))
+    monkeypatch.setattr(codecs.hybrid, "measure", lambda: {"int8": codecs.hybrid.Rate(3.9, 2e9, 3e9)})
+    found = codecs.measured(machines("1Gbit/s", codecs=""))
     assert [one.codec for table in found.nodes for one in table.device.codecs] == ["int8", "int8"]
     assert clusters.loads(clusters.dumps(found)) == found
-    rates = crossing._rates(found)
+    rates = codecs._rates(found)
     assert rates == {"int8": (3.9, 2e9, 3e9)}

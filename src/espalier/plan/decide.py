@@ -1,0 +1,238 @@
+"""One decision for one question: the plan of a request on a cluster, whoever asks. Starts no rank.
+
+`espalier plan`, `espalier train`, `make_plan` and planning anew while a run goes on all end here. In order: replicas by
+rounds or agreement at every step, codecs by the links, the search, trials on a processor, and how often to save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from espalier import cluster as clusters
+from espalier import units
+from espalier.cluster import Cluster
+from espalier.config import Auto, ByRounds, Eager, Shard
+from espalier.errors import UserError
+from espalier.plan import chosen, co2, codecs, explain, memory, pins, saving, search, trials
+from espalier.plan.base import Plan
+from espalier.plan.calibrate import DATASHEET, Calibration
+from espalier.plan.estimate import scaled
+from espalier.plan.request import Request
+from espalier.plan.search import Found, Option
+from espalier.plan.seats import gpus
+
+NEAR = 1.02
+"""Of trials of micro-batches that differ by no more than this, the smallest is taken, which holds least."""
+TRIED = 1.05
+"""Of trials of ranks that differ by no more than this, the one with most ranks is taken: processes wait for each other
+once a step, threads at every operation, so that a core that is busy elsewhere hurts them more."""
+SIZES = (0.5, 2, 4)
+"""Micro-batches tried beside the estimate's, as multiples of it."""
+
+Trials = Callable[[Sequence[Plan]], trials.Measured]
+"""Seconds of a step of each plan, measured; empty where nothing was."""
+WHOLE = Shard(params=1, grads=1, optimizer=1)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the search found, and the plan: the best that `espalier train` runs today, else the best of all.
+
+    It does not fit either when `fits` is False: it is then the one that lacks the fewest bytes.
+    """
+
+    request: Request
+    cluster: Cluster
+    found: Found
+    plan: Plan
+    fits: bool = True
+
+    @property
+    def taken(self) -> Plan:
+        """The plan, if it can be trained. Raises UserError: see `refusal`."""
+        if not (self.fits and self.plan.executable):
+            raise self.refusal()
+        return self.plan
+
+    def refusal(self) -> UserError:
+        """Why there is nothing to train with."""
+        if not self.fits:
+            return explain.refusal(self.request, self.cluster, self.found)
+        return explain.not_executable(self.plan)
+
+
+def decide(
+    request: Request, cluster: Cluster, calibration: Calibration = DATASHEET, trials: Trials | None = None
+) -> Decision:
+    """The plan of `request` on `cluster`.
+
+    Args:
+        calibration: what measurements say of the coefficients.
+        trials: on one machine without GPUs, what settles ranks, threads and micro-batch; None: estimates do.
+
+    Raises:
+        UserError: pins that cannot be met. (That nothing fits is said by `Decision.taken`.)
+    """
+    if isinstance(request.sync, ByRounds):
+        found = _by_rounds(request, cluster, calibration, request.sync)
+    else:
+        found = _every_step(request, cluster, calibration, trials)
+        if isinstance(request.sync, Auto) and cluster.machines > 1 and found.fits and found.plan.executable:
+            found = _if_rounds_pay(found, request, cluster, calibration)
+    return replace(found, plan=saving.paced(found.plan, request.saves, cluster))
+
+
+# --- rounds ------------------------------------------------------------------------------------------------------
+
+
+def _if_rounds_pay(found: Decision, request: Request, cluster: Cluster, calibration: Calibration) -> Decision:
+    """Rounds instead, where the links between machines leave little else."""
+    try:
+        made = co2.cut(request, cluster, Eager())
+        options = co2.instead(found.plan, _apart(made, calibration))
+        return found if options is None else _by_rounds(request, cluster, calibration, options)
+    except UserError:
+        return found  # pins, batches or memory that rounds cannot have: they were not asked for
+
+
+def _apart(made: co2.Cut, calibration: Calibration) -> list[Plan]:
+    """A plan of each replica by itself, made once for equal ones. Raises UserError when one cannot be had."""
+    known: dict[str, Plan] = {}
+    found = []
+    for one in made.clusters:
+        name = clusters.dumps(one)
+        if name not in known:
+            known[name] = _alone(made.request, one, calibration)
+        found.append(known[name])
+    return found
+
+
+def _alone(request: Request, cluster: Cluster, calibration: Calibration) -> Plan:
+    plan = _every_step(request, cluster, calibration).taken
+    if co2.whole(plan):
+        return plan
+    return _every_step(co2.sharded(request, len(plan.ranks)), cluster, calibration).taken
+
+
+def _by_rounds(request: Request, cluster: Cluster, calibration: Calibration, options: ByRounds) -> Decision:
+    made = co2.cut(request, cluster, options)
+    parts = _apart(made, calibration)
+    counts = sorted({len(part.ranks) for part in parts})
+    if len(counts) > 1:
+        raise UserError(
+            f"Replicas of {' and '.join(map(str, counts))} ranks cannot agree by rounds.",
+            why="each rank sends what it owns to its like in the other replicas",
+            do=f"plan.pin.ranks={made.count * counts[0]}",
+        )
+    step = min(part.predicted.step_seconds if part.predicted else 1.0 for part in parts)
+    rounds = co2.round_of(options, made, step, 4.0 * request.trainable)
+    plan = co2.join(parts, made, rounds, options)
+    return Decision(request, cluster, Found((), None, 0, 0.0), plan)
+
+
+# --- at every step -----------------------------------------------------------------------------------------------
+
+
+def _every_step(request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None = None) -> Decision:
+    request, told = codecs.encoded(request, cluster)
+    request = replace(request, factors=calibration.factors)
+    found = _searched(request, cluster, calibration, trials)
+    remarks = (*request.remarks, *told, *explain.ring(cluster), *explain.without_gpus(cluster))
+    why = (*found.plan.why, *remarks)
+    return replace(found, plan=msgspec.structs.replace(found.plan, why=why))
+
+
+def _searched(request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None) -> Decision:
+    pins.check(request, cluster)
+    found = search.search(request, cluster, calibration)
+    option = found.best(chosen.executable) or found.best()
+    if option is None:
+        return _closest(request, cluster, found, calibration)
+    free = request.pin.shard is None and request.redundancy == 1
+    if free and not gpus(cluster) and len(cluster.devices()) == 1:
+        whole = replace(request, pin=msgspec.structs.replace(request.pin, shard=WHOLE))
+        kept = search.search(whole, cluster, calibration)
+        if kept.options:
+            return Decision(request, cluster, found, _whole(request, found, kept, calibration, trials))
+    return Decision(request, cluster, found, chosen.make(request, found, option, calibration))
+
+
+def _closest(request: Request, cluster: Cluster, found: Found, calibration: Calibration) -> Decision:
+    """The plan that lacks the fewest bytes."""
+    if found.closest is None:
+        raise explain.refusal(request, cluster, found)
+    plan = chosen.make(request, found, found.closest, calibration)
+    lacks = f"{units.show_size(found.closest.over)} of memory per rank"
+    return Decision(request, cluster, found, msgspec.structs.replace(plan, executable=False, missing=lacks), False)
+
+
+# --- one processor -----------------------------------------------------------------------------------------------
+#
+# Whole states wherever they fit: what cutting them gains inside one machine is less than what an estimate is wrong by.
+# Whether one rank of N threads or N ranks of one thread is faster depends on the model's sizes in ways that no short
+# formula catches, and so does the micro-batch: where they can be tried, trials decide.
+
+
+def _whole(request: Request, found: Found, kept: Found, calibration: Calibration, measure: Trials | None) -> Plan:
+    """The plan with whole states: the one tried best, else the best by estimate. `kept`: found with factors 1."""
+
+    def make(option: Option) -> Plan:
+        return chosen.make(request, found, option, calibration)
+
+    best = kept.best()
+    assert best is not None
+    divisions = {(one.layout.world, one.layout.threads) for one in kept.options}
+    tried = [make(one) for division in sorted(divisions) if (one := kept.best(_of(division))) is not None]
+    measured = {} if measure is None else dict(measure(tried))
+    plan = make(best)
+    if measured:
+        fastest = min(measured.values())
+        near = [one for one in tried if measured[trials.key(one)] <= TRIED * fastest]
+        plan = max(near, key=lambda one: len(one.ranks))
+    elif len(tried) > 1:
+        return plan
+    sizes = [plan, *(make(one) for one in _other_sizes(kept, plan))]
+    finer = {} if measure is None else dict(measure(sizes))
+    if finer:
+        fastest = min(finer.values())
+        near = [one for one in sizes if finer[trials.key(one)] <= NEAR * fastest]
+        plan = min(near, key=lambda one: one.micro_batch)
+    tried += [one for one in sizes[1:] if finer]
+    return _told(plan, tried, {**measured, **finer}, calibration)
+
+
+def _of(division: tuple[int, int]) -> Callable[[Option], bool]:
+    """Whether an option has so many ranks of so many threads."""
+    return lambda one: (one.layout.world, one.layout.threads) == division
+
+
+def _other_sizes(kept: Found, plan: Plan) -> list[Option]:
+    """The same ranks with other micro-batches, where these leave memory free."""
+    ranks, threads, size = trials.key(plan)
+    wanted = {int(size * factor) for factor in SIZES}
+    fitting = [
+        one
+        for one in kept.options
+        if _of((ranks, threads))(one)
+        and one.layout.recompute == plan.recompute
+        and one.layout.micro_batch in wanted
+        and one.peak <= memory.ROOMY * (one.peak - one.over)
+    ]
+    return sorted(fitting, key=lambda one: int(one.layout.micro_batch))
+
+
+def _told(plan: Plan, tried: list[Plan], measured: trials.Measured, calibration: Calibration) -> Plan:
+    """`plan` with what was measured of it and of those beside it."""
+    if not measured or plan.predicted is None:
+        return plan
+    mine = trials.key(plan)
+    others = sorted((one for one in tried if trials.key(one) != mine), key=lambda one: measured[trials.key(one)])
+    return msgspec.structs.replace(
+        plan,
+        predicted=scaled(plan.predicted, measured[mine]),
+        why=(trials.told([plan, *others], measured), *plan.why),
+        runners_up=(*(trials.beside(one, plan, measured) for one in others), *plan.runners_up),
+    )

@@ -1,0 +1,399 @@
+"""Every sentence about a plan: why this one, what the others lose, and why none can be made. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from espalier import units
+from espalier.cluster import Cluster, order
+from espalier.config import Pin
+from espalier.errors import UserError
+from espalier.plan import layouts as space
+from espalier.plan import memory, network, pins, search
+from espalier.plan.base import Plan, Predicted, RunnerUp
+from espalier.plan.estimate import estimate, samples_each
+from espalier.plan.layouts import Layouts
+from espalier.plan.request import Request
+from espalier.plan.search import Found, Option
+from espalier.plan.seats import gpus, seats
+from espalier.plan.step import Step
+
+RUNNERS_UP = 6
+"""How many other plans are told, the best of each kind."""
+MOST_GROWTH = 10
+"""How many times the cluster is doubled in search of a size that fits."""
+
+
+class DoesNotFit(UserError):
+    """No layout fits in memory. Exit code 2."""
+
+
+def missing(layout: Layouts) -> str:
+    """Which parts `espalier train` lacks for this layout; empty when none."""
+    lacks = []
+    if layout.tp * layout.sp > 1:
+        lacks.append(f"the {layout.algorithm} algorithm (`espalier explain buff`)")
+    if layout.pp > 1:
+        lacks.append("pipeline stages (`espalier explain flashflex`)")
+    return " and ".join(lacks)
+
+
+def label(layout: Layouts) -> str:
+    """A layout in a few words."""
+    parts = [f"dp {layout.dp}"]
+    if layout.tp > 1:
+        parts.append(f"{layout.algorithm} tp {layout.tp}")
+    if layout.sp > 1:
+        parts.append(f"isp {layout.sp}")
+    if layout.pp > 1:
+        parts.append(f"pp {layout.pp}")
+    parts.append(f"shard {layout.params}/{layout.grads}/{layout.optimizer}")
+    parts.append(f"micro-batch {layout.micro_batch}")
+    if layout.recompute != "none":
+        parts.append(f"recompute {layout.recompute}")
+    return ", ".join(parts)
+
+
+def why(request: Request, found: Found, option: Option, predicted: Predicted) -> list[str]:
+    """The sentences that defend an option, with their numbers."""
+    layout = option.layout
+    fastest = found.options[0] if found.options else option
+    said = [f"{request.pin.ranks} ranks were asked for."] if (request.pin.ranks or 0) > 1 else []
+    said += [
+        f"Of {found.priced:,} layouts priced, {label(layout)} on {layout.world} device{'s' * (layout.world != 1)}: "
+        f"{units.show_seconds(predicted.step_seconds)} per step, give or take {predicted.spread:.0%}."
+    ]
+    if fastest is not option and fastest.seconds < option.seconds:
+        said.append(_passed_over(found, fastest, option))
+    if option.fits:
+        said += _states(request, found, option)
+        said += _cuts(request, found, option, predicted)
+    used = int(layout.world)
+    there = len(option.cluster.devices())
+    if used < there and not request.pin.ranks:
+        whole = found.best(lambda one: one.layout.world == there)
+        beside = "no plan uses them" if whole is None else f"with all, {_change(whole.seconds, option.seconds)}"
+        said.append(f"{there - used} of {there} devices are left out: {beside}.")
+    if option.shares is not None:
+        told = " and ".join(str(share) for share in option.shares)
+        said.append(f"Devices differ in speed: ranks have up to {told} samples, by their speed.")
+    elif len({id(place.table.device) for place in seats(option.cluster, used)}) > 1 and not option.cluster.same_speed:
+        said.append("Devices differ in speed and shares are equal, so the slowest sets the step.")
+    said += _crowded(option)
+    largest = max((name for name in predicted.memory_bytes if name != "peak"), key=lambda n: predicted.memory_bytes[n])
+    room = predicted.memory_limit - predicted.memory_bytes["peak"]
+    left = f"{units.show_size(room)} to spare" if room >= 0 else f"{units.show_size(-room)} too much"
+    held = units.show_size(predicted.memory_bytes["peak"])
+    said.append(f"{held} of {units.show_size(predicted.memory_limit)} per rank, most of it {largest}; {left}.")
+    return said
+
+
+def _states(request: Request, found: Found, option: Option) -> list[str]:
+    layout = option.layout
+    if layout.shards == 1:
+        return []
+    if layout.optimizer == 1:
+        return ["States are replicated: they fit, and nothing is gathered."]
+    factors = f"parameters over {layout.params}, gradients over {layout.grads}, optimizer over {layout.optimizer} ranks"
+    if request.pin.shard is not None:
+        return [f"States sharded ({factors}): plan.pin.shard was set."]
+    looser = found.best(lambda one: one.layout.optimizer == 1 and _same_cut(one.layout, layout))
+    if looser is None:
+        return [f"States sharded ({factors}): replicated they do not fit."]
+    takes = _change(looser.seconds, option.seconds)
+    return [f"States sharded ({factors}): replicated they fit, but {takes}."]
+
+
+def _same_cut(one: Layouts, other: Layouts) -> bool:
+    return (one.tp, one.sp, one.pp, one.world) == (other.tp, other.sp, other.pp, other.world)
+
+
+def _cuts(request: Request, found: Found, option: Option, predicted: Predicted) -> list[str]:
+    layout, said = option.layout, []
+    for cut, name, part in (
+        (layout.tp > 1, f"Matrices cut over {layout.tp} ranks ({layout.algorithm})", "tensor"),
+        (layout.sp > 1, f"Sequences cut over {layout.sp} ranks (isp)", "sequence"),
+        (layout.pp > 1, f"{layout.pp} pipeline stages", "pipeline"),
+    ):
+        if not cut:
+            continue
+        field = {"tensor": "tp", "sequence": "sp", "pipeline": "pp"}[part]
+        without = found.best(lambda one, field=field: getattr(one.layout, field) == 1)  # type: ignore[misc]
+        cost = units.show_seconds(predicted.terms.get(part, 0.0))
+        if getattr(request.pin, field) is not None:
+            said.append(f"{name}, at {cost} a step: it was set.")
+        elif without is None:
+            said.append(f"{name}, at {cost} a step: without, nothing fits.")
+        else:
+            said.append(f"{name}, at {cost} a step: without, {_change(without.seconds, option.seconds)}.")
+    if request.pin.micro_batch is not None:
+        said.append(f"Micro-batch {layout.micro_batch}: it was set.")
+    if request.pin.recompute or request.recompute:
+        said.append(f"Recompute {layout.recompute}: it was set.")
+    elif layout.recompute != "none":
+        without = found.best(lambda one: one.layout.recompute == "none")
+        there = "nothing fits" if without is None else _change(without.seconds, option.seconds)
+        said.append(f"Activations are recomputed ({layout.recompute}): without, {there}.")
+    return said
+
+
+def _passed_over(found: Found, fastest: Option, option: Option) -> str:
+    """Why the fastest by estimate is not the plan."""
+    gain = option.seconds / fastest.seconds - 1
+    lacks = missing(fastest.layout)
+    if lacks and not missing(option.layout):
+        takes = units.show_seconds(fastest.seconds)
+        return (
+            f"A better plan is not executable yet: {label(fastest.layout)}, {takes} per step by estimate, "
+            f"{1 - fastest.seconds / option.seconds:.0%} less; it needs {lacks}."
+        )
+    if gain > found.tie:
+        return (
+            f"{label(fastest.layout)} is {gain:.1%} faster by estimate: on one machine states stay whole where they "
+            "fit, as cutting them gains less there than an estimate is wrong by."
+        )
+    return (
+        f"{label(fastest.layout)} is {gain:.1%} faster by estimate, within the tie of {found.tie:.0%}: "
+        "fewer moving parts, then less memory, decide."
+    )
+
+
+def _crowded(option: Option) -> list[str]:
+    """The remark when ranks have more threads than there are cores."""
+    cluster, layout = option.cluster, option.layout
+    cores = min(max(1, table.cores) for table in cluster.nodes)
+    nodes = [place.node for place in seats(cluster, int(layout.world))]
+    here = max(nodes.count(node) for node in set(nodes))
+    if gpus(cluster) or here * layout.threads <= cores:
+        return []
+    return [f"{here} ranks x {layout.threads} threads are more than the {cores} cores, so they take turns."]
+
+
+def without_gpus(cluster: Cluster) -> list[str]:
+    """The remark when machines are left out because others have GPUs."""
+    left = gpus(cluster) and any(table.device.kind == "cpu" for table in cluster.nodes)
+    return ["Machines without a GPU are left out."] if left else []
+
+
+def ring(cluster: Cluster) -> list[str]:
+    """The remark when ranks do not sit on machines in the order of the cluster file."""
+    asked = tuple(range(cluster.machines))
+    if cluster.ring == asked:
+        return []
+    ours, plain = (order.crossings(cluster.links, one) for one in (cluster.ring, asked))
+    machines = ", ".join(map(str, cluster.ring))
+    return [f"Ranks follow machines {machines}: a ring crosses the slowest links {ours} times, in their order {plain}."]
+
+
+def slower(there: float, here: float) -> str:
+    """How much longer `there` takes than `here`, in words."""
+    percent = round(100 * (there / here - 1))
+    if percent == 0:
+        return "as fast"
+    if percent >= 100:
+        times = there / here
+        return f"{round(times, 1):g}x slower" if times < 10 else f"{times:,.0f}x slower"
+    return f"{percent} % slower" if percent > 0 else f"{-percent} % faster"
+
+
+def _change(there: float, here: float) -> str:
+    beside = "" if there > 1.005 * here else ", with more moving parts or memory"
+    return f"it is {slower(there, here)}{beside}"
+
+
+# --- what the others lose ----------------------------------------------------------------------------------------
+
+
+def runners_up(request: Request, found: Found, option: Option) -> list[RunnerUp]:
+    """The best plan of each other kind (algorithm, pipeline, sharding, recomputation), fastest first."""
+
+    def kind(one: Option) -> tuple[Any, ...]:
+        layout = one.layout
+        sharded = (layout.params > 1, layout.grads > 1, layout.optimizer > 1)
+        return layout.algorithm, layout.pp > 1, sharded, layout.recompute, layout.world
+
+    taken, told = {kind(option)}, []
+    for one in found.options:
+        if kind(one) in taken:
+            continue
+        taken.add(kind(one))
+        told.append(_runner_up(request, one, option))
+        if len(told) == RUNNERS_UP:
+            break
+    return told
+
+
+def _worse(one: Option, best: Option) -> str:
+    """What puts `one` behind `best` although it is no slower."""
+    mechanisms, mode, exchanged = (
+        here - there for here, there in zip(one.layout.key(), best.layout.key(), strict=True)
+    )
+    if mechanisms > 0:
+        return "has more moving parts"
+    if mode > 0:
+        return "recomputes more"
+    return "exchanges states in every micro-batch" if exchanged > 0 else "holds more"
+
+
+def _runner_up(request: Request, one: Option, best: Option) -> RunnerUp:
+    layout = one.layout
+    slower, more = one.seconds / best.seconds - 1, one.peak - best.peak
+    loses = f"{slower:.1%} slower" if slower >= 0 else f"{-slower:.1%} faster, within the tie, but {_worse(one, best)}"
+    if more > 0:
+        loses += f", {units.show_size(more)} more memory"
+    samples = -(-request.global_batch // layout.dp)
+    return RunnerUp(
+        layout=space.view(layout, -(-samples // layout.micro_batch), request.precision),
+        ranks=int(layout.world),
+        threads=layout.threads,
+        step_seconds=one.seconds,
+        peak_bytes=one.peak,
+        loses=loses,
+    )
+
+
+# --- why there is none -------------------------------------------------------------------------------------------
+
+
+def refusal(request: Request, cluster: Cluster, found: Found) -> UserError:
+    """The error when nothing fits: the least-violating layout, its missing bytes by kind, and what would help."""
+    nearest = found.closest
+    if nearest is None:
+        return _no_layout(request, cluster)
+    predicted = estimate(request, nearest.cluster, nearest.layout)
+    kinds = {name: size for name, size in predicted.memory_bytes.items() if name != "peak" and size}
+    told = ", ".join(
+        f"{kind} {units.show_size(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1])
+    )
+    limit = nearest.peak - nearest.over
+    largest = max(kinds, key=lambda kind: kinds[kind])
+    return DoesNotFit(
+        f"The model does not fit: rank {_fullest(request, nearest)} needs {units.show_size(nearest.peak)} and may use "
+        f"{units.show_size(limit)}, {units.show_size(nearest.over)} are missing, most of it {largest}.",
+        why=f"the least violating of {found.priced:,} layouts is {label(nearest.layout)} on "
+        f"{nearest.layout.world} devices: {told}",
+        do=", or ".join(cures(request, cluster, nearest)),
+    )
+
+
+def not_executable(plan: Plan) -> UserError:
+    """The error when what fits cannot be trained."""
+    layout = plan.layout
+    return DoesNotFit(
+        "No plan that `train` can run today fits in memory.",
+        why=f"the best plan is not executable yet, as {plan.missing} is missing",
+        do=f"espalier plan shows it ({layout.algorithm}, dp {layout.dp}, tp {layout.tp}, sp {layout.sp}, "
+        f"pp {layout.pp}, shard {'/'.join(map(str, layout.shard.values()))}); a smaller model or batch runs today",
+    )
+
+
+def _no_layout(request: Request, cluster: Cluster) -> UserError:
+    """The error when pins and demands leave no layout: which one it is, and the nearest value that leaves some."""
+    for name, value in pins.given(request.pin):
+        if name == "threads":
+            continue
+        others = search.search(replace(request, pin=_without(request.pin, name)), cluster)
+        there = sorted({_value(option.layout, name) for option in others.options})
+        if not there:
+            continue
+        near = min(there, key=lambda one: (abs(one - value), one)) if isinstance(value, int) else there[0]
+        return UserError(
+            f"plan.pin.{name} = {value!r} leaves no layout on this cluster, with the rest as it is.",
+            why="degrees multiply to the ranks, divide heads and sequence, and shards nest in dp x sp"
+            + ("" if gpus(cluster) else "; on processors nothing is cut"),
+            do=f"plan.pin.{name}={near}, or leave it out",
+        )
+    free = {"redundancy": replace(request, redundancy=1), "max_devices": replace(request, max_devices=None)}
+    for name, other in free.items():
+        if search.search(other, cluster).options:
+            return UserError(
+                f"plan.{name} = {getattr(request, name)} leaves no layout, with the pins as they are.",
+                do=f"another plan.{name}, or fewer pins",
+            )
+    told = ", ".join(f"plan.pin.{name}" for name, _ in pins.given(request.pin))
+    return UserError(
+        "No layout is left to choose from.",
+        why="together the pins, the batch and the cluster allow none" + (f" ({told})" if told else ""),
+        do="leave some of them out, or a train.batch_tokens that the ranks can share",
+    )
+
+
+def _without(pin: Pin, name: str) -> Pin:
+    first, _, state = name.partition(".")
+    if not state or pin.shard is None:
+        return msgspec.structs.replace(pin, **{first: None})
+    return msgspec.structs.replace(pin, shard=msgspec.structs.replace(pin.shard, **{state: None}))
+
+
+def _value(layout: Layouts, name: str) -> Any:
+    known = {"ranks": int(layout.world), "accumulate": 1}
+    name = name.partition(".")[2] or name
+    return known[name] if name in known else getattr(layout, name)
+
+
+def _fullest(request: Request, option: Option) -> int:
+    """The first rank of the stage that holds most: the first stage, or the last with the head."""
+    layout = option.layout
+    on = network.fleet(option.cluster, int(layout.world), layout.threads)
+    samples = samples_each(request, layout)
+    size = np.minimum(layout.micro_batch, samples)
+    first, last = memory.ends(Step(request, on, on.kinds[0], layout), size, -(-samples // size))
+    return 0 if sum(first.values()) >= sum(last.values()) else int(layout.world) - int(layout.world) // layout.pp
+
+
+def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
+    """Changes after which a plan fits, the cheapest first; each was tried."""
+    told = []
+    for change, wanted in _changes(request, cluster):
+        if search.search(wanted, cluster).best() is not None:
+            told.append(change)
+        if len(told) == 2:
+            return told
+    more = _growth(request, cluster)
+    if more:
+        told.append(more)
+    there = min(place.table.device.memory for place in seats(nearest.cluster, int(nearest.layout.world)))
+    enough = there * nearest.peak / (nearest.peak - nearest.over)
+    return told or [f"devices with {units.show_size(enough)} of memory or a smaller model"]
+
+
+def _changes(request: Request, cluster: Cluster) -> Iterator[tuple[str, Request]]:
+    """What costs nothing but a word in the recipe."""
+    if request.memory is not None:
+        yield "leave plan.memory out", replace(request, memory=None)
+    if request.redundancy > 1:
+        yield "plan.redundancy=1", replace(request, redundancy=1)
+    if request.max_devices is not None:
+        yield "leave plan.max_devices out", replace(request, max_devices=None)
+    if _pinned(request.pin):
+        yield f"leave {_pinned(request.pin)} out", replace(request, pin=Pin())
+    if request.recompute is not None and request.pin.recompute is None:
+        yield "leave train.recompute out", replace(request, recompute=None)
+    bf16 = all("bf16" in table.device.flops for table in cluster.nodes)
+    if request.precision == "fp32" and bf16 and gpus(cluster):
+        yield 'train.precision="bf16"', replace(request, precision="bf16")
+
+
+def _pinned(pin: Pin) -> str:
+    return ", ".join(f"plan.pin.{name}" for name in Pin.__struct_fields__ if getattr(pin, name) is not None)
+
+
+def _growth(request: Request, cluster: Cluster) -> str:
+    """How many machines of the first kind would be enough; empty when not found."""
+    if not gpus(cluster) or cluster.pairs:
+        return ""
+
+    first, *others = cluster.nodes
+
+    def fits(count: int) -> bool:
+        more = msgspec.structs.replace(first, count=count, name="")
+        grown = msgspec.structs.replace(cluster, nodes=(more, *others), between=cluster.between or first.inside)
+        return search.search(request, grown).best() is not None
+
+    enough = next((first.count << k for k in range(1, MOST_GROWTH) if fits(first.count << k)), 0)
+    return f"{enough} machines of {first.devices} {first.device.name} instead of {first.count}" if enough else ""

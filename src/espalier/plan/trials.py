@@ -1,0 +1,100 @@
+"""Steps that candidates of a recipe's plan took on this machine: measured once, kept, and read by whoever plans."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from espalier import cluster as clusters
+from espalier.config import Recipe, load
+from espalier.folders import cache_folder, hashed, replace
+from espalier.plan.base import Plan, RunnerUp
+from espalier.plan.explain import slower
+from espalier.units import show_seconds
+
+Key = tuple[int, int, int]
+"""What a trial is of: ranks, threads of each, micro-batch."""
+Measured = Mapping[Key, float]
+"""Seconds of a step in trials."""
+ROUNDS = 2
+"""How often each candidate runs, in turn with the others, so that the machine's mood strikes all alike."""
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Trials of one recipe on one cluster.
+
+    `run`: seconds of a step of a plan, measured now; None: only what was measured before counts.
+    """
+
+    recipe: Recipe
+    cluster: clusters.Cluster
+    run: Callable[[Plan], float] | None = None
+
+    def __call__(self, plans: Sequence[Plan]) -> dict[Key, float]:
+        """Seconds of a step of each of `plans`; empty where they were not all tried, or are not of this machine's
+        processors."""
+        here = all(rank.device == "cpu" and rank.node == 0 for plan in plans for rank in plan.ranks)
+        if not (self.recipe.plan.trial and here and len(plans) > 1):
+            return {}
+        file = cache_folder() / "trials.json"
+        known, names = _read(file), {key(plan): self._name(plan) for plan in plans}
+        if self.run is not None and any(name not in known for name in names.values()):
+            rounds = [{self._name(plan): self.run(plan) for plan in plans} for _ in range(ROUNDS)]
+            rounds.append(known)
+            known = known | {name: min(one[name] for one in rounds if name in one) for name in names.values()}
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace(file, json.dumps(known, indent=1))
+        return {one: known[name] for one, name in names.items()} if known.keys() >= set(names.values()) else {}
+
+    def _name(self, plan: Plan) -> str:
+        """Says everything that the speed of a plan depends on."""
+        table = load.to_table(self.recipe)
+        asked = {name: table[name] for name in ("model", "comm")} | {
+            name: table["train"].get(name) for name in ("sequence", "batch_tokens", "precision", "compile", "optimizer")
+        }
+        if "graph" in table:
+            asked |= {name: table[name] for name in ("graph", "data")}
+        ranks, threads, size = key(plan)
+        return f"{hashed([clusters.dumps(self.cluster), asked])}/{ranks}x{threads}/{size}/{plan.recompute}"
+
+
+def _read(file: Path) -> dict[str, float]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def key(plan: Plan) -> Key:
+    """What a trial of `plan` is of."""
+    return len(plan.ranks), plan.ranks[0].threads, plan.micro_batch
+
+
+def told(plans: Sequence[Plan], measured: Measured) -> str:
+    """What the trials took, fastest first."""
+    ordered = sorted((one for one in plans if key(one) in measured), key=lambda one: measured[key(one)])
+    each = ", ".join(f"{_of(one)} {show_seconds(measured[key(one)])}" for one in ordered)
+    return f"Tried here, per step: {each}."
+
+
+def _of(plan: Plan) -> str:
+    ranks, threads, size = key(plan)
+    return f"{ranks} rank{'s' * (ranks > 1)} x {threads} thread{'s' * (threads > 1)} in micro-batches of {size}"
+
+
+def beside(one: Plan, best: Plan, measured: Measured) -> RunnerUp:
+    """A plan that was tried beside the one that is taken."""
+    assert one.predicted is not None
+    there = measured[key(one)]
+    return RunnerUp(
+        layout=one.layout,
+        ranks=len(one.ranks),
+        threads=one.ranks[0].threads,
+        step_seconds=there,
+        peak_bytes=one.predicted.memory_bytes["peak"],
+        loses=f"{slower(there, measured[key(best)])} (measured {show_seconds(there)})",
+    )
