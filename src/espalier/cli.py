@@ -46,7 +46,9 @@ def parser() -> argparse.ArgumentParser:
         made[name].add_argument("run", help="a run folder, such as runs/language")
     for name in ("train", "eval", "predict", "export"):
         made[name].add_argument(
-            "--trust", action="store_true", help="read what may run its author's code, as checkpoints of older versions"
+            "--trust",
+            action="store_true",
+            help="open a run of somebody whose code may run: a module, a pickle, an older checkpoint",
         )
     made["report"].add_argument("run", nargs="?", help="a run folder, such as runs/language")
     _options(made)

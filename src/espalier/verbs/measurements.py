@@ -19,7 +19,7 @@ from espalier.plan.calibrate import Calibration, Measurement, calibrate
 from espalier.plan.layouts import of_view
 from espalier.track import events
 from espalier.verbs import ready
-from espalier.verbs.trained import origin
+from espalier.verbs.trained import resolved
 
 WARMING = 0.1
 """Share of a run's steps left out at its beginning: the first ones allocate, compile and fill caches."""
@@ -64,9 +64,9 @@ def from_run(path: str | Path) -> Measurement:
     steps = steps[int(len(steps) * WARMING) :]
     if not steps:
         raise UserError(f"The run in {path} has no measured step.", do="let it train on, or name another run")
-    resolved, _ = derive.resolve(recipe)
+    whole, _ = derive.resolve(recipe)
     return Measurement(
-        request=ready.request(ready.Resolved(resolved, folder=origin(folder))),
+        request=ready.request(resolved(folder, whole)),
         cluster=cluster,
         layout=replace(of_view(plan.layout), threads=plan.ranks[plan.trainers[0]].threads),
         step_seconds=statistics.median(step["seconds"] for step in steps),

@@ -33,7 +33,7 @@ from espalier.terminal import say
 from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, trouble
-from espalier.verbs import choose, ready, reshape, show
+from espalier.verbs import choose, own_runs, ready, reshape, show
 from espalier.verbs.recording import Recording
 from espalier.workload import Workload
 
@@ -246,6 +246,7 @@ def _about(job: Job) -> dict[str, Any]:
         "host": {"name": socket.gethostname(), "system": platform.platform(), "processor": limits.processor()},
         "data": job.workload.fingerprint(),
         "recipe_folder": str(job.resolved.folder),
+        "seal": own_runs.seal(job.resolved.recipe, job.resolved.folder),
         "derivations": [{"key": one.key, "value": one.value, "why": one.reason} for one in derivations],
     }
 

@@ -15,7 +15,7 @@ from espalier.config import Recipe
 from espalier.errors import UserError
 from espalier.mechanisms import DTYPES
 from espalier.track import events
-from espalier.verbs import ready
+from espalier.verbs import own_runs, ready
 from espalier.workload import Workload
 
 
@@ -38,7 +38,7 @@ def open_trained(path: str, trust: bool = False) -> Trained:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder = runs.find(path)
     recipe = folder.read()
-    workload = ready.open_workload(ready.Resolved(recipe, folder=origin(folder)))
+    workload = ready.open_workload(resolved(folder, recipe, trust))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = workload.build(device, DTYPES[recipe.train.precision])
     target = recipe.checkpoint.target or str(folder.checkpoints)
@@ -55,7 +55,13 @@ def open_trained(path: str, trust: bool = False) -> Trained:
     return Trained(folder, recipe, workload, model.eval(), int(loaded.meta["step"]))
 
 
-def origin(folder: runs.RunFolder) -> Path | None:
-    """The folder of the recipe file this run was begun from."""
+def resolved(folder: runs.RunFolder, recipe: Recipe, trust: bool = False) -> ready.Resolved:
+    """The recipe of the run in `folder`, with the folder of the recipe file that it was begun from.
+
+    Raises UserError where opening its workload would run the code of somebody who is not trusted (`own_runs`).
+    """
     begun = [event for event in events.read(folder.events) if event["event"] == "run"] if folder.events.exists() else []
-    return Path(begun[-1]["recipe_folder"]) if begun and begun[-1].get("recipe_folder") else None
+    last = begun[-1] if begun else {}
+    origin = Path(last["recipe_folder"]) if last.get("recipe_folder") else None
+    own_runs.check(recipe, origin, str(last.get("seal", "")), str(folder.path), trust)
+    return ready.Resolved(recipe, folder=origin, trust=trust)

@@ -31,7 +31,7 @@ from espalier.terminal import say
 from espalier.track.progress import Waiting
 from espalier.units import show_seconds
 from espalier.verbs import ready
-from espalier.verbs.trained import origin
+from espalier.verbs import trained as opened
 from espalier.workload import Workload
 
 HARNESS = "lm-eval:"
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # workers are forked from here
     folder = runs.find(arguments.run)
     recipe = folder.read()
-    workload = ready.open_workload(ready.Resolved(recipe, folder=origin(folder)))
+    workload = ready.open_workload(opened.resolved(folder, recipe, arguments.trust))
     found = tasks(workload, workloads.row(recipe), arguments.task, arguments.run)
     setup = _setup(workload, recipe, found, folder.path, _workers(arguments.workers))
     where = Where(

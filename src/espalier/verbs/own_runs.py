@@ -1,0 +1,76 @@
+"""Which runs a user began here. Opening one runs the code that its recipe names; opening another's does not.
+
+A run's first event has a seal: a keyed hash of what runs code in its recipe, and of the folder where that is looked
+for. The key is the user's, in the cache folder.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+from hashlib import sha256
+from pathlib import Path
+
+from espalier.config import Recipe
+from espalier.errors import UserError
+from espalier.folders import cache_folder
+
+_KEY_BYTES = 32
+
+
+def seal(recipe: Recipe, folder: Path | str | None) -> str:
+    """Of a run that begins: what it runs and from where; empty where it names no code, or the key cannot be kept."""
+    code = _code(recipe)
+    if not code:
+        return ""
+    try:
+        key = _key()
+    except OSError:
+        return ""
+    told = json.dumps([code, None if folder is None else str(folder)]).encode()
+    return hmac.new(key, told, sha256).hexdigest()
+
+
+def check(recipe: Recipe, folder: Path | None, sealed: str, run: str, trust: bool) -> None:
+    """Raises UserError where opening the run in `run` would run code and neither did this user begin it nor is it
+    trusted. `folder`, `sealed`: as its first event has them."""
+    code = _code(recipe)
+    if not code or trust or (sealed and hmac.compare_digest(sealed, seal(recipe, folder))):
+        return
+    raise UserError(
+        f"The run in {run} was not begun by you on this machine, and opening it runs code.",
+        why=f"its recipe says {', '.join(f'{key} = {value!r}' for key, value in code.items())}; looked for in {folder}",
+        do=f"read that code; if you trust who wrote it: espalier eval {run} --trust (predict and export have it too)",
+    )
+
+
+def _code(recipe: Recipe) -> dict[str, str | bool]:
+    """The options that run code, by key."""
+    found: dict[str, str | bool] = {}
+    if (build := getattr(recipe.model, "build", None)) is not None:
+        found["model.build"] = build
+    if recipe.graph is not None and recipe.graph.pickle:
+        found |= {"graph.pickle": True, "data.path": ", ".join(one.path for one in recipe.data or ())}
+    return found
+
+
+def _key() -> bytes:
+    """The user's key, made once. Nobody else can read it."""
+    path = cache_folder() / "key"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"key.{os.getpid()}")
+    if not path.exists():
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+        try:
+            os.link(beside, path)  # whole, and the first one stays
+        except FileExistsError:
+            pass
+        finally:
+            beside.unlink()
+    key = path.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise OSError(f"{path} holds no key")
+    return key
