@@ -10,13 +10,23 @@ import pytest
 
 from espalier import config, mechanisms, rank, trainer
 from espalier.config import derive, load
-from espalier.errors import RunFailed
+from espalier.errors import RunFailed, UserError
 from espalier.language.workload import open_language
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
 
 MIB = 2**20
+
+
+def small_recipe(folder: Path) -> config.Recipe:
+    (folder / "text.txt").write_text("".join(f"{i} plus {i} is {2 * i}\n" for i in range(3_000)))
+    table = {
+        "model": {"depth": 1, "width": 32, "heads": 2, "feed_forward": 64},
+        "data": {"path": str(folder / "text.txt"), "cache": str(folder / "cache")},
+        "train": {"steps": 3, "sequence": 32, "batch_tokens": 256, "validate_tokens": 512},
+    }
+    return derive.resolve(load.from_table(table))[0]
 
 
 def test_a_rank_that_runs_out_of_memory_says_what_it_held_and_what_would_fit(tmp_path: Path) -> None:
@@ -57,3 +67,44 @@ def test_a_rank_that_runs_out_of_memory_says_what_it_held_and_what_would_fit(tmp
 def test_which_plans_let_ranks_stay(changes: dict[str, Any], why: str) -> None:
     plan = plans.Plan(**{"ranks": (plans.Rank(), plans.Rank()), **changes})
     assert mechanisms.recovery(config.Recipe(model=config.Gpt()), plan) == why
+
+
+def test_ranks_of_other_roles_run_their_own_program_beside_the_trainers(tmp_path: Path) -> None:
+    """Two trainers and a spare between them: the trainers' curve is that of two ranks, and no exchange waits for it."""
+    recipe = small_recipe(tmp_path)
+    workload = open_language(recipe)
+    samples = workload.global_batch
+    shares = [(0, samples // 2), (0, 0), (samples // 2, samples)]
+    roles = ["trainer", "spare", "trainer"]
+    three = tuple(plans.Rank(role=role, share=share) for role, share in zip(roles, shares, strict=True))
+    two = (three[0], three[2])
+
+    def run(ranks: tuple[plans.Rank, ...]) -> list[Any]:
+        plan = plans.Plan(ranks=ranks, micro_batch=1)
+
+        def life(place: launch.Place) -> Any:
+            losses: list[float] = []
+
+            def emit(event: str, **fields: Any) -> None:
+                if event in ("step", "validation"):
+                    losses.append(fields["loss"])
+
+            spare = {"spare": lambda setting, channel: {"spare": channel.size()}}
+            setting = trainer.Setting(recipe, plan, workload, place, tmp_path / f"run{len(ranks)}", emit)
+            return rank.train(setting, {}, {**rank.PROGRAMS, **spare}), losses
+
+        return local.run(life, launch.places(plan))
+
+    (first, losses), (beside, nothing), (_, others) = run(three)
+    assert beside == {"spare": 3}
+    assert nothing == []
+    assert losses == others == run(two)[0][1]
+    assert first["step"] == recipe.train.steps
+
+
+def test_a_role_without_a_program_is_refused_by_name(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path)
+    plan = plans.Plan(ranks=(plans.Rank(role="optimizer"),))
+    setting = trainer.Setting(recipe, plan, open_language(recipe), launch.places(plan)[0])
+    with pytest.raises(UserError, match="Rank 0 is planned as 'optimizer'"):
+        rank.train(setting, {})

@@ -7,7 +7,7 @@ import ctypes
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from espalier.checkpoint.refuge import Refuge
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.checkpoint.team import Team
 from espalier.comm.hangup import Connections
+from espalier.errors import UserError
 from espalier.hardware.peak import peak_memory
 from espalier.healing import Healing
 from espalier.launch import base as launch
@@ -82,23 +83,50 @@ def keep_freed_memory() -> None:
 
 def saving_group(channel: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """A Gloo group of its own for checkpoints, also beside NCCL: they lie in host memory, and writing may take long."""
-    return None if channel is None else dist.new_group(backend="gloo", timeout=SAVING)
+    if channel is None:
+        return None
+    members = getattr(channel, "members", None) or dist.get_process_group_ranks(channel)
+    return dist.new_group(list(members), backend="gloo", timeout=SAVING, use_local_synchronization=True)
 
 
-def train(setting: Setting, identity: Mapping[str, str]) -> dict[str, Any]:
-    """Trains on this rank from the newest checkpoint (if any) to the end. Returns the steps and tokens done."""
-    recipe, place = setting.recipe, setting.place
-    timeout = units.seconds(recipe.comm.timeout, "comm.timeout")
+Program = Callable[[Setting, "dist.ProcessGroup | None"], dict[str, Any]]
+"""What a rank of one role does among all ranks (None: it is alone). Returns what the launcher is told at the end."""
+
+
+def train(
+    setting: Setting, identity: Mapping[str, str], programs: Mapping[str, Program] | None = None
+) -> dict[str, Any]:
+    """Joins the others and runs the program of this rank's role. `programs`: by role; None: those there are.
+
+    Raises UserError where there is none for the role.
+    """
+    place = setting.place
+    program = (PROGRAMS if programs is None else programs).get(place.role)
+    if program is None:
+        raise UserError(
+            f"Rank {place.rank} is planned as {place.role!r}, and no mechanism has a program for that role.",
+            do="a plan whose ranks are all trainers",
+        )
+    timeout = units.seconds(setting.recipe.comm.timeout, "comm.timeout")
     with joined(place, timeout, mixed=setting.plan.mixed) as channel:
         handshake.compare(identity, channel)
-        trainer = None
-        try:
-            trainer = Trainer(setting, channel)
-            return live(trainer, channel)
-        except Exception as error:
-            if not is_exhausted(error):
-                raise
-            raise exhausted(setting.plan, place.rank, measured(trainer, setting)) from error
+        return program(setting, channel)
+
+
+def as_trainer(setting: Setting, channel: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Trains on this rank from the newest checkpoint (if any) to the end. Returns the steps and tokens done."""
+    trainer = None
+    try:
+        trainer = Trainer(setting, channel)
+        return live(trainer)
+    except Exception as error:
+        if not is_exhausted(error):
+            raise
+        raise exhausted(setting.plan, setting.place.rank, measured(trainer, setting)) from error
+
+
+PROGRAMS: Mapping[str, Program] = {"trainer": as_trainer}
+"""The table of roles; a mechanism that needs ranks of another role adds its row."""
 
 
 def measured(trainer: Trainer | None, setting: Setting) -> dict[str, float]:
@@ -110,7 +138,7 @@ def measured(trainer: Trainer | None, setting: Setting) -> dict[str, float]:
     return {**trainer.built.sharding.held(), "optimizer": states, "peak": peak}
 
 
-def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
+def live(trainer: Trainer) -> dict[str, Any]:
     """Everything between joining and leaving. Returns the steps and tokens done."""
     setting = trainer.setting
     recipe, place = setting.recipe, setting.place
@@ -121,7 +149,7 @@ def live(trainer: Trainer, channel: dist.ProcessGroup | None) -> dict[str, Any]:
             target,
             keep=recipe.checkpoint.keep,
             keep_best=recipe.checkpoint.keep_best,
-            group=saving_group(channel),
+            group=saving_group(trainer.mesh.trainers),
             on_event=setting.emit,
         )
         saved.trust = setting.trust

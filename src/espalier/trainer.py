@@ -120,7 +120,7 @@ class Trainer:
     """One run on one rank. Has state: the model, the optimizer and the number of the next step."""
 
     def __init__(self, setting: Setting, channel: dist.ProcessGroup | None, table: Sequence[Choose] = TABLE) -> None:
-        self.setting, self.channel, self.workload = setting, channel, setting.workload
+        self.setting, self.workload = setting, setting.workload
         self.total, self.steps = setting.recipe.train.steps or 0, self.workload.phases()[-1].stop
         self.step = self.level = self.tokens = 0
         self.mesh = ProcessMesh(setting.mesh, channel, setting.place.rank)
@@ -165,9 +165,9 @@ class Trainer:
                 dist.all_reduce(values, group=group)
 
     def mean(self, values: torch.Tensor) -> None:
-        """Replaces `values` by their mean over all ranks."""
-        self.sum(values, self.channel)
-        values /= self.setting.place.world
+        """Replaces `values` by their mean over all trainers."""
+        self.sum(values, self.mesh.trainers)
+        values /= len(self.setting.mesh.trainers)
 
     # --- the run -------------------------------------------------------------------------------------------------
 
