@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,11 @@ def test_every_mechanism_has_a_cost_over_arrays_or_adds_nothing() -> None:
     for one in (mechanisms.sharded_states.ShardedStates, mechanisms.by_rounds.OuterRounds):
         assert callable(one.cost)
         assert one.record
+
+
+def test_the_page_shows_the_toys_as_they_are() -> None:
+    page = (TOYS.parent.parent / "docs" / "mechanisms.md").read_text()
+    shown = re.findall(r"`tests/toys/(\S+\.py)`:\n\n```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(shown) == 2
+    for name, code in shown:
+        assert code in (TOYS / name).read_text()

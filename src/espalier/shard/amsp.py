@@ -29,11 +29,11 @@ from espalier.optim.base import Optimizer, Owned, names_of, owned_by
 from espalier.records import Record
 from espalier.shard.agree import same_start
 from espalier.shard.arrange import Piece
+from espalier.shard.axis_groups import AxisGroups, Codecs, Groups
 from espalier.shard.blocks import Membership, blocks_of, norms_of
 from espalier.shard.control import Control
 from espalier.shard.exchange import Exchanges
 from espalier.shard.flat import Flat, Slot
-from espalier.shard.mesh import Codecs, Groups, Mesh
 from espalier.shard.placement import Factors, place
 from espalier.shard.running import Running
 from espalier.shard.seen import Seen, twice
@@ -116,7 +116,9 @@ class Amsp:
         chosen = [spread.of(slot.name).check(world, f"shard of {slot.name!r}") for slot in slots]
         made: Groups = {}
         codecs = Codecs(spread.codecs, nodes) if spread.codecs else None
-        meshes = {factors: Mesh(place(factors, nodes), channel, made, codecs) for factors in dict.fromkeys(chosen)}
+        meshes = {
+            factors: AxisGroups(place(factors, nodes), channel, made, codecs) for factors in dict.fromkeys(chosen)
+        }
         exact = norms_of(self.model)  # norms keep their precision, as under autocast
         kinds = [
             (p.dtype, p.device, p.dtype == torch.float32 and id(p) not in exact)

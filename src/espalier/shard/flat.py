@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from espalier.comm.given import residual_like
 from espalier.optim.base import Owned
 from espalier.shard.arrange import Arranged
+from espalier.shard.axis_groups import AxisGroups
 from espalier.shard.exchange import Chain, Stage
 from espalier.shard.gradient import Elsewhere
-from espalier.shard.mesh import Mesh
 from espalier.shard.placement import Span
 
 
@@ -80,7 +80,9 @@ class Flat:
             On their device, where a codec encodes them there.
     """
 
-    def __init__(self, slots: Sequence[Slot], arranged: Arranged, mesh: Mesh, low: torch.dtype | None = None) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], arranged: Arranged, mesh: AxisGroups, low: torch.dtype | None = None
+    ) -> None:
         self.slots, self.mesh, self.length = list(slots), mesh, arranged.length
         for slot, offset in zip(self.slots, arranged.offsets, strict=True):
             slot.shape, slot.span = slot.parameter.shape, Span(offset, slot.parameter.numel())

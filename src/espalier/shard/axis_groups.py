@@ -35,7 +35,7 @@ class Codecs:
     """What each group has already: meshes share groups."""
 
 
-class Mesh:
+class AxisGroups:
     """The axes of one placement as seen from this rank. Ranks must make their meshes in the same order.
 
     Stages for `Exchanges` are made here: each takes a buffer that holds the span `base` of a unit, and works in place.
