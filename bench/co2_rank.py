@@ -151,7 +151,7 @@ class Runner:
     def _by_rounds(self) -> None:
         task = self.task
         made = CO2(self.model, self.optimizer, steps=task.steps, method=task.kind, codec=task.codec)
-        made.engine.adapt = task.adapt
+        made.engine.length = made.engine.length._replace(adapt=task.adapt)
         self.length = lambda: made.engine.own_steps
         self.shown, self.stood, self.finish = made.shown, lambda: made.engine.stood, made.finish
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,6 +36,8 @@ from espalier.launch.recall import is_loss
 from espalier.mechanisms import recovery
 from espalier.plan import saving
 from espalier.plan.exhausted import exhausted, is_exhausted
+from espalier.track import events
+from espalier.track.rules import Recorded, recorded
 from espalier.trainer import Setting, Trainer
 from espalier.workload import to_device
 
@@ -169,6 +172,7 @@ def live(trainer: Trainer) -> dict[str, Any]:
     setting.emit("run", step=trainer.step, steps=trainer.total, pid=os.getpid(), **found, **setting.about)
     predicted = setting.plan.predicted
     setting.emit("plan", predicted=msgspec.to_builtins(predicted) if predicted else None)
+    _replay(trainer, saved)
     while True:
         try:
             trainer.run(saved)
@@ -187,6 +191,29 @@ def live(trainer: Trainer) -> dict[str, Any]:
     for artifact in shown if place.rank == 0 else ():
         setting.emit("sample", step=trainer.step, **artifact.fields)
     return {"step": trainer.step, "tokens": trainer.tokens}
+
+
+def _replay(trainer: Trainer, saved: Checkpoints | None) -> None:
+    """What follows measurements is decided as the log of this run says, for steps that are done again, then as the log
+    does that the recipe names; what is decided beyond goes into the log."""
+    setting, agreement = trainer.setting, trainer.built.agreement
+    if not agreement.rule:
+        return
+    own = [] if setting.folder is None else [setting.folder / events.NAME]
+    named = getattr(setting.recipe.sync, "adapt", True)
+
+    def read() -> list[tuple[Any, ...]]:
+        logs: list[str | Path] = [*(log for log in own if log.exists()), *([named] if isinstance(named, str) else [])]
+        return [tuple(recorded(log, agreement.rule)) for log in logs]
+
+    def tell(step: int, value: int) -> None:
+        setting.emit(
+            "rule", name=agreement.rule, step=step, value=value, why="measured waits, or the log that it follows"
+        )
+
+    team = saved.team if saved is not None else Team(None)
+    found = team.agree("reading what was decided", lambda: None, lambda all_: [read()] * len(all_))
+    agreement.replay([Recorded(*one) for one in found], tell)
 
 
 def _leave(trainer: Trainer, saved: Checkpoints | None) -> None:

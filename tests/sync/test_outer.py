@@ -19,7 +19,8 @@ from torch import Tensor
 from espalier.errors import UserError
 from espalier.sync.choices import METHODS, Choices
 from espalier.sync.fragment import split
-from espalier.sync.outer import OuterSync, Rounds
+from espalier.sync.length import Rounds
+from espalier.sync.outer import OuterSync
 
 Make = Callable[..., OuterSync]
 FORMS = {

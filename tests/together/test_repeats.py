@@ -63,3 +63,62 @@ def test_killed_and_taken_up_is_undisturbed(corpus: Path, tmp_path: Path, planne
     (recovered,) = run.all("recovered")
     assert recovered["step"] > 0
     assert recovered["source"] == source
+
+
+# --- rounds that follow measured waits -------------------------------------------------------------------------------
+
+
+def adapting(made: Any, shards: int) -> plans.Plan:
+    """Two replicas of so many ranks, whose rounds follow the measured waits."""
+    several = tuple(range(shards)) if shards > 1 else ()
+    unit = plans.Unit(optimizer=several, whole=True)
+    groups = tuple(tuple(range(one * shards, (one + 1) * shards)) for one in range(2))
+    outer = plans.Outer(replicas=groups, method="eager", steps=1, adapt=True)
+    return plans.Plan(ranks=plan_of(made, 2 * shards).ranks, units=(unit,), micro_batch=2, outer=outer)
+
+
+def following(corpus: Path, steps: int, log: Path | None = None) -> Any:
+    sync = {"kind": "eager", "adapt": str(log) if log is not None else True}
+    return recipe_of(corpus, train={"steps": steps}, checkpoint={"every": 100}, sync=sync)
+
+
+def lengths(run: Struck) -> dict[int, float]:
+    return {event["step"]: event["value"] for event in run.all("rule") if event["name"] == "sync.steps"}
+
+
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_rounds_that_follow_waits_never_stand_still_and_repeat_by_their_log(
+    corpus: Path, tmp_path: Path, shards: int
+) -> None:
+    world, plan = 2 * shards, adapting(following(corpus, 40), shards)
+    first = Struck(following(corpus, 40), world, tmp_path / "first", plan=plan).run()
+    assert not first.all("incident")
+    assert len(lengths(first)) > 1, "rounds have changed"
+    recipe = following(corpus, 40, tmp_path / "first")
+    again = Struck(recipe, world, tmp_path / "again", plan=plan).run()
+    assert same(again, first)
+    assert lengths(again) == lengths(first)
+    killed = Fault(world - 1, 23, "kill")
+    run = Struck(recipe, world, tmp_path / "run", (killed,), memory=1 << 26, plan=plan).run()
+    assert same(run, first)
+    assert lengths(run) == lengths(first)
+
+
+def test_what_is_done_again_has_the_rounds_that_it_had(corpus: Path, tmp_path: Path) -> None:
+    """No other log is given: a run that was killed follows its own, which then describes the undisturbed run too."""
+    plan, killed = adapting(following(corpus, 40), 1), Fault(1, 31, "kill")
+    run = Struck(following(corpus, 40), 2, tmp_path / "run", (killed,), memory=1 << 26, plan=plan).run()
+    assert len(run.all("recovered")) == 1
+    assert len(lengths(run)) > 1, "rounds have changed"
+    whole = Struck(following(corpus, 40, tmp_path / "run"), 2, tmp_path / "whole", plan=plan).run()
+    assert same(run, whole)
+    assert lengths(run) == lengths(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", range(5))
+def test_undisturbed_rounds_of_two_by_two_ranks_have_no_incident(corpus: Path, tmp_path: Path, turn: int) -> None:
+    made = following(corpus, 80)
+    run = Struck(made, 4, tmp_path / "run", heartbeat=1.0, memory=1 << 26, plan=adapting(made, 2)).run()
+    assert not run.all("incident")
+    assert max(run.losses) == 80

@@ -210,12 +210,13 @@ class ByRounds(Choice, frozen=True):
     """Replicas take `steps` steps of their own in a round, then agree. What is left out is the method's own, the number
     of steps and the codec what the links ask for; see `sync.choices`.
 
-    `replicas`: in how many parts the ranks are cut (as many as machines). `adapt`: rounds follow the measured waits.
+    `replicas`: in how many parts the ranks are cut (as many as machines). `adapt`: rounds follow the measured waits;
+    a run's folder: they are as long as they were there, and beyond its end as measured.
     """
 
     replicas: int | None = None
     steps: int | None = None
-    adapt: bool = True
+    adapt: bool | str = True
     codec: str | None = None
     average: Literal["parameters", "differences"] | None = None
     delay: float | None = None

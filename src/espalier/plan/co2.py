@@ -210,7 +210,7 @@ def join(parts: Sequence[Plan], made: Cut, chosen: Round, options: ByRounds) -> 
         method=method_of(options),
         settings=settings_of(options, chosen.codec),
         steps=chosen.steps,
-        adapt=options.adapt,
+        adapt=options.adapt is not False,
         paces=() if all(pace > 0.95 for pace in paces) else paces,
     )
     first = parts[0]

@@ -23,9 +23,11 @@ from espalier.mechanism import Build, Mechanism
 from espalier.sync import every_step, hiding
 from espalier.sync.base import Agreed, Agreement, Launcher
 from espalier.sync.co2 import CLAIM, chosen_of
+from espalier.sync.length import NAME, Rounds
 from espalier.sync.members import Crew, Members
-from espalier.sync.outer import OuterSync, Rounds
+from espalier.sync.outer import Decided, OuterSync
 from espalier.sync.update import Sum
+from espalier.track.rules import Recorded
 from espalier.workload import Outcome
 
 if TYPE_CHECKING:
@@ -126,6 +128,18 @@ class ByRounds:
                 return {places[rank] for rank in launcher.gone if rank in places}
 
             self.engine.members.crew = self.engine.members.crew._replace(lost=lost)
+
+    @property
+    def rule(self) -> str:
+        """See `Agreement.rule`: how long rounds are."""
+        return NAME if self.engine.length.adapt else ""
+
+    def replay(self, recorded: Sequence[Recorded], tell: Decided) -> None:
+        """See `Agreement.replay`."""
+        if self.engine.begun == 0:
+            tell(0, self.engine.steps)
+        self.engine.on_length = tell
+        self.engine.replay(recorded)
 
     def close(self) -> None:
         """See `Agreement.close`."""

@@ -19,8 +19,9 @@ from espalier.compose import Claim
 from espalier.errors import UserError
 from espalier.records import Record
 from espalier.sync.choices import METHODS, Choices
+from espalier.sync.length import Rounds
 from espalier.sync.members import Crew, Members
-from espalier.sync.outer import OuterSync, Rounds
+from espalier.sync.outer import OuterSync
 
 CLAIM = Claim(
     "outer_rounds",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from espalier.workload import Outcome
 if TYPE_CHECKING:
     from espalier.config import Recipe
     from espalier.plan.base import Plan
+    from espalier.track.rules import Recorded
 
 CLAIM = Claim(
     "every_step",
@@ -58,6 +60,7 @@ class EveryStep:
 
     level = whole = common = True
     leaving = outlives = False
+    rule = ""
 
     def following(self, step: int) -> int:
         """The next."""
@@ -75,6 +78,9 @@ class EveryStep:
 
     def follow(self, launcher: Launcher) -> None:
         """See `Agreement.follow`: a lost rank ends the step."""
+
+    def replay(self, recorded: Sequence[Recorded], tell: Callable[[int, int], None]) -> None:
+        """See `Agreement.replay`: nothing is decided."""
 
     def close(self) -> None:
         """See `Agreement.close`: there are none."""

@@ -100,6 +100,20 @@ class Crew(NamedTuple):
 
 
 @dataclass
+class Attempt:
+    """A flight among the members of one epoch. Has state: what it brought here.
+
+    Attributes:
+        total: becomes the sum; residual: becomes what the flight's residual is once every member has the sum.
+    """
+
+    total: Tensor
+    residual: Tensor | None
+    notes: dict[int, Note] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass
 class Flight:
     """One sum under way. Has state: what it needs to be flown again."""
 
@@ -108,12 +122,10 @@ class Flight:
     residual: Tensor | None
     note: Note
     number: int
-    result: Tensor = field(init=False)
-    notes: dict[int, Note] = field(init=False, default_factory=dict)
+    attempt: Attempt = field(init=False)
     outcome: Outcome = field(init=False)
     epoch: int = field(init=False, default=0)
     """Of the members among whom it flies."""
-    seconds: float = field(init=False, default=0.0)
 
 
 class Members:
@@ -207,17 +219,14 @@ class Members:
         coded, members = self._coded, self.members
         if coded is None:
             return
-        flight.result = result = flight.sent.clone()
-        residual = None if flight.residual is None else flight.residual.clone()
+        flight.attempt = attempt = Attempt(flight.sent.clone(), _copy(flight.residual))
 
         def act(job: Any) -> None:
             begun = time.perf_counter()
-            job.all_reduce(result, residual, False)
+            job.all_reduce(attempt.total, attempt.residual, False)
             there = coded.everyone(torch.tensor(flight.note, dtype=torch.float64))
-            flight.notes = {member: Note(*row.tolist()) for member, row in zip(members, there, strict=True)}
-            flight.seconds = time.perf_counter() - begun
-            if flight.residual is not None and residual is not None:
-                flight.residual.copy_(residual)
+            attempt.notes = {member: Note(*row.tolist()) for member, row in zip(members, there, strict=True)}
+            attempt.seconds = time.perf_counter() - begun
 
         flight.epoch = self.epoch
         flight.outcome = self._together(coded, flight.number, act, self._book)
@@ -254,7 +263,10 @@ class Members:
         while self._coded is not None:
             try:
                 flight.outcome.wait(lambda: self._heard)
-                return Arrived(flight.result, flight.notes, flight.seconds)
+                attempt = flight.attempt
+                if flight.residual is not None and attempt.residual is not None:
+                    flight.residual.copy_(attempt.residual)
+                return Arrived(attempt.total, attempt.notes, attempt.seconds)
             except TimeoutError as error:
                 raise self._alone(error) from None
             except Exception as error:
@@ -368,3 +380,7 @@ class Members:
             self._beats.close()
         if self._coded is not None:
             self._coded.close()
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()

@@ -11,46 +11,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from espalier.errors import UserError
 from espalier.sync.choices import Choices
 from espalier.sync.fragment import Fragment, fragment_of, split, views_of
-from espalier.sync.hiding import MARGIN
+from espalier.sync.length import Length, Rounds
 from espalier.sync.members import Arrived, Members, Note
 from espalier.sync.update import Sum
+from espalier.track.rules import Recorded
 
-EXPOSED = 0.02
-"""Share of a round that may be spent waiting before rounds become longer."""
-SLACK = 0.5
-"""Rounds become shorter when a flight takes less than this share of one."""
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """How long a replica's rounds are.
-
-    Attributes:
-        steps: local steps of the fastest replica.
-        pace: this replica's steps for each of the fastest, above 0, at most 1.
-        weight: of one of its steps in a mean, such as its samples.
-        adapt: whether `steps` follows the measured waits.
-    """
-
-    steps: int
-    pace: float = 1.0
-    weight: float = 1.0
-    adapt: bool = False
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise UserError(f"sync.steps = {self.steps}.", why="a round has at least one step", do="sync.steps=1")
-        if not 0 < self.pace <= 1:
-            raise UserError(f"pace = {self.pace}.", why="the fastest replica has 1, others less")
+Decided = Callable[[int, int], None]
+"""Told after how many steps rounds begin to have how many."""
 
 
 class OuterSync:
@@ -64,7 +38,8 @@ class OuterSync:
         total: adds small tensors over the ranks of one replica (norms of what is sharded in it).
 
     Attributes:
-        steps: of a round of the fastest replica, as agreed.
+        length: of rounds of the fastest replica, as agreed; recorded: what was decided of it before.
+        on_length: told when a round begins that is longer or shorter than the one before.
         rounds: that are over; clock: local steps in this one; begun: steps of the fastest replica before it.
         waited, stood: seconds spent standing still for flights, of the last round and in all; flown: of its flights.
         on_moving, on_moved: called before and after live tensors are set.
@@ -82,15 +57,16 @@ class OuterSync:
         total: Sum | None = None,
     ) -> None:
         self.choices, self.members = choices, members
-        self.steps, self.pace, self.weight, self.adapt = rounds.steps, rounds.pace, rounds.weight, rounds.adapt
+        self.length, self.pace, self.weight = Length(rounds.steps, rounds.adapt), rounds.pace, rounds.weight
+        self.recorded: Sequence[Recorded] = ()
+        self.on_length: Decided = _unheard
         self.rounds = self.clock = self.begun = 0
         self.waited = self.flown = 0.0
         self.stopping = self.leaving = False
         self.summoned: Callable[[], bool] = _no
-        self.wish = 0.0
         self.still: Sequence[Tensor] = ()
         self._asked = False
-        self._length = rounds.steps
+        self._total = total
         self._begun = time.perf_counter()
         self._still = 0.0
         self.stood = 0.0
@@ -108,6 +84,11 @@ class OuterSync:
     # --- local steps -----------------------------------------------------------------------------------------------
 
     @property
+    def steps(self) -> int:
+        """Of this round, of the fastest replica."""
+        return self.length.steps
+
+    @property
     def own_steps(self) -> int:
         """Local steps of this replica in a round."""
         return max(1, round(self.pace * self.steps))
@@ -120,52 +101,65 @@ class OuterSync:
         """
         self.clock += 1
         self._asked |= stop
-        moved, length, steps = False, self.own_steps, self.steps
-        self._length = steps
+        moved, length = False, self.own_steps
         for index, fragment in enumerate(self.fragments):
             fragment.age += 1
             if fragment.due is not None:
                 fragment.due -= 1
                 if fragment.due <= 0:
-                    self._use(fragment)
-                    self._put(fragment, self.choices.mixing)
-                    moved = True
+                    moved = self._land(fragment)
             if self.clock == -(-(index + 1) * length // len(self.fragments)):
                 moved |= self._depart(fragment, rate)
         if moved:
             self.on_moved()
         if self.clock < length:
             return False
-        self._next_round(steps)
+        self._next_round()
         return True
 
-    def _next_round(self, steps: int) -> None:
+    def _next_round(self) -> None:
         now = time.perf_counter()
         self.waited, self._still = self._still, 0.0
-        self._measure(now - self._begun, steps)
+        if self.members is not None and self.length.adapt:
+            wish = self.length.wished(now - self._begun, self.waited, self.flown)
+            self.length = self.length._replace(wish=self._largest(wish))
         self._begun = now
         self.rounds += 1
-        self.begun += steps
-        self.clock = 0
+        self.begun += self.steps
+        self._turn()
 
-    def _measure(self, seconds: float, steps: int) -> None:
-        """What length of a round would hide its flights, after one of `steps`."""
-        if self.members is None or not self.adapt:
-            return
-        step = max(1e-9, (seconds - self.waited) / steps)
-        fits = -(-MARGIN * self.flown // step)
-        if self.waited > EXPOSED * seconds:
-            self.wish = max(steps + 1, fits)
-        elif 0 < self.flown < SLACK * steps * step:
-            self.wish = max(1.0, fits)
-        else:
-            self.wish = float(steps)
+    def _turn(self) -> None:
+        """A round begins."""
+        before, self.clock = self.steps, 0
+        known = (one.at(self.begun) for one in self.recorded)
+        self.length = self.length.turned(next((steps for steps in known if steps is not None), None))
+        if self.steps != before:
+            self.on_length(self.begun, self.steps)
+
+    def _largest(self, wish: float) -> float:
+        """Of the ranks of this replica, whose flights are different ones: all ask for one length."""
+        assert self.members is not None
+        crew = self.members.crew
+        if crew.shards == 1:
+            return wish
+        assert self._total is not None, "shards of a replica can be added up"
+        wishes = torch.zeros(crew.shards, dtype=torch.float64)
+        wishes[crew.shard] = wish
+        return float(self._total(wishes).max())
+
+    def replay(self, recorded: Sequence[Recorded]) -> None:
+        """Rounds are as long as the first of `recorded` that knows says, else as measured. All ranks call it alike."""
+        self.recorded = recorded
+        if self.clock == 0:
+            self._turn()
 
     # --- departures and arrivals -----------------------------------------------------------------------------------
 
     def _depart(self, fragment: Fragment, rate: float) -> bool:
         """A copy leaves; with a delay of a round, what left before is used. Returns whether live tensors were set."""
         choices, weight = self.choices, self._weight()
+        if fragment.due is not None:  # this round is shorter than the one in which it left
+            self._land(fragment)
         sent = self._copy(fragment)
         base = fragment.x.clone() if choices.average == "parameters" else None
         own = sent.clone() if choices.eager else None
@@ -181,11 +175,15 @@ class OuterSync:
             self._put(fragment)
             return True
         if choices.delay == 0:
-            self._use(fragment)
-            self._put(fragment, choices.mixing)
-            return True
+            return self._land(fragment)
         fragment.due = self._due()
         return False
+
+    def _land(self, fragment: Fragment) -> bool:
+        """What is under way is used, and live tensors are set."""
+        self._use(fragment)
+        self._put(fragment, self.choices.mixing)
+        return True
 
     def _due(self) -> int:
         """Local steps until what departs now is used, with a delay of less than a round."""
@@ -208,7 +206,7 @@ class OuterSync:
     def _launch(self, fragment: Fragment, weighted: tuple[Tensor, float], base: Tensor | None, rate: float) -> None:
         sent, weight = weighted
         step = (time.perf_counter() - self._begun - self._still) / max(1, self.clock)
-        note = Note(weight, self.wish, float(self._asked), step, rate, float(self.summoned()))
+        note = Note(weight, self.length.wish, float(self._asked), step, rate, float(self.summoned()))
         fragment.base, fragment.age = base, 0
         if self.members is None:
             fragment.arrived = Arrived(sent, {0: note}, 0.0)
@@ -245,9 +243,7 @@ class OuterSync:
         """What all members take from the same flight in the same round."""
         self.stopping = self.stopping or any(note.stop for note in notes.values())
         self.leaving = self.leaving or any(note.called for note in notes.values())
-        wish = max(note.steps for note in notes.values())
-        if self.adapt and wish:
-            self.steps = int(wish)
+        self.length = self.length.heard(note.steps for note in notes.values())
 
     def _put(self, fragment: Fragment, mixing: float = 0.0) -> None:
         self.on_moving()
@@ -268,7 +264,7 @@ class OuterSync:
 
     def _handed(self) -> dict[str, Any]:
         still = [tensor.cpu() for tensor in self.still]
-        return {"common": self.common_state(), "begun": self.begun + self._length, "still": still}
+        return {"common": self.common_state(), "begun": self.begun + self.steps, "still": still}
 
     @torch.no_grad()
     def come_in(self, rate: float = 1.0) -> None:
@@ -288,7 +284,8 @@ class OuterSync:
             self._put(fragment)
         if 0 < self.choices.delay < 1:
             last.due = self._due()
-        self.rounds, self.begun, self.clock = self.rounds + 1, int(state["begun"]), 0
+        self.rounds, self.begun = self.rounds + 1, int(state["begun"])
+        self._turn()
         self._begun = time.perf_counter()
         self.on_moved()
 
@@ -360,7 +357,7 @@ class OuterSync:
 
     def common_state(self) -> dict[str, Any]:
         """What is the same on all replicas: counts, outer parameters, and what was under way, arrived."""
-        found: dict[str, Any] = {"steps": self.steps, "rounds": self.rounds}
+        found: dict[str, Any] = {"steps": self.steps, "coming": self.length.coming, "rounds": self.rounds}
         for index, one in enumerate(self.fragments):
             self._arrive(one)
             found[str(index)] = one.common_state()
@@ -368,18 +365,20 @@ class OuterSync:
 
     def load_common(self, state: Mapping[str, Any]) -> None:
         """Takes back what `common_state` gave."""
-        self.steps, self.rounds = int(state["steps"]), int(state["rounds"])
+        self.rounds = int(state["rounds"])
+        self.length = self.length._replace(steps=int(state["steps"]), coming=int(state.get("coming", 0)))
         for index, one in enumerate(self.fragments):
             one.load_common(state[str(index)])
 
     def own_state(self, live: bool = True) -> dict[str, Any]:
         """What is this replica's: where it is in its round, its live tensors, and what codecs have kept back."""
-        found: dict[str, Any] = {"clock": self.clock, "begun": self.begun, "wish": self.wish}
+        found: dict[str, Any] = {"clock": self.clock, "begun": self.begun, "wish": self.length.wish}
         return found | {str(index): one.own_state(live) for index, one in enumerate(self.fragments)}
 
     def load_own(self, state: Mapping[str, Any]) -> None:
         """Takes back what `own_state` gave."""
-        self.clock, self.begun, self.wish = int(state["clock"]), int(state["begun"]), float(state["wish"])
+        self.clock, self.begun = int(state["clock"]), int(state["begun"])
+        self.length = self.length._replace(wish=float(state["wish"]))
         self.on_moving()
         for index, one in enumerate(self.fragments):
             one.load_own(state[str(index)])
@@ -392,3 +391,7 @@ def _nothing() -> None:
 
 def _no() -> bool:
     return False
+
+
+def _unheard(begun: int, steps: int) -> None:
+    pass

@@ -48,6 +48,9 @@ import msgspec
 
 from espalier.errors import UserError
 
+NAME = "events.jsonl"
+"""Of the run log, in its run folder."""
+
 Event = dict[str, Any]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -1,0 +1,81 @@
+"""How many steps a round has, where that follows measured waits: one number for all ranks of all replicas. No torch.
+
+After a round each rank measures what length would have hidden its flights, and the ranks of a replica take the largest
+of their wishes. That goes with the replica's next flight; who has used a flight knows the largest wish of all, and the
+first round that begins after that is so long. So a length is known to all before any rank begins a round of it. What
+was decided is in the run's log, and a run that is given the log decides the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from espalier.errors import UserError
+from espalier.sync.hiding import MARGIN
+
+NAME = "sync.steps"
+"""Of the rule, in a plan and in the log."""
+EXPOSED = 0.02
+"""Share of a round that may be spent waiting before rounds become longer."""
+SLACK = 0.5
+"""Rounds become shorter when a flight takes less than this share of one."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How long a replica's rounds are.
+
+    Attributes:
+        steps: local steps of the fastest replica.
+        pace: this replica's steps for each of the fastest, above 0, at most 1.
+        weight: of one of its steps in a mean, such as its samples.
+        adapt: whether `steps` follows the measured waits.
+    """
+
+    steps: int
+    pace: float = 1.0
+    weight: float = 1.0
+    adapt: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UserError(f"sync.steps = {self.steps}.", why="a round has at least one step", do="sync.steps=1")
+        if not 0 < self.pace <= 1:
+            raise UserError(f"pace = {self.pace}.", why="the fastest replica has 1, others less")
+
+
+class Length(NamedTuple):
+    """The lengths that one rank knows of, in steps of the fastest replica.
+
+    Attributes:
+        steps: of this round.
+        adapt: whether rounds follow the measured waits.
+        wish: of this replica, after its last round; 0: none.
+        coming: of the next round, if that is known to be another; else 0.
+    """
+
+    steps: int
+    adapt: bool = False
+    wish: float = 0.0
+    coming: int = 0
+
+    def wished(self, seconds: float, waited: float, flown: float) -> float:
+        """What this rank by itself asks for, after `seconds` with `waited` of them for flights of `flown` seconds."""
+        step = max(1e-9, (seconds - waited) / self.steps)
+        fits = -(-MARGIN * flown // step)
+        if waited > EXPOSED * seconds:
+            return max(self.steps + 1, fits)
+        if 0 < flown < SLACK * self.steps * step:
+            return max(1.0, fits)
+        return float(self.steps)
+
+    def heard(self, wishes: Iterable[float]) -> Length:
+        """With the wishes of all members, as a flight brought them."""
+        wish = max(wishes)
+        return self._replace(coming=int(wish)) if self.adapt and wish else self
+
+    def turned(self, recorded: int | None = None) -> Length:
+        """The next round begins. What was `recorded` of it counts more than what was measured now."""
+        return self._replace(steps=recorded or self.coming or self.steps, coming=0)
