@@ -27,6 +27,7 @@ from espalier.language.workload import open_language
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.mechanism import Mechanism
+from espalier.plan import again
 from espalier.plan import base as plans
 
 TOYS = Path(__file__).parent / "toys"
@@ -171,12 +172,12 @@ def test_a_seam_that_a_model_lacks_is_refused_by_name(corpus: Path) -> None:
 
 
 def test_two_answers_to_one_question_are_refused(corpus: Path) -> None:
-    def again(recipe: Any, plan: Any) -> Mechanism:
+    def rerated(recipe: Any, plan: Any) -> Mechanism:
         found = rated.RatedMechanism()
         found.claim = type(found.claim)("rerated", "sync")
         return found
 
-    recipe, table = recipe_of(corpus), (*mechanisms.TABLE, rated.choose, again)
+    recipe, table = recipe_of(corpus), (*mechanisms.TABLE, rated.choose, rerated)
     with pytest.raises(UserError, match="rated and rerated cannot run together"):
         mechanisms.ordered(recipe, plan_of(2), table)
 
@@ -213,3 +214,19 @@ def test_the_page_shows_the_toys_as_they_are() -> None:
     assert len(shown) == 2
     for name, code in shown:
         assert code in (TOYS / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"outer": plans.Outer(replicas=((0,), (1,)))}, "replicas differ between rounds"),
+        ({"stages": (plans.Stage(ranks=(0, 1), layers=(0, 2), tensor=2),)}, "the model is cut"),
+        ({"ranks": (plans.Rank(), plans.Rank(node=1))}, "several machines"),
+    ],
+)
+def test_which_plans_are_planned_again_while_a_run_goes_on(corpus: Path, changes: dict[str, Any], reason: str) -> None:
+    recipe, plan = recipe_of(corpus), plans.Plan(**{"ranks": (plans.Rank(), plans.Rank()), **changes})
+    with pytest.raises(UserError) as refused:
+        mechanisms.require_beside(recipe, plan, again.CLAIM)
+    assert reason in refused.value.why
+    mechanisms.require_beside(recipe, plans.Plan(ranks=(plans.Rank(), plans.Rank())), again.CLAIM)

@@ -107,6 +107,7 @@ ENCODED = Claim("codecs", question="codec", changes=frozenset({"sums are encoded
 NCCL = Claim("nccl", question="transport", changes=frozenset({"waits cannot be ended"}))
 ROLES = Claim("roles", question="roles", changes=frozenset({"ranks of other roles"}))
 SINGLES = Claim("single_ranks", question="replicas", changes=frozenset({"replicas of one rank"}))
+MACHINES = Claim("machines", question="machines", changes=frozenset({"several machines"}))
 CUT_MATRICES = Claim(
     "cut_matrices",
     question="tensor",
@@ -143,6 +144,7 @@ def properties(plan: Plan) -> list[Claim]:
         (ENCODED, any(one.codec != "exact" for one in plan.exchanges)),
         (NCCL, any(one.device != "cpu" for one in plan.ranks)),
         (ROLES, len(plan.trainers) < len(plan.ranks)),
+        (MACHINES, len({one.node for one in plan.ranks}) > 1),
         (SINGLES, outer is not None and all(len(ranks) == 1 for ranks in outer.replicas)),
         (CUT_MATRICES, any(one.tensor > 1 for one in plan.stages)),
         (CUT_SEQUENCES, any(one.sequence > 1 for one in plan.stages)),
@@ -214,6 +216,11 @@ def accepts(recipe: Recipe, plan: Plan, claim: Claim) -> bool:
     """Whether `claim` can stand beside the mechanisms of a plan."""
     present = [one.claim for one in chosen(recipe, plan)]
     return isinstance(compose.compose([*present, claim]), compose.Order)
+
+
+def require_beside(recipe: Recipe, plan: Plan, claim: Claim) -> None:
+    """Raises UserError, with the reason, where `claim` cannot stand beside the mechanisms of a plan."""
+    compose.require([*(one.claim for one in chosen(recipe, plan)), claim], known=[spread.WHOLE])
 
 
 def recovery(recipe: Recipe, plan: Plan) -> Literal["", "alike", "rounds"]:

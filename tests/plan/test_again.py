@@ -98,5 +98,3 @@ def test_what_fewer_cannot_hold_or_share_is_refused_by_name():
         again.plan_on(replace(asked, memory=1e5), cluster, plan, [0, 1, 2], again.equal(plan))
     with pytest.raises(UserError, match="cannot be shared by 0 ranks"):
         again.plan_on(asked, cluster, plan, [], again.equal(plan))
-    with pytest.raises(UserError, match="agrees by rounds"):
-        again.refuse(plans.Plan(outer=plans.Outer(replicas=((0,),))))

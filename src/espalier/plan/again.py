@@ -17,6 +17,7 @@ import msgspec
 
 from espalier import units
 from espalier.cluster import Cluster, Device, Node, Place
+from espalier.compose import Claim
 from espalier.config import EveryStep, Pin, Recompute, Shard
 from espalier.errors import UserError
 from espalier.plan import base as plans
@@ -27,6 +28,13 @@ from espalier.plan.decide import decide
 from espalier.plan.estimate import price
 from espalier.plan.layouts import of_view
 from espalier.plan.request import Request
+
+CLAIM = Claim(
+    "replan",
+    question="replan",
+    forbids=frozenset({"replicas differ between rounds", "the model is cut", "several machines"}),
+)
+"""A run on fewer ranks, or on others, goes on from the same state: its ranks hold whole models, on one machine."""
 
 NOISE = 1.2
 """A rank whose samples take at most this many times as long as the others' (or the inverse) counts as equal."""
@@ -59,15 +67,6 @@ class Option:
     plan: Plan
     kept: tuple[int, ...]
     ratio: float
-
-
-def refuse(plan: Plan) -> None:
-    """Raises UserError where another number of ranks cannot take up `plan`: what is cut or agrees by rounds."""
-    layout = plan.layout
-    if plan.outer is not None:
-        raise UserError("A run that agrees by rounds keeps its replicas.", do="run the same command on other machines")
-    if layout.tp * layout.sp * layout.pp > 1 or len({rank.node for rank in plan.ranks}) > 1:
-        raise UserError("Only data-parallel ranks of one machine are planned again while a run goes on.")
 
 
 def equal(plan: Plan) -> Speeds:
@@ -111,7 +110,6 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
 
     Raises UserError where they cannot hold the run or share its batch.
     """
-    refuse(plan)
     if not kept or len(kept) > request.global_batch:
         raise UserError(
             f"A batch of {request.global_batch} samples cannot be shared by {len(kept)} ranks.",
@@ -144,7 +142,6 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
 
 def options(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> list[Option]:
     """Plans for the same run on the same places or without the slowest, at the speeds `found`; the fastest first."""
-    refuse(plan)
     there = len(plan.ranks)
     now = seconds(request, cluster, plan, found)
     slowest = sorted(range(there), key=lambda rank: (-found.slower[rank], -rank))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from espalier import mechanisms
 from espalier.errors import UserError
 from espalier.launch import base as launch
 from espalier.launch.reshape import Shape
@@ -66,6 +67,7 @@ class Reshaper:
     def without(self, ranks: Collection[int]) -> Shape:
         """See `Shapes.without`: without further ranks, the last first, where the batch or the memory wants it so."""
         plan, request = self.job.plan, self._request()
+        mechanisms.require_beside(self.job.resolved.recipe, plan, again.CLAIM)
         kept = [rank for rank in range(len(plan.ranks)) if rank not in ranks]
         speeds, refusal = again.equal(plan), UserError("The run has no other rank.", do="run the same command again")
         for count in range(len(kept), 0, -1):
@@ -81,7 +83,7 @@ class Reshaper:
     def faster(self, evidence: Evidence) -> tuple[list[Shape], Mapping[int, float]]:
         """See `Shapes.faster`. Ranks that the recipe asks for by number are all kept."""
         plan, request, cluster = self.job.plan, self._request(), self.job.cluster
-        again.refuse(plan)
+        mechanisms.require_beside(self.job.resolved.recipe, plan, again.CLAIM)
         found = again.speeds(plan, evidence.own)
         if evidence.link and self.planned_wait is not None:
             found = again.with_link(request, cluster, plan, found, evidence.wait - self.planned_wait)
