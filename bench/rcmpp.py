@@ -2,10 +2,11 @@
 
     python bench/rcmpp.py [--quick] [--pairs N] [--json FILE] [--data FOLDER]
 
-Speed: structures of 10⁵ and more nodes, as generated and with their nodes shuffled; SciPy is spared the addition of the
-transpose (symmetric_mode=True), ours finds out by itself that the pattern is symmetric. Bandwidth and profile: the
-geometric mean over shuffled structures, and over every matrix (`*.mtx`, or scipy's `*.npz`) in --data, else in the
-folder `matrices` of the one that ESPALIER_DATA names. Products: torch's CSR with 64 float32 features, one thread.
+Speed: structures of 10⁵ and more nodes, as generated and with their nodes shuffled, then small ones and those from
+files; SciPy is spared the addition of the transpose (symmetric_mode=True), ours finds out by itself that the pattern is
+symmetric. Bandwidth and profile: the geometric mean over shuffled structures, and over every matrix (`*.mtx`, or
+scipy's `*.npz`) in --data, else in the folder `matrices` of the one that ESPALIER_DATA names. Products: torch's CSR
+with 64 float32 features, one thread.
 """
 
 from __future__ import annotations
@@ -166,9 +167,15 @@ def files(folder: Path | None) -> Iterator[tuple[str, Matrix]]:
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    run()
-    return 1e3 * (time.perf_counter() - began)
+    """Of one call, or of so many that they take a millisecond."""
+    calls, taken = 1, 0.0
+    while taken < 1e-3:
+        began = time.perf_counter()
+        for _ in range(calls):
+            run()
+        taken = time.perf_counter() - began
+        calls, made = 4 * calls, calls
+    return 1e3 * taken / made
 
 
 def speed(name: str, matrix: Matrix, pairs: int) -> list[Row]:
@@ -239,9 +246,13 @@ def main() -> None:
         if name in ("grid 2-D", "grid 3-D", "triangles", "geometric, degree 12", "preferential attachment"):
             products.append(product(f"{name}, shuffled", mixed, pairs))
     sets = {"shuffled structures": [(name, shuffled(build())) for name, build in small().items()]}
+    tiny = {f"grid of {side}, shuffled": shuffled(grid(side, side)) for side in (4, 10, 32)}
+    rows += [row for name, matrix in tiny.items() for row in speed(name, matrix, 3 * pairs)]
     sets["matrices from files"] = list(files(folder))
     sets["matrices from files, shuffled"] = [(name, shuffled(one)) for name, one in sets["matrices from files"]]
     for name, matrices in sets.items():
+        if name != "matrices from files, shuffled":
+            rows += [one for label, matrix in matrices for one in speed(label, matrix, 3 * pairs)]
         if matrices:
             rows += [row for restarts in (1, 4) for row in quality(name, matrices, restarts)]
         else:

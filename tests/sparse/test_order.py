@@ -55,7 +55,7 @@ def test_a_small_world_of_communities_is_ordered_by_clusters(library: str, monke
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     else:
         pytest.importorskip("pymetis")
-    matrix = communities(40, 256, 12, 0.02)
+    matrix = communities(40, 256, 12, 0.01)
     found = order(matrix, "disk")
     assert found.method == "clusters"
     assert found.gain > 1.2

@@ -188,6 +188,9 @@ def component(rows: Any, rank: Any, root: Any, work: Any, out: Any, begin: Any, 
         limit = kept_width if by_width and not last else EVERYTHING
         size, depth, width, first = traverse(rows, rank, start, work, stamp, size, limit)
         done += ONE
+        if width == ONE and size > ONE:  # a path from its end: there is no narrower order
+            out[begin : begin + size] = order[:size]
+            return size, done, width
         walking = walk < restarts
         enough = deepest // SLIGHT if finder == BI_CRITERIA else ZERO
         stops = finder == MIND or depth <= deepest + enough

@@ -2,12 +2,13 @@
 
 The walk towards remote nodes is George and Liu's (ACM TOMS 5(3), 1979). Deviations: a walk begins at the component's
 node of least degree, not at a random one, so that an order is reproducible; every traversal already is an ordering,
-so that the chosen one need not be made again; small graphs are so cheap that bandwidth and profile of each candidate
-are measured instead of guessed from the width, and a few more nodes of the last levels are tried.
+so that the chosen one need not be made again; on small graphs two traversals are compared by bandwidth (small.py), and
+more restarts measure bandwidth and profile of a few more nodes of the last levels.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +62,10 @@ def rcmpp(indptr: Any, indices: Any, *, finder: str = "bi-criteria", restarts: i
     Raises:
         UserError: ids outside the matrix or offsets that do not fit, unknown finder, restarts below 1 or without use.
     """
+    if finder == FINDERS[0] and type(restarts) is int and restarts == 1:
+        found = _of_arrays(indptr, indices)
+        if found is not None:
+            return found.permutation.astype(np.int32 if indices.dtype == np.int32 else np.int64, copy=False)
     _check(finder, restarts)
     return like(trace(Pattern.of(indptr, indices), finder, restarts).permutation, indices)
 
@@ -77,10 +82,13 @@ def trace(pattern: Pattern, finder: str = "bi-criteria", restarts: int = 1) -> T
     """`rcmpp` for a pattern that is checked already."""
     from espalier.sparse.rcmpp import compiled, passes
 
+    count = trials(pattern.entries, pattern.nodes) if finder == FINDERS[0] else 0
+    if count and restarts == 1:
+        return _of_small(pattern)
     rows = pattern.both_ways
     by_rank, rank, order = (np.empty(pattern.nodes, np.uint32) for _ in range(3))
     passes.ranked(rows.degree, by_rank, rank)
-    choice = FINDERS.index(finder), restarts, trials(len(rows.indices), pattern.nodes) if finder == FINDERS[0] else 0
+    choice = FINDERS.index(finder), restarts, count
     few = rows.twins < pattern.nodes // 8  # then looking for them costs more than they save
     traversals, width = compiled.cuthill_mckee(
         rows.indptr, rows.indices, rows.same, not few, rows.degree, by_rank, rank, *choice, order
@@ -88,8 +96,54 @@ def trace(pattern: Pattern, finder: str = "bi-criteria", restarts: int = 1) -> T
     return Trace(order[::-1], int(traversals), int(width))
 
 
+def _of_arrays(indptr: Any, indices: Any) -> Trace | None:
+    """`_of_small` for SciPy's own arrays, in the 20 µs that SciPy takes for a thousand nodes; None: look closer."""
+    if not (type(indptr) is type(indices) is np.ndarray and indptr.ndim == indices.ndim == 1 and len(indptr)):
+        return None
+    nodes = len(indptr) - 1
+    if not trials(len(indices), nodes):
+        return None
+    if indptr.dtype.kind + indices.dtype.kind not in ("ii", "iu", "ui", "uu"):
+        return None
+    if not (indptr.dtype == indices.dtype == np.int32 and indptr.flags.carray and indices.flags.carray):
+        given = indptr, indices
+        indptr, indices = (np.array(one, np.int32) for one in given)
+        if not all(np.array_equal(*pair) for pair in zip((indptr, indices), given, strict=True)):
+            return None
+    kernels = _small()
+    degree, order = np.empty(nodes, np.int32), np.empty(nodes, np.int32)
+    if kernels.prepare.direct(indptr, indices, degree) != kernels.READY:
+        return None
+    return Trace(order, *kernels.narrower.direct(indptr, indices, degree, degree.argsort(), order))
+
+
+def _of_small(pattern: Pattern) -> Trace:
+    """By `small`: rows that do not ascend, or do not name each neighbour both ways, are made anew."""
+    from espalier.sparse.rcmpp import passes
+
+    given = pattern.indptr.astype(np.int32), pattern.indices.view(np.int32)
+    found = _of_arrays(*given)
+    if found is None:
+        rows = pattern.both_ways
+        indices = passes.ascending(rows.indptr, rows.indices)
+        found = _of_arrays(rows.indptr.astype(np.int32), indices.view(np.int32))
+        assert found is not None
+    return found._replace(permutation=found.permutation.view(np.uint32))
+
+
+@functools.cache
+def _small() -> Any:
+    """The module of the kernels for small graphs: an import that is done already takes 1 µs."""
+    from espalier.sparse.rcmpp import small
+
+    return small
+
+
 def trials(entries: int, nodes: int) -> int:
-    """How many starts beyond the walk's are tried, all candidates being measured; 0: the levels' width decides."""
+    """How many starts beyond the walk's are tried, all candidates being measured; 0: the levels' width decides.
+
+    Where there are any, a single walk is two traversals, of which the one of smaller bandwidth is kept.
+    """
     affordable = SPARE_WORK // max(1, entries + NODE_WORK * nodes)
     return min(affordable, MOST_TRIALS) if affordable >= LEAST_TRIALS else 0
 

@@ -111,6 +111,18 @@ def united(indptr: Any, indices: Any) -> Any:
     return offsets, joined[:filled].copy()
 
 
+@jit("(uint64[::1], uint32[::1])")
+def ascending(indptr: Any, indices: Any) -> Any:
+    """The ids of a symmetric pattern, ascending within each row."""
+    filled, turned = indptr.copy(), np.empty(len(indices), np.uint32)
+    for node in range(np.uint64(len(indptr)) - ONE):
+        for entry in range(indptr[node], indptr[node + ONE]):
+            place = filled[indices[entry]]
+            turned[place] = node
+            filled[indices[entry]] = place + ONE
+    return turned
+
+
 @jit("uint64(uint32[::1], uint64[::1], boolean[::1])")
 def twins(degree: Any, sums: Any, same: Any) -> Any:
     """Marks each node whose row names the same nodes as that of a node before it; returns how many there are.

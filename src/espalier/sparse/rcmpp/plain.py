@@ -1,4 +1,4 @@
-"""RCM++ in plain Python over sets of neighbours: what compiled.py must equal, node for node.
+"""RCM++ in plain Python over sets of neighbours: what compiled.py and small.py must equal, node for node.
 
 After Hou, Liu and Zhu, arXiv 2409.04171; the walk is George and Liu's (ACM TOMS 5(3), 1979).
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
+
+import numpy as np
 
 LISTED = 8
 SLIGHT = 16
@@ -42,9 +44,11 @@ def order(rows: list[set[int]], finder: str = "bi-criteria", restarts: int = 1, 
     """The reverse Cuthill-McKee order of all components (new to old)."""
     found: list[int] = []
     seen: set[int] = set()
-    for root in sorted(range(len(rows)), key=lambda node: rank(rows, node)):
+    small = finder == "bi-criteria" and restarts == 1 and trials > 0
+    degrees = np.array([len(row) for row in rows], np.int32)
+    for root in np.argsort(degrees).tolist() if small else np.argsort(degrees, stable=True).tolist():
         if root not in seen:
-            part = component(rows, root, finder, restarts, trials)
+            part = narrower(rows, root) if small else component(rows, root, finder, restarts, trials)
             seen.update(part)
             found += part
     return found[::-1]
@@ -69,12 +73,12 @@ def traverse(rows: list[set[int]], root: int) -> Traversal:
 
 
 def walk(rows: list[set[int]], start: int, finder: str) -> Iterator[Traversal]:
-    """From a node to the least in rank of its last level, until no more levels are found."""
+    """From a node to the least in rank of its last level, until no more levels are found or one node is in each."""
     depth = 0
     while True:
         found = traverse(rows, start)
         yield found
-        if len(found.levels) <= depth + (depth // SLIGHT if finder == "bi-criteria" else 0):
+        if found.width == 1 or len(found.levels) <= depth + (depth // SLIGHT if finder == "bi-criteria" else 0):
             return
         depth, start = len(found.levels), remote(rows, found)[0]
 
@@ -84,6 +88,13 @@ def remote(rows: list[set[int]], found: Traversal) -> list[int]:
     return sorted(found.levels[-1], key=lambda node: rank(rows, node))[:LISTED]
 
 
+def narrower(rows: list[set[int]], root: int) -> list[int]:
+    """The order from `root`, or from a node far from it if its bandwidth is smaller."""
+    near = traverse(rows, root)
+    far = traverse(rows, remote(rows, near)[0])
+    return min((near.order, far.order), key=lambda found: reach(rows, found)[0])
+
+
 def component(rows: list[set[int]], root: int, finder: str, restarts: int, trials: int) -> list[int]:
     """The Cuthill-McKee order of the component of `root`, its node of least rank."""
     if finder == "mind" or not rows[root]:
@@ -91,6 +102,8 @@ def component(rows: list[set[int]], root: int, finder: str, restarts: int, trial
     kept, best, start = Traversal([], []), float("inf"), root
     for number in range(1, restarts + 1):
         visited = list(walk(rows, start, finder))
+        if visited[-1].width == 1:  # a path from its end: there is no narrower order
+            return visited[-1].order
         for found in visited if finder == "bi-criteria" else visited[-1:]:
             points = score(rows, found, finder, trials)
             if points < best or (points == best and finder == "bi-criteria"):  # on equal terms the more remote one
