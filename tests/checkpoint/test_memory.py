@@ -124,6 +124,31 @@ def test_a_copy_broken_off_is_none(own):
     assert memory(own).newest() == 4
 
 
+def test_a_rank_alone_has_one_copy_and_where_that_broke_off_it_goes_on_from_the_disk(tmp_path):
+    assert (refuge.slots(1), refuge.slots(2), refuge.slots(8)) == (1, 2, 2)
+    (own,) = refuge.build(1, 1 << 20, refuge.slots(1))
+    saved = Checkpoints(tmp_path)
+    saved.save(2, {"part": Part(2)}, {"step": 2, "tokens": 20}, wait=True)
+    kept = memory(own)
+    for step in (3, 4):
+        keep(kept, step)
+    pid = os.fork()
+    if pid == 0:
+        Slot._digest = lambda slot, end: os.kill(os.getpid(), signal.SIGKILL)  # all is written but the header
+        keep(memory(own), 5)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    found = Part(0)
+    loaded, source = take_up(memory(own), saved, {"part": found})
+    assert (loaded.step, source) == (2, "disk (nothing whole is in memory)")
+    assert equal(found, Part(2))
+    keep(kept, 6)
+    loaded, source = take_up(memory(own), saved, {"part": found})
+    assert (loaded.step, source) == (6, "memory (the newest on disk is of step 2)")
+    assert equal(found, Part(6))
+    refuge.release([own])
+
+
 def test_copies_that_would_take_more_than_allowed_are_not_made():
     refuges, told = refuge.build(1, 5000), []
     kept = memory(refuges[0], told)

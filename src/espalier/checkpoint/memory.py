@@ -3,8 +3,8 @@
 After Acme (arXiv 2403.07648), section 6.1, and Gemini (SOSP 2023). Where we deviate: a copy belongs to the ranks of
 one run as they are now (same plan, same number), so each rank keeps its own part as it lies in memory, without a
 format or a file; over several machines another rank keeps it too, where states are cut (`partner`). Two copies take
-turns; one is taken only where every rank has it whole, by its hash. Where all ranks hold the same state, one that has
-no copy, as it was started in place of another, is sent that of a rank that stayed.
+turns (a rank alone has one); one is taken only where every rank has it whole, by its hash. Where all ranks hold the
+same state, one that has no copy, as it was started in place of another, is sent that of a rank that stayed.
 """
 
 from __future__ import annotations

@@ -13,7 +13,11 @@ from espalier.checkpoint.interval import ASSUMED
 from espalier.hardware import limits
 
 SLOTS = 2
-"""Copies of each rank's state: while one is written, the other is whole."""
+"""Copies of each rank's state where there are others: while one is written, the other is whole, on all ranks."""
+ALONE = 1
+"""Copies of a rank that is the only one. Killed while it writes its copy, it goes on from the disk. Writing copies
+takes a hundredth of the time at most (`interval.FREE`): so does one failure in a hundred. A second copy would double
+the memory."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class Refuge:
     def allowed(self) -> int:
         """Bytes that this rank may take now: what it was given, else its part of a quarter of what is free."""
         return limits.free_memory() // 4 // self.ranks if self.bytes is None else self.bytes
+
+
+def slots(ranks: int) -> int:
+    """How many copies each of `ranks` on one machine keeps."""
+    return SLOTS if ranks > 1 else ALONE
 
 
 def build(ranks: int, bytes_: int | None, slots: int = SLOTS) -> list[Refuge]:

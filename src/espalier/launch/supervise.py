@@ -82,7 +82,8 @@ def run(task: Task, places: Sequence[Place], care: Care) -> list[Any]:
     # Replicas that go on meet where they met before, also when the first of them is gone.
     with store.served(care.stays == "rounds") as port, local.passing_on_signals() as signals:
         places = [replace(place, port=port) for place in places]
-        refuges = refuge.build(len(places), care.memory) if care.memory != 0 else []
+        slots = refuge.slots(len(places))
+        refuges = refuge.build(len(places), care.memory, slots) if care.memory != 0 else []
         own: Sequence[Refuge | None] = refuges or [None] * len(places)
         try:
             return Supervisor(task, list(zip(places, own, strict=True)), care, signals).run()
