@@ -108,7 +108,7 @@ class Struck:
             with rank.joined(place, 30.0) as channel:
                 one = trainer.Trainer(setting, channel)
                 self.trainer = one
-                rank.live(one, channel)
+                rank.live(one)
                 one.built.sharding.summon()
                 return {name: value.clone() for name, value in one.built.model.state_dict().items()}
 
