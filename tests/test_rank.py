@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from espalier import config, mechanisms, rank, trainer
@@ -13,7 +15,7 @@ from espalier.config import derive, load
 from espalier.errors import RunFailed, UserError
 from espalier.language.workload import open_language
 from espalier.launch import base as launch
-from espalier.launch import local
+from espalier.launch import local, reach
 from espalier.plan import base as plans
 
 MIB = 2**20
@@ -108,3 +110,19 @@ def test_a_role_without_a_program_is_refused_by_name(tmp_path: Path) -> None:
     setting = trainer.Setting(recipe, plan, open_language(recipe), launch.places(plan)[0])
     with pytest.raises(UserError, match="Rank 0 is planned as 'optimizer'"):
         rank.train(setting, {})
+
+
+def test_ranks_of_one_machine_listen_on_loopback_alone(monkeypatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+    loopback = next(one.interface for one in reach.addresses() if one.address == "127.0.0.1")
+
+    def life(place: launch.Place) -> list[str]:
+        with rank.joined(place, 20.0) as channel:
+            assert channel is not None
+            channel.barrier().wait()
+            found = sorted({one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.status == "LISTEN"})
+            channel.barrier().wait()
+        return [os.environ["GLOO_SOCKET_IFNAME"], *found]
+
+    assert local.run(life, [launch.Place(rank=index, world=2) for index in range(2)]) == [[loopback, "127.0.0.1"]] * 2

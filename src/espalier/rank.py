@@ -31,7 +31,7 @@ from espalier.errors import UserError
 from espalier.hardware.peak import peak_memory
 from espalier.healing import Healing
 from espalier.launch import base as launch
-from espalier.launch import handshake
+from espalier.launch import handshake, reach
 from espalier.launch.recall import is_loss
 from espalier.mechanisms import recovery
 from espalier.plan import saving
@@ -57,6 +57,7 @@ def joined(place: launch.Place, timeout: float, *, mixed: bool = False) -> Itera
     if place.world == 1:
         yield None
         return
+    _stay_on_this_machine(place.host)
     inner = "staged" if mixed else "nccl" if place.device.startswith("cuda") else "gloo"
     # Keys of a dead attempt would lead to its addresses.
     store = PrefixStore(place.keys, launch.store(place, timeout))
@@ -73,6 +74,13 @@ def joined(place: launch.Place, timeout: float, *, mixed: bool = False) -> Itera
         raise
     finally:
         comm.disconnect()
+
+
+def _stay_on_this_machine(host: str) -> None:
+    """Where the ranks meet on loopback, Gloo listens there too, and not at the address of the machine's name."""
+    loopback = [one.interface for one in reach.addresses() if one.address == host and host.startswith("127.")]
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
 
 
 def keep_freed_memory() -> None:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.launch.exchange import End, Exchange, Line, Order, Report, aged, dated
+from espalier.launch import sealed
+from espalier.launch.exchange import End, Exchange, Line, Order, Report, aged, dated, opened
 from espalier.launch.store import Served
 from espalier.resilience.hang import Vital
 from espalier.resilience.pulse import Sign
@@ -71,6 +72,62 @@ def test_both_sides_hear_what_is_new_and_how_old_it_is() -> None:
     first.excuse()
     assert first.age(1) < 0.5
     first.close()
+
+
+def test_what_strangers_write_is_neither_read_nor_obeyed(monkeypatch) -> None:
+    """Bytes of any kind, a forged order, an order of another run, older orders of this one: none of them is parsed."""
+    line = Line(0, 2, "127.0.0.1", Served().port, "topic", 0.2, token="of this run")
+    key, stranger = "espalier/topic/supervisor/0", opened("127.0.0.1", line.port)
+    first = Exchange(line, Report).begin(Order(1))
+    second = Exchange(dataclasses.replace(line, host=1), Order).begin(Report())
+    assert until(lambda: second.said(0) == Order(1))
+    old = stranger.get(key)
+    first.tell(Order(2))
+    assert until(lambda: second.said(0) == Order(2))
+    evil = Exchange(dataclasses.replace(line, topic="aside", token="guessed"), Report).begin(Order(7, over=True))
+    assert until(lambda: stranger.check(["espalier/aside/supervisor/0"]))
+    forged = stranger.get("espalier/aside/supervisor/0")
+    monkeypatch.setattr(second, "_decoder", None)  # whatever is parsed from now on ends the thread
+    for data in (b"x" * 200, b"", msgspec.json.encode(Order(8)), forged, old, old[:40]):
+        for _ in range(20):
+            stranger.set(key, data)
+            time.sleep(0.01)
+        assert second.said(0) == Order(2)
+    assert until(lambda: second.age(0) < 0.1), "it still hears the first one"
+    for one in (first, second, evil):
+        one.close()
+
+
+def test_a_supervisor_that_is_started_anew_is_heard_and_the_words_of_the_one_before_are_not() -> None:
+    line = Line(0, 2, "127.0.0.1", Served().port, "topic", 0.2, token="of this run")
+    key, stranger = "espalier/topic/supervisor/1", opened("127.0.0.1", line.port)
+    first = Exchange(line, Report).begin(Order())
+    second = Exchange(dataclasses.replace(line, host=1), Order).begin(Report(1))
+    assert until(lambda: first.said(1) == Report(1))
+    old = stranger.get(key)
+    second.close()
+    again = Exchange(dataclasses.replace(line, host=1, life=1), Order).begin(Report(2, life=1))
+    assert until(lambda: first.said(1) == Report(2, life=1))
+    for _ in range(20):
+        stranger.set(key, old)
+        time.sleep(0.01)
+    assert first.said(1) == Report(2, life=1)
+    first.close()
+    again.close()
+
+
+def test_a_token_is_not_shown() -> None:
+    assert "secret" not in repr(Line(0, 2, "127.0.0.1", 1, "topic", token="secret"))
+
+
+@given(st.binary(), st.text(max_size=9), st.text(max_size=9), st.binary(max_size=80))
+def test_only_the_same_token_and_key_open_what_was_sealed(message, token, key, noise) -> None:
+    data = sealed.seal(token, key, message)
+    assert sealed.unseal(token, key, data) == message
+    assert sealed.unseal(token + "x", key, data) is None
+    assert sealed.unseal(token, key + "x", data) is None
+    assert sealed.unseal(token, key, data + b"x") is None
+    assert sealed.unseal(token, key, noise) is None
 
 
 def test_a_store_that_is_gone_refuses_and_nobody_waits() -> None:

@@ -8,12 +8,13 @@ what came last and how old that is. Times travel as ages: clocks of hosts are ne
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ import msgspec
 from espalier import errors, tcpstore
 from espalier.errors import EspalierError
 from espalier.launch.child import Child
+from espalier.launch.sealed import seal, unseal
 from espalier.resilience.hang import Vital
 from espalier.resilience.pulse import Sign
 
@@ -29,7 +31,8 @@ _PAUSE = 0.05
 _TRY_SECONDS = 2.0
 """How long one attempt to reach the store again may take."""
 _AGAIN_SECONDS = 0.5  # between two of them
-_COUNT = struct.Struct("<q")
+_HEAD = struct.Struct("<8sqq")
+"""Who speaks (a random number of each `Exchange`), when by its clock, and how much it said before."""
 _TIMES = ("beat", "moved", "first", "asked")  # of a Sign
 
 
@@ -143,6 +146,7 @@ class Line:
         topic: what the keys begin with, one for each thing that they do together.
         heartbeat: seconds; a host says four times as often that it lives.
         life: how often a supervisor of this host was started before.
+        token: the run's, which strangers do not know.
     """
 
     host: int
@@ -152,6 +156,7 @@ class Line:
     topic: str
     heartbeat: float = 1.0
     life: int = 0
+    token: str = field(default="", repr=False)
 
 
 class Exchange:
@@ -169,7 +174,9 @@ class Exchange:
         self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
         self._others = [0] if line.host else list(range(1, line.hosts))
         self._own, self._count, self._carried = b"", 0, -1
+        self._name = secrets.token_bytes(8)
         self._last: dict[int, bytes] = {}
+        self._past: dict[int, set[bytes]] = {host: set() for host in self._others}
         self._said: dict[int, Any] = {}
         self._at = dict.fromkeys(self._others, time.monotonic())
         self._store: Any = None
@@ -236,19 +243,31 @@ class Exchange:
         with self._lock:
             count, message = self._count, self._own
         beat = int(time.monotonic() / (self._line.heartbeat / 4))
-        store.set(self._key(self._line.host), _COUNT.pack(beat) + message)
+        key = self._key(self._line.host)
+        store.set(key, seal(self._line.token, key, _HEAD.pack(self._name, beat, count) + message))
         self._carried = count
         if not self._others:
             return
         for host, data in zip(self._others, store.multi_get([self._key(one) for one in self._others]), strict=True):
-            if len(data) < _COUNT.size or data == self._last.get(host):
+            said, before = unseal(self._line.token, self._key(host), data), self._last.get(host, b"")
+            if said is None or not self._follows(host, before, said):
                 continue
-            before, self._last[host] = self._last.get(host, b""), data
-            if data[_COUNT.size :] != before[_COUNT.size :]:
-                self._said[host] = self._decoder.decode(data[_COUNT.size :])
+            self._last[host] = said
+            if said[_HEAD.size :] != before[_HEAD.size :]:
+                self._said[host] = self._decoder.decode(said[_HEAD.size :])
                 self._news(host, self._said[host])
                 self._came.set()
             self._at[host] = time.monotonic()  # last: who looks at what was heard knows what it was
+
+    def _follows(self, host: int, before: bytes, said: bytes) -> bool:
+        """Whether `said` comes after what `host` said `before`, rather than being that again, or older words."""
+        name, *at = _HEAD.unpack_from(said)
+        if not before:
+            return True
+        old, *when = _HEAD.unpack_from(before)
+        if name != old:
+            self._past[host].add(old)
+        return name not in self._past[host] and (name != old or at > when)
 
     def _connect(self) -> Any:
         try:

@@ -19,7 +19,7 @@ from espalier import cluster as clusters
 from espalier import folders, units
 from espalier.config import Recipe, limits, load
 from espalier.errors import EspalierError, PeerLost, RunFailed, UserError
-from espalier.launch import hosts, torchrun
+from espalier.launch import hosts, sealed, torchrun
 from espalier.launch.far import Far
 from espalier.launch.returning import Returning
 from espalier.launch.ssh import Crowd
@@ -90,7 +90,8 @@ def _attempt(
             crowd.returning = Returning(crowd, units.seconds(recipe.comm.timeout, "comm.timeout"), _say)
         _say(crowd.gather(chosen))
         names = [host.name for host in chosen]
-        crowd.prepare(lambda far: {**message, "nodes": crowd.nodes, "names": names})
+        run = {"nodes": crowd.nodes, "names": names, "token": sealed.token()}
+        crowd.prepare(lambda far: {**message, **run})
         crowd.log_to(log)
         try:
             done = crowd.carry_out()

@@ -26,6 +26,7 @@ from espalier.launch.base import Place
 from espalier.launch.exchange import Line
 from espalier.launch.handshake import identity
 from espalier.launch.hosted import Launcher, Told
+from espalier.launch.sealed import seal, unseal
 from espalier.launch.store import Served
 from espalier.launch.supervise import Care
 from espalier.launch.team import Team
@@ -89,7 +90,7 @@ def supervise(launcher: Launcher, place: Place, asked: Told, given: train.Asked)
     launcher.tell("ready", identity={key: own[key] for key in ("data", "recipe")})
     launcher.hear()
     port = Served(place.host, place.listen_fd).port if first else place.port
-    line = Line(place.rank, len(asked["names"]), place.host, port, "", life=asked.get("life", 0))
+    line = Line(place.rank, len(asked["names"]), place.host, port, "", life=asked.get("life", 0), token=asked["token"])
     absence = units.seconds(recipe.comm.timeout, "comm.timeout")
     team = Team(line, tuple(asked["names"]), tuple(asked["nodes"]), absence)
     post = Post(team, exchange.opened(place.host, port))
@@ -118,8 +119,8 @@ def _lead(post: Post, given: train.Asked, as_json: bool) -> int:
 
 
 def _say(post: Post, decided: Decided) -> None:
-    if not post.store.check([_DECIDED]):
-        post.store.set(_DECIDED, msgspec.json.encode(decided))
+    if _decision(post) is None:
+        post.store.set(_DECIDED, seal(post.team.line.token, _DECIDED, msgspec.json.encode(decided)))
 
 
 def _follow(post: Post, given: train.Asked, joined: Callable[[], None]) -> int:
@@ -141,14 +142,21 @@ def _follow(post: Post, given: train.Asked, joined: Callable[[], None]) -> int:
 def _heard(post: Post) -> Decided:
     """What the first supervisor has decided, once it has: it may have to measure, and to try."""
     deadline = time.monotonic() + post.patience
-    while not post.store.check([_DECIDED]):
+    while (said := _decision(post)) is None:
         if time.monotonic() > deadline:
             raise PeerLost(f"Host {post.team.names[0]} did not decide on a plan within {post.patience:.0f} s.")
         time.sleep(_POLL)
-    decided = msgspec.json.decode(post.store.get(_DECIDED), type=Decided)
+    decided = msgspec.json.decode(said, type=Decided)
     if decided.error:
         raise PeerLost(f"Host {post.team.names[0]} could not start: {decided.error}")
     return decided
+
+
+def _decision(post: Post) -> bytes | None:
+    """What the first supervisor wrote; None where nothing of it is there."""
+    if not post.store.check([_DECIDED]):
+        return None
+    return unseal(post.team.line.token, _DECIDED, post.store.get(_DECIDED))
 
 
 def _train(post: Post, job: train.Job, ranks: Sequence[int], care: Care) -> list[Any] | None:

@@ -1,0 +1,32 @@
+"""Messages in a store that strangers may reach: a supervisor reads those of its own run's supervisors alone.
+
+A TCPStore asks nobody who he is. So what supervisors write there carries an HMAC (RFC 2104, SHA-256) under a random
+token of the run, over the key and the message; hosts get the token over ssh. A message is checked before it is parsed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+
+_SIZE = 32  # of a SHA-256
+
+
+def token() -> str:
+    """A new one."""
+    return secrets.token_hex(16)
+
+
+def seal(token: str, key: str, message: bytes) -> bytes:
+    """`message` as it stands at `key` of the store."""
+    return _code(token, key, message) + message
+
+
+def unseal(token: str, key: str, data: bytes) -> bytes | None:
+    """The message in `data`, which stood at `key`; None where nobody wrote it there who knows the token."""
+    code, message = data[:_SIZE], data[_SIZE:]
+    return message if hmac.compare_digest(code, _code(token, key, message)) else None
+
+
+def _code(token: str, key: str, message: bytes) -> bytes:
+    return hmac.digest(token.encode(), key.encode() + b"\0" + message, "sha256")
