@@ -37,6 +37,8 @@ def every_layout(request: Request, ranks: int, per_node: int) -> list[Layouts]:
             (p, g, o) for p, g, o in itertools.product(degrees, repeat=3) if allowed((p, g, o), dp * sp, tp, per_node)
         ]
         for algorithm, mode, size, (p, g, o) in itertools.product(algorithms, MODES, sizes, shards):
+            if g > 1 and -(-share // size) > request.global_batch // dp:
+                continue  # some rank has no sample for a micro-batch in which gradients are exchanged
             found.append(Layouts(algorithm, mode, dp, tp, sp, pp, p, g, o, size))
     return found
 

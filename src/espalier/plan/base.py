@@ -256,10 +256,10 @@ def loads(text: str | bytes, origin: str = "plan.json") -> Plan:
 def check(plan: Plan, samples: int, origin: str = "plan.json") -> Plan:
     """`plan`, if its ranks divide a batch of `samples` among them. Raises UserError saying what is wrong with it."""
     at = 0
-    for index in plan.trainers:
-        start, stop = plan.ranks[index].share
+    for first, cell in _cells(plan, origin):
+        start, stop = first
         if start != at or stop <= start:
-            raise _nonsense(origin, f"rank {index} has samples {start} to {stop}; the rank before it ends at {at}")
+            raise _nonsense(origin, f"rank {cell[0]} has samples {start} to {stop}; the rank before it ends at {at}")
         at = stop
     if at != samples or plan.micro_batch < 1:
         raise _nonsense(origin, f"its ranks share {at} samples in micro-batches of {plan.micro_batch}, not {samples}")
@@ -270,6 +270,31 @@ def check(plan: Plan, samples: int, origin: str = "plan.json") -> Plan:
         few = f"a rank has {fewest} samples for {plan.rounds} micro-batches"
         raise _nonsense(origin, f"{few}; with sharded gradients every rank needs one for each")
     return plan
+
+
+def _cells(plan: Plan, origin: str) -> list[tuple[tuple[int, int], tuple[int, ...]]]:
+    """(share, ranks) of each data coordinate: the ranks of a tensor or sequence group have the same samples, and so has
+    their like in every stage of a pipeline. Raises UserError where they have not."""
+    if plan.outer is not None or not plan.stages:
+        return [(plan.ranks[index].share, (index,)) for index in plan.trainers]
+    if sorted(rank for stage in plan.stages for rank in stage.ranks) != list(plan.trainers):
+        raise _nonsense(origin, "its stages do not hold every trainer once")
+    found = []
+    for number in sorted({stage.pipeline for stage in plan.stages}):
+        columns: list[tuple[int, ...]] = []
+        for stage in (one for one in plan.stages if one.pipeline == number):
+            width = stage.tensor * stage.sequence
+            cells = [stage.ranks[first : first + width] for first in range(0, len(stage.ranks), width)]
+            if columns and len(columns) != len(cells):
+                raise _nonsense(origin, f"stages of pipeline {number} have {len(columns)} and {len(cells)} replicas")
+            columns = [(*a, *b) for a, b in zip(columns, cells, strict=True)] if columns else cells
+        for cell in columns:
+            shares = {plan.ranks[index].share for index in cell}
+            if len(shares) > 1:
+                told = " and ".join(f"{start} to {stop}" for start, stop in sorted(shares))
+                raise _nonsense(origin, f"ranks {cell[0]} to {cell[-1]} compute one sample together and have {told}")
+            found.append((shares.pop(), cell))
+    return found
 
 
 def _nonsense(origin: str, why: str) -> UserError:

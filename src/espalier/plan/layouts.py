@@ -178,10 +178,12 @@ def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[
             one[..., :4] = (dp, tp, sp, pp)
             one[..., 4:7] = factors[:, None, :]
             one[..., 7] = sizes[None, :]
-            rows.append(one.reshape(-1, 8))
-    if not rows:
+            # Sharded gradients are exchanged in every micro-batch, so the smallest share needs a sample for each.
+            shared = (factors[:, None, 1] > 1) & limits.starved(sizes, dp)[None, :]
+            rows.append(one[~shared])
+    table = np.concatenate(rows).T if rows else np.empty((8, 0))
+    if not table.size:
         return
-    table = np.concatenate(rows).T
     names = ("dp", "tp", "sp", "pp", "params", "grads", "optimizer", "micro_batch")
     for mode in limits.modes:
         arrays: dict[str, Any] = dict(zip(names, table, strict=True))
@@ -247,6 +249,11 @@ class Limits:
         else:
             sizes = sorted({*(2**k for k in range(share.bit_length()) if 2**k <= share), share})
         return [size for size in sizes if rounds is None or -(-share // size) == rounds]
+
+    def starved(self, sizes: np.ndarray[Any, Any], dp: int) -> np.ndarray[Any, Any]:
+        """Whether micro-batches of some sizes are more in the largest share than the smallest has samples."""
+        most, fewest = -(-self.global_batch // dp), self.global_batch // dp
+        return -(-most // sizes) > fewest
 
     def factors(self, found: np.ndarray[Any, Any], ranks: int) -> np.ndarray[Any, Any]:
         """Of nested factors those that pins and redundancy allow."""

@@ -323,7 +323,8 @@ def by_speed(request: Request, part: Cluster, on: network.Fleet, layouts: Layout
     costs = price(request, on, layouts, np.maximum(1, shares))
     seconds, peak = (np.max([getattr(one, name) for one in costs], axis=0) for name in ("step", "peak"))
     over = np.max([one.peak - one.limit for one in costs], axis=0)
-    kept = np.flatnonzero((exact.astype(int).min(axis=0) >= 1) & (over <= 0) & (seconds < equal))
+    least = np.where(np.asarray(layouts.grads) > 1, -(-shares.max(axis=0) // layouts.micro_batch), 1)
+    kept = np.flatnonzero((exact.astype(int).min(axis=0) >= least) & (over <= 0) & (seconds < equal))
     values = (seconds[kept].tolist(), peak[kept].tolist(), over[kept].tolist(), map(tuple, shares[:, kept].T.tolist()))
     return [Option(one, part, *known) for one, *known in zip(layouts.each(kept), *values, strict=True)]
 

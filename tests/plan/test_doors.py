@@ -1,0 +1,152 @@
+"""One recipe on one cluster has one plan, whichever door asks; and every plan can be written, read and checked."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from asked import decoder, gpus, processor
+
+import espalier
+from espalier import cli
+from espalier import cluster as clusters
+from espalier.cluster import Cluster
+from espalier.config import Recipe, load
+from espalier.errors import UserError
+from espalier.plan import base
+from espalier.plan.base import Plan
+
+
+def recipe(draw: random.Random) -> Recipe:
+    """A recipe with some of its choices open and some set."""
+    sequence, samples = draw.choice([32, 64, 128]), draw.choice([3, 8, 24, 64])
+    heads = draw.choice([2, 4])
+    model = {"depth": draw.choice([1, 2, 5]), "width": 64 * heads * draw.choice([1, 2, 8]), "heads": heads}
+    kind = draw.choice(["gpt", "gpt", "moe"])
+    train = {"steps": 10, "sequence": sequence, "batch_tokens": sequence * samples}
+    train |= {"optimizer": {"kind": draw.choice(["adamw", "muon"])}, "precision": draw.choice(["fp32", "fp32", "bf16"])}
+    pin = {
+        name: value
+        for name, values in {
+            "micro_batch": [None, None, None, 1, 2],
+            "recompute": [None, None, None, "none", "block"],
+            "shard": [
+                *[None] * 6,
+                {"optimizer": 2},
+                {"grads": 2, "optimizer": 2},
+                {"params": 1, "grads": 1, "optimizer": 1},
+            ],
+            "ranks": [*[None] * 6, 2, 4],
+        }.items()
+        if (value := draw.choice(values)) is not None
+    }
+    sync = draw.choice(["auto", "auto", "auto", "every_step", "eager"])
+    table = {
+        "model": {"kind": kind, "vocabulary": 512, **model},
+        "train": train,
+        "plan": {"pin": pin, "redundancy": draw.choice([1, 1, 1, 2])},
+        "comm": {"codec": draw.choice(["auto", "exact", "int8"])},
+        "sync": {"kind": sync},
+        "checkpoint": {"every": draw.choice(["auto", 7])},
+    }
+    return load.from_table(table, "drawn")
+
+
+def cluster(draw: random.Random) -> Cluster:
+    """One machine or several, of processors or GPUs, equal or mixed, near or far."""
+    between = draw.choice(["5Mbit/s", "100Mbit/s", "10Gbit/s", "400Gbit/s"])
+    count = draw.choice([1, 1, 2, 3, 4])
+    if draw.random() < 0.5:
+        return processor(draw.choice([1, 2, 4, 6]), draw.choice(["512MiB", "8GiB"]), count, between)
+    one = gpus(draw.choice(["A100-80GB", "L4", "H100"]), count, draw.choice([1, 2, 4, 8]), between)
+    if draw.random() < 0.3:
+        other = gpus("T4", 1, draw.choice([1, 2]), between)
+        return msgspec.structs.replace(one, nodes=(*one.nodes, *other.nodes))
+    return one
+
+
+def shown(path: Path, where: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and standard output of `espalier plan`."""
+    code = cli.main(["plan", str(path), "--cluster", str(where), "--json"])
+    return code, capsys.readouterr().out
+
+
+def answered(path: Path, where: Path) -> Plan | UserError:
+    """What the library says."""
+    try:
+        return espalier.make_plan(path, where)
+    except UserError as error:
+        return error
+
+
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 6))])
+def test_two_hundred_recipes_have_one_plan_at_every_door(
+    block: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = refused = rounds = cut = 0
+    for seed in range(200 * block, 200 * block + 200):
+        draw = random.Random(seed)
+        asked, there = recipe(draw), cluster(draw)
+        path, where = tmp_path / f"{seed}.toml", tmp_path / f"{seed}.cluster.toml"
+        path.write_text(load.dump(asked))
+        where.write_text(clusters.dumps(there))
+        code, text = shown(path, where, capsys)
+        plan = answered(path, where)
+        if isinstance(plan, UserError):
+            assert code == plan.exit_code, seed
+            refused += 1
+            continue
+        assert code == 0, seed
+        assert base.dumps(plan) == text, seed
+        if seed % 4 == 0:
+            assert plan == espalier.make_plan(espalier.load(path), there), seed
+        written = tmp_path / "plan.json"
+        written.write_text(text)
+        samples = (asked.train.batch_tokens or 0) // (asked.train.sequence or 1)
+        assert base.check(base.read(written), samples) == plan, seed
+        planned += 1
+        rounds += plan.outer is not None
+        cut += len(plan.units[0].grads) > 1
+    assert planned > 100
+    assert refused > 5
+    assert rounds > 10
+    assert cut > 5
+
+
+def cut(tp: int, pp: int, sp: int = 1) -> Plan:
+    pins = {"tp": tp, "sp": sp, "pp": pp}
+    return espalier.make_plan(decoder(512, 8, batch=24), gpus(count=2), **pins)
+
+
+@pytest.mark.parametrize(("tp", "pp", "sp"), [(2, 1, 1), (4, 2, 1), (1, 4, 1), (1, 1, 4), (1, 2, 2)])
+def test_a_plan_that_cuts_the_model_reads_back(tp: int, pp: int, sp: int) -> None:
+    plan = cut(tp, pp, sp)
+    assert (plan.layout.tp, plan.layout.pp, plan.layout.sp) == (tp, pp, sp)
+    assert base.check(base.loads(base.dumps(plan)), 24) == plan
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_ranks_that_compute_one_sample_together_must_have_the_same(tp: int, pp: int) -> None:
+    plan = cut(tp, pp)
+    last = plan.ranks[-1]
+    ranks = (*plan.ranks[:-1], msgspec.structs.replace(last, share=(last.share[0], last.share[1] + 1)))
+    with pytest.raises(UserError, match="compute one sample together"):
+        base.check(msgspec.structs.replace(plan, ranks=ranks), 25)
+
+
+def test_stages_that_forget_a_rank_are_refused() -> None:
+    plan = cut(1, 2)
+    with pytest.raises(UserError, match="every trainer once"):
+        base.check(msgspec.structs.replace(plan, stages=plan.stages[:1]), 24)
+
+
+def test_sharded_gradients_leave_no_rank_without_a_sample_for_a_micro_batch() -> None:
+    shard = {"grads": 2, "optimizer": 2}
+    plan = espalier.make_plan(torch.nn.Linear(64, 64), processor(2), batch=11, ranks=2, shard=shard)
+    assert plan.rounds is not None
+    assert base.check(plan, 11) == plan
+    with pytest.raises(UserError, match="leaves no layout|No layout is left"):
+        espalier.make_plan(torch.nn.Linear(64, 64), processor(2), batch=11, ranks=2, shard=shard, micro_batch=1)
