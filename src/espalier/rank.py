@@ -47,6 +47,10 @@ SAVING = timedelta(minutes=30)
 """How long ranks wait for each other while a checkpoint is written."""
 
 
+LONGEST = timedelta(days=1)
+"""How long ranks wait for one that computes, whatever `comm.timeout` says of one that does not."""
+
+
 @contextlib.contextmanager
 def joined(place: launch.Place, timeout: float, *, mixed: bool = False) -> Iterator[dist.ProcessGroup | None]:
     """This rank's Channel to the others, or None when it is alone. `mixed`: some compute on CPUs, some on GPUs."""
@@ -62,7 +66,7 @@ def joined(place: launch.Place, timeout: float, *, mixed: bool = False) -> Itera
     # Keys of a dead attempt would lead to its addresses.
     store = PrefixStore(place.keys, launch.store(place, timeout))
     channel = comm.connect(store, place.rank, place.world, timeout=max(timeout, place.patience), inner=inner)
-    channel.set_timeout(timedelta(seconds=timeout))
+    channel.set_timeout(timedelta(seconds=timeout), longest=LONGEST)
     made = Connections(store)
     made.look()
     channel.line.watch.known = place.recall.called
@@ -169,7 +173,7 @@ def live(trainer: Trainer) -> dict[str, Any]:
         if place.refuge is not None:
             trainer.memory = _memory(trainer, saved, place.refuge, why)
         trainer.healing = Healing(setting, saved, trainer.built.agreement.common)
-        with place.pulse.elsewhere("storing"):
+        with place.pulse.elsewhere(saved.doing):
             trainer.restore(saved)
         if recipe.checkpoint.every == "auto":
             trainer.pace = _pace(trainer, saved)
@@ -192,9 +196,10 @@ def live(trainer: Trainer) -> dict[str, Any]:
                 continue
             _leave(trainer, saved)
             raise
-    with place.pulse.elsewhere("storing"):
-        if saved is not None:
+    if saved is not None:
+        with place.pulse.elsewhere(saved.doing):
             saved.wait()
+    with place.pulse.elsewhere("validating"):
         shown = trainer.sample()
     for artifact in shown if place.rank == 0 else ():
         setting.emit("sample", step=trainer.step, **artifact.fields)

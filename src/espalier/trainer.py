@@ -187,11 +187,11 @@ class Trainer:
                     raise PeerLost(f"This rank leaves after step {self.step}, to meet all others anew.")
                 if not (self.built.agreement.level and self.built.agreement.whole):
                     continue
-                with pulse.elsewhere():
+                with pulse.elsewhere("validating"):
                     loss = self.validate() if self._due(recipe.train.validate_every) else None
                 stop = agreed.stop or self.level < (self.setting.stop_after or 0) <= self.step
                 if saved is not None and (stop or self._saves(loss is not None)):
-                    with pulse.elsewhere("storing"):
+                    with pulse.elsewhere(saved.doing):
                         self.save(saved, loss, wait=stop)
                 if stop and self.step < self.total:
                     raise self._interrupted(saved)

@@ -66,7 +66,11 @@ class Struck:
     """Rank and phase of the first checkpoint's writing in which that rank is killed."""
     orphans: bool = False
     """The fault's rank kills the supervisor instead."""
+    asleep: tuple[int, str] | None = None
+    """Rank and method of the workload whose first call sleeps for ever in that rank."""
     heartbeat: float = 0.4
+    timeout: float = 30.0
+    """Seconds, as `comm.timeout`."""
     restarts: int | None = None
     memory: int = 0
     plan: plans.Plan | None = None
@@ -105,7 +109,7 @@ class Struck:
             self._arm(workload, place)
             emit = log.write if log else _mute
             setting = trainer.Setting(self.recipe, plan, workload, place, self.folder, emit, self.stop_after)
-            with rank.joined(place, 30.0) as channel:
+            with rank.joined(place, self.timeout) as channel:
                 one = trainer.Trainer(setting, channel)
                 self.trainer = one
                 rank.live(one)
@@ -133,6 +137,8 @@ class Struck:
             return plain(model, batch)
 
         workload.loss = loss
+        if self.asleep is not None and self.asleep[0] == place.rank:
+            _sleep_in(workload, self.asleep[1], self.folder / "slept")
         if self.phase is not None and self.phase[0] == place.rank:
             _kill_in(self.phase[1], self.folder / "killed-in-save")
 
@@ -171,6 +177,18 @@ class Fewer:
 
 def _mute(event: str, **fields: Any) -> None:
     """Other ranks than the first."""
+
+
+def _sleep_in(workload: Any, name: str, marker: Path) -> None:
+    plain = getattr(workload, name)
+
+    def sleeping(*arguments: Any) -> Any:
+        if not marker.exists():
+            marker.touch()
+            time.sleep(3600)
+        return plain(*arguments)
+
+    setattr(workload, name, sleeping)
 
 
 def _kill_in(phase: str, marker: Path) -> None:

@@ -35,7 +35,7 @@ def survives(corpus, unbroken, folder, world, rank, what):
     kinds = {"kill": "killed", "terminate": "signal", "raise": "exception", "stop": "stopped"}
     assert incident["kind"] == kinds.get(what, what)
     assert incident["rank"] == rank
-    assert incident["reason"] == {"raise": "Runtime Error", "hang": "NCCL Timeout Error"}.get(what, "Unknown")
+    assert incident["reason"] == {"raise": "Runtime Error", "hang": "Hang"}.get(what, "Unknown")
     (recovered,) = run.all("recovered")
     assert recovered["step"] + recovered["lost_steps"] in (5, 6)
     return recovered
@@ -147,6 +147,26 @@ def test_a_hang_names_the_rank_that_the_others_wait_for_and_where_it_is(corpus, 
     assert "faults.py" in incident["why"]
     (recovered,) = run.all("recovered")
     assert recovered["seconds"] < 3 * run.heartbeat + 5
+
+
+@pytest.mark.parametrize("method", ["evaluate", "sample"])
+def test_a_rank_that_falls_asleep_without_a_step_is_found_as_soon_as_in_one(corpus, unbroken, tmp_path, method):
+    run = Struck(recipe_of(corpus), 2, tmp_path / "run", asleep=(0, method)).run()
+    assert same(run, unbroken(2))
+    (incident,) = run.all("incident")
+    assert (incident["kind"], incident["rank"]) == ("hang", 0)
+    assert "usually takes 0.0" not in incident["why"]
+    (recovered,) = run.all("recovered")
+    assert recovered["seconds"] < 3 * run.heartbeat + 5
+
+
+@pytest.mark.parametrize("step", [1, 2, pytest.param(20, marks=pytest.mark.soak)])
+def test_a_step_that_computes_for_long_is_waited_for_past_every_deadline(corpus, tmp_path, step):
+    recipe = recipe_of(corpus, train={"steps": step + 2, "validate_every": 1000})
+    run = Struck(recipe, 2, tmp_path / "run", (Fault(0, step, "burn"),), timeout=3.0).run()
+    assert not run.all("incident")
+    assert max(event["seconds"] for event in run.all("step")) > 7
+    assert [event["step"] for event in run.all("step")] == list(range(1, step + 3))
 
 
 def test_a_rank_that_holds_the_others_up_is_named_and_left_alone(tmp_path):

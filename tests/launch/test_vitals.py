@@ -17,6 +17,12 @@ def test_a_sleeper_a_worker_and_a_stopped_process_differ():
             time.sleep(0.02)
         assert vital(working.pid).state == "R"
         before = vital(sleeping.pid).cpu
+        reading = subprocess.Popen([sys.executable, "-c", "f = open('/dev/zero', 'rb')\nwhile f.read(1 << 20): pass"])
+        while vital(reading.pid).io < 1 << 26:
+            assert time.monotonic() < deadline
+        assert vital(sleeping.pid).io < 1 << 26
+        reading.kill()
+        reading.wait()
         os.kill(sleeping.pid, signal.SIGSTOP)
         while vital(sleeping.pid).state != "T":
             assert time.monotonic() < deadline

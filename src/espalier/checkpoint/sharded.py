@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from espalier.checkpoint import manifest, tree
 from espalier.checkpoint.alike import Alike
 from espalier.checkpoint.base import Stateful
-from espalier.checkpoint.place import folder_name, open_place, step_of
+from espalier.checkpoint.place import Folder, folder_name, open_place, step_of
 from espalier.checkpoint.reading import restore
 from espalier.checkpoint.team import Team
 from espalier.checkpoint.writing import Job, Write
@@ -99,6 +99,11 @@ class Checkpoints:
         """Whether checkpoints of format 1 are read, whose pickles run whatever their author put there."""
         self.wrote = 0.0
         """Seconds that the last save took to be written, on this rank."""
+
+    @property
+    def doing(self) -> Literal["saving", "storing"]:
+        """What a rank does that waits for it, as its signs of life say it: in a folder or across a network."""
+        return "saving" if isinstance(self.place, Folder) else "storing"
 
     @property
     def busy(self) -> bool:

@@ -76,7 +76,7 @@ class Channel(_ProcessGroup):
     Attributes:
         ledger: payload bytes that left this rank, shared by all its Channels.
         default_traffic: the class of operations outside any `traffic` block.
-        timeout: the deadline of every wait.
+        timeout: the deadline of every wait; see `set_timeout`.
     """
 
     def __init__(self, asked: Asked, inner: dict[str, Any], line: Line) -> None:
@@ -93,6 +93,8 @@ class Channel(_ProcessGroup):
         self._alone = next(iter(inner.values())) if len(set(inner.values())) == 1 else None
         self._stream = inner["cuda"] if line.inner == "nccl" else None
         self._rank, self._size, self._label = asked.rank, asked.size, asked.name
+        if line.watch.longest is not None:
+            self.set_timeout(asked.timeout)
         for device, backend in inner.items():
             if isinstance(backend, torch._C._distributed_c10d.Backend):
                 # Lets torch find a backend for its queries, and carries the few calls that C++ makes past this class.
@@ -114,8 +116,8 @@ class Channel(_ProcessGroup):
             self._codecs.pop(kind, None)
             from espalier.comm.rendezvous import apart
 
-            place = (self._rank, self._size)
-            coded = Coded(codec, apart(self, kind), place, kind._value_, self.members, lambda: self.timeout)
+            place, reach = (self._rank, self._size), self.line.watch.reach
+            coded = Coded(codec, apart(self, kind), place, kind._value_, self.members, lambda: reach(self.timeout))
             weakref.finalize(self, coded.lane.close)
             self._coded[kind] = coded
 
@@ -135,11 +137,13 @@ class Channel(_ProcessGroup):
         booked = partial(self.ledger.add_encoded, coded.kind, operation)
         return self._end(entry, lambda: [start(booked) for start in starts])
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Changes the deadline of later waits."""
+    def set_timeout(self, timeout: timedelta, longest: timedelta | None = None) -> None:
+        """Changes the deadline of later waits. With `longest`, waits of all Channels of this rank go on past their
+        deadlines, for at most so long, while another rank of the run computes. NCCL's and messages' do not."""
         self.timeout = timeout
+        self.line.watch.longest = longest or self.line.watch.longest
         for inner in self._inner.values():
-            inner.set_timeout(timeout)
+            inner.set_timeout(timeout if inner is self._stream else self.line.watch.reach(timeout))
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """`espalier`."""

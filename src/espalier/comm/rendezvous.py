@@ -65,9 +65,9 @@ def apart(channel: Channel, kind: Traffic) -> Any:
     thread of its own must not mix with what torch launches."""
     made = INNER["gloo" if channel.line.inner in ("nccl", "mpi", "staged") else channel.line.inner]
     store = PrefixStore(f"coded {kind._value_}", channel.get_group_store())
-    name = f"{channel.group_name} {kind._value_}"
+    name, reach = f"{channel.group_name} {kind._value_}", channel.line.watch.reach(channel.timeout)
     members = channel.members
-    return made(Asked(store, channel.rank(), channel.size(), channel.timeout, members, name))["cpu"]
+    return made(Asked(store, channel.rank(), channel.size(), reach, members, name))["cpu"]
 
 
 def beside(group: dist.ProcessGroup, kind: Traffic, limit: timedelta) -> ProcessGroupGloo:
@@ -178,7 +178,7 @@ def _create(options: Any, inner: Any) -> Channel:
         return Channel(asked, INNER[parent.line.inner](asked), parent.line)
     kind = inner or ("nccl" if torch.cuda.is_available() else "gloo")
     groups = INNER[kind](asked)  # first: it may fail, and the watch has a thread
-    return Channel(asked, groups, Line(Ledger(), Watch(asked.store, members[asked.rank]), kind))
+    return Channel(asked, groups, Line(Ledger(), Watch(asked.store, members[asked.rank], members), kind))
 
 
 dist.Backend.register_backend("espalier", _create, extended_api=True, devices=["cpu", "cuda"])

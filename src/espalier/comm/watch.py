@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from espalier import tcpstore
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 KEPT = 16  # collectives remembered per rank
 BEAT = 1.0  # seconds between two published records
 _LOOK = 0.02  # seconds
+_COMPUTES = 0.1  # CPU seconds a second from which a rank computes; publishing takes a hundredth
 SILENCE = 2.5  # beats after which a rank whose record stands still counts as dead or stopped
 
 
@@ -51,8 +53,11 @@ class Entry:
 class Watch:
     """The record of one rank. Has state: counts per group, the last collectives, the phase, a publisher thread."""
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, store: Store, rank: int, others: Sequence[int] = ()) -> None:
+        self.rank, self._others = rank, [other for other in others if other != rank]
+        self.longest: timedelta | None = None
+        """While another rank computes, waits go on past their deadline for at most so long."""
+        self._looked, self._used, self._computed = time.monotonic(), time.process_time(), time.monotonic()
         self.phase = "start"
         self._store: Store = tcpstore.clone(store)
         self._counts: dict[str, int] = {}
@@ -82,6 +87,19 @@ class Watch:
         self._wake.set()
         self._thread.join(timeout=2 * BEAT)
 
+    def reach(self, timeout: timedelta) -> timedelta:
+        """The longest that a wait with a deadline of `timeout` may take."""
+        return max(timeout, self.longest or timeout)
+
+    def computes(self) -> bool:
+        """Whether another rank of the run uses CPU time, and waits go on for that: it is slow, not gone. Waits of Gloo
+        use none. Not only the awaited ranks count: these may wait for others in turn."""
+        if self.longest is None or self.known.is_set():
+            return False
+        seen = _Reading(self._store, self._others).result(self.known)
+        fresh = (record for rank, record in seen.records.items() if rank not in seen.silent)
+        return any(record["idle"] < SILENCE * BEAT for record in fresh if record["state"] == "running")
+
     def failure(self, entry: Entry, cause: str) -> PeerLost:
         """The error of a wait on `entry` that ended with `cause`: names this rank, the phase and who is missing."""
         waited = time.monotonic() - entry.started
@@ -110,10 +128,21 @@ class Watch:
                 for entry in self._last
             ]
             counts = dict(self._counts)
-        return {"beat": self._beat, "phase": self.phase, "state": self._state, "counts": counts, "last": last}
+        return {
+            "beat": self._beat, "phase": self.phase, "state": self._state, "idle": now - self._computed,
+            "counts": counts, "last": last,
+        }  # fmt: skip
+
+    def _look(self) -> None:
+        now, used = time.monotonic(), time.process_time()
+        if now - self._looked >= BEAT / 2:
+            if used - self._used > _COMPUTES * (now - self._looked):
+                self._computed = now
+            self._looked, self._used = now, used
 
     def _publish(self) -> None:
         self._beat += 1
+        self._look()
         self._store.set(_key(self.rank), json.dumps(self._record()))
 
     def _run(self) -> None:

@@ -50,11 +50,23 @@ class Pending(Work):
                 if limit is None:
                     work.wait()
                 else:
-                    work.wait(limit)
+                    self._within(work, limit, extends=not timeout)
         except RuntimeError as error:
             raise self._watch.failure(self._entry, str(error)) from None
         self._complete()
         return True
+
+    def _within(self, work: Work, limit: timedelta, extends: bool) -> None:
+        """Waits for `work`; the deadline begins anew where others compute. A message that was waited for in vain has
+        closed its connection."""
+        extends = extends and self._entry.key == self._entry.group
+        while True:
+            try:
+                work.wait(limit)
+                return
+            except RuntimeError:
+                if not extends or work.is_completed() or not self._watch.computes():
+                    raise
 
     def is_completed(self) -> bool:
         """Whether a wait would return at once."""

@@ -285,7 +285,7 @@ class Leader(Supervisor):
         """Its ranks may take as long again to notice: TCP tries again ever more seldom (RFC 6298, section 5.5)."""
         seconds = now - self.away.pop(host)
         self.quiet_until = max(self.quiet_until, now + seconds)
-        self.watcher = Watcher(self.care.heartbeat, self.patience)
+        self.watcher = Watcher(self.care.heartbeat, self.patience, self.spins)
         if self.trouble is not None or not self.distant:
             return  # another attempt follows, and says when the run goes on
         self.care.tell(

@@ -96,7 +96,6 @@ def warm() -> None:
     if "torch" in sys.modules:
         # The first optimizer imports it: more than a second, in every rank of every attempt, or once here.
         importlib.import_module("torch._dynamo")
-    ruling.ready()  # a tenth of a second, here or while a run waits to go on
 
 
 Seat = tuple[Place, Refuge | None]
@@ -111,6 +110,7 @@ class Supervisor:
         self.budget = Budget(care.restarts)
         self.reshaping = Reshaping(care.shapes, care.tell)
         self.next: Shape | None = None
+        self.spins = any(place.device.startswith("cuda") for place, _ in seats)  # waits of NCCL take CPU time
         self.attempt, self.patience, self.hung_at = 0, 1.0, -1
         self.trouble: Ended | None = None
         """What the run has not made good yet."""
@@ -170,7 +170,7 @@ class Supervisor:
         """The places of a new attempt, of which nothing is known yet. `pulses`: of ranks that stay."""
         self.pulses = pulses or Pulses(len(self.seats), self.care.heartbeat)
         self.pulses.begin()
-        self.watcher = Watcher(self.care.heartbeat, self.patience)
+        self.watcher = Watcher(self.care.heartbeat, self.patience, self.spins)
         self.stragglers = Stragglers()
         self.reshaping.begin(time.monotonic(), [place for place, _ in self.seats])
         self.signals.children.clear()
@@ -195,6 +195,7 @@ class Supervisor:
         looked, looks = 0.0, 0
         for child in ranks.endings(children, every):
             if child is not None and child.failed:
+                self._recovered(finished=False)
                 return self._death(child, children)
             now = time.monotonic()
             if child is None and now - looked >= every:
@@ -218,7 +219,10 @@ class Supervisor:
     def _compare(self, now: float) -> None:
         """Names ranks that hold the others up, and asks all to save and end where another plan pays."""
         signs = self.pulses.read()
-        if len(signs) < 2 or not all(sign.usual for sign in signs):
+        if not all(sign.usual for sign in signs):
+            return
+        ruling.ready()  # a tenth of a second, while nothing waits for it
+        if len(signs) < 2:
             return
         for rank, score in self.stragglers.look([max(0.0, sign.usual - sign.waited) for sign in signs]):
             self.care.tell(
@@ -282,8 +286,6 @@ class Supervisor:
         error = RunFailed(what, why=why, do="run the same command to resume")
         at = max(sign.moved for sign in self.pulses.read())
         return Ended(Failure(finding.kind, rank, what, why, self._step()), error, at)
-
-    # --- between attempts --------------------------------------------------------------------------------------------
 
     def _first_thought(self, ended: Ended) -> tuple[Ended, bool]:
         """Whether the ranks can be released at once to start again; only where not, the diagnosis comes first."""
@@ -355,14 +357,12 @@ class Supervisor:
         """What the failed rank's error, and what it wrote in this attempt, say of starting again."""
         if failure.kind == "replanned":
             return ruling.NOTHING
-        log, position = self.logs.get(failure.rank, (None, 0))
-        return ruling.of(failure, log, position)
+        return ruling.of(failure, *self.logs.get(failure.rank, (None, 0)), nccl=self.spins)
 
     def _last(self, ended: Ended, children: Sequence[Child], decision: Decision) -> EspalierError:
         """The error that ends the run."""
         if self.signals.seen:
-            first = next((child for child in children if child.failed), children[0])
-            return local.cause(first, children, True)
+            return local.cause(next((child for child in children if child.failed), children[0]), children, True)
         error = ended.error
         if isinstance(error, UserError) or self.attempt == 1:  # nothing was tried
             return error

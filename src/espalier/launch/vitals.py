@@ -1,5 +1,5 @@
-"""What the system knows of a process: CPU time used, and whether any of its threads runs, waits for a disk or is
-stopped. Read from /proc (proc(5))."""
+"""What the system knows of a process: CPU time used, bytes read and written, and whether any of its threads runs, waits
+for a disk or is stopped. Read from /proc (proc(5))."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def vital(pid: int) -> Vital:
         own = _stat(Path(f"/proc/{pid}/stat"))
         if own[0] == "T":
             return Vital(_cpu(own), "T")
+        io = sum(int(line.split()[1]) for line in Path(f"/proc/{pid}/io").read_text().splitlines()[:2])  # rchar, wchar
         states = {_stat(path / "stat")[0] for path in Path(f"/proc/{pid}/task").iterdir()}
     except (OSError, IndexError):  # it, or one of its threads, ended meanwhile
         return GONE
-    return Vital(_cpu(own), next((_STATES[state] for state in "RD" if state in states), "S"))
+    return Vital(_cpu(own), next((_STATES[state] for state in "RD" if state in states), "S"), io)
 
 
 def _stat(path: Path) -> list[str]:

@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-Doing = Literal["starting", "stepping", "elsewhere", "storing", "leaving", "standing"]
-_DOING: tuple[Doing, ...] = ("starting", "stepping", "elsewhere", "storing", "leaving", "standing")
+Doing = Literal["starting", "stepping", "validating", "elsewhere", "saving", "storing", "leaving", "standing"]
+"""elsewhere: it waits for data · validating: and sampling · saving: and restoring, in a folder · storing: the same
+across a network."""
+_DOING: tuple[Doing, ...] = get_args(Doing)
 _BEAT, _MOVED, _DOES, _USUAL, _STEP, _RESUMED, _FIRST, _ASKED, _MEMORY, _WAITED = range(10)
 _CELLS = 16  # of 8 bytes: cache lines of its own for each rank
 
@@ -108,8 +110,7 @@ class Pulse:
 
     @contextlib.contextmanager
     def elsewhere(self, doing: Doing = "elsewhere") -> Iterator[None]:
-        """What is done inside (waiting for data, validating; `storing`: saving and restoring) makes no steps and may
-        take longer than they do."""
+        """What is done inside (waiting for data, where nothing else is said) makes no steps."""
         if self._cells is None:
             yield
             return

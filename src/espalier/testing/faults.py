@@ -16,12 +16,13 @@ class Fault:
     """What happens at `step` of `rank`.
 
     `kill` ends the process with SIGKILL, `terminate` sends it SIGTERM, `stop` freezes it with SIGSTOP, `raise` raises
-    RuntimeError, `hang` sleeps for an hour, `exit` leaves at once as if all were well.
+    RuntimeError, `hang` sleeps for an hour, `burn` computes for eight seconds, `exit` leaves at once
+    as if all were well.
     """
 
     rank: int
     step: int
-    do: Literal["kill", "terminate", "stop", "raise", "hang", "exit"]
+    do: Literal["kill", "terminate", "stop", "raise", "hang", "burn", "exit"]
 
 
 def strike(faults: Iterable[Fault], rank: int, step: int, once: Path | None = None) -> None:
@@ -61,5 +62,9 @@ def _do(fault: Fault) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault.do == "hang":
         time.sleep(3600)
+    elif fault.do == "burn":
+        until = time.monotonic() + 8.0
+        while time.monotonic() < until:
+            pass
     else:
         raise RuntimeError(f"scripted failure at rank {fault.rank}, step {fault.step}")

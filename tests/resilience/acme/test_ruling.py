@@ -54,6 +54,20 @@ def test_what_an_earlier_attempt_wrote_is_not_read(tmp_path):
     assert ruled(Failure("killed", 1, "Rank 1 was killed (SIGKILL)."), log, 0).reason == "Key Error"
 
 
+def test_reasons_of_nccl_are_given_only_where_ranks_meet_over_it(tmp_path):
+    hang = Failure("hang", 1, "Rank 1 hangs.")
+    assert (ruled(hang, None, 0).reason, ruling.of(hang, None, 0, 60.0, nccl=False).reason) == (
+        "NCCL Timeout Error",
+        "Hang",
+    )
+    log = log_of(tmp_path, "RuntimeError: [gloo] Timed out waiting 60000ms for recv operation to complete")
+    lost = Failure("lost", 1, "Rank 1 waited 60 s.")
+    assert ruled(lost, log, 0).reason == "NCCL Timeout Error"
+    found = ruling.of(lost, log, 0, 60.0, nccl=False)
+    assert found.reason == "Hang"
+    assert "Timed out waiting" in found.root
+
+
 @pytest.mark.parametrize(
     ("kind", "reason", "action"),
     [

@@ -12,13 +12,14 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
 from espalier.resilience.acme import diagnose
 from espalier.resilience.acme.causes import Cause
 from espalier.resilience.acme.rules import own
-from espalier.resilience.acme.taxonomy import LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Diagnosis
+from espalier.resilience.acme.taxonomy import HANG, LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Diagnosis
 from espalier.resilience.base import Failure, Ground
 
 TAIL = 16 << 10
@@ -28,11 +29,14 @@ _WEAK = ("OS Error", "Runtime Error")
 """Reasons whose errors machines cause as well as programs: a full disk may be emptied, torch raises RuntimeError for
 anything."""
 _SILENT: dict[str, str] = {
-    "anomaly": LOSS_ANOMALY, "hang": "NCCL Timeout Error", "user": "Argument Error", "corrupt": "ECC Error",
+    "anomaly": LOSS_ANOMALY, "hang": HANG, "user": "Argument Error", "corrupt": "ECC Error",
 }  # fmt: skip
-"""Reasons of failures that leave nothing in a log, by kind: Acme counts ranks that do not reach a collective as NCCL
-timeouts, whatever the library. It has no word for what memory or a processor got wrong unnoticed; nearest is what was
-noticed."""
+"""Reasons of failures that leave nothing in a log, by kind. Acme has no word for what memory or a processor got wrong
+unnoticed; nearest is what was noticed."""
+_OF_NCCL = {HANG: "NCCL Timeout Error"}
+"""What Acme calls it where ranks meet over NCCL."""
+_OF_OTHERS = {"NCCL Timeout Error": HANG, "NCCL Remote Error": "Connection Error"}
+"""What the reasons of NCCL are where ranks meet by other means."""
 _MUTE = ("hang", "stopped", "signal", "anomaly", "corrupt")
 """Kinds whose log tells of something else: the stacks that the rank was asked for, or nothing."""
 
@@ -65,12 +69,13 @@ NOTHING = Ruling("", "", "")
 """Of an end on purpose."""
 
 
+@cache
 def ready() -> None:
-    """Reads the rules, so that the first failure need not wait for that."""
+    """Reads the rules, once, so that the first failure need not wait for that."""
     _read(b"RuntimeError: nothing\n")
 
 
-def of(failure: Failure, log: Path | None, position: int, seconds: float = SECONDS) -> Ruling:
+def of(failure: Failure, log: Path | None, position: int, seconds: float = SECONDS, nccl: bool = True) -> Ruling:
     """The ruling on `failure` after at most about `seconds`; `Unknown` where nothing tells why.
 
     Never raises: a run must not end because its failure could not be explained. Main thread only, where the time is
@@ -81,7 +86,9 @@ def of(failure: Failure, log: Path | None, position: int, seconds: float = SECON
         log: what the rank wrote to its standard error, if anywhere.
         position: where in `log` this attempt began.
         seconds: how long it may take.
+        nccl: whether ranks meet over NCCL; no reason of it is given where they do not.
     """
+    names = _OF_NCCL if nccl else _OF_OTHERS
     found = None
     try:
         with _within(seconds):
@@ -89,19 +96,22 @@ def of(failure: Failure, log: Path | None, position: int, seconds: float = SECON
     except Exception as error:  # a log may hold anything, and rules are patterns over it
         return replace(named(UNKNOWN), root="" if isinstance(error, _Late) else f"not diagnosed: {error}")
     if found is None:
-        ruling = named(_SILENT.get(failure.kind, UNKNOWN))
+        reason = _SILENT.get(failure.kind, UNKNOWN)
+        ruling = named(names.get(reason, reason))
     else:
         told, cause = found
         root = told.evidence[0].text if told.evidence else ""
         ruling = Ruling(told.category, told.reason, told.action, told.suspect_node or "", root)
+        if told.reason in names:
+            ruling = named(names[told.reason], ruling.suspect, root)
         ruling = replace(ruling, ground=_ground(failure, told, cause))
     here = failure.rank >= 0 and ruling.action == "isolate" and not ruling.suspect
     return replace(ruling, suspect=socket.gethostname()) if here else ruling
 
 
-def named(reason: str, suspect: str = "") -> Ruling:
-    """The ruling where the reason is known, and maybe the host."""
-    return Ruling(REASONS[reason].category, reason, REASONS[reason].action, suspect)
+def named(reason: str, suspect: str = "", root: str = "") -> Ruling:
+    """The ruling where the reason is known, and maybe the host and the line that shows it."""
+    return Ruling(REASONS[reason].category, reason, REASONS[reason].action, suspect, root)
 
 
 def _found(failure: Failure, log: Path | None, position: int) -> tuple[Diagnosis, Cause] | None:

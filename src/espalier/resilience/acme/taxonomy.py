@@ -1,7 +1,8 @@
 """Why training jobs fail: the reasons of a six-month study, what each calls for, and the value a diagnosis is.
 
 After Hu et al., "Characterization of Large Language Model Development in the Datacenter" (Acme), NSDI 2024, arXiv
-2403.07648: 29 reasons in three categories. Ours are `Loss Anomaly`, `No Failure` and `Unknown`, and the actions.
+2403.07648: 29 reasons in three categories. Ours are `Hang`, `Loss Anomaly`, `No Failure`,
+`Unknown`, and the actions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ and skip the data that followed it; stop: a person must change something first; 
 ACTIONS: tuple[Action, ...] = ("retry", "isolate", "rollback", "stop", "none")
 
 INFRASTRUCTURE, FRAMEWORK, SCRIPT, OTHER = "Infrastructure", "Framework", "Script", "Other"
-UNKNOWN, NO_FAILURE, LOSS_ANOMALY = "Unknown", "No Failure", "Loss Anomaly"
+UNKNOWN, NO_FAILURE, LOSS_ANOMALY, HANG = "Unknown", "No Failure", "Loss Anomaly", "Hang"
 
 
 class Kind(NamedTuple):
@@ -97,6 +98,10 @@ REASONS: dict[str, Kind] = {
     "Argument Error": Kind(SCRIPT, "stop", "correct the command line"),
     "Called Process Error": Kind(SCRIPT, "stop", "run the command that failed by hand"),
     "Index Error": Kind(SCRIPT, "stop", "find the index that is out of range: often a token or label beyond the table"),
+    HANG: Kind(
+        OTHER, "isolate",
+        "its stacks tell where it stood still; test its node if it comes back there",
+    ),
     LOSS_ANOMALY: Kind(
         OTHER, "rollback",
         "go back to a checkpoint before that line, skip the data since, look at the learning rate",
