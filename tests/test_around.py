@@ -14,7 +14,8 @@ from torch import nn
 import espalier
 from espalier.comm import Channel
 from espalier.errors import UserError
-from espalier.plan.base import Plan
+from espalier.plan.base import Outer, Plan
+from espalier.sync import CO2
 from espalier.testing import forks, ranks, same
 
 
@@ -241,3 +242,97 @@ def test_alone_nothing_changes() -> None:
     found = espalier.apply(plan_of(1), model, optimizer)
     assert found == (model, optimizer)
     assert not model._forward_pre_hooks
+
+
+# --- rounds --------------------------------------------------------------------------------------------------------
+
+
+def small() -> tuple[nn.Module, Any]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 2)).double()
+    inputs = torch.randn(BATCH, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+
+    def loss(model: nn.Module, rows: range, step: int) -> Any:
+        chosen = [(row + step) % BATCH for row in rows]
+        return (model(inputs[chosen]) - inputs[chosen, :2]).square().mean()
+
+    return model, loss
+
+
+def by_rounds(replicas: int, each: int, method: str, **settings: Any) -> Plan:
+    """Replicas of some ranks each, with rounds of three steps."""
+    groups = tuple(tuple(range(each * index, each * (index + 1))) for index in range(replicas))
+    outer = Outer(replicas=groups, method=method, settings=settings, steps=3, adapt=False)
+    return plan_of(replicas * each, (1, 1, each), outer=outer)
+
+
+def looped(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, rows: range) -> None:
+    for step in range(8):
+        loss(model, rows, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+METHODS = [("co2", {}), ("co2", {"codec": "int8"}), ("diloco", {"momentum": 0.5}), ("local_sgd", {})]
+
+
+@pytest.mark.parametrize(("method", "settings"), METHODS)
+def test_a_plan_with_rounds_trains_as_those_rounds_do(method: str, settings: dict[str, Any]) -> None:
+    """Replicas of one rank: bit for bit what `espalier.sync.CO2` gives, and as many bytes."""
+
+    def applied(channel: Channel) -> Any:
+        model, loss = small()
+        model, optimizer = espalier.apply(by_rounds(2, 1, method, **settings), model, adamw(model), group=channel)
+        looped(model, optimizer, loss, range(*by_rounds(2, 1, method).ranks[channel.rank()].share))
+        model.finish()
+        return copy.deepcopy(model.state_dict()), channel.ledger.by_class()["outer_step"]
+
+    def plain(channel: Channel) -> Any:
+        model, loss = small()
+        optimizer = adamw(model)
+        outer = CO2(model, optimizer, steps=3, method=method, group=channel, **settings)
+        looped(model, optimizer, loss, range(*by_rounds(2, 1, method).ranks[channel.rank()].share))
+        outer.finish()
+        outer.detach()
+        return copy.deepcopy(model.state_dict())
+
+    found, expected = ranks(2, applied), ranks(2, plain)
+    for (state, sent), other in zip(found, expected, strict=True):
+        assert state.keys() == other.keys()
+        assert all(torch.equal(state[name], other[name]) for name in state)
+        assert sent > 0
+    assert all(torch.equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
+
+
+def test_replicas_of_several_ranks_sum_inside_and_agree_by_rounds() -> None:
+    """Two replicas of two ranks, the optimizer's state cut in each: as two ranks with a replica's whole batch."""
+
+    def applied(channel: Channel) -> Any:
+        plan = by_rounds(2, 2, "co2")
+        model, loss = small()
+        model, optimizer = espalier.apply(plan, model, adamw(model), group=channel)
+        looped(model, optimizer, loss, range(*plan.ranks[channel.rank()].share))
+        model.finish()
+        return copy.deepcopy(model.state_dict())
+
+    def plain(channel: Channel) -> Any:
+        model, loss = small()
+        optimizer = adamw(model)
+        outer = CO2(model, optimizer, steps=3, group=channel)
+        half = BATCH // 2
+        looped(model, optimizer, loss, range(half * channel.rank(), half * (channel.rank() + 1)))
+        outer.finish()
+        outer.detach()
+        return copy.deepcopy(model.state_dict())
+
+    found, expected = ranks(4, applied), ranks(2, plain)
+    for state in found:
+        assert all(torch.equal(state[name], found[0][name]) for name in state)
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[0][name], rtol=1e-6, atol=1e-7)
+
+
+def test_finish_is_there_without_rounds() -> None:
+    model = nn.Linear(3, 3)
+    model, _ = espalier.apply(plan_of(1), model, adamw(model))
+    model.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,11 +14,15 @@ from espalier import comm
 from espalier.errors import UserError
 from espalier.launch import base as launch
 from espalier.launch import started
+from espalier.parallel.mesh import REPLICA, ProcessMesh, of_plan
 from espalier.plan.base import Plan
+from espalier.shard.agree import same_start
 from espalier.shard.amsp import Amsp
 from espalier.shard.follow import Follow, refuse_split
 from espalier.shard.pieces import Pieces
 from espalier.shard.spread import Spread, codecs, factors
+from espalier.sync.by_rounds import engine
+from espalier.sync.co2 import refuse_statistics
 
 TIMEOUT = 60.0
 """Seconds any wait for another rank may take."""
@@ -36,6 +41,10 @@ def apply(
     `zero_grad`, learning-rate schedulers and both `state_dict`s (whole tensors; all ranks call them) work as in plain
     PyTorch. Backward passes that only accumulate go inside `with model.no_sync():`.
 
+    Where the plan's replicas agree by rounds (`plan.outer`), gradients are summed inside each replica, and replicas
+    differ between rounds. All ranks call `model.finish()` after the last step: then they hold one model. (Without
+    rounds it does nothing.)
+
     Args:
         plan: from `espalier.make_plan`.
         model: any module, on this rank's device; changed in place.
@@ -50,6 +59,33 @@ def apply(
         UserError: the plan is for another number of ranks, cuts the model or the sequence, or cuts matrices that the
             optimizer needs whole; or the ranks' models differ (the first difference is named).
     """
+    refuse(plan)
+    ranks = len(plan.trainers)
+    channel = _channel(ranks) if group is None else group
+    if (1 if channel is None else channel.size()) != ranks:
+        raise UserError(
+            f"The plan is for {ranks} ranks; here are {1 if channel is None else channel.size()}.",
+            do="make_plan(…, ranks=the number you start), or start as many as the plan says",
+        )
+    _refuse(model, optimizer)
+    _wrap_precision(plan, model)
+    model.no_sync = contextlib.nullcontext  # type: ignore[assignment]
+    model.finish = _nothing  # type: ignore[assignment]
+    if channel is None or ranks == 1:
+        return model, optimizer
+    mesh = ProcessMesh(of_plan(plan), channel, channel.rank())
+    if plan.outer is not None:
+        refuse_statistics(model)
+        same_start(model, channel)
+    sharding = _shard(plan, mesh, model, optimizer)
+    if plan.outer is not None:
+        model.finish = _by_rounds(plan, mesh, optimizer, sharding)  # type: ignore[assignment]
+    model._spread_by_espalier = True  # type: ignore[assignment]
+    return model, optimizer
+
+
+def refuse(plan: Plan) -> None:
+    """Raises UserError for a plan that cannot be put round a model whose inside is not known."""
     if not plan.executable:
         raise UserError(
             f"This plan cannot be applied: {plan.missing}.",
@@ -62,29 +98,56 @@ def apply(
             why="where a model can be cut for that only its author knows",
             do='make_plan(…, recompute="none"), and torch.utils.checkpoint inside the model',
         )
-    ranks = len(plan.trainers)
-    channel = _channel(ranks) if group is None else group
-    if (1 if channel is None else channel.size()) != ranks:
-        raise UserError(
-            f"The plan is for {ranks} ranks; here are {1 if channel is None else channel.size()}.",
-            do="make_plan(…, ranks=the number you start), or start as many as the plan says",
-        )
-    _refuse(model, optimizer)
-    _wrap_precision(plan, model)
-    if channel is None or ranks == 1:
-        model.no_sync = contextlib.nullcontext  # type: ignore[assignment]
-        return model, optimizer
-    sharding = Amsp(model, channel, _spread(plan, model))
+
+
+def _shard(plan: Plan, mesh: ProcessMesh, model: nn.Module, optimizer: torch.optim.Optimizer) -> Amsp | None:
+    """The model spread over the ranks of this replica, which exchange at every step; None where it has one rank."""
+    channel = mesh.replica
+    if channel is None:
+        return None
+    ranks = mesh.mesh.members(mesh.rank, *REPLICA)
+    sharding = Amsp(model, channel, _spread(plan, ranks, model))
     try:
         refuse_split(optimizer, sharding)
     except UserError:
         sharding.detach()
         raise
     Pieces(optimizer, sharding, channel)
-    follow = Follow(sharding, optimizer, _weight(plan, channel.rank()), channel)
+    follow = Follow(sharding, optimizer, _weight(plan, ranks, mesh.rank), channel)
     _clear_with(optimizer, follow)
-    model._spread_by_espalier = True  # type: ignore[assignment]
-    return model, optimizer
+    return sharding
+
+
+def _by_rounds(
+    plan: Plan, mesh: ProcessMesh, optimizer: torch.optim.Optimizer, sharding: Amsp | None
+) -> Callable[[], None]:
+    """Lets replicas agree by rounds: every step of the optimizer is a local one. Returns what makes all one model."""
+    live = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    found = engine(plan, mesh, live if sharding is None else [one.tensor for one in sharding.owned], TIMEOUT)
+    if sharding is not None:
+
+        def moved() -> None:
+            sharding.adopt()
+            sharding.settle()
+
+        found.on_moving, found.on_moved = sharding.settle, moved
+
+    def rate() -> float:
+        return float(optimizer.param_groups[0]["lr"])
+
+    def finish() -> None:
+        found.finish(rate())
+        found.close()
+
+    def stepped(*_: Any) -> None:
+        found.after_step(rate())
+
+    optimizer.register_step_post_hook(stepped)
+    return finish
+
+
+def _nothing() -> None:
+    """All ranks hold one model after every step."""
 
 
 def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -102,22 +165,22 @@ def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def _spread(plan: Plan, model: nn.Module) -> Spread:
+def _spread(plan: Plan, ranks: Sequence[int], model: nn.Module) -> Spread:
     on_gpus = any(parameter.is_cuda for parameter in model.parameters())
     matrices = frozenset(name for name, parameter in model.named_parameters() if parameter.ndim >= 2)
     return Spread(
         factors=factors(plan.units),
-        nodes=() if on_gpus else [plan.ranks[rank].node for rank in plan.trainers],
+        nodes=() if on_gpus else [plan.ranks[rank].node for rank in ranks],
         whole=matrices if any(unit.whole for unit in plan.units) else frozenset(),
         codecs=codecs(plan.exchanges),
         low=torch.bfloat16 if plan.precision == "bf16" and any(unit.optimizer for unit in plan.units) else None,
     )
 
 
-def _weight(plan: Plan, rank: int) -> float:
-    """A rank's share of the batch."""
-    sizes = [plan.ranks[index].share[1] - plan.ranks[index].share[0] for index in plan.trainers]
-    return sizes[rank] / sum(sizes) if sum(sizes) else 1 / len(sizes)
+def _weight(plan: Plan, ranks: Sequence[int], rank: int) -> float:
+    """A rank's share of what `ranks` compute together."""
+    sizes = {index: plan.ranks[index].share[1] - plan.ranks[index].share[0] for index in ranks}
+    return sizes[rank] / sum(sizes.values()) if any(sizes.values()) else 1 / len(sizes)
 
 
 def _channel(ranks: int) -> Any:

@@ -20,6 +20,7 @@ from espalier.comm.base import Traffic, traffic
 from espalier.comm.codecs import codec
 from espalier.errors import UserError
 from espalier.mechanism import Build, Mechanism
+from espalier.parallel.mesh import ProcessMesh
 from espalier.sync import every_step, hiding
 from espalier.sync.base import Agreed, Agreement, Launcher
 from espalier.sync.co2 import CLAIM, chosen_of
@@ -223,37 +224,12 @@ class OuterRounds(Mechanism):
 
         Raises UserError: what a rank owns is not cut by all ranks of its replica, so several would send the same.
         """
-        outer, sharding, mesh = self.outer, context.sharding, context.mesh
+        sharding, mesh = context.sharding, context.mesh
         assert sharding is not None
-        rank, world = mesh.rank, mesh.mesh
-        replica = world.coordinates[rank].replica
-        ranks = world.replicas[replica]
-        if any((len(unit.optimizer) or 1) != len(ranks) for unit in context.plan.units):
-            raise UserError(
-                f"A replica has {len(ranks)} ranks, and the optimizer's state is not cut among all of them.",
-                why="each rank sends what it owns to its like in the other replicas",
-                do=f"plan.pin.shard.optimizer={len(ranks)}",
-            )
-        paces = outer.paces or (1.0,) * len(world.replicas)
-        samples = [
-            sum(context.plan.ranks[one].share[1] - context.plan.ranks[one].share[0] for one in members)
-            for members in world.replicas
-        ]
-        rounds = Rounds(outer.steps, paces[replica], samples[replica] / max(samples), outer.adapt)
-        choices = chosen_of(outer.method, dict(outer.settings))
-        members = None
-        if len(world.replicas) > 1:
-            channel: Any = mesh.channel
-            timeout = units.seconds(context.recipe.comm.timeout, "comm.timeout")
-            everybody = tuple(range(len(world.replicas)))
-            store = channel.get_group_store()
-            crew = Crew(store, replica, everybody, ranks.index(rank), len(ranks), timeout, ledger=channel.ledger)
-            members = Members(crew, codec(choices.codec))
-        group = mesh.replica
-        total: Sum | None = None if group is None else partial(_total, group)
-        engine = OuterSync([one.tensor for one in sharding.owned], choices, members, rounds, total)
+        timeout = units.seconds(context.recipe.comm.timeout, "comm.timeout")
+        found = engine(context.plan, mesh, [one.tensor for one in sharding.owned], timeout)
         rate = context.recipe.train.optimizer.learning_rate or 0.0
-        context.agreement = ByRounds(every_step.agreement(context), engine, sharding, rate, world.replicas)
+        context.agreement = ByRounds(every_step.agreement(context), found, sharding, rate, mesh.mesh.replicas)
 
     def state(self, context: Build, found: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
         """The common model, each replica's optimizer, and the engine's halves."""
@@ -262,6 +238,44 @@ class OuterRounds(Mechanism):
         replica = mesh.coordinates.replica
         ranks = mesh.mesh.replicas[replica]
         return parts(found, agreement, replica, f"{ranks.index(mesh.rank)} of {len(ranks)}")
+
+
+def engine(plan: Plan, mesh: ProcessMesh, owned: Sequence[Tensor], timeout: float) -> OuterSync:
+    """The outer engine of what this rank owns.
+
+    Args:
+        plan: with `outer`.
+        mesh: of the plan.
+        owned: what this rank moves.
+        timeout: seconds of any wait.
+
+    Raises UserError: what a rank owns is not cut by all ranks of its replica, so several would send the same.
+    """
+    outer, world, rank = plan.outer, mesh.mesh, mesh.rank
+    assert outer is not None
+    replica = mesh.coordinates.replica
+    ranks = world.replicas[replica]
+    if any((len(unit.optimizer) or 1) != len(ranks) for unit in plan.units):
+        raise UserError(
+            f"A replica has {len(ranks)} ranks, and the optimizer's state is not cut among all of them.",
+            why="each rank sends what it owns to its like in the other replicas",
+            do=f"plan.pin.shard.optimizer={len(ranks)}",
+        )
+    paces = outer.paces or (1.0,) * len(world.replicas)
+    shares = [[plan.ranks[one].share for one in members] for members in world.replicas]
+    samples = [sum(stop - start for start, stop in one) for one in shares]
+    rounds = Rounds(outer.steps, paces[replica], samples[replica] / max(samples), outer.adapt)
+    choices = chosen_of(outer.method, dict(outer.settings))
+    members = None
+    if len(world.replicas) > 1:
+        channel: Any = mesh.channel
+        everybody = tuple(range(len(world.replicas)))
+        ledger, store = getattr(channel, "ledger", None), channel.get_group_store()
+        crew = Crew(store, replica, everybody, ranks.index(rank), len(ranks), timeout, ledger=ledger)
+        members = Members(crew, codec(choices.codec))
+    group = mesh.replica
+    total: Sum | None = None if group is None else partial(_total, group)
+    return OuterSync(owned, choices, members, rounds, total)
 
 
 def _total(group: dist.ProcessGroup, values: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class CO2:
         group: dist.ProcessGroup | Crew | None = None,
         **choices: Any,
     ) -> None:
-        _refuse(model)
+        refuse_statistics(model)
         chosen = chosen_of(method, choices)
         self.optimizer = optimizer
         live = [p for one in optimizer.param_groups for p in one["params"] if p.requires_grad]
@@ -147,7 +147,8 @@ def chosen_of(method: str, settings: dict[str, Any]) -> Choices:
     return replace(METHODS[method], **settings)
 
 
-def _refuse(model: nn.Module) -> None:
+def refuse_statistics(model: nn.Module) -> None:
+    """Raises UserError for a model with buffers that would differ between replicas."""
     for name, module in model.named_modules():
         if getattr(module, "running_mean", None) is not None:
             raise UserError(
