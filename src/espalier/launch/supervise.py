@@ -199,9 +199,8 @@ class Supervisor:
                 return self._death(child, children)
             now = time.monotonic()
             if child is None and now - looked >= every:
-                looked = now
+                looked, looks = now, looks + 1
                 self._recovered(finished=False)
-                looks += 1
                 if looks % _COMPARED == 0:
                     self._compare(now)
                 finding = self._look(now, children)
