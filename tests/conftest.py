@@ -13,8 +13,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from espalier import tcpstore
+
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
+tcpstore.own_process()  # stores of tests wait for no name server
 
 # Shared machines stall for seconds now and then: how long a draw or an example took says nothing of the code.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -19,6 +19,7 @@ SILENT = "127.0.77.1"
 CONNECT = """
 import os, socket, sys
 from espalier import tcpstore
+tcpstore.own_process()
 server = tcpstore.serve()
 client = tcpstore.connect("127.0.0.1", server.port, 20.0)
 tcpstore.clone(client).set("key", "value")
@@ -32,6 +33,7 @@ WAIT = """
 import os, sys
 from datetime import timedelta
 from espalier import tcpstore
+tcpstore.own_process()
 if sys.argv[1:] == ["quiet"]:
     os.environ[tcpstore.QUIET[0]] = tcpstore.QUIET[1]
 server = tcpstore.serve()
@@ -93,6 +95,29 @@ def run(code, folder, *arguments):
 def test_connecting_asks_no_name_server(asked, tmp_path):
     run(CONNECT, tmp_path)
     assert asked == []
+
+
+USERS = """
+import os, sys
+import torch.distributed as dist
+registered = []
+os.register_at_fork = lambda **handlers: registered.append(handlers)
+from espalier import comm, tcpstore
+tcpstore._look_up = None  # whoever switches raises
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+channel = comm.connect(store, 0, 1, timeout=20.0)
+tcpstore.clone(channel.get_group_store()).set("key", "value")
+comm.disconnect()
+assert not [one for one in registered if "tcpstore" in str(one)], registered
+"""
+
+
+def test_a_users_own_process_keeps_its_name_service_and_its_forks(tmp_path):
+    (tmp_path / "users.py").write_text(USERS)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "users.py"], check=False, timeout=100, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_torch_alone_asks_for_each_peer(asked, tmp_path):

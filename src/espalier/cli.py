@@ -124,6 +124,7 @@ def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: 
         top.print_help()
         return 2
     os.environ.setdefault(*tcpstore.QUIET)
+    tcpstore.own_process()
     try:
         verb = arguments.verb if getattr(arguments, "hosts", None) is None else "across"
         verb = verb if getattr(arguments, "slurm", None) is None else "slurm"

@@ -3,8 +3,9 @@
 c10d asks for the name of every peer that it connects to or accepts, only to be able to print it (`formatSockAddr` in
 torch/csrc/distributed/c10d/socket.cpp), and by IPv6-mapped addresses, which no line of /etc/hosts matches. Where no
 name server answers (no network, a closed cluster, a lost packet) that takes 5 s or more for each connection, longer
-than some of our deadlines. So a process looks into its hosts file alone while it connects to an address that needs no
-name server. With another C library than glibc it asks as ever.
+than some of our deadlines. So a process of ours (`own_process`) looks into its hosts file alone while it connects to an
+address that needs no name server. A program that uses Espalier is left as it is: there, and with another C library than
+glibc, torch asks as ever.
 """
 
 from __future__ import annotations
@@ -29,6 +30,15 @@ too, on whatever thread."""
 _SWITCH = Path("/etc/nsswitch.conf")
 _DEFAULT = "files dns"  # glibc's own, where nsswitch.conf says nothing
 _FORK_SECONDS = 3.0
+
+
+def own_process() -> None:
+    """Says that this process is Espalier's: its command line, a supervisor or a rank. Those forked from it are too."""
+    if not _connecting.ours:
+        _connecting.ours = True
+        os.register_at_fork(
+            before=_connecting.forks, after_in_parent=_connecting.forked, after_in_child=_connecting.born
+        )
 
 
 def connect(host: str, port: int, timeout: float, **options: Any) -> TCPStore:
@@ -68,7 +78,8 @@ def serve() -> TCPStore:
 
 class _Connecting:
     """The connections that threads of this process are making, and whether it looks into its hosts file alone: the
-    first one switches, the last one switches back. Has state: how many there are, and how many of those switched.
+    first one switches, the last one switches back. Has state: how many there are, how many of those switched, and
+    whether the process is ours to switch.
 
     A fork waits for them: a look-up takes a lock of the C library's, which a new process would never see freed.
     """
@@ -76,10 +87,14 @@ class _Connecting:
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
         self._count = self._alone = 0
+        self.ours = False
 
     @contextlib.contextmanager
     def to(self, host: str) -> Iterator[None]:
         """Inside, a connection is made, and hosts are looked up in that file alone, if `host` is found so."""
+        if not self.ours:
+            yield
+            return
         self._add(1, alone=1)
         alone = int(_is_found(host))
         self._add(0, alone=alone - 1)
@@ -101,6 +116,7 @@ class _Connecting:
         """After it, in the new process, which has none of them."""
         alone = self._alone
         self.__init__()  # type: ignore[misc]
+        self.ours = True
         if alone:
             _look_up(_configured())
 
@@ -137,4 +153,3 @@ def _look_up(how: str) -> None:
 
 
 _connecting = _Connecting()
-os.register_at_fork(before=_connecting.forks, after_in_parent=_connecting.forked, after_in_child=_connecting.born)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from espalier import encoding, errors
+from espalier import encoding, errors, tcpstore
 from espalier.errors import EspalierError, Interrupted, RunFailed, UserError
 from espalier.launch import recall
 from espalier.launch.base import Place, Task
@@ -164,6 +164,7 @@ def fork(task: Task, place: Place) -> Child:
 def _live(task: Task, place: Place, writer: int, launcher: int) -> int:
     """The life of one rank: join its process group, run, send back what came of it. Returns the exit code."""
     os.setpgid(0, 0)
+    tcpstore.own_process()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
         return 1  # it died before the line above

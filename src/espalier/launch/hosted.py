@@ -177,3 +177,4 @@ def _bind(interface: str) -> None:
     """Keeps Gloo and NCCL on one interface; and torch, which is not imported yet, quiet (`tcpstore.QUIET`)."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     os.environ.setdefault(*tcpstore.QUIET)
+    tcpstore.own_process()
