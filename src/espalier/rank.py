@@ -180,7 +180,7 @@ def live(trainer: Trainer) -> dict[str, Any]:
     peak_memory(setting.device)  # from here on, what a step adds is told
     trainer.built.agreement.follow(place.recall)
     place.pulse.begins(trainer.step, trainer.source.startswith("memory"))
-    found = {"source": trainer.source} if trainer.source else {}
+    found: dict[str, Any] = {"until": trainer.steps, **({"source": trainer.source} if trainer.source else {})}
     setting.emit("run", step=trainer.step, steps=trainer.total, pid=os.getpid(), **found, **setting.about)
     predicted = setting.plan.predicted
     setting.emit("plan", predicted=msgspec.to_builtins(predicted) if predicted else None)

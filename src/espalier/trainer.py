@@ -294,12 +294,14 @@ class Trainer:
 
     def meta(self) -> dict[str, int]:
         """What a copy of the state says of it."""
-        return {"step": self.step, "tokens": self.tokens}
+        phase = self.workload.phases()[0].start
+        return {"step": self.step, "tokens": self.tokens, **({"phase": phase} if phase else {})}
 
     def restore(self, saved: checkpoints.Checkpoints) -> None:
         """Takes up the newest good state, in memory or saved, if there is one."""
         with comm.phase("restoring"):
             most = None if self.healing is None else self.healing.skips.back_to
+            most = most if most is None else max(most, self.workload.phases()[0].start)
             loaded, self.source = take_up(self.memory, saved, self.parts(), most)
         if loaded is not None:
             self.step, self.tokens = int(loaded.meta["step"]), int(loaded.meta["tokens"])

@@ -57,6 +57,7 @@ class Entry(NamedTuple):
     bytes: int
     path: str
     why: str = ""
+    meta: Mapping[str, Any] = {}
 
 
 class Checkpoints:
@@ -254,7 +255,7 @@ class Checkpoints:
             content = self._manifest(name)
         except (manifest.Bad, OSError) as error:
             return Entry(step_of(name) or 0, None, 0, self.place.path(name), str(error))
-        return Entry(content.step, content.loss, content.bytes, self.place.path(name))
+        return Entry(content.step, content.loss, content.bytes, self.place.path(name), meta=content.meta)
 
     def _report(self, skipped: list[tuple[str, str]], taken: str) -> None:
         for name, why in skipped:

@@ -7,13 +7,15 @@ writes these; a reader ignores names and fields it does not know:
 |------------|--------|
 | run        | step (already done: 0, or the checkpoint resumed from), steps (wanted), name, workload, parameters, |
 |            | ranks, threads (per rank), versions {name: text}, host {name: text}, pid, |
-|            | derivations [{key, value, why}], source (where the state was taken up: memory or disk, and why) |
+|            | derivations [{key, value, why}], source (where the state was taken up: memory or disk, and why), |
+|            | until (the last step of the phase) |
 | plan       | predicted: as `plan.base.Predicted` |
 | step       | step, loss, tokens, seconds, mfu, learning_rate, gradient_norm, memory (the most bytes the rank held: |
 |            | anonymous and shared pages, or of a GPU), page_cache (bytes of files it has mapped and read, apart), |
 |            | tasks {name: its own loss} where there are several, |
 |            | bytes {traffic class: bytes sent by the rank}, exposed (seconds waiting for communication), |
 |            | and of encoded classes saved {class: bytes}, coding {class: seconds}, lost {class: share of the 2-norm} |
+| phase      | name, step (its first), steps (its last), parameters: a phase begins; a plan of its own follows |
 | validation | step, loss, bits_per_byte (language) and whatever else the workload's `summary` says |
 | checkpoint | step, seconds (in the background), blocked (seconds training stood still), bytes, path |
 | incident   | kind, what, rank, step, action; of ranks that failed also why and attempt, and of their diagnosis |

@@ -90,6 +90,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total, self.step = total_steps, first_step
+        self._until = total_steps
         self._out = _forgiving(out)
         self._clock = clock
         self._began = self._said = clock()
@@ -103,6 +104,7 @@ class Progress:
         """Takes one event of the run log."""
         kind = event.get("event")
         if kind == "run":
+            self._until = event.get("until", self.total)
             self._unit = "tok/s" if event.get("workload", "language") == "language" else "samples/s"
         elif kind == "step":
             self._take(event)
@@ -116,7 +118,8 @@ class Progress:
     def close(self) -> None:
         """Leaves the terminal as it was; without an `end` event, says how far it came."""
         if self._open:
-            self._end({"reason": "finished" if self.step >= self.total else "stopped"})
+            over = "finished" if self.step >= self.total else "phase finished"
+            self._end({"reason": over if self.step >= self._until else "stopped"})
 
     def _take(self, event: Event) -> None:
         now = self._clock()

@@ -8,17 +8,16 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-import msgspec
 import torch
 
 from espalier import cluster as clusters
-from espalier import config, folders, mechanisms, rank, trainer, units
+from espalier import config, folders, mechanisms, phases, rank, trainer, units
 from espalier import run as runs
 from espalier.checkpoint.place import open_place
 from espalier.checkpoint.sharded import Checkpoints
@@ -33,7 +32,7 @@ from espalier.terminal import say
 from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, trouble
-from espalier.verbs import choose, own_runs, ready, reshape, show
+from espalier.verbs import choose, own_runs, planning, ready, reshape, show
 from espalier.verbs.recording import Recording
 from espalier.workload import Workload
 
@@ -52,6 +51,13 @@ class Job:
     parameters: int
     folder: runs.RunFolder
     quiet: bool
+    opened: Workload | None = None
+    """With all its phases, where `workload` is that of one."""
+
+    @property
+    def whole(self) -> Workload:
+        """The workload with all its phases."""
+        return self.opened or self.workload
 
     def setting(self, place: launch.Place) -> trainer.Setting:
         """What the rank at `place` needs to know."""
@@ -83,10 +89,36 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _carry_out(job: Job, as_json: bool) -> int:
-    """On this machine."""
-    places = launch.places(job.plan, job.folder.logs)
-    shapes = reshape.Reshaper(job, life) if job.resolved.recipe.faults.restarts else None
-    return carry_out(job, as_json, lambda task, care: supervise.run(task, places, replace(care, shapes=shapes)))
+    """On this machine, phase by phase."""
+
+    def supervised(_: Life, care: supervise.Care) -> None:
+        for part in _phased(job):
+            shapes = reshape.Reshaper(part, life) if job.resolved.recipe.faults.restarts else None
+            stays = mechanisms.recovery(job.resolved.recipe, part.plan)
+            places = launch.places(part.plan, job.folder.logs)
+            supervise.run(life(part), places, replace(care, shapes=shapes, stays=stays))
+
+    return carry_out(job, as_json, supervised)
+
+
+def _phased(job: Job) -> Iterator[Job]:
+    """The job of each phase that is left, planned once the phase before has ended."""
+    resolved, folder = job.resolved, job.folder
+    while True:
+        (phase,) = job.workload.phases()
+        if len(job.whole.phases()) > 1:
+            with Log(folder.events) as log:
+                log.write("phase", name=phase.name, step=phase.start, steps=phase.stop, parameters=job.parameters)
+        yield job
+        if phase.stop >= (resolved.recipe.train.steps or 0):
+            return
+        saved = phases.checkpoints(resolved.recipe, str(folder.checkpoints))
+        workload = phases.enter(resolved.recipe, job.whole, saved)
+        plan = choose.choose(resolved, workload, job.cluster)
+        choose.refuse_elsewhere(plan, None)
+        folder.write(resolved.recipe, job.cluster, plan)
+        parameters = ready.parameters(resolved.recipe, workload)
+        job = replace(job, workload=workload, plan=plan, parameters=parameters)
 
 
 def carry_out(job: Job, as_json: bool, supervised: Callable[[Life, supervise.Care], Any]) -> int:
@@ -167,13 +199,14 @@ def decided(
     nodes: Sequence[int] | None = None,
 ) -> Job:
     """Plans the run and opens its folder. `nodes`: the machine that each rank is on already."""
-    resolved, workload, recipe = given.resolved, given.workload, given.resolved.recipe
+    resolved, recipe = given.resolved, given.resolved.recipe
     if recipe.checkpoint.target is not None:
         open_place(recipe.checkpoint.target)  # an unknown scheme is refused before anything is written
     cluster = machines()
     folder = runs.open_folder(given.path)
     try:
-        plan = _on(nodes, _planned(folder, resolved, workload, cluster, world), cluster)
+        workload = planning.entered(given.workload, recipe, folder, world)
+        plan = planning.on_hosts(nodes, planning.planned(folder, resolved, workload, cluster, world), cluster)
     except BaseException:
         folder.discard_if_empty()
         folder.release()
@@ -183,31 +216,8 @@ def decided(
         if not given.quiet:
             show.notes([*workload.notes(), *_stretched(given.before, recipe)])
             show.plan(plan, resolved.derivations, recipe.train.steps)
-    return Job(resolved, workload, cluster, plan, ready.parameters(recipe, workload), folder, given.quiet)
-
-
-def _planned(
-    folder: runs.RunFolder,
-    resolved: ready.Resolved,
-    workload: Workload,
-    cluster: clusters.Cluster,
-    world: int | None,
-) -> plans.Plan:
-    plan = _resumed_plan(folder, resolved, cluster, workload.global_batch)
-    if plan is None or (world is not None and len(plan.ranks) != world):
-        plan = choose.choose(resolved, workload, cluster, world)
-    choose.refuse_elsewhere(plan, world)
-    return plan
-
-
-def _on(nodes: Sequence[int] | None, plan: plans.Plan, cluster: clusters.Cluster) -> plans.Plan:
-    """The plan with its ranks on the machines where they are, if those are the cluster's and ranks cannot be numbered
-    as the plan has them (`numbering`)."""
-    planned = [one.node for one in plan.ranks]
-    if nodes is None or cluster.machines != len(set(nodes)) or numbering.follows(nodes, planned):
-        return plan
-    ranks = (msgspec.structs.replace(one, node=node) for one, node in zip(plan.ranks, nodes, strict=True))
-    return msgspec.structs.replace(plan, ranks=tuple(ranks))
+    parameters = ready.parameters(recipe, workload)
+    return Job(resolved, workload, cluster, plan, parameters, folder, given.quiet, given.workload)
 
 
 def _stretched(before: config.Recipe | None, recipe: config.Recipe) -> list[str]:
@@ -218,19 +228,6 @@ def _stretched(before: config.Recipe | None, recipe: config.Recipe) -> list[str]
         f"the schedule is stretched from {before.train.steps} to {recipe.train.steps} steps, so the learning rate "
         'rises again before it falls; train.schedule.kind = "constant" extends smoothly'
     ]
-
-
-def _resumed_plan(
-    folder: runs.RunFolder, resolved: ready.Resolved, cluster: clusters.Cluster, samples: int
-) -> plans.Plan | None:
-    """The plan already in the run folder (perhaps edited), while recipe and machines still ask for the same."""
-    if not folder.exists() or not folder.plan.exists() or not folder.cluster.exists():
-        return None
-    before = folder.read()
-    plan = plans.check(plans.read(folder.plan), samples, str(folder.plan))
-    same_recipe = before.plan == resolved.recipe.plan and before.train.compile == resolved.recipe.train.compile
-    same_machines = folder.cluster.read_text() == clusters.dumps(cluster)
-    return plan if same_recipe and same_machines else None
 
 
 def _about(job: Job) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from espalier import phases
 from espalier import run as runs
-from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import Recipe
 from espalier.errors import UserError
 from espalier.mechanisms import DTYPES
@@ -40,16 +40,15 @@ def open_trained(path: str, trust: bool = False) -> Trained:
     recipe = folder.read()
     workload = ready.open_workload(resolved(folder, recipe, trust))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = workload.build(device, DTYPES[recipe.train.precision])
-    target = recipe.checkpoint.target or str(folder.checkpoints)
-    keep = recipe.checkpoint.keep
-    saved = Checkpoints(target, keep=keep, keep_best=recipe.checkpoint.keep_best)
+    saved = phases.checkpoints(recipe, str(folder.checkpoints))
     saved.trust = trust
+    workload = phases.held(workload, saved)
+    model = workload.build(device, DTYPES[recipe.train.precision])
     loaded = saved.load({"model": model})
     if loaded is None:
         raise UserError(
             f"The run in {path} has no checkpoint yet.",
-            why=f"looked in {target}",
+            why=f"looked in {recipe.checkpoint.target or folder.checkpoints}",
             do="let it train on, or set checkpoint.every lower",
         )
     return Trained(folder, recipe, workload, model.eval(), int(loaded.meta["step"]))

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from espalier import phases, workloads
 from espalier import run as runs
-from espalier import workloads
 from espalier.config import Recipe
 from espalier.errors import UserError
 from espalier.language.tokenizer import Tokenizer
@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = runs.find(arguments.run)
     recipe = folder.read()
     workload = ready.open_workload(opened.resolved(folder, recipe, arguments.trust))
+    workload = phases.held(workload, phases.checkpoints(recipe, str(folder.checkpoints)))
     found = tasks(workload, workloads.row(recipe), arguments.task, arguments.run)
     setup = _setup(workload, recipe, found, folder.path, _workers(arguments.workers))
     where = Where(
