@@ -192,7 +192,7 @@ def live(trainer: Trainer) -> dict[str, Any]:
         except Exception as error:
             if not is_loss(error):
                 raise
-            if trainer.built.agreement.outlives and place.recall.goes_on():
+            if trainer.step < trainer.steps and trainer.built.agreement.outlives and place.recall.goes_on():
                 continue
             _leave(trainer, saved)
             raise
@@ -233,7 +233,8 @@ def _leave(trainer: Trainer, saved: Checkpoints | None) -> None:
     """Keeps what another rank can take up, and takes apart what others have left. This process may go on."""
     agreement = trainer.built.agreement
     if trainer.memory is not None and agreement.level and trainer.step < trainer.steps:
-        trainer.memory.stay(trainer.step, trainer.parts, trainer.meta())
+        # What was due after this step may not be done: it is when this copy has been taken up.
+        trainer.memory.stay(trainer.step, trainer.parts, {**trainer.meta(), "level": trainer.level})
     trainer.setting.place.recall.release()  # from here on nobody here waits for the others
     agreement.close()
     if saved is not None:

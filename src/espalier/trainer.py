@@ -173,31 +173,38 @@ class Trainer:
 
     def run(self, saved: checkpoints.Checkpoints | None = None) -> None:
         """Trains from `self.step` to the end, validating and saving on the way. Raises Interrupted after Ctrl-C."""
-        recipe, pulse = self.setting.recipe, self.setting.place.pulse
         with hearing_signals(self._stop), self._profile() as profile, self._feed() as feed:
+            if self.level < self.step:
+                self._between(saved)  # a failure came in between
             for batches, waited in feed:
                 begun = time.perf_counter()
                 agreed = self.train_step(batches)
                 profile()
                 self._report(agreed, time.perf_counter() - begun + waited)
-                pulse.stepped(self.step, agreed.exposed)
+                self.setting.place.pulse.stepped(self.step, agreed.exposed)
                 if self.healing is not None:
                     self.healing.watch(self.step, agreed)
-                if self.built.agreement.leaving or (self.step == self.steps and not self.built.agreement.whole):
-                    raise PeerLost(f"This rank leaves after step {self.step}, to meet all others anew.")
-                if not (self.built.agreement.level and self.built.agreement.whole):
-                    continue
-                with pulse.elsewhere("validating"):
-                    loss = self.validate() if self._due(recipe.train.validate_every) else None
-                stop = agreed.stop or self.level < (self.setting.stop_after or 0) <= self.step
-                if saved is not None and (stop or self._saves(loss is not None)):
-                    with pulse.elsewhere(saved.doing):
-                        self.save(saved, loss, wait=stop)
-                if stop and self.step < self.total:
-                    raise self._interrupted(saved)
-                if self.memory is not None and self.step < self.steps:
-                    self.memory.after(self.step, self.parts, self.meta(), self.mean)
-                self.level = self.step
+                self._between(saved, agreed.stop)
+
+    def _between(self, saved: checkpoints.Checkpoints | None, asked: bool = False) -> None:
+        """Validates, saves and copies the state after `self.step` steps where that is due, and all ranks are there.
+        `asked`: some rank asked to stop. Raises Interrupted; PeerLost where ranks are to meet anew."""
+        recipe, pulse, agreement = self.setting.recipe, self.setting.place.pulse, self.built.agreement
+        if agreement.leaving or (self.step == self.steps and not agreement.whole):
+            raise PeerLost(f"This rank leaves after step {self.step}, to meet all others anew.")
+        if not (agreement.level and agreement.whole):
+            return
+        with pulse.elsewhere("validating"):
+            loss = self.validate() if self._due(recipe.train.validate_every) else None
+        stop = asked or self.level < (self.setting.stop_after or 0) <= self.step
+        if saved is not None and (stop or self._saves(loss is not None)):
+            with pulse.elsewhere(saved.doing):
+                self.save(saved, loss, wait=stop)
+        if stop and self.step < self.total:
+            raise self._interrupted(saved)
+        if self.memory is not None and self.step < self.steps:
+            self.memory.after(self.step, self.parts, self.meta(), self.mean)
+        self.level = self.step
 
     def _due(self, every: int | None) -> bool:
         """Whether a multiple of `every` steps was reached since all replicas were at one step last."""
@@ -305,7 +312,8 @@ class Trainer:
             loaded, self.source = take_up(self.memory, saved, self.parts(), most)
         if loaded is not None:
             self.step, self.tokens = int(loaded.meta["step"]), int(loaded.meta["tokens"])
-            self.level = self.step
+            level = int(loaded.meta.get("level", self.step))
+            self.level = saved.team.agree("what is left to do", lambda: level, lambda all_: [min(all_)] * len(all_))
             self.built.agreement.at(self.step)
         if self.healing is not None:
             self.healing.began(self.step)

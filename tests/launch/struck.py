@@ -79,6 +79,8 @@ class Struck:
     stop_after: int | None = None
     stays: Literal["", "alike", "rounds"] = ""
     """Ranks that are left stay."""
+    validating: bool = False
+    """The faults happen while the state after their step is validated."""
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def run(self) -> Struck:
@@ -129,7 +131,7 @@ class Struck:
                     for fault in self.faults:
                         if (fault.rank, fault.step) == (place.rank, step):
                             os.kill(supervisor, signal.SIGKILL)
-                else:
+                elif not self.validating:
                     strike(self.faults, place.rank, step, self.folder)
                 if self.dead is not None and place.seat == self.dead[0] and step >= self.dead[1]:
                     time.sleep(0.3)
@@ -137,10 +139,21 @@ class Struck:
             return plain(model, batch)
 
         workload.loss = loss
+        self._arm_validation(workload, place)
         if self.asleep is not None and self.asleep[0] == place.rank:
             _sleep_in(workload, self.asleep[1], self.folder / "slept")
         if self.phase is not None and self.phase[0] == place.rank:
             _kill_in(self.phase[1], self.folder / "killed-in-save")
+
+    def _arm_validation(self, workload: Any, place: launch.Place) -> None:
+        evaluate = workload.evaluate
+
+        def evaluating(*arguments: Any) -> Any:
+            if self.validating:
+                strike(self.faults, place.rank, self.trainer.step, self.folder)
+            return evaluate(*arguments)
+
+        workload.evaluate = evaluating
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -153,6 +166,11 @@ class Struck:
     def losses(self) -> dict[int, float]:
         """By step; what was done again counts."""
         return {event["step"]: event["loss"] for event in self.all("step")}
+
+    @property
+    def validated(self) -> dict[int, float]:
+        """Held-out losses by step; what was done again counts."""
+        return {event["step"]: event["loss"] for event in self.all("validation")}
 
 
 class Fewer:

@@ -65,6 +65,40 @@ def test_killed_and_taken_up_is_undisturbed(corpus: Path, tmp_path: Path, planne
     assert recovered["source"] == source
 
 
+# --- what is due between steps ----------------------------------------------------------------------------------------
+
+PLANNED = {
+    "alike": (lambda made: plan_of(made, 2), "alike"),
+    "alike, anew": (lambda made: plan_of(made, 2), ""),
+    "int8": (lambda made: by_codec(made, "int8"), ""),
+    "eager": (lambda made: by_method(made, "eager"), ""),
+    "eager, staying": (lambda made: by_method(made, "eager"), "rounds"),
+}
+STRUCK = [
+    pytest.param(kind, what, step, rank, marks=normal((kind, what, step, rank) == ("alike", "kill", 4, 0)))
+    for kind in PLANNED
+    for what in ("kill", "hang")
+    for step in (4, 8, 10)
+    for rank in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("kind", "what", "step", "rank"), STRUCK)
+def test_a_failure_in_validation_changes_no_figure_and_leaves_none_out(
+    corpus: Path, tmp_path: Path, kind: str, what: Any, step: int, rank: int
+) -> None:
+    planned, stays = PLANNED[kind]
+    made = recipe_of(corpus, train={"steps": 10, "validate_every": 4}, checkpoint={"every": 4})
+    plan = planned(made)
+    whole = Struck(made, 2, tmp_path / "whole", plan=plan).run()
+    fault = (Fault(rank, step, what),)
+    run = Struck(made, 2, tmp_path / "run", fault, memory=1 << 26, plan=plan, stays=stays, validating=True).run()
+    assert run.all("incident")
+    assert same(run, whole)
+    assert run.validated == whole.validated
+    assert {event["step"] for event in run.all("checkpoint")} == {4, 8, 10}
+
+
 # --- rounds that follow measured waits -------------------------------------------------------------------------------
 
 
