@@ -248,8 +248,12 @@ def test_alone_nothing_changes() -> None:
 
 
 def small() -> tuple[nn.Module, Any]:
-    torch.manual_seed(3)
+    """Ranks are threads of one process here: what they draw from must be their own."""
     model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 2)).double()
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw, dtype=torch.float64) / 4)
     inputs = torch.randn(BATCH, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
 
     def loss(model: nn.Module, rows: range, step: int) -> Any:
