@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from espalier.resilience.acme import diagnose
-from espalier.resilience.acme.causes import Cause
-from espalier.resilience.acme.rules import own
 from espalier.resilience.acme.taxonomy import HANG, LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Diagnosis
 from espalier.resilience.base import Failure, Ground
+
+if TYPE_CHECKING:
+    from espalier.resilience.acme.causes import Cause
 
 TAIL = 16 << 10
 """Bytes of the log that are looked at, the last ones: a traceback and what stands before it."""
@@ -71,7 +72,7 @@ NOTHING = Ruling("", "", "")
 
 @cache
 def ready() -> None:
-    """Reads the rules, once, so that the first failure need not wait for that."""
+    """Loads what reads logs, and its rules, once, so that the first failure need not wait for that."""
     _read(b"RuntimeError: nothing\n")
 
 
@@ -88,6 +89,7 @@ def of(failure: Failure, log: Path | None, position: int, seconds: float = SECON
         seconds: how long it may take.
         nccl: whether ranks meet over NCCL; no reason of it is given where they do not.
     """
+    ready()  # before the alarm: an import is not to be cut off
     names = _OF_NCCL if nccl else _OF_OTHERS
     found = None
     try:
@@ -127,6 +129,8 @@ def _found(failure: Failure, log: Path | None, position: int) -> tuple[Diagnosis
 
 
 def _read(text: bytes) -> tuple[Diagnosis, Cause] | None:
+    from espalier.resilience.acme import diagnose
+
     case = diagnose.of_text(text)
     if case.cause is None:
         return None
@@ -137,6 +141,8 @@ def _read(text: bytes) -> tuple[Diagnosis, Cause] | None:
 def _ground(failure: Failure, told: Diagnosis, cause: Cause) -> Ground:
     """Which way the diagnosis may steer: against restarts only where the exception that ended the rank is the cause,
     and known by more than its class."""
+    from espalier.resilience.acme.rules import own
+
     if told.action in ("retry", "isolate"):
         return "retry"
     itself = bool(failure.raised) and any(failure.raised in one.line.text for one in (cause.root, cause.named))
