@@ -38,11 +38,16 @@ def loss_of(workload):
 
 
 def test_cliques_are_compressed_and_nothing_else_changes():
-    graph = cliques()
+    graph = cliques(9, 40)
     auto, plain = workload_of(graph), workload_of(graph, format="csr")
     assert any(sentence.startswith("Format: CBM") for sentence in auto.decisions())
     assert any(sentence.startswith("Format: CSR") for sentence in plain.decisions())
     assert loss_of(auto) == pytest.approx(loss_of(plain), rel=1e-5)
+
+
+def test_short_rows_stay_plain_however_alike_they_are():
+    said = workload_of(cliques(30, 6)).decisions()
+    assert any(sentence.startswith("Format: CSR") for sentence in said)
 
 
 def test_every_layer_is_said_and_the_planner_is_told():

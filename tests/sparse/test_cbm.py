@@ -19,7 +19,7 @@ from torch import Tensor
 from espalier.errors import UserError
 from espalier.sparse import CBM, CSR, Scale, best_aggregation, best_format, matmul
 from espalier.sparse.cbm import build
-from espalier.sparse.cbm.matrix import cbm_matmul
+from espalier.sparse.cbm.matrix import cbm_matmul, pays
 from espalier.sparse.choose import cost
 
 ALPHAS = (0, 1, 4, 16, 10**9)
@@ -189,6 +189,35 @@ def test_auto_keeps_the_plain_format_where_nothing_is_gained() -> None:
     stats = CBM.of(cliques()).stats()
     assert stats.kept == "cbm"
     assert stats.ratio > 2
+
+
+def test_auto_multiplies_few_columns_by_the_entries_where_differences_save_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clique of 12 saves some 8 additions a row: too few for 16 columns, enough for 512."""
+    matrix, whole = CBM.of(cliques(30, 12)), cliques(30, 12)
+    assert matrix.stats().kept == "cbm"
+    used: list[int] = []
+
+    def differences(_: CBM, x: Tensor) -> Tensor:
+        used.append(x.shape[1])
+        return whole.matmul(x)
+
+    monkeypatch.setattr("espalier.sparse.cbm.matrix.cbm_matmul", differences)
+    for width in (1, 16, 64, 512):
+        x = torch.randint(-9, 9, (360, width)).float()
+        assert torch.equal(matrix.matmul(x), whole.matmul(x))
+    assert used == [512]
+    x = torch.randint(-9, 9, (360, 8)).float().requires_grad_()
+    ours, theirs = (torch.autograd.grad(one.matmul(x).square().sum(), x)[0] for one in (matrix, whole))
+    assert torch.equal(ours, theirs)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6), st.integers(1, 10**5), st.integers(1, 512))
+def test_what_pays_for_few_columns_pays_for_more(entries: int, additions: int, rows: int, width: int) -> None:
+    if pays(entries, additions, rows, width):
+        assert pays(entries, additions, rows, 2 * width)
+        assert pays(entries + 1, additions, rows, width)
 
 
 def test_the_fast_search_keeps_nine_tenths_of_the_compression() -> None:

@@ -17,6 +17,7 @@ from espalier.graph.data import Graph, relabelled
 from espalier.graph.fast import matrix
 from espalier.graph.gnn import Attention, Layer
 from espalier.sparse import CBM
+from espalier.sparse.cbm.matrix import pays
 from espalier.sparse.choose import cost
 from espalier.sparse.order import order
 from espalier.sparse.rcmpp import rcmpp
@@ -77,6 +78,8 @@ def formatted(block: Block, layers: Sequence[Layer], wanted: str, steps: int) ->
         )
     additions = compressed.deltas.additions
     cbm = float(cost(block.targets, additions, width, threads).seconds["aggregate"])
+    if wanted != "cbm" and not pays(block.edges, additions, block.targets, width):
+        return f"Format: CSR; {additions:,} additions of {width} columns save no time, for rows are short."
     saved = 2 * len(layers) * steps * (csr - cbm)
     beside = f"CBM {show_seconds(cbm)} per product of {width} columns by estimate, CSR {show_seconds(csr)}"
     if wanted != "cbm" and saved < PRODUCTS_TO_BUILD * csr:

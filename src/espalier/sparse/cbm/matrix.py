@@ -44,8 +44,20 @@ RECORD = Record(
 )
 PAYS = 1.15
 """With "auto", entries over additions from which on the compressed form is kept: the note of the paper's own authors
-finds it slower at 1.0. From here on bench/cbm.py shows it slower only at 16 columns, where one vector is a row."""
+finds it slower at 1.0."""
+ROW_ADDITIONS = ((16, 13.0), (32, 11.0), (64, 9.0))
+WIDE_ROW_ADDITIONS = 5.0
+"""What the second list and the parent of a row cost, in additions of a row of X, up to so many columns, and above: from
+11 matrices of 3 to 135 entries a row and 1 to 512 columns, fitted within a tenth (bench/cbm.py, the rows of `auto`)."""
 _VERSION = "1"
+_MANY = 512
+"""Columns at which a matrix has to gain from compression if it is to be kept compressed."""
+
+
+def pays(entries: int, additions: int, rows: int, width: int) -> bool:
+    """Whether differences multiply `width` columns faster than entries do: the same for the same matrix everywhere."""
+    each = next((cost for most, cost in ROW_ADDITIONS if width <= most), WIDE_ROW_ADDITIONS)
+    return entries >= PAYS * additions and entries > additions + each * rows
 
 
 class Stats(NamedTuple):
@@ -83,6 +95,8 @@ class CBM:
     scale: Scale
     symmetric: bool
     """Whether A is its own transpose: then the transpose is this very tree with its scales exchanged."""
+    automatic: bool = False
+    """Whether X with few columns is multiplied by the entries, which are restored then, where that is faster."""
 
     @classmethod
     def from_csr(
@@ -100,7 +114,8 @@ class CBM:
             indptr, indices: offsets of rows [rows + 1] and columns of entries [entries], each place once.
             shape: rows, columns.
             alpha: a row is kept as a difference only where that saves more than `alpha` entries, 0 and up. "auto":
-                0, and the whole matrix stays CSR where its product would not be faster.
+                0, and the whole matrix stays CSR where its product would not be faster; where it would be for many
+                columns alone, few columns are multiplied by the entries.
             scale: "row" D^-1·A, "symmetric" D^-½·A·D^-½, or (left, right). Add self-loops before.
 
         Raises UserError: an array that is not a binary matrix of that shape; `alpha` below 0.
@@ -124,9 +139,11 @@ class CBM:
             )
         pattern = matrix.binary()
         deltas = compress(pattern, 0 if alpha == "auto" else alpha, search)
-        if alpha == "auto" and pattern.entries < PAYS * deltas.additions:
+        if alpha == "auto" and not pays(pattern.entries, deltas.additions, matrix.shape[0], _MANY):
             return cls(matrix.shape, None, matrix, scale, matrix.symmetric)
-        return cls(matrix.shape, deltas, None, scale, matrix.symmetric)
+        found = cls(matrix.shape, deltas, None, scale, matrix.symmetric, alpha == "auto")
+        found.__dict__["_entries"] = pattern.entries
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -141,7 +158,22 @@ class CBM:
         """`matmul` of what it has checked."""
         if self.plain is not None:
             return self.plain.matmul(x)
-        return shaped_as(x, cbm_matmul(self, as_columns(x)))
+        dense = as_columns(x)
+        if self.automatic and not self._pays(dense.shape[1]):
+            return self._restored.matmul(x)
+        return shaped_as(x, cbm_matmul(self, dense))
+
+    def _pays(self, width: int) -> bool:
+        assert self.deltas is not None
+        return pays(self._entries, self.deltas.additions, self.shape[0], width)
+
+    @cached_property
+    def _entries(self) -> int:
+        return self.pattern().entries
+
+    @cached_property
+    def _restored(self) -> CSR:
+        return self.to_csr()
 
     def __matmul__(self, x: Tensor) -> Tensor:
         """`matmul`."""
@@ -154,7 +186,9 @@ class CBM:
         if self.deltas is None and self.plain is not None:
             return CBM(shape, None, self.plain.transposed, scale, self.symmetric)
         if self.symmetric:
-            return CBM(shape, self.deltas, None, scale, True)
+            found = CBM(shape, self.deltas, None, scale, True, self.automatic)
+            found.__dict__["_entries"] = self._entries
+            return found
         pattern = self.pattern().transposed
         return CBM.of(pattern if scale == (None, None) else pattern.scaled(scale))
 
@@ -209,6 +243,7 @@ class CBM:
             assert self.plain is not None
             tensors |= {"indptr": self.plain.indptr, "indices": self.plain.indices}
         says = {"rows": self.shape[0], "columns": self.shape[1], "symmetric": int(self.symmetric)}
+        says["automatic"] = int(self.automatic)
         said = {"espalier.cbm": _VERSION} | {name: str(value) for name, value in says.items()}
         save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, str(path), metadata=said)
 
@@ -243,7 +278,7 @@ class CBM:
             return cls(shape, None, plain, scale, said["symmetric"] == "1")
         deltas = Deltas(**tensors)
         deltas.check(shape)
-        return cls(shape, deltas, None, scale, said["symmetric"] == "1")
+        return cls(shape, deltas, None, scale, said["symmetric"] == "1", said.get("automatic") == "1")
 
 
 def _scaled(matrix: CSR, scale: Any) -> CSR:
