@@ -104,6 +104,11 @@ class Answer(NamedTuple):
     record: Callable[[], Mapping[str, Any]]
 
 
+def _fingerprint(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
+    """All data as one."""
+    return {"the data": workload.fingerprint()}
+
+
 def _as_it_is(recipe: Recipe, progress: Progress) -> Prepared:
     """No option depends on the data."""
     return Prepared(recipe)
@@ -120,6 +125,7 @@ class Row:
         prepare: looks at the data as far as options depend on it.
         answer: (workload, model, input, sampling) -> Answer. None: nobody knows what an input is.
         exports: format -> (workload, model, folder), which writes the model there and says how to load it.
+        contents: name -> hash of the data's files, compared when a run is taken up again.
         tokenizer: of the workload, for tasks that ask questions in text.
         usage: how people ask a trained model, as (word, what follows `espalier predict RUN`).
     """
@@ -130,5 +136,6 @@ class Row:
     prepare: Callable[[Recipe, Progress], Prepared] = _as_it_is
     answer: Callable[[Workload, nn.Module, str | None, Sampling], Answer] | None = None
     exports: Mapping[str, Callable[[Workload, nn.Module, Path], str]] = field(default_factory=dict)
+    contents: Callable[[Recipe, Workload], Mapping[str, str]] = _fingerprint
     tokenizer: Callable[[Workload], Any] | None = None
     usage: tuple[str, str] = ("answers", "")

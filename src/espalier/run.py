@@ -1,6 +1,6 @@
 """The run folder: opened, locked, compared, taken up again. Imports no torch.
 
-run.toml  cluster.toml  plan.json  events.jsonl  report.html  checkpoints/  logs/
+run.toml  cluster.toml  plan.json  data.json  events.jsonl  report.html  checkpoints/  logs/
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ class RunFolder:
     def plan(self) -> Path:
         """The plan."""
         return self.path / "plan.json"
+
+    @property
+    def data(self) -> Path:
+        """A hash for each file of the data."""
+        return self.path / "data.json"
 
     @property
     def events(self) -> Path:

@@ -15,7 +15,8 @@ class Faults(Options, frozen=True):
     life of a rank; `memory`: what copies of the state may take of a machine's memory (`"auto"`: a quarter of what is
     free; 0: there are none, and a restart goes back to the newest checkpoint); `rollback`: steps in which a loss that
     rose may come back by itself before the run is put back and the batches are left out, or `"never"`; `plateau`: steps
-    in which a loss is expected to fall while the learning rate is high; that it did not is reported, no more.
+    in which a loss is expected to fall while the learning rate is high; that it did not is reported, no more;
+    `changed_data`: whether a run is taken up again on data that is not what it was begun with.
     """
 
     restarts: Literal["auto"] | int = "auto"
@@ -23,3 +24,4 @@ class Faults(Options, frozen=True):
     memory: str | int = "auto"
     rollback: Literal["never"] | int = 50
     plateau: Literal["never"] | int = "never"
+    changed_data: Literal["refuse", "accept"] = "refuse"

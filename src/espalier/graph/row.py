@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from espalier import contents
 from espalier.config import Recipe
 from espalier.graph.predict import answers
 from espalier.graph.workload import GraphWorkload, open_graph
@@ -18,6 +19,16 @@ from espalier.workload import Progress, Workload
 
 def _open(recipe: Recipe, folder: Path | None, progress: Progress, data: Any) -> GraphWorkload:
     return open_graph(recipe, folder, progress)
+
+
+def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
+    """Of each file of the graph; a graph that has none is one by what is in it."""
+    path = recipe.data[0].path
+    place = Path(path).expanduser()
+    if place.exists():
+        return contents.below(place)
+    found = {str(one): one for one in sorted(place.parent.glob(f"*.{place.name}.*"))}  # one of several in a folder
+    return contents.hashes(found) if found else {path: workload.fingerprint()}
 
 
 def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
@@ -46,4 +57,4 @@ def _lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield "\t".join([one["name"], *([one["label"]] if "label" in one else []), shown]) + "\n"
 
 
-ROW = Row(open=_open, profile=_profile, reading="Reading the graph", answer=_answer)
+ROW = Row(open=_open, profile=_profile, contents=_contents, reading="Reading the graph", answer=_answer)

@@ -10,10 +10,11 @@ import msgspec
 import torch
 from torch import nn
 
+from espalier import contents
 from espalier.config import Gpt, Moe, Recipe, shapes
 from espalier.cost import Anatomy, Cut
 from espalier.errors import UserError
-from espalier.language import generate, gpt, hf, moe, tokens
+from espalier.language import generate, gpt, hf, moe, sources, tokens
 from espalier.language.tokenizer import Tokenizer
 from espalier.language.work import Setting
 from espalier.language.workload import LanguageWorkload, embeddings, new_model, open_language
@@ -51,6 +52,18 @@ def _with_initial(recipe: Recipe) -> Recipe:
 
 def _open(recipe: Recipe, folder: Path | None, progress: Progress, stores: Any) -> LanguageWorkload:
     return LanguageWorkload(recipe, stores) if stores else open_language(recipe, progress)
+
+
+def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
+    """Of each file of the corpora; what has no files is one by its tokens."""
+    assert isinstance(workload, LanguageWorkload)
+    found: dict[str, str] = {}
+    for data, store in zip(recipe.data, workload.stores, strict=True):
+        scheme = data.path == "python:stdlib"
+        entries = [entry for entry in sources.listing(data).entries if entry.path]
+        named = {f"{data.path}/{entry.name}" if scheme else entry.path: entry.path for entry in entries}
+        found |= contents.hashes(named) if named else {data.path: store.fingerprint}
+    return found
 
 
 # --- for the planner ---------------------------------------------------------------------------------------------
@@ -144,6 +157,7 @@ ROW = Row(
     profile=_profile,
     reading="Reading the corpus",
     prepare=_prepare,
+    contents=_contents,
     answer=_answer,
     exports={"hf": _export},
     tokenizer=_tokenizer,

@@ -6,10 +6,12 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+import xxhash
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.random import fork_rng
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from espalier.artifacts import Artifact
 from espalier.errors import UserError
@@ -188,3 +190,21 @@ def tensors(batch: Any) -> list[Tensor]:
 def length(dataset: Any) -> int:
     """How many samples there are."""
     return len(dataset)
+
+
+SAMPLES = 64
+"""So many samples stand for a dataset that is not made of tensors."""
+
+
+def content(dataset: Any) -> str:
+    """Hash of a dataset: of all tensors of a `TensorDataset`, else of its length and `SAMPLES` samples."""
+    digest = xxhash.xxh3_128(str(length(dataset)).encode())
+    if isinstance(dataset, TensorDataset):
+        found = list(dataset.tensors)
+    else:
+        places = range(0, length(dataset), max(1, length(dataset) // SAMPLES))
+        found = [tensor for place in places for tensor in tensors(collated(dataset, [place]))]
+    for tensor in found:
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

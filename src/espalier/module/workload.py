@@ -23,7 +23,7 @@ from espalier.config import Module as Options
 from espalier.config import Recipe
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import EspalierError, UserError
-from espalier.module.parts import READING, Parts, Task, checked, collated, length, tasks_of, tensors, trial
+from espalier.module.parts import READING, Parts, Task, checked, collated, content, length, tasks_of, tensors, trial
 from espalier.named import Author, function
 from espalier.rows import Profile, Row, tally
 from espalier.shard.blocks import blocks_of
@@ -185,6 +185,19 @@ class ModuleWorkload:
                     digest.update(tensor.detach().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
+    def contents(self) -> dict[str, str]:
+        """Hash of each dataset, of every phase (see `parts.content`)."""
+        found = {}
+        for number, parts in enumerate((self.parts, *(one.parts for one in self.parts.phases)), 1):
+            for name, task in tasks_of(parts).items():
+                for which, dataset in (("dataset", task.dataset), ("held-out dataset", task.held_out)):
+                    if dataset is not None:
+                        of = "" if name == "main" else f" of task {name}"
+                        phase = "" if number == 1 else f" of phase {number}"
+                        with self.author.answers(READING):
+                            found[f"The {which}{of}{phase}"] = content(dataset)
+        return found
+
     def notes(self) -> list[str]:
         """None: a foreign dataset speaks for itself."""
         return []
@@ -296,4 +309,9 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     )
 
 
-ROW = Row(open=_open, profile=_profile)
+def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
+    assert isinstance(workload, ModuleWorkload)
+    return workload.contents()
+
+
+ROW = Row(open=_open, profile=_profile, contents=_contents)

@@ -15,6 +15,7 @@ writes these; a reader ignores names and fields it does not know:
 |            | tasks {name: its own loss} where there are several, |
 |            | bytes {traffic class: bytes sent by the rank}, exposed (seconds waiting for communication), |
 |            | and of encoded classes saved {class: bytes}, coding {class: seconds}, lost {class: share of the 2-norm} |
+| data       | changed (files that are not what they were when the run was begun), action |
 | phase      | name, step (its first), steps (its last), parameters: a phase begins; a plan of its own follows |
 | validation | step, loss, bits_per_byte (language) and whatever else the workload's `summary` says |
 | checkpoint | step, seconds (in the background), blocked (seconds training stood still), bytes, path |

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from espalier import cluster as clusters
-from espalier import phases
+from espalier import contents, folders, phases, workloads
 from espalier import run as runs
 from espalier.config import Recipe
 from espalier.errors import UserError
@@ -27,6 +29,50 @@ def entered(workload: Workload, recipe: Recipe, folder: runs.RunFolder, world: i
             do="espalier train on one machine",
         )
     return phases.enter(recipe, workload, phases.checkpoints(recipe, str(folder.checkpoints)))
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the data of a run is now, and what is to be said of it. `changed`: since the run was begun, and accepted."""
+
+    hashes: Mapping[str, str]
+    changed: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    def keep(self, folder: runs.RunFolder) -> None:
+        """Into the run folder, and what changed into the run log."""
+        folders.replace(folder.data, json.dumps(self.hashes, indent=1))
+        if self.changed:
+            with events.Log(folder.events) as log:
+                log.write("data", changed=list(self.changed), action="accepted, as faults.changed_data says")
+
+
+def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> Data:
+    """The run's data. Raises UserError where it is not what the run was begun with, unless the recipe accepts that:
+    then the plan is made anew, as the batch may be another."""
+    now = workloads.row(recipe).contents(recipe, workload)
+    if not folder.exists():
+        return Data(now)
+    try:
+        before = msgspec.json.decode(folder.data.read_bytes(), type=dict[str, str])
+    except FileNotFoundError:
+        return Data(now, notes=[f"{folder.path} does not say what data the run was begun with: it is taken as it is"])
+    except msgspec.DecodeError as error:
+        raise UserError(
+            f"{folder.data} is damaged: {error}.", do="remove it; the data is then taken as it is"
+        ) from None
+    changed = contents.differences(before, now)
+    if not changed:
+        return Data(now)
+    first, more = changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+    if recipe.faults.changed_data == "refuse":
+        raise UserError(
+            f"{first}{more} since {folder.path} was begun.",
+            why="a run that goes on with other data is neither the one nor the other",
+            do="bring the data back, --run FOLDER for a new run, or faults.changed_data=accept to go on with it",
+        )
+    folder.plan.unlink(missing_ok=True)
+    return Data(now, changed, [f"the data is not what the run was begun with: {first}{more}"])
 
 
 def planned(

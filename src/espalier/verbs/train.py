@@ -205,6 +205,7 @@ def decided(
     cluster = machines()
     folder = runs.open_folder(given.path)
     try:
+        data = planning.data_of(folder, recipe, given.workload)
         workload = planning.entered(given.workload, recipe, folder, world)
         plan = planning.on_hosts(nodes, planning.planned(folder, resolved, workload, cluster, world), cluster)
     except BaseException:
@@ -212,9 +213,10 @@ def decided(
         folder.release()
         raise
     if not is_finished(recipe, folder):
+        data.keep(folder)
         folder.write(recipe, cluster, plan)
         if not given.quiet:
-            show.notes([*workload.notes(), *_stretched(given.before, recipe)])
+            show.notes([*workload.notes(), *data.notes, *_stretched(given.before, recipe)])
             show.plan(plan, resolved.derivations, recipe.train.steps)
     parameters = ready.parameters(recipe, workload)
     return Job(resolved, workload, cluster, plan, parameters, folder, given.quiet, given.workload)
