@@ -36,8 +36,8 @@ def test_every_recipe_shown_loads(page):
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    """The folder that a reader of docs/module.md has after copying its two blocks."""
-    (toml,), (code,) = fences(ROOT / "docs" / "module.md", "toml"), fences(ROOT / "docs" / "module.md", "python")
+    """The folder that a reader of docs/module.md has after copying its first two blocks."""
+    (toml,), (code, *_) = fences(ROOT / "docs" / "module.md", "toml"), fences(ROOT / "docs" / "module.md", "python")
     (tmp_path / "module.toml").write_text(toml, encoding="utf-8")
     (tmp_path / "mine.py").write_text(code, encoding="utf-8")
     monkeypatch.setattr(sys, "path", list(sys.path))
