@@ -170,3 +170,14 @@ def test_a_store_of_no_group_has_nothing_to_cut():
         Connections(store).cut()
         assert not ended(near)
         assert not ended(far)
+
+
+def test_keys_of_a_longer_prefix_are_passed_over_at_once():
+    """`attempt1` lists what lies in `attempt10` too, under names that it cannot read."""
+    whole = tcpstore.serve()
+    PrefixStore("attempt10", whole).set("groups/0/1", b"another attempt's")
+    PrefixStore("attempt1-run", whole).set("groups/0/1", b"another job's")
+    PrefixStore("attempt1", whole).set("groups/0/0", b"its own")
+    begun = time.monotonic()
+    Connections(PrefixStore("attempt1", whole)).look()
+    assert time.monotonic() - begun < 2.0

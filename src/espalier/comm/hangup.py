@@ -57,9 +57,13 @@ class Connections:
                             one.shutdown(socket.SHUT_RDWR)
 
     def look(self) -> None:
-        """Reads the addresses of the groups that there are."""
-        new = [key for key in self._store.list_keys() if _ADDRESS.fullmatch(key) and key not in self._addresses]
-        self._addresses |= zip(new, self._store.multi_get(new), strict=True) if new else ()
+        """Reads the addresses of the groups that there are.
+
+        A `PrefixStore` also lists the keys of longer prefixes (`attempt1` those of `attempt10`), which it cannot read.
+        """
+        for key in self._store.list_keys():
+            if _ADDRESS.fullmatch(key) and key not in self._addresses and self._store.check([key]):
+                self._addresses[key] = self._store.get(key)
 
 
 def _connected() -> dict[tuple[int, int], tuple[bytes, bytes]]:
