@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from espalier import cluster, make_plan, workloads
 from espalier.config import kinds, load
 from espalier.language import tokens
 from espalier.plan import asking
 from espalier.rows import Row
+from espalier.workload import Shard
 
 MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n'
 
@@ -104,3 +106,32 @@ def test_make_plan_answers_for_a_recipe_of_every_kind(text: str, tmp_path: Path)
     layout = plan.layout
     assert layout is not None
     assert layout.dp * layout.micro_batch * layout.accumulate >= workload.global_batch
+
+
+@pytest.mark.parametrize("kind", ["gpt", "moe"])
+def test_the_pieces_of_a_decoder_are_its_forward(kind: str, tmp_path: Path) -> None:
+    table = {"path": str(corpus(tmp_path)), "cache": str(tmp_path / "cache")}
+    recipe = load.from_table({"model": {"kind": kind, "depth": 3, "width": 32, "heads": 2}, "data": [table]})
+    workload = workloads.open_workload(workloads.settle(recipe, tmp_path))
+    model = workload.build(torch.device("cpu"), torch.float32)
+    pieces = workload.pieces(model)
+    assert pieces is not None
+    assert len(pieces.blocks) == 3
+    (batch,) = workload.batches(0, Shard(0, 2, 2))
+    assert torch.equal(pieces((batch.tokens, batch.where)), model(batch.tokens, where=batch.where))
+    gradients = [torch.autograd.grad(given.square().sum(), list(model.parameters())) for given in (
+        pieces((batch.tokens, batch.where)), model(batch.tokens, where=batch.where)
+    )]  # fmt: skip
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_sequential_module_is_in_pieces_and_others_are_whole(tmp_path: Path) -> None:
+    layers = "nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))"
+    (tmp_path / "in_pieces.py").write_text(THEIRS.replace("nn.Linear(8, 1)", layers))
+    file = recipe_file(tmp_path, '[model]\nkind = "module"\nbuild = "in_pieces:build"\n')
+    workload = workloads.open_workload(workloads.settle(load.load(file), tmp_path))
+    model = workload.build(torch.device("cpu"), torch.float32)
+    pieces = workload.pieces(model)
+    assert pieces is not None
+    assert torch.equal(pieces(torch.ones(2, 8)), model(torch.ones(2, 8)))
+    assert workload.pieces(model[0]) is None  # type: ignore[index]

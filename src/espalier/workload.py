@@ -80,6 +80,23 @@ class Outcome(NamedTuple):
     tasks: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """A model in the order in which it computes: `head` of the last block of ... of `embed`. Each takes what the one
+    before it gave (a tensor or a tuple of tensors), so that a schedule may run them on different ranks."""
+
+    embed: Callable[[Any], Any]
+    blocks: Sequence[Callable[[Any], Any]]
+    head: Callable[[Any], Any]
+
+    def __call__(self, inputs: Any) -> Any:
+        """All of them in turn: what the model gives."""
+        state = self.embed(inputs)
+        for block in self.blocks:
+            state = block(state)
+        return self.head(state)
+
+
 class Workload(Protocol):
     """One family of models. Built by `language.workload.open(...)` and its like."""
 
@@ -98,6 +115,10 @@ class Workload(Protocol):
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The repeated blocks of `model` in forward order: the units of recomputation, compilation and sharding."""
+        ...
+
+    def pieces(self, model: nn.Module) -> Pieces | None:
+        """`model` in pieces that give together what its forward gives, to the bit; None where it has no such order."""
         ...
 
     def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
@@ -184,6 +205,10 @@ class Plain:
     def carry(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """As it is."""
         return state
+
+    def pieces(self, model: nn.Module) -> Pieces | None:
+        """Not known."""
+        return None
 
     def tasks(self) -> Mapping[str, float]:
         """One."""

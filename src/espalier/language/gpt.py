@@ -26,6 +26,7 @@ from espalier.language.elementwise import rms_norm, rotate, swiglu
 from espalier.language.work import Feed, Setting, decoder_work
 from espalier.sequence.base import Attend, Where
 from espalier.sequence.whole import causal
+from espalier.workload import Pieces
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -196,6 +197,21 @@ class GPT(nn.Module):
     ) -> Float[Tensor, ""]:
         """Sum of the cross entropies (nats) of `targets`; those equal to -100 are left out."""
         return cross_entropy_sum(self(tokens, where=where), targets)
+
+    def pieces(self) -> Pieces:
+        """Of (tokens, where), to logits."""
+        return Pieces(self._begun, [partial(self._passed, block) for block in self.blocks], self._ended)
+
+    def _begun(self, inputs: tuple[Tensor, Where | None]) -> Any:
+        tokens, where = inputs
+        return self.embedding(tokens), self._turn(tokens, None, where)
+
+    def _passed(self, block: nn.Module, state: Any) -> Any:
+        x, turn = state
+        return self.through(block, x, turn, None), turn
+
+    def _ended(self, state: Any) -> Tensor:
+        return self.logits(state[0])
 
     def logits(self, x: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq vocabulary"]:
         """Logits from the residual stream after the last block."""

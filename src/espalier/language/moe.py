@@ -8,7 +8,7 @@ batch is cut into micro-batches and ranks; over sequences it is a sum over sampl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,15 @@ class MOE(GPT):
             return loss
         counted = (targets != IGNORED).sum(1)
         return loss + self.size.balance * (uneven * counted).sum()
+
+    def _begun(self, inputs: tuple[Tensor, Where | None]) -> Any:
+        x, turn = super()._begun(inputs)
+        return x, turn, torch.zeros((), device=x.device)
+
+    def _passed(self, block: nn.Module, state: Any) -> Any:
+        x, turn, total = state
+        x, uneven = self.through(block, x, turn, None)
+        return x, turn, total + uneven
 
     def _through_blocks(self, tokens: Tensor, cache: Cache | None, where: Where | None) -> tuple[Tensor, Tensor]:
         """The residual stream after the last block, and the sum of the layers' imbalances `[batch]`."""

@@ -20,7 +20,7 @@ from espalier.language import generate, gpt, hf, mixture, moe, tokens
 from espalier.language.tokenizer import Tokenizer
 from espalier.language.work import Setting
 from espalier.sequence.base import Where
-from espalier.workload import Plain, Progress, Shard, to_device
+from espalier.workload import Pieces, Plain, Progress, Shard, to_device
 
 
 class Windows(NamedTuple):
@@ -69,6 +69,11 @@ class LanguageWorkload(Plain):
         """The decoder's layers."""
         assert isinstance(model, gpt.GPT)
         return list(model.blocks)
+
+    def pieces(self, model: nn.Module) -> Pieces:
+        """The table, the layers, and the last norm with the head."""
+        assert isinstance(model, gpt.GPT)
+        return model.pieces()
 
     def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """The token table and the head."""

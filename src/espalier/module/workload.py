@@ -27,7 +27,7 @@ from espalier.module.parts import READING, Parts, Task, checked, collated, conte
 from espalier.named import Author, function
 from espalier.rows import Profile, Row, tally
 from espalier.shard.blocks import blocks_of
-from espalier.workload import Phase, Progress, Shard, Tagged, Workload, to_device
+from espalier.workload import Phase, Pieces, Progress, Shard, Tagged, Workload, to_device
 
 
 class ModuleWorkload:
@@ -67,6 +67,12 @@ class ModuleWorkload:
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The entries of its lists of layers, where it has any; else the module is one block."""
         return blocks_of(model) or [model]
+
+    def pieces(self, model: nn.Module) -> Pieces | None:
+        """The entries of an `nn.Sequential`."""
+        if not isinstance(model, nn.Sequential):
+            return None
+        return Pieces(lambda inputs: inputs, list(model), lambda state: state)
 
     def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """Tables, and the last matrix, which is taken for the head."""
