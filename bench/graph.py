@@ -6,7 +6,8 @@ Epochs: forward, loss and backward of two layers over a whole planted graph of 5
 50 for MaxK); each peer is the faster of PyG's `edge_index` and its `torch.sparse` CSR form, normalised once.
 Accuracy: Cora and CiteSeer with the standard split (--data, folder `planetoid`), ten seeds, the same optimizer, steps
 and sizes on both sides, at the last step. Inference: latency of all nodes, and the most memory a process needs beyond
-what it held before. Sampler: edges drawn for batches of 1,024 nodes, fan-out 10 and 10, beside DGL under --dgl PYTHON.
+what it held before. Beside DGL's own layers, by the Python of bench/peers/dgl.sh or of --dgl PYTHON: epochs with Adam
+on three graphs, and the sampler, edges drawn for batches of 1,024 nodes, fan-out 10 and 10.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+from beside_dgl import of_dgl, sampler
 from espalier import config
 from espalier.config import derive, load
 from espalier.graph import generate, pyg, sources
 from espalier.graph.data import Graph, Parts
-from espalier.graph.sample import Sampler, Style
 from espalier.graph.views import infer
 from espalier.graph.workload import GraphWorkload
 from espalier.hardware.peak import peak_memory
@@ -287,55 +288,31 @@ def measure_memory(kind: str, text: str, folder: str, form: str) -> None:
     print((peak_memory(torch.device("cpu")) - before) / 2**20)
 
 
-# --- the sampler -------------------------------------------------------------------------------------------------
-
-DGL = """
-import sys, time, numpy, torch, dgl
-torch.set_num_threads(int(sys.argv[2]))
-found = numpy.load(sys.argv[1])
-graph = dgl.graph(("csc", (found["indptr"], found["indices"], [])))
-sampler = dgl.dataloading.NeighborSampler([10, 10])
-seeds = torch.from_numpy(found["seeds"])
-for line in sys.stdin:
-    begun, edges = time.perf_counter(), 0
-    for batch in seeds:
-        _, _, blocks = sampler.sample(graph, batch)
-        edges += sum(block.num_edges() for block in blocks)
-    print(edges / (time.perf_counter() - begun), flush=True)
-"""
+# --- DGL's own layers --------------------------------------------------------------------------------------------
 
 
-def sampler(graph: Graph, python: str | None, pairs: int, batches: int) -> list[Row]:
-    draw = np.random.default_rng(0)
-    seeds = np.stack([draw.choice(graph.nodes, 1024, replace=False) for _ in range(batches)])
-    ours = Sampler(graph, Style(False, "mean"))
-
-    def rate() -> float:
-        begun, edges = time.perf_counter(), 0
-        for step, batch in enumerate(seeds):
-            edges += sum(block.edges for block in ours.draw(batch, (10, 10), step=step).blocks)
-        return edges / (time.perf_counter() - begun) / 1e6
-
-    rate()
+def beside_dgl(kind: str, graph: Graph, name: str, python: str | None, pairs: int) -> list[Row]:
+    """Epochs with Adam of ours and of DGL's own layers."""
     if python is None:
-        alone = statistics.median(rate() for _ in range(pairs))
-        print(f"sampler: {alone:.1f} million edges/s (no DGL named by --dgl)", file=sys.stderr)
+        print(f"{kind} epoch, {name}: no DGL (bench/peers/dgl.sh, or --dgl PYTHON)", file=sys.stderr)
         return []
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "graph.npz"
-        np.savez(file, indptr=graph.indptr, indices=graph.indices.astype(np.int64), seeds=seeds)
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        command = [python, "-c", DGL, str(file), str(torch.get_num_threads())]
-        with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment) as other:
-            assert other.stdin is not None
-            assert other.stdout is not None
-            taken = []
-            for _ in range(pairs + 1):
-                other.stdin.write("go\n")
-                other.stdin.flush()
-                taken.append((float(other.stdout.readline()) / 1e6, rate())[::-1])
-            other.stdin.close()
-    return [compare("sampler, fan-out 10 and 10, 1024 seeds", "dgl-2.1.0", "million edges/s", taken[1:])]
+    workload = opened(graph, kind)
+    model = workload.build(torch.device("cpu"), torch.float32).train()
+    optimizer, count = torch.optim.Adam(model.parameters(), 0.01), workload.global_batch
+
+    def epoch() -> None:
+        optimizer.zero_grad()
+        (batch,) = workload.batches(0, Shard(0, count, count))
+        loss, weight = workload.loss(model, batch)
+        (loss / weight).backward()
+        optimizer.step()
+
+    arrays = {"indptr": graph.indptr, "indices": graph.indices.astype(np.int64), "features": np.array(graph.features)}
+    arrays |= {"labels": np.array(graph.labels), "train": graph.parts.train}
+    options = (kind, str(WIDTH), str(recipe(kind).model.dropout))
+    taken = of_dgl(python, arrays, options, lambda: seconds(epoch), pairs)
+    values = [(1e3 * ours, 1e3 * theirs) for ours, theirs in taken]
+    return [compare(f"{kind} epoch with Adam, {name}", "dgl-2.1.0", "ms", values, higher_is_better=False)]
 
 
 # --- all of it ---------------------------------------------------------------------------------------------------
@@ -350,17 +327,25 @@ def main() -> None:
     quick = options.quick
     pairs = options.pairs or (5 if quick else 15)
     named = options.data or os.environ.get("ESPALIER_DATA")
+    own_dgl = Path(__file__).parent / ".dgl" / "bin" / "python"
+    dgl = options.dgl or (str(own_dgl) if own_dgl.exists() else None)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         text = f"planted:nodes={10_000 if quick else 50_000},degree=16,features=64"
         denser = f"planted:nodes={5_000 if quick else 20_000},degree=50,features=64,signal=1,homophily=0.15,classes=16"
+        sparser = f"planted:nodes={10_000 if quick else 100_000},degree=6,features=64"
         cases: dict[str, Callable[[], list[Row]]] = {
             **{f"epoch-{kind}": _later(epochs, kind, text, folder, pairs) for kind in KINDS},
+            **{
+                f"dgl-{kind}-{at}": _later(beside_dgl, kind, one, folder, dgl, pairs)
+                for at, one in enumerate((text, sparser, denser))
+                for kind in KINDS
+            },
             **{f"inference-{kind}": _later(inference, kind, text, folder, pairs) for kind in KINDS},
             **{f"memory-{kind}": _memory_rows(kind, text, folder) for kind in KINDS},
             "inference-cliques": lambda: [inference("gcn", cliquish(5_000 if quick else 20_000), "cliques", pairs)],
             **{f"maxk-{k}": _maxk(denser, folder, k, pairs, 20 if quick else 60) for k in (32, 16, 8)},
-            "sampler": lambda: sampler(generate.load(text, Path(folder)), options.dgl, pairs, 10 if quick else 40),
+            "sampler": lambda: sampler(generate.load(text, Path(folder)), dgl, pairs, 10 if quick else 40),
         }
         for name, kind in ACCURATE if named else ():
             cases[f"accuracy-{name}-{kind}"] = _accuracy(Path(named or ""), name, kind, 2 if quick else 10)
@@ -375,8 +360,12 @@ def _maxk(text: str, folder: str, k: int, pairs: int, steps: int) -> Callable[[]
     return lambda: maxk(generate.load(text, Path(folder)), k, pairs, steps)
 
 
-def _later(what: Callable[..., Row], kind: str, text: str, folder: str, pairs: int) -> Callable[[], list[Row]]:
-    return lambda: [what(kind, generate.load(text, Path(folder)), text, pairs)]
+def _later(what: Callable[..., Any], kind: str, text: str, folder: str, *more: Any) -> Callable[[], list[Row]]:
+    def run() -> list[Row]:
+        found = what(kind, generate.load(text, Path(folder)), text, *more)
+        return found if isinstance(found, list) else [found]
+
+    return run
 
 
 def _memory_rows(kind: str, text: str, folder: str) -> Callable[[], list[Row]]:
