@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from espalier import units, workloads
+from espalier import units
 from espalier.cluster import Cluster, Disk, Link
 from espalier.config import kinds
 from espalier.config.derive import Derivation
@@ -261,6 +261,8 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
     line(f"Done in {units.show_seconds(seconds)}: {figures or 'no step was left to do'}.")
     # Paths and commands stay whole on one line, so that they can be copied.
     say(f"  report    {page}")
+    from espalier import workloads  # loads torch, which diagnosing a log goes without
+
     kind = kinds.tagged((run.recipe.get("model") or {}).get("kind"))
     row = None if kind is None else workloads.row_of(kind)
     if row is not None and row.answer is not None:
