@@ -34,6 +34,8 @@ class Tally:
     trainable: int
     tensors: int
     matrices: Counter[tuple[int, int]]
+    sizes: Sequence[Any] = ()
+    """`shard.blocks.Sized` of the trainable ones, in order; empty: not known."""
 
     def with_more(self, other: Tally, times: int) -> Tally:
         """This model grown `times` times by what `other` has beyond it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from espalier.config import Recipe
 from espalier.graph.predict import answers
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.rows import Answer, Profile, Row, Sampling, tally
+from espalier.shard.blocks import sizes_of
 from espalier.workload import Progress, Workload
 
 
@@ -35,8 +37,9 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     workload = opened()
     assert isinstance(workload, GraphWorkload)
     model = workload.build(torch.device("cpu"), torch.float32)
+    outside = workload.embeddings(model)
     return Profile(
-        tally=tally(model, workload.embeddings(model)),
+        tally=replace(tally(model, outside), sizes=sizes_of(model, workload.blocks(model), outside)),
         global_batch=workload.global_batch,
         tokens_per_sample=1.0,
         anatomy=workload.anatomy,

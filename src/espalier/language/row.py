@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from espalier.language.tokenizer import Tokenizer
 from espalier.language.work import Setting
 from espalier.language.workload import LanguageWorkload, embeddings, new_model, open_language
 from espalier.rows import Answer, Prepared, Profile, Row, Sampling, Tally, tally
+from espalier.shard.blocks import deeper, sizes_of
 from espalier.workload import Progress, Workload
 
 
@@ -99,7 +101,9 @@ def _tally(options: Gpt | Moe) -> Tally:
     """Of a decoder of any depth: its blocks are alike, so one and two of them are built, on the meta device."""
     models = [new_model(msgspec.structs.replace(options, depth=depth), 0, torch.device("meta")) for depth in (1, 2)]
     one, two = (tally(model, embeddings(model)) for model in models)
-    return one.with_more(two, (options.depth or 1) - 1)
+    few, several = (sizes_of(model, list(model.blocks), embeddings(model)) for model in models)
+    depth = options.depth or 1
+    return replace(one.with_more(two, depth - 1), sizes=few if depth == 1 else deeper(several, depth))
 
 
 # --- for the verbs -----------------------------------------------------------------------------------------------

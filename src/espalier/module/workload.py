@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from espalier.errors import EspalierError, UserError
 from espalier.module.parts import READING, Parts, Task, checked, collated, content, length, tasks_of, tensors, trial
 from espalier.named import Author, function
 from espalier.rows import Profile, Row, tally
-from espalier.shard.blocks import blocks_of
+from espalier.shard.blocks import blocks_of, sizes_of
 from espalier.workload import Phase, Pieces, Progress, Shard, Tagged, Workload, to_device
 
 
@@ -306,8 +307,9 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     workload = opened()
     assert isinstance(workload, ModuleWorkload)
     model = workload.build(torch.device("cpu"), torch.float32)
+    outside = workload.embeddings(model)
     return Profile(
-        tally=tally(model, workload.embeddings(model)),
+        tally=replace(tally(model, outside), sizes=sizes_of(model, workload.blocks(model), outside)),
         global_batch=workload.global_batch,
         tokens_per_sample=1.0,
         anatomy=workload.anatomy,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import UserError
 from espalier.plan.request import Request
 from espalier.rows import Profile, tally
+from espalier.shard.blocks import Sized, sizes_of
 from espalier.workload import Workload
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> R
         parameters=counted.parameters,
         trainable=counted.trainable,
         tensors=counted.tensors,
+        sizes=sizes_of(model),
         layers=layers,
         global_batch=batch,
         tokens_per_sample=1.0,
@@ -52,6 +54,13 @@ def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> R
         precision=precision,
         pin=pin,
     )
+
+
+def _in_precision(sizes: Sequence[Sized], precision: str) -> Sequence[Sized]:
+    """The tensors as the trainer keeps them: fp32 masters also under bf16."""
+    if precision != "fp64":
+        return sizes
+    return tuple(one._replace(element_bytes=8, kind=("torch.float64", False)) for one in sizes)
 
 
 def _layers(model: torch.nn.Module) -> int:
@@ -97,4 +106,5 @@ def _request(recipe: Recipe, profile: Profile) -> Request:
         codec=recipe.comm.codec,
         sync=recipe.sync,
         saves=recipe.checkpoint.every,
+        sizes=_in_precision(counted.sizes, train.precision),
     )

@@ -6,7 +6,7 @@ pace of its slowest rank and is as full as its fullest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +22,15 @@ from espalier.plan.factors import Factors
 from espalier.plan.layouts import Layouts
 from espalier.plan.network import Fleet
 from espalier.plan.request import Request
-from espalier.plan.seats import devices, peak_flops
+from espalier.plan.seats import devices, peak_flops, seats
 from espalier.plan.step import Step, storage_of
+from espalier.shard import spread
+from espalier.shard.placement import Factors as Shards
 from espalier.shard.spread import control_values
 from espalier.sync.base import TOTAL_BYTES, TOTALS, task_totals
+
+DEALT = 2_000
+"""Whole matrices times their owners up to which a plan's bytes count the padding between them."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,9 @@ def estimate(
     step = sum(terms.values())
     tokens = request.global_batch * request.tokens_per_sample
     made = Step(request, on, on.kinds[slow], layout)
+    most = int(samples_each(request, layout)) if shares is None else int(np.max(shares))
+    nodes = [0 if on.cuda else place.node for place in seats(cluster, ranks)]
+    exactly = {**sent(request, layout), **_of_units(request, on, layout, -(-most // int(layout.micro_batch)), nodes)}
     return Predicted(
         step_seconds=step,
         tokens_per_second=tokens / step,
@@ -119,7 +127,7 @@ def estimate(
         terms=terms,
         memory_bytes={**kinds, "peak": sum(kinds.values())},
         memory_limit=tight.limit,
-        sent_bytes={name: float(value) for name, value in _encoded(sent(request, layout), request, on).items()},
+        sent_bytes={name: float(value) for name, value in _encoded(exactly, request, on).items()},
         sources={**seconds.sources(made), **memory.sources(request, on)},
     )
 
@@ -128,7 +136,7 @@ def sent(request: Request, layouts: Layouts) -> dict[str, Number]:
     """Payload bytes that a rank sends per step in exchanges of states: what goes on the ledger.
 
     Beside the gradients, ranks tell each other at every step which tensors they used, the loss, and their part of the
-    norm, in one exchange (`shard.control`). The padding of units is left out; `shard.amsp.cost` counts it.
+    norm, in one exchange (`shard.control`). The padding of units is left out; `_of_units` counts it.
     """
     storage = storage_of(request, layouts)
     pp, replicas = np.asarray(layouts.pp), layouts.shards // np.asarray(layouts.optimizer)
@@ -149,6 +157,26 @@ def sent(request: Request, layouts: Layouts) -> dict[str, Number]:
         "control": cost.ring_bytes("all_reduce", _steering(request, layouts), layouts.world),
     }
     return found | ({"parameters": params} if np.any(np.asarray(params) > 0) else {})
+
+
+def _of_units(request: Request, on: Fleet, layout: Layouts, rounds: int, nodes: Sequence[int]) -> Mapping[str, Number]:
+    """The same of gradients and parameters by the mechanism's own cost, over the very units that it exchanges, padding
+    included: what goes on the ledger, to the byte.
+
+    Empty where that is not known: models that are cut, the 16-bit shards of bf16, other executors, and whole matrices
+    dealt to many owners, which takes long.
+    """
+    cut = int(layout.tp) * int(layout.sp) * int(layout.pp) > 1
+    halves = bool(request.low) and int(layout.optimizer) > 1
+    whole = request.optimizer == "muon"
+    many = whole and len(request.sizes) * int(layout.optimizer) > DEALT
+    if not request.sizes or cut or halves or many or request.storage is not None or on.ranks == 1:
+        return {}
+    chosen = Shards(int(layout.params), int(layout.grads), int(layout.optimizer))
+    pieces = spread.pieces_of(request.sizes, chosen, whole)
+    wires = spread.Wires(on.inside, on.between)
+    found = spread.cost(pieces, nodes, wires, rounds=rounds, bucket_bytes=request.bucket_bytes).sent
+    return {name: size for name, size in found.items() if size or name == "gradients"}
 
 
 def _encoded(found: Mapping[str, Number], request: Request, on: Fleet) -> dict[str, Number]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from espalier.config import EveryStep, Pin, Sync
 from espalier.cost import WHOLE, Anatomy, Cut, Number
 from espalier.plan.factors import PLAIN, Factors
+
+if TYPE_CHECKING:
+    from espalier.shard.blocks import Sized
 
 
 class Storage(NamedTuple):
@@ -65,6 +68,7 @@ class Request:
             InternEvo, which also sums gradients whole, or reduces them to each owner in turn.
         codec: what the recipe says of that; crossings: what is encoded on its way.
         sync: when replicas are to agree.
+        sizes: of the trainable tensors, in the model's order; empty: not known.
         saves: steps between checkpoints, or `auto`; None: who trains saves by other means.
     """
 
@@ -103,6 +107,7 @@ class Request:
     codec: str = "exact"
     crossings: Sequence[Crossing] = ()
     sync: Sync = field(default_factory=EveryStep)
+    sizes: Sequence[Sized] = ()
     saves: int | Literal["auto"] | None = None
 
     def crossing(self, traffic: str) -> Crossing | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import nn
 
 LISTS = (nn.ModuleList, nn.Sequential)
@@ -45,3 +47,47 @@ class Membership:
     def of(self, parameter: nn.Parameter) -> int | None:
         """The index of its block, None outside all blocks."""
         return self._block.get(id(parameter))
+
+
+class Sized(NamedTuple):
+    """A trainable parameter as far as its place in units depends on it.
+
+    Attributes:
+        elements, element_bytes: its size.
+        block: the index of its block; None outside all.
+        kind: parameters of one kind (dtype, whether it keeps its precision) may share a unit.
+        matrix: an optimizer of matrices moves it as a whole.
+    """
+
+    elements: int
+    element_bytes: int
+    block: int | None
+    kind: tuple[str, bool]
+    matrix: bool
+
+
+def sizes_of(
+    model: nn.Module, blocks: Sequence[nn.Module] | None = None, embeddings: Collection[nn.Parameter] = ()
+) -> tuple[Sized, ...]:
+    """The trainable parameters of `model` in its order, each once."""
+    member = Membership(model, blocks_of(model) if blocks is None else blocks)
+    exact, outside = norms_of(model), {id(parameter) for parameter in embeddings}
+    return tuple(
+        Sized(
+            p.numel(),
+            p.element_size(),
+            member.of(p),
+            (str(p.dtype), p.dtype == torch.float32 and id(p) not in exact),
+            p.ndim == 2 and id(p) not in outside,
+        )
+        for p in model.parameters()
+        if p.requires_grad
+    )
+
+
+def deeper(sizes: Sequence[Sized], depth: int) -> tuple[Sized, ...]:
+    """Those of a model of two blocks as of one of `depth` blocks, all like its second."""
+    second = [index for index, one in enumerate(sizes) if one.block == 1]
+    first, last = second[0], second[-1] + 1
+    repeated = [one._replace(block=block) for block in range(1, depth) for one in sizes[first:last]]
+    return (*sizes[:first], *repeated, *sizes[last:])

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from espalier.cluster import Link
+    from espalier.shard.blocks import Sized
 
 WHOLE = Claim(
     "amsp",
@@ -199,6 +200,18 @@ class Wires(NamedTuple):
 
     inside: Link
     between: Link | None = None
+
+
+def pieces_of(sizes: Sequence[Sized], chosen: Factors, whole: bool = False) -> list[Piece]:
+    """The parameters of a model that is spread by one set of factors.
+
+    `whole`: an optimizer of matrices moves these as wholes.
+    """
+    found = groups([chosen] * len(sizes), [one.block for one in sizes], [one.kind for one in sizes])
+    return [
+        Piece(one.elements, one.element_bytes, group, whole and one.matrix and chosen.optimizer > 1)
+        for one, group in zip(sizes, found, strict=True)
+    ]
 
 
 def cost(
