@@ -10,6 +10,8 @@ from enum import StrEnum
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from espalier.cost import ring_bytes
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -143,21 +145,17 @@ def sent_bytes(operation: str, size: Any, ranks: Any, *, root: bool = False) -> 
     written here. Its broadcast is a tree, so ranks other than the root forward copies too; only the
     root's one copy is counted.
     """
-    others = (ranks - 1) / ranks
-    if operation == "all_reduce":
-        return 2 * size * others
-    if operation in ("all_gather", "reduce_scatter", "all_to_all"):
-        return size * others
+    if operation in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
+        return ring_bytes(operation, size, ranks)
     if operation == "broadcast":
-        return size * (ranks > 1) if root else 0 * size
+        return ring_bytes(operation, size, ranks) if root else 0 * size
+    others = (ranks - 1) / ranks
     if operation == "scatter":
         return size * others if root else 0 * size
     if operation == "gather":
         return 0 * size if root else size / ranks
     if operation == "reduce":  # reduce-scatter, then every share to the root
         return size * others if root else size * others + size / ranks * (ranks > 1)
-    if operation == "send":
-        return size
     assert operation in ("recv", "barrier"), operation
     return 0 * size
 
