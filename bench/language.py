@@ -3,9 +3,10 @@
     python bench/language.py [--quick] [--pairs N] [--json FILE]
 
 Peers: a plain DistributedDataParallel loop (fused AdamW, gradient_as_bucket_view), FSDP2, one process with all threads,
-and the Hugging Face Trainer with its own Llama of the same shape. All train fp32 with AdamW and clip at 1.0. Each
-measurement is a fresh set of forked ranks that runs a few steps; ours and every peer take turns, so that the machine's
-mood strikes all alike. Also measured: peak memory, and the time from command to first step.
+the 60 lines of bench/plain_loop.py, and the Hugging Face Trainer with its own Llama of the same shape. All train fp32
+with AdamW and clip at 1.0. Each measurement is a fresh set of forked ranks that runs a few steps; ours and every peer
+take turns, so that the machine's mood strikes all alike. Also measured: peak memory, and the time from command to first
+step.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Case:
         total = self.workload.global_batch
         cuts = [total * one // world for one in (rank, rank + 1)]
         shard = Shard(cuts[0], cuts[1], cuts[1] - cuts[0])
-        return [tuple(self.workload.batches(step, shard)[0]) for step in range(count)]
+        return [self.workload.batches(step, shard)[0][:2] for step in range(count)]
 
 
 def make_case(shape: Shape, cache: Path) -> Case:
@@ -195,6 +196,27 @@ def _loop(case: Case, steps: int, world: int, threads: int, wrap: Callable[..., 
     return _summary(case, local.run(life, places))
 
 
+def plain_loop(case: Case, steps: int) -> Measured:
+    """The 60 lines of bench/plain_loop.py: the same decoder in plain PyTorch, one process with a thread per core."""
+    options = case.resolved.recipe.model
+    names = ("width", "depth", "heads", "kv_heads", "feed_forward", "vocabulary")
+    sizes = {name: getattr(options, name) for name in names}
+    sizes |= {"tied": bool(options.tied), "sequence": case.shape.sequence}
+    with tempfile.TemporaryDirectory() as folder:
+        data, file = Path(folder) / "batches.pt", Path(folder) / "request.json"
+        rows = [torch.cat([tokens, targets[:, -1:]], dim=1) for tokens, targets in case.batches(0, 1, steps)]
+        torch.save(torch.cat(rows), data)
+        rate = case.resolved.recipe.train.optimizer.learning_rate
+        request = {"sizes": sizes, "data": str(data), "batch": len(rows[0]), "micro_batch": len(rows[0])}
+        file.write_text(json.dumps({**request, "threads": CORES, "learning_rate": rate}))
+        program = Path(__file__).parent / "plain_loop.py"
+        done = subprocess.run([sys.executable, program, file], capture_output=True, text=True, check=False, timeout=600)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    return _summary(case, [(answer["seconds"], answer["memory"])])
+
+
 def hf_trainer(case: Case, steps: int) -> Measured:
     """The Hugging Face Trainer with its Llama of the same shape, one process with a thread per core."""
     program = Path(__file__).parent / "peers" / "hf_trainer.py"
@@ -236,7 +258,13 @@ def _summary(case: Case, ranks: list[tuple[list[float], float]]) -> Measured:
     return Measured(case.shape.batch_tokens / statistics.median(steps), sum(memory for _, memory in ranks))
 
 
-PEERS = {"ddp": plain_ddp, "fsdp2": fsdp2, "one-process": one_process, "hf-trainer": hf_trainer}
+PEERS = {
+    "ddp": plain_ddp,
+    "fsdp2": fsdp2,
+    "one-process": one_process,
+    "plain-loop": plain_loop,
+    "hf-trainer": hf_trainer,
+}
 
 
 # --- the measurements --------------------------------------------------------------------------------------------
@@ -256,8 +284,9 @@ def throughput(case: Case, pairs: int, steps: int, note: str) -> list[Row]:
         compare(label, name, "tokens/s", [(a.tokens_per_second, b.tokens_per_second) for a, b in _zip(found, name)])
         for name in PEERS
     ]
-    memory = [(a.memory / 2**20, b.memory / 2**20) for a, b in _zip(found, "ddp")]
-    rows.append(compare(label, "ddp", "MiB peak, all ranks", memory, higher_is_better=False))
+    for name in ("ddp", "plain-loop"):
+        memory = [(a.memory / 2**20, b.memory / 2**20) for a, b in _zip(found, name)]
+        rows.append(compare(label, name, "MiB peak, all ranks", memory, higher_is_better=False))
     return rows
 
 
