@@ -33,6 +33,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         sys.modules["espalier.kernels.compiled"].warm()
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Every test begins with one thread, whatever the one before has set: forks of several would hang."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
     """Measured tables: the folder in ESPALIER_DATA, else one beside the repository; a test that needs it is skipped

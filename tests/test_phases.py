@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +73,7 @@ def build(where="", how="", odd=False):
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     sys.modules.pop("fields", None)
     (tmp_path / "fields.py").write_text(THEIRS)
     (tmp_path / "recipe.toml").write_text(
@@ -87,8 +87,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def train(home: Path, *overrides: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "espalier", "train", "recipe.toml", *overrides]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(home / "cache")}
-    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 

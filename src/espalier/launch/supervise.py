@@ -49,6 +49,8 @@ class Care:
         tell: called as `tell(event, **fields)` with incidents and recoveries, as the run log has them.
         stays: why ranks that are left after a failure may stay as they are: all hold the same state (`alike`), or
             replicas agree by `rounds`. Empty: they may not.
+        continues: whether the run goes on with another phase after these ranks; a signal that they are too late to hear
+            then ends it.
         shapes: who plans the run anew where a place is lost or stays slow; None: it keeps its ranks.
     """
 
@@ -58,6 +60,7 @@ class Care:
     tell: Callable[..., Any] = field(default=lambda event, **fields: None)
     shapes: Shapes | None = None
     stays: Literal["", "alike", "rounds"] = ""
+    continues: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,14 @@ def run(task: Task, places: Sequence[Place], care: Care) -> list[Any]:
         refuges = refuge.build(len(places), care.memory, slots) if care.memory != 0 else []
         own: Sequence[Refuge | None] = refuges or [None] * len(places)
         try:
-            return Supervisor(task, list(zip(places, own, strict=True)), care, signals).run()
+            found = Supervisor(task, list(zip(places, own, strict=True)), care, signals).run()
         finally:
             refuge.release(refuges)
+        if care.continues and signals.seen:  # it came too late for the ranks to hear of it
+            raise Interrupted(
+                "Stopped between two phases; the state is saved.", do="run the same command again to go on"
+            )
+        return found
 
 
 def warm() -> None:

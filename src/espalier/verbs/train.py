@@ -96,7 +96,8 @@ def _carry_out(job: Job, as_json: bool) -> int:
             shapes = reshape.Reshaper(part, life) if job.resolved.recipe.faults.restarts else None
             stays = mechanisms.recovery(job.resolved.recipe, part.plan)
             places = launch.places(part.plan, job.folder.logs)
-            supervise.run(life(part), places, replace(care, shapes=shapes, stays=stays))
+            follows = part.workload.phases()[-1].stop < (job.resolved.recipe.train.steps or 0)
+            supervise.run(life(part), places, replace(care, shapes=shapes, stays=stays, continues=follows))
 
     return carry_out(job, as_json, supervised)
 

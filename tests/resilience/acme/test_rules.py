@@ -13,7 +13,7 @@ from espalier.resilience.acme.taxonomy import REASONS
 
 def test_the_products_rules_name_every_reason_once_at_least():
     told = {rule.reason for rule in rules.own()}
-    assert set(REASONS) <= told | {"Unknown"}
+    assert set(REASONS) <= told | {"Unknown", "Hang"}  # a hang is what a supervisor saw, not what a log says
     assert len({rule.id for rule in rules.own()}) == len(rules.own())
 
 
