@@ -106,5 +106,6 @@ def _request(recipe: Recipe, profile: Profile) -> Request:
         codec=recipe.comm.codec,
         sync=recipe.sync,
         saves=recipe.checkpoint.every,
+        copies="auto" if recipe.faults.memory == "auto" else units.size(recipe.faults.memory, "faults.memory"),
         sizes=_in_precision(counted.sizes, train.precision),
     )

@@ -1,7 +1,8 @@
 """One decision for one question: the plan of a request on a cluster, whoever asks. Starts no rank.
 
 `espalier plan`, `espalier train`, `make_plan` and planning anew while a run goes on all end here. In order: replicas by
-rounds or agreement at every step, codecs by the links, the search, trials on a processor, and how often to save.
+rounds or agreement at every step, codecs by the links, the search, trials on a processor, how often to save, and what
+copies in memory take.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from espalier import units
 from espalier.cluster import Cluster
 from espalier.config import Auto, ByRounds, Eager, Shard
 from espalier.errors import UserError
-from espalier.plan import chosen, co2, codecs, explain, memory, pins, saving, search, trials
+from espalier.plan import chosen, co2, codecs, copies, explain, memory, pins, saving, search, trials
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.estimate import scaled
@@ -82,7 +83,8 @@ def decide(
         found = _every_step(request, cluster, calibration, trials)
         if isinstance(request.sync, Auto) and cluster.machines > 1 and found.fits and found.plan.executable:
             found = _if_rounds_pay(found, request, cluster, calibration)
-    return replace(found, plan=saving.paced(found.plan, request.saves, cluster))
+    plan = saving.paced(found.plan, request.saves, cluster)
+    return replace(found, plan=copies.priced(plan, request.copies, cluster))
 
 
 # --- rounds ------------------------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ class Request:
         sync: when replicas are to agree.
         sizes: of the trainable tensors, in the model's order; empty: not known.
         saves: steps between checkpoints, or `auto`; None: who trains saves by other means.
+        copies: bytes that copies of the state may take of a machine's memory (`faults.memory`); 0: there are none.
     """
 
     parameters: int
@@ -109,6 +110,7 @@ class Request:
     sync: Sync = field(default_factory=EveryStep)
     sizes: Sequence[Sized] = ()
     saves: int | Literal["auto"] | None = None
+    copies: int | Literal["auto"] = 0
 
     def crossing(self, traffic: str) -> Crossing | None:
         """How that class is encoded; None: it is not."""

@@ -1,0 +1,89 @@
+"""Copies in memory are part of the memory that a plan foretells, and never make one impossible."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from asked import decoder, gpus, processor
+
+from espalier import config
+from espalier.config import Pin, Shard, derive
+from espalier.plan import asking, copies
+from espalier.plan.base import Plan
+from espalier.plan.decide import Decision, decide
+
+pytestmark = pytest.mark.quick
+
+
+def decided(given: int | str, ranks: int = 1, **more: object) -> Decision:
+    pin = Pin(ranks=ranks, threads=1, micro_batch=1)
+    return decide(decoder(copies=given, pin=pin, saves=7, **more), processor(cores=2))
+
+
+def held(plan: Plan) -> dict[str, float]:
+    assert plan.predicted is not None
+    return plan.predicted.memory_bytes
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(1, 1), (2, 2)])
+def test_copies_count_once_for_one_rank_and_twice_for_several(ranks: int, count: int) -> None:
+    without, kept = held(decided(0, ranks).plan), held(decided("auto", ranks).plan)
+    assert "copies" not in without
+    assert kept["copies"] == count * (without["params"] + without["optimizer"]) > 0
+    assert kept["peak"] == without["peak"] + kept["copies"]
+    assert kept["peak"] == pytest.approx(sum(size for kind, size in kept.items() if kind != "peak"))
+
+
+def test_copies_that_take_more_than_a_rank_may_use_are_left_out_and_that_is_said() -> None:
+    without, found = decided(0, 2).plan, decided(1000, 2).plan
+    assert held(found) == held(without)
+    assert found.why[-1].startswith("No copies in memory: 2 copies of a rank's state")
+    assert found.why[:-1] == without.why
+
+
+def test_what_training_needs_comes_before_copies() -> None:
+    big = decoder(pin=Pin(ranks=1, threads=1), copies="auto", width=512)
+    peak = held(decide(replace(big, copies=0), processor()).taken)["peak"]
+    tight = processor(memory=f"{int(peak / 0.89)}B")
+    found = decide(big, tight).taken
+    assert held(found) == held(decide(replace(big, copies=0), tight).taken)
+    assert found.why[-1].startswith("No copies in memory")
+
+
+def test_a_limit_set_by_hand_does_not_count_copies_and_the_plan_says_so() -> None:
+    peak = held(decided(0).plan)["peak"]
+    found = decided("auto", memory=peak + 1).taken
+    assert held(found) == held(decided(0, memory=peak + 1).taken)
+    assert found.why[-1].startswith("Copies in memory come on top of the peak")
+
+
+def test_copies_beside_a_gpu_are_named_and_take_none_of_its_memory() -> None:
+    asked = decoder(saves=7)
+    found, without = decide(replace(asked, copies="auto"), gpus()).plan, decide(asked, gpus()).plan
+    assert held(found) == held(without)
+    assert "of the host's memory" in found.why[-1]
+
+
+def test_a_rank_keeps_another_machine_s_part_where_states_are_cut() -> None:
+    machines = processor(count=2)
+    asked = decoder(saves=7, copies="auto", pin=Pin(ranks=2, threads=2, shard=Shard(params=1, grads=1, optimizer=2)))
+    cut = held(decide(asked, machines).plan)
+    assert cut["copies"] == 4 * (cut["params"] + cut["optimizer"])
+    replicated = msgspec.structs.replace(asked.pin, shard=Shard(params=1, grads=1, optimizer=1))
+    whole = held(decide(replace(asked, pin=replicated), machines).plan)
+    assert whole["copies"] == 2 * (whole["params"] + whole["optimizer"])
+
+
+@pytest.mark.parametrize(("given", "bytes_"), [("auto", "auto"), ("2MiB", 2**21), (0, 0)])
+def test_a_recipe_s_faults_memory_is_what_is_priced(given: str | int, bytes_: str | int) -> None:
+    recipe = config.Recipe(
+        model=config.Gpt(depth=1, width=32, heads=2, feed_forward=64, vocabulary=64),
+        faults=config.Faults(memory=given),
+    )
+    assert asking.of_recipe(derive.resolve(recipe)[0]).copies == bytes_
+
+
+def test_a_plan_without_a_prediction_stays_as_it_is() -> None:
+    assert copies.priced(Plan(), "auto", processor()) == Plan()
