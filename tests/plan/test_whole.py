@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -194,6 +195,26 @@ def test_states_that_do_not_fit_are_named_with_what_is_missing() -> None:
     assert "machines of 2 A100-80GB instead of 1" in told
 
 
+def test_muon_is_not_advised_to_who_has_it() -> None:
+    muon = decoder(width=8192, layers=40, optimizer="muon")
+    with pytest.raises(UserError) as caught:
+        planned(muon, processor(memory="16GiB"))
+    assert "kind=muon" not in str(caught.value)
+    assert "model.depth" not in str(caught.value)  # a named shape has no depth to change
+
+
+def test_an_optimizer_that_holds_less_is_advised_where_it_fits() -> None:
+    matrices = {"matrix_shapes": ((512, 512, 1000),), "matrix_parameters": 512 * 512 * 1000}
+    room = processor(1, "64GiB")
+    muon = decoder(width=512, layers=80, batch=1, optimizer="muon", **matrices)
+    adamw = replace(muon, optimizer="adamw", matrix_parameters=0)
+    held = [planned(one, room).predicted.memory_bytes["peak"] for one in (muon, adamw)]  # type: ignore[union-attr]
+    assert held[0] < held[1]
+    found = decide(replace(adamw, memory=sum(held) / 2), room)
+    assert "train.optimizer.kind=muon" in str(found.refusal())
+    assert decide(replace(muon, memory=sum(held) / 2), room).fits
+
+
 @pytest.mark.parametrize("cluster", [gpus(), processor(4, "1GiB"), processor(2, "1GiB", count=2)])
 def test_devices_of_the_advised_memory_suffice(cluster) -> None:  # type: ignore[no-untyped-def]
     request = decoder(width=4096, layers=60, heads=0, pin=Pin(ranks=1) if cluster == gpus() else Pin())
@@ -241,6 +262,7 @@ def test_activations_that_do_not_fit_are_named_with_their_cure() -> None:
     told = str(caught.value)
     assert "most of it activations" in told
     assert "leave plan.pin.micro_batch, plan.pin.recompute out" in told
+    assert "train.sequence" in told
 
 
 def test_the_missing_bytes_are_the_ones_that_would_suffice() -> None:

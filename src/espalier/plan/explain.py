@@ -277,8 +277,13 @@ def refusal(request: Request, cluster: Cluster, found: Found) -> UserError:
         f"{units.show_size(limit)}, {units.show_size(nearest.over)} are missing, most of it {largest}.",
         why=f"the least violating of {found.priced:,} layouts is {label(nearest.layout)} on "
         f"{nearest.layout.world} devices: {told}",
-        do=", or ".join(cures(request, cluster, nearest)),
+        do=", or ".join([*cures(request, cluster, nearest), *_smaller(largest)]),
     )
+
+
+def _smaller(largest: str) -> list[str]:
+    """What makes the largest kind of memory smaller at a price that the reader must judge."""
+    return {"activations": ["a smaller train.sequence"], "buckets": ['comm.bucket="1MiB"']}.get(largest, [])
 
 
 def not_executable(plan: Plan) -> UserError:
@@ -374,6 +379,13 @@ def _changes(request: Request, cluster: Cluster) -> Iterator[tuple[str, Request]
         yield f"leave {_pinned(request.pin)} out", replace(request, pin=Pin())
     if request.recompute is not None and request.pin.recompute is None:
         yield "leave train.recompute out", replace(request, recompute=None)
+    hidden = sum(rows * columns * count for rows, columns, count in request.matrix_shapes)
+    if request.optimizer == "adamw" and hidden:
+        muon = replace(request, optimizer="muon", matrix_parameters=hidden)
+        yield "train.optimizer.kind=muon, which keeps one moment of a matrix instead of two", muon
+    if request.optimizer == "muon":
+        adamw = replace(request, optimizer="adamw", matrix_parameters=0)
+        yield "train.optimizer.kind=adamw, as Muon works on all matrices of one shape at once", adamw
     bf16 = all("bf16" in table.device.flops for table in cluster.nodes)
     if request.precision == "fp32" and bf16 and gpus(cluster):
         yield 'train.precision="bf16"', replace(request, precision="bf16")
