@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from espalier.comm.codecs import codec
 from espalier.sync.choices import Choices
-from espalier.sync.length import Rounds
 from espalier.sync.members import Crew, Members
 from espalier.sync.outer import OuterSync
+from espalier.sync.round_length import Rounds
 
 RATE = 0.05
 SIZES = (7, 5, 11, 4, 6)

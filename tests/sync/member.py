@@ -14,9 +14,9 @@ from espalier import tcpstore
 from espalier.comm.codecs import codec
 from espalier.errors import PeerLost
 from espalier.sync.choices import METHODS
-from espalier.sync.length import Rounds
 from espalier.sync.members import Crew, Members
 from espalier.sync.outer import OuterSync
+from espalier.sync.round_length import Rounds
 
 
 def life(

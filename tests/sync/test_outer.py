@@ -19,8 +19,8 @@ from torch import Tensor
 from espalier.errors import UserError
 from espalier.sync.choices import METHODS, Choices
 from espalier.sync.fragment import split
-from espalier.sync.length import Rounds
 from espalier.sync.outer import OuterSync
+from espalier.sync.round_length import Rounds
 
 Make = Callable[..., OuterSync]
 FORMS = {

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from espalier import encoding
-from espalier.checkpoint import dcp_metadata, tree, trusted
+from espalier.checkpoint import dcp_metadata, format_one, tree
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.manifest import File
 from espalier.checkpoint.place import Place
@@ -63,10 +63,10 @@ def _skeletons(reader: StorageReader, metadata: Metadata, present: list[str], pa
 
 
 def _skeleton(blob: bytes, part: str, path: str, trust: bool) -> Any:
-    if not trusted.is_pickled(blob):
+    if not format_one.is_pickled(blob):
         return encoding.loads(blob, f"The state of {part!r} in {path}")
     if trust:
-        return trusted.skeleton(blob)
+        return format_one.skeleton(blob)
     raise UserError(
         f"The checkpoint {path} is of the older format and is not read.",
         why=f"the state of {part!r} in it is pickled, and unpickling runs whatever its author put there",

@@ -24,9 +24,9 @@ from espalier.parallel.mesh import ProcessMesh
 from espalier.sync import every_step, hiding
 from espalier.sync.base import Agreed, Agreement, Launcher
 from espalier.sync.co2 import CLAIM, chosen_of
-from espalier.sync.length import NAME, Rounds
 from espalier.sync.members import Crew, Members
 from espalier.sync.outer import Decided, OuterSync
+from espalier.sync.round_length import NAME, Rounds
 from espalier.sync.update import Sum
 from espalier.track.rules import Recorded
 from espalier.workload import Outcome

@@ -19,9 +19,9 @@ from espalier.compose import Claim
 from espalier.errors import UserError
 from espalier.records import Record
 from espalier.sync.choices import METHODS, Choices
-from espalier.sync.length import Rounds
 from espalier.sync.members import Crew, Members
 from espalier.sync.outer import OuterSync
+from espalier.sync.round_length import Rounds
 
 CLAIM = Claim(
     "outer_rounds",

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from espalier.sync.choices import Choices
 from espalier.sync.fragment import Fragment, fragment_of, split, views_of
-from espalier.sync.length import Length, Rounds
 from espalier.sync.members import Arrived, Members, Note
+from espalier.sync.round_length import Length, Rounds
 from espalier.sync.update import Sum
 from espalier.track.rules import Recorded
 

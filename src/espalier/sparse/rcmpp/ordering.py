@@ -134,9 +134,9 @@ def _of_small(pattern: Pattern) -> Trace:
 @functools.cache
 def _small() -> Any:
     """The module of the kernels for small graphs: an import that is done already takes 1 µs."""
-    from espalier.sparse.rcmpp import small
+    from espalier.sparse.rcmpp import small_graphs
 
-    return small
+    return small_graphs
 
 
 def trials(entries: int, nodes: int) -> int:

@@ -13,10 +13,10 @@ from crews import RATE, SIZES, Replica, together
 from torch import Tensor
 
 from espalier.sync.choices import METHODS, Choices
-from espalier.sync.length import Length, Rounds
 from espalier.sync.members import Members
 from espalier.sync.outcome import Outcome
 from espalier.sync.outer import OuterSync
+from espalier.sync.round_length import Length, Rounds
 from espalier.track.rules import Recorded
 
 Make = Callable[..., OuterSync]
