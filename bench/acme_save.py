@@ -24,11 +24,12 @@ from espalier.checkpoint import interval, tree
 from espalier.checkpoint.pace import choose
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import derive, load
+from espalier.hardware.heap import keep_freed
 from espalier.hardware.peak import held, peak_memory
 from espalier.language.workload import open_language
 from espalier.launch.base import Place
 from espalier.plan.base import Plan, Rank
-from espalier.rank import keep_freed_memory, saving_group
+from espalier.rank import saving_group
 from espalier.testing import forks
 from espalier.trainer import Setting, Trainer
 from table import Row, compare
@@ -119,7 +120,7 @@ class Loop:
 
 def life(channel: Any, workload: Any, recipe: Any, folder: Path, rounds: int) -> Told:
     """One rank's turns."""
-    keep_freed_memory()
+    keep_freed()
     loop = Loop(channel, workload, recipe)
     saved = Checkpoints(folder / "ours", keep=1, group=saving_group(channel))
     for _ in range(3):

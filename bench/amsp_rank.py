@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from espalier import comm
 from espalier.config import Gpt, derive, load
+from espalier.hardware.heap import keep_freed
 from espalier.language.gpt import GPT
 from espalier.language.workload import new_model
-from espalier.rank import keep_freed_memory
 from espalier.shard.amsp import Amsp
 from espalier.shard.placement import Factors
 from espalier.shard.spread import Spread
@@ -245,7 +245,7 @@ def main(arguments: Sequence[str]) -> None:
     """Joins the others, measures, says what came out."""
     task = msgspec.json.decode(arguments[0], type=Task)
     torch.set_num_threads(1)
-    keep_freed_memory()
+    keep_freed()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0)
     group = comm.connect(store, rank, world, timeout=TIMEOUT)

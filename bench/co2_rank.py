@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from espalier import comm
 from espalier.comm.ddp import ddp_hook
 from espalier.config import derive, load
+from espalier.hardware.heap import keep_freed
 from espalier.language.workload import open_language
-from espalier.rank import keep_freed_memory
 from espalier.sync.co2 import CO2
 from espalier.workload import Shard
 
@@ -265,7 +265,7 @@ def main(arguments: Sequence[str]) -> None:
     """Joins the others, trains, says what came out."""
     task = msgspec.json.decode(arguments[0], type=Task)
     torch.set_num_threads(1)
-    keep_freed_memory()
+    keep_freed()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0)
     comm.connect(store, rank, world, timeout=TIMEOUT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import statistics
 import time
@@ -28,6 +27,7 @@ from espalier.checkpoint.sharded import Checkpoints
 from espalier.checkpoint.team import Team
 from espalier.comm.hangup import Connections
 from espalier.errors import UserError
+from espalier.hardware import heap
 from espalier.hardware.peak import peak_memory
 from espalier.healing import Healing
 from espalier.launch import base as launch
@@ -41,8 +41,6 @@ from espalier.track.rules import Recorded, recorded
 from espalier.trainer import Setting, Trainer
 from espalier.workload import to_device
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-
 SAVING = timedelta(minutes=30)
 """How long ranks wait for each other while a checkpoint is written."""
 
@@ -55,7 +53,7 @@ LONGEST = timedelta(days=1)
 def joined(place: launch.Place, timeout: float, *, mixed: bool = False) -> Iterator[dist.ProcessGroup | None]:
     """This rank's Channel to the others, or None when it is alone. `mixed`: some compute on CPUs, some on GPUs."""
     torch.set_num_threads(place.threads)
-    keep_freed_memory()
+    heap.keep_freed()
     if place.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(place.device))
     if place.world == 1:
@@ -85,15 +83,6 @@ def _stay_on_this_machine(host: str) -> None:
     loopback = [one.interface for one in reach.addresses() if one.address == host and host.startswith("127.")]
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-
-
-def keep_freed_memory() -> None:
-    """Tells glibc to keep what is freed: activations come back at every step, and giving their pages to the kernel in
-    between costs a page fault for every 4 KiB (5 % of a step of 2 M parameters). Does nothing on other libraries."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the largest it takes
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def saving_group(channel: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -30,6 +30,7 @@ from espalier.comm.meter import Meter
 from espalier.config import Recipe
 from espalier.errors import Interrupted, PeerLost
 from espalier.feed import ahead, hearing_signals, seed_step
+from espalier.hardware import heap
 from espalier.hardware.peak import memory_of
 from espalier.healing import Healing, numbered
 from espalier.launch import base as launch
@@ -177,7 +178,7 @@ class Trainer:
             if self.level < self.step:
                 self._between(saved)  # a failure came in between
             for batches, waited in feed:
-                begun = time.perf_counter()
+                begun, before = time.perf_counter(), self.step
                 agreed = self.train_step(batches)
                 profile()
                 self._report(agreed, time.perf_counter() - begun + waited)
@@ -185,6 +186,8 @@ class Trainer:
                 if self.healing is not None:
                     self.healing.watch(self.step, agreed)
                 self._between(saved, agreed.stop)
+                if self.step // heap.EVERY > before // heap.EVERY:
+                    heap.give_back()
 
     def _between(self, saved: checkpoints.Checkpoints | None, asked: bool = False) -> None:
         """Validates, saves and copies the state after `self.step` steps where that is due, and all ranks are there.

@@ -30,14 +30,14 @@ def memory_of(device: torch.device) -> dict[str, int]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(5400)
-def test_what_a_run_uses_is_flat_within_a_percent_over_twenty_thousand_steps(
+def test_what_a_run_holds_is_flat_within_a_percent_over_twenty_thousand_steps(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is used; what glibc keeps of what was freed (`keep_freed_memory`) is bounded, not flat."""
+    """What malloc has given out, and the anonymous and shared pages of the process."""
     monkeypatch.setattr(trainer, "memory_of", memory_of)
     table = {"train": {"steps": STEPS, "validate_every": 1000}, "checkpoint": {"every": 1000}}
     run = Struck(recipe_of(corpus, **table), 2, tmp_path / "run", memory=1 << 26).run()
     steps = {event["step"]: event for event in run.all("step")}
     assert len(steps) == STEPS
     assert steps[STEPS]["used"] <= 1.01 * steps[WARM]["used"]
-    assert steps[STEPS]["memory"] <= 1.1 * steps[WARM]["memory"]
+    assert steps[STEPS]["memory"] <= 1.01 * steps[WARM]["memory"]
