@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
-from espalier.folders import cache_folder
+from espalier.errors import UserError
+from espalier.folders import cache_folder, replace, table
 
 WHOLE = 64 << 20
 """Bytes up to which a file is hashed as a whole."""
@@ -27,7 +28,8 @@ _KEPT = 100_000  # files in the list of known hashes, before it is begun anew
 
 def hashes(files: Mapping[str, str | Path]) -> dict[str, str]:
     """Name to hash, of the files at these paths. A file that cannot be read has the hash "unreadable"."""
-    known = _known()
+    kept = cache_folder() / "contents.json"
+    known: dict[str, str] = table(kept)
     found, fresh = {}, {}
     for name, path in files.items():
         try:
@@ -38,7 +40,9 @@ def hashes(files: Mapping[str, str | Path]) -> dict[str, str]:
         except OSError:
             found[name] = "unreadable"
     if not fresh.keys() <= known.keys():
-        _keep({**(known if len(known) < _KEPT else {}), **fresh})
+        with suppress(OSError, UserError):  # without it files are read again
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            replace(kept, json.dumps({**(known if len(known) < _KEPT else {}), **fresh}))
     return found
 
 
@@ -60,33 +64,8 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def _hash(path: Path, size: int) -> str:
     digest = xxhash.xxh3_128(str(size).encode())
     with path.open("rb") as file:
-        for start, count in _places(size):
+        several = ((size - PIECE) * place // (PIECES - 1) for place in range(PIECES))
+        for start in range(0, size, PIECE) if size <= WHOLE else several:
             file.seek(start)
-            digest.update(file.read(count))
+            digest.update(file.read(PIECE))
     return digest.hexdigest()
-
-
-def _places(size: int) -> Iterable[tuple[int, int]]:
-    if size <= WHOLE:
-        return ((start, PIECE) for start in range(0, size, PIECE))
-    return (((size - PIECE) * place // (PIECES - 1), PIECE) for place in range(PIECES))
-
-
-def _file() -> Path:
-    return cache_folder() / "contents.json"
-
-
-def _known() -> dict[str, str]:
-    try:
-        found = json.loads(_file().read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _keep(known: Mapping[str, str]) -> None:
-    unfinished = _file().with_name(f"contents.json.{os.getpid()}")
-    with suppress(OSError):  # without it files are read again
-        unfinished.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(known))
-        unfinished.replace(_file())

@@ -31,6 +31,15 @@ def replace(path: Path, text: str) -> None:
         raise cannot_write(path, error) from None
 
 
+def table(path: Path) -> dict[str, Any]:
+    """The JSON table kept at `path`; empty where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def cannot_write(path: Path, error: OSError) -> UserError:
     """The UserError for an OSError met while writing `path`."""
     if error.errno == errno.ENOSPC:

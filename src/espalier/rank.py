@@ -98,9 +98,13 @@ Program = Callable[[Setting, "dist.ProcessGroup | None"], dict[str, Any]]
 
 
 def train(
-    setting: Setting, identity: Mapping[str, str], programs: Mapping[str, Program] | None = None
+    setting: Setting, identity: Mapping[str, str] | None, programs: Mapping[str, Program] | None = None
 ) -> dict[str, Any]:
-    """Joins the others and runs the program of this rank's role. `programs`: by role; None: those there are.
+    """Joins the others and runs the program of this rank's role.
+
+    Args:
+        identity: what all ranks must share (`handshake`); None: they were forked from one process, so they do.
+        programs: by role; None: those there are.
 
     Raises UserError where there is none for the role.
     """
@@ -113,7 +117,8 @@ def train(
         )
     timeout = units.seconds(setting.recipe.comm.timeout, "comm.timeout")
     with joined(place, timeout, mixed=setting.plan.mixed) as channel:
-        handshake.compare(identity, channel)
+        if identity is not None:
+            handshake.compare(identity, channel)
         return program(setting, channel)
 
 

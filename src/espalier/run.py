@@ -21,45 +21,23 @@ from espalier.plan import base as plans
 
 @dataclass
 class RunFolder:
-    """A run's files. Has state: the lock, held until the process ends."""
+    """A run's files. Has state: the lock, held until the process ends.
+
+    Attributes:
+        recipe: resolved; cluster: the machines; plan: of the run, or of its phase.
+        data: a hash for each file of the data; events: the run log.
+        checkpoints: the saved states, unless `checkpoint.target` names another place.
+        logs: what each rank wrote to its standard error.
+    """
 
     path: Path
     lock: int = -1
 
-    @property
-    def recipe(self) -> Path:
-        """The resolved recipe."""
-        return self.path / "run.toml"
-
-    @property
-    def cluster(self) -> Path:
-        """The machines."""
-        return self.path / "cluster.toml"
-
-    @property
-    def plan(self) -> Path:
-        """The plan."""
-        return self.path / "plan.json"
-
-    @property
-    def data(self) -> Path:
-        """A hash for each file of the data."""
-        return self.path / "data.json"
-
-    @property
-    def events(self) -> Path:
-        """The run log."""
-        return self.path / "events.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The saved states, unless `checkpoint.target` names another place."""
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """What each rank wrote to its standard error."""
-        return self.path / "logs"
+    def __post_init__(self) -> None:
+        self.recipe, self.cluster = self.path / "run.toml", self.path / "cluster.toml"
+        self.plan, self.data = self.path / "plan.json", self.path / "data.json"
+        self.events, self.checkpoints = self.path / "events.jsonl", self.path / "checkpoints"
+        self.logs = self.path / "logs"
 
     def exists(self) -> bool:
         """Whether a run was begun here."""

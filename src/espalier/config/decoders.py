@@ -16,7 +16,7 @@ from espalier.config.draft import Draft
 from espalier.errors import UserError
 
 if TYPE_CHECKING:
-    from espalier.config import Recipe, Train
+    from espalier.config import Recipe
 
 DEPTH = 4
 """Layers when neither depth nor shape is given: about 3 M parameters, minutes on a laptop."""
@@ -60,7 +60,16 @@ class Moe(Decoder, frozen=True, tag="moe"):
 
 def _fill(draft: Draft) -> None:
     _model(draft)
-    _language(draft)
+    width = draft.get("model.width")
+    rate = float(f"{3e-3 * 192 / width:.3g}")
+    draft.rates(rate, f"3e-3 at width 192, falling as 1/width (GPT-3's table 2.1 falls so): width {width}")
+    if draft.get("model.vocabulary") is None:
+        return
+    parameters = active_parameter_count(_decoder(draft.recipe))
+    _batch(draft, parameters)
+    tokens = TOKENS_PER_PARAMETER * parameters
+    steps = math.ceil(tokens / draft.get("train.batch_tokens"))
+    draft.fill("train.steps", steps, f"20 tokens for each of {parameters:,} parameters (Chinchilla, arXiv 2203.15556)")
 
 
 def _decoder(recipe: Recipe) -> Gpt | Moe:
@@ -161,19 +170,6 @@ def _tied(draft: Draft) -> None:
         draft.fill("model.tied", False, f"a head of its own costs only {share:.1%} of all parameters")
 
 
-def _language(draft: Draft) -> None:
-    width = draft.get("model.width")
-    rate = float(f"{3e-3 * 192 / width:.3g}")
-    draft.rates(rate, f"3e-3 at width 192, falling as 1/width (GPT-3's table 2.1 falls so): width {width}")
-    if draft.get("model.vocabulary") is None:
-        return
-    parameters = active_parameter_count(_decoder(draft.recipe))
-    _batch(draft, parameters)
-    tokens = TOKENS_PER_PARAMETER * parameters
-    steps = math.ceil(tokens / draft.get("train.batch_tokens"))
-    draft.fill("train.steps", steps, f"20 tokens for each of {parameters:,} parameters (Chinchilla, arXiv 2203.15556)")
-
-
 def _batch(draft: Draft, parameters: int) -> None:
     """The best batch in tokens is 0.292 x FLOPs^0.3271 (DeepSeek LLM, arXiv 2401.02954, equation 1), FLOPs = 6 x
     parameters x tokens; with the steps given, tokens = steps x batch and the equation is solved for the batch."""
@@ -194,7 +190,13 @@ def _batch(draft: Draft, parameters: int) -> None:
 def _check(recipe: Recipe) -> None:
     model = _decoder(recipe)
     _sizes(model)
-    _lengths(model, recipe.train)
+    context, sequence = model.context, recipe.train.sequence
+    if context and sequence and sequence > context:
+        raise UserError(
+            f"train.sequence = {sequence} is longer than the model.",
+            why=f"model.context = {context}",
+            do=f"train.sequence = {context}",
+        )
 
 
 def _sizes(model: Gpt | Moe) -> None:
@@ -226,16 +228,6 @@ def _divisors(width: int) -> str:
     if not fitting:
         return "an even model.width"
     return f"model.heads = one of {', '.join(fitting[:12])}"
-
-
-def _lengths(model: Gpt | Moe, train: Train) -> None:
-    context, sequence = model.context, train.sequence
-    if context and sequence and sequence > context:
-        raise UserError(
-            f"train.sequence = {sequence} is longer than the model.",
-            why=f"model.context = {context}",
-            do=f"train.sequence = {context}",
-        )
 
 
 KIND = Kind(

@@ -30,20 +30,16 @@ def resolve(recipe: config.Recipe, vocabulary: int | None = None) -> tuple[confi
     draft = Draft(recipe, vocabulary)
     check(recipe)
     kinds.of(recipe.model).fill(draft)
-    _common(draft)
+    _validation(draft)
     resolved = draft.recipe
     check(resolved)
     return resolved, draft.found
 
 
-def _common(draft: Draft) -> None:
+def _validation(draft: Draft) -> None:
     steps = draft.get("train.steps")
     if steps is None:
         return
-    _validation(draft, steps)
-
-
-def _validation(draft: Draft, steps: int) -> None:
     seldom = math.ceil(kinds.of(draft.recipe.model).validation(draft.recipe) / VALIDATION_SHARE)
     every = max(1, min(1000, steps // 10), min(seldom, steps))
     reason = f"ten times a run or at least every 1000 steps, for at most {VALIDATION_SHARE:.0%} of the time"

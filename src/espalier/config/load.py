@@ -180,16 +180,8 @@ def _refuse_odd_values(table: Table, origin: str) -> None:
                 raise UserError(f"{origin}: {key} is not a number (nan).", do="give a number or leave the key out")
             if isinstance(item, int) and not -(2**63) <= item < 2**63:
                 raise UserError(f"{origin}: {key} is a number of more than 64 bits.")
-            if isinstance(item, str) and not _is_text(item):
+            if isinstance(item, str) and item.encode(errors="ignore").decode() != item:
                 raise UserError(f"{origin}: {key} is not UTF-8 text: {item!r}.")
-
-
-def _is_text(item: str) -> bool:
-    try:
-        item.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _refuse_unknown(table: Mapping[str, Any], kind: Any, origin: str, path: tuple[str, ...]) -> None:

@@ -16,14 +16,17 @@ def cores(root: Path = ROOT, allowed: frozenset[int] | None = None) -> int:
     `allowed` replaces the affinity mask, `root` the file system (for tests).
     """
     mask = allowed if allowed is not None else frozenset(os.sched_getaffinity(0))
-    siblings = {_siblings(root, cpu) or str(cpu) for cpu in mask}
+    processors = root / "sys/devices/system/cpu"
+    siblings = {_text(processors / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in mask}
     return max(1, math.ceil(min(len(siblings), _quota(root))))
 
 
 def memory(root: Path = ROOT) -> int:
     """Bytes this process may use: the machine's memory or the smallest limit of its control groups."""
-    limits = [value for value in map(_number, _limit_files(root)) if value is not None]
-    return min([_machine_memory(root), *limits])
+    total = _field(root / "proc/meminfo", "MemTotal")
+    whole = int(total.split()[0]) * 1024 if total else 2**63 - 1
+    files = (folder / name for folder in _groups(root, "memory") for name in ("memory.max", "memory.limit_in_bytes"))
+    return min([whole, *(limit for file in files if (limit := _number(file)) is not None)])
 
 
 def free_memory(root: Path = ROOT) -> int:
@@ -49,15 +52,6 @@ def gpus(root: Path = ROOT) -> tuple[str, ...]:
     return tuple(_field(file, "Model") or "unknown" for file in found)
 
 
-def _siblings(root: Path, cpu: int) -> str | None:
-    return _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-
-
-def _machine_memory(root: Path) -> int:
-    total = _field(root / "proc/meminfo", "MemTotal")
-    return int(total.split()[0]) * 1024 if total else 2**63 - 1
-
-
 def _quota(root: Path) -> float:
     """Cores' worth of time the control groups allow; infinite when they do not limit it."""
     quota = math.inf
@@ -70,12 +64,6 @@ def _quota(root: Path) -> float:
         if old and period and old > 0:
             quota = min(quota, old / period)
     return quota
-
-
-def _limit_files(root: Path) -> Iterator[Path]:
-    for folder in _groups(root, "memory"):
-        yield folder / "memory.max"
-        yield folder / "memory.limit_in_bytes"
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:

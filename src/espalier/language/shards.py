@@ -187,20 +187,16 @@ def read_index(folder: Path) -> Index:
 
 def check(folder: Path, index: Index, hashes: bool) -> None:
     """Compares the size of every file with the index, and its hash if asked. Raises Damaged naming the file."""
-    for split in (index.train, index.validation):
-        for file in split.files:
-            _check_file(folder / file.name, file, hashes)
-
-
-def _check_file(path: Path, file: File, hashes: bool) -> None:
-    try:
-        size = path.stat().st_size
-        if size != file.bytes:
-            raise Damaged(f"{file.name} has {size} bytes, not {file.bytes}")
-        if hashes and hash_file(path) != file.hash:
-            raise Damaged(f"{file.name} has changed content (its hash is not {file.hash})")
-    except OSError as error:
-        raise Damaged(f"{file.name}: {error.strerror}") from None
+    for file in (*index.train.files, *index.validation.files):
+        path = folder / file.name
+        try:
+            size = path.stat().st_size
+            if size != file.bytes:
+                raise Damaged(f"{file.name} has {size} bytes, not {file.bytes}")
+            if hashes and hash_file(path) != file.hash:
+                raise Damaged(f"{file.name} has changed content (its hash is not {file.hash})")
+        except OSError as error:
+            raise Damaged(f"{file.name}: {error.strerror}") from None
 
 
 def fingerprint(tokenizer: Tokenizer, train: SplitIndex, validation: SplitIndex) -> str:

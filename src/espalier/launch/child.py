@@ -116,8 +116,11 @@ def start(task: Task, places: Sequence[Place]) -> Iterator[Child]:
         yield from (fork(task, place) for place in places)
         return
     with listening() as listener:
-        for place in _seat(places, listener):
-            yield fork(task, place)
+        host, port = listener.getsockname()
+        for index, place in enumerate(places):
+            serves = index == 0 and len(places) > 1
+            listen_fd = listener.fileno() if serves else -1
+            yield fork(task, replace(place, host=host, port=port, serves=serves, listen_fd=listen_fd))
 
 
 @contextmanager
@@ -127,15 +130,6 @@ def listening() -> Iterator[socket.socket]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1024)
         yield listener
-
-
-def _seat(places: Sequence[Place], listener: socket.socket) -> list[Place]:
-    """Gives every place the store's address; the first one serves it."""
-    port = listener.getsockname()[1]
-    seated = [replace(place, host="127.0.0.1", port=port) for place in places]
-    if len(seated) > 1:
-        seated[0] = replace(seated[0], serves=True, listen_fd=listener.fileno())
-    return seated
 
 
 def fork(task: Task, place: Place) -> Child:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -180,10 +181,7 @@ def _closest(request: Request, cluster: Cluster, found: Found, calibration: Cali
 
 def _whole(request: Request, found: Found, kept: Found, calibration: Calibration, measure: Trials | None) -> Plan:
     """The plan with whole states: the one tried best, else the best by estimate. `kept`: found with factors 1."""
-
-    def make(option: Option) -> Plan:
-        return chosen.make(request, found, option, calibration)
-
+    make = partial(chosen.make, request, found, calibration=calibration)
     best = kept.best()
     assert best is not None
     divisions = {(one.layout.world, one.layout.threads) for one in kept.options}

@@ -27,7 +27,10 @@ def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster) -> 
     if every != "auto" or plan.predicted is None:
         return plan
     state = sum(plan.predicted.memory_bytes.get(kind, 0.0) for kind in ("params", "optimizer"))
-    seconds = state / PCIE if gpus(cluster) else 2 * state * _neighbours(plan) / _memory(cluster)
+    nodes = [rank.node for rank in plan.ranks]
+    beside = max(map(nodes.count, nodes))  # that copy at once on one machine
+    bandwidth = min(place.table.device.memory_bandwidth for place in cluster.devices())  # of reading plus writing
+    seconds = state / PCIE if gpus(cluster) else 2 * state * beside / bandwidth
     step = plan.predicted.step_seconds
     found = pace.choose(seconds, 0.0, step, interval.ASSUMED)
     why = (
@@ -42,14 +45,3 @@ def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster) -> 
 def first(plan: Plan) -> int:
     """Steps until the first checkpoint."""
     return next((max(1, round(rule.start)) for rule in plan.rules if rule.name == NAME), pace.FIRST)
-
-
-def _neighbours(plan: Plan) -> int:
-    """Most ranks that copy at once on one machine."""
-    nodes = [rank.node for rank in plan.ranks]
-    return max(nodes.count(node) for node in nodes)
-
-
-def _memory(cluster: Cluster) -> float:
-    """Bytes/s read plus written, of the slowest machine."""
-    return min(place.table.device.memory_bandwidth for place in cluster.devices())

@@ -210,7 +210,7 @@ def _machines(cluster: Cluster, request: Request) -> Iterator[Cluster]:
     most = request.max_devices or there
     if most >= there:
         yield cluster
-    if cluster.pairs or any(table.name or table.devices > 1 for table in cluster.nodes):
+    if there == 1 or cluster.pairs or any(table.name or table.devices > 1 for table in cluster.nodes):
         return
     tables = sorted(cluster.nodes, key=lambda table: -speed.peak(table.device, request.precision))
     ordered = msgspec.structs.replace(cluster, nodes=tuple(tables))

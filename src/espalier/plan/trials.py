@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from espalier import cluster as clusters
 from espalier.config import Recipe, load
-from espalier.folders import cache_folder, hashed, replace
+from espalier.folders import cache_folder, hashed, replace, table
 from espalier.plan.base import Plan, RunnerUp
 from espalier.plan.explain import slower
 from espalier.units import show_seconds
@@ -40,7 +39,7 @@ class Trials:
         if not (self.recipe.plan.trial and here and len(plans) > 1):
             return {}
         file = cache_folder() / "trials.json"
-        known, names = _read(file), {key(plan): self._name(plan) for plan in plans}
+        known, names = table(file), {key(plan): self._name(plan) for plan in plans}
         if self.run is not None and any(name not in known for name in names.values()):
             rounds = [{self._name(plan): self.run(plan) for plan in plans} for _ in range(ROUNDS)]
             rounds.append(known)
@@ -51,22 +50,15 @@ class Trials:
 
     def _name(self, plan: Plan) -> str:
         """Says everything that the speed of a plan depends on."""
-        table = load.to_table(self.recipe)
-        asked = {name: table[name] for name in ("model", "comm")} | {
-            name: table["train"].get(name) for name in ("sequence", "batch_tokens", "precision", "compile", "optimizer")
+        recipe = load.to_table(self.recipe)
+        asked = {name: recipe[name] for name in ("model", "comm")} | {
+            name: recipe["train"].get(name)
+            for name in ("sequence", "batch_tokens", "precision", "compile", "optimizer")
         }
-        if "graph" in table:
-            asked |= {name: table[name] for name in ("graph", "data")}
+        if "graph" in recipe:
+            asked |= {name: recipe[name] for name in ("graph", "data")}
         ranks, threads, size = key(plan)
         return f"{hashed([clusters.dumps(self.cluster), asked])}/{ranks}x{threads}/{size}/{plan.recompute}"
-
-
-def _read(file: Path) -> dict[str, float]:
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def key(plan: Plan) -> Key:

@@ -18,7 +18,7 @@ def same_start(model: nn.Module, channel: dist.ProcessGroup) -> bool:
     Raises:
         UserError: the models differ in a name, shape, dtype or in what is frozen; names the first difference.
     """
-    tensors = _tensors(model)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
     with torch.no_grad():
         looks = [_look(name, tensor) for name, tensor in tensors]
         form = xxhash.xxh64("\n".join(looks).encode()).intdigest() >> 1  # 63 bits: fits int64
@@ -30,10 +30,6 @@ def same_start(model: nn.Module, channel: dist.ProcessGroup) -> bool:
             return False
         _send([tensor for _, tensor in tensors], channel)
     return True
-
-
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _look(name: str, tensor: Tensor) -> str:

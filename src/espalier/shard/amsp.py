@@ -34,7 +34,7 @@ from espalier.shard.blocks import Membership, blocks_of, norms_of
 from espalier.shard.control import Control
 from espalier.shard.exchange import Exchanges
 from espalier.shard.flat import Flat, Slot
-from espalier.shard.placement import Factors, place
+from espalier.shard.placement import place
 from espalier.shard.running import Running
 from espalier.shard.seen import Seen, twice
 from espalier.shard.spread import Spread, groups, units
@@ -127,7 +127,10 @@ class Amsp:
         found = groups(chosen, [member.of(slot.parameter) for slot in slots], kinds)
         pieces = [
             Piece(
-                slot.parameter.numel(), slot.parameter.element_size(), group, self._is_whole(slot.name, group.factors)
+                slot.parameter.numel(),
+                slot.parameter.element_size(),
+                group,
+                whole=slot.name in spread.whole and group.factors.optimizer > 1,
             )
             for slot, group in zip(slots, found, strict=True)
         ]
@@ -141,9 +144,6 @@ class Amsp:
             )
             for unit in units(pieces, placements, spread.bucket_bytes)
         ]
-
-    def _is_whole(self, name: str, factors: Factors) -> bool:
-        return name in self.spread.whole and factors.optimizer > 1
 
     # --- one step ----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ and sizes, Li et al., arXiv 2006.15704). The same functions serve the executor a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 FIRST_BUCKET = 2**20  # bytes; DistributedDataParallel's figure: the first exchange should begin early
@@ -67,7 +67,8 @@ def arrange(pieces: Sequence[Piece], rule: Callable[[Any], Rule]) -> list[Arrang
         indices = open_.setdefault(key, [])
         indices.append(index)
         law = rule(piece.group)
-        if _bytes(pieces, indices) < (law.bucket_bytes if key in later else min(FIRST_BUCKET, law.bucket_bytes)):
+        size = sum(pieces[one].elements * piece.element_bytes for one in indices)  # equal in a group
+        if size < (law.bucket_bytes if key in later else min(FIRST_BUCKET, law.bucket_bytes)):
             continue
         unit = _unit(pieces, indices, law)
         if law.bucket_bytes and (not piece.whole or _padding(pieces, unit) <= PADDING * unit.length):
@@ -76,10 +77,6 @@ def arrange(pieces: Sequence[Piece], rule: Callable[[Any], Rule]) -> list[Arrang
             del open_[key]
     done += [_unit(pieces, indices, rule(pieces[indices[0]].group)) for indices in open_.values()]
     return sorted(done, key=lambda unit: -min(unit.indices))
-
-
-def _bytes(pieces: Sequence[Piece], indices: Iterable[int]) -> int:
-    return sum(pieces[index].elements * pieces[index].element_bytes for index in indices)
 
 
 def _padding(pieces: Sequence[Piece], unit: Arranged) -> int:

@@ -97,7 +97,8 @@ class Progress:
         self._recent: deque[tuple[float, int, Event]] = deque(maxlen=_WINDOW)
         self._peak, self._unit = 0.0, "tok/s"
         self._open = True
-        self._bar = _Bar(self._out, total_steps, first_step) if _is_terminal(self._out, terminal) else None
+        terminal = self._out.isatty() if terminal is None else terminal
+        self._bar = _Bar(self._out, total_steps, first_step) if terminal else None
         self._line(f"training to step {total_steps:,}" + (f", from step {first_step:,}" if first_step else ""))
 
     def event(self, event: Event) -> None:
@@ -231,7 +232,7 @@ class Waiting:
         now = self._clock()
         if now - self._began < _PATIENCE:
             return
-        if _is_terminal(self._out, None):
+        if self._out.isatty():
             self._draw()
         elif self._said is None or now - self._said >= _EVERY:
             self._said = now
@@ -295,10 +296,6 @@ def _bars(
 def _forgiving(out: TextIO | None) -> TextIO:
     out = out if out is not None else sys.stdout
     return cast("TextIO", out if isinstance(out, Forgiving) else Forgiving(out))
-
-
-def _is_terminal(out: TextIO, wanted: bool | None) -> bool:
-    return out.isatty() if wanted is None else wanted
 
 
 def _validation(event: Event) -> str:

@@ -22,7 +22,9 @@ from espalier.workload import Workload
 
 def entered(workload: Workload, recipe: Recipe, folder: runs.RunFolder, world: int | None) -> Workload:
     """The workload of the phase that the run is in. Raises UserError where it has several and ranks are there."""
-    if len(workload.phases()) > 1 and world is not None:
+    if len(workload.phases()) == 1:
+        return workload
+    if world is not None:
         raise UserError(
             f"The run has {len(workload.phases())} phases, and its ranks were started already.",
             why="each phase is planned anew, and may want other ranks",
@@ -90,11 +92,11 @@ def planned(
     return plan
 
 
-def on_hosts(nodes: Sequence[int] | None, plan: plans.Plan, cluster: clusters.Cluster) -> plans.Plan:
+def on_hosts(nodes: Sequence[int], plan: plans.Plan, cluster: clusters.Cluster) -> plans.Plan:
     """The plan with its ranks on the machines where they are, if those are the cluster's and ranks cannot be numbered
     as the plan has them (`numbering`)."""
     nodes_of = [one.node for one in plan.ranks]
-    if nodes is None or cluster.machines != len(set(nodes)) or numbering.follows(nodes, nodes_of):
+    if cluster.machines != len(set(nodes)) or numbering.follows(nodes, nodes_of):
         return plan
     ranks = (msgspec.structs.replace(one, node=node) for one, node in zip(plan.ranks, nodes, strict=True))
     return msgspec.structs.replace(plan, ranks=tuple(ranks))

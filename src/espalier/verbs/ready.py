@@ -25,7 +25,8 @@ Resolved = workloads.Resolved
 
 def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False) -> Resolved:
     """Reads a recipe and derives what it leaves open. `trust`: who made the run that is taken up again is trusted."""
-    return replace(settle(load.load(path, overrides), Path(path).absolute().parent), trust=trust)
+    found = workloads.settle(load.load(path, overrides), Path(path).absolute().parent, waiting)
+    return replace(found, trust=trust)
 
 
 def settle(recipe: Recipe, folder: Path | None) -> Resolved:

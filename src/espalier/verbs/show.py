@@ -81,7 +81,7 @@ def plan(plan: Plan, derivations: Sequence[Derivation] = (), steps: int | None =
     if derivations:
         _derived(derivations)
     line(
-        f"Plan ({plan.planner}): {_where(plan)}, {_cut(plan)}, micro-batch {plan.micro_batch}, "
+        f"Plan ({plan.planner}): {_where(plan)}, {_words(plan.layout)}, micro-batch {plan.micro_batch}, "
         f"accumulate {plan.layout.accumulate}, recompute {plan.recompute}, {plan.precision}"
     )
     if plan.predicted is not None:
@@ -106,17 +106,13 @@ def beside(plan: Plan, other: Plan, fits: bool) -> None:
     assert plan.predicted is not None
     assert other.predicted is not None
     here, there = plan.predicted, other.predicted
-    line(f"What if: {_cut(other)} on {_where(other)}")
+    line(f"What if: {_words(other.layout)} on {_where(other)}")
     seconds = [units.show_seconds(one.step_seconds) for one in (there, here)]
     peaks = [units.show_size(one.memory_bytes["peak"]) for one in (there, here)]
     line(
         f"  predicted step {' instead of '.join(seconds)} ({there.step_seconds / here.step_seconds:.2f}x), "
         f"memory per rank {' instead of '.join(peaks)}"
     )
-
-
-def _cut(plan: Plan) -> str:
-    return _words(plan.layout)
 
 
 def _words(layout: Layout) -> str:

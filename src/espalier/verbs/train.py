@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -90,14 +91,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _carry_out(job: Job, as_json: bool) -> int:
     """On this machine, phase by phase."""
+    forked = partial(life, forked=True)
 
     def supervised(_: Life, care: supervise.Care) -> None:
         for part in _phased(job):
-            shapes = reshape.Reshaper(part, life) if job.resolved.recipe.faults.restarts else None
+            shapes = reshape.Reshaper(part, forked) if job.resolved.recipe.faults.restarts else None
             stays = mechanisms.recovery(job.resolved.recipe, part.plan)
             places = launch.places(part.plan, job.folder.logs)
             follows = part.workload.phases()[-1].stop < (job.resolved.recipe.train.steps or 0)
-            supervise.run(life(part), places, replace(care, shapes=shapes, stays=stays, continues=follows))
+            supervise.run(forked(part), places, replace(care, shapes=shapes, stays=stays, continues=follows))
 
     return carry_out(job, as_json, supervised)
 
@@ -208,7 +210,9 @@ def decided(
     try:
         data = planning.data_of(folder, recipe, given.workload)
         workload = planning.entered(given.workload, recipe, folder, world)
-        plan = planning.on_hosts(nodes, planning.planned(folder, resolved, workload, cluster, world), cluster)
+        plan = planning.planned(folder, resolved, workload, cluster, world)
+        if nodes is not None:
+            plan = planning.on_hosts(nodes, plan, cluster)
     except BaseException:
         folder.discard_if_empty()
         folder.release()
@@ -242,7 +246,11 @@ def _about(job: Job) -> dict[str, Any]:
         "parameters": job.parameters,
         "ranks": len(job.plan.ranks),
         "threads": job.plan.ranks[0].threads,
-        "versions": {"python": platform.python_version(), "torch": str(torch.__version__), "espalier": _version()},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "espalier": version("espalier"),
+        },
         "host": {"name": socket.gethostname(), "system": platform.platform(), "processor": limits.processor()},
         "data": job.workload.fingerprint(),
         "recipe_folder": str(job.resolved.folder),
@@ -257,15 +265,15 @@ def _about(job: Job) -> dict[str, Any]:
 Life = Callable[[launch.Place], Any]
 
 
-def life(job: Job) -> Life:
-    """What each rank of the job does."""
+def life(job: Job, forked: bool = False) -> Life:
+    """What each rank of the job does. `forked`: all ranks of it come from this process, and need not compare."""
 
     def live(place: launch.Place) -> Any:
-        setting = job.setting(place)
+        setting, identity = job.setting(place), None if forked else job.identity()
         if place.rank != 0:
-            return rank.train(setting, job.identity())
+            return rank.train(setting, identity)
         with Recording(job.folder, job.resolved.recipe, job.quiet) as emit:
-            return rank.train(replace(setting, emit=emit), job.identity())
+            return rank.train(replace(setting, emit=emit), identity)
 
     return live
 
@@ -386,9 +394,3 @@ def _finished(job: Job, log: Log, seconds: float, as_json: bool) -> int:
         show.finished(job.folder.path, page, seconds)
     sys.stdout.flush()
     return 0
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("espalier")
