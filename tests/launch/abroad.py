@@ -17,12 +17,14 @@ from struck import Struck, plan_of
 
 from espalier.errors import EspalierError
 from espalier.launch import joint
+from espalier.launch.base import Place
 from espalier.launch.exchange import Line
-from espalier.launch.store import Served
+from espalier.launch.store import near
 from espalier.launch.team import Team
 
 ADDRESS = "10.213.77.1"  # of the lab's first host
 NAMES = ("here", "there")
+TOKEN = "of this run"
 
 
 @dataclass
@@ -67,9 +69,10 @@ class Abroad(Struck):
             os.dup2(os.open(self.folder / f"supervisor-{host}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
             address = "127.0.0.1" if self.lab is None else ADDRESS
-            if host == 0:
-                Served(address, socket.create_server((address, port)).detach())
-            line = Line(host, 2, address, port, "run", self.heartbeat, self.lives if host else 0)
+            fd = -1 if host else socket.create_server((address, port)).detach()
+            here = near(Place(host, 2, host=address, port=port, serves=host == 0, listen_fd=fd), TOKEN)
+            life, gate = (self.lives, (address, port)) if host else (0, None)
+            line = Line(host, 2, here.host, here.port, "run", self.heartbeat, life, TOKEN, gate)
             found: Any = None
             plan = self.plan or plan_of(self.recipe, self.world)
             try:

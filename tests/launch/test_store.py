@@ -8,7 +8,7 @@ import time
 import pytest
 
 from espalier.launch import exchange
-from espalier.launch.store import Served, served
+from espalier.launch.store import Relayed, Served, served
 
 
 def answers(port):
@@ -40,12 +40,17 @@ def test_it_is_there_inside_and_gone_outside():
 def test_it_takes_a_socket_that_listens_already():
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    one = Served(descriptor=listener.detach())
-    assert one.port == port
-    assert answers(port)
+    one = Served(listener.detach(), "token")
+    assert one.port != port
+    assert answers(one.port)
+    way = Relayed("127.0.0.1", port, "token")
+    assert answers(way.port)
+    way.close()
+    assert not listens(way.port)
     one.close()
     one.close()  # which does no harm
     assert not listens(port)
+    assert not listens(one.port)
 
 
 def test_an_interrupt_of_the_terminal_is_not_for_it():

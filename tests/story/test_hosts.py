@@ -182,7 +182,10 @@ def test_a_killed_rank_is_named_with_its_host_and_all_go_on(lab, home, measured)
     third = lab.split(",")[2]
     listed = subprocess.run(["ip", "netns", "pids", third], capture_output=True, text=True, check=True)
     pids = [int(word) for word in listed.stdout.split()]
-    (victim,) = (pid for pid in pids if parent(pid) in pids)  # a rank is its host's supervisor's child
+    children = [
+        pid for pid in pids if parent(pid) in pids
+    ]  # of the host's supervisor: a rank, and the way to the store
+    (victim,) = (pid for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() != "espalier-store")
     os.kill(victim, signal.SIGKILL)
     deadline = time.monotonic() + 100
     while not events(home, "killed", "recovered") and time.monotonic() < deadline:

@@ -142,11 +142,12 @@ class Line:
 
     Attributes:
         host: this one's number; 0 serves the store and leads. hosts: how many there are.
-        address, port: where the store listens.
+        address, port: where the store is for processes of this host.
         topic: what the keys begin with, one for each thing that they do together.
         heartbeat: seconds; a host says four times as often that it lives.
         life: how often a supervisor of this host was started before.
         token: the run's, which strangers do not know.
+        gate: where the first host listens, if not at that address.
     """
 
     host: int
@@ -157,6 +158,7 @@ class Line:
     heartbeat: float = 1.0
     life: int = 0
     token: str = field(default="", repr=False)
+    gate: tuple[str, int] | None = None
 
 
 class Exchange:
@@ -183,7 +185,7 @@ class Exchange:
         self._closed = False
         self._wake, self._came, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self.refused_since: float | None = None
-        """Since when nobody listens at the store's address (seconds of `time.monotonic`)."""
+        """Since when nobody listens where the first host did (seconds of `time.monotonic`)."""
         self._thread = threading.Thread(target=self._live, name="exchange", daemon=True)
 
     def begin(self, message: Any) -> Exchange:
@@ -271,7 +273,8 @@ class Exchange:
 
     def _connect(self) -> Any:
         try:
-            socket.create_connection((self._line.address, self._line.port), _TRY_SECONDS).close()
+            first = self._line.gate or (self._line.address, self._line.port)
+            socket.create_connection(first, _TRY_SECONDS).close()
         except ConnectionRefusedError:
             self.refused_since = self.refused_since or time.monotonic()
             raise

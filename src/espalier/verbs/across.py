@@ -118,6 +118,7 @@ def _probe(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
     options = _launch_options(arguments.overrides)
     chosen, _ = hosts.here_first(named)
     message = {"is": "task", "task": "probe", "folder": os.getcwd(), "absolute": True, "disk": arguments.disk}
+    message["token"] = sealed.token()
     with Crowd(options.launch, MODULE, _show) as crowd:
         _say(crowd.gather(chosen))
         crowd.prepare(lambda far: message)

@@ -72,6 +72,7 @@ def _probe(launcher: Launcher, place: Place, asked: Told) -> Told:
     from espalier import cluster as clusters
     from espalier import rank
     from espalier.hardware import hosts, probe
+    from espalier.launch import store
     from espalier.plan import codecs
     from espalier.verbs import ready
 
@@ -85,7 +86,7 @@ def _probe(launcher: Launcher, place: Place, asked: Told) -> Told:
         probe.save(found, say=ready.say)
         return found
 
-    with rank.joined(place, PROBING) as channel:
+    with rank.joined(store.near(place, asked["token"]), PROBING) as channel:
         found = measure() if channel is None else hosts.probe_ranks(channel, place.local_rank, measure)
         if channel is not None:
             hosts.keep(found, hosts.key(channel))

@@ -21,13 +21,12 @@ from espalier import run as runs
 from espalier.config import load
 from espalier.errors import EspalierError, PeerLost
 from espalier.hardware import hosts, limits, probe
-from espalier.launch import exchange, joint, numbering
+from espalier.launch import exchange, joint, numbering, store
 from espalier.launch.base import Place
 from espalier.launch.exchange import Line
 from espalier.launch.handshake import identity
 from espalier.launch.hosted import Launcher, Told
 from espalier.launch.sealed import seal, unseal
-from espalier.launch.store import Served
 from espalier.launch.supervise import Care
 from espalier.launch.team import Team
 from espalier.plan import base as plans
@@ -89,11 +88,14 @@ def supervise(launcher: Launcher, place: Place, asked: Told, given: train.Asked)
     own = identity(data=given.workload.fingerprint(), recipe=folders.hashed(load.to_table(recipe)))
     launcher.tell("ready", identity={key: own[key] for key in ("data", "recipe")})
     launcher.hear()
-    port = Served(place.host, place.listen_fd).port if first else place.port
-    line = Line(place.rank, len(asked["names"]), place.host, port, "", life=asked.get("life", 0), token=asked["token"])
+    token, here = asked["token"], store.near(place, asked["token"])
+    line = Line(
+        place.rank, len(asked["names"]), here.host, here.port, "", life=asked.get("life", 0), token=token,
+        gate=None if first else (place.host, place.port),
+    )  # fmt: skip
     absence = units.seconds(recipe.comm.timeout, "comm.timeout")
     team = Team(line, tuple(asked["names"]), tuple(asked["nodes"]), absence)
-    post = Post(team, exchange.opened(place.host, port))
+    post = Post(team, exchange.opened(here.host, here.port))
     if first:
         return {"code": _lead(post, given, asked["quiet"])}
     launcher.led = absence
