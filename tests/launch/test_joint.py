@@ -18,6 +18,7 @@ import pytest
 from abroad import Abroad
 from struck import Struck, plan_of, recipe_of, same
 
+from espalier import mechanisms
 from espalier.errors import HostLost
 from espalier.plan import base as plans
 from espalier.plan.base import Outer
@@ -181,7 +182,7 @@ def comes_back(recipe: Any, folder: Path, nodes: tuple[int, int]) -> str:
         msgspec.structs.replace(one, node=node) for node, one in zip(nodes, plan_of(recipe, 2).ranks, strict=True)
     )
     plan = plans.Plan(ranks=ranks, units=(unit,), micro_batch=2)
-    assert not plan.alike
+    assert mechanisms.recovery(recipe, plan) != "alike"
     whole = Struck(recipe, 2, folder / "whole", plan=plan).run()
     run = Abroad(recipe, 2, folder / "run", memory=1 << 26, plan=plan).start()
     run.reaches(12)
