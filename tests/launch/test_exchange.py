@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.launch import sealed
+from espalier.launch import message_auth
 from espalier.launch.exchange import End, Exchange, Line, Order, Report, aged, dated, opened
 from espalier.launch.store import Served
 from espalier.resilience.hang import Vital
@@ -122,12 +122,12 @@ def test_a_token_is_not_shown() -> None:
 
 @given(st.binary(), st.text(max_size=9), st.text(max_size=9), st.binary(max_size=80))
 def test_only_the_same_token_and_key_open_what_was_sealed(message, token, key, noise) -> None:
-    data = sealed.seal(token, key, message)
-    assert sealed.unseal(token, key, data) == message
-    assert sealed.unseal(token + "x", key, data) is None
-    assert sealed.unseal(token, key + "x", data) is None
-    assert sealed.unseal(token, key, data + b"x") is None
-    assert sealed.unseal(token, key, noise) is None
+    data = message_auth.seal(token, key, message)
+    assert message_auth.unseal(token, key, data) == message
+    assert message_auth.unseal(token + "x", key, data) is None
+    assert message_auth.unseal(token, key + "x", data) is None
+    assert message_auth.unseal(token, key, data + b"x") is None
+    assert message_auth.unseal(token, key, noise) is None
 
 
 def test_a_store_that_is_gone_refuses_and_nobody_waits() -> None:

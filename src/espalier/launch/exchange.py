@@ -22,7 +22,7 @@ import msgspec
 from espalier import errors, tcpstore
 from espalier.errors import EspalierError
 from espalier.launch.child import Child
-from espalier.launch.sealed import seal, unseal
+from espalier.launch.message_auth import seal, unseal
 from espalier.resilience.hang import Vital
 from espalier.resilience.pulse import Sign
 

@@ -19,7 +19,7 @@ from espalier import cluster as clusters
 from espalier import folders, units
 from espalier.config import Recipe, limits, load
 from espalier.errors import EspalierError, PeerLost, RunFailed, UserError
-from espalier.launch import hosts, sealed, torchrun
+from espalier.launch import hosts, message_auth, torchrun
 from espalier.launch.far import Far
 from espalier.launch.returning import Returning
 from espalier.launch.ssh import Crowd
@@ -90,7 +90,7 @@ def _attempt(
             crowd.returning = Returning(crowd, units.seconds(recipe.comm.timeout, "comm.timeout"), _say)
         _say(crowd.gather(chosen))
         names = [host.name for host in chosen]
-        run = {"nodes": crowd.nodes, "names": names, "token": sealed.token()}
+        run = {"nodes": crowd.nodes, "names": names, "token": message_auth.token()}
         crowd.prepare(lambda far: {**message, **run})
         crowd.log_to(log)
         try:
@@ -118,7 +118,7 @@ def _probe(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
     options = _launch_options(arguments.overrides)
     chosen, _ = hosts.here_first(named)
     message = {"is": "task", "task": "probe", "folder": os.getcwd(), "absolute": True, "disk": arguments.disk}
-    message["token"] = sealed.token()
+    message["token"] = message_auth.token()
     with Crowd(options.launch, MODULE, _show) as crowd:
         _say(crowd.gather(chosen))
         crowd.prepare(lambda far: message)

@@ -26,7 +26,7 @@ from espalier.launch.base import Place
 from espalier.launch.exchange import Line
 from espalier.launch.handshake import identity
 from espalier.launch.hosted import Launcher, Told
-from espalier.launch.sealed import seal, unseal
+from espalier.launch.message_auth import seal, unseal
 from espalier.launch.supervise import Care
 from espalier.launch.team import Team
 from espalier.plan import base as plans
