@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from gathered_keys import mechanism as gathered_keys
@@ -19,6 +20,7 @@ from watched_sums import mechanism as watched_sums
 
 from espalier import mechanisms, rank, trainer
 from espalier.comm import codecs
+from espalier.compose import Claim
 from espalier.config import derive, load
 from espalier.errors import UserError
 from espalier.graph.data import Graph, Parts
@@ -110,6 +112,31 @@ def test_an_agreement_is_one_row(corpus: Path) -> None:
     # At half the rate; matrices decay by the product of rate and decay, so that is equal too.
     workload = open_language(fast)
     near(train(workload, fast, plan_of(2), rated.choose), train(workload, slow, plan_of(2)))
+
+
+class Moved(Mechanism):
+    """States move to memory that copies and rollback do not reach."""
+
+    def __init__(self, forbids: str) -> None:
+        self.claim = Claim("moved", question="placement", forbids=frozenset({forbids}))
+
+
+@pytest.mark.parametrize(
+    ("forbids", "option", "off"),
+    [("states are copied", "memory", 0), ("steps are taken back", "rollback", "never")],
+)
+def test_copies_and_rollback_are_refused_by_whom_they_would_break(
+    corpus: Path, forbids: str, option: str, off: Any
+) -> None:
+    recipe = recipe_of(corpus)
+    table = (*mechanisms.TABLE, lambda recipe, plan: Moved(forbids))
+    with pytest.raises(UserError, match="moved") as refused:
+        mechanisms.ordered(recipe, plan_of(2), table)
+    assert forbids in refused.value.why
+    assert refused.value.do == f"leave out moved or faults.{option}"
+    faults = msgspec.structs.replace(recipe.faults, **{option: off})
+    without = msgspec.structs.replace(recipe, faults=faults)
+    assert "moved" in [one.claim.name for one in mechanisms.ordered(without, plan_of(2), table)]
 
 
 def test_an_attention_over_ranks_is_one_row(corpus: Path) -> None:

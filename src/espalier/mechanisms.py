@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from espalier import compose
+from espalier import compose, units
 from espalier.compose import Claim
 from espalier.errors import UserError
 from espalier.mechanism import Build, Choose, Mechanism
@@ -126,6 +126,8 @@ CUT_LAYERS = Claim(
     needs=frozenset({"a schedule of stages"}),
     changes=frozenset({"the model is cut"}),
 )
+COPIES = Claim("faults.memory", question="copies", changes=frozenset({"states are copied"}))
+ROLLBACK = Claim("faults.rollback", question="rollback", changes=frozenset({"steps are taken back"}))
 UNMET = frozenset({"products of cut matrices", "attention over cut sequences", "a schedule of stages"})
 """Needs that no mechanism meets yet: plans with them are refused by `compose`."""
 
@@ -137,8 +139,8 @@ class Property(Mechanism):
         self.claim = claim
 
 
-def properties(plan: Plan) -> list[Claim]:
-    """Of a plan, besides those that its mechanisms bring."""
+def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
+    """Of a run, besides those that its mechanisms bring."""
     outer = plan.outer
     asked = (
         (ENCODED, any(one.codec != "exact" for one in plan.exchanges)),
@@ -149,6 +151,8 @@ def properties(plan: Plan) -> list[Claim]:
         (CUT_MATRICES, any(one.tensor > 1 for one in plan.stages)),
         (CUT_SEQUENCES, any(one.sequence > 1 for one in plan.stages)),
         (CUT_LAYERS, len(plan.stages) > 1),
+        (COPIES, recipe.faults.memory == "auto" or units.size(recipe.faults.memory, "faults.memory") > 0),
+        (ROLLBACK, recipe.faults.rollback != "never"),
     )
     return [claim for claim, holds in asked if holds]
 
@@ -176,7 +180,7 @@ def chosen(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> list[
     answered = {one.claim.question for one in found}
     plain = [one for row in PLAIN if (one := row(recipe, plan)) is not None]
     found += [one for one in plain if one.claim.question not in answered]
-    return [*found, *map(Property, properties(plan))]
+    return [*found, *map(Property, properties(recipe, plan))]
 
 
 def ordered(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> tuple[Mechanism, ...]:
