@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -117,6 +118,31 @@ def test_ranks_are_numbered_host_by_host_and_their_lines_are_in_one_log(options,
     assert said == ["[a 0] a is rank 0 of 3", "[b 1] b is rank 1 of 3", "[b 2] b is rank 2 of 3"]
     assert {line for line in log if "aside" in line} == {f"[{who}] a word aside" for who in ("a 0", "b 1", "b 2")}
     assert "a 0:err:a word aside" in lines
+
+
+def test_what_is_said_after_the_good_end_is_in_the_log_and_so_is_a_line_cut_short(options, tmp_path) -> None:
+    """As ssh says that it closes its connection, and as threads of a rank may speak after its task."""
+    later = "echo a late word >&2; printf unfinished >&2; printf cut"
+    command = f"env PRETENDED={{host}} sh -c 'sh -c \"$0\"; {later}' {{command}}"
+    _, lines = carried_out(Launch(command=command, python=options.python), "a,b", tmp_path)
+    log = (tmp_path / "logs" / "hosts.log").read_text().splitlines()
+    for word in ("a late word", "unfinished", "cut"):
+        assert sorted(line for line in log if line.endswith(f"] {word}")) == [f"[a 0] {word}", f"[b 1] {word}"]
+        assert [line for line in lines if line.endswith(f":{word}")]
+
+
+def test_an_answer_that_overtakes_words_of_the_other_stream_loses_none(options, tmp_path, monkeypatch) -> None:
+    select = selectors.DefaultSelector.select
+
+    def answers_first(self: Any, seconds: float) -> Any:
+        select(self, seconds)
+        time.sleep(0.1)
+        ready = select(self, 0)
+        return [one for one in ready if one[0].data.open[one[0].fd][0] == "out"] or ready
+
+    monkeypatch.setattr(selectors.DefaultSelector, "select", answers_first)
+    _, lines = carried_out(options, "a,b", tmp_path)
+    assert {line for line in lines if "aside" in line} == {"a 0:err:a word aside", "b 1:err:a word aside"}
 
 
 def test_one_rank_alone_needs_nobody_to_meet(options, tmp_path) -> None:

@@ -72,14 +72,22 @@ class Far:
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
 
-    def close(self) -> None:
-        """Ends its command, if need be, and gives back what that took here."""
+    def hang_up(self) -> None:
+        """Lets go of its lifeline."""
         with suppress(OSError):
             self.process.stdin.close()  # type: ignore[union-attr]
+
+    def kill(self) -> None:
+        """Ends its command, if need be."""
+        self.hang_up()
         if self.process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+    def close(self) -> None:
+        """Ends its command, if need be, and gives back what that took here."""
+        self.kill()
         for stream in (self.process.stdout, self.process.stderr):
             if stream is not None:
                 stream.close()

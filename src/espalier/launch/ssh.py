@@ -15,7 +15,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -116,10 +116,7 @@ class Crowd:
     def again(self, rank: int) -> Far:
         """Another process in place of one that has ended. It has no number before it has answered."""
         old = self.all[rank]
-        for descriptor in list(old.open):
-            self._selector.unregister(descriptor)
-        old.open.clear()
-        old.close()
+        self._close(old)
         far = self._run(old.host)
         far.local, far.label, far.identity, far.reached = old.local, old.label, old.identity, old.reached
         self.all[rank] = far
@@ -300,21 +297,30 @@ class Crowd:
         for key, _ in self._selector.select(seconds):
             self._read(key.data, key.fd)
         for far in self.all:
-            # A multiplexing ssh leaves its standard error open behind it, so its end is not asked for.
             if far.code is None and far.process.poll() is not None:
-                for descriptor in list(far.open):
-                    self._read(far, descriptor)
+                self._drain(far)
                 far.code = far.process.returncode
                 if far.error is None and not far.done:
                     who = "The supervisor" if self.whole else f"Rank {far.rank}"
                     far.error = gone(far.host, who if far.rank >= 0 else "", far.argv, far.code, far.last)
 
-    def _read(self, far: Far, descriptor: int) -> None:
-        name, rest = far.open.get(descriptor, ("", b""))
+    def _drain(self, far: Far) -> None:
+        """Takes in what an ended process has left behind, a line that it did not finish too. A multiplexing ssh leaves
+        its standard error open behind it, so its end is not asked for."""
+        for descriptor, (name, _) in list(far.open.items()):
+            while self._read(far, descriptor):
+                pass
+            if descriptor in far.open and (rest := far.open[descriptor][1]):
+                far.open[descriptor] = (name, b"")
+                self._take(far, name, rest.decode(errors="replace"))
+
+    def _read(self, far: Far, descriptor: int) -> bool:
+        """Takes in what is there to read; whether there was anything."""
+        name, rest = far.open[descriptor]
         try:
             data = os.read(descriptor, 1 << 16)
         except BlockingIOError:
-            return
+            return False
         *lines, rest = (rest + data).split(b"\n")
         if not data:
             self._selector.unregister(descriptor)
@@ -324,6 +330,7 @@ class Crowd:
             far.open[descriptor] = (name, rest)
         for line in lines:
             self._take(far, name, line.decode(errors="replace"))
+        return bool(data)
 
     def _take(self, far: Far, name: str, line: str) -> None:
         text, mark, told = line.partition(MARK)
@@ -346,16 +353,28 @@ class Crowd:
     # --- ending ------------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """No process is left: they are told to end, and their commands are killed if need be."""
-        for far in self.all:
-            if far.code is None:
-                far.tell({"is": "end"})
-            with suppress(OSError):
-                far.process.stdin.close()  # type: ignore[union-attr]
-        deadline = time.monotonic() + END_SECONDS
-        while [far for far in self.all if far.process.poll() is None] and time.monotonic() < deadline:
-            time.sleep(0.02)
-        for far in self.all:
+        """No process is left: they are told to end, and their commands are killed if need be. Last words are taken in."""
+        try:
+            for far in self.all:
+                if far.code is None:
+                    far.tell({"is": "end"})
+                far.hang_up()
+            deadline = time.monotonic() + END_SECONDS
+            while [far for far in self.all if far.code is None] and time.monotonic() < deadline:
+                self._listen(0.02)
+        finally:
+            for far in self.all:
+                self._close(far)
+
+    def _close(self, far: Far) -> None:
+        """Ends its command, if need be, and takes in what it has left behind."""
+        far.kill()
+        try:
+            self._drain(far)
+        finally:
+            for descriptor in far.open:
+                self._selector.unregister(descriptor)
+            far.open.clear()
             far.close()
 
 
