@@ -353,7 +353,7 @@ class Crowd:
     # --- ending ------------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """No process is left: they are told to end, and commands are killed if need be. Their last words are taken in."""
+        """No process is left: they are told to end, and commands are killed if need be. Last words are taken in."""
         try:
             for far in self.all:
                 if far.code is None:
