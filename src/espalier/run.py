@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +70,7 @@ class RunFolder:
 def find(path: str | Path) -> RunFolder:
     """The run in an existing folder. Raises UserError when there is none."""
     folder = RunFolder(Path(path))
+    refuse_links(folder.path)
     if folder.exists():
         return folder
     beside = Path(path).parent if Path(path).parent.is_dir() else Path(".")
@@ -80,9 +82,33 @@ def find(path: str | Path) -> RunFolder:
     )
 
 
+def refuse_links(path: Path) -> None:
+    """Raises UserError where something in the run folder at `path` is a link that leads out of it, or neither a file
+    nor a folder: what is appended to a log or cut off a lock would be elsewhere, and a pipe is waited for."""
+    for place, folders, files in os.walk(path):
+        for found in (Path(place, name) for name in (*folders, *files)):
+            with contextlib.suppress(FileNotFoundError):  # a run that goes on meanwhile
+                _refuse_link(found, path)
+
+
+def _refuse_link(found: Path, run: Path) -> None:
+    mode = found.lstat().st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return
+    if not stat.S_ISLNK(mode):
+        raise UserError(f"{found} is neither a file nor a folder.", do="remove it")
+    if not Path(os.path.realpath(found)).is_relative_to(os.path.realpath(run)):
+        raise UserError(
+            f"{found} is a link out of the run folder, to {os.readlink(found)}.",
+            why="what a run writes stays in its folder, also where somebody else has made it",
+            do=f"remove the link; checkpoint.target keeps checkpoints elsewhere, --run the whole run",
+        )
+
+
 def open_folder(path: str | Path) -> RunFolder:
     """The folder at `path`, made if need be and locked against other processes. Raises UserError when it cannot be."""
     folder = RunFolder(Path(path))
+    refuse_links(folder.path)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.lock = os.open(folder.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

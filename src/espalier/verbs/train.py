@@ -178,6 +178,7 @@ def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> Asked:
     recipe = resolved.recipe
     path = Path(run or Path("runs") / recipe.name)
     before = None
+    runs.refuse_links(path)
     if (existing := runs.RunFolder(path)).exists():
         runs.refuse_other_meaning(existing, recipe)
         before = existing.read()
