@@ -101,7 +101,7 @@ def _refuse_link(found: Path, run: Path) -> None:
         raise UserError(
             f"{found} is a link out of the run folder, to {os.readlink(found)}.",
             why="what a run writes stays in its folder, also where somebody else has made it",
-            do=f"remove the link; checkpoint.target keeps checkpoints elsewhere, --run the whole run",
+            do="remove the link; checkpoint.target keeps checkpoints elsewhere, --run the whole run",
         )
 
 
