@@ -112,6 +112,8 @@ def test_a_supervisor_that_is_started_anew_is_heard_and_the_words_of_the_one_bef
         stranger.set(key, old)
         time.sleep(0.01)
     assert first.said(1) == Report(2, life=1)
+    again.tell(Report(3, life=1))
+    assert until(lambda: first.said(1) == Report(3, life=1)), "words of the one before do not shut it out"
     first.close()
     again.close()
 

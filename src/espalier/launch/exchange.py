@@ -267,9 +267,12 @@ class Exchange:
         if not before:
             return True
         old, *when = _HEAD.unpack_from(before)
-        if name != old:
-            self._past[host].add(old)
-        return name not in self._past[host] and (name != old or at > when)
+        if name == old:
+            return at > when
+        if name in self._past[host]:
+            return False  # of one that does not know yet that its place was taken
+        self._past[host].add(old)
+        return True
 
     def _connect(self) -> Any:
         try:

@@ -187,6 +187,13 @@ class Leader(Supervisor):
                 after[rank] = self.distant[rank] = distant.expected(places[rank])
         return after
 
+    def _watch(self, children: Sequence[Child]) -> Ended | None:
+        ended = super()._watch(children)
+        for host in [] if ended else list(self.away):
+            if self.exchange.age(host) < self.care.heartbeat:  # its ranks' good end is the first that is heard of it
+                self._comes(host, time.monotonic())
+        return ended
+
     def _end(self, children: Sequence[Child], grace: float) -> None:
         """Ends the attempt on all hosts, and waits until it is."""
         deadline = time.monotonic() + grace
