@@ -240,6 +240,10 @@ class Leader(Supervisor):
         current = said is not None and said.attempt == self.ordered and said.vitals
         return said.vitals[child.place.local_rank] if current else GONE
 
+    def _compare(self, now: float) -> None:
+        if not self.away:  # else what is known of some ranks is old
+            super()._compare(now)
+
     def _listen(self, now: float) -> None:
         """Notices hosts that are not heard, are heard again, or were asked to stop."""
         if now - self.listened > 2 * self.care.heartbeat + 1.0:
