@@ -44,13 +44,12 @@ def _lower_session() -> None:
 class Process:
     """A forked process and the pipe to it. Has state: whether it lives.
 
-    Messages are pickled: the two ends are this process and its own copy, and nobody else has the pipe.
-
     Forking is safe only while this process has run nothing on several threads and has not touched a GPU.
     """
 
     def __init__(self, live: Callable[[Connection], None]) -> None:
         self.pipe, theirs = Pipe()
+        """To its copy and nobody else. What goes through it is bytes, never a pickle."""
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -67,20 +66,20 @@ class Crew:
         for process in self._processes.values():
             process.end()
 
-    def send(self, worker: int, message: Any) -> None:
+    def send(self, worker: int, message: workers.Order) -> None:
         """To `worker`; if it is dead, `heard` will say so."""
         self._used.pop(worker, None)
         with contextlib.suppress(OSError):
-            self._processes[worker].pipe.send(message)
+            workers.tell(self._processes[worker].pipe, message)
 
-    def heard(self, seconds: float) -> Iterator[tuple[int, Any]]:
+    def heard(self, seconds: float) -> Iterator[tuple[int, workers.Word | None]]:
         """(worker, message) of all that comes within `seconds`; the message of one that died is None, and another
         process has its place already."""
         by_pipe = {process.pipe: worker for worker, process in self._processes.items()}
         for pipe in wait(list(by_pipe), seconds):
             worker = by_pipe[pipe]  # type: ignore[index]
             try:
-                yield worker, self._processes[worker].pipe.recv()
+                yield worker, workers.heard(self._processes[worker].pipe)
             except (EOFError, OSError):
                 self._replace(worker)
                 yield worker, None

@@ -18,7 +18,7 @@ from espalier.resilience.acme.evaluate.priors import Prior, Priors
 from espalier.resilience.acme.evaluate.shared import SharedModel
 from espalier.resilience.acme.evaluate.tasks import Sums
 from espalier.resilience.acme.evaluate.trials import Piece, Trial
-from espalier.resilience.acme.evaluate.workers import SHARE, At, Done, Given, Infer, Score, Scored, Wrong
+from espalier.resilience.acme.evaluate.workers import At, Done, Given, Infer, Score, Scored, Share, Word, Wrong
 
 TICK = 0.5
 """Seconds within which `run` gives a sign of life."""
@@ -120,11 +120,11 @@ class Evaluation:
         if lengths and not self._asked:
             worker = max(lengths, key=lengths.__getitem__)
             self._asked.add(worker)
-            self.crew.send(worker, SHARE)
+            self.crew.send(worker, Share())
 
     # --- hearing of it -------------------------------------------------------------------------------------------
 
-    def _hear(self, worker: int, message: object) -> None:
+    def _hear(self, worker: int, message: Word | None) -> None:
         match message:
             case None:
                 self._lost(worker)
@@ -184,7 +184,7 @@ class Evaluation:
             score = self._scoring.pop(worker)
             piece = score.piece._replace(deaths=score.piece.deaths + 1)
             if piece.deaths < DEATHS:
-                self._waiting.append(score._replace(piece=piece))
+                self._waiting.append(Score(piece, score.raw))
             else:
                 self._fail(piece.task, f"its metric ended {DEATHS} workers")
         elif worker in self._busy:

@@ -1,6 +1,6 @@
 """What a worker does: inference writes raw outputs to a file and goes on; metrics are made from it, elsewhere.
 
-Messages to the evaluator: `At`, `Given`, `Done`, `Scored`, `Wrong`. Messages from it: `Infer`, `SHARE`, `Score`.
+Messages to the evaluator are a `Word`, messages from it an `Order`: msgpack of these types and nothing else.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -22,14 +22,19 @@ from espalier.resilience.acme.evaluate.tasks import Sums, Task
 from espalier.resilience.acme.evaluate.trials import Piece, Trial
 from espalier.resilience.acme.evaluate.trials import shared as halves
 
-SHARE = "share"
-"""To an inference worker: give away half of what is left of your trial."""
-
 SPEAK_EVERY = 0.25
 """Seconds between two `At` of a worker, at least."""
 
 
-class Infer(NamedTuple):
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What goes through a pipe."""
+
+
+class Share(_Message, frozen=True):
+    """Give away half of what is left of your trial."""
+
+
+class Infer(_Message, frozen=True):
     """Do `trial` with the model in the memory file at `model`, which is another one where `version` is; write raw
     outputs to `raw`."""
 
@@ -39,14 +44,14 @@ class Infer(NamedTuple):
     raw: str
 
 
-class Score(NamedTuple):
+class Score(_Message, frozen=True):
     """Compute the metrics of `piece` from the file `raw`."""
 
     piece: Piece
     raw: str
 
 
-class At(NamedTuple):
+class At(_Message, frozen=True):
     """`records` of `task` took `seconds` since the last word."""
 
     task: str
@@ -54,20 +59,20 @@ class At(NamedTuple):
     seconds: float
 
 
-class Given(NamedTuple):
+class Given(_Message, frozen=True):
     """These pieces of the trial at hand will not be done."""
 
     pieces: Trial
 
 
-class Done(NamedTuple):
+class Done(_Message, frozen=True):
     """The trial's raw outputs are in the file; seconds by task."""
 
     pieces: Trial
     seconds: Mapping[str, float]
 
 
-class Scored(NamedTuple):
+class Scored(_Message, frozen=True):
     """Sums of each record, in order."""
 
     piece: Piece
@@ -75,11 +80,44 @@ class Scored(NamedTuple):
     seconds: float
 
 
-class Wrong(NamedTuple):
+class Wrong(_Message, frozen=True):
     """The task's own code raised."""
 
     task: str
     what: str
+
+
+Order = Infer | Share | Score
+Word = At | Given | Done | Scored | Wrong
+
+
+def _plain(value: Any) -> Any:
+    """A task's code may count in NumPy's or torch's scalars."""
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    raise NotImplementedError(f"a sum of type {type(value).__name__}")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_WORDS: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
+
+
+def tell(pipe: Connection, message: Order | Word) -> None:
+    """Sends `message`."""
+    pipe.send_bytes(_ENCODER.encode(message))
+
+
+def heard(pipe: Connection) -> Word:
+    """What a worker says next. Raises EOFError when it has ended, OSError for what is no word of a worker."""
+    try:
+        return _WORDS.decode(pipe.recv_bytes())
+    except msgspec.DecodeError as error:
+        raise OSError(f"a worker said what is no word: {error}") from None
+
+
+def _ordered(pipe: Connection) -> Order:
+    return _ORDERS.decode(pipe.recv_bytes())
 
 
 def infer(tasks: Mapping[str, Task], build: Callable[[], nn.Module], device: torch.device, pipe: Connection) -> None:
@@ -88,9 +126,9 @@ def infer(tasks: Mapping[str, Task], build: Callable[[], nn.Module], device: tor
     model, version = build(), 0
     with torch.no_grad():
         while True:
-            order = pipe.recv()
-            if order == SHARE:
-                continue  # it crossed our last answer
+            order = _ordered(pipe)
+            if not isinstance(order, Infer):
+                continue  # a `Share` that crossed our last answer
             if order.version != version:
                 model, version = shared.attach(model, order.model, device), order.version
             _Trial(tasks, model, order, pipe).run()
@@ -120,14 +158,14 @@ class _Trial:
                 self.left[:0] = [rest] if rest.records else []
                 self._share()
         os.replace(temporary, self.order.raw)
-        self.pipe.send(Done(tuple(self.done), self.seconds))
+        tell(self.pipe, Done(tuple(self.done), self.seconds))
 
     def _record(self, piece: Piece, file: Any) -> bool:
         began = self._clock()
         try:
             raw = self.tasks[piece.task].infer(self.model, piece.start)
         except Exception:
-            self.pipe.send(Wrong(piece.task, traceback.format_exc(limit=-3)))
+            tell(self.pipe, Wrong(piece.task, traceback.format_exc(limit=-3)))
             return False
         file.write(msgspec.json.encode([piece.task, piece.start, raw]) + b"\n")
         took = self._clock() - began
@@ -136,7 +174,7 @@ class _Trial:
             self._task, self._fresh = piece.task, (0, 0.0)
         self._fresh = (self._fresh[0] + 1, self._fresh[1] + took)
         if time.monotonic() - self._since > SPEAK_EVERY:
-            self.pipe.send(At(piece.task, *self._fresh))
+            tell(self.pipe, At(piece.task, *self._fresh))
             self._fresh, self._since = (0, 0.0), time.monotonic()
         return True
 
@@ -149,24 +187,25 @@ class _Trial:
 
     def _share(self) -> None:
         while self.pipe.poll():
-            assert self.pipe.recv() == SHARE
+            assert isinstance(_ordered(self.pipe), Share)
             kept, given = halves(self.left)
             self.left = list(kept)
-            self.pipe.send(Given(given))
+            tell(self.pipe, Given(given))
 
 
 def score(tasks: Mapping[str, Task], pipe: Connection) -> None:
     """The life of a metric worker; ends when the pipe does."""
     torch.set_num_threads(1)
     while True:
-        order: Score = pipe.recv()
+        order = _ordered(pipe)
+        assert isinstance(order, Score)
         began = time.perf_counter()
         try:
             sums = [tasks[order.piece.task].score(raw) for raw in _read(order)]
+            said = _ENCODER.encode(Scored(order.piece, sums, time.perf_counter() - began))
         except Exception:
-            pipe.send(Wrong(order.piece.task, traceback.format_exc(limit=-3)))
-            continue
-        pipe.send(Scored(order.piece, sums, time.perf_counter() - began))
+            said = _ENCODER.encode(Wrong(order.piece.task, traceback.format_exc(limit=-3)))
+        pipe.send_bytes(said)
 
 
 def _read(order: Score) -> list[Any]:
