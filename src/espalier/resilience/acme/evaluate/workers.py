@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
     """A task's code may count in NumPy's or torch's scalars."""
     if getattr(value, "ndim", None) == 0:
         return value.item()
-    raise NotImplementedError(f"a sum of type {type(value).__name__}")
+    raise TypeError(f"a sum is of type {type(value).__name__}")
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
