@@ -77,3 +77,29 @@ def test_an_ignored_ctrl_c_stays_ignored(home: Path) -> None:
     code = "import signal, sys; import espalier.__main__; sys.exit(signal.getsignal(2) is not signal.SIG_IGN)"
     done = subprocess.run(["sh", "-c", f"trap '' INT; exec {sys.executable} -c '{code}'"], check=False, timeout=60)
     assert done.returncode == 0
+
+
+def test_a_run_under_an_ignored_ctrl_c_goes_on_and_ends_at_sigterm(home: Path) -> None:
+    with subprocess.Popen(
+        ["sh", "-c", f"trap '' INT; exec {sys.executable} -m espalier train recipe.toml"],
+        cwd=home, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        log = home / "runs" / "small" / "events.jsonl"
+        reach(log, 3)
+        os.killpg(process.pid, signal.SIGINT)
+        reach(log, steps(log) + 10)
+        process.terminate()
+        _, errors = process.communicate(timeout=90)
+    assert process.returncode == 130, errors
+    assert "Stopped after step" in errors
+
+
+def steps(log: Path) -> int:
+    return log.read_text().count('"event":"step"') if log.exists() else 0
+
+
+def reach(log: Path, wanted: int) -> None:
+    deadline = time.monotonic() + 90
+    while steps(log) < wanted:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -52,9 +52,11 @@ class Signals:
 
 @contextmanager
 def passing_on_signals() -> Iterator[Signals]:
-    """Passes Ctrl-C, SIGTERM and Slurm's SIGUSR1 on to the children."""
+    """Passes Ctrl-C (unless it is ignored, as under `nohup … &`), SIGTERM and Slurm's SIGUSR1 on to the children."""
     signals = Signals()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = [signal.SIGTERM, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        numbers.append(signal.SIGINT)
     before = {number: signal.signal(number, signals.pass_on) for number in numbers}
     try:
         yield signals

@@ -271,9 +271,10 @@ class Crowd:
                 for far in self.all:
                     far.tell({"is": "stop"})
 
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it stays ignored
-            numbers.append(signal.SIGHUP)
+        # What is ignored, as under `nohup … &`, stays ignored.
+        numbers = [
+            one for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN
+        ]
         before = {number: signal.signal(number, pass_on) for number in numbers}
         try:
             yield seen
