@@ -3,6 +3,7 @@
 import os
 
 try:
+    import atexit
     import signal
     import sys
 except KeyboardInterrupt:
@@ -18,6 +19,8 @@ def _end(*_: object) -> None:
 _HEARS = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it is ignored, as under `nohup … &`
 if _HEARS:
     signal.signal(signal.SIGINT, _end)
+    # The first to be registered is the last to run; then Python takes its own handlers away, and the work is done.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 def main() -> None:
