@@ -22,7 +22,7 @@ from espalier.track.tables import open_run
 from espalier.verbs import trained
 
 THEIRS = """
-import os, signal, torch
+import os, signal, time, torch
 from pathlib import Path
 from torch import nn
 from torch.nn import functional as F
@@ -51,6 +51,7 @@ def strike(model, where, how):
     except FileExistsError:
         return
     os.kill(*(BEGAN, signal.SIGINT) if how == "stop" else (os.getpid(), signal.SIGKILL))
+    time.sleep(0.3)  # until the word has come back
 
 BEGAN = os.getpid()  # ranks are forked from here
 
@@ -109,18 +110,29 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 STRUCK = {1: [("4@6", "stop"), ("8@4", "kill")], 2: [("4@3", "stop"), ("4@5", "kill"), ("8@3", "stop")]}
 """(resolution @ step of the phase, what happens there) by ranks; the first phase has 6 steps."""
+IN_ROUNDS = [("4@1", "stop"), ("4@5", "kill"), ("8@5", "kill")]
+"""Replicas know at the end of a round who wants to stop, and do at the end of the next: here the phase's."""
+ROUNDS = ("co2", "diloco", "streaming_diloco", "local_sgd")
+
+
+def rounds(kind: str) -> list[str]:
+    """Replicas that agree every fourth step, so that a phase ends within a round."""
+    return [f"sync.kind={kind}", "sync.steps=4", "sync.adapt=false"]
 
 
 @pytest.mark.timeout(600)  # a dozen programs
-@pytest.mark.parametrize("ranks", STRUCK)
-def test_an_interrupted_run_ends_as_the_undisturbed_one(home: Path, ranks: int) -> None:
-    pin = f"plan.pin.ranks={ranks}"
-    train(home, pin, "name=undisturbed")
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [(1, ""), (2, ""), (2, "eager"), *(pytest.param(2, one, marks=pytest.mark.slow) for one in ROUNDS)],
+)
+def test_an_interrupted_run_ends_as_the_undisturbed_one(home: Path, ranks: int, kind: str) -> None:
+    pin = [f"plan.pin.ranks={ranks}", *(rounds(kind) if kind else [])]
+    train(home, *pin, "name=undisturbed")
     expected = state_of(home / "runs" / "undisturbed")
-    for where, how in STRUCK[ranks]:
+    for where, how in IN_ROUNDS if kind else STRUCK[ranks]:
         (home / "struck").unlink(missing_ok=True)
         name = f"{how}{where.replace('@', '-')}"
-        changed = (pin, f"name={name}", f"model.arguments.where={where}", f"model.arguments.how={how}")
+        changed = (*pin, f"name={name}", f"model.arguments.where={where}", f"model.arguments.how={how}")
         if how == "stop":
             train(home, *changed, code=130)
         train(home, *changed)
