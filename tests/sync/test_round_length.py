@@ -146,6 +146,28 @@ def test_a_length_that_holds_as_soon_as_it_is_heard_is_found_out() -> None:
     assert trouble((2, 2), 5, hear=at_once)
 
 
+def test_lengths_settle_where_a_flight_fits_into_two_steps_and_not_into_one() -> None:
+    """Every change doubles the rounds before the next but one: in 1,000 rounds a score of changes at most."""
+    length, changes = Length(1, adapt=True), 0
+    for _ in range(1000):
+        late = length.steps == 1
+        wish = length.wished(seconds=length.steps + 0.1 * late, waited=0.1 * late, flown=0.4)
+        after = length.heard([wish]).turned()
+        changes += after.steps != length.steps
+        length = after
+    assert 2 <= changes <= 20
+
+
+def test_rounds_become_shorter_in_the_end_when_a_link_becomes_faster() -> None:
+    length = Length(1, adapt=True)
+    for number in range(60):
+        flown = 8.0 if number < 20 else 0.1
+        waited = max(0.0, flown - length.steps)
+        length = length.heard([length.wished(length.steps + waited, waited, flown)]).turned()
+        assert number != 19 or length.steps == 9
+    assert length.steps == 1
+
+
 # --- the engine ------------------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,9 @@ EXPOSED = 0.02
 """Share of a round that may be spent waiting before rounds become longer."""
 SLACK = 0.5
 """Rounds become shorter when a flight takes less than this share of one."""
+STAY = 2
+"""Rounds for which a length stays that rounds have become longer to, the first time; each time twice as many. Without
+that, where a flight and what delays it fit into two steps and not into one, lengths would swing for ever."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,15 @@ class Length(NamedTuple):
         adapt: whether rounds follow the measured waits.
         wish: of this replica, after its last round; 0: none.
         coming: of the next round, if that is known to be another; else 0.
+        stays: rounds before they may become shorter; stay: as many when they next become longer.
     """
 
     steps: int
     adapt: bool = False
     wish: float = 0.0
     coming: int = 0
+    stays: int = 0
+    stay: int = STAY
 
     def wished(self, seconds: float, waited: float, flown: float) -> float:
         """What this rank by itself asks for, after `seconds` with `waited` of them for flights of `flown` seconds."""
@@ -67,7 +73,7 @@ class Length(NamedTuple):
         fits = -(-MARGIN * flown // step)
         if waited > EXPOSED * seconds:
             return max(self.steps + 1, fits)
-        if 0 < flown < SLACK * self.steps * step:
+        if 0 < flown < SLACK * self.steps * step and not self.stays:
             return max(1.0, fits)
         return float(self.steps)
 
@@ -78,4 +84,7 @@ class Length(NamedTuple):
 
     def turned(self, recorded: int | None = None) -> Length:
         """The next round begins. What was `recorded` of it counts more than what was measured now."""
-        return self._replace(steps=recorded or self.coming or self.steps, coming=0)
+        steps = recorded or self.coming or self.steps
+        if steps > self.steps:
+            return self._replace(steps=steps, coming=0, stays=self.stay, stay=2 * self.stay)
+        return self._replace(steps=steps, coming=0, stays=max(0, self.stays - 1))
