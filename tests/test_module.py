@@ -159,6 +159,13 @@ def test_parts_that_cannot_be_trained_are_refused_before_a_run(opened, parts, sa
     refused(opened, says, more=made(parts), name="bad")
 
 
+@pytest.mark.parametrize("weight", ["len(batch[1])", "1"])
+def test_a_loss_that_is_a_mean_is_refused(opened, weight):
+    mean = f"lambda model, batch: (squares(model, batch)[0] / len(batch[1]), torch.tensor({weight}))"
+    for model in ("nn.Linear(2, 1)", "nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))"):
+        refused(opened, "for both twice", 'reduction="sum"', more=made(f"{model}, pairs(8), {mean}"), name="bad")
+
+
 def test_samples_of_double_precision_are_tried_as_they_are_trained(opened):
     opened(made("nn.Linear(2, 1), TensorDataset(torch.zeros(4, 2).double(), torch.zeros(4).double()), squares"), "bad")
 

@@ -7,10 +7,11 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 from espalier import tcpstore
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, nearest
 from espalier.terminal import say
 
 VERBS = {
@@ -111,10 +112,14 @@ def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: 
     """Runs one verb, which is imported before `begin` is called. Returns the exit code: 0 good, 1 found something, 2
     the user's mistake, 130 interrupted."""
     top = parser()
-    arguments, rest = top.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words and words[0] not in VERBS and not words[0].startswith("-"):
+        _unknown(top, words[0], VERBS)
+    arguments, rest = top.parse_known_args(words)
     changes = [word for word in rest if "=" in word and not word.startswith("-")]
     if len(changes) < len(rest) or (rest and not hasattr(arguments, "overrides")):
-        top.error(f"unrecognized arguments: {' '.join(word for word in rest if word not in changes) or rest[0]}")
+        word = next((word for word in rest if word not in changes), rest[0])
+        _unknown(top, word, [f"--{name.replace('_', '-')}" for name in vars(arguments) if name != "verb"])
     if rest:  # changes may stand behind options as well
         arguments.overrides = [*arguments.overrides, *changes]
     if arguments.version:
@@ -144,6 +149,11 @@ def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: 
         # The reader (head, less) went away; point stdout at nothing so that the interpreter's last flush is quiet.
         sys.stdout = open("/dev/null", "w")  # noqa: SIM115
         return 0
+
+
+def _unknown(top: argparse.ArgumentParser, word: str, known: Iterable[str]) -> NoReturn:
+    near = nearest(word.partition("=")[0], known)
+    top.error(f"unrecognized argument: {word}" + (f" (did you mean {near}?)" if near else ""))
 
 
 def _versions() -> str:

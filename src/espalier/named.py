@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from espalier.errors import EspalierError, UserError
+from espalier.errors import EspalierError, UserError, nearest
 
 
 class Author(NamedTuple):
@@ -75,7 +75,10 @@ def function(text: str, folder: str | Path | None) -> tuple[Callable[..., Any], 
         raise Author(text, _file(name)).failure("when it was imported", error) from error
     found = getattr(module, attribute, None)
     if found is None:
-        raise UserError(f"model.build = {text!r}: {name} has no {attribute!r}.")
+        near = nearest(attribute, [one for one in vars(module) if not one.startswith("_")])
+        raise UserError(
+            f"model.build = {text!r}: {name} has no {attribute!r}.", do=f"did you mean {near}?" if near else ""
+        )
     if not callable(found):
         raise UserError(f"model.build = {text!r} is not a function.")
     return found, Author(text, getattr(module, "__file__", None) or "")

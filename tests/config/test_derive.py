@@ -163,6 +163,8 @@ BAD = {
     "model.depth = 10001": config.Gpt(depth=10_001),
     "model.width": config.Gpt(width=-64),
     "contradict": config.Gpt(depth=3, shape="llama-7b"),
+    "model.width = 64": config.Gpt(width=64, shape="llama-7b"),
+    "model.kv_heads = 4": config.Gpt(kv_heads=4, shape="llama-7b"),
     'shape = "llama-7b"': config.Gpt(shape="lama-7b"),
     "model.active": config.Moe(experts=2, active=3),
     "model.experts": config.Moe(experts=0),

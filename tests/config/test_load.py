@@ -191,6 +191,7 @@ def test_a_slip_in_any_known_key_is_an_error_that_names_it(key: str) -> None:
         ("track.profile=[1]", "track.profile: expected array of length 2, got [1]"),
         ("train.optimizer={kind='adamw',betas=[0.9,'x']}", "on the command line: train.optimizer.betas"),
         ("train.precision=fp16", "train.precision = 'fp16' is not a choice"),
+        ("train.precision=float16", 'train.precision = "bf16"'),
         ("train.recompute=blok", 'train.recompute = "block"'),
         ("model.kind=gtp", 'model.kind = "gpt"'),
         ("model.kind=3", "model.kind = 3 is not a choice"),

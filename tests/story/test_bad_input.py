@@ -61,6 +61,7 @@ MISTAKES = {
     "wrong type": (["train.steps=many"], "train.steps", "int"),
     "not an override": (["train.steps"], "train.steps", "key=value"),
     "missing path": (["data.path=nowhere"], "nowhere", "data.path"),
+    "empty path": (["data.path="], "data.path is empty", "a file or folder"),
     "unknown source": (["data.path=pyhton:stdlib"], "pyhton", "python:stdlib"),
     "sequence longer than the model": (["model.context=16"], "train.sequence = 32", "16"),
     "heads that do not divide": (["model.heads=5"], "model.heads = 5", "32"),
@@ -70,6 +71,7 @@ MISTAKES = {
     "missing cluster": (["plan.cluster=none.toml"], "none.toml", ""),
     "bad time": (["comm.timeout=5parsecs"], "comm.timeout", "ms"),
     "module without a function": (['model={build="nothing"}'], "nothing", "package.module:function"),
+    "misspelt function": (['model={build="json:laods"}'], "no 'laods'", "did you mean loads?"),
     "module that is not there": (['model={build="not_there:build"}'], "not_there", "install"),
 }
 
@@ -85,6 +87,21 @@ def test_a_mistake_in_the_recipe_is_named_and_leaves_no_run(home, capsys, name):
 
 def test_a_missing_recipe_is_named(home, capsys):
     assert "none.toml" in refused(capsys, "train", "none.toml")
+
+
+def test_a_run_folder_for_a_recipe_names_the_recipe_of_that_run(home, capsys):
+    (home / "runs" / "old").mkdir(parents=True)
+    assert "runs/old is a folder" in refused(capsys, "train", "runs/old")
+    (home / "runs" / "old" / "run.toml").write_text((home / "recipe.toml").read_text())
+    assert "runs/old/run.toml" in refused(capsys, "train", "runs/old")
+
+
+@pytest.mark.parametrize(("words", "near"), [(["trian", "x"], "train"), (["train", "x", "--rnu", "y"], "--run")])
+def test_a_misspelt_verb_or_flag_names_the_nearest(capsys, words, near):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert f"did you mean {near}?" in capsys.readouterr().err
 
 
 def test_an_empty_corpus_is_named(home, capsys):

@@ -41,7 +41,8 @@ class Kind:
         check: raises UserError for options that contradict each other. Sees recipes before and after `fill`.
         section: a table of the recipe that belongs to this kind alone.
         usual: options that a table says nothing of, where they differ from what other kinds have.
-        validation: what a validation costs, as a share of a training step.
+        validation: what a validation costs, as a share of a training step; 0: not known.
+        unit: what speed is counted in.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Kind:
     section: str | None = None
     usual: Callable[[dict[str, Any]], dict[str, Any]] = dict
     validation: Callable[[Recipe], float] = lambda recipe: 0.0
+    unit: str = "samples"
 
     @property
     def tags(self) -> tuple[str, ...]:

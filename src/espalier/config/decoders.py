@@ -104,7 +104,7 @@ def _count(size: shapes.Sizes, every_expert: bool) -> int:
 
 def _model(draft: Draft) -> None:
     if draft.get("model.shape") is not None:
-        _shape(draft, draft.get("model.shape"), draft.get("model.depth"))
+        _shape(draft, draft.get("model.shape"))
     draft.fill("model.depth", DEPTH, "neither model.depth nor model.shape is given; small enough for a laptop")
     depth = draft.get("model.depth")
     draft.fill("model.width", HEAD_SIZE * depth, "64 x depth: width grows with depth, as in published decoders")
@@ -123,14 +123,16 @@ def _model(draft: Draft) -> None:
         _tied(draft)
 
 
-def _shape(draft: Draft, name: str, depth: int | None) -> None:
+def _shape(draft: Draft, name: str) -> None:
     shape = shapes.shape(name)
-    if depth not in (None, shape.depth):
-        raise UserError(
-            f'model.depth = {depth} and model.shape = "{name}" contradict each other.',
-            why=f"{name} has {shape.depth} layers",
-            do="give one of the two",
-        )
+    for field in ("depth", "width", "heads", "kv_heads", "feed_forward"):
+        given, own = draft.get(f"model.{field}"), getattr(shape, field)
+        if given not in (None, own):
+            raise UserError(
+                f'model.{field} = {given} and model.shape = "{name}" contradict each other.',
+                why=f"{name} has {own}",
+                do="give one of the two",
+            )
     for field in ("depth", "width", "heads", "kv_heads", "feed_forward", "vocabulary", "context", "tied"):
         draft.fill(f"model.{field}", getattr(shape, field), f"{name}: {shape.source}")
 
@@ -237,4 +239,5 @@ KIND = Kind(
     fill=_fill,
     check=_check,
     validation=_validation,
+    unit="tokens",
 )

@@ -40,7 +40,8 @@ def _validation(draft: Draft) -> None:
     steps = draft.get("train.steps")
     if steps is None:
         return
-    seldom = math.ceil(kinds.of(draft.recipe.model).validation(draft.recipe) / VALIDATION_SHARE)
-    every = max(1, min(1000, steps // 10), min(seldom, steps))
-    reason = f"ten times a run or at least every 1000 steps, for at most {VALIDATION_SHARE:.0%} of the time"
+    cost = kinds.of(draft.recipe.model).validation(draft.recipe)
+    every = max(1, min(1000, steps // 10), min(math.ceil(cost / VALIDATION_SHARE), steps))
+    bound = f", for at most {VALIDATION_SHARE:.0%} of the time" if cost else ""
+    reason = f"ten times a run or at least every 1000 steps{bound}"
     draft.fill("train.validate_every", every, reason)

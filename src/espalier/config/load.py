@@ -20,6 +20,8 @@ from espalier.errors import UserError, nearest
 
 Table = dict[str, Any]
 
+SAME = {"fp16": "bf16", "half": "bf16", "float16": "bf16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
+"""Other words for a choice, or for the nearest to it: half precision is bf16, whose range needs no loss scaling."""
 LONGEST_NAME = 200
 """Bytes of a run's name: file systems take 255, and some files bear it with an ending."""
 
@@ -99,6 +101,10 @@ def _read(file: Path) -> Table:
         text = file.read_bytes()
     except FileNotFoundError:
         raise UserError(f"No recipe at {file}.", do="espalier train examples/language.toml") from None
+    except IsADirectoryError:
+        inside = file / "run.toml"
+        do = f"{inside}, the recipe of that run" if inside.exists() else "name a recipe in it"
+        raise UserError(f"{file} is a folder, not a recipe.", do=do) from None
     except OSError as error:
         raise UserError(f"The recipe {file} cannot be read: {error.strerror}.") from None
     try:
@@ -260,7 +266,7 @@ def _invalid(error: msgspec.ValidationError, table: Table, origin: str, overridd
     found = re.fullmatch(r"Invalid enum value '(.*)'", text, re.DOTALL)
     choices = _choices(key.split(".")) if found else []
     if found and choices:
-        near = nearest(found[1], choices)
+        near = SAME.get(found[1]) if SAME.get(found[1]) in choices else nearest(found[1], choices)
         why, do = f"the choices are {', '.join(choices)}", f'{key} = "{near or choices[0]}"'
         return UserError(f"{origin}: {key} = {found[1]!r} is not a choice.", why=why, do=do)
     expected, got, _ = text.partition(", got ")
@@ -269,7 +275,7 @@ def _invalid(error: msgspec.ValidationError, table: Table, origin: str, overridd
         shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:60]}…"
         text = f"expected {expected.removeprefix('Expected ').replace('`', '')}, got {shown}"
     return UserError(
-        f"{origin}: {key + ': ' if key else ''}{text}.", do="see `espalier train --help` and docs/recipe.md"
+        f"{origin}: {key + ': ' if key else ''}{text}.", do="docs/recipe.md lists all keys and what they take"
     )
 
 

@@ -114,10 +114,11 @@ class Graph:
         if text.isdecimal() and int(text) < self.nodes and not numbered:
             return int(text) if self.numbers is None else int(np.flatnonzero(self.numbers == int(text))[0])
         near = nearest(text, self.names) if len(self.names) else None
+        other = f"one of them, such as {self.names[0]}" if len(self.names) else f"up to {self.nodes - 1}"
         raise UserError(
             f"The graph has no node {text!r}.",
-            why=f"it has {self.nodes:,} nodes, {'with ids of their own' if numbered else 'numbered from 0'}",
-            do=f"did you mean {near}?" if near else "one of its ids" if numbered else f"up to {self.nodes - 1}",
+            why=f"it has {self.nodes:,} nodes, {'with names of their own' if len(self.names) else 'numbered from 0'}",
+            do=f"did you mean {near}?" if near else other,
         )
 
     def fingerprint(self) -> str:

@@ -99,6 +99,8 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], table: Mapping[str, Any]
         where = {key: name for name, part in files.items() for key in part}
         _json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     _json(folder / CONFIG, table)
+    for name in files:
+        shutil.copymode(folder / CONFIG, folder / name)  # safetensors makes files that only their owner may read
     special = {key: table[key] for key in ("bos_token_id", "eos_token_id") if table[key] is not None}
     _json(folder / "generation_config.json", {"_from_model_config": True, **special})
 

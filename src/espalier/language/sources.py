@@ -80,6 +80,8 @@ def listing(data: Data) -> Listing:
     Raises UserError for a path that is missing, empty or not readable, and for an unknown scheme.
     """
     path = data.path
+    if not path.strip():
+        raise UserError("data.path is empty.", do="data.path = a file or folder of text, or python:stdlib")
     if path == "python:stdlib":
         return _stdlib()
     if path.startswith("hf:"):

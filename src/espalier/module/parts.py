@@ -127,6 +127,7 @@ def _tried(model: nn.Module, task: Task, author: Author) -> Counted:
         batch = collated(task.dataset, [0, 1 % length(task.dataset)])
         if task.held_out is not None and length(task.held_out):
             collated(task.held_out, [0])
+        twice = collated(task.dataset, [0, 1 % length(task.dataset)] * 2)
     with author.answers("in its loss, tried on two samples"), fork_rng(devices=[]):
         found, counted = _count(model, task.loss, batch)
     if not _is_loss(found):
@@ -135,7 +136,25 @@ def _tried(model: nn.Module, task: Task, author: Author) -> Counted:
             why="it must return two tensors without dimensions, (sum over the batch, weight), the sum differentiable",
             do='reduction="sum", and torch.tensor(len(y)) for the weight; see docs/module.md',
         )
+    with author.answers("in its loss, tried on two samples twice"), fork_rng(devices=[]), torch.no_grad():
+        again = _called(model, task.loss, twice)
+    one, two = float(found[0].detach()), float(again[0])
+    if one and abs(two - one) <= 1e-3 * abs(one):
+        raise UserError(
+            f"model.build = {author.build!r}: its loss is {one:.4g} for two samples, {two:.4g} for both twice.",
+            why="a mean does not add up over micro-batches and ranks",
+            do='reduction="sum", and torch.tensor(len(y)) for the weight; see docs/module.md',
+        )
     return counted
+
+
+def _called(model: nn.Module, loss: Loss, batch: Any) -> Any:
+    """What the loss gives; the model's state stays, whose running statistics a forward pass may move."""
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
+    state = copy.deepcopy(model.state_dict())
+    found = loss(model, to_device(batch, dtype=dtype))
+    model.load_state_dict(state)
+    return found
 
 
 def _count(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, Counted]:
@@ -150,12 +169,9 @@ def _count(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, Counted]:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
-    state = copy.deepcopy(model.state_dict())
     counter = FlopCounterMode(display=False)
     with counter, saved_tensors_hooks(save, lambda tensor: tensor):
-        found = loss(model, to_device(batch, dtype=dtype))
-    model.load_state_dict(state)  # a forward pass may have moved running statistics
+        found = _called(model, loss, batch)
     return found, Counted(counter.get_total_flops() / 2, sum(kept.values()) / 2)
 
 

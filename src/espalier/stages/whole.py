@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -61,15 +61,17 @@ class Whole:
 
 
 class WholeModel(Mechanism):
-    """Every rank runs all layers."""
+    """Every rank runs all layers. `schedule`: how; one of another order is a subclass."""
 
     claim = CLAIM
+    schedule: ClassVar[type[Whole]] = Whole
 
     def wrap(self, context: Build) -> None:
         """Makes the schedule."""
         assert context.sharding is not None
         shares = tuple(context.workload.tasks().values())
-        context.schedule = Whole(context.workload.nominal_weight, context.sharding.accumulate, context.forward, shares)
+        nominal_weight, accumulate = context.workload.nominal_weight, context.sharding.accumulate
+        context.schedule = self.schedule(nominal_weight, accumulate, context.forward, shares)
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:

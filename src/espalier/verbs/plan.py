@@ -10,6 +10,7 @@ import torch
 
 from espalier import cluster as clusters
 from espalier.cluster import whatif
+from espalier.config import kinds
 from espalier.errors import UserError
 from espalier.plan import base as plans
 from espalier.plan import explain, search
@@ -64,7 +65,8 @@ def _tell(as_json: bool, resolved: ready.Resolved, decision: Decision, changed: 
         beside = {"what_if": changed.plan} if changed is not None else {}
         print(plans.dumps(plan, **beside), end="", flush=True)
     else:
-        show.plan(plan, resolved.derivations, resolved.recipe.train.steps)
+        recipe = resolved.recipe
+        show.plan(plan, resolved.derivations, recipe.train.steps, kinds.of(recipe.model).unit)
         show.sources(plan)
         if changed is not None:
             show.beside(plan, changed.plan, changed.fits)

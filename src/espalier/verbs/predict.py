@@ -22,9 +22,9 @@ def run(arguments: argparse.Namespace) -> int:
     answer = workloads.row(trained.recipe).answer
     if answer is None:
         raise UserError(
-            f"The run in {arguments.run} holds a foreign module.",
+            f"The run in {arguments.run} holds a module of your own.",
             why="only its author knows what an input is",
-            do="load runs/…/checkpoints with torch.distributed.checkpoint in your own code",
+            do=f"load {arguments.run}/checkpoints with torch.distributed.checkpoint in your own code",
         )
     sampling = Sampling(arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed)
     found = answer(trained.workload, trained.model, prompt, sampling)

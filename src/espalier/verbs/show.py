@@ -73,10 +73,10 @@ def _wrapped(text: str, width: int | None, hang: int) -> list[str]:
 # --- plans -------------------------------------------------------------------------------------------------------
 
 
-def plan(plan: Plan, derivations: Sequence[Derivation] = (), steps: int | None = None) -> None:
+def plan(plan: Plan, derivations: Sequence[Derivation] = (), steps: int | None = None, unit: str = "tokens") -> None:
     """The plan as people read it: what was derived, what runs where, what it should cost, and why.
 
-    With `steps`, also how long the whole run should take.
+    With `steps`, also how long the whole run should take. `unit`: what speed is counted in.
     """
     if derivations:
         _derived(derivations)
@@ -85,7 +85,7 @@ def plan(plan: Plan, derivations: Sequence[Derivation] = (), steps: int | None =
         f"accumulate {plan.layout.accumulate}, recompute {plan.recompute}, {plan.precision}"
     )
     if plan.predicted is not None:
-        _predicted(plan.predicted, steps)
+        _predicted(plan.predicted, steps, unit)
     for sentence in plan.why:
         line(f"  - {sentence}")
     on_gpus = plan.ranks[0].device != "cpu"
@@ -171,7 +171,7 @@ def notes(lines: Sequence[str]) -> None:
         line(f"note: {one}")
 
 
-def _predicted(predicted: Predicted, steps: int | None) -> None:
+def _predicted(predicted: Predicted, steps: int | None, unit: str) -> None:
     order = {name: at for at, name in enumerate(TERMS)}
     terms = sorted(predicted.terms.items(), key=lambda item: order.get(item[0], len(TERMS)))
     band = f", give or take {predicted.spread:.0%}" if predicted.spread else ""
@@ -182,7 +182,7 @@ def _predicted(predicted: Predicted, steps: int | None) -> None:
         took = units.show_seconds(seconds) if seconds < 2 * DAY else f"{seconds / DAY:,.0f} days"
         say(f"  predicted run {steps:,} step{'s' * (steps != 1)}, about {took}")
     mfu = f", MFU {predicted.mfu:.0%}" if predicted.mfu else ""
-    say(f"  predicted speed {units.show_count(predicted.tokens_per_second)} tokens/s{mfu}")
+    say(f"  predicted speed {units.show_count(predicted.tokens_per_second)} {unit}/s{mfu}")
     held = predicted.memory_bytes
     say(
         f"  predicted memory per rank {units.show_size(held.get('peak', 0))} of "

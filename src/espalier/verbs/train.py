@@ -22,7 +22,7 @@ from espalier import config, folders, mechanisms, phases, rank, trainer, units
 from espalier import run as runs
 from espalier.checkpoint.place import open_place
 from espalier.checkpoint.sharded import Checkpoints
-from espalier.config import Constant, load
+from espalier.config import Constant, kinds, load
 from espalier.errors import EspalierError, Interrupted, PeerLost
 from espalier.hardware import hosts, limits
 from espalier.launch import attempts, child, handshake, numbering, started, supervise, torchrun
@@ -223,7 +223,7 @@ def decided(
         folder.write(recipe, cluster, plan)
         if not given.quiet:
             show.notes([*workload.notes(), *data.notes, *_stretched(given.before, recipe)])
-            show.plan(plan, resolved.derivations, recipe.train.steps)
+            show.plan(plan, resolved.derivations, recipe.train.steps, kinds.of(recipe.model).unit)
     parameters = ready.parameters(recipe, workload)
     return Job(resolved, workload, cluster, plan, parameters, folder, given.quiet, given.workload)
 

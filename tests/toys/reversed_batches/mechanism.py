@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from espalier.compose import Claim
-from espalier.mechanism import Build, Mechanism
+from espalier.mechanism import Mechanism
 from espalier.stages.base import Loss
-from espalier.stages.whole import CLAIM, Whole
+from espalier.stages.whole import CLAIM, Whole, WholeModel
 from espalier.workload import Outcome
 
 
@@ -19,12 +19,9 @@ class Reversed(Whole):
         return super().run(model, list(reversed(batches)), loss)
 
 
-class ReversedMechanism(Mechanism):
+class ReversedMechanism(WholeModel):
     claim = Claim("reversed_batches", "stages", CLAIM.needs)
-
-    def wrap(self, context: Build) -> None:
-        assert context.sharding is not None
-        context.schedule = Reversed(context.workload.nominal_weight, context.sharding.accumulate, context.forward)
+    schedule = Reversed
 
 
 def choose(recipe: Any, plan: Any) -> Mechanism:
