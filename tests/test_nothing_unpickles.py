@@ -39,6 +39,8 @@ def called(node: ast.Call) -> str:
     options = {one.arg: ast.unparse(one.value) for one in node.keywords}
     if name.endswith((".load", ".load_from")) and name.startswith("torch"):
         return "" if options.get("weights_only") == "True" else "torch.load"
+    if name.endswith(".recv") and not node.args:
+        return "Connection.recv"
     if options.get("allow_pickle", "False") != "False":
         return "allow_pickle"
     if name.endswith(("_object", "_object_list")) and name.split(".")[-1].startswith(
@@ -48,7 +50,16 @@ def called(node: ast.Call) -> str:
     return name if name in ("eval", "exec", "yaml.load", "yaml.unsafe_load") else ""
 
 
-READERS = {"torch.load", "allow_pickle", "object collective", "eval", "exec", "yaml.load", "yaml.unsafe_load"}
+READERS = {
+    "torch.load",
+    "Connection.recv",
+    "allow_pickle",
+    "object collective",
+    "eval",
+    "exec",
+    "yaml.load",
+    "yaml.unsafe_load",
+}
 FORBIDDEN = MODULES | READERS
 
 

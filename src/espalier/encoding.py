@@ -50,6 +50,14 @@ def loads(data: bytes | bytearray | memoryview, name: str = "value") -> Any:
         raise UserError(f"{name} cannot be decoded.", why=why, do="use bytes that this program has written") from None
 
 
+def from_json(text: bytes | str, kind: Any = Any) -> Any:
+    """The value of type `kind` in JSON `text`. Raises msgspec.DecodeError for any other text, however deep it nests."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (RecursionError, UnicodeError) as error:
+        raise msgspec.DecodeError(str(error)) from None
+
+
 def word(key: Any) -> str:
     """A table's key as it stands in names: text as it is, else `#` and how Python writes it."""
     return key if isinstance(key, str) else f"#{key!r}"

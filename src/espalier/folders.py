@@ -35,7 +35,7 @@ def table(path: Path) -> dict[str, Any]:
     """The JSON table kept at `path`; empty where there is none that can be read."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

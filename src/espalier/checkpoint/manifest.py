@@ -3,12 +3,13 @@ manifest is, and every file in it has the size and XXH3-128 hash the manifest sa
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import msgspec
 import xxhash
 
+from espalier import encoding
 from espalier.errors import UserError
 
 VERSION = 2
@@ -61,7 +62,7 @@ def dumps(manifest: Manifest) -> bytes:
 def loads(text: bytes) -> Manifest:
     """The manifest in `text`. Raises Bad when it is damaged, UserError when it is of a later format."""
     try:
-        manifest = msgspec.json.decode(text, type=Manifest)
+        manifest: Manifest = encoding.from_json(text, Manifest)
     except msgspec.DecodeError as error:
         raise Bad(f"{NAME} is damaged ({error})") from None
     if manifest.version > VERSION:
@@ -72,6 +73,9 @@ def loads(text: bytes) -> Manifest:
         )
     if manifest.seal != _seal(manifest):
         raise Bad(f"{NAME} is damaged (its seal does not match)")
+    for file in manifest.files:
+        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+            raise Bad(f"{NAME} names {file!r}, which is no file of the checkpoint")
     return manifest
 
 

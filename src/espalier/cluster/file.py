@@ -82,10 +82,10 @@ def loads(text: str, origin: str = "cluster.toml") -> Cluster:
     """The cluster that TOML `text` says; `origin` names it in messages. Raises UserError naming the key at fault."""
     try:
         file = msgspec.convert(tomllib.loads(text), _File)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UserError(f"{origin} is not valid TOML: {error}.", do=HELP) from None
     except msgspec.ValidationError as error:
         raise _refusal(error, origin) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError too
+        raise UserError(f"{origin} is not valid TOML: {error}.", do=HELP) from None
     if not file.nodes:
         raise UserError(f"{origin} has no nodes.", do='[[nodes]]\n       count = 2\n       device = "A100-80GB"')
     nodes = tuple(_node(table, file.links, f"{origin}: nodes[{i}]") for i, table in enumerate(file.nodes))

@@ -240,7 +240,7 @@ def _arrays(file: Path, undirected: bool) -> Graph:
     try:
         with np.load(file, allow_pickle=False) as opened:
             found = dict(opened)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         raise UserError(
             f"{file} cannot be read: {error}.",
             why="arrays of objects are pickled, and unpickling may run any code" if "pickle" in str(error) else "",

@@ -287,7 +287,7 @@ def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a folder, in one file or in several with an index, under its stored name."""
     files = [folder / "model.safetensors"]
     if (folder / INDEX).exists():
-        files = sorted({folder / name for name in _read_json(folder / INDEX)["weight_map"].values()})
+        files = sorted({_beside(folder, name) for name in _read_json(folder / INDEX)["weight_map"].values()})
     for file in files:
         if not file.exists():
             raise UserError(f"No weights at {file}.", do="download the folder again; only safetensors are read")
@@ -297,6 +297,13 @@ def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
                     yield name, opened.get_tensor(name)
         except SafetensorError as error:
             raise UserError(f"{file} is damaged: {error}.", do="download it again") from None
+
+
+def _beside(folder: Path, name: str) -> Path:
+    """A file that the index names, which lies in the folder."""
+    if name in ("", "..") or name != Path(name).name:
+        raise UserError(f"{folder / INDEX} names {name!r}, which is no file of the folder.", do="download it again")
+    return folder / name
 
 
 def _renamed(name: str, table: Mapping[str, str]) -> str:
@@ -319,7 +326,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         why, do = str(error.strerror), "give a folder with config.json and safetensors"
         raise UserError(f"{path} cannot be read.", why=why, do=do) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}.", do="download it again") from None
     if not isinstance(table, dict):
         raise UserError(f"{path} does not hold a table.", do="download it again")

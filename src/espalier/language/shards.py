@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 from msgspec import Struct
 
+from espalier import encoding
 from espalier.errors import RunFailed, UserError
 from espalier.language.tokenizer import Ids, Tokenizer
 from espalier.units import show_size
@@ -175,7 +176,7 @@ def hash_file(path: Path) -> str:
 def read_index(folder: Path) -> Index:
     """The index of the store in `folder`. Raises Damaged when there is none that can be read."""
     try:
-        index = msgspec.json.decode((folder / INDEX).read_bytes(), type=Index)
+        index: Index = encoding.from_json((folder / INDEX).read_bytes(), Index)
     except OSError as error:
         raise Damaged(f"{INDEX}: {error.strerror}") from None
     except (msgspec.DecodeError, msgspec.ValidationError) as error:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 from msgspec import Struct
 
+from espalier import encoding
 from espalier.errors import UserError
 
 VERSION = 1
@@ -245,7 +246,7 @@ def _table(plan: Plan) -> dict[str, Any]:
 def loads(text: str | bytes, origin: str = "plan.json") -> Plan:
     """The plan in `text`. Raises UserError naming the field at fault."""
     try:
-        table = msgspec.json.decode(text)
+        table = encoding.from_json(text)
         if isinstance(table, dict):
             table = {key: value for key, value in table.items() if key not in ("layout", "what_if")}
         return msgspec.convert(table, Plan)

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from espalier import encoding
 from espalier.cluster import Cluster
 from espalier.errors import UserError
 from espalier.plan import network, speed
@@ -226,7 +227,8 @@ def read(path: str) -> Calibration:
     """The calibration in a JSON file. Raises UserError."""
     try:
         with open(path, "rb") as file:
-            return msgspec.json.decode(file.read(), type=Calibration)
+            found: Calibration = encoding.from_json(file.read(), Calibration)
+            return found
     except OSError as error:
         raise UserError(f"The calibration {path} cannot be read: {error.strerror}.") from None
     except (msgspec.DecodeError, msgspec.ValidationError) as error:

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from espalier import cluster as clusters
+from espalier import encoding
 from espalier.cluster import Cluster
 from espalier.config.shapes import Sizes
 from espalier.errors import UserError, nearest
@@ -107,8 +108,8 @@ def _json_lines(path: str, lines: list[tuple[int, str]]) -> Table:
     for number, text in lines:
         with _at(path, number):
             try:
-                given = msgspec.json.decode(text)
-            except (msgspec.DecodeError, RecursionError) as error:
+                given = encoding.from_json(text)
+            except msgspec.DecodeError as error:
                 raise UserError(f"not valid JSON: {error}.", do="one whole JSON object per line") from None
             if not isinstance(given, dict):
                 raise UserError("not a JSON object.", do='{"model": …, "cluster": …, "layout": …, "train": …}')

@@ -49,6 +49,7 @@ from typing import Any
 
 import msgspec
 
+from espalier import encoding
 from espalier.errors import UserError
 
 NAME = "events.jsonl"
@@ -213,7 +214,7 @@ def _tail(path: str | Path, offset: int) -> bytes:
 
 def _parse(line: bytes) -> Event | None:
     try:
-        event = msgspec.json.decode(line)
+        event = encoding.from_json(line)
     except msgspec.DecodeError:
         return None
     if not isinstance(event, dict) or "event" not in event:

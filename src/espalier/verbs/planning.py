@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from espalier import cluster as clusters
-from espalier import contents, folders, phases, workloads
+from espalier import contents, encoding, folders, phases, workloads
 from espalier import run as runs
 from espalier.config import Recipe
 from espalier.errors import UserError
@@ -56,7 +56,7 @@ def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> Data:
     if not folder.exists():
         return Data(now)
     try:
-        before = msgspec.json.decode(folder.data.read_bytes(), type=dict[str, str])
+        before = encoding.from_json(folder.data.read_bytes(), dict[str, str])
     except FileNotFoundError:
         return Data(now, notes=[f"{folder.path} does not say what data the run was begun with: it is taken as it is"])
     except msgspec.DecodeError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from espalier import encoding
 from espalier.errors import UserError
 
 NAME = "skips.json"
@@ -56,7 +57,8 @@ class Skips(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read(folder: Path) -> Skips:
     """What the run in `folder` leaves out. Raises UserError where the file is damaged."""
     try:
-        return msgspec.json.decode((folder / NAME).read_bytes(), type=Skips)
+        found: Skips = encoding.from_json((folder / NAME).read_bytes(), Skips)
+        return found
     except FileNotFoundError:
         return Skips()
     except (msgspec.DecodeError, OSError) as error:

@@ -15,6 +15,7 @@ import torch
 import xxhash
 from torch import nn
 
+from espalier import encoding
 from espalier.errors import UserError
 from espalier.language import gpt
 from espalier.language.tokenizer import Tokenizer
@@ -52,8 +53,8 @@ def read(path: Path, name: str) -> tuple[Question, ...]:
 
 def _question(line: bytes, path: Path, number: int) -> Question:
     try:
-        question = msgspec.json.decode(line, type=Question)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        question: Question = encoding.from_json(line, Question)
+    except msgspec.DecodeError as error:
         raise _bad(path, number, str(error)) from None
     if not (question.question or question.context):
         raise _bad(path, number, "it has neither question nor context")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from espalier import encoding
 from espalier.track.events import Event
 
 
@@ -52,10 +53,12 @@ class History:
 
     def _take(self, line: bytes) -> None:
         try:
-            event: Event = msgspec.json.decode(line)
-            kind = event["event"]
-        except (msgspec.DecodeError, KeyError, TypeError):
-            return
+            event: Event = encoding.from_json(line)
+            self._hear(event, event["event"])
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+            return  # not an event, or not of ours
+
+    def _hear(self, event: Event, kind: str) -> None:
         if kind == "run":
             self.ended = ""
         elif kind == "end":

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from espalier import encoding
+
 WEIGHT = 0.3
 """Of the newest measurement; three to four measurements make up most of the average."""
 
@@ -55,7 +57,7 @@ class Priors:
         self._table: dict[str, Prior] = {}
         # A file that is missing or damaged costs a worse first cut, nothing else.
         with contextlib.suppress(OSError, msgspec.DecodeError):
-            self._table = msgspec.json.decode(path.read_bytes(), type=dict[str, Prior])
+            self._table = encoding.from_json(path.read_bytes(), dict[str, Prior])
 
     def of(self, task: str) -> Prior:
         """What is known of `task`; a guess when nothing is."""

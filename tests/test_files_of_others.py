@@ -1,0 +1,108 @@
+"""No file in a folder of somebody else does more than be refused: deep nesting, endless numbers, lengths that lie."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from espalier import cluster as clusters
+from espalier import encoding
+from espalier.checkpoint import manifest
+from espalier.checkpoint.sharded import Checkpoints
+from espalier.config import load
+from espalier.errors import EspalierError, UserError
+from espalier.graph import tables as graphs
+from espalier.language import hf
+from espalier.plan import base as plans
+from espalier.resilience.acme import skipping
+from espalier.resilience.acme.evaluate.history import History
+from espalier.resilience.acme.evaluate.priors import Priors
+from espalier.track import events, tables
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "manifest.json": lambda path: manifest.loads(path.read_bytes()),
+    "plan.json": plans.read,
+    "cluster.toml": clusters.read,
+    "run.toml": load.load,
+    "events.jsonl": lambda path: (list(events.read(path)), tables.open_run(path.parent), History(path)),
+    "skips.json": lambda path: skipping.read(path.parent),
+    "priors.json": Priors,
+    "config.json": hf._read_json,
+}
+DEEP, LONG = "[" * 100_000 + "]" * 100_000, "9" * 5000
+TEXTS = [
+    "",
+    "null",
+    "\0" * 10,
+    DEEP,
+    '{"a":' * 100_000,
+    f"a={DEEP}",
+    "a={b=" * 3000,
+    f"[[nodes]]\ncores={LONG}",
+    f'[model]\nkind="gpt"\nwidth={LONG}',
+    f'{{"event":"step","step":{LONG}}}\n',
+    f'{{"event":"step","a":{DEEP}}}\n',
+    f'{{"version":2,"step":1,"loss":null,"ranks":1,"time":0,"files":{{}},"meta":{{"a":{DEEP}}}}}',
+    f'{{"ranks":[{{"share":[0,1]}}],"a":{DEEP}}}',
+    '{"event":1}\n{"event":"eval","figures":"x"}\n{"event":"checkpoint","step":"x"}\n{"event":"validation","step":{}}\n',
+]
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_no_text_does_more_than_be_refused(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with contextlib.suppress(EspalierError, manifest.Bad):
+        READERS[name](path)
+
+
+@pytest.mark.parametrize("file", ["../../secret", "/dev/zero", "part/../../secret"])
+def test_a_checkpoint_has_no_files_elsewhere(tmp_path: Path, file: str) -> None:
+    """Reading /dev/zero to its end would never end."""
+    known = {file: manifest.File(4, "0" * 32)}
+    made = manifest.Manifest(step=4, loss=None, ranks=1, time=0.0, meta={}, files=known)
+    (tmp_path / "step-00000004").mkdir()
+    (tmp_path / "step-00000004" / manifest.NAME).write_bytes(manifest.dumps(made))
+    (entry,) = Checkpoints(tmp_path).entries()
+    assert "which is no file of the checkpoint" in entry.why
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/tmp/secret.safetensors", "..", ""])
+def test_an_index_of_weights_names_files_of_its_folder_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / hf.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(UserError, match="is no file of the folder"):
+        list(hf._stored(tmp_path))
+
+
+def test_weights_whose_header_lies_are_refused(tmp_path: Path) -> None:
+    for data in (b"\xff" * 8, (2**40).to_bytes(8, "little") + b"{}", b"\x02\0\0\0\0\0\0\0{}"[:9]):
+        (tmp_path / "model.safetensors").write_bytes(data)
+        with pytest.raises(UserError, match="is damaged"):
+            list(hf._stored(tmp_path))
+
+
+@pytest.mark.parametrize("size", [2**61 - 1, 2**45])
+def test_an_array_that_says_it_is_larger_than_memory_is_refused(tmp_path: Path, size: int) -> None:
+    header = f"{{'descr': '<f8', 'fortran_order': False, 'shape': ({size},), }}".encode()
+    body = io.BytesIO()
+    with zipfile.ZipFile(body, "w") as made:
+        made.writestr("edge_index.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    (tmp_path / "graph.npz").write_bytes(body.getvalue())
+    with pytest.raises(UserError, match="cannot be read"):
+        graphs._arrays(tmp_path / "graph.npz", undirected=True)
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x01", b"\x91" * 100_000]
+)
+def test_lengths_of_msgpack_that_lie_are_refused(data: bytes) -> None:
+    with pytest.raises(UserError, match="cannot be decoded"):
+        encoding.loads(data)
