@@ -40,6 +40,13 @@ def test_a_slower_link_keeps_its_latency() -> None:
     assert changed(CLUSTER, ["links.inside=10GB/s"]).nodes[0].inside.bandwidth == 10e9
 
 
+def test_a_link_between_machines_needs_two_of_them() -> None:
+    alone = changed(CLUSTER, ["nodes.count=1"])
+    with pytest.raises(UserError, match="has one machine"):
+        changed(alone, ["links.between=25Gbit/s"])
+    assert changed(alone, ["links.between=25Gbit/s", "nodes.count=2"]).between is not None
+
+
 def test_latency_can_be_changed() -> None:
     later = changed(CLUSTER, ["links.latency=1ms"])
     assert later.between is not None

@@ -36,7 +36,13 @@ def changed(cluster: Cluster, changes: Sequence[str]) -> Cluster:
         _set(table, key.strip(), _value(value.strip()))
     import tomli_w
 
-    return loads(tomli_w.dumps(table), "the changed cluster")
+    found = loads(tomli_w.dumps(table), "the changed cluster")
+    if any(change.startswith("links.between") for change in changes) and sum(one.count for one in found.nodes) == 1:
+        raise UserError(
+            "--what-if links.between changes nothing: the cluster has one machine.",
+            do="--what-if nodes.count=2 as well",
+        )
+    return found
 
 
 def _set(table: dict[str, Any], key: str, value: Any) -> None:
