@@ -94,7 +94,7 @@ def test_ranks_sit_on_machines_in_the_order_of_the_ring(cluster: clusters.Cluste
     assert cluster.ring == (0, 2, 1, 3)
     assert [place.node for place in seats(cluster, 8)] == [0, 0, 2, 2, 1, 1, 3, 3]
     assert [place.rank for place in seats(cluster, 5)] == [0, 1, 4, 2, 3], "the first five devices, site by site"
-    assert explain.ring(cluster) == [
+    assert explain.seating(cluster) == [
         "Ranks follow machines 0, 2, 1, 3: a ring crosses the slowest links 2 times, in their order 4."
     ]
 
@@ -102,4 +102,4 @@ def test_ranks_sit_on_machines_in_the_order_of_the_ring(cluster: clusters.Cluste
 def test_without_measured_pairs_machines_keep_their_order(cluster: clusters.Cluster) -> None:
     plain = msgspec.structs.replace(cluster, pairs=())
     assert [place.node for place in seats(plain, 8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert explain.ring(plain) == []
+    assert explain.seating(plain) == []

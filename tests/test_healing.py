@@ -126,7 +126,11 @@ def test_a_plateau_is_reported_and_nothing_is_done(corpus, tmp_path):
     made = recipe(corpus, plateau=200, rollback="never")
     events = []
     setting = SimpleNamespace(
-        recipe=made, plan=plan_of(made, 1), folder=tmp_path, emit=lambda event, **fields: events.append(fields)
+        recipe=made,
+        plan=plan_of(made, 1),
+        folder=tmp_path,
+        new=False,
+        emit=lambda event, **fields: events.append(fields),
     )
     healing = Healing(setting, Checkpoints(str(tmp_path / "checkpoints")), common=True)
     for step in range(1, 1001):

@@ -94,24 +94,20 @@ def _by_name(claims: Iterable[Claim]) -> dict[str, Claim]:
 
 
 def _attempt(present: Table, catalogue: Table) -> Order | Refusal:
-    refusal = _two_answers(present) or _forbidden(present) or _unmet(present, catalogue)
-    return refusal or _sorted(present)
+    return _clash(present) or _unmet(present, catalogue) or _sorted(present)
 
 
 # --- what cannot be ----------------------------------------------------------------------------------------------
 
 
-def _two_answers(present: Table) -> Refusal | None:
+def _clash(present: Table) -> Refusal | None:
+    """Of two that answer one question, or of which one forbids what the other brings."""
     answers: dict[str, Claim] = {}
     for claim in present.values():
         other = answers.setdefault(claim.question, claim)
         if other is not claim and (other.alone or claim.alone):
             reason = f"both answer the question {claim.question!r}, which takes one answer"
             return Refusal(reason, (other.name, claim.name), f"choose one: {other.name} or {claim.name}")
-    return None
-
-
-def _forbidden(present: Table) -> Refusal | None:
     for claim in present.values():
         for other in present.values():
             clash = sorted(claim.forbids & other.changes)
@@ -140,7 +136,15 @@ def _unmet(present: Table, catalogue: Table) -> Refusal | None:
 
 def _sorted(present: Table) -> Order | Refusal:
     """Kahn's algorithm, the smallest ready name first; what is left over contains a cycle."""
-    waits = {name: _earlier(claim, present) for name, claim in present.items()}
+    waits = {
+        name: {
+            other.name
+            for other in present.values()
+            if other is not claim
+            and (other.name in claim.after or other.question in claim.after or claim.needs & other.changes)
+        }
+        for name, claim in present.items()
+    }
     ready = [name for name, earlier in waits.items() if not earlier]
     heapq.heapify(ready)
     names: list[str] = []
@@ -157,16 +161,6 @@ def _sorted(present: Table) -> Order | Refusal:
     cycle = _cycle({name: earlier for name, earlier in waits.items() if earlier})
     reason = "each must be applied before the next: " + " -> ".join((*cycle, cycle[0]))
     return Refusal(reason, (cycle[0], cycle[1]), "")
-
-
-def _earlier(claim: Claim, present: Table) -> set[str]:
-    """The names of all that must be applied before `claim`."""
-    return {
-        other.name
-        for other in present.values()
-        if other is not claim
-        and (other.name in claim.after or other.question in claim.after or claim.needs & other.changes)
-    }
 
 
 def _cycle(waits: Mapping[str, set[str]]) -> tuple[str, ...]:

@@ -47,8 +47,10 @@ class Healing:
         def told(_: list[None]) -> list[dict[str, Any]]:
             return [msgspec.to_builtins(skipping.read(self.folder))] * saved.team.world
 
-        read = saved.team.agree("reading what the run leaves out", lambda: None, told)
-        self.skips = msgspec.convert(read, Skips)
+        self.skips = Skips()
+        if not setting.new:
+            read = saved.team.agree("reading what the run leaves out", lambda: None, told)
+            self.skips = msgspec.convert(read, Skips)
 
     def began(self, step: int) -> None:
         """The run goes on from `step`. What it was put back from is removed."""

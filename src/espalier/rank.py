@@ -59,7 +59,9 @@ def joined(place: launch.Place, timeout: float, *, mixed: bool = False) -> Itera
     if place.world == 1:
         yield None
         return
-    _stay_on_this_machine(place.host)
+    loopback = [one.interface for one in reach.addresses() if one.address == place.host and place.host[:4] == "127."]
+    if loopback:  # Gloo listens where the ranks meet, not at the address of the machine's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     inner = "staged" if mixed else "nccl" if place.device.startswith("cuda") else "gloo"
     # Keys of a dead attempt would lead to its addresses.
     store = PrefixStore(place.keys, launch.store(place, timeout))
@@ -76,13 +78,6 @@ def joined(place: launch.Place, timeout: float, *, mixed: bool = False) -> Itera
         raise
     finally:
         comm.disconnect()
-
-
-def _stay_on_this_machine(host: str) -> None:
-    """Where the ranks meet on loopback, Gloo listens there too, and not at the address of the machine's name."""
-    loopback = [one.interface for one in reach.addresses() if one.address == host and host.startswith("127.")]
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
 
 
 def saving_group(channel: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -249,7 +244,9 @@ def _pace(trainer: Trainer, saved: Checkpoints) -> Pace:
     def tell(every: int, why: str) -> None:
         setting.emit("rule", name=saving.NAME, step=trainer.step, value=every, why=why)
 
-    begin = Begin(saving.first(setting.plan), trainer.step, max(0, saved.newest()), between, place.attempt)
+    begin = Begin(
+        saving.first(setting.plan), trainer.step, 0 if setting.new else max(0, saved.newest()), between, place.attempt
+    )
     return Pace(saved, begin, mean, tell)
 
 
@@ -257,11 +254,14 @@ def _alike(trainer: Trainer, team: Team) -> Alike | None:
     """Who compares what ranks hold; None where there is one, or, and that is told, where they may round differently."""
     if team.world == 1:
         return None
+    buffers = frozenset(f"model/{name}" for name, _ in trainer.built.model.named_buffers())
+    comparing = Alike(team.rank, team.world, trainer.mean, buffers)
+    if trainer.setting.new and len({(one.node, one.threads) for one in trainer.setting.plan.ranks}) == 1:
+        return comparing  # forked from one process
     makes = team.agree("comparing processors", alike.make, lambda all_: [all_] * len(all_))
     odd, _ = alike.strangers(makes)
     if not odd:
-        buffers = frozenset(f"model/{name}" for name, _ in trainer.built.model.named_buffers())
-        return Alike(team.rank, team.world, trainer.mean, buffers)
+        return comparing
     usual = next(make for rank, make in enumerate(makes) if rank not in odd)
     named = ", ".join(f"rank {rank} has {makes[rank]}" for rank in odd[:4])
     why = f"ranks may round differently: {named}, others {usual}"

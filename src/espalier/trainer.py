@@ -85,6 +85,8 @@ class Setting:
     """Peak (or best measured) of all devices together, for MFU."""
     trust: bool = False
     """See `Checkpoints.trust`."""
+    new: bool = False
+    """Whether all ranks know that there is no state to take up, and need not look for one."""
 
     @property
     def device(self) -> torch.device:
@@ -308,7 +310,9 @@ class Trainer:
         return {"step": self.step, "tokens": self.tokens, **({"phase": phase} if phase else {})}
 
     def restore(self, saved: checkpoints.Checkpoints) -> None:
-        """Takes up the newest good state, in memory or saved, if there is one."""
+        """Takes up the newest good state, in memory or saved, if there is one. A new run has none."""
+        if self.setting.new:
+            return
         with comm.phase("restoring"):
             most = None if self.healing is None else self.healing.skips.back_to
             most = most if most is None else max(most, self.workload.phases()[0].start)

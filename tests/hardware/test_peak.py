@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from espalier.hardware.peak import held, page_cache, peak_memory
+from espalier.hardware.peak import held, memory_of, peak_memory
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -38,10 +38,10 @@ def corpus(tmp_path):
 
 def test_reading_a_mapped_file_adds_nothing_to_memory(corpus):
     def life():
-        before, cached = peak_memory(CPU), page_cache()
+        before, cached = peak_memory(CPU), memory_of(CPU)["page_cache"]
         with corpus.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
             total = sum(pages[:: mmap.PAGESIZE])
-            yield from (peak_memory(CPU) - before, page_cache() - cached)
+            yield from (peak_memory(CPU) - before, memory_of(CPU)["page_cache"] - cached)
         assert total
 
     grown, cached = in_fork(life)

@@ -1,11 +1,11 @@
 """What a run executes before its first step, counted in the process of rank 0 and before it was forked.
 
-Of 792 functions, with nothing kept from before, 166 price layouts and say why one is the plan (`plan`); 103 cut the
-corpus into shards and build the model (`language`); 110 lay states, groups and the optimizer on the ranks (`shard`,
-`parallel`, `optim`, `sync`, `stages`); 98 read and fill the recipe and say what was decided (`config`, `verbs`); 91
-fork, connect and watch the ranks (`launch`, `comm`, `resilience`); 38 look for a state to take up (`checkpoint`); 41
-know the machine (`cluster`, `hardware`); 18 write the run log and show progress (`track`); 127 are modules between
-packages, such as the trainer.
+Of 686 functions in 133 files, with nothing kept from before, 154 price layouts and say why one is the plan (`plan`); 93
+cut the corpus into shards and build the model (`language`); 105 lay states, groups and the optimizer on the ranks
+(`shard`, `parallel`, `optim`, `sync`, `stages`); 87 read and fill the recipe and say what was decided (`config`,
+`verbs`); 77 fork, connect and watch the ranks (`launch`, `comm`, `resilience`); 36 know the machine (`cluster`,
+`hardware`); 17 know where checkpoints and copies go (`checkpoint`); 18 write the run log and show progress (`track`);
+97 are modules between packages, such as the trainer.
 """
 
 import json
@@ -47,7 +47,7 @@ def train_step(self, *arguments):
 trainer.Trainer.train_step = train_step
 sys.exit(main(sys.argv[2:]))
 """
-LIMIT, RESILIENCE = 800, 28
+LIMIT, RESILIENCE = 690, 20
 """Functions of the package before rank 0's first step; and of what is there for failures."""
 
 
@@ -78,3 +78,4 @@ def test_few_functions_run_before_the_first_step(corpus: Path, tmp_path: Path) -
     seen = json.loads((tmp_path / "seen").read_text())
     assert len(seen) <= LIMIT, f"{len(seen)} in {len({path for path, _ in seen})} files"
     assert len([name for path, name in seen if path.startswith("resilience/")]) <= RESILIENCE
+    assert ["checkpoint/team.py", "Team.agree"] not in seen, "a new run looks for no state, so its ranks need not agree"

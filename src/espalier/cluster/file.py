@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 import tomllib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +119,9 @@ def _one_line(found: re.Match[str]) -> str:
 
 
 def _dump_node(node: Node) -> dict[str, Any]:
-    known = node.device.name in catalogue.known_devices()
-    named = known and catalogue.device(node.device.name, max(1, node.cores), max(1, node.memory)) == node.device
+    measured = bool(node.device.rates)  # what the catalogue says is not
+    named = not measured and node.device.name in catalogue.known_devices()
+    named = named and catalogue.device(node.device.name, max(1, node.cores), max(1, node.memory)) == node.device
     table: dict[str, Any] = {
         "device": node.device.name if named else msgspec.to_builtins(node.device),
         "count": node.count,
@@ -151,9 +154,8 @@ def _node(table: _Table, links: _Links, where: str) -> Node:
         for key in ("write", "read", "iops"):
             _positive(getattr(disk, key), f"{where}.disks.{key}")
     latency = links.latency.inside if isinstance(links.latency, _Latencies) else None
-    default = catalogue.default_link(it.name, it.kind)
     chosen = table.inside if table.inside is not None else links.inside
-    inside = default if chosen is None else _line(chosen, f"{where}: links.inside", default)
+    inside = _line(chosen, f"{where}: links.inside", partial(catalogue.default_link, it.name, it.kind))
     if latency is not None:
         inside = msgspec.structs.replace(inside, latency=units.seconds(latency, "links.latency.inside"))
     return Node(
@@ -166,23 +168,25 @@ def _between(links: _Links, first: Device, origin: str) -> Link | None:
     if links.between is None:
         return None
     latency, launch = catalogue.network(first.kind)
-    default = Link(bandwidth=1.0, latency=latency, launch=launch)
-    link = _line(links.between, f"{origin}: links.between", default)
+    link = _line(
+        links.between, f"{origin}: links.between", partial(Link, bandwidth=1.0, latency=latency, launch=launch)
+    )
     said = links.latency.between if isinstance(links.latency, _Latencies) else links.latency
     if said is None:
         return link
     return msgspec.structs.replace(link, latency=units.seconds(said, f"{origin}: links.latency"))
 
 
-def _line(said: Quantity | _Line, where: str, default: Link) -> Link:
+def _line(said: Quantity | _Line | None, where: str, default: Callable[[], Link]) -> Link:
+    """The link as it is said; `default` is asked for what is not."""
+    if said is None:
+        return default()
     line = said if isinstance(said, _Line) else _Line(bandwidth=said)
-    latency = units.seconds(line.latency, f"{where}.latency") if line.latency is not None else None
-    launch = units.seconds(line.launch, f"{where}.launch") if line.launch is not None else None
     bandwidth = units.rate(_finite(line.bandwidth, where), where)
     return Link(
         bandwidth=_positive(bandwidth, where),
-        latency=latency if latency is not None else default.latency,
-        launch=launch if launch is not None else default.launch,
+        latency=default().latency if line.latency is None else units.seconds(line.latency, f"{where}.latency"),
+        launch=default().launch if line.launch is None else units.seconds(line.launch, f"{where}.launch"),
         measured=line.measured,
         source=line.source,
     )

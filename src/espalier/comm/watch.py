@@ -133,16 +133,13 @@ class Watch:
             "counts": counts, "last": last,
         }  # fmt: skip
 
-    def _look(self) -> None:
+    def _publish(self) -> None:
+        self._beat += 1
         now, used = time.monotonic(), time.process_time()
         if now - self._looked >= BEAT / 2:
             if used - self._used > _COMPUTES * (now - self._looked):
                 self._computed = now
             self._looked, self._used = now, used
-
-    def _publish(self) -> None:
-        self._beat += 1
-        self._look()
         self._store.set(_key(self.rank), json.dumps(self._record()))
 
     def _run(self) -> None:

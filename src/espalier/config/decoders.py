@@ -119,8 +119,14 @@ def _model(draft: Draft) -> None:
     sequence = min(bound, max(256, min(2048, 2 ** math.ceil(math.log2(width)))))
     draft.fill("train.sequence", sequence, "the width as a power of two, between 256 and 2048, within model.context")
     draft.fill("model.context", draft.get("train.sequence"), "as long as the sequences it is trained on")
-    if draft.get("model.vocabulary") is not None:
-        _tied(draft)
+    if draft.get("model.vocabulary") is None:
+        return
+    untied = msgspec.structs.replace(_decoder(draft.recipe), tied=False)
+    share = draft.get("model.vocabulary") * width / parameter_count(untied)
+    if share > 0.1:
+        draft.fill("model.tied", True, f"a second table of tokens would be {share:.0%} of all parameters")
+    else:
+        draft.fill("model.tied", False, f"a head of its own costs only {share:.1%} of all parameters")
 
 
 def _shape(draft: Draft, name: str) -> None:
@@ -163,15 +169,6 @@ def _vocabulary(draft: Draft) -> None:
         )
 
 
-def _tied(draft: Draft) -> None:
-    untied = msgspec.structs.replace(_decoder(draft.recipe), tied=False)
-    share = draft.get("model.vocabulary") * draft.get("model.width") / parameter_count(untied)
-    if share > 0.1:
-        draft.fill("model.tied", True, f"a second table of tokens would be {share:.0%} of all parameters")
-    else:
-        draft.fill("model.tied", False, f"a head of its own costs only {share:.1%} of all parameters")
-
-
 def _batch(draft: Draft, parameters: int) -> None:
     """The best batch in tokens is 0.292 x FLOPs^0.3271 (DeepSeek LLM, arXiv 2401.02954, equation 1), FLOPs = 6 x
     parameters x tokens; with the steps given, tokens = steps x batch and the equation is solved for the batch."""
@@ -191,17 +188,6 @@ def _batch(draft: Draft, parameters: int) -> None:
 
 def _check(recipe: Recipe) -> None:
     model = _decoder(recipe)
-    _sizes(model)
-    context, sequence = model.context, recipe.train.sequence
-    if context and sequence and sequence > context:
-        raise UserError(
-            f"train.sequence = {sequence} is longer than the model.",
-            why=f"model.context = {context}",
-            do=f"train.sequence = {context}",
-        )
-
-
-def _sizes(model: Gpt | Moe) -> None:
     if model.width and model.heads and model.width % model.heads:
         why = f"model.width = {model.width} is not a multiple of it"
         raise UserError(f"model.heads = {model.heads} does not divide the width.", why=why, do=_divisors(model.width))
@@ -222,6 +208,13 @@ def _sizes(model: Gpt | Moe) -> None:
         why = f"there are only model.experts = {model.experts}"
         raise UserError(
             f"model.active = {model.active} is not possible.", why=why, do=f"model.active = {model.experts}"
+        )
+    context, sequence = model.context, recipe.train.sequence
+    if context and sequence and sequence > context:
+        raise UserError(
+            f"train.sequence = {sequence} is longer than the model.",
+            why=f"model.context = {context}",
+            do=f"train.sequence = {context}",
         )
 
 

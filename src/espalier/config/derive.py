@@ -30,18 +30,11 @@ def resolve(recipe: config.Recipe, vocabulary: int | None = None) -> tuple[confi
     draft = Draft(recipe, vocabulary)
     check(recipe)
     kinds.of(recipe.model).fill(draft)
-    _validation(draft)
+    if (steps := draft.get("train.steps")) is not None:
+        cost = kinds.of(draft.recipe.model).validation(draft.recipe)
+        every = max(1, min(1000, steps // 10), min(math.ceil(cost / VALIDATION_SHARE), steps))
+        bound = f", for at most {VALIDATION_SHARE:.0%} of the time" if cost else ""
+        draft.fill("train.validate_every", every, f"ten times a run or at least every 1000 steps{bound}")
     resolved = draft.recipe
     check(resolved)
     return resolved, draft.found
-
-
-def _validation(draft: Draft) -> None:
-    steps = draft.get("train.steps")
-    if steps is None:
-        return
-    cost = kinds.of(draft.recipe.model).validation(draft.recipe)
-    every = max(1, min(1000, steps // 10), min(math.ceil(cost / VALIDATION_SHARE), steps))
-    bound = f", for at most {VALIDATION_SHARE:.0%} of the time" if cost else ""
-    reason = f"ten times a run or at least every 1000 steps{bound}"
-    draft.fill("train.validate_every", every, reason)

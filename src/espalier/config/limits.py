@@ -64,8 +64,7 @@ def check(recipe: config.Recipe) -> None:
     kinds.of(recipe.model).check(recipe)
     _batch(recipe.train)
     _places(recipe)
-    _name(recipe.name)
-    _launch(recipe.launch)
+    _start(recipe.name, recipe.launch)
     units.seconds(recipe.comm.timeout, "comm.timeout")
     units.size(recipe.comm.bucket, "comm.bucket")
     _faults(recipe.faults)
@@ -87,17 +86,14 @@ def _sections(recipe: config.Recipe) -> None:
             )
 
 
-def _name(name: str) -> None:
-    """A run's name stands in paths, in job scripts, on pages and on terminals."""
+def _start(name: str, launch: config.Launch) -> None:
+    """A run's name stands in paths, in job scripts, on pages and on terminals; `launch` in lines of shell."""
     if name != load.plain_name(name):
         raise UserError(
             f"name = {name!r} is not possible.",
             why=f"a name is letters, digits, spaces and - _ ., at most {load.LONGEST_NAME} bytes, no . or - first",
             do=f'name = "{load.plain_name(name)}"; where the run is kept says --run FOLDER',
         )
-
-
-def _launch(launch: config.Launch) -> None:
     if "{command}" not in launch.command:
         raise UserError(
             f"launch.command = {launch.command!r} has no {{command}}.",

@@ -48,11 +48,12 @@ def from_table(table: Table, origin: str = "recipe", overrides: Sequence[str] = 
 def _recipe(table: Table, origin: str, overridden: Sequence[str]) -> config.Recipe:
     _refuse_odd_values(table, origin)
     table = _normalise(table)
-    _refuse_unknown(table, config.Recipe, origin, ())
     try:
         return msgspec.convert(table, config.Recipe, strict=True)
     except msgspec.ValidationError as error:
-        raise _invalid(error, table, origin, overridden) from None
+        found = error
+    _refuse_unknown(table, config.Recipe, origin, ())  # says more of a key that nothing has
+    raise _invalid(found, table, origin, overridden)
 
 
 def to_table(recipe: config.Recipe) -> Table:

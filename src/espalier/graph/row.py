@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from espalier import contents
 from espalier.config import Recipe
 from espalier.graph.predict import answers
 from espalier.graph.workload import GraphWorkload, open_graph
-from espalier.rows import Answer, Profile, Row, Sampling, tally
-from espalier.shard.blocks import sizes_of
+from espalier.rows import Answer, Profile, Row, Sampling
+from espalier.shard.blocks import profile
 from espalier.workload import Progress, Workload
 
 
@@ -36,15 +34,7 @@ def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
 def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     workload = opened()
     assert isinstance(workload, GraphWorkload)
-    model = workload.build(torch.device("cpu"), torch.float32)
-    outside = workload.embeddings(model)
-    return Profile(
-        tally=replace(tally(model, outside), sizes=sizes_of(model, workload.blocks(model), outside)),
-        global_batch=workload.global_batch,
-        tokens_per_sample=1.0,
-        anatomy=workload.anatomy,
-        remarks=workload.decisions(),
-    )
+    return profile(workload, workload.anatomy, workload.decisions())
 
 
 def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
-from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -13,21 +11,18 @@ EVERY = 25
 11 ms and less of longer ones. From step 1,600 to 8,000 what that model's run held grew by 0.8 %; without, by 4 %."""
 
 
-@cache
-def _library() -> Any:
-    return ctypes.CDLL(None)
-
-
 def keep_freed() -> None:
     """Keeps what is freed: activations come back at every step, and giving their pages to the kernel in between costs a
     page fault for every 4 KiB (5 % of a step of 2 M parameters)."""
-    if hasattr(_library(), "mallopt"):
-        _library().mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the largest it takes
-        _library().mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # the largest it takes
+        library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def give_back() -> None:
     """Gives whole free pages to the kernel, also those between what is held: without it a run grows by pieces that no
     later allocation fits into."""
-    if hasattr(_library(), "malloc_trim"):
-        _library().malloc_trim(0)
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)

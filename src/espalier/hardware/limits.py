@@ -17,8 +17,15 @@ def cores(root: Path = ROOT, allowed: frozenset[int] | None = None) -> int:
     """
     mask = allowed if allowed is not None else frozenset(os.sched_getaffinity(0))
     processors = root / "sys/devices/system/cpu"
-    siblings = {_text(processors / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in mask}
-    return max(1, math.ceil(min(len(siblings), _quota(root))))
+    least = float(len({_text(processors / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in mask}))
+    for folder in _groups(root, "cpu"):
+        both = (_text(folder / "cpu.max") or "").split()
+        old, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        if len(both) == 2 and both[0] != "max":
+            least = min(least, int(both[0]) / int(both[1]))
+        if old and period and old > 0:
+            least = min(least, old / period)
+    return max(1, math.ceil(least))
 
 
 def memory(root: Path = ROOT) -> int:
@@ -50,20 +57,6 @@ def gpus(root: Path = ROOT) -> tuple[str, ...]:
     """Model names of the NVIDIA devices whose driver is loaded; read without touching CUDA."""
     found = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
     return tuple(_field(file, "Model") or "unknown" for file in found)
-
-
-def _quota(root: Path) -> float:
-    """Cores' worth of time the control groups allow; infinite when they do not limit it."""
-    quota = math.inf
-    for folder in _groups(root, "cpu"):
-        both = (_text(folder / "cpu.max") or "").split()
-        old = _number(folder / "cpu.cfs_quota_us")
-        period = _number(folder / "cpu.cfs_period_us")
-        if len(both) == 2 and both[0] != "max":
-            quota = min(quota, int(both[0]) / int(both[1]))
-        if old and period and old > 0:
-            quota = min(quota, old / period)
-    return quota
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:

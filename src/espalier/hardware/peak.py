@@ -24,13 +24,12 @@ class _Peak:
         self.most = self._high = 0
         self._files: int | None = None
 
-    def look(self) -> int:
-        """The most at any look, and of what rose and fell between two.
+    def look(self, now: dict[str, int]) -> int:
+        """The most at any look, and of what rose and fell between two. `now`: what `_status` says.
 
         The kernel keeps the most of all pages together. Where that rose since the last look, what was not of files then
         is at least the rise's height without the most of files at both looks.
         """
-        now = _status()
         files, high = now["RssFile"], now["VmHWM"]
         self.most = max(self.most, _held(now))
         if self._files is not None and high > self._high:
@@ -60,11 +59,6 @@ def held() -> int:
     return _held(_status())
 
 
-def page_cache() -> int:
-    """Bytes of files that this process has mapped and read."""
-    return _status()["RssFile"]
-
-
 def peak_memory(device: torch.device) -> int:
     """Most bytes this rank held at any look so far: allocated on a GPU; on a CPU anonymous and shared pages, also
     between two looks as far as the kernel tells."""
@@ -72,9 +66,10 @@ def peak_memory(device: torch.device) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    return _peak.look()
+    return _peak.look(_status())
 
 
 def memory_of(device: torch.device) -> dict[str, int]:
     """What a step says of memory: `memory`, the peak, and apart from it the `page_cache`."""
-    return {"memory": peak_memory(device), "page_cache": page_cache()}
+    now = _status()
+    return {"memory": peak_memory(device) if device.type == "cuda" else _peak.look(now), "page_cache": now["RssFile"]}

@@ -67,7 +67,11 @@ class Order:
         room = zip(tokens, self.windows, strict=True)
         self._shifts = tuple(min(sequence, count - windows * sequence) for count, windows in room)
         self._turns = _schedule(self.shares)
-        self._before = _occurrences(self._turns, len(self.shares))
+        self._before = np.empty_like(self._turns)
+        """How often each turn's own source came before it, int64 [period]."""
+        for source in range(len(self.shares)):
+            mine = np.flatnonzero(self._turns == source)
+            self._before[mine] = np.arange(mine.size)
 
     def sample(self, number: int) -> tuple[int, int]:
         """(source, window) of sample `number`."""
@@ -94,7 +98,8 @@ class Order:
 
     def _windows(self, source: int, ordinal: Int64) -> tuple[Int64, Int64, Int64]:
         epoch, place = np.divmod(ordinal, self.windows[source])
-        key = _mix(epoch.astype(np.uint64) ^ np.uint64(_key(self.seed, source)))
+        apart = _mix(_mix(np.array([self.seed & _WORD], np.uint64)) + np.uint64(source * _GOLDEN & _WORD))
+        key = _mix(epoch.astype(np.uint64) ^ apart)  # seeds and sources first, then epochs
         window = permute(place, self.windows[source], key)
         shift = (_mix(key) % np.uint64(self._shifts[source])).astype(np.int64)
         return window, epoch, shift + window * self.sequence
@@ -203,15 +208,6 @@ def _schedule(shares: Sequence[int]) -> Int64:
     return turns
 
 
-def _occurrences(turns: Int64, sources: int) -> Int64:
-    """How often each turn's own source came before it, int64 [period]."""
-    before = np.empty_like(turns)
-    for source in range(sources):
-        mine = np.flatnonzero(turns == source)
-        before[mine] = np.arange(mine.size)
-    return before
-
-
 # Which window
 
 
@@ -231,9 +227,3 @@ def _mix(word: Any) -> _Word:
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))
-
-
-def _key(seed: int, source: int) -> int:
-    """Separates seeds and sources before the epoch is mixed in."""
-    state = np.array([seed & _WORD], np.uint64)
-    return int(_mix(_mix(state) + np.uint64(source * _GOLDEN & _WORD))[0])

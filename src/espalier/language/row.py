@@ -19,7 +19,7 @@ from espalier.language import generate, gpt, hf, moe, sources, tokens
 from espalier.language.tokenizer import Tokenizer
 from espalier.language.work import Setting
 from espalier.language.workload import LanguageWorkload, embeddings, new_model, open_language
-from espalier.rows import Answer, Prepared, Profile, Row, Sampling, Tally, tally
+from espalier.rows import Answer, Prepared, Profile, Row, Sampling, tally
 from espalier.shard.blocks import deeper, sizes_of
 from espalier.workload import Progress, Workload
 
@@ -30,22 +30,20 @@ def _options(recipe: Recipe) -> Gpt | Moe:
 
 
 def _prepare(recipe: Recipe, progress: Progress) -> Prepared:
-    recipe = _with_initial(recipe)
+    if _options(recipe).initial is not None:
+        recipe = _with_initial(recipe, _options(recipe).initial or "")
     if not recipe.data or _options(recipe).vocabulary is not None:
         return Prepared(recipe)
     stores = tokens.build_all(recipe.data, progress=progress)
     return Prepared(recipe, stores[0].tokenizer.vocabulary, stores)
 
 
-def _with_initial(recipe: Recipe) -> Recipe:
+def _with_initial(recipe: Recipe, initial: str) -> Recipe:
     """Sizes that the recipe leaves open are those of the weights it starts from."""
-    model = _options(recipe)
-    if model.initial is None:
-        return recipe
-    found = hf.options(Path(model.initial))
+    model, found = _options(recipe), hf.options(Path(initial))
     if type(found) is not type(model):
         kind = found.__struct_config__.tag
-        raise UserError(f"model.initial = {model.initial!r} holds another kind of model.", do=f'model.kind = "{kind}"')
+        raise UserError(f"model.initial = {initial!r} holds another kind of model.", do=f'model.kind = "{kind}"')
     plain = type(model)()
     given = {name: getattr(model, name) for name in model.__struct_fields__}
     kept = {name: value for name, value in given.items() if value != getattr(plain, name)}
@@ -81,9 +79,13 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
         return kind.work(Setting(size, sequence, micro_batch, recompute, precision, cut))
 
-    tables = 1 if size.tied else 2
+    # Its blocks are alike, so one and two of them are built, on the meta device.
+    models = [new_model(msgspec.structs.replace(options, depth=depth), 0, torch.device("meta")) for depth in (1, 2)]
+    one, two = (tally(model, embeddings(model)) for model in models)
+    few, several = (sizes_of(model, list(model.blocks), embeddings(model)) for model in models)
+    depth, tables = options.depth or 1, 1 if size.tied else 2
     return Profile(
-        tally=_tally(options),
+        tally=replace(one.with_more(two, depth - 1), sizes=few if depth == 1 else deeper(several, depth)),
         global_batch=recipe.train.batch_tokens // sequence,
         tokens_per_sample=float(sequence),
         anatomy=anatomy,
@@ -95,15 +97,6 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
         width=size.width,
         kv_width=size.kv_width,
     )
-
-
-def _tally(options: Gpt | Moe) -> Tally:
-    """Of a decoder of any depth: its blocks are alike, so one and two of them are built, on the meta device."""
-    models = [new_model(msgspec.structs.replace(options, depth=depth), 0, torch.device("meta")) for depth in (1, 2)]
-    one, two = (tally(model, embeddings(model)) for model in models)
-    few, several = (sizes_of(model, list(model.blocks), embeddings(model)) for model in models)
-    depth = options.depth or 1
-    return replace(one.with_more(two, depth - 1), sizes=few if depth == 1 else deeper(several, depth))
 
 
 # --- for the verbs -----------------------------------------------------------------------------------------------

@@ -100,9 +100,9 @@ class SplitWriter:
 
     def add(self, name: str, ids: Ids, size: int) -> None:
         """Appends a boundary and the document `name` of `size` bytes."""
-        self._starts.write(_int64(self.tokens))
+        self._starts.write(self.tokens.to_bytes(8, "little", signed=True))
         self._names.write(name.encode("utf-8", "replace"))
-        self._ends.write(_int64(self._names.bytes))
+        self._ends.write(self._names.bytes.to_bytes(8, "little", signed=True))
         self._append(self._boundary)
         self._append(ids)
         self.documents += 1
@@ -158,10 +158,6 @@ class _Hashed:
     def close(self) -> None:
         with suppress(OSError):  # a full disk refuses the buffered rest, which is not wanted any more
             self._file.close()
-
-
-def _int64(value: int) -> bytes:
-    return value.to_bytes(8, "little", signed=True)
 
 
 def hash_file(path: Path) -> str:
@@ -248,30 +244,26 @@ def locked(final: Path, patience: float = PATIENCE) -> Iterator[Callable[[], Non
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise unwritable(path.parent, error) from error
+    seen, since = -1, time.monotonic()
     try:
-        _acquire(descriptor, path, patience)
+        while not _try_lock(descriptor, path):
+            alive = os.fstat(descriptor).st_mtime_ns
+            if alive != seen:
+                seen, since = alive, time.monotonic()
+            if time.monotonic() - since > patience:
+                holder = path.read_text(errors="replace") or "another process"
+                raise RunFailed(
+                    f"Waited for {holder} to build {path.with_suffix('')}.",
+                    why=f"it holds the lock and has given no sign of life for {patience:.0f} s",
+                    do="end that process, or set data.cache to another folder",
+                )
+            time.sleep(0.05)
+        with suppress(OSError):  # only for the message above; on a full disk it stays empty
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield lambda: os.utime(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _acquire(descriptor: int, path: Path, patience: float) -> None:
-    seen, since = -1, time.monotonic()
-    while not _try_lock(descriptor, path):
-        alive = os.fstat(descriptor).st_mtime_ns
-        if alive != seen:
-            seen, since = alive, time.monotonic()
-        if time.monotonic() - since > patience:
-            holder = path.read_text(errors="replace") or "another process"
-            raise RunFailed(
-                f"Waited for {holder} to build {path.with_suffix('')}.",
-                why=f"it holds the lock and has given no sign of life for {patience:.0f} s",
-                do="end that process, or set data.cache to another folder",
-            )
-        time.sleep(0.05)
-    with suppress(OSError):  # only for the message above; on a full disk it stays empty
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
 
 def _try_lock(descriptor: int, path: Path) -> bool:

@@ -67,6 +67,9 @@ def decoder_work(setting: Setting, feed: Feed) -> Anatomy:
     repeated = sum(product.flops for product in (*attention_products, *feed.again))
     again = {"none": 0.0 * forward, "selective": repeated, "block": repeated + core}[setting.recompute] / forward
     kept = _kept(setting, feed)
+    norms = 5 * size.width * whole  # read for the scale; read, written; read, written with the weight
+    residual = 2 * 3 * size.width * whole
+    turns = 8 * (size.width + size.kv_width) * setting.compute  # a copy, then five passes over halves
     tail = (size.width + 1) * whole + size.width * setting.compute  # the last norm's input, scale and output
     # The worst moment is in the head (the log-softmax and two gradients of its size) or in the last layer, when the
     # head's share is gone, the stream's gradient has come, and what was not kept has been computed again.
@@ -74,7 +77,7 @@ def decoder_work(setting: Setting, feed: Feed) -> Anatomy:
     layer = Work(
         products=products,
         attention=core,
-        moved=tokens * _moved(setting, feed) / tensor,
+        moved=tokens * (2 * norms + residual + turns + feed.moved) / tensor,
         kept=tokens * kept[setting.recompute],
         transient=tokens * in_layer,
         again=again,
@@ -107,12 +110,3 @@ def _kept(setting: Setting, feed: Feed) -> dict[str, Number]:
         "selective": (size.width * whole + core) / tensor,
         "block": size.width * whole / tensor,
     }
-
-
-def _moved(setting: Setting, feed: Feed) -> int:
-    """Bytes per token that one layer's forward pass reads and writes outside products and attention."""
-    size, whole, compute = setting.size, setting.whole, setting.compute
-    norms = 5 * size.width * whole  # read for the scale; read, written; read, written with the weight
-    residual = 2 * 3 * size.width * whole
-    turns = 8 * (size.width + size.kv_width) * compute  # a copy, then five passes over halves
-    return 2 * norms + residual + turns + feed.moved

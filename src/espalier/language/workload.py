@@ -92,7 +92,7 @@ class LanguageWorkload(Plain):
         first = step * self.global_batch
         rows = mixture.read_windows(self.splits, self.order, first + shard.start, first + shard.stop)
         windows = torch.from_numpy(rows)
-        return [_part(_window(windows[start - shard.start : stop - shard.start]), shard) for start, stop in shard.cuts]
+        return [_part(windows[start - shard.start : stop - shard.start], shard) for start, stop in shard.cuts]
 
     def documents(self, step: int, shard: Shard) -> list[str]:
         """Names of the documents those windows cover."""
@@ -114,7 +114,7 @@ class LanguageWorkload(Plain):
         device = next(model.parameters()).device
         nats = count = length = 0.0
         for start, stop in shard.cuts:
-            batch = _part(_window(self._read_held_out(start, stop)), shard)
+            batch = _part(self._read_held_out(start, stop), shard)
             nats += float(model.loss_sum(*to_device(batch, device)))
             count += batch.targets.numel()
             length += float(self._byte_lengths[batch.targets].sum())
@@ -202,14 +202,11 @@ def _held_out(
     return found
 
 
-def _part(whole: Windows, shard: Shard) -> Windows:
-    """What a rank that holds one slot of the sequence takes of it."""
+def _part(rows: Tensor, shard: Shard) -> Windows:
+    """What a rank that holds one slot of the sequence takes of windows, [samples, sequence + 1]."""
+    whole = Windows(rows[:, :-1], rows[:, 1:])
     if shard.sequence_slots == 1:
         return whole
     length, slots = whole.tokens.shape[1], shard.sequence_slots
     start, stop = (length * slot // slots for slot in (shard.sequence_slot, shard.sequence_slot + 1))
     return Windows(whole.tokens[:, start:stop], whole.targets[:, start:stop], Where(torch.arange(start, stop)))
-
-
-def _window(rows: Tensor) -> Windows:
-    return Windows(rows[:, :-1], rows[:, 1:])

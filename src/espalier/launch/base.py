@@ -100,19 +100,12 @@ def store(place: Place, timeout: float) -> Any:
     """
     from datetime import timedelta
 
-    found = _connected(place.host, place.port, place.listen_fd if place.serves else None, timeout)
-    found.set_timeout(timedelta(seconds=timeout))
-    return found
-
-
-def _connected(host: str, port: int, served: int | None, timeout: float) -> Any:
-    """The store at that address, made once; `served`: the descriptor it listens on here (-1: it opens the port)."""
-    if (host, port) not in _stores:
-        descriptor = served if served is not None and served >= 0 else None
-        _stores[host, port] = tcpstore.connect(
-            host, port, timeout, is_master=served is not None, master_listen_fd=descriptor
-        )
-    return _stores[host, port]
+    address = place.host, place.port
+    if address not in _stores:
+        listens = place.listen_fd if place.serves and place.listen_fd >= 0 else None
+        _stores[address] = tcpstore.connect(*address, timeout, is_master=place.serves, master_listen_fd=listens)
+    _stores[address].set_timeout(timedelta(seconds=timeout))
+    return _stores[address]
 
 
 _stores: dict[tuple[str, int], Any] = {}

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from espalier.launch import mpiexec, slurm, torchrun
+import os
+from importlib import import_module
+
 from espalier.launch.base import Place
+
+LAUNCHERS = (
+    ("torchrun", ("RANK", "WORLD_SIZE")),
+    ("slurm", ("SLURM_PROCID",)),
+    ("mpiexec", ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")),
+)
+"""Modules of this package in the order in which they are asked, and the variables that their launchers set."""
 
 
 def place(threads: int | None = None) -> Place | None:
@@ -11,4 +20,9 @@ def place(threads: int | None = None) -> Place | None:
 
     Raises UserError when a launcher's variables contradict one another, or its ranks cannot meet.
     """
-    return torchrun.place(threads) or slurm.place(threads) or mpiexec.place(threads)
+    for launcher, variables in LAUNCHERS:
+        if any(name in os.environ for name in variables):
+            found: Place | None = import_module(f"espalier.launch.{launcher}").place(threads)
+            if found is not None:
+                return found
+    return None

@@ -161,6 +161,7 @@ class Supervisor:
         except BaseException:
             local.end(self.signals.children, 0.0)
             raise
+        self._observe()
         return list(self.signals.children)
 
     def _gone(self, ended: Ended, children: Sequence[Child]) -> list[int]:
@@ -172,15 +173,13 @@ class Supervisor:
         after = staying.replaced(self.task, children, self._begin(self.pulses), gone)
         for child in after:
             self.signals.add(child)
+        self._observe()
         return after
 
     def _begin(self, pulses: Pulses | None = None) -> list[Place]:
         """The places of a new attempt, of which nothing is known yet. `pulses`: of ranks that stay."""
         self.pulses = pulses or Pulses(len(self.seats), self.care.heartbeat)
         self.pulses.begin()
-        self.watcher = Watcher(self.care.heartbeat, self.patience, self.spins)
-        self.stragglers = Stragglers()
-        self.reshaping.begin(time.monotonic(), [place for place, _ in self.seats])
         self.signals.children.clear()
         self.logs = {place.rank: (place.log, left.size(place.log)) for place, _ in self.seats}
         between = interval.between_failures(time.monotonic() - self.began, self.attempt)
@@ -193,6 +192,12 @@ class Supervisor:
             )
             for index, (place, own) in enumerate(self.seats)
         ]
+
+    def _observe(self) -> None:
+        """Begins to watch the ranks of an attempt, which are under way."""
+        self.watcher = Watcher(self.care.heartbeat, self.patience, self.spins)
+        self.stragglers = Stragglers()
+        self.reshaping.begin(time.monotonic(), [place for place, _ in self.seats])
 
     def _end(self, children: Sequence[Child], grace: float) -> None:
         local.end(children, grace)

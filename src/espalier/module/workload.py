@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import EspalierError, UserError
 from espalier.module.parts import READING, Parts, Task, checked, collated, content, length, tasks_of, tensors, trial
 from espalier.named import Author, function
-from espalier.rows import Profile, Row, tally
-from espalier.shard.blocks import blocks_of, sizes_of
+from espalier.rows import Profile, Row
+from espalier.shard.blocks import blocks_of, profile
 from espalier.workload import Phase, Pieces, Progress, Shard, Tagged, Workload, to_device
 
 
@@ -306,15 +305,7 @@ def _open(recipe: Recipe, folder: Path | None, progress: Progress, data: Any) ->
 def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     workload = opened()
     assert isinstance(workload, ModuleWorkload)
-    model = workload.build(torch.device("cpu"), torch.float32)
-    outside = workload.embeddings(model)
-    return Profile(
-        tally=replace(tally(model, outside), sizes=sizes_of(model, workload.blocks(model), outside)),
-        global_batch=workload.global_batch,
-        tokens_per_sample=1.0,
-        anatomy=workload.anatomy,
-        tasks=len(workload.tasks()),
-    )
+    return profile(workload, workload.anatomy)
 
 
 def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:

@@ -162,36 +162,30 @@ def of_plan(plan: Plan) -> Mesh:
     """The mesh of a plan's ranks."""
     roles = tuple(rank.role for rank in plan.ranks)
     replicas = [plan.trainers] if plan.outer is None else plan.outer.replicas
-    inside = _of_stages(plan) or {rank: Coordinates(dp=index) for index, rank in enumerate(replicas[0])}
-    last = _last_stages(plan) or set(replicas[0])
+    inside, last = _of_stages(plan)
+    if not inside:
+        inside, last = {rank: Coordinates(dp=index) for index, rank in enumerate(replicas[0])}, set(replicas[0])
     like = {rank: replicas[0][index] for ranks in replicas for index, rank in enumerate(ranks)}
     found = {rank: inside[like[rank]]._replace(replica=n) for n, ranks in enumerate(replicas) for rank in ranks}
     return _made(roles, found, {rank for rank in found if like[rank] in last}, 1)
 
 
-def _of_stages(plan: Plan) -> dict[int, Coordinates]:
-    """Coordinates of the ranks of a plan's stages; pipelines stand side by side along `dp`."""
+def _of_stages(plan: Plan) -> tuple[dict[int, Coordinates], set[int]]:
+    """Coordinates of the ranks of a plan's stages, pipelines side by side along `dp`; and the ranks of last stages."""
     found: dict[int, Coordinates] = {}
+    last: set[int] = set()
     offset = 0
     for _, group in itertools.groupby(sorted(plan.stages, key=lambda one: one.pipeline), key=lambda one: one.pipeline):
-        width = 0
-        for number, stage in enumerate(sorted(group, key=lambda one: one.layers)):
+        stages, width = sorted(group, key=lambda one: one.layers), 0
+        for number, stage in enumerate(stages):
             for index, rank in enumerate(stage.ranks):
                 data, rest = divmod(index, stage.tensor * stage.sequence)
                 sequence, tensor = divmod(rest, stage.tensor)
                 found[rank] = Coordinates(pp=number, dp=offset + data, cp_in=sequence, tp=tensor)
                 width = max(width, data + 1)
+        last |= {rank for stage in stages if stage.layers == stages[-1].layers for rank in stage.ranks}
         offset += width
-    return found
-
-
-def _last_stages(plan: Plan) -> set[int]:
-    """The ranks of the last stage of each pipeline."""
-    depth = {
-        one.pipeline: max(other.layers for other in plan.stages if other.pipeline == one.pipeline)
-        for one in plan.stages
-    }
-    return {rank for one in plan.stages if one.layers == depth[one.pipeline] for rank in one.ranks}
+    return found, last
 
 
 def _made(roles: tuple[str, ...], coordinates: Mapping[int, Coordinates], last: set[int], experts: int) -> Mesh:

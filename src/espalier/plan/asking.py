@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +13,8 @@ from espalier.config import Muon, Recipe
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import UserError
 from espalier.plan.request import Request
-from espalier.rows import Profile, tally
-from espalier.shard.blocks import Sized, sizes_of
+from espalier.rows import tally
+from espalier.shard.blocks import sizes_of
 from espalier.workload import Workload
 
 if TYPE_CHECKING:
@@ -24,58 +24,15 @@ if TYPE_CHECKING:
 def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) -> Request:
     """Of a resolved recipe. `workload` gives its workload; it is called only for kinds whose model depends on data."""
     opened = workload or (lambda: workloads.open_workload(workloads.Resolved(recipe)))
-    return _request(recipe, workloads.row(recipe).profile(recipe, opened))
-
-
-def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> Request:
-    """Of a bare module in somebody's own loop: what it does with a sample is not known, so two operations per parameter
-    are counted and no activations. Raises UserError when nothing in it is trainable."""
-    counted = tally(model, ())
-    if not counted.trainable:
-        raise UserError(f"{type(model).__name__} has no trainable parameter.", do="give the model that you train")
-
-    layers = _layers(model)
-
-    def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
-        zero = 0.0 * micro_batch
-        nothing = Work((), zero, zero, zero, zero, zero, micro_batch, micro_batch)
-        product = Product(micro_batch, counted.parameters / layers, 1)
-        return Anatomy(layers, dataclasses.replace(nothing, products=(product,)), nothing)
-
-    return Request(
-        parameters=counted.parameters,
-        trainable=counted.trainable,
-        tensors=counted.tensors,
-        sizes=sizes_of(model),
-        layers=layers,
-        global_batch=batch,
-        tokens_per_sample=1.0,
-        anatomy=anatomy,
-        precision=precision,
-        pin=pin,
-    )
-
-
-def _in_precision(sizes: Sequence[Sized], precision: str) -> Sequence[Sized]:
-    """The tensors as the trainer keeps them: fp32 masters also under bf16."""
-    if precision != "fp64":
-        return sizes
-    return tuple(one._replace(element_bytes=8, kind=("torch.float64", False)) for one in sizes)
-
-
-def _layers(model: torch.nn.Module) -> int:
-    """The length of the longest list of modules: what is gathered at once when parameters are sharded."""
-    lists = (torch.nn.ModuleList, torch.nn.Sequential)
-    return max((len(one) for one in model.modules() if isinstance(one, lists)), default=1) or 1
-
-
-def _request(recipe: Recipe, profile: Profile) -> Request:
+    profile = workloads.row(recipe).profile(recipe, opened)
     train, options, counted = recipe.train, recipe.plan, profile.tally
     for name in ("redundancy", "max_devices"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"plan.{name} = {value} is not possible.", do=f"plan.{name}=1 or more")
-    is_muon = isinstance(train.optimizer, Muon)
+    is_muon, sizes = isinstance(train.optimizer, Muon), counted.sizes
+    if train.precision == "fp64":  # else as the trainer keeps them: fp32 masters also under bf16
+        sizes = tuple(one._replace(element_bytes=8, kind=("torch.float64", False)) for one in sizes)
     return Request(
         parameters=counted.parameters,
         trainable=counted.trainable,
@@ -107,5 +64,40 @@ def _request(recipe: Recipe, profile: Profile) -> Request:
         sync=recipe.sync,
         saves=recipe.checkpoint.every,
         copies="auto" if recipe.faults.memory == "auto" else units.size(recipe.faults.memory, "faults.memory"),
-        sizes=_in_precision(counted.sizes, train.precision),
+        sizes=sizes,
     )
+
+
+def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> Request:
+    """Of a bare module in somebody's own loop: what it does with a sample is not known, so two operations per parameter
+    are counted and no activations. Raises UserError when nothing in it is trainable."""
+    counted = tally(model, ())
+    if not counted.trainable:
+        raise UserError(f"{type(model).__name__} has no trainable parameter.", do="give the model that you train")
+
+    layers = _layers(model)
+
+    def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
+        zero = 0.0 * micro_batch
+        nothing = Work((), zero, zero, zero, zero, zero, micro_batch, micro_batch)
+        product = Product(micro_batch, counted.parameters / layers, 1)
+        return Anatomy(layers, dataclasses.replace(nothing, products=(product,)), nothing)
+
+    return Request(
+        parameters=counted.parameters,
+        trainable=counted.trainable,
+        tensors=counted.tensors,
+        sizes=sizes_of(model),
+        layers=layers,
+        global_batch=batch,
+        tokens_per_sample=1.0,
+        anatomy=anatomy,
+        precision=precision,
+        pin=pin,
+    )
+
+
+def _layers(model: torch.nn.Module) -> int:
+    """The length of the longest list of modules: what is gathered at once when parameters are sharded."""
+    lists = (torch.nn.ModuleList, torch.nn.Sequential)
+    return max((len(one) for one in model.modules() if isinstance(one, lists)), default=1) or 1

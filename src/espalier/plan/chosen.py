@@ -8,7 +8,6 @@ from espalier.plan import explain, network
 from espalier.plan.base import Plan, Predicted, Rank, Stage, Unit, exchanges
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.estimate import estimate
-from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
 from espalier.plan.seats import seats
@@ -26,10 +25,20 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
     """The plan of an option, with reasons and what the others lose."""
     predicted = predict(request, option, calibration)
     layout = option.layout
+    # Of the first ranks; other groups are alike, `tp` apart. Muon's matrices stay whole.
+    sizes = {"params": layout.params, "grads": layout.grads, "optimizer": layout.optimizer}
+    groups = {name: tuple(range(0, size * layout.tp, layout.tp)) if size > 1 else () for name, size in sizes.items()}
     return Plan(
         planner="search",
         ranks=_ranks(request, option),
-        units=(_unit(request, layout),),
+        units=(
+            Unit(
+                params=groups["params"],
+                grads=groups["grads"],
+                optimizer=groups["optimizer"],
+                whole=request.optimizer == "muon" and layout.optimizer > 1,
+            ),
+        ),
         stages=_stages(request, option),
         exchanges=exchanges(request.crossings) if layout.shards > 1 else (),
         algorithm=layout.algorithm,
@@ -88,16 +97,6 @@ def _ranks(request: Request, option: Option) -> tuple[Rank, ...]:
         )
         for index, place in enumerate(places)
     )
-
-
-def _unit(request: Request, layout: Layouts) -> Unit:
-    """The shards of the first ranks; other groups are alike, `tp` apart. Muon's matrices stay whole."""
-
-    def group(size: int) -> tuple[int, ...]:
-        return tuple(range(0, size * layout.tp, layout.tp)) if size > 1 else ()
-
-    whole = request.optimizer == "muon" and layout.optimizer > 1
-    return Unit(params=group(layout.params), grads=group(layout.grads), optimizer=group(layout.optimizer), whole=whole)
 
 
 def _stages(request: Request, option: Option) -> tuple[Stage, ...]:

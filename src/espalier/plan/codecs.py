@@ -25,6 +25,8 @@ def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]
     `auto` looks at processors only: on GPUs nothing was measured.
     """
     several = cluster.machines > 1
+    if request.codec == "auto" and (gpus(cluster) or not several):
+        return request, ()
     devices = list(range(len(cluster.devices())))
     bandwidth = cluster.slowest(devices, "between").bandwidth if several and not gpus(cluster) else None
     rates = _rates(cluster)
@@ -39,7 +41,7 @@ def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]
         rate = rates.get(name) or _unmeasured(name)
         lossy = not codec(name).lossless
         found.append(Crossing(kind.value, "between" if several else "all", name, *rate, lossy))
-    said = [chosen.why] if found or (request.codec == "auto" and bandwidth is not None) else []
+    said = [chosen.why] if found or request.codec == "auto" else []
     return replace(request, crossings=tuple(found)), said
 
 

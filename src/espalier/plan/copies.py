@@ -46,7 +46,10 @@ def priced(plan: Plan, given: int | Literal["auto"], cluster: Cluster) -> Plan:
     if size > room:
         left = f"{units.show_size(max(0.0, room))} of the limit are left; faults.memory=0 keeps none"
         return _with(plan, f"Copies in memory come on top of the peak: {taken}, {left}.")
-    return _with(plan, f"{taken} of memory.", _holding(predicted, size))
+    held = {**predicted.memory_bytes, NAME: size, "peak": predicted.memory_bytes["peak"] + size}
+    sources = {**predicted.sources, NAME: "parameters and optimizer states, once for each copy in memory"}
+    predicted = msgspec.structs.replace(predicted, memory_bytes=held, sources=sources)
+    return _with(plan, f"{taken} of memory.", predicted)
 
 
 def _count(plan: Plan) -> int:
@@ -60,12 +63,3 @@ def _count(plan: Plan) -> int:
 
 def _with(plan: Plan, why: str, predicted: Predicted | None = None) -> Plan:
     return msgspec.structs.replace(plan, predicted=predicted or plan.predicted, why=(*plan.why, why))
-
-
-def _holding(predicted: Predicted, size: float) -> Predicted:
-    peak = predicted.memory_bytes["peak"] + size
-    return msgspec.structs.replace(
-        predicted,
-        memory_bytes={**predicted.memory_bytes, NAME: size, "peak": peak},
-        sources={**predicted.sources, NAME: "parameters and optimizer states, once for each copy in memory"},
-    )

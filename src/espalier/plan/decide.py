@@ -143,7 +143,7 @@ def _every_step(request: Request, cluster: Cluster, calibration: Calibration, tr
     request, told = codecs.encoded(request, cluster)
     request = replace(request, factors=calibration.factors)
     found = _searched(request, cluster, calibration, trials)
-    remarks = (*request.remarks, *told, *explain.ring(cluster), *explain.without_gpus(cluster))
+    remarks = (*request.remarks, *told, *explain.seating(cluster))
     why = (*found.plan.why, *remarks)
     return replace(found, plan=msgspec.structs.replace(found.plan, why=why))
 

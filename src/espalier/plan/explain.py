@@ -174,20 +174,18 @@ def _crowded(option: Option) -> list[str]:
     return [f"{here} ranks x {layout.threads} threads are more than the {cores} cores, so they take turns."]
 
 
-def without_gpus(cluster: Cluster) -> list[str]:
-    """The remark when machines are left out because others have GPUs."""
-    left = gpus(cluster) and any(table.device.kind == "cpu" for table in cluster.nodes)
-    return ["Machines without a GPU are left out."] if left else []
-
-
-def ring(cluster: Cluster) -> list[str]:
-    """The remark when ranks do not sit on machines in the order of the cluster file."""
-    asked = tuple(range(cluster.machines))
-    if cluster.ring == asked:
-        return []
-    ours, plain = (order.crossings(cluster.links, one) for one in (cluster.ring, asked))
-    machines = ", ".join(map(str, cluster.ring))
-    return [f"Ranks follow machines {machines}: a ring crosses the slowest links {ours} times, in their order {plain}."]
+def seating(cluster: Cluster) -> list[str]:
+    """The remarks when ranks do not sit on machines in the order of the cluster file, or not on all of them."""
+    said, asked = [], tuple(range(cluster.machines))
+    if cluster.ring != asked:
+        ours, plain = (order.crossings(cluster.links, one) for one in (cluster.ring, asked))
+        machines = ", ".join(map(str, cluster.ring))
+        said += [
+            f"Ranks follow machines {machines}: a ring crosses the slowest links {ours} times, in their order {plain}."
+        ]
+    if gpus(cluster) and any(table.device.kind == "cpu" for table in cluster.nodes):
+        said.append("Machines without a GPU are left out.")
+    return said
 
 
 def slower(there: float, here: float) -> str:
@@ -211,39 +209,23 @@ def _change(there: float, here: float) -> str:
 
 def runners_up(request: Request, found: Found, option: Option) -> list[RunnerUp]:
     """The best plan of each other kind (algorithm, pipeline, sharding, recomputation), fastest first."""
-
-    def kind(one: Option) -> tuple[Any, ...]:
+    first: dict[tuple[Any, ...], Option] = {}
+    for one in (option, *found.options):
         layout = one.layout
         sharded = (layout.params > 1, layout.grads > 1, layout.optimizer > 1)
-        return layout.algorithm, layout.pp > 1, sharded, layout.recompute, layout.world
-
-    taken, told = {kind(option)}, []
-    for one in found.options:
-        if kind(one) in taken:
-            continue
-        taken.add(kind(one))
-        told.append(_runner_up(request, one, option))
-        if len(told) == RUNNERS_UP:
+        first.setdefault((layout.algorithm, layout.pp > 1, sharded, layout.recompute, layout.world), one)
+        if len(first) > RUNNERS_UP:
             break
-    return told
-
-
-def _worse(one: Option, best: Option) -> str:
-    """What puts `one` behind `best` although it is no slower."""
-    mechanisms, mode, exchanged = (
-        here - there for here, there in zip(one.layout.key(), best.layout.key(), strict=True)
-    )
-    if mechanisms > 0:
-        return "has more moving parts"
-    if mode > 0:
-        return "recomputes more"
-    return "exchanges states in every micro-batch" if exchanged > 0 else "holds more"
+    return [_runner_up(request, one, option) for one in list(first.values())[1:]]
 
 
 def _runner_up(request: Request, one: Option, best: Option) -> RunnerUp:
     layout = one.layout
     slower, more = one.seconds / best.seconds - 1, one.peak - best.peak
-    loses = f"{slower:.1%} slower" if slower >= 0 else f"{-slower:.1%} faster, within the tie, but {_worse(one, best)}"
+    mechanisms, mode, exchanged = (here > there for here, there in zip(layout.key(), best.layout.key(), strict=True))
+    worse = "exchanges states in every micro-batch" if exchanged else "holds more"
+    worse = "has more moving parts" if mechanisms else "recomputes more" if mode else worse
+    loses = f"{slower:.1%} slower" if slower >= 0 else f"{-slower:.1%} faster, within the tie, but {worse}"
     if more > 0:
         loses += f", {units.show_size(more)} more memory"
     samples = -(-request.global_batch // layout.dp)

@@ -39,19 +39,20 @@ def check(request: Request, cluster: Cluster) -> None:
             raise UserError(
                 f"plan.pin.{name} = {value} is more than the {there} devices of the cluster.", do=f"{name} = {there}"
             )
-    _check_chain(pin, there)
-    _check_devices(request, cluster, there)
+    if pin.shard is not None:
+        _check_chain(pin.shard, there)
     if pin.algorithm is not None:
         _check_algorithm(pin)
-    _check_batch(request, cluster)
+    _check_ranks(request, cluster)
 
 
-def _check_batch(request: Request, cluster: Cluster) -> None:
-    """Whether every rank has a sample, and every processor the precision."""
+def _check_ranks(request: Request, cluster: Cluster) -> None:
+    """Whether every rank has a sample, and a GPU or a processor that has the precision."""
     pin, batch = request.pin, request.global_batch
     if batch < 1:
         raise UserError(f"The global batch has {batch} samples.", do="a larger train.batch_tokens")
     if gpus(cluster):
+        _check_devices(request, cluster)
         return
     if pin.ranks is not None and pin.ranks > batch:
         raise UserError(
@@ -63,21 +64,21 @@ def _check_batch(request: Request, cluster: Cluster) -> None:
         speed.peak(table.device, request.precision)
 
 
-def _check_devices(request: Request, cluster: Cluster, there: int) -> None:
-    """Whether ranks, redundancy and the devices allowed agree."""
-    pin, most = request.pin, request.max_devices
-    if most is not None and pin.ranks is not None and gpus(cluster) and pin.ranks > most:
+def _check_devices(request: Request, cluster: Cluster) -> None:
+    """Whether ranks, redundancy and the GPUs allowed agree."""
+    pin, most, there = request.pin, request.max_devices, gpus(cluster)
+    if most is not None and pin.ranks is not None and pin.ranks > most:
         raise UserError(
             f"plan.pin.ranks = {pin.ranks} is more than plan.max_devices = {most}.", do=f"plan.pin.ranks={most}"
         )
-    if pin.ranks is not None and gpus(cluster) and pin.ranks > there:
+    if pin.ranks is not None and pin.ranks > there:
         raise UserError(
             f"plan.pin.ranks = {pin.ranks} is more than the {there} devices of the cluster.",
             why="each GPU is one rank",
             do=f"plan.pin.ranks={there}",
         )
     least = min(number for number in (pin.ranks, most, there) if number is not None)
-    if gpus(cluster) and request.redundancy > least:
+    if request.redundancy > least:
         raise UserError(
             f"plan.redundancy = {request.redundancy} needs that many ranks; there are {least}.",
             do=f"plan.redundancy={least} or less",
@@ -104,10 +105,8 @@ def _check_degree(request: Request, name: str, value: int, there: int) -> None:
         )
 
 
-def _check_chain(pin: Pin, there: int) -> None:
-    if pin.shard is None:
-        return
-    named = [(name, getattr(pin.shard, name)) for name in ("params", "grads", "optimizer")]
+def _check_chain(shard: Shard, there: int) -> None:
+    named = [(name, getattr(shard, name)) for name in ("params", "grads", "optimizer")]
     chain = [(f"plan.pin.shard.{name}", value) for name, value in named if value is not None]
     for (inner, few), (outer, many) in itertools.pairwise(chain):
         if many % few:

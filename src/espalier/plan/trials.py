@@ -69,13 +69,12 @@ def key(plan: Plan) -> Key:
 def told(plans: Sequence[Plan], measured: Measured) -> str:
     """What the trials took, fastest first."""
     ordered = sorted((one for one in plans if key(one) in measured), key=lambda one: measured[key(one)])
-    each = ", ".join(f"{_of(one)} {show_seconds(measured[key(one)])}" for one in ordered)
-    return f"Tried here, per step: {each}."
-
-
-def _of(plan: Plan) -> str:
-    ranks, threads, size = key(plan)
-    return f"{ranks} rank{'s' * (ranks > 1)} x {threads} thread{'s' * (threads > 1)} in micro-batches of {size}"
+    each = [
+        f"{ranks} rank{'s' * (ranks > 1)} x {threads} thread{'s' * (threads > 1)} in micro-batches of {size} "
+        f"{show_seconds(measured[ranks, threads, size])}"
+        for ranks, threads, size in map(key, ordered)
+    ]
+    return f"Tried here, per step: {', '.join(each)}."
 
 
 def beside(one: Plan, best: Plan, measured: Measured) -> RunnerUp:

@@ -19,22 +19,23 @@ def same_start(model: nn.Module, channel: dist.ProcessGroup) -> bool:
         UserError: the models differ in a name, shape, dtype or in what is frozen; names the first difference.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
+    devices = [device.type for device in channel._device_types]
+    where = torch.device("cpu") if not devices or "cpu" in devices else tensors[0][1].device
     with torch.no_grad():
-        looks = [_look(name, tensor) for name, tensor in tensors]
+        looks = [
+            f"{name}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+            f"{'' if tensor.requires_grad else ', no gradient'}"
+            for name, tensor in tensors
+        ]
         form = xxhash.xxh64("\n".join(looks).encode()).intdigest() >> 1  # 63 bits: fits int64
         values = hashed([tensor for _, tensor in tensors]) >> 1
-        forms, hashes = _all([form, values], channel, _host(channel, tensors))
+        forms, hashes = _all([form, values], channel, where)
         if len(set(forms)) > 1:
             _explain(looks, channel)
         if len(set(hashes)) == 1:
             return False
         _send([tensor for _, tensor in tensors], channel)
     return True
-
-
-def _look(name: str, tensor: Tensor) -> str:
-    frozen = "" if tensor.requires_grad else ", no gradient"
-    return f"{name}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
 
 
 def hashed(tensors: list[Tensor]) -> int:
@@ -44,11 +45,6 @@ def hashed(tensors: list[Tensor]) -> int:
         if tensor.numel():
             digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
     return digest.intdigest()
-
-
-def _host(channel: dist.ProcessGroup, tensors: list[tuple[str, Tensor]]) -> torch.device:
-    devices = [device.type for device in channel._device_types]
-    return torch.device("cpu") if not devices or "cpu" in devices else tensors[0][1].device
 
 
 def _all(numbers: list[int], channel: dist.ProcessGroup, device: torch.device) -> list[list[int]]:

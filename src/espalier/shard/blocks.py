@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from espalier.rows import Profile, tally
+from espalier.workload import Workload
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -91,3 +95,18 @@ def deeper(sizes: Sequence[Sized], depth: int) -> tuple[Sized, ...]:
     first, last = second[0], second[-1] + 1
     repeated = [one._replace(block=block) for block in range(1, depth) for one in sizes[first:last]]
     return (*sizes[:first], *repeated, *sizes[last:])
+
+
+def profile(workload: Workload, anatomy: Any, remarks: Sequence[str] = ()) -> Profile:
+    """What the planner is told of a model that is built to be counted, and cannot be cut. `anatomy`, `remarks`: as
+    `Profile` has them."""
+    model = workload.build(torch.device("cpu"), torch.float32)
+    outside = workload.embeddings(model)
+    return Profile(
+        tally=replace(tally(model, outside), sizes=sizes_of(model, workload.blocks(model), outside)),
+        global_batch=workload.global_batch,
+        tokens_per_sample=1.0,
+        anatomy=anatomy,
+        remarks=remarks,
+        tasks=len(workload.tasks()),
+    )

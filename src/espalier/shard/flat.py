@@ -90,7 +90,10 @@ class Flat:
         self.grads = mesh.held(self.length, "grads")
         self.optimizer = mesh.held(self.length, "optimizer")
         self.sharded, self.scattered = self.params.length < self.length, self.grads.length < self.length
-        whole = self._packed()
+        first = self.slots[0].parameter
+        whole = torch.zeros(self.length, dtype=first.dtype, device=first.device)
+        for slot in self.slots:
+            whole[_slice(slot.span)].copy_(slot.parameter.detach().reshape(-1))
         self.masters = None if low is None else whole[_slice(self.optimizer)].clone()
         self.full = whole if low is None else whole.to(low)
         self.part = self.full[_slice(self.params)].clone() if self.sharded else self.full
@@ -109,13 +112,6 @@ class Flat:
             self.release()
 
     # --- parameters --------------------------------------------------------------------------------------------------
-
-    def _packed(self) -> Tensor:
-        first = self.slots[0].parameter
-        whole = torch.zeros(self.length, dtype=first.dtype, device=first.device)
-        for slot in self.slots:
-            whole[_slice(slot.span)].copy_(slot.parameter.detach().reshape(-1))
-        return whole
 
     def gather(self) -> list[Stage]:
         """The stages that bring all parameters here; call `attach` when they are through."""
@@ -165,17 +161,14 @@ class Flat:
             start, stop = max(slot.span.start, self.optimizer.start), min(slot.span.stop, self.optimizer.stop)
             if start < stop or self.optimizer.length == self.length:
                 span = Span(start, stop - start)
-                found.append(Moved(slot, self._owned(slot, span), span))
+                if self.optimizer.length == self.length and self.masters is None:
+                    tensor = slot.parameter  # all of it is here: it needs no second name
+                else:
+                    piece = self.own[span.within(self.optimizer)]
+                    tensor = nn.Parameter(piece.view(slot.shape) if span == slot.span else piece)
+                owned = Owned(slot.name, tensor, slot.shape, span.start - slot.span.start)
+                found.append(Moved(slot, owned, span))
         return found
-
-    def _owned(self, slot: Slot, span: Span) -> Owned:
-        whole = span == slot.span
-        if self.optimizer.length == self.length and self.masters is None:
-            tensor = slot.parameter  # all of it is here: it needs no second name
-        else:
-            piece = self.own[span.within(self.optimizer)]
-            tensor = nn.Parameter(piece.view(slot.shape) if whole else piece)
-        return Owned(slot.name, tensor, slot.shape, span.start - slot.span.start)
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 

@@ -32,10 +32,8 @@ class Running:
 
     def begins(self) -> None:
         """What the buffers hold now is the same everywhere, and no step's doing."""
-        self._before = self._hashes()
-
-    def _hashes(self) -> list[int]:
-        return [hashed([buffer]) for buffer in self._buffers]  # batch_norm leaves no trace in their version counters
+        # batch_norm leaves no trace in their version counters
+        self._before = [hashed([buffer]) for buffer in self._buffers]
 
     @torch.no_grad()
     def spread(self) -> None:
@@ -53,7 +51,7 @@ class Running:
 
     def _found(self) -> list[list[Tensor]]:
         """The buffers that some rank has changed, those of one type together."""
-        moved = [float(now != before) for now, before in zip(self._hashes(), self._before, strict=True)]
+        moved = [float(hashed([one]) != before) for one, before in zip(self._buffers, self._before, strict=True)]
         told = torch.tensor(moved, device=self._buffers[0].device)
         with traffic(Traffic.CONTROL):
             dist.all_reduce(told, group=self._channel)

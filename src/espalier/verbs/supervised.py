@@ -110,7 +110,7 @@ def _lead(post: Post, given: train.Asked, as_json: bool) -> int:
         try:
             order = numbering.numbered(machines, [one.node for one in job.plan.ranks])
             ranks = [nodes[process] for process in order]
-            finished = train.is_finished(job.resolved.recipe, job.folder)
+            finished = job.finished
             _say(post, Decided(plans.dumps(job.plan), clusters.dumps(cluster), tuple(ranks), finished))
             return train.carry_out(job, as_json, lambda life, care: _train(post, job, ranks, care))
         finally:

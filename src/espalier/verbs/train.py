@@ -54,6 +54,10 @@ class Job:
     quiet: bool
     opened: Workload | None = None
     """With all its phases, where `workload` is that of one."""
+    new: bool = False
+    """Whether nothing of the run was there before: no step was made, and nothing is left to take up."""
+    finished: bool = False
+    """Whether its last step is saved already."""
 
     @property
     def whole(self) -> Workload:
@@ -121,12 +125,12 @@ def _phased(job: Job) -> Iterator[Job]:
         choose.refuse_elsewhere(plan, None)
         folder.write(resolved.recipe, job.cluster, plan)
         parameters = ready.parameters(resolved.recipe, workload)
-        job = replace(job, workload=workload, plan=plan, parameters=parameters)
+        job = replace(job, workload=workload, plan=plan, parameters=parameters, new=False)
 
 
 def carry_out(job: Job, as_json: bool, supervised: Callable[[Life, supervise.Care], Any]) -> int:
     """The run from its plan to its report; `supervised` starts the ranks and keeps them alive."""
-    if is_finished(job.resolved.recipe, job.folder):
+    if job.finished:
         return _nothing_to_do(job, as_json)
     care = replace(
         care_of(job.resolved.recipe), tell=partial(_tell, job), stays=mechanisms.recovery(job.resolved.recipe, job.plan)
@@ -218,19 +222,22 @@ def decided(
         folder.discard_if_empty()
         folder.release()
         raise
-    if not is_finished(recipe, folder):
+    saved = Checkpoints(recipe.checkpoint.target or str(folder.checkpoints)).entries()
+    finished = bool(saved) and not saved[-1].why and saved[-1].step >= (recipe.train.steps or 0)
+    if not finished:
         data.keep(folder)
         folder.write(recipe, cluster, plan)
         if not given.quiet:
-            show.notes([*workload.notes(), *data.notes, *_stretched(given.before, recipe)])
+            show.notes([*workload.notes(), *data.notes, *(_stretched(given.before, recipe) if given.before else ())])
             show.plan(plan, resolved.derivations, recipe.train.steps, kinds.of(recipe.model).unit)
     parameters = ready.parameters(recipe, workload)
-    return Job(resolved, workload, cluster, plan, parameters, folder, given.quiet, given.workload)
+    new = given.before is None and not saved
+    return Job(resolved, workload, cluster, plan, parameters, folder, given.quiet, given.workload, new, finished)
 
 
-def _stretched(before: config.Recipe | None, recipe: config.Recipe) -> list[str]:
+def _stretched(before: config.Recipe, recipe: config.Recipe) -> list[str]:
     """Says what growing the steps of a run does to its learning rate."""
-    if before is None or before.train.steps == recipe.train.steps or isinstance(recipe.train.schedule, Constant):
+    if before.train.steps == recipe.train.steps or isinstance(recipe.train.schedule, Constant):
         return []
     return [
         f"the schedule is stretched from {before.train.steps} to {recipe.train.steps} steps, so the learning rate "
@@ -271,6 +278,7 @@ def life(job: Job, forked: bool = False) -> Life:
 
     def live(place: launch.Place) -> Any:
         setting, identity = job.setting(place), None if forked else job.identity()
+        setting.new = forked and job.new and place.attempt == 0
         if place.rank != 0:
             return rank.train(setting, identity)
         with Recording(job.folder, job.resolved.recipe, job.quiet) as emit:
@@ -353,13 +361,7 @@ def _first_rank(job: Job, place: launch.Place, as_json: bool) -> int:
     return _finished(job, log, time.monotonic() - begun, as_json)
 
 
-# --- nothing to do -----------------------------------------------------------------------------------------------
-
-
-def is_finished(recipe: config.Recipe, folder: runs.RunFolder) -> bool:
-    """Whether the newest checkpoint is at the last step already."""
-    entries = Checkpoints(recipe.checkpoint.target or str(folder.checkpoints)).entries()
-    return bool(entries) and not entries[-1].why and entries[-1].step >= (recipe.train.steps or 0)
+# --- after -------------------------------------------------------------------------------------------------------
 
 
 def _nothing_to_do(job: Job, as_json: bool) -> int:
@@ -369,9 +371,6 @@ def _nothing_to_do(job: Job, as_json: bool) -> int:
     else:
         say(f"{job.folder.path} is finished ({steps} of {steps} steps). To train further: train.steps={2 * steps}")
     return 0
-
-
-# --- after -------------------------------------------------------------------------------------------------------
 
 
 def _stopped(job: Job, log: Log, error: EspalierError, seconds: float) -> None:

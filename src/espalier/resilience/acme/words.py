@@ -8,6 +8,7 @@ few passes in compiled code, whatever the text holds.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -66,14 +67,15 @@ def ends_and_matters(text: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]
 
 def _words(letters: NDArray[np.uint8]) -> Iterator[NDArray[np.int64]]:
     """Where words begin, but in the last 16 letters. A word may be told under any of those that begin at one place."""
+    table = _table(WORDS)
     codes = (letters & 31).astype(np.uint16)
     pairs = codes[:-1] * 32 + codes[1:]
     keys = (pairs[:-2] * _MIX + pairs[2:])[: len(letters) - WIDE]
-    places = np.flatnonzero(_TABLE.begins.take(keys))
-    groups = _TABLE.group.take(keys.take(places))
+    places = np.flatnonzero(table.begins.take(keys))
+    groups = table.group.take(keys.take(places))
     eights = np.ndarray((len(letters) - 7,), "<u8", letters, strides=(1,))
     halves = eights[places]
-    for begins, ends, more in _TABLE.words:
+    for begins, ends, more in table.words:
         found = np.flatnonzero((halves & begins.mask.take(groups)) == begins.value.take(groups))
         maybe, group = places.take(found), groups.take(found)
         yield maybe.compress((eights[maybe + 8] & ends.mask.take(group)) == ends.value.take(group))
@@ -106,6 +108,7 @@ class _Table(NamedTuple):
     words: tuple[_Words, ...]
 
 
+@cache
 def _table(words: tuple[bytes, ...]) -> _Table:
     """A word that holds another is not needed. A word of three letters has any fourth."""
     mixed: dict[int, set[bytes]] = {}
@@ -135,6 +138,3 @@ def _half(words: list[bytes | None], begin: int) -> _Half:
     mask = [0 if part is None else 256 ** len(part) - 1 for part in parts]
     value = [1 if part is None else int.from_bytes(part, "little") for part in parts]
     return _Half(np.array(mask, np.uint64), np.array(value, np.uint64))
-
-
-_TABLE = _table(WORDS)
