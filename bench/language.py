@@ -36,8 +36,10 @@ from espalier.hardware.peak import peak_memory
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.verbs import choose, ready
-from table import Row, arguments, compare, publish
+from table import Row, arguments, compare, publish, within
 
+TURN = 180.0
+"""Seconds in which a contestant takes its turn, else it is ended: ranks of a plain loop may hang as they part."""
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -272,26 +274,39 @@ PEERS = {
 
 def throughput(case: Case, pairs: int, steps: int, note: str) -> list[Row]:
     """Ours beside every peer in turn, `pairs` times."""
-    found: dict[str, list[Measured]] = {name: [] for name in ("ours", *PEERS)}
+    found: dict[str, list[Measured | None]] = {name: [] for name in ("ours", *PEERS)}
     for _ in range(pairs):
-        found["ours"].append(ours(case, steps))
-        for name, peer in PEERS.items():
-            found[name].append(peer(case, steps))
-        print(f"  {case.shape.name}: " + ", ".join(f"{n} {v[-1].tokens_per_second:,.0f}" for n, v in found.items()))
+        for name, contestant in {"ours": ours, **PEERS}.items():
+            found[name].append(turn(contestant, case, steps))
+        last = {
+            name: "late" if (one := turns[-1]) is None else f"{one.tokens_per_second:,.0f}"
+            for name, turns in found.items()
+        }
+        print(f"  {case.shape.name}: " + ", ".join(f"{name} {said}" for name, said in last.items()))
     plan = f"{len(case.plan.ranks)}x{case.plan.ranks[0].threads}"
     label = f"{case.shape.name} (ours {plan}){note}"
-    rows = [
-        compare(label, name, "tokens/s", [(a.tokens_per_second, b.tokens_per_second) for a, b in _zip(found, name)])
-        for name in PEERS
-    ]
-    for name in ("ddp", "plain-loop"):
-        memory = [(a.memory / 2**20, b.memory / 2**20) for a, b in _zip(found, name)]
-        rows.append(compare(label, name, "MiB peak, all ranks", memory, higher_is_better=False))
+    rows = []
+    for name in PEERS:
+        both = [(a, b) for a, b in zip(found["ours"], found[name], strict=True) if a is not None and b is not None]
+        late = f", {pairs - len(both)} of {pairs} turns left out: not done in {TURN:.0f} s" if len(both) < pairs else ""
+        if not both:
+            print(f"  {label}, {name}: no row{late}")
+            continue
+        speeds = [(a.tokens_per_second, b.tokens_per_second) for a, b in both]
+        rows.append(compare(label + late, name, "tokens/s", speeds))
+        if name in ("ddp", "plain-loop"):
+            memory = [(a.memory / 2**20, b.memory / 2**20) for a, b in both]
+            rows.append(compare(label + late, name, "MiB peak, all ranks", memory, higher_is_better=False))
     return rows
 
 
-def _zip(found: dict[str, list[Measured]], name: str) -> list[tuple[Measured, Measured]]:
-    return list(zip(found["ours"], found[name], strict=True))
+def turn(contestant: Callable[[Case, int], Measured], case: Case, steps: int) -> Measured | None:
+    """One measurement; None where it was not done in time, and was ended."""
+    try:
+        with within(TURN):
+            return contestant(case, steps)
+    except TimeoutError:
+        return None
 
 
 def first_step(pairs: int, note: str) -> list[Row]:
@@ -349,7 +364,7 @@ def main() -> None:
     torch.set_num_threads(1)
     note = ", quick" if wanted.quick else ""
     shapes = SHAPES[:2] if wanted.quick else SHAPES
-    pairs = wanted.pairs or (5 if wanted.quick else 15)
+    pairs = wanted.pairs or (3 if wanted.quick else 15)
     rows = []
     for shape in shapes:
         case = make_case(shape, Path())

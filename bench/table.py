@@ -9,7 +9,8 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,22 @@ def settle() -> None:
     """Waits until threads that a contestant left spinning have gone to sleep: OpenMP's spin for milliseconds, on a core
     that the next one's threads need and charged to its processor time."""
     time.sleep(SETTLE)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the block once it has taken so long: a contestant that hangs is not waited for."""
+
+    def late(number: int, frame: Any) -> None:
+        raise TimeoutError(f"not done in {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

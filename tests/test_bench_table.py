@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +59,11 @@ def test_every_system_that_is_measured_shows_its_table() -> None:
             text = records.explain(record.name)
             assert run.command in text
             assert all(row.case in text for row in run.rows[:16])
+
+
+def test_what_takes_too_long_is_ended_and_what_does_not_is_left_alone(table: Any) -> None:
+    with pytest.raises(TimeoutError, match="not done in 0.05 s"), table.within(0.05):
+        threading.Event().wait(30.0)
+    with table.within(0.05):
+        pass
+    time.sleep(0.1)
