@@ -62,7 +62,7 @@ def test_every_system_that_is_measured_shows_its_table() -> None:
 
 
 def test_what_takes_too_long_is_ended_and_what_does_not_is_left_alone(table: Any) -> None:
-    with pytest.raises(TimeoutError, match="not done in 0.05 s"), table.within(0.05):
+    with pytest.raises(TimeoutError, match=r"not done in 0\.05 s"), table.within(0.05):
         threading.Event().wait(30.0)
     with table.within(0.05):
         pass

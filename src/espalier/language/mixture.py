@@ -87,7 +87,12 @@ class Order:
         window, epoch, first = np.empty_like(source), np.empty_like(source), np.empty_like(source)
         for number in np.unique(source):
             mine = np.flatnonzero(source == number)
-            window[mine], epoch[mine], first[mine] = self._windows(int(number), ordinal[mine])
+            epoch[mine], place = np.divmod(ordinal[mine], self.windows[number])
+            apart = _mix(_mix(np.array([self.seed & _WORD], np.uint64)) + np.uint64(int(number) * _GOLDEN & _WORD))
+            key = _mix(epoch[mine].astype(np.uint64) ^ apart)  # seeds and sources first, then epochs
+            window[mine] = permute(place, self.windows[number], key)
+            shift = (_mix(key) % np.uint64(self._shifts[number])).astype(np.int64)
+            first[mine] = shift + window[mine] * self.sequence
         return Samples(source, window, epoch, first)
 
     def counts(self, stop: int) -> Int64:
@@ -95,14 +100,6 @@ class Order:
         cycles, rest = divmod(stop, self.period)
         part = np.bincount(self._turns[:rest], minlength=len(self.shares))
         return cycles * np.array(self.shares, np.int64) + part
-
-    def _windows(self, source: int, ordinal: Int64) -> tuple[Int64, Int64, Int64]:
-        epoch, place = np.divmod(ordinal, self.windows[source])
-        apart = _mix(_mix(np.array([self.seed & _WORD], np.uint64)) + np.uint64(source * _GOLDEN & _WORD))
-        key = _mix(epoch.astype(np.uint64) ^ apart)  # seeds and sources first, then epochs
-        window = permute(place, self.windows[source], key)
-        shift = (_mix(key) % np.uint64(self._shifts[source])).astype(np.int64)
-        return window, epoch, shift + window * self.sequence
 
 
 def permute(place: Int64, size: int, key: _Word) -> Int64:

@@ -53,7 +53,12 @@ class LanguageWorkload(Plain):
         names = [source.path for source in recipe.data]
         counts = [split.tokens for split in self.splits]
         self.order = mixture.Order(counts, weights, self.sequence, recipe.train.seed, names)
-        self.held_out = _held_out(stores, recipe, weights)
+        self.held_out: list[tuple[tokens.Split, int]] = []
+        """(split, first token) of every held-out window, each corpus by its weight."""
+        for store, name, weight in zip(stores, names, weights, strict=True):
+            limit = round(recipe.train.validate_tokens * weight / sum(weights))
+            starts = mixture.held_out(store.validation, self.sequence, limit, name)
+            self.held_out += [(store.validation, int(start)) for start in starts]
         self._byte_lengths = torch.from_numpy(np.asarray(self.tokenizer.byte_lengths, dtype=np.float64))
 
     # --- the model -----------------------------------------------------------------------------------------------
@@ -187,19 +192,6 @@ def embeddings(model: gpt.GPT) -> list[nn.Parameter]:
     """The token table and, unless tied to it, the head."""
     layers = [model.embedding, model.head]
     return [parameter for layer in layers if layer is not None for parameter in layer.parameters()]
-
-
-def _held_out(
-    stores: Sequence[tokens.TokenStore], recipe: Recipe, weights: Sequence[float]
-) -> list[tuple[tokens.Split, int]]:
-    """(split, first token) of every held-out window, each corpus by its weight."""
-    train, found = recipe.train, []
-    assert train.sequence is not None
-    for store, source, weight in zip(stores, recipe.data, weights, strict=True):
-        limit = round(train.validate_tokens * weight / sum(weights))
-        starts = mixture.held_out(store.validation, train.sequence, limit, source.path)
-        found += [(store.validation, int(start)) for start in starts]
-    return found
 
 
 def _part(rows: Tensor, shard: Shard) -> Windows:

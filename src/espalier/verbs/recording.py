@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from espalier.config import Recipe
@@ -11,29 +12,22 @@ from espalier.track.events import Log
 from espalier.track.progress import Progress
 
 
-class Recording:
-    """Rank 0 writes the run log and feeds every live view from the same events. Has state: the views."""
-
-    def __init__(self, folder: RunFolder, recipe: Recipe, quiet: bool) -> None:
-        self.folder, self.recipe, self.quiet = folder, recipe, quiet
-        self.log = Log(folder.events)
-        self.views: list[Any] = []
-
-    def __enter__(self) -> Callable[..., None]:
-        if self.recipe.track.tensorboard:
+@contextmanager
+def recording(folder: RunFolder, recipe: Recipe, quiet: bool) -> Iterator[Callable[..., None]]:
+    """Gives what writes an event into the run log and shows it in every live view; these end with the block."""
+    log, views = Log(folder.events), list[Any]()
+    with ExitStack() as open_views:
+        if recipe.track.tensorboard:
             from espalier.track.tensorboard import TensorBoard
 
-            self.views.append(TensorBoard(self.folder.path / "tensorboard"))
+            views.append(open_views.enter_context(closing(TensorBoard(folder.path / "tensorboard"))))
 
         def emit(event: str, **fields: Any) -> None:
-            self.log.write(event, **fields)
-            if event == "run" and not self.quiet:
-                self.views.append(Progress(fields["steps"], first_step=fields["step"]))
-            for view in self.views:
+            log.write(event, **fields)
+            if event == "run" and not quiet:
+                progress = Progress(fields["steps"], first_step=fields["step"])
+                views.append(open_views.enter_context(closing(progress)))
+            for view in views:
                 view.event({"event": event, **fields})
 
-        return emit
-
-    def __exit__(self, *error: object) -> None:
-        for view in self.views:
-            view.close()
+        yield emit

@@ -34,7 +34,7 @@ from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, trouble
 from espalier.verbs import choose, own_runs, planning, ready, reshape, show
-from espalier.verbs.recording import Recording
+from espalier.verbs.recording import recording
 from espalier.workload import Workload
 
 WAIT = 600.0
@@ -281,7 +281,7 @@ def life(job: Job, forked: bool = False) -> Life:
         setting.new = forked and job.new and place.attempt == 0
         if place.rank != 0:
             return rank.train(setting, identity)
-        with Recording(job.folder, job.resolved.recipe, job.quiet) as emit:
+        with recording(job.folder, job.resolved.recipe, job.quiet) as emit:
             return rank.train(replace(setting, emit=emit), identity)
 
     return live
