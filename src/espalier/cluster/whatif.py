@@ -30,8 +30,8 @@ def changed(cluster: Cluster, changes: Sequence[str]) -> Cluster:
     """
     table = tomllib.loads(dumps(cluster))
     for change in changes:
-        key, found, value = change.partition("=")
-        if not found or not value.strip():
+        key, equals, value = change.partition("=")
+        if not equals or not value.strip():
             raise UserError(f"--what-if {change} has no value.", do="--what-if links.between=25Gbit/s")
         _set(table, key.strip(), _value(value.strip()))
     import tomli_w
