@@ -54,7 +54,8 @@ def test_every_layer_is_said_and_the_planner_is_told():
     workload = workload_of(cliques())
     said = workload.decisions()
     assert [sentence for sentence in said if sentence.startswith("Layer")] == [
-        "Layer 1 aggregates 16 columns, then maps them to 64.",
+        "Layer 1 aggregates 16 columns once and keeps the sums, for its rows are the same at every step, "
+        "then maps them to 64.",
         "Layer 2 maps 64 columns to 3, then aggregates those.",
     ]
     assert asking.of_recipe(workload.recipe, lambda: workload).remarks == said

@@ -14,6 +14,7 @@ from espalier.graph import base, fast, link, predict
 from espalier.graph.data import Graph, divided
 from espalier.graph.gnn import largest
 from espalier.graph.workload import GraphWorkload, open_graph
+from espalier.kernels.dropout import activated
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
@@ -112,6 +113,44 @@ def test_kernels_answer_as_the_plain_forms(kind, k):
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)
 
 
+def products_of(workload, model, monkeypatch, steps):
+    """Columns of each product that `steps` steps make with the graph's matrix, forward; and the losses."""
+    made, run = [], fast.matmul
+    monkeypatch.setattr(fast, "matmul", lambda one, x, **more: made.append(x.shape[1]) or run(one, x, **more))
+    losses = []
+    for _ in range(steps):
+        (batch,) = workload.batches(0, Shard(0, workload.global_batch, workload.global_batch))
+        loss, _ = workload.loss(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+    return made, losses
+
+
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gin"])
+def test_features_that_no_dropout_changes_are_aggregated_once(kind, monkeypatch):
+    recipe, graph = recipe_of({"kind": kind, "width": 40}), made()
+    workload = GraphWorkload(recipe, graph)
+    model = workload.build(torch.device("cpu"), torch.float64)
+    products, losses = products_of(workload, model, monkeypatch, 4)
+    inputs = graph.features.shape[1]
+    assert products.count(inputs) == 2, "once as if they might change, once to be kept"
+    assert len(set(losses)) == 1
+    assert "once" in " ".join(workload.decisions())
+    (batch,) = workload.batches(0, Shard(0, workload.global_batch, workload.global_batch))
+    batch.features.mul_(2)
+    products, changed = products_of(workload, model, monkeypatch, 3)
+    assert products.count(inputs) == 2, "and anew when they were changed"
+    assert changed[0] == changed[2] != losses[0]
+
+
+def test_features_that_dropout_changes_are_aggregated_at_every_step(monkeypatch):
+    workload = GraphWorkload(recipe_of({"kind": "gcn", "width": 40, "dropout": 0.5}), made())
+    model = workload.build(torch.device("cpu"), torch.float32)
+    products, _ = products_of(workload, model, monkeypatch, 4)
+    assert products.count(workload.graph.features.shape[1]) == 4
+    assert "once" not in " ".join(workload.decisions())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("count", [0, 3, 40_000])
 def test_a_map_without_gradients_is_the_plain_one_and_stays_as_it_is(count, dtype):
@@ -130,15 +169,15 @@ def test_a_map_without_gradients_is_the_plain_one_and_stays_as_it_is(count, dtyp
 
 def test_dropout_drops_its_share_and_keeps_the_mean():
     torch.manual_seed(0)
-    rows = torch.rand(301, 7, requires_grad=True)
-    dropped = fast.drop(rows, 0.5)
+    rows = torch.rand(3001, 7, requires_grad=True)
+    dropped = activated(rows, "none", 0.5)
     dropped.sum().backward()
     assert torch.equal(dropped == 0, rows.grad == 0)
     assert torch.allclose(dropped[dropped != 0], 2 * rows[dropped != 0])
     assert abs(float((dropped == 0).double().mean()) - 0.5) < 0.05
     torch.manual_seed(0)
-    torch.rand(301, 7)
-    assert torch.equal(fast.drop(rows, 0.5), dropped)
+    torch.rand(3001, 7)
+    assert torch.equal(activated(rows, "none", 0.5), dropped)
 
 
 def many(count=40):

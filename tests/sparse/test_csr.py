@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from espalier.errors import UserError
+from espalier.kernels.buffers import LEAST, Buffers
 from espalier.sparse import CSR, Scale, attention_aggregate, cbsr_aggregate, csr, matmul, segment_softmax
 from espalier.sparse.attention import graph_attention
-from espalier.sparse.buffers import LEAST, Buffers
 from espalier.sparse.cbsr import scattered, sparse_rows
 from espalier.sparse.product import csr_matmul
 from espalier.sparse.rows import tiles
@@ -250,6 +250,40 @@ def test_fused_attention_equals_the_plain_one_with_gradients(
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("heads", [1, 3, 8])
+@pytest.mark.parametrize("width", [1, 8, 10, 21])
+def test_attention_in_single_precision_takes_isolated_nodes_loops_and_edges_given_twice(heads: int, width: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    indptr, rows = torch.tensor([0, 0, 3, 3, 7, 27]), 5
+    indices = torch.cat([torch.tensor([1, 1, 4, 3, 3, 3, 0]), torch.randint(0, 5, (20,), generator=random)])
+    for integers in (torch.int32, torch.int64):
+        found = CSR.of(indptr.to(integers), indices.to(integers), (rows, rows))
+        shapes = ((rows, heads, width), (rows, heads), (rows, heads))
+        inputs = [torch.randn(shape, generator=random).requires_grad_() for shape in shapes]
+        keep = 2.0 * (torch.rand(found.entries, heads, generator=random) < 0.5)
+        fast = graph_attention(found, inputs[0], (inputs[1], inputs[2]), 0.2, keep)
+        plain = graph_attention.reference.run(found, inputs[0], (inputs[1], inputs[2]), 0.2, keep)
+        torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-5)
+        seed = torch.randn(fast.shape, generator=random)
+        for ours, theirs in zip(*(torch.autograd.grad(one, inputs, seed) for one in (fast, plain)), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=30)
+@given(dense(), WIDTHS, st.booleans(), st.booleans())
+def test_a_product_may_be_added_to_a_row_or_to_rows(matrix: Tensor, width: int, weighted: bool, shared: bool) -> None:
+    found = CSR.from_torch(matrix * torch.rand_like(matrix)) if weighted else binary(matrix)
+    x, start = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((matrix.shape[1], width), (width,) if shared else (matrix.shape[0], width))
+    )
+    fast, plain = matmul(found, x, start=start), csr_matmul.reference.run(found, x, found.values, start)
+    torch.testing.assert_close(fast, plain)
+    seed = torch.randn_like(plain)
+    for ours, theirs in zip(*(torch.autograd.grad(one, (x, start), seed) for one in (fast, plain)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_gradients_of_attention_are_right() -> None:
     matrix = binary((torch.rand(4, 5, generator=torch.Generator().manual_seed(1)) < 0.6).double())
     shapes = ((5, 2, 3), (4, 2), (5, 2))
@@ -299,7 +333,7 @@ def test_a_result_in_use_is_never_given_out_again() -> None:
 
 
 def test_free_memory_is_kept_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("espalier.sparse.buffers.MOST", LEAST)
+    monkeypatch.setattr("espalier.kernels.buffers.MOST", LEAST)
     buffers = Buffers()
     held = [buffers.empty((LEAST,), torch.uint8) for _ in range(3)]
     held.clear()

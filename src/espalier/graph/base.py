@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from espalier.kernels.tall import tall_product
+
 
 class Forms:
     """What was once computed from a block's edges, by name. Has state: it fills on first use."""
@@ -90,16 +92,26 @@ def dense(rows: Rows) -> Tensor:
     return rows.dense() if isinstance(rows, Kept) else rows
 
 
-def project(rows: Rows, weight: Tensor, bias: Tensor) -> Tensor:
-    """The plain form of a linear map, weight [outputs, width], that also takes kept rows."""
-    return torch.nn.functional.linear(dense(rows), weight, bias)
+def project(rows: Rows, weight: Tensor, start: Tensor | None = None) -> Tensor:
+    """The plain form of a linear map, weight [outputs, width], added to `start` [outputs] or [rows, outputs]; it also
+    takes kept rows."""
+    return tall_product.reference.run(dense(rows), weight, start)
+
+
+class Project(Protocol):
+    """A linear map: see `project`."""
+
+    def __call__(self, rows: Rows, weight: Tensor, start: Tensor | None = None) -> Tensor:
+        """Differentiable in all three."""
+        ...
 
 
 class Aggregate(Protocol):
-    """(block, rows of its sources [sources, width]) -> the weighted sums of its targets [targets, width]."""
+    """(block, rows of its sources [sources, width]) -> the weighted sums of its targets [targets, width], added to
+    `start` [width] or [targets, width]."""
 
-    def __call__(self, block: Block, rows: Rows) -> Tensor:
-        """Differentiable in `rows`."""
+    def __call__(self, block: Block, rows: Rows, start: Tensor | None = None) -> Tensor:
+        """Differentiable in `rows` and `start`."""
         ...
 
 
@@ -111,8 +123,8 @@ class Attend(Protocol):
         ...
 
 
-def aggregate(block: Block, rows: Rows) -> Tensor:
-    """The plain form: diag(left) W diag(right) rows, by gather and `index_add`."""
+def aggregate(block: Block, rows: Rows, start: Tensor | None = None) -> Tensor:
+    """The plain form: diag(left) W diag(right) rows + start, by gather and `index_add`."""
     x = dense(rows)
     if block.right is not None:
         x = x * block.right[:, None]
@@ -120,7 +132,8 @@ def aggregate(block: Block, rows: Rows) -> Tensor:
     if block.weights is not None:
         messages = messages * block.weights[:, None]
     sums = x.new_zeros(block.targets, x.shape[1]).index_add(0, block.rows(), messages)
-    return sums if block.left is None else sums * block.left[:, None]
+    sums = sums if block.left is None else sums * block.left[:, None]
+    return sums if start is None else sums + start
 
 
 NEGATIVE_SLOPE = 0.2

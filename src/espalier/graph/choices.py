@@ -88,14 +88,15 @@ def formatted(block: Block, layers: Sequence[Layer], wanted: str, steps: int) ->
     return f"Format: CBM, {additions:,} additions per column instead of {block.edges:,}; {beside}."
 
 
-def passes(layers: Sequence[Layer], k: int | None) -> list[str]:
-    """A sentence for each layer: what it aggregates."""
+def passes(layers: Sequence[Layer], k: int | None, once: bool) -> list[str]:
+    """A sentence for each layer: what it aggregates. `once`: the first one's rows are the same at every step."""
     said = []
     for at, layer in enumerate(layers):
         if k is not None and at > 0:
             what = f"aggregates the {k} kept of {layer.inputs} columns (CBSR), then maps them to {layer.outputs}"
         elif not isinstance(layer, Attention) and layer.inputs <= layer.outputs:
-            what = f"aggregates {layer.inputs} columns, then maps them to {layer.outputs}"
+            kept = " once and keeps the sums, for its rows are the same at every step" if once and at == 0 else ""
+            what = f"aggregates {layer.inputs} columns{kept}, then maps them to {layer.outputs}"
         else:
             what = f"maps {layer.inputs} columns to {layer.outputs}, then aggregates those"
         said.append(f"Layer {at + 1} {what}.")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from espalier.graph import base
-from espalier.graph.base import Block, Kept, Rows, dense
+from espalier.graph.base import Block, Kept, Rows
 from espalier.graph.gnn import Layer, Network
 from espalier.kernels import rtopk
+from espalier.kernels.dropout import activated
+from espalier.kernels.tall import tall_product
 from espalier.sparse import CSR, Scale, attention_aggregate, cbsr_aggregate, matmul
-from espalier.sparse.buffers import BUFFERS
-from espalier.sparse.product import KERNEL_TYPES, needs_gradient
 
 SPARSE = 4
 """A dense product does an addition some four times as fast as the kernel that adds chosen rows (bench/graph.py)."""
@@ -23,7 +27,7 @@ def equip(model: nn.Module) -> nn.Module:
         for layer in model.layers:
             assert isinstance(layer, Layer)
             layer.aggregate, layer.attend, layer.project = aggregate, attend, project
-        model.drop, model.largest = drop, rtopk
+        model.activate, model.largest = activated, rtopk
     return model
 
 
@@ -51,30 +55,51 @@ def pattern(block: Block) -> CSR:
     return made
 
 
-def aggregate(block: Block, rows: Rows) -> Tensor:
-    """See `base.aggregate`."""
+def aggregate(block: Block, rows: Rows, start: Tensor | None = None) -> Tensor:
+    """See `base.aggregate`; of rows that are the same at every step, once."""
     if block.indptr.device.type != "cpu":
-        return base.aggregate(block, rows)
+        return base.aggregate(block, rows, start)
     if isinstance(rows, Kept):
-        return cbsr_aggregate(matrix(block), rows.values, rows.columns, rows.width)
+        found = cbsr_aggregate(matrix(block), rows.values, rows.columns, rows.width)
+        return found if start is None else found + start
     compressed = block.forms.known.get("compressed")
-    return matmul(matrix(block) if compressed is None else compressed, dense(rows))
+    chosen = matrix(block) if compressed is None else compressed
+    if start is not None or rows.requires_grad or rows.is_inference():
+        return matmul(chosen, rows, start=start)
+    return _once(block, rows, lambda: matmul(chosen, rows))
 
 
-def project(rows: Rows, weight: Tensor, bias: Tensor) -> Tensor:
-    """See `base.project`; of kept rows by a kernel, where they are few enough of the width. Where nobody asks for
-    gradients the result lies in memory that is kept: fresh pages took as long as the product."""
-    if isinstance(rows, Kept):
-        if rows.values.device.type != "cpu" or rows.width < SPARSE * rows.values.shape[1]:
-            return base.project(rows, weight, bias)
-        from espalier.graph.kept import Mapped
+def _once(block: Block, rows: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    """What `make` makes of `rows`, kept with the block from the second time on that the very same rows are aggregated:
+    features that no dropout changes are."""
+    seen = block.forms.known.get("aggregated")
+    if seen is None or seen.rows() is not rows or seen.version != rows._version:
+        block.forms.known["aggregated"] = _Seen(weakref.ref(rows), rows._version, None)
+        return make()
+    if seen.found is None or seen.found._version:
+        seen = block.forms.known["aggregated"] = seen._replace(found=make())
+    return seen.found
 
-        found: Tensor = Mapped.apply(rows.values, rows.columns, weight, bias)
-        return found
-    own = rows.device.type == "cpu" and rows.dtype == weight.dtype and rows.dtype in KERNEL_TYPES
-    if not own or needs_gradient(rows, weight, bias) or torch.is_autocast_enabled("cpu"):
-        return base.project(rows, weight, bias)
-    return torch.mm(rows, weight.T, out=BUFFERS.empty((len(rows), len(weight)), rows.dtype)).add_(bias)
+
+class _Seen(NamedTuple):
+    """Rows that were aggregated, and the result once they came again."""
+
+    rows: weakref.ref[Tensor]
+    version: int
+    found: Tensor | None
+
+
+def project(rows: Rows, weight: Tensor, start: Tensor | None = None) -> Tensor:
+    """See `base.project`; of kept rows by a kernel, where they are few enough of the width."""
+    if not isinstance(rows, Kept):
+        return tall_product(rows, weight, start)
+    if rows.values.device.type != "cpu" or rows.width < SPARSE * rows.values.shape[1]:
+        return base.project(rows, weight, start)
+    from espalier.graph.kept import Mapped
+
+    shared = start if start is not None and start.dim() == 1 else weight.new_zeros(len(weight))
+    found: Tensor = Mapped.apply(rows.values, rows.columns, weight, shared)
+    return found if start is None or start.dim() == 1 else found + start
 
 
 def attend(block: Block, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
@@ -83,16 +108,5 @@ def attend(block: Block, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: f
         return base.attend(block, rows, scores, dropout)
     keep = None
     if dropout > 0:
-        keep = drop(rows.new_ones(block.edges, rows.shape[1]), dropout)
+        keep = activated(torch.ones(block.edges, rows.shape[1], dtype=rows.dtype), "none", dropout)
     return attention_aggregate(pattern(block), rows, scores, slope=base.NEGATIVE_SLOPE, keep=keep)
-
-
-def drop(rows: Tensor, share: float) -> Tensor:
-    """Dropout; on the CPU by a kernel that drops in steps of 1/256."""
-    cut = round(share * 256)
-    if rows.device.type != "cpu" or rows.dtype not in (torch.float32, torch.float64) or not 0 < cut < 256:
-        return torch.nn.functional.dropout(rows, share)
-    from espalier.graph.dropping import Dropped
-
-    dropped: Tensor = Dropped.apply(rows, cut)
-    return dropped

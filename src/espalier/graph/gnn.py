@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from espalier import config
-from espalier.graph.base import Aggregate, Attend, Block, Kept, Rows, aggregate, attend, dense, project
+from espalier.graph.base import Aggregate, Attend, Block, Kept, Project, Rows, aggregate, attend, dense, project
+from espalier.kernels.dropout import activated
 
 
 class Layer(nn.Module):
@@ -32,17 +33,17 @@ class Layer(nn.Module):
         self.inputs, self.outputs = inputs, outputs
         self.aggregate: Aggregate = aggregate
         self.attend: Attend = attend
-        self.project: Callable[[Rows, Tensor, Tensor], Tensor] = project
+        self.project: Project = project
 
     def aggregated_first(self, rows: Rows) -> bool:
         """Whether the neighbours are summed before the linear map: the cheaper order of the two."""
         return isinstance(rows, Kept) or self.inputs <= self.outputs
 
-    def mapped(self, block: Block, rows: Rows, weight: Callable[[Tensor], Tensor]) -> Tensor:
-        """The aggregate of `rows` through `weight`, in the cheaper order."""
-        if isinstance(rows, Kept) or self.aggregated_first(rows):
-            return weight(self.aggregate(block, rows))
-        return self.aggregate(block, weight(rows))
+    def mapped(self, block: Block, rows: Rows, weight: Tensor, start: Tensor | None = None) -> Tensor:
+        """The aggregate of `rows` through `weight`, in the cheaper order, added to `start`."""
+        if self.aggregated_first(rows):
+            return self.project(self.aggregate(block, rows), weight, start)
+        return self.aggregate(block, self.project(rows, weight), start)
 
     def forward(self, block: Block, rows: Rows) -> Tensor:
         """[sources, inputs] -> [targets, outputs]; each kind of layer has its own."""
@@ -62,9 +63,7 @@ class Convolution(Layer):
 
     def forward(self, block: Block, rows: Rows) -> Tensor:
         """The normalised sum of the neighbours and the node itself."""
-        if isinstance(rows, Kept) or self.aggregated_first(rows):
-            return self.project(self.aggregate(block, rows), self.weight.weight, self.bias)
-        return self.aggregate(block, self.weight(rows)).add_(self.bias)
+        return self.mapped(block, rows, self.weight.weight, self.bias)
 
 
 class Mean(Layer):
@@ -81,12 +80,8 @@ class Mean(Layer):
 
     def forward(self, block: Block, rows: Rows) -> Tensor:
         """The node itself and the mean of its neighbours (zero where it has none)."""
-        first = _first(rows, block.targets)
-        mixed = torch.is_autocast_enabled(self.own.weight.device.type)
-        if isinstance(first, Tensor) and not mixed and not torch.is_grad_enabled():  # one buffer less
-            return self.mapped(block, rows, self.weight).addmm_(first, self.own.weight.T).add_(self.own.bias)
-        own = self.project(first, self.own.weight, self.own.bias)
-        return own.add_(self.mapped(block, rows, self.weight))
+        own = self.project(_first(rows, block.targets), self.own.weight, self.own.bias)
+        return self.mapped(block, rows, self.weight.weight, own)
 
 
 class Isomorphism(Layer):
@@ -99,8 +94,8 @@ class Isomorphism(Layer):
 
     def forward(self, block: Block, rows: Rows) -> Tensor:
         """The perceptron of the sum; its first matrix before the sum where that is narrower."""
-        sums = self.mapped(block, rows, _without_bias(self.first))
-        own = self.project(_first(rows, block.targets), self.first.weight, torch.zeros_like(self.first.bias))
+        sums = self.mapped(block, rows, self.first.weight)
+        own = self.project(_first(rows, block.targets), self.first.weight)
         hidden = F.relu(sums + (1 + self.epsilon) * own + self.first.bias)
         return self.second(hidden)
 
@@ -126,10 +121,11 @@ class Attention(Layer):
 
     def forward(self, block: Block, rows: Rows) -> Tensor:
         """The attended neighbours, heads joined or averaged."""
-        x = self.weight(dense(rows)).view(-1, self.heads, self.columns)
-        scores = (x[: block.targets] * self.target).sum(-1), (x * self.source).sum(-1)
-        found = self.attend(block, x, scores, self.dropout if self.training else 0.0)
-        return (found.flatten(1) if self.joined else found.mean(1)) + self.bias
+        x = self.project(rows, self.weight.weight).view(-1, self.heads, self.columns)
+        scores = self.project(x.flatten(1), torch.cat([_by_head(self.target), _by_head(self.source)]))
+        both = scores[: block.targets, : self.heads], scores[:, self.heads :]
+        found = self.attend(block, x, both, self.dropout if self.training else 0.0)
+        return (found.flatten(1) if self.joined or self.heads == 1 else found.mean(1)) + self.bias
 
 
 def _matrix(inputs: int, outputs: int) -> nn.Linear:
@@ -138,8 +134,10 @@ def _matrix(inputs: int, outputs: int) -> nn.Linear:
     return made
 
 
-def _without_bias(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
-    return lambda rows: F.linear(rows, linear.weight)
+def _by_head(vectors: Tensor) -> Tensor:
+    """[heads, columns] as the matrix [heads, heads · columns] that multiplies each head's columns by its own vector."""
+    heads = torch.eye(len(vectors), dtype=vectors.dtype, device=vectors.device)
+    return (heads[:, :, None] * vectors).flatten(1)
 
 
 def _first(rows: Rows, count: int) -> Rows:
@@ -172,8 +170,19 @@ class Network(nn.Module):
             _layer(options, sizes[i], sizes[i + 1], joined=i != last) for i in range(options.depth)
         )
         self.norms = nn.ModuleList(nn.LayerNorm(options.width) for _ in range(last if options.norm else 0))
-        self.drop: Callable[[Tensor, float], Tensor] = F.dropout
+        self.activate: Callable[[Tensor, str, float], Tensor] = activated.reference.run
         self.largest: Callable[[Tensor, int], tuple[Tensor, Tensor]] = largest
+
+    @property
+    def drops_features(self) -> bool:
+        """Whether dropout takes of the features too, as GCN's and GAT's authors have it."""
+        return bool(self.options.dropout) and isinstance(self.options, config.Gcn | config.Gat)
+
+    @property
+    def aggregates_once(self) -> bool:
+        """Whether the first layer aggregates rows that are the same at every step, where the graph is too."""
+        first = self.layers[0]
+        return not self.drops_features and isinstance(first, Layer) and first.aggregated_first(torch.empty(0))
 
     def forward(self, features: Tensor, blocks: Sequence[Block]) -> Tensor:
         """One block for each layer, the one that reads `features` first."""
@@ -183,9 +192,10 @@ class Network(nn.Module):
         return dense(rows)
 
     def step(self, at: int, block: Block, rows: Rows) -> Rows:
-        """Layer `at` with what stands round it; the last one's result is left as it is."""
-        if at > 0 or isinstance(self.options, config.Gcn | config.Gat):  # whose authors also drop features
-            rows = self._dropped(rows)
+        """Layer `at` with the nonlinearity and the dropout behind it; the last one's result is left as it is."""
+        share = (self.options.dropout or 0.0) if self.training else 0.0
+        if at == 0 and share and self.drops_features:
+            rows = self.activate(dense(rows), "none", share)
         x: Tensor = self.layers[at](block, rows)
         if at == len(self.layers) - 1:
             return x
@@ -193,16 +203,9 @@ class Network(nn.Module):
             x = self.norms[at](x)
         if self.options.activation == "maxk":
             assert self.options.k is not None
-            return Kept(*self.largest(x, self.options.k), x.shape[1])
-        return F.elu(x, inplace=True) if self.options.activation == "elu" else F.relu(x, inplace=True)
-
-    def _dropped(self, rows: Rows) -> Rows:
-        share = self.options.dropout or 0.0
-        if not self.training or share == 0.0:
-            return rows
-        if isinstance(rows, Kept):
-            return Kept(self.drop(rows.values, share), rows.columns, rows.width)
-        return self.drop(rows, share)
+            values, columns = self.largest(x, self.options.k)
+            return Kept(self.activate(values, "none", share), columns, x.shape[1])
+        return self.activate(x, self.options.activation or "relu", share)
 
 
 def _layer(options: config.Network, inputs: int, outputs: int, joined: bool) -> Layer:

@@ -15,6 +15,7 @@ from espalier.graph import metrics
 from espalier.graph.data import Array, Graph
 from espalier.graph.sample import ALL
 from espalier.graph.views import Batch, View, forward, infer
+from espalier.kernels.entropy import cross_entropy
 from espalier.workload import Shard
 
 WORTH = 0.7
@@ -73,7 +74,7 @@ class NodeTask:
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sum of cross entropies over the labelled nodes asked for (binary ones: over known answers), their number."""
         logits = forward(model, batch.features, batch.blocks)
-        return summed_loss(logits if batch.chosen is None else logits[batch.chosen], batch.labels)
+        return summed_loss(logits, batch.labels, batch.chosen)
 
     def evaluate(self, model: nn.Module, shard: Shard) -> metrics.Sums:
         """Figures of the shard's validation nodes, and of as large a share of the test nodes under `test_`."""
@@ -101,14 +102,14 @@ class NodeTask:
         return told(infer(model, self.held).cpu()[list(items)], self.graph, [self.name(one) for one in items])
 
 
-def summed_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum, weight) over the answers that are known."""
+def summed_loss(logits: Tensor, labels: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(sum, weight) over the answers that are known, of the rows `chosen` (None: all)."""
     if labels.ndim == 2:
+        logits = logits if chosen is None else logits[chosen]
         known = ~labels.isnan()
         answers = labels[known].to(logits.dtype)
         return F.binary_cross_entropy_with_logits(logits[known], answers, reduction="sum"), known.sum()
-    known = labels >= 0
-    return F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum"), known.sum()
+    return cross_entropy(logits, labels, chosen), (labels >= 0).sum()
 
 
 def told(logits: Tensor, graph: Graph, names: Sequence[str]) -> list[dict[str, Any]]:

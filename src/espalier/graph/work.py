@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from espalier.cost import Number, Product, Work
-from espalier.graph.gnn import Attention, Isomorphism, Layer, Mean
+from espalier.graph.gnn import Attention, Isomorphism, Layer, Mean, Network
 
 _BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
 """Of a value that is aggregated: autocast leaves aggregation in fp32."""
@@ -22,11 +22,11 @@ class Reach:
     edges: Number
 
 
-def work(layers: Sequence[Layer], reach: Sequence[Reach], micro_batch: Any, precision: str, each: bool) -> Work:
+def work(network: Network, reach: Sequence[Reach], micro_batch: Any, precision: str, each: bool) -> Work:
     """The work of a micro-batch of `micro_batch` targets (arrays allowed).
 
     Args:
-        layers: of the network. reach: of each of them, the farthest from the targets first.
+        reach: of each layer of the network, the farthest from the targets first.
         each: `reach` is per target (sampled); False: the graph is passed over whole, whatever the micro-batch.
     """
     size = _BYTES[precision]
@@ -34,8 +34,11 @@ def work(layers: Sequence[Layer], reach: Sequence[Reach], micro_batch: Any, prec
     products: list[Product] = []
     moved: Number = 0.0
     kept: Number = 0.0
-    for layer, one in zip(layers, reach, strict=True):
+    layers = [layer for layer in network.layers if isinstance(layer, Layer)]
+    for at, (layer, one) in enumerate(zip(layers, reach, strict=True)):
         sources, targets, edges = one.sources * times, one.targets * times, one.edges * times
+        if at == 0 and not each and network.aggregates_once:
+            edges = edges * 0
         first = layer.inputs <= layer.outputs and not isinstance(layer, Attention)
         rows = targets if first else sources
         narrow = layer.inputs if first else layer.outputs

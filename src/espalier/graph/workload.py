@@ -200,12 +200,12 @@ class GraphWorkload(Plain):
         assert self.recipe.graph is not None
         k = model.options.k if model.options.activation == "maxk" else None
         if self._each or not isinstance(self.task, NodeTask):
-            return (*self._said, *choices.passes(layers, k))
+            return (*self._said, *choices.passes(layers, k, once=False))
         if self._format is None:
             self._format = choices.formatted(
                 self.task.train.block, layers, self.recipe.graph.format, self.recipe.train.steps or 0
             )
-        return (*self._said, self._format, *choices.passes(layers, k))
+        return (*self._said, self._format, *choices.passes(layers, k, once=model.aggregates_once))
 
     # --- cost ----------------------------------------------------------------------------------------------------
 
@@ -214,8 +214,7 @@ class GraphWorkload(Plain):
         bare = self.bare()
         if not isinstance(bare, Network):
             return self._foreign_work(bare, micro_batch)
-        layers = [layer for layer in bare.layers if isinstance(layer, Layer)]
-        return work.work(layers, self.reach(), micro_batch, precision, self._each)
+        return work.work(bare, self.reach(), micro_batch, precision, self._each)
 
     @property
     def _each(self) -> bool:

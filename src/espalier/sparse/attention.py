@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from espalier.errors import UserError
 from espalier.kernels.base import operation
+from espalier.kernels.buffers import BUFFERS
 from espalier.sparse.csr import CSR
 from espalier.sparse.segment import segment_softmax
 
@@ -98,11 +99,12 @@ class _Attention(torch.autograd.Function):
         features, target, source = features.contiguous(), target.contiguous(), source.contiguous()
         slope, keep = how
         ctx.adjacency, ctx.slope = adjacency, float(slope)
-        kept = features.new_empty(0, target.shape[1]) if keep is None else keep.contiguous()
-        out = features.new_zeros(adjacency.shape[0], *features.shape[1:])
+        kept = features.new_empty(0) if keep is None else keep.contiguous()
+        out = BUFFERS.empty((adjacency.shape[0], *features.shape[1:]), features.dtype)
         logs = target.new_empty(target.shape)
         where = (adjacency.indptr, adjacency.indices, piece_cuts(adjacency))
-        edges.attend(out, logs, *where, features, target, source, kept, ctx.slope)
+        scores = (target.view(-1), source.view(-1), kept.view(-1))
+        edges.attend(out.flatten(1), logs, *where, features.flatten(1), *scores, ctx.slope)
         ctx.save_for_backward(features, target, source, kept, out, logs)
         return out
 
@@ -116,11 +118,12 @@ class _Attention(torch.autograd.Function):
         gradient = gradients[0].contiguous()
         pattern, order = ctx.adjacency.transpose
         weighted = (gradient * out).sum(-1)  # Σ share·dshare of a row, as one dot product
-        dfeatures, dsource = torch.zeros_like(features), torch.zeros_like(source)
-        dscores = torch.empty(ctx.adjacency.entries, target.shape[1], dtype=target.dtype)
+        dfeatures, dsource = BUFFERS.empty(tuple(features.shape), features.dtype), torch.empty_like(source)
+        dscores = BUFFERS.empty((ctx.adjacency.entries, target.shape[1]), target.dtype)
         where = (pattern.indptr, pattern.indices, order, piece_cuts(pattern))
-        known = (features, target, source, kept, logs, weighted, gradient)
-        edges.attend_backward(dfeatures, dsource, dscores, *where, *known, ctx.slope)
-        dtarget = torch.zeros_like(target)
+        known = (one.view(-1) for one in (target, source, kept, logs, weighted, gradient))
+        made = (dfeatures.flatten(1), dsource.view(-1), dscores.view(-1))
+        edges.attend_backward(*made, *where, features.flatten(1), *known, ctx.slope)
+        dtarget = torch.empty_like(target)
         edges.sum_segments(dtarget, dscores, ctx.adjacency.indptr, piece_cuts(ctx.adjacency))
         return None, dfeatures, dtarget, dsource, None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from espalier.errors import UserError
 from espalier.kernels.base import operation
-from espalier.sparse.buffers import BUFFERS
+from espalier.kernels.buffers import BUFFERS
 from espalier.sparse.csr import CSR
 from espalier.sparse.product import matmul, piece_cuts, product, turned
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from espalier.errors import UserError
 from espalier.kernels.base import operation
-from espalier.sparse.buffers import BUFFERS
+from espalier.kernels.buffers import BUFFERS
 from espalier.sparse.csr import CSR
 
 if TYPE_CHECKING:
@@ -24,13 +24,14 @@ PIECES = 64
 """Pieces of work of a product: enough for 16 threads to finish together, whatever the rows' lengths."""
 
 
-def matmul(adjacency: CSR | CBM, x: Tensor, values: Tensor | None = None) -> Tensor:
-    """A·X: row i of the result is the (weighted) sum of the rows of X that row i of A names. Differentiable, twice too.
+def matmul(adjacency: CSR | CBM, x: Tensor, values: Tensor | None = None, start: Tensor | None = None) -> Tensor:
+    """A·X + start: row i of A·X is the (weighted) sum of the rows of X that row i of A names. Twice differentiable.
 
     Args:
         adjacency: [rows, columns]; CSR or CBM.
         x: float [columns] or [columns, ...]; half precision is summed in float32. Gradient by the transpose.
         values: [entries], instead of the matrix's own values (CSR only), in the order of its entries. Has a gradient.
+        start: [width] or [rows, width] of a two-dimensional result, added to it. Has a gradient.
 
     Returns:
         [rows] or [rows, ...], of the type of `x`.
@@ -53,7 +54,8 @@ def matmul(adjacency: CSR | CBM, x: Tensor, values: Tensor | None = None) -> Ten
     if not isinstance(adjacency, CSR):
         if values is not None:
             raise UserError("A CBM has no values of its own to replace.", do="use the CSR matrix: cbm.to_csr()")
-        return adjacency.product(x)
+        found = adjacency.product(x)
+        return found if start is None else found + start
     if values is not None and values.shape != (adjacency.entries,):
         raise UserError(
             f"values has shape {tuple(values.shape)}.",
@@ -63,7 +65,9 @@ def matmul(adjacency: CSR | CBM, x: Tensor, values: Tensor | None = None) -> Ten
     weights = adjacency.values if values is None else values
     dense = as_columns(x)
     weights = None if weights is None else weights.to(dense.dtype)
-    return shaped_as(x, csr_matmul(adjacency, dense, weights))
+    if start is not None and (start.dtype != dense.dtype or start.shape[-1] != dense.shape[1]):
+        return shaped_as(x, csr_matmul(adjacency, dense, weights)) + start
+    return shaped_as(x, csr_matmul(adjacency, dense, weights, start))
 
 
 def as_columns(x: Tensor) -> Tensor:
@@ -84,32 +88,33 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 @operation("csr_matmul")
-def csr_matmul(adjacency: CSR, x: Tensor, values: Tensor | None) -> Tensor:
+def csr_matmul(adjacency: CSR, x: Tensor, values: Tensor | None, start: Tensor | None = None) -> Tensor:
     """The plain form: every message is written out, then added to its row."""
     messages = x[adjacency.indices.long()]
     if values is not None:
         messages = messages * values[:, None]
-    return x.new_zeros(adjacency.shape[0], x.shape[1]).index_add(0, adjacency.rows, messages)
+    found = x.new_zeros(adjacency.shape[0], x.shape[1]).index_add(0, adjacency.rows, messages)
+    return found if start is None else found + start
 
 
-@csr_matmul.fast("cpu", wins=lambda adjacency, x, values: adjacency.entries > 0 and x.shape[1] > 0)
-def summed_in_registers(adjacency: CSR, x: Tensor, values: Tensor | None) -> Tensor:
+@csr_matmul.fast("cpu", wins=lambda adjacency, x, *_: adjacency.entries > 0 and x.shape[1] > 0)
+def summed_in_registers(adjacency: CSR, x: Tensor, values: Tensor | None, start: Tensor | None = None) -> Tensor:
     """By the kernels of `rows`; the gradients by them too, with the transposed matrix."""
-    if not needs_gradient(x, values):
-        return product(adjacency, x, values)
-    result: Tensor = _Product.apply(adjacency, x, values)
+    if not needs_gradient(x, values, start):
+        return product(adjacency, x, values, start)
+    result: Tensor = _Product.apply(adjacency, x, values, start)
     return result
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, adjacency: CSR, x: Tensor, values: Tensor | None) -> Tensor:
-        ctx.adjacency = adjacency
+    def forward(ctx: Any, adjacency: CSR, x: Tensor, values: Tensor | None, start: Tensor | None) -> Tensor:
+        ctx.adjacency, ctx.shared = adjacency, start is not None and start.dim() == 1
         ctx.save_for_backward(x if values is not None and values.requires_grad else None, values)
-        return product(adjacency, x, values)
+        return product(adjacency, x, values, start)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
         (gradient,) = gradients
         x, values = ctx.saved_tensors
         dx = dvalues = None
@@ -117,7 +122,8 @@ class _Product(torch.autograd.Function):
             dx = summed_in_registers(*turned(ctx.adjacency, gradient, values))
         if ctx.needs_input_grad[2]:
             dvalues = _Dots.apply(ctx.adjacency, gradient, x)
-        return None, dx, dvalues
+        dstart = gradient if ctx.needs_input_grad[3] else None
+        return None, dx, dvalues, dstart.sum(0) if dstart is not None and ctx.shared else dstart
 
 
 class _Dots(torch.autograd.Function):
@@ -150,18 +156,20 @@ def turned(adjacency: CSR, x: Tensor, values: Tensor | None) -> tuple[CSR, Tenso
     return pattern, x, None if values is None else values[order]
 
 
-def product(adjacency: CSR, x: Tensor, values: Tensor | None) -> Tensor:
-    """A·X by the kernels, without autograd. `x` float32 or float64 [columns, width]."""
+def product(adjacency: CSR, x: Tensor, values: Tensor | None, start: Tensor | None = None) -> Tensor:
+    """A·X + start by the kernels, without autograd. `x` float32 or float64 [columns, width]."""
     from espalier.sparse import rows
 
     x = x.contiguous()
     y = BUFFERS.empty((adjacency.shape[0], x.shape[1]), x.dtype)
     tiles = rows.tiles(x.shape[1], x.element_size())
     indptr, indices = adjacency.arrays
+    begin = x if start is None else start.reshape(-1, x.shape[1]).contiguous()
+    rest = (x, begin, -1 if start is None else start.dim() - 1, piece_cuts(adjacency), tiles)
     if values is None:
-        rows.add_rows(y, indptr, indices, x, piece_cuts(adjacency), tiles)
+        rows.add_rows(y, indptr, indices, *rest)
     else:
-        rows.add_weighted_rows(y, indptr, indices, values.contiguous(), x, piece_cuts(adjacency), tiles)
+        rows.add_weighted_rows(y, indptr, indices, values.contiguous(), *rest)
     return y
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from espalier.errors import UserError
 from espalier.kernels.base import operation
+from espalier.kernels.buffers import BUFFERS
 from espalier.records import Record
-from espalier.sparse.buffers import BUFFERS
 from espalier.sparse.cbm.build import Deltas, Search, compress
 from espalier.sparse.csr import CSR, Scale
 from espalier.sparse.product import as_columns, csr_matmul, matmul, needs_gradient, shaped_as
