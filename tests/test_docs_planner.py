@@ -16,6 +16,7 @@ import pytest
 
 from espalier import cli, cluster, units
 from espalier.plan import factors, layouts, measured, memory, network, published, request, search, seconds, speed
+from espalier.shard.cost import Division, States, cost
 
 calibrate = importlib.import_module("espalier.plan.calibrate")  # the package has a function of that name
 PAGE = Path(__file__).parent.parent / "docs" / "planner.md"
@@ -110,8 +111,9 @@ def test_the_example_of_states_is_what_the_code_says() -> None:
     rows = table("Worked example: states of LLaMA-7B")
     assert len(rows) == 8
     for params, grads, optimizer, said in rows:
-        layout = layouts.Layouts(dp=64, params=int(params), grads=int(grads), optimizer=int(optimizer))
-        held = sum(memory.states(6_738_415_616, published.MIXED, layout).values())
+        split = Division(int(params), int(grads), int(optimizer), 64)
+        found = cost(States(published.MIXED, elements=6_738_415_616), split).held
+        held = sum(found[name] for name in ("params", "grads", "optimizer"))
         assert f"{held / 2**30:.2f}" == said
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
+from espalier.shard.cost import Division, States, Storage, cost
 
 KEPT = {"none": 16.0, "selective": 12.0, "block": 1.0}
 AGAIN = {"none": 0.0, "selective": 0.9, "block": 1.0}
@@ -61,3 +64,11 @@ def gpus(
 def plain(ranks: int, threads: int = 1, micro_batch: Any = 1, recompute: str = "none") -> Layouts:
     """Data parallel with everything replicated."""
     return Layouts(dp=ranks, threads=threads, micro_batch=micro_batch, recompute=recompute)
+
+
+def states(parameters: float, storage: Storage, layouts: Layouts) -> dict[str, Any]:
+    """Bytes of the three states of so many parameters."""
+    ranks = np.maximum(layouts.shards, layouts.optimizer)
+    division = Division(layouts.params, layouts.grads, layouts.optimizer, ranks)
+    found = cost(States(storage, elements=parameters), division).held
+    return {name: found[name] for name in ("params", "grads", "optimizer")}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from asked import decoder, gpus
+from asked import decoder, gpus, states
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,8 +21,9 @@ from espalier.language.work import Setting
 from espalier.plan import memory, network
 from espalier.plan.layouts import MODES, Layouts, chains
 from espalier.plan.published import FULL, MIXED
-from espalier.plan.request import Request, Storage
+from espalier.plan.request import Request
 from espalier.plan.step import Step
+from espalier.shard.cost import Storage
 
 BATCH, SEQUENCE, VOCABULARY = 4, 128, 512
 
@@ -83,14 +84,14 @@ def test_activations_are_within_5_per_cent_of_the_memory_tracker_s(mode: str, ch
     st.sampled_from([1, 4]),
 )  # fmt: skip
 def test_shards_of_one_rank_are_plain_data_parallelism(parameters: int, each: Storage, dp: int, micro: int) -> None:
-    found = memory.states(parameters, each, Layouts(dp=dp, micro_batch=micro))
+    found = states(parameters, each, Layouts(dp=dp, micro_batch=micro))
     assert sum(found.values()) == pytest.approx(sum(each) * parameters)
 
 
 @pytest.mark.parametrize("storage", [FULL, MIXED])
 def test_every_shard_of_a_group_together_is_the_whole(storage: Storage) -> None:
     params, grads, optimizer = chains(64, 8).T
-    found = memory.states(2**20, storage, Layouts(dp=64, params=params, grads=grads, optimizer=optimizer))
+    found = states(2**20, storage, Layouts(dp=64, params=params, grads=grads, optimizer=optimizer))
     assert found["params"] * params == pytest.approx(storage.params * 2**20)
     assert found["grads"] * grads == pytest.approx(storage.grads * 2**20)
     assert found["optimizer"] * optimizer == pytest.approx(storage.optimizer * 2**20)
@@ -105,11 +106,11 @@ def test_nothing_but_the_model_is_held_without_peers() -> None:
 def test_more_shards_hold_fewer_bytes_of_states() -> None:
     rows = [tuple(map(int, row)) for row in chains(8, 8)]
 
-    def states(params: int, grads: int, optimizer: int) -> float:
+    def total(params: int, grads: int, optimizer: int) -> float:
         layout = Layouts(dp=8, params=params, grads=grads, optimizer=optimizer)
         return sum(held(decoder(storage=MIXED), layout)[name] for name in ("params", "grads", "optimizer"))
 
-    found = {row: states(*row) for row in rows}
+    found = {row: total(*row) for row in rows}
     for few, many in itertools.permutations(rows, 2):
         if all(one <= other for one, other in zip(few, many, strict=True)):
             assert found[many] < found[few]

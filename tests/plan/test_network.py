@@ -19,10 +19,7 @@ from espalier.plan import network, seconds
 from espalier.plan.layouts import Layouts
 from espalier.plan.network import Fleet, Operation
 from espalier.plan.step import Step
-from espalier.shard.arrange import Piece
-from espalier.shard.placement import Factors
-from espalier.shard.spread import Wires, groups
-from espalier.shard.spread import cost as spread_cost
+from espalier.shard.placement import Factors, place
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 operations = st.sampled_from(OPERATIONS)
@@ -170,23 +167,36 @@ def test_many_groups_at_once_equal_one_by_one(operation: Operation, asked: list[
 
 @pytest.mark.parametrize("factors", [f for f in product((1, 2, 4), repeat=3) if list(f) == sorted(f)], ids=str)
 def test_processors_exchange_machine_by_machine_as_the_engine_does(factors: tuple[int, int, int]) -> None:
-    """Two machines of two ranks: the planner's seconds of a triple are those of `spread.cost`, by its units."""
-    wires = Wires(
-        Link(bandwidth=2e9, latency=1e-5, launch=4e-5, measured=True),
-        Link(bandwidth=25e6, latency=2e-3, launch=1e-4, measured=True),
-    )
-    request = decoder(layers=1, outside=0)
-    on = replace(network.fleet(processor(count=2), 4), inside=wires.inside, between=wires.between)
+    """Two machines of two ranks: the planner's seconds of a triple are those of the axes the engine goes along."""
+    near = Link(bandwidth=2e9, latency=1e-5, launch=4e-5, measured=True)
+    far = Link(bandwidth=25e6, latency=2e-3, launch=1e-4, measured=True)
+    request = decoder(layers=1, outside=0, bucket_bytes=2**40)
+    on = replace(network.fleet(processor(count=2), 4), inside=near, between=far)
     params, grads, optimizer = factors
     layouts = Layouts(dp=4, threads=1, params=params, grads=grads, optimizer=optimizer)
     step = Step(request, on, on.kinds[0], layouts)
     weights = seconds.weights(step, request.trainable)
-    scattered = seconds.gradients(step)["seconds"] + weights["reduce_scatter"]
-    (group,) = groups([Factors(*factors)], [0], [0])
-    wanted = spread_cost([Piece(request.trainable, 4, group)], (0, 0, 1, 1), wires, bucket_bytes=2**40).seconds
-    assert float(scattered) == pytest.approx(wanted["reduce"])
+    wanted = along_the_axes(4.0 * request.trainable, factors, near, far)
+    assert float(seconds.gradients(step)["seconds"] + weights["reduce_scatter"]) == pytest.approx(wanted["reduce"])
     assert float(seconds.refresh(step)) == pytest.approx(wanted["refresh"])
-    assert float(weights["all_gather"]) == pytest.approx(wanted["gather"])
+    assert float(2 * weights["all_gather"]) == pytest.approx(2 * wanted["gather"])
+
+
+def along_the_axes(size: float, factors: tuple[int, int, int], near: Link, far: Link) -> dict[str, float]:
+    """Seconds of exchanging one unit of `size` bytes among two machines of two ranks, axis by axis."""
+    found = {"reduce": 0.0, "refresh": 0.0, "gather": 0.0}
+    placement = place(Factors(*factors), (0, 0, 1, 1))
+    for axis, before, _ in placement.spans(0, int(size)):
+        across = len({member // 2 for member in axis.members(0)}) > 1
+        sharing = 2 // len({member for member in axis.members(0) if member < 2}) if across else 1
+        group = (before.length, axis.size, far if across else near, sharing)
+        scatter, gather = cost.reduce_scatter(*group), cost.all_gather(*group)
+        if axis.state == "replicas":
+            found["reduce"] += scatter + gather if axis != placement.axes[-1] else cost.all_reduce(*group)
+            continue
+        found["reduce"] += scatter
+        found["gather" if axis.state == "params" else "refresh"] += gather
+    return found
 
 
 def test_between_machines_of_processors_each_sends_its_share_at_once() -> None:

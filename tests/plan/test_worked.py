@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from asked import gpus
+from asked import gpus, states
 
 from espalier.cluster import Link
 from espalier.config.shapes import Sizes
@@ -62,8 +62,8 @@ def milliseconds(found: Any) -> float:
 
 def test_states_of_the_13b_model() -> None:
     """ISP keeps 4 of the embedding's 16 bytes per sequence rank; its optimizer states are halved when dp > 1."""
-    blocks = memory.states(40 * BLOCK, MIXED, Layouts())
-    tables = memory.states(2 * TABLE / 4, MIXED, Layouts(optimizer=2))
+    blocks = states(40 * BLOCK, MIXED, Layouts())
+    tables = states(2 * TABLE / 4, MIXED, Layouts(optimizer=2))
     assert Decoder(SIZE, SEQUENCE).layer_parameters == BLOCK
     held = {name: round((blocks[name] + tables[name]) / GIB, 2) for name in blocks}
     assert round((blocks["params"] + blocks["grads"] + tables["params"] + tables["grads"]) / GIB, 2) == 47.75
@@ -237,14 +237,14 @@ LLAMA_7B, LLAMA_13B = 6_738_415_616, 13_015_864_320
 )  # fmt: skip
 def test_states_by_shards(parameters: int, shards: tuple[int, int, int], gib: float) -> None:
     params, grads, optimizer = shards
-    held = memory.states(parameters, MIXED, Layouts(params=params, grads=grads, optimizer=optimizer))
+    held = states(parameters, MIXED, Layouts(params=params, grads=grads, optimizer=optimizer))
     assert round(sum(held.values()) / GIB, 2) == gib
 
 
 def test_80_gib_with_25_of_activations_ask_for_sharded_gradients_or_states_beyond_the_node() -> None:
     def room(*shards: int) -> float:
         params, grads, optimizer = shards
-        held = memory.states(LLAMA_13B, MIXED, Layouts(params=params, grads=grads, optimizer=optimizer))
+        held = states(LLAMA_13B, MIXED, Layouts(params=params, grads=grads, optimizer=optimizer))
         return 80 * GIB - 25 * GIB - sum(held.values())
 
     assert room(1, 1, 8) < 0 < min(room(1, 8, 8), room(1, 1, 64))

@@ -18,6 +18,7 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import Work
@@ -54,12 +55,30 @@ def pieces(start: int, stop: int) -> list[slice]:
     return [slice(a, min(a + PIECE, stop)) for a in range(start, stop, PIECE)]
 
 
-def reduced_bytes(codec: Codec, elements: int, ranks: int, rank: int = 0, *, gathered: bool = True) -> int:
-    """Bytes that `rank` sends in an all-reduce (not `gathered`: reduce-scatter) of float32 that are all finite; at most
-    that for codecs without fixed length."""
-    ends = parts(elements, ranks)
-    sizes = [sum(message.most_bytes(codec, s.stop - s.start, 4) for s in pieces(a, b)) for a, b in pairwise(ends)]
-    return sum(sizes) - sizes[rank] + gathered * (ranks - 1) * sizes[rank]
+def sent_bytes(codec: Codec, operation: str, elements: Any, ranks: int, rank: int = 0, *, width: int = 4) -> Any:
+    """Bytes that `rank` sends in an encoded collective of tensors of `elements` values (NumPy arrays allowed), headers
+    included: exact for codecs of fixed length while all values are finite, else at most that.
+
+    Args:
+        operation: `all_reduce`, `reduce_scatter` or `all_gather`.
+        elements: of the whole tensor, a multiple of `ranks` but in an all-reduce.
+        width: bytes of a value; lossy codecs work on four or more.
+    """
+    width = width if codec.lossless else max(4, width)
+    elements = np.asarray(elements)
+    if operation != "all_reduce":
+        return (ranks - 1) * _part_bytes(codec, elements // ranks, width)
+    each = -(-elements // (ranks * ALIGNED)) * ALIGNED
+    whole, rest = np.divmod(elements, np.maximum(1, each))
+    mine = _part_bytes(codec, np.clip(elements - rank * each, 0, each), width)
+    every = whole * _part_bytes(codec, each, width) + _part_bytes(codec, rest, width)
+    return every + (ranks - 2) * mine
+
+
+def _part_bytes(codec: Codec, elements: Any, width: int) -> Any:
+    """Bytes of one part, piece by piece."""
+    full, rest = np.divmod(elements, PIECE)
+    return full * message.most_bytes(codec, PIECE, width) + (rest > 0) * message.most_bytes(codec, rest, width)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -53,9 +53,10 @@ def first_bytes(codec: Codec, elements: int, width: int) -> int:
     return HEADER + (int(codec.wire_bytes(elements, width)) if codec.fixed else 0)
 
 
-def most_bytes(codec: Codec, elements: int, width: int) -> int:
-    """Bytes of both sends: exact for a codec of fixed length and finite values, else at most (while values are)."""
-    return HEADER + int(codec.wire_bytes(elements, width))
+def most_bytes(codec: Codec, elements: Any, width: int) -> Any:
+    """Bytes of both sends (NumPy arrays allowed): exact for a codec of fixed length and finite values, else at most
+    (while values are)."""
+    return HEADER + codec.wire_bytes(elements, width)
 
 
 def seal(codec: Codec, values: Tensor, bucket: Bucket) -> tuple[list[Tensor], bool]:

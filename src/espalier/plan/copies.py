@@ -6,6 +6,7 @@ allows them (`checkpoint.memory`).
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 import msgspec
@@ -33,8 +34,7 @@ def priced(plan: Plan, given: int | Literal["auto"], cluster: Cluster) -> Plan:
     taken = f"{count} cop{'y' if count == 1 else 'ies'} of a rank's state (faults.memory) take {units.show_size(size)}"
     if gpus(cluster):
         return _with(plan, f"{taken} of the host's memory, none of the GPU's.")
-    nodes = [rank.node for rank in plan.ranks]
-    here = max(nodes.count(node) for node in nodes)
+    here = max(Counter(rank.node for rank in plan.ranks).values())
     if given == "auto":
         least = min(place.table.device.memory for place in cluster.devices())
         allowed = max(0.0, least - here * predicted.memory_bytes["peak"]) / 4 / here

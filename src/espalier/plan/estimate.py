@@ -13,24 +13,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from espalier import cost
 from espalier.cluster import Cluster
-from espalier.cost import Number
+from espalier.cost import Number, ring_bytes
 from espalier.plan import memory, network, seconds
-from espalier.plan.base import Predicted
+from espalier.plan.base import Predicted, exchanges
 from espalier.plan.factors import Factors
 from espalier.plan.layouts import Layouts
 from espalier.plan.network import Fleet
 from espalier.plan.request import Request
 from espalier.plan.seats import devices, peak_flops, seats
-from espalier.plan.step import Step, storage_of
+from espalier.plan.step import Step
 from espalier.shard import spread
+from espalier.shard.cost import cost, encoded
 from espalier.shard.placement import Factors as Shards
-from espalier.shard.spread import control_values
 from espalier.sync.base import TOTAL_BYTES, TOTALS, task_totals
-
-DEALT = 2_000
-"""Whole matrices times their owners up to which a plan's bytes count the padding between them."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,6 @@ def estimate(
     made = Step(request, on, on.kinds[slow], layout)
     most = int(samples_each(request, layout)) if shares is None else int(np.max(shares))
     nodes = [0 if on.cuda else place.node for place in seats(cluster, ranks)]
-    exactly = {**sent(request, layout), **_of_units(request, on, layout, -(-most // int(layout.micro_batch)), nodes)}
     return Predicted(
         step_seconds=step,
         tokens_per_second=tokens / step,
@@ -127,76 +122,30 @@ def estimate(
         terms=terms,
         memory_bytes={**kinds, "peak": sum(kinds.values())},
         memory_limit=tight.limit,
-        sent_bytes={name: float(value) for name, value in _encoded(exactly, request, on).items()},
+        sent_bytes=sent(made, -(-most // int(layout.micro_batch)), nodes),
         sources={**seconds.sources(made), **memory.sources(request, on)},
     )
 
 
-def sent(request: Request, layouts: Layouts) -> dict[str, Number]:
-    """Payload bytes that a rank sends per step in exchanges of states: what goes on the ledger.
+def sent(step: Step, rounds: int, nodes: Sequence[int]) -> dict[str, float]:
+    """Payload bytes that a rank sends in a step of one layout of `rounds` micro-batches: what goes on the ledger of the
+    rank that sends most, by the mechanisms' own formulas. Empty classes are left out, but for gradients.
 
     Beside the gradients, ranks tell each other at every step which tensors they used, the loss, and their part of the
-    norm, in one exchange (`shard.control`). The padding of units is left out; `_of_units` counts it.
+    norm, in one exchange (`shard.control`); the first gives the others its running statistics (`shard.running`).
     """
-    storage = storage_of(request, layouts)
-    pp, replicas = np.asarray(layouts.pp), layouts.shards // np.asarray(layouts.optimizer)
-    parameters = request.trainable / pp / layouts.tp
-    rounds = -(-samples_each(request, layouts) // np.asarray(layouts.micro_batch))
-    grads = storage.grads * parameters
-    further = layouts.optimizer // np.asarray(layouts.grads)
-    scattered = cost.ring_bytes("reduce_scatter", grads, layouts.grads) * rounds
-    scattered = scattered + cost.ring_bytes("reduce_scatter", grads / layouts.grads, further)
-    # Once forward and once backward; what lies outside the layers, and the last of them, stays from one to the other.
-    stays = np.minimum(parameters, (request.outside + request.layer_parameters) / layouts.tp)
-    gathered = rounds * (2 * parameters - stays)
-    params = cost.ring_bytes("all_gather", storage.params * gathered, layouts.params)
-    back = layouts.optimizer // np.asarray(layouts.params)
-    params = params + cost.ring_bytes("all_gather", storage.params * parameters / layouts.params, back)
-    found = {
-        "gradients": scattered + cost.ring_bytes("all_reduce", grads / layouts.optimizer, replicas),
-        "control": cost.ring_bytes("all_reduce", _steering(request, layouts), layouts.world),
-    }
-    return found | ({"parameters": params} if np.any(np.asarray(params) > 0) else {})
-
-
-def _of_units(request: Request, on: Fleet, layout: Layouts, rounds: int, nodes: Sequence[int]) -> Mapping[str, Number]:
-    """The same of gradients and parameters by the mechanism's own cost, over the very units that it exchanges, padding
-    included: what goes on the ledger, to the byte.
-
-    Empty where that is not known: models that are cut, the 16-bit shards of bf16, other executors, and whole matrices
-    dealt to many owners, which takes long.
-    """
-    cut = int(layout.tp) * int(layout.sp) * int(layout.pp) > 1
-    halves = bool(request.low) and int(layout.optimizer) > 1
-    whole = request.optimizer == "muon"
-    many = whole and len(request.sizes) * int(layout.optimizer) > DEALT
-    if not request.sizes or cut or halves or many or request.storage is not None or on.ranks == 1:
-        return {}
-    chosen = Shards(int(layout.params), int(layout.grads), int(layout.optimizer))
-    pieces = spread.pieces_of(request.sizes, chosen, whole)
-    wires = spread.Wires(on.inside, on.between)
-    found = spread.cost(pieces, nodes, wires, rounds=rounds, bucket_bytes=request.bucket_bytes).sent
-    return {name: size for name, size in found.items() if size or name == "gradients"}
-
-
-def _encoded(found: Mapping[str, Number], request: Request, on: Fleet) -> dict[str, Number]:
-    """Bytes sent, with those that are encoded counted as such: of rings through all ranks, (ranks - ranks of a machine)
-    of (ranks - 1) parts cross between machines. Headers are left out, and what is too small to be encoded."""
-    result = dict(found)
-    for one in request.crossings:
-        if one.traffic not in found or on.ranks == 1:
-            continue
-        far = (on.ranks - on.per_node) / (on.ranks - 1) if on.between is not None else 0.0
-        share = {"between": far, "inside": 1 - far, "all": 1.0}[one.level]
-        width = request.bytes_each / 4
-        result[one.traffic] = found[one.traffic] * (1 - share + share / (one.ratio * width))
-    return result
-
-
-def _steering(request: Request, layouts: Layouts) -> Number:
-    """Bytes that ranks add up in each step beside tensors."""
-    world = np.asarray(layouts.world)
-    return TOTAL_BYTES * control_values(request.tensors, world, TOTALS + world + task_totals(request.tasks))
+    request, layout = step.request, step.layouts
+    found = dict(cost(step.states, step.division, rounds=rounds).sent)
+    codecs = spread.codecs(exchanges(request.crossings))
+    if codecs and step.states.sizes and not np.any(step.states.cut):
+        chosen = Shards(int(layout.params), int(layout.grads), int(layout.optimizer))
+        found = dict(encoded(step.states, chosen, nodes, codecs, rounds=rounds))
+    world = int(layout.world)
+    totals = TOTALS + world + task_totals(request.tasks)
+    steering = TOTAL_BYTES * spread.control_values(request.tensors, world, totals)
+    found["control"] = ring_bytes("all_reduce", steering, world)
+    found["parameters"] += request.running * (world > 1)
+    return {name: float(size) for name, size in found.items() if size or name != "parameters"}
 
 
 def scaled(predicted: Predicted, measured: float) -> Predicted:

@@ -16,7 +16,7 @@ import numpy as np
 from espalier.cost import Anatomy, Number
 from espalier.plan.layouts import Layouts
 from espalier.plan.network import Fleet, Kind
-from espalier.plan.request import Request, Storage
+from espalier.plan.request import Request
 from espalier.plan.step import Step
 
 CUDA_RUNTIME = 2 * 2**30
@@ -40,15 +40,6 @@ def limit(kind: Kind, request: Request) -> float:
     share = CUDA_MEMORY if device.kind == "cuda" else CPU_MEMORY
     usable = (share if request.headroom else 1.0) * device.memory / kind.setting.processes
     return min(usable, math.inf if request.memory is None else request.memory)
-
-
-def states(parameters: Number, storage: Storage, layouts: Layouts) -> dict[str, Number]:
-    """Bytes of `parameters` parameters of one stage and tensor rank, by state (AMSP, section 2.4)."""
-    return {
-        "params": storage.params * parameters / layouts.params,
-        "grads": storage.grads * parameters / layouts.grads,
-        "optimizer": storage.optimizer * parameters / layouts.optimizer,
-    }
 
 
 def held(step: Step, size: Number, in_flight: Number) -> dict[str, Number]:
@@ -76,8 +67,7 @@ def _stage(step: Step, anatomy: Anatomy, micro_batches: Number, is_first: bool) 
     """Of the first stage (or the last), with so many micro-batches in a step."""
     request, layouts, factors = step.request, step.layouts, step.on.factors
     pp, device, storage = np.asarray(layouts.pp), step.kind.table.device, step.storage
-    trainable = step.stage_parameters
-    found = states(trainable, storage, layouts)
+    found = dict(step.held)
     frozen = request.parameters - request.trainable
     found["params"] = found["params"] + storage.params * frozen / layouts.tp / pp
     # 1F1B: the first stage holds as many micro-batches as there are stages; in chunks, a little more (arXiv 2104.04473)
@@ -87,31 +77,14 @@ def _stage(step: Step, anatomy: Anatomy, micro_batches: Number, is_first: bool) 
     has_head = (pp == 1) | (not is_first)
     kept = waiting * step.stage_layers * anatomy.layer.kept + has_head * anatomy.rest.kept
     transient = np.maximum(anatomy.layer.transient, has_head * anatomy.rest.transient)
-    update = np.maximum(orthogonal_bytes(request), request.temporaries * trainable / layouts.optimizer)
-    crossing = request.crossing("gradients")
-    if crossing is not None and crossing.lossy:
-        found["feedback"] = np.maximum(4.0, storage.grads) * trainable * (np.asarray(layouts.shards) > 1)
+    update = np.maximum(orthogonal_bytes(request), request.temporaries * step.stage_parameters / layouts.optimizer)
     found["activations"] = factors.held * kept
     # The worst moment is in backward, or in the optimizer's step when no activation is held any more.
     found["transient"] = np.maximum(factors.held * transient, update - factors.held * kept)
-    found["gathered"] = _gathered(request, layouts, storage)
-    found["buckets"] = _buckets(request, layouts, storage, trainable)
     found["slack"] = factors.held * SLACK[device.kind] * sum(found.values())
     found["runtime"] = _runtime(device.runtime, step.on, layouts)
     zero = 0.0 * np.asarray(micro_batches)
     return {name: value + zero for name, value in found.items()}
-
-
-def _gathered(request: Request, layouts: Layouts, storage: Storage) -> Number:
-    """Two whole layers of parameters, the one at work and the next, and of gradients on their way to their shards."""
-    layer = 2 * request.layer_parameters / layouts.tp
-    params = np.where(np.asarray(layouts.params) > 1, layer * storage.params, 0.0)
-    return params + np.where(np.asarray(layouts.grads) > 1, layer * storage.grads, 0.0)
-
-
-def _buckets(request: Request, layouts: Layouts, storage: Storage, parameters: Number) -> Number:
-    size = storage.grads * parameters / layouts.grads
-    return np.where(np.asarray(layouts.shards) > layouts.grads, np.minimum(2 * request.bucket_bytes, size), 0.0)
 
 
 def _runtime(measured: int, on: Fleet, layouts: Layouts) -> Number:

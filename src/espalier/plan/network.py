@@ -21,6 +21,7 @@ from espalier.plan.factors import PLAIN, Factors
 from espalier.plan.request import Crossing
 from espalier.plan.seats import seats
 from espalier.plan.speed import Setting
+from espalier.shard.placement import inside
 
 LINK_SHARE = {"inside": 0.78, "between": 0.9}
 """What collectives reach of a declared bandwidth. Inside: all-reduce on 8 A800s moves 149-156 of 200 GB/s per rank;
@@ -154,11 +155,11 @@ _BY_LEVEL = ("all_reduce", "all_gather", "reduce_scatter")
 def _level_by_level(operation: Operation, size: Number, ranks: Number, stride: Number, on: Fleet) -> Number:
     """Seconds of a collective that goes along an axis inside machines and then, with the share of the tensor that each
     of a machine's ranks is left with, along one between them (AMSP, section 2.5)."""
-    inside = np.where(on.per_node % stride == 0, np.gcd(ranks, np.maximum(1, on.per_node // stride)), 1)
+    inner = inside(ranks, stride, on.per_node)
     there = "reduce_scatter" if operation == "all_reduce" else operation
-    split = (inside > 1) & (inside < ranks)
-    near = _at_once(there, size, inside, stride, on) * (2 if operation == "all_reduce" else 1)
-    far = _at_once(operation, size / inside, ranks // inside, stride * inside, on)
+    split = (inner > 1) & (inner < ranks)
+    near = _at_once(there, size, inner, stride, on) * (2 if operation == "all_reduce" else 1)
+    far = _at_once(operation, size / inner, ranks // inner, stride * inner, on)
     return np.where(split, near + far, _at_once(operation, size, ranks, stride, on))
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from espalier.config.shapes import Sizes
 from espalier.cost import Anatomy, Cut, Number, Product, Work
-from espalier.plan.request import Request, Storage
+from espalier.plan.request import Request
+from espalier.shard.cost import Storage
 
 MIXED = Storage(2, 2, 12)
 MEGATRON = Storage(2, 4, 12)

@@ -7,19 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from espalier.config import EveryStep, Pin, Sync
-from espalier.cost import WHOLE, Anatomy, Cut, Number
+from espalier.cost import WHOLE, Anatomy, Cut
 from espalier.plan.factors import PLAIN, Factors
+from espalier.shard.cost import Storage
 
 if TYPE_CHECKING:
     from espalier.shard.blocks import Sized
-
-
-class Storage(NamedTuple):
-    """Bytes of each parameter by state: as computed with, its gradient, and what the optimizer keeps (masters too)."""
-
-    params: Number
-    grads: Number
-    optimizer: Number
 
 
 class Crossing(NamedTuple):
@@ -69,6 +62,7 @@ class Request:
         codec: what the recipe says of that; crossings: what is encoded on its way.
         sync: when replicas are to agree.
         sizes: of the trainable tensors, in the model's order; empty: not known.
+        running: bytes of buffers that every step moves.
         saves: steps between checkpoints, or `auto`; None: who trains saves by other means.
         copies: bytes that copies of the state may take of a machine's memory (`faults.memory`); 0: there are none.
     """
@@ -109,6 +103,7 @@ class Request:
     crossings: Sequence[Crossing] = ()
     sync: Sync = field(default_factory=EveryStep)
     sizes: Sequence[Sized] = ()
+    running: int = 0
     saves: int | Literal["auto"] | None = None
     copies: int | Literal["auto"] = 0
 

@@ -6,6 +6,7 @@ measures its own saves and corrects this (`checkpoint.pace`).
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 import msgspec
@@ -27,8 +28,7 @@ def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster) -> 
     if every != "auto" or plan.predicted is None:
         return plan
     state = sum(plan.predicted.memory_bytes.get(kind, 0.0) for kind in ("params", "optimizer"))
-    nodes = [rank.node for rank in plan.ranks]
-    beside = max(map(nodes.count, nodes))  # that copy at once on one machine
+    beside = max(Counter(rank.node for rank in plan.ranks).values())  # that copy at once on one machine
     bandwidth = min(place.table.device.memory_bandwidth for place in cluster.devices())  # of reading plus writing
     seconds = state / PCIE if gpus(cluster) else 2 * state * beside / bandwidth
     step = plan.predicted.step_seconds

@@ -74,12 +74,25 @@ class Option:
         return self.over <= 0
 
     def order(self) -> tuple[Any, ...]:
-        """Some memory to spare, then fewer moving parts, then less memory, then fewer devices. On processors with much
-        memory fewer passes come before less memory: every further pass adds to all gradients once more."""
-        layout, limit = self.layout, self.peak - self.over
+        """Some memory to spare, then fewer moving parts, then fewer states that leave their machine in every
+        micro-batch, then less memory, then fewer devices. On processors with much memory fewer passes come before less
+        memory: every further pass adds to all gradients once more."""
+        layout, limit, tables = self.layout, self.peak - self.over, self.cluster.nodes
         tight = self.peak > ROOM * limit
+        machine = max(min(table.devices for table in tables), layout.world // sum(table.count for table in tables))
+        leaving = int(layout.params > machine) + int(layout.grads > machine)
         fewer = layout.micro_batch if self.peak <= memory.ROOMY * limit and not gpus(self.cluster) else 0
-        return (tight, *layout.key(), -fewer, self.peak, layout.world, layout.pp, layout.optimizer, layout.micro_batch)
+        return (
+            tight,
+            *layout.key(),
+            leaving,
+            -fewer,
+            self.peak,
+            layout.world,
+            layout.pp,
+            layout.optimizer,
+            layout.micro_batch,
+        )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 from espalier.cost import Anatomy, Number, Product, Work
 from espalier.plan import network, speed
 from espalier.plan.step import Step
-from espalier.shard.spread import PIPED
+from espalier.shard.cost import cost, volumes
 
 OPERATIONS = 6.0
 """Operations issued per matrix product in an eager forward pass where the workload does not count them: a decoder block
@@ -166,15 +166,15 @@ def sequence_seconds(step: Step, stream: Number, again: Number) -> Number:
 
 
 def weights(step: Step, parameters: Number) -> Mapping[str, Number]:
-    """Seconds of gathering `parameters` parameters once, and of scattering their gradients, in every micro-batch."""
-    layouts, storage = step.layouts, step.storage
-    gather = network.seconds("all_gather", storage.params * parameters, layouts.params, layouts.tp, step.on)
+    """Seconds of gathering `parameters` parameters of one layer once, and of scattering their gradients, in every
+    micro-batch."""
+    one = replace(step.states, sizes=(), elements=parameters, layers=1, layer=0, outside=0, largest=0)
+    found = cost(one, step.division, wire=step.wire).seconds
+    scatter, layouts = found["scatter"], step.layouts
     if step.request.refresh == "broadcast":
         tensors = step.request.tensors / max(1, step.request.layers)
-        scatter = _owner_by_owner(step, storage.grads * parameters, layouts.grads, layouts.tp, tensors)
-    else:
-        scatter = network.seconds("reduce_scatter", storage.grads * parameters, layouts.grads, layouts.tp, step.on)
-    return {"all_gather": gather, "reduce_scatter": scatter}
+        scatter = _owner_by_owner(step, step.storage.grads * parameters, layouts.grads, layouts.tp, tensors)
+    return {"all_gather": found["gather"] / 2, "reduce_scatter": scatter}
 
 
 def _owner_by_owner(step: Step, size: Number, ranks: Number, stride: Number, tensors: float) -> Number:
@@ -238,8 +238,7 @@ def _once(step: Step, last: Mapping[str, Number]) -> dict[str, Number]:
     """Gradients, optimizer and refreshed parameters: what happens once a step, on the last micro-batch."""
     backward = last["backward"] + last["recompute"]
     found = gradients(step)
-    count = buckets(step, found["bytes"])
-    reduce = _exposed(step, found["seconds"], backward, count)
+    reduce = _exposed(step, found["seconds"], backward, np.maximum(1, found["units"]))
     return {
         "all_reduce": reduce,
         "refresh": _awaited(step, refresh(step), last["forward"]),
@@ -247,44 +246,28 @@ def _once(step: Step, last: Mapping[str, Number]) -> dict[str, Number]:
     }
 
 
-def buckets(step: Step, size: Number) -> Number:
-    """Into how many exchanges `size` bytes of gradients or moved parameters are divided."""
-    limit = step.request.bucket_bytes
-    if step.on.by_level:
-        limit = min(limit, PIPED)
-    return np.maximum(1, np.ceil(size / max(1, limit)))
-
-
 def gradients(step: Step) -> dict[str, Number]:
-    """Seconds of summing a step's gradients, bucket by bucket, and their bytes (AMSP, section 2.5): scattered from the
-    gradients' shards to the optimizer's, then summed over that shard's replicas."""
-    layouts, request, storage = step.layouts, step.request, step.storage
-    width = float(np.min(storage.grads))
-    on = network.encoded(step.on, request.crossing("gradients"), width)
-    size = storage.grads * step.stage_parameters / layouts.grads
-    count = buckets(step, size)
-    further = layouts.optimizer // np.asarray(layouts.grads)
-    replicas = layouts.shards // np.asarray(layouts.optimizer)
-    if request.refresh == "broadcast":
-        replicas = layouts.shards // np.asarray(layouts.grads)
-        whole = network.seconds("all_reduce", size / count, replicas, layouts.tp * layouts.grads, on)
-        return {"seconds": count * whole, "bytes": size}
-    scatter = network.seconds("reduce_scatter", size / count, further, layouts.tp * layouts.grads, on)
-    summed = network.seconds("all_reduce", size / further / count, replicas, layouts.tp * layouts.optimizer, on)
-    return {"seconds": count * (scatter + summed), "bytes": size}
+    """Seconds of summing a step's gradients, and the units in which they become ready (AMSP, section 2.5): scattered
+    from the gradients' shards to the optimizer's, then summed over that shard's replicas."""
+    layouts = step.layouts
+    if step.request.refresh != "broadcast":
+        units = sum(one.units for one in volumes(step.states, step.division))
+        return {"seconds": step.exchanged.seconds["reduce"], "units": units}
+    size = step.storage.grads * step.stage_parameters / layouts.grads
+    units = np.maximum(1, np.ceil(size / max(1, step.request.bucket_bytes)))
+    replicas = layouts.shards // np.asarray(layouts.grads)
+    whole = step.wire("all_reduce", size / units, replicas, layouts.tp * layouts.grads, "gradients")
+    return {"seconds": units * whole, "units": units}
 
 
 def refresh(step: Step) -> Number:
     """Seconds of bringing updated parameters back from the optimizer's shards to the parameters'."""
-    layouts, request = step.layouts, step.request
+    layouts = step.layouts
+    if step.request.refresh != "broadcast":
+        return step.exchanged.seconds["refresh"]
     size = step.storage.params * step.stage_parameters / layouts.params
     ranks = layouts.optimizer // np.asarray(layouts.params)
-    stride = layouts.tp * layouts.params
-    if request.refresh == "broadcast":
-        return _owner_by_owner(step, size, ranks, stride, request.tensors)
-    count = buckets(step, size)
-    on = network.encoded(step.on, request.crossing("parameters"), float(np.min(step.storage.params)))
-    return count * network.seconds("all_gather", size / count, ranks, stride, on)
+    return _owner_by_owner(step, size, ranks, layouts.tp * layouts.params, step.request.tensors)
 
 
 def _optimizer(step: Step) -> Number:

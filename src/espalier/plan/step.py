@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from espalier.cost import Cut, Number
+from espalier.cost import Cost, Cut, Number
+from espalier.plan import network
 from espalier.plan.layouts import Layouts
 from espalier.plan.network import Fleet, Kind
-from espalier.plan.request import Request, Storage
+from espalier.plan.request import Request
+from espalier.shard.cost import Division, States, Storage, cost
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,26 @@ class Step:
         """How the model is cut."""
         return Cut(self.layouts.tp, self.layouts.sp, self.layouts.algorithm != "fsp")
 
-    @property
+    @cached_property
     def storage(self) -> Storage:
         """Bytes per parameter. Under bf16 today's trainer (replicated) keeps fp32 parameters and a copy; a sharded one
         keeps bf16 parameters and the masters with the optimizer."""
-        return storage_of(self.request, self.layouts)
+        request, layouts = self.request, self.layouts
+        if request.storage is not None:
+            return request.storage
+        width, low, moments = request.bytes_each, request.low, self._moments
+        if not low:
+            return Storage(width, width, moments)
+        plain = (layouts.optimizer == 1) & (layouts.tp == 1) & (layouts.sp == 1) & (layouts.pp == 1)
+        return Storage(
+            np.where(plain, width + low, low), np.where(plain, width, low), np.where(plain, 0, width) + moments
+        )
+
+    @property
+    def _moments(self) -> float:
+        request = self.request
+        one_moment = request.matrix_parameters if request.optimizer == "muon" else 0
+        return request.bytes_each * (2 * request.trainable - one_moment) / max(1, request.trainable)
 
     @property
     def cuda(self) -> bool:
@@ -49,15 +68,53 @@ class Step:
         outside = np.where(pp == 1, request.outside, request.outside / request.tables)
         return (self.stage_layers * request.layer_parameters + outside) / self.layouts.tp
 
+    # --- what sharded states cost (see `shard.cost`) -----------------------------------------------------------------
 
-def storage_of(request: Request, layouts: Layouts) -> Storage:
-    """See `Step.storage`; each value may be an array."""
-    if request.storage is not None:
-        return request.storage
-    width, low = request.bytes_each, request.low
-    one_moment = request.matrix_parameters if request.optimizer == "muon" else 0
-    moments = width * (2 * request.trainable - one_moment) / max(1, request.trainable)
-    if not low:
-        return Storage(width, width, moments)
-    plain = (layouts.optimizer == 1) & (layouts.tp == 1) & (layouts.sp == 1) & (layouts.pp == 1)
-    return Storage(np.where(plain, width + low, low), np.where(plain, width, low), np.where(plain, 0, width) + moments)
+    @cached_property
+    def states(self) -> States:
+        """The model's states on a rank of the fullest stage."""
+        request, layouts = self.request, self.layouts
+        keeps = request.low and request.storage is None
+        muon = request.optimizer == "muon"
+        largest = max((rows * columns for rows, columns, _ in request.matrix_shapes), default=0) if muon else 0
+        crossing = request.crossing("gradients")
+        return States(
+            storage=self.storage,
+            exact=Storage(request.bytes_each, request.bytes_each, self._moments) if keeps else None,
+            sizes=request.sizes if request.storage is None else (),
+            whole=muon,
+            elements=self.stage_parameters,
+            layers=self.stage_layers,
+            layer=request.layer_parameters / layouts.tp,
+            outside=request.outside / layouts.tp,
+            cut=(np.asarray(layouts.tp) > 1) | (np.asarray(layouts.pp) > 1),
+            largest=largest / layouts.tp,
+            width=request.bytes_each,
+            bucket_bytes=request.bucket_bytes,
+            lossy=crossing.level if crossing is not None and crossing.lossy else "",
+        )
+
+    @cached_property
+    def division(self) -> Division:
+        """Over how many ranks each state is split. On processors exchanges go through machines first, where these have
+        as many ranks each; NCCL finds its way by itself."""
+        layouts, on = self.layouts, self.on
+        equal = on.ranks == on.nodes * on.per_node
+        machine = None if self.cuda or on.between is None else (on.per_node if equal else 1) // np.asarray(layouts.tp)
+        return Division(layouts.params, layouts.grads, layouts.optimizer, layouts.shards, layouts.tp, machine)
+
+    def wire(self, operation: network.Operation, size: Number, ranks: Number, stride: Number, traffic: str) -> Number:
+        """Seconds of a collective, encoded as its class is."""
+        storage = {"gradients": self.storage.grads, "parameters": self.storage.params}[traffic]
+        on = network.encoded(self.on, self.request.crossing(traffic), float(np.min(storage)))
+        return network.seconds(operation, size, ranks, stride, on)
+
+    @cached_property
+    def held(self) -> Mapping[str, Number]:
+        """Bytes of sharded states by kind."""
+        return cost(self.states, self.division).held
+
+    @cached_property
+    def exchanged(self) -> Cost:
+        """What a step of one micro-batch exchanges."""
+        return cost(self.states, self.division, wire=self.wire)

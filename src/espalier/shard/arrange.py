@@ -7,6 +7,7 @@ and sizes, Li et al., arXiv 2006.15704). The same functions serve the executor a
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ def arrange(pieces: Sequence[Piece], rule: Callable[[Any], Rule]) -> list[Arrang
     """
     done: list[Arranged] = []
     open_: dict[Hashable, list[int]] = {}
+    elements: dict[Hashable, int] = {}
     later: set[Hashable] = set()
     for index in reversed(range(len(pieces))):
         piece = pieces[index]
@@ -67,20 +69,27 @@ def arrange(pieces: Sequence[Piece], rule: Callable[[Any], Rule]) -> list[Arrang
         indices = open_.setdefault(key, [])
         indices.append(index)
         law = rule(piece.group)
-        size = sum(pieces[one].elements * piece.element_bytes for one in indices)  # equal in a group
-        if size < (law.bucket_bytes if key in later else min(FIRST_BUCKET, law.bucket_bytes)):
+        elements[key] = elements.get(key, 0) + piece.elements
+        limit = law.bucket_bytes if key in later else min(FIRST_BUCKET, law.bucket_bytes)
+        if not law.bucket_bytes or elements[key] * piece.element_bytes < limit:
             continue
-        unit = _unit(pieces, indices, law)
-        if law.bucket_bytes and (not piece.whole or _padding(pieces, unit) <= PADDING * unit.length):
+        unit = _closed(pieces, indices, law, elements[key])
+        if unit is not None:
             done.append(unit)
             later.add(key)
-            del open_[key]
+            del open_[key], elements[key]
     done += [_unit(pieces, indices, rule(pieces[indices[0]].group)) for indices in open_.values()]
     return sorted(done, key=lambda unit: -min(unit.indices))
 
 
-def _padding(pieces: Sequence[Piece], unit: Arranged) -> int:
-    return unit.length - sum(pieces[index].elements for index in unit.indices)
+def _closed(pieces: Sequence[Piece], indices: Sequence[int], law: Rule, elements: int) -> Arranged | None:
+    """The unit of `indices`, which have so many `elements`; None where whole pieces leave too much padding."""
+    whole = pieces[indices[0]].whole
+    least = law.owners * max(pieces[index].elements for index in indices) if whole else 0
+    if elements < (1 - PADDING) * least:  # no need to deal: every owner's share is as long as the largest piece
+        return None
+    unit = _unit(pieces, indices, law)
+    return None if whole and unit.length - elements > PADDING * unit.length else unit
 
 
 def _unit(pieces: Sequence[Piece], indices: Sequence[int], law: Rule) -> Arranged:
@@ -98,13 +107,13 @@ def _in_a_row(pieces: Sequence[Piece], indices: Sequence[int], law: Rule) -> Arr
 
 def _dealt(pieces: Sequence[Piece], indices: Sequence[int], law: Rule) -> Arranged:
     """Dealt to equal shards, the largest first, each to the emptiest: no shard's end cuts a piece."""
-    fill = [0] * law.owners
+    fill = [(0, owner) for owner in range(law.owners)]
     places: dict[int, tuple[int, int]] = {}
     for index in sorted(indices, key=lambda index: (-pieces[index].elements, index)):
-        owner = min(range(law.owners), key=lambda one: (fill[one], one))
-        places[index] = (owner, fill[owner])
-        fill[owner] += pieces[index].elements
+        filled, owner = fill[0]
+        places[index] = (owner, filled)
+        heapq.heapreplace(fill, (filled + pieces[index].elements, owner))
     step = law.multiple // law.owners
-    each = -(-max(fill) // step) * step
+    each = -(-max(fill)[0] // step) * step
     offsets = tuple(places[index][0] * each + places[index][1] for index in indices)
     return Arranged(tuple(indices), offsets, each * law.owners)

@@ -8,6 +8,7 @@ import torch
 
 from espalier import units
 from espalier.mechanism import Build, Mechanism
+from espalier.shard import cost as priced
 from espalier.shard import spread as spreading
 from espalier.shard.amsp import Amsp
 
@@ -20,7 +21,7 @@ class ShardedStates(Mechanism):
     """Parameters, gradients and optimizer states, each over its own number of the ranks that hold the same model."""
 
     record = "amsp"
-    cost = staticmethod(spreading.cost)
+    cost = staticmethod(priced.cost)
 
     def __init__(self, plan: Plan) -> None:
         self.claim = spreading.claim(plan.units)

@@ -15,7 +15,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from espalier.errors import UserError
 
@@ -131,7 +133,8 @@ def place(factors: Factors, nodes: Sequence[int]) -> Placement:
     )
     each, stride, found = per_node(nodes), 1, []
     for state, size in zip(STATES, sizes, strict=True):
-        for part in _split(size, stride, each):
+        near = int(inside(size, stride, each))
+        for part in (near, size // near):
             if part > 1:
                 found.append(Axis(state, part, stride))
             stride *= part
@@ -149,7 +152,7 @@ def per_node(nodes: Sequence[int]) -> int:
     return counts.pop() if len(counts) == 1 and len({node for node, _ in runs}) == len(runs) else 1
 
 
-def _split(size: int, stride: int, each: int) -> tuple[int, ...]:
-    """An axis as it lies inside machines of `each` ranks, and between them."""
-    inside = max((d for d in range(1, size + 1) if size % d == 0 and each % (stride * d) == 0), default=1)
-    return (inside, size // inside)
+def inside(size: Any, stride: Any, each: Any) -> Any:
+    """How many of the `size` ranks of an axis, `stride` apart, lie inside a machine of `each` ranks (NumPy arrays
+    allowed): as many as divide both."""
+    return np.where(each % np.asarray(stride) == 0, np.gcd(size, np.maximum(1, each // np.asarray(stride))), 1)

@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from espalier.compose import Claim
-from espalier.cost import Cost, all_gather, all_reduce, reduce_scatter, ring_bytes
 from espalier.shard.arrange import BUCKET, Arranged, Piece, Rule, arrange
-from espalier.shard.placement import Axis, Factors, Placement, place
+from espalier.shard.placement import Factors, Placement
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from espalier.cluster import Link
-    from espalier.shard.blocks import Sized
 
 WHOLE = Claim(
     "amsp",
@@ -178,7 +175,7 @@ def units(pieces: Sequence[Piece], placements: dict[Factors, Placement], bucket_
     return arrange(pieces, rule)
 
 
-# --- cost --------------------------------------------------------------------------------------------------------
+# --- the sum that steers a step ----------------------------------------------------------------------------------
 
 
 EXACT_BITS = 53
@@ -193,91 +190,3 @@ def flags_per_value(ranks: Any) -> Any:
 def control_values(tensors: Any, ranks: Any, totals: Any) -> Any:
     """float64 values that are summed at every step, for so many trainable `tensors` (NumPy arrays allowed)."""
     return totals + 1 + -(-np.asarray(tensors) // flags_per_value(ranks))
-
-
-class Wires(NamedTuple):
-    """The links a step's exchanges cross: inside machines, and between them (None on one machine)."""
-
-    inside: Link
-    between: Link | None = None
-
-
-def pieces_of(sizes: Sequence[Sized], chosen: Factors, whole: bool = False) -> list[Piece]:
-    """The parameters of a model that is spread by one set of factors.
-
-    `whole`: an optimizer of matrices moves these as wholes.
-    """
-    found = groups([chosen] * len(sizes), [one.block for one in sizes], [one.kind for one in sizes])
-    return [
-        Piece(one.elements, one.element_bytes, group, whole and one.matrix and chosen.optimizer > 1)
-        for one, group in zip(sizes, found, strict=True)
-    ]
-
-
-def cost(
-    pieces: Sequence[Piece], nodes: Sequence[int], wires: Wires, *, rounds: int = 1, bucket_bytes: int = BUCKET
-) -> Cost:
-    """What one step exchanges on each rank.
-
-    Args:
-        pieces: the trainable parameters in the model's order, each with its `Group`.
-        nodes: the machine of each rank.
-        wires: the links.
-        rounds: micro-batches of the step.
-        bucket_bytes: as in `Spread`.
-
-    Returns:
-        `sent`: the ledger's bytes of `gradients` and `parameters`. `seconds`: `reduce` (gradients), `refresh` (moved
-        parameters) and `gather` (sharded parameters, twice in each round; once of what stays from forward to backward),
-        none of it hidden behind computation.
-    """
-    placements = {piece.group.factors: place(piece.group.factors, nodes) for piece in pieces}
-    found = units(pieces, placements, bucket_bytes)
-    last = max((piece.group.gathered[1] for piece in pieces if piece.group.gathered), default=0)
-    total = Cost()
-    for unit in found:
-        first = pieces[unit.indices[0]]
-        group: Group = first.group
-        size, placement = unit.length * first.element_bytes, placements[group.factors]
-        stays = group.gathered is not None and (group.gathered[0] is None or group.gathered[1] == last)
-        total = total + _unit(size, placement, _Paths(nodes, wires), rounds, rounds if stays else 2 * rounds)
-    return total
-
-
-@dataclass(frozen=True)
-class _Paths:
-    """Which link an axis crosses, and how many of its groups share it."""
-
-    nodes: Sequence[int]
-    wires: Wires
-
-    def of(self, axis: Axis) -> tuple[Link, int]:
-        members = axis.members(0)
-        if self.wires.between is None or len({self.nodes[rank] for rank in members}) == 1:
-            return self.wires.inside, 1
-        here = sum(self.nodes[rank] == self.nodes[0] for rank in members)
-        return self.wires.between, max(1, list(self.nodes).count(self.nodes[0]) // here)
-
-
-def _unit(size: float, placement: Placement, paths: _Paths, rounds: int, gathers: int) -> Cost:
-    """One unit of `size` bytes."""
-    seconds = {"reduce": 0.0, "refresh": 0.0, "gather": 0.0}
-    sent = {"gradients": 0.0, "parameters": 0.0}
-    for axis, before, _ in placement.spans(0, int(size)):
-        link, sharing = paths.of(axis)
-        whole, n = before.length, axis.size
-        split = ring_bytes("reduce_scatter", whole, n)
-        scatter = reduce_scatter(whole, n, link, sharing)
-        gather = all_gather(whole, n, link, sharing)
-        if axis.state == "replicas":
-            inner = axis != placement.axes[-1]
-            sent["gradients"] += 2 * split
-            seconds["reduce"] += scatter + gather if inner else all_reduce(whole, n, link, sharing)
-            continue
-        times = 1 if axis.state == "optimizer" else rounds
-        sent["gradients"] += times * split
-        seconds["reduce"] += times * scatter
-        back, name = (gathers, "gather") if axis.state == "params" else (1, "refresh")
-        sent["parameters"] += back * split
-        seconds[name] += back * gather
-    return Cost(seconds=seconds, sent=sent)

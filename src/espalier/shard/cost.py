@@ -1,0 +1,386 @@
+"""What sharded states cost: seconds, bytes held, bytes sent, of many layouts in one call. NumPy; no torch.
+
+The search and the plan that runs ask the same functions. Lengths are those of the very units that are exchanged
+(`shard.arrange`), padding included, so that bytes sent are the ledger's; the formulas are AMSP's (arXiv 2311.00257,
+sections 2.4 and 2.5). Of a model that is cut, or whose tensors are not known, all parameters count as one length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from espalier.comm import coded
+from espalier.comm.codecs import codec
+from espalier.cost import Cost, Number, ring_bytes
+from espalier.shard.arrange import BUCKET, Piece, Rule, arrange
+from espalier.shard.blocks import Sized
+from espalier.shard.placement import Factors, inside, place
+from espalier.shard.spread import LOSSLESS, PIPED, groups
+
+GRADIENTS, PARAMETERS = "gradients", "parameters"
+FEEDBACK_BYTES = 4
+"""Of what a lossy codec has not sent yet, per parameter: float32 at least."""
+
+Wire = Callable[[Any, Number, Number, Number, str], Number]
+"""(operation, bytes of the whole tensor, ranks, their distance, class of traffic) -> seconds of a collective."""
+Codecs = Mapping[tuple[str, str], str]
+"""Names of codecs by class of traffic and level, as in `shard.spread.Spread`."""
+
+
+class Storage(NamedTuple):
+    """Bytes of each parameter by state: as computed with, its gradient, and what the optimizer keeps (masters too)."""
+
+    params: Number
+    grads: Number
+    optimizer: Number
+
+    def times(self, factor: float) -> Storage:
+        """Of values that are wider or narrower by a factor."""
+        return self if factor == 1 else Storage(*(value * factor for value in self))
+
+
+@dataclass(frozen=True)
+class States:
+    """A model's states as far as their cost depends on them. Numbers may be arrays, one value for each layout.
+
+    Attributes:
+        storage: bytes of a parameter; exact: of one that keeps its precision beside low ones, None: the same.
+        sizes: the trainable tensors in the model's order; empty: not known.
+        whole: matrices lie on one rank each (an optimizer of matrices moves them).
+        elements, layers, layer: trainable parameters of a rank before sharding, its layers, parameters of one layer.
+        outside: parameters outside the layers.
+        cut: whether a rank has less than the whole model, so that `elements` counts and not `sizes`.
+        largest: elements of the largest matrix that stays whole.
+        width: bytes of a value that `storage` is meant for.
+        bucket_bytes: as in `Spread`.
+        lossy: the level (`inside`, `between`, `all`) at which sums of gradients are rounded; empty: at none.
+    """
+
+    storage: Storage
+    exact: Storage | None = None
+    sizes: Sequence[Sized] = ()
+    whole: bool = False
+    elements: Number = 0
+    layers: Number = 1
+    layer: Number = 0
+    outside: Number = 0
+    cut: Any = False
+    largest: Number = 0
+    width: int = 4
+    bucket_bytes: int = BUCKET
+    lossy: str = ""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Over how many ranks each state is split. Every field may be an array [n].
+
+    Attributes:
+        ranks: that hold the same part of the model; stride: how far they are apart.
+        machine: how many of them are on one machine, where exchanges go through machines first; None: they do not.
+    """
+
+    params: Any = 1
+    grads: Any = 1
+    optimizer: Any = 1
+    ranks: Any = 1
+    stride: Any = 1
+    machine: Any = None
+
+    @property
+    def each(self) -> Any:
+        """Ranks between two machine borders that exchanges heed."""
+        return self.ranks if self.machine is None else np.maximum(1, self.machine)
+
+    @property
+    def by_level(self) -> Any:
+        """Whether exchanges go through machines and then between them: see `Placement`."""
+        return (np.asarray(self.each) > 1) & (self.each < np.asarray(self.ranks))
+
+    @property
+    def multiple(self) -> Any:
+        """What lengths are multiples of: see `Placement.multiple`."""
+        replicas = np.asarray(self.ranks) // self.optimizer
+        inner = inside(replicas, self.optimizer, self.each)
+        return self.optimizer * np.where((inner > 1) & (inner < replicas), inner, 1)
+
+
+class Volume(NamedTuple):
+    """Units of one storage taken together. Arrays allowed.
+
+    Attributes:
+        elements: of all of them, padding included; units: how many they are.
+        staying, staying_units: of those that stay from forward to backward where parameters are gathered.
+    """
+
+    storage: Storage
+    elements: Number
+    units: Number
+    staying: Number = 0
+    staying_units: Number = 0
+
+
+class Exchange(NamedTuple):
+    """What one group of ranks exchanges in a step: `size` bytes of whole tensors in so many `calls`.
+
+    `part`: `gather` and `scatter` belong to every micro-batch, `reduce` and `refresh` to the step.
+    """
+
+    part: str
+    traffic: str
+    operation: str
+    size: Number
+    calls: Number
+    ranks: Number
+    stride: Number
+
+
+# --- lengths -----------------------------------------------------------------------------------------------------
+
+
+class Units(NamedTuple):
+    """Units of one kind: [units] lengths, and which stay from forward to backward."""
+
+    low: bool
+    element_bytes: int
+    lengths: np.ndarray[Any, Any]
+    stays: np.ndarray[Any, Any]
+
+
+class Lengths:
+    """The units of a model by what they must obey. Has state: those that were worked out."""
+
+    def __init__(self, sizes: Sequence[Sized], whole: bool) -> None:
+        self.sizes, self.whole = sizes, whole
+        self._known: dict[tuple[int, ...], tuple[Units, ...]] = {}
+
+    def of(self, gathered: bool, multiple: int, owners: int, limit: int) -> tuple[Units, ...]:
+        """The units of each kind, where parameters are `gathered` by blocks, or in buckets of `limit` bytes."""
+        if owners > 1:  # whole pieces are dealt anew for other owners
+            return self._arranged(gathered, multiple, owners, limit)
+        found = self._arranged(gathered, 1, 1, limit)
+        return tuple(one._replace(lengths=-(-one.lengths // multiple) * multiple) for one in found)
+
+    def _arranged(self, *key: int) -> tuple[Units, ...]:
+        if key not in self._known:
+            self._known[key] = tuple(self._kinds(*key))
+        return self._known[key]
+
+    def _kinds(self, gathered: int, multiple: int, owners: int, limit: int) -> Iterator[Units]:
+        sizes, shards = self.sizes, Factors(params=2 if gathered else 1)
+        found = groups([shards] * len(sizes), [one.block for one in sizes], [one.kind for one in sizes])
+        pieces = [
+            Piece(one.elements, one.element_bytes, group, self.whole and one.matrix and owners > 1)
+            for one, group in zip(sizes, found, strict=True)
+        ]
+        last = max((one.gathered[1] for one in found if one.gathered), default=0)
+        kinds: dict[tuple[bool, int], list[tuple[int, bool]]] = {}
+        for unit in arrange(pieces, lambda group: Rule(multiple, owners, 0 if gathered else limit)):
+            one, group = sizes[unit.indices[0]], found[unit.indices[0]]
+            stays = group.gathered is not None and (group.gathered[0] is None or group.gathered[1] == last)
+            kinds.setdefault((one.kind[1], one.element_bytes), []).append((unit.length, stays))
+        for kind, rows in kinds.items():
+            yield Units(*kind, *map(np.array, zip(*rows, strict=True)))
+
+
+@lru_cache(maxsize=16)
+def lengths(sizes: tuple[Sized, ...], whole: bool) -> Lengths:
+    """Of a model's tensors: those worked out are kept."""
+    return Lengths(sizes, whole)
+
+
+def volumes(states: States, division: Division) -> list[Volume]:
+    """The lengths of all layouts, by storage."""
+    if not states.sizes:
+        return [_even(states, division)]
+    exact = _arranged(states, division)
+    cut = np.asarray(states.cut)
+    if not np.any(cut):
+        return exact
+    even = _even(states, division)
+    return [*exact, Volume(even.storage, *(np.where(cut, value, 0) for value in even[1:]))]
+
+
+def _arranged(states: States, division: Division) -> list[Volume]:
+    """By the units themselves; nothing of layouts that cut the model."""
+    known = lengths(tuple(states.sizes), states.whole)
+    owners = division.optimizer if states.whole else 1
+    limit = np.where(division.by_level, min(states.bucket_bytes, PIPED), states.bucket_bytes)
+    gathered, multiple, owners, limit, cut = np.broadcast_arrays(
+        np.asarray(division.params) > 1, division.multiple, owners, limit, states.cut
+    )
+    rows, at = _alike(np.stack([gathered, multiple, owners, limit]).reshape(4, -1) * ~cut.reshape(-1))
+    table = [known.of(bool(row[0]), *map(int, row[1:])) if row[1] else () for row in rows]
+    found = []
+    for kind in dict.fromkeys((units.low, units.element_bytes) for row in table for units in row):
+        sums = np.array([_sums(row, kind) for row in table])
+        storage = states.storage if kind[0] or states.exact is None else states.exact
+        shaped = (sums[at, column].reshape(cut.shape) for column in range(4))
+        found.append(Volume(storage.times(kind[1] / states.width), *shaped))
+    return found
+
+
+def _alike(columns: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The columns that differ [m, rows], and which of them each column is [n]."""
+    code = np.ravel_multi_index(tuple(columns), tuple(columns.max(axis=1) + 1))
+    _, first, at = np.unique(code, return_index=True, return_inverse=True)
+    return columns[:, first].T, at
+
+
+def _sums(row: Sequence[Units], kind: tuple[bool, int]) -> tuple[int, int, int, int]:
+    """Of the units of one kind: elements, units, and those of them that stay."""
+    mine = next((units for units in row if (units.low, units.element_bytes) == kind), None)
+    if mine is None:
+        return 0, 0, 0, 0
+    return int(mine.lengths.sum()), len(mine.lengths), int(mine.lengths[mine.stays].sum()), int(mine.stays.sum())
+
+
+def _even(states: States, division: Division) -> Volume:
+    """As if all parameters were one length; a whole matrix makes every owner's share as long as itself."""
+    gathered = np.asarray(division.params) > 1
+    limit = np.where(division.by_level, min(states.bucket_bytes, PIPED), states.bucket_bytes)
+    wanted = np.maximum(states.elements, states.largest * (np.asarray(division.optimizer) > 1) * division.optimizer)
+    elements = np.ceil(np.ceil(wanted) / division.multiple) * division.multiple
+    buckets = np.maximum(1, np.ceil(elements * states.storage.grads / limit))
+    staying = np.minimum(elements, states.outside + states.layer)
+    blocks = states.layers + (np.asarray(states.outside) > 0)
+    return Volume(
+        states.storage, elements, np.where(gathered, blocks, buckets), staying, np.minimum(2, blocks) * (staying > 0)
+    )
+
+
+# --- cost --------------------------------------------------------------------------------------------------------
+
+
+def cost(states: States, division: Division, *, rounds: Number = 1, wire: Wire | None = None) -> Cost:
+    """What sharded states add to a step of each rank.
+
+    Args:
+        states, division: of many layouts, as arrays that broadcast together.
+        rounds: micro-batches of the step.
+        wire: how long collectives take; None: no seconds.
+
+    Returns:
+        `held`: `params`, `grads`, `optimizer`, `gathered`, `buckets` and, where sums are rounded, `feedback`.
+        `sent`: the ledger's bytes of `gradients` and `parameters`, nothing encoded (see `encoded`).
+        `seconds`, nothing hidden: `gather` (sharded parameters) and `scatter` (sharded gradients) of all micro-batches,
+        `reduce` (the step's gradients) and `refresh` (moved parameters).
+    """
+    found = volumes(states, division)
+    seconds: dict[str, Number] = {}
+    sent: dict[str, Number] = {GRADIENTS: 0.0, PARAMETERS: 0.0}
+    for one in exchanges(found, division, rounds):
+        sent[one.traffic] = sent[one.traffic] + ring_bytes(one.operation, one.size, one.ranks)
+        if wire is not None:
+            calls = np.maximum(1, one.calls)
+            taken = calls * wire(one.operation, one.size / calls, one.ranks, one.stride, one.traffic)
+            seconds[one.part] = seconds.get(one.part, 0.0) + taken
+    return Cost(seconds=seconds, held=held(states, division, found), sent=sent)
+
+
+def exchanges(found: Sequence[Volume], division: Division, rounds: Number = 1) -> Iterator[Exchange]:
+    """Everything that a step sends of `found`. Axes that go on from one another count as one: in all a rank sends the
+    bytes of one flat collective (see `shard.placement`)."""
+    params, grads = np.asarray(division.params), np.asarray(division.grads)
+    optimizer, stride = np.asarray(division.optimizer), np.asarray(division.stride)
+    replicas = np.asarray(division.ranks) // optimizer
+    for one in found:
+        size, back, units = one.elements * one.storage.grads, one.elements * one.storage.params, one.units
+        gathered = 2 * back - one.staying * one.storage.params
+        times = 2 * units - one.staying_units
+        yield Exchange("gather", PARAMETERS, "all_gather", rounds * gathered, rounds * times, params, stride)
+        yield Exchange("scatter", GRADIENTS, "reduce_scatter", rounds * size, rounds * units, grads, stride)
+        away = (optimizer // grads, stride * grads)
+        yield Exchange("reduce", GRADIENTS, "reduce_scatter", size / grads, units, *away)
+        yield Exchange("reduce", GRADIENTS, "all_reduce", size / optimizer, units, replicas, stride * optimizer)
+        home = (optimizer // params, stride * params)
+        yield Exchange("refresh", PARAMETERS, "all_gather", back / params, units, *home)
+
+
+def held(states: States, division: Division, found: Sequence[Volume]) -> dict[str, Number]:
+    """Bytes on a rank by kind (AMSP, section 2.4): the states, two whole layers of parameters and of gradients on their
+    way where these are sharded (the one at work and the next), gradients in buckets, and what codecs keep back."""
+    params, grads = np.asarray(division.params), np.asarray(division.grads)
+    whole = [sum(one.storage[state] * one.elements for one in found) for state in range(3)]
+    layer, storage = 2 * states.layer, states.storage
+    gathered = np.where(params > 1, layer * storage.params, 0.0) + np.where(grads > 1, layer * storage.grads, 0.0)
+    summed = whole[1] / grads
+    result = {
+        "params": whole[0] / params,
+        "grads": summed,
+        "optimizer": whole[2] / division.optimizer,
+        "gathered": gathered,
+        "buckets": np.where(np.asarray(division.ranks) > grads, np.minimum(2 * states.bucket_bytes, summed), 0.0),
+    }
+    if states.lossy:
+        rounds_off = np.asarray(division.ranks) > (division.each if states.lossy == "between" else 1)
+        kept = sum(np.maximum(FEEDBACK_BYTES, one.storage.grads) * one.elements for one in found)
+        result["feedback"] = rounds_off * kept
+    return result
+
+
+# --- encoded -----------------------------------------------------------------------------------------------------
+
+
+def encoded(
+    states: States, chosen: Factors, nodes: Sequence[int], codecs: Codecs, *, rounds: int = 1
+) -> dict[str, float]:
+    """Bytes sent in a step by the first rank, which sends most, through `codecs`, headers included: exact for codecs of
+    fixed length and finite values, else at most that.
+
+    Args:
+        states: with `sizes`; chosen: the factors of one layout; nodes: the machine of each rank.
+        codecs: as in `Spread`.
+        rounds: micro-batches of the step.
+    """
+    placement = place(chosen, nodes)
+    limit = min(states.bucket_bytes, PIPED) if placement.by_level else states.bucket_bytes
+    owners = chosen.optimizer if states.whole else 1
+    sent = {GRADIENTS: 0.0, PARAMETERS: 0.0}
+    for units in lengths(tuple(states.sizes), states.whole).of(chosen.params > 1, placement.multiple, owners, limit):
+        storage = states.storage if units.low or states.exact is None else states.exact
+        storage = storage.times(units.element_bytes / states.width)
+        before = units.lengths
+        for index, axis in enumerate(placement.axes):
+            level = "between" if len({nodes[rank] for rank in axis.members(0)}) > 1 else "inside"
+            sums = _Way(codecs.get((GRADIENTS, level)), axis.size, float(storage.grads))
+            replicas = axis.state == "replicas"
+            kind = GRADIENTS if replicas else PARAMETERS
+            back = _Way(codecs.get((kind, level)), axis.size, float(storage.grads if replicas else storage.params))
+            if replicas and index == len(placement.axes) - 1:
+                sent[GRADIENTS] += float(sums.sent("all_reduce", before).sum())
+            else:
+                once = axis.state in ("optimizer", "replicas")
+                sent[GRADIENTS] += (1 if once else rounds) * float(sums.sent("reduce_scatter", before).sum())
+                times = rounds * (2 - units.stays) if axis.state == "params" else 1
+                sent[kind] += float((times * back.exact.sent("all_gather", before)).sum())
+            before = before // axis.size
+    return sent
+
+
+class _Way(NamedTuple):
+    """How one axis is sent along: by a codec, to so many ranks, values of so many bytes."""
+
+    name: str | None
+    ranks: int
+    width: float
+
+    @property
+    def exact(self) -> _Way:
+        """The same without rounding."""
+        lossy = self.name is not None and not codec(self.name).lossless
+        return self._replace(name=LOSSLESS) if lossy else self
+
+    def sent(self, operation: str, elements: Any) -> Any:
+        """Bytes of tensors of so many elements; small ones go as they are."""
+        plain = ring_bytes(operation, elements * self.width, self.ranks)
+        if self.name is None:
+            return plain
+        chosen = codec(self.name)
+        found = coded.sent_bytes(chosen, operation, elements, self.ranks, width=int(self.width))
+        return np.where(elements * self.width < coded.SMALL, plain, found)
