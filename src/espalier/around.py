@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from espalier import comm
+from espalier import comm, mechanisms
+from espalier.config import Adamw, Module, Recipe, Train
 from espalier.errors import UserError
 from espalier.launch import base as launch
 from espalier.launch import started
@@ -85,18 +86,14 @@ def apply(
 
 
 def refuse(plan: Plan) -> None:
-    """Raises UserError for a plan that cannot be put round a model whose inside is not known."""
-    if not plan.executable:
+    """Raises UserError for a plan that `espalier train` would not run either, or that changes a model's inside."""
+    recipe = Recipe(model=Module(build=""), train=Train(optimizer=Adamw()))  # the caller's own take their place
+    found = mechanisms.refusal(recipe, plan, mechanisms.APPLIED)
+    if not plan.executable or found is not None:
         raise UserError(
-            f"This plan cannot be applied: {plan.missing}.",
+            f"This plan cannot be applied: {plan.missing if found is None else found.reason}.",
             why="only states can be sharded around a model whose inside is not known",
-            do="make_plan(model, cluster, batch=…, tp=1, sp=1, pp=1)",
-        )
-    if plan.recompute != "none":
-        raise UserError(
-            f"The plan recomputes activations ({plan.recompute}).",
-            why="where a model can be cut for that only its author knows",
-            do='make_plan(…, recompute="none"), and torch.utils.checkpoint inside the model',
+            do='make_plan(model, cluster, batch=…, tp=1, sp=1, pp=1, recompute="none")',
         )
 
 
@@ -202,6 +199,11 @@ def _channel(ranks: int) -> Any:
 
 
 def _wrap_precision(plan: Plan, model: nn.Module) -> None:
+    narrow = [name for name, one in model.named_parameters() if one.dtype != torch.float64]
+    if plan.precision == "fp64" and narrow:
+        raise UserError(
+            f"The plan is for fp64, and '{narrow[0]}' is {model.get_parameter(narrow[0]).dtype}.", do="model.double()"
+        )
     if plan.precision == "bf16":
         device = next(model.parameters()).device.type
         model.forward = torch.autocast(device, torch.bfloat16)(model.forward)

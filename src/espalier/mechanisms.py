@@ -7,6 +7,7 @@ ranks, stand in this file.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -32,12 +33,20 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 MODEL = Claim("model", question="model", changes=frozenset({"a model"}))
 SELECTIVE = Claim(
-    "recompute_selective", question="recompute", needs=frozenset({"a model"}), instead=("recompute_block",)
+    "recompute_selective",
+    question="recompute",
+    needs=frozenset({"a model"}),
+    changes=frozenset({"recomputes activations"}),
+    instead=("recompute_block",),
 )
-BLOCK = Claim("recompute_block", question="recompute", needs=frozenset({"a model"}), instead=("recompute_selective",))
+BLOCK = replace(SELECTIVE, name="recompute_block", instead=("recompute_selective",))
 BF16 = Claim("bf16", question="precision")
 COMPILE = Claim(
-    "compile", question="compile", needs=frozenset({"a model"}), after=frozenset({"recompute", "attend", "route"})
+    "compile",
+    question="compile",
+    needs=frozenset({"a model"}),
+    changes=frozenset({"compiles blocks"}),
+    after=frozenset({"recompute", "attend", "route"}),
 )
 
 
@@ -214,12 +223,21 @@ STAY_BY_ROUNDS = Claim(
     forbids=frozenset({"waits cannot be ended"}),
 )
 """Surviving replicas finish their round without the lost one, and let its replacement in at the next."""
+APPLIED = Claim(
+    "apply", question="caller", forbids=frozenset({"recomputes activations", "compiles blocks", "ranks of other roles"})
+)
+"""Somebody's own loop round a model whose blocks only its author knows (`espalier.apply`)."""
+
+
+def refusal(recipe: Recipe, plan: Plan, *beside: Claim) -> compose.Refusal | None:
+    """Why the mechanisms of a plan cannot run, with those `beside` them; None: they can."""
+    found = compose.compose([*(one.claim for one in chosen(recipe, plan)), *beside], known=[spread.WHOLE])
+    return found if isinstance(found, compose.Refusal) else None
 
 
 def accepts(recipe: Recipe, plan: Plan, claim: Claim) -> bool:
     """Whether `claim` can stand beside the mechanisms of a plan."""
-    present = [one.claim for one in chosen(recipe, plan)]
-    return isinstance(compose.compose([*present, claim]), compose.Order)
+    return refusal(recipe, plan, claim) is None
 
 
 def require_beside(recipe: Recipe, plan: Plan, claim: Claim) -> None:

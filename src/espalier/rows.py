@@ -36,6 +36,8 @@ class Tally:
     matrices: Counter[tuple[int, int]]
     sizes: Sequence[Any] = ()
     """`shard.blocks.Sized` of the trainable ones, in order; empty: not known."""
+    running: tuple[int, int] = (0, 0)
+    """Floating-point and whole numbers in buffers that every step moves."""
 
     def with_more(self, other: Tally, times: int) -> Tally:
         """This model grown `times` times by what `other` has beyond it."""

@@ -75,6 +75,11 @@ def sent_bytes(codec: Codec, operation: str, elements: Any, ranks: int, rank: in
     return every + (ranks - 2) * mine
 
 
+def ratio(codec: Codec) -> float:
+    """float32 bytes over encoded bytes of a whole piece, where the codec's length is fixed; else 1."""
+    return 4 * PIECE / float(message.most_bytes(codec, PIECE, 4)) if codec.fixed else 1.0
+
+
 def _part_bytes(codec: Codec, elements: Any, width: int) -> Any:
     """Bytes of one part, piece by piece."""
     full, rest = np.divmod(elements, PIECE)

@@ -14,7 +14,7 @@ from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import UserError
 from espalier.plan.request import Request
 from espalier.rows import tally
-from espalier.shard.blocks import sizes_of
+from espalier.shard.blocks import running_of, sizes_of
 from espalier.workload import Workload
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         saves=recipe.checkpoint.every,
         copies="auto" if recipe.faults.memory == "auto" else units.size(recipe.faults.memory, "faults.memory"),
         sizes=sizes,
+        running=_running_bytes(counted.running, train.precision),
     )
 
 
@@ -88,6 +89,7 @@ def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> R
         trainable=counted.trainable,
         tensors=counted.tensors,
         sizes=sizes_of(model),
+        running=_running_bytes(running_of(model), precision),
         layers=layers,
         global_batch=batch,
         tokens_per_sample=1.0,
@@ -95,6 +97,12 @@ def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> R
         precision=precision,
         pin=pin,
     )
+
+
+def _running_bytes(counted: tuple[int, int], precision: str) -> int:
+    """Bytes of running statistics: so many floats and whole numbers."""
+    floats, whole = counted
+    return (8 if precision == "fp64" else 4) * floats + 8 * whole
 
 
 def _layers(model: torch.nn.Module) -> int:

@@ -15,13 +15,18 @@ import msgspec
 
 from espalier import units
 from espalier.cluster import Cluster, Link
+from espalier.comm import coded
 from espalier.comm.codecs import codec
 from espalier.config import ByRounds, Eager, EveryStep, Shard
 from espalier.errors import UserError
 from espalier.plan.base import Exchange, Outer, Plan, Predicted, Rank, Rule
 from espalier.plan.request import Request
+from espalier.shard import spread
+from espalier.shard.cost import owned
 from espalier.sync import hiding
 from espalier.sync.choices import METHODS
+from espalier.sync.co2 import chosen_of
+from espalier.sync.fragment import cut as cut_sizes
 
 SLOW, ALONE = 3.0, 0.9
 """With sync.kind = "auto", rounds are chosen where the best that agrees at every step takes so many times as long as a
@@ -187,8 +192,7 @@ def _never(made: Cut, step: float, size: float, name: str) -> UserError:
 
 def ratio(name: str) -> float:
     """float32 bytes over encoded bytes, where that is fixed."""
-    one = codec(name)
-    return 4 * 2**20 / float(one.wire_bytes(2**20, 4)) if one.fixed else 1.0
+    return coded.ratio(codec(name))
 
 
 def join(parts: Sequence[Plan], made: Cut, chosen: Round, options: ByRounds) -> Plan:
@@ -221,7 +225,7 @@ def join(parts: Sequence[Plan], made: Cut, chosen: Round, options: ByRounds) -> 
         outer=outer,
         exchanges=(*first.exchanges, Exchange(traffic="outer_step", codec=chosen.codec, agreement=outer.method)),
         rules=(*first.rules, Rule(name="sync.steps", start=chosen.steps, low=1, high=MOST, signal="wait of a round")),
-        predicted=_predicted(first.predicted, made, chosen, outer),
+        predicted=_predicted(first, made, chosen, outer),
         why=(*chosen.why, *first.why),
         runners_up=(),
     )
@@ -235,15 +239,29 @@ def settings_of(options: ByRounds, codec_name: str) -> dict[str, float | str | b
     return {key: value for key, value in given.items() if value != getattr(own, key)}
 
 
-def _predicted(inside: Predicted | None, made: Cut, chosen: Round, outer: Outer) -> Predicted | None:
+def _fragments(request: Request, part: Plan, count: int) -> Sequence[Sequence[float]]:
+    """Elements that the first rank of a replica moves, fragment by fragment and tensor by tensor."""
+    if not request.sizes:
+        return [[request.trainable / len(part.ranks) / count]] * count
+    (_, factors), *_ = spread.factors(part.units)
+    nodes = [rank.node if rank.device == "cpu" else 0 for rank in part.ranks]
+    return cut_sizes(owned(request.sizes, request.optimizer == "muon", factors, nodes, request.bucket_bytes), count)
+
+
+def _predicted(part: Plan, made: Cut, chosen: Round, outer: Outer) -> Predicted | None:
+    inside = part.predicted
     if inside is None:
         return None
-    shards = len(outer.replicas[0])
-    size = 4.0 * made.request.trainable
     delay = outer.settings.get("delay", METHODS[outer.method].delay)
     hidden = chosen.steps * inside.step_seconds if delay else 0.0
     exposed = max(0.0, chosen.flight - hidden) / chosen.steps
-    added = hiding.cost(size / shards, made.count, made.link, chosen.steps, ratio(chosen.codec))
+    choices, shards = chosen_of(outer.method, dict(outer.settings)), len(outer.replicas[0])
+    fragments = _fragments(made.request, part, choices.fragments)
+    sizes, width = [sum(one) for one in fragments], made.request.bytes_each
+    added = hiding.cost(sizes, made.count, made.link, chosen.steps, chosen.codec, width)
+    sent = {**inside.sent_bytes, **{key: float(value) for key, value in added.sent.items()}}
+    steering = hiding.steering_bytes(shards, [len(one) for one in fragments], choices.penalty, outer.adapt)
+    sent["control"] = sent.get("control", 0.0) + steering / chosen.steps
     held = {key: float(value) for key, value in added.held.items()}
     seconds = inside.step_seconds + exposed
     speed = made.count * inside.step_seconds / seconds
@@ -256,7 +274,7 @@ def _predicted(inside: Predicted | None, made: Cut, chosen: Round, outer: Outer)
         mfu=inside.mfu * speed / made.count,
         terms={**inside.terms, "outer": exposed},
         memory_bytes={**inside.memory_bytes, **held, "peak": peak},
-        sent_bytes={**inside.sent_bytes, **{key: float(value) for key, value in added.sent.items()}},
+        sent_bytes=sent,
         sources={**inside.sources, **added.sources},
     )
 

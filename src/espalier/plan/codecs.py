@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from espalier.cluster import Cluster, Coding
-from espalier.comm import hybrid
+from espalier.comm import coded, hybrid
 from espalier.comm.base import Traffic
 from espalier.comm.codecs import codec
 from espalier.plan.request import Crossing, Request
@@ -38,7 +38,7 @@ def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]
             continue
         if kind is Traffic.PARAMETERS and not codec(name).lossless:
             name = LOSSLESS
-        rate = rates.get(name) or _unmeasured(name)
+        rate = rates.get(name) or hybrid.Rate(coded.ratio(codec(name)), float("inf"), float("inf"))  # coding is free
         lossy = not codec(name).lossless
         found.append(Crossing(kind.value, "between" if several else "all", name, *rate, lossy))
     said = [chosen.why] if found or request.codec == "auto" else []
@@ -67,10 +67,3 @@ def _rates(cluster: Cluster) -> dict[str, hybrid.Rate]:
         least = (min(getattr(one, what) for one in here) for what in ("ratio", "encode", "decode"))
         found[name] = hybrid.Rate(*least)
     return found
-
-
-def _unmeasured(name: str) -> hybrid.Rate:
-    """Its ratio, where that is fixed, and no price for coding."""
-    one = codec(name)
-    ratio = 4 * 2**20 / one.wire_bytes(2**20, 4) if one.fixed else 1.0
-    return hybrid.Rate(ratio, float("inf"), float("inf"))

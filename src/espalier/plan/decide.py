@@ -92,13 +92,15 @@ def decide(
 
 
 def _if_rounds_pay(found: Decision, request: Request, cluster: Cluster, calibration: Calibration) -> Decision:
-    """Rounds instead, where the links between machines leave little else."""
+    """Rounds instead, where the links between machines leave little else; where they cannot be had, the plan says why:
+    they were not asked for."""
     try:
         made = co2.cut(request, cluster, Eager())
         options = co2.instead(found.plan, _apart(made, calibration))
         return found if options is None else _by_rounds(request, cluster, calibration, options)
-    except UserError:
-        return found  # pins, batches or memory that rounds cannot have: they were not asked for
+    except UserError as error:
+        why = f"Replicas that agree by rounds were left out: {error.what}"
+        return replace(found, plan=msgspec.structs.replace(found.plan, why=(*found.plan.why, why)))
 
 
 def _apart(made: co2.Cut, calibration: Calibration) -> list[Plan]:

@@ -25,12 +25,14 @@ ROUNDS = 2
 class Trials:
     """Trials of one recipe on one cluster.
 
-    `run`: seconds of a step of a plan, measured now; None: only what was measured before counts.
+    `run`: seconds of a step of a plan, measured now; None: only what was measured before counts. `phase`: the first
+    step of the phase that is planned, as a model may change its shape on the way.
     """
 
     recipe: Recipe
     cluster: clusters.Cluster
     run: Callable[[Plan], float] | None = None
+    phase: int = 0
 
     def __call__(self, plans: Sequence[Plan]) -> dict[Key, float]:
         """Seconds of a step of each of `plans`; empty where they were not all tried, or are not of this machine's
@@ -55,6 +57,8 @@ class Trials:
             name: recipe["train"].get(name)
             for name in ("sequence", "batch_tokens", "precision", "compile", "optimizer")
         }
+        if self.phase:
+            asked["phase"] = self.phase
         if "graph" in recipe:
             asked |= {name: recipe[name] for name in ("graph", "data")}
         ranks, threads, size = key(plan)

@@ -89,6 +89,14 @@ def sizes_of(
     )
 
 
+def running_of(model: nn.Module) -> tuple[int, int]:
+    """Floating-point and whole numbers among the running statistics of normalising layers."""
+    kinds = nn.modules.batchnorm._NormBase
+    found = [one for m in model.modules() if isinstance(m, kinds) for one in m.buffers(recurse=False)]
+    floats = sum(one.numel() for one in found if one.is_floating_point())
+    return floats, sum(one.numel() for one in found) - floats
+
+
 def deeper(sizes: Sequence[Sized], depth: int) -> tuple[Sized, ...]:
     """Those of a model of two blocks as of one of `depth` blocks, all like its second."""
     second = [index for index, one in enumerate(sizes) if one.block == 1]
@@ -102,8 +110,9 @@ def profile(workload: Workload, anatomy: Any, remarks: Sequence[str] = ()) -> Pr
     `Profile` has them."""
     model = workload.build(torch.device("cpu"), torch.float32)
     outside = workload.embeddings(model)
+    sizes = sizes_of(model, workload.blocks(model), outside)
     return Profile(
-        tally=replace(tally(model, outside), sizes=sizes_of(model, workload.blocks(model), outside)),
+        tally=replace(tally(model, outside), sizes=sizes, running=running_of(model)),
         global_batch=workload.global_batch,
         tokens_per_sample=1.0,
         anatomy=anatomy,

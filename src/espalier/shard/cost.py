@@ -17,10 +17,10 @@ import numpy as np
 from espalier.comm import coded
 from espalier.comm.codecs import codec
 from espalier.cost import Cost, Number, ring_bytes
-from espalier.shard.arrange import BUCKET, Piece, Rule, arrange
+from espalier.shard.arrange import BUCKET, Arranged, Piece, Rule, arrange
 from espalier.shard.blocks import Sized
-from espalier.shard.placement import Factors, inside, place
-from espalier.shard.spread import LOSSLESS, PIPED, groups
+from espalier.shard.placement import Factors, Placement, inside, place
+from espalier.shard.spread import LOSSLESS, PIPED, Group, groups
 
 GRADIENTS, PARAMETERS = "gradients", "parameters"
 FEEDBACK_BYTES = 4
@@ -152,40 +152,58 @@ class Units(NamedTuple):
     stays: np.ndarray[Any, Any]
 
 
+class Rules(NamedTuple):
+    """What the units of a model must obey: whether parameters are `gathered` by blocks, what lengths are multiples of,
+    among how many `owners` whole matrices are dealt, and the bytes of a bucket."""
+
+    gathered: bool
+    multiple: int
+    owners: int
+    limit: int
+
+
 class Lengths:
-    """The units of a model by what they must obey. Has state: those that were worked out."""
+    """The units of a model by their rules. Has state: those that were worked out."""
 
     def __init__(self, sizes: Sequence[Sized], whole: bool) -> None:
         self.sizes, self.whole = sizes, whole
-        self._known: dict[tuple[int, ...], tuple[Units, ...]] = {}
+        self._known: dict[Rules, tuple[Units, ...]] = {}
 
-    def of(self, gathered: bool, multiple: int, owners: int, limit: int) -> tuple[Units, ...]:
-        """The units of each kind, where parameters are `gathered` by blocks, or in buckets of `limit` bytes."""
-        if owners > 1:  # whole pieces are dealt anew for other owners
-            return self._arranged(gathered, multiple, owners, limit)
-        found = self._arranged(gathered, 1, 1, limit)
-        return tuple(one._replace(lengths=-(-one.lengths // multiple) * multiple) for one in found)
+    def of(self, rules: Rules) -> tuple[Units, ...]:
+        """The units of each kind."""
+        if rules.owners > 1:  # whole pieces are dealt anew for other owners
+            return self._kept(rules)
+        found = self._kept(rules._replace(multiple=1))
+        return tuple(one._replace(lengths=-(-one.lengths // rules.multiple) * rules.multiple) for one in found)
 
-    def _arranged(self, *key: int) -> tuple[Units, ...]:
-        if key not in self._known:
-            self._known[key] = tuple(self._kinds(*key))
-        return self._known[key]
+    def _kept(self, rules: Rules) -> tuple[Units, ...]:
+        if rules not in self._known:
+            self._known[rules] = tuple(self._kinds(rules))
+        return self._known[rules]
 
-    def _kinds(self, gathered: int, multiple: int, owners: int, limit: int) -> Iterator[Units]:
-        sizes, shards = self.sizes, Factors(params=2 if gathered else 1)
-        found = groups([shards] * len(sizes), [one.block for one in sizes], [one.kind for one in sizes])
-        pieces = [
-            Piece(one.elements, one.element_bytes, group, self.whole and one.matrix and owners > 1)
-            for one, group in zip(sizes, found, strict=True)
-        ]
+    def _kinds(self, rules: Rules) -> Iterator[Units]:
+        sizes, found = self.sizes, self._groups(rules)
         last = max((one.gathered[1] for one in found if one.gathered), default=0)
         kinds: dict[tuple[bool, int], list[tuple[int, bool]]] = {}
-        for unit in arrange(pieces, lambda group: Rule(multiple, owners, 0 if gathered else limit)):
+        for unit in self.arranged(rules):
             one, group = sizes[unit.indices[0]], found[unit.indices[0]]
             stays = group.gathered is not None and (group.gathered[0] is None or group.gathered[1] == last)
             kinds.setdefault((one.kind[1], one.element_bytes), []).append((unit.length, stays))
         for kind, rows in kinds.items():
             yield Units(*kind, *map(np.array, zip(*rows, strict=True)))
+
+    def _groups(self, rules: Rules) -> list[Group]:
+        shards = Factors(params=2 if rules.gathered else 1)
+        return groups([shards] * len(self.sizes), [one.block for one in self.sizes], [one.kind for one in self.sizes])
+
+    def arranged(self, rules: Rules) -> list[Arranged]:
+        """The units themselves."""
+        pieces = [
+            Piece(one.elements, one.element_bytes, group, self.whole and one.matrix and rules.owners > 1)
+            for one, group in zip(self.sizes, self._groups(rules), strict=True)
+        ]
+        rule = Rule(rules.multiple, rules.owners, 0 if rules.gathered else rules.limit)
+        return arrange(pieces, lambda group: rule)
 
 
 @lru_cache(maxsize=16)
@@ -215,7 +233,7 @@ def _arranged(states: States, division: Division) -> list[Volume]:
         np.asarray(division.params) > 1, division.multiple, owners, limit, states.cut
     )
     rows, at = _alike(np.stack([gathered, multiple, owners, limit]).reshape(4, -1) * ~cut.reshape(-1))
-    table = [known.of(bool(row[0]), *map(int, row[1:])) if row[1] else () for row in rows]
+    table = [known.of(Rules(bool(row[0]), *map(int, row[1:]))) if row[1] else () for row in rows]
     found = []
     for kind in dict.fromkeys((units.low, units.element_bytes) for row in table for units in row):
         sums = np.array([_sums(row, kind) for row in table])
@@ -338,11 +356,9 @@ def encoded(
         codecs: as in `Spread`.
         rounds: micro-batches of the step.
     """
-    placement = place(chosen, nodes)
-    limit = min(states.bucket_bytes, PIPED) if placement.by_level else states.bucket_bytes
-    owners = chosen.optimizer if states.whole else 1
+    placement, rules = _placed(chosen, nodes, states.whole, states.bucket_bytes)
     sent = {GRADIENTS: 0.0, PARAMETERS: 0.0}
-    for units in lengths(tuple(states.sizes), states.whole).of(chosen.params > 1, placement.multiple, owners, limit):
+    for units in lengths(tuple(states.sizes), states.whole).of(rules):
         storage = states.storage if units.low or states.exact is None else states.exact
         storage = storage.times(units.element_bytes / states.width)
         before = units.lengths
@@ -361,6 +377,28 @@ def encoded(
                 sent[kind] += float((times * back.exact.sent("all_gather", before)).sum())
             before = before // axis.size
     return sent
+
+
+def owned(
+    sizes: Sequence[Sized], whole: bool, chosen: Factors, nodes: Sequence[int], bucket_bytes: int = BUCKET
+) -> list[int]:
+    """Elements that the optimizer of the first rank moves, tensor by tensor in its order."""
+    if len(nodes) == 1:
+        return [one.elements for one in sizes]
+    found = []
+    _, rules = _placed(chosen, nodes, whole, bucket_bytes)
+    for unit in lengths(tuple(sizes), whole).arranged(rules):
+        end = unit.length // chosen.optimizer
+        for index, offset in zip(unit.indices, unit.offsets, strict=True):
+            if offset < end:
+                found.append(min(offset + sizes[index].elements, end) - offset)
+    return found
+
+
+def _placed(chosen: Factors, nodes: Sequence[int], whole: bool, bucket_bytes: int) -> tuple[Placement, Rules]:
+    placement = place(chosen, nodes)
+    limit = min(bucket_bytes, PIPED) if placement.by_level else bucket_bytes
+    return placement, Rules(chosen.params > 1, placement.multiple, chosen.optimizer if whole else 1, limit)
 
 
 class _Way(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -82,19 +83,25 @@ class Fragment:
 
 def split(live: Sequence[Tensor], fragments: int) -> list[list[Tensor]]:
     """Tensors in order, cut into `fragments` parts of about equal size. Raises UserError: fewer tensors than parts."""
-    if fragments > len(live):
+    parts = iter(live)
+    return [list(islice(parts, len(one))) for one in cut([tensor.numel() for tensor in live], fragments)]
+
+
+def cut(sizes: Sequence[int], fragments: int) -> list[list[int]]:
+    """The same of their sizes."""
+    if fragments > len(sizes):
         raise UserError(
-            f"sync.fragments = {fragments}, and the model has {len(live)} tensors.", do=f"sync.fragments={len(live)}"
+            f"sync.fragments = {fragments}, and the model has {len(sizes)} tensors.", do=f"sync.fragments={len(sizes)}"
         )
-    whole = sum(tensor.numel() for tensor in live)
-    parts: list[list[Tensor]] = [[]]
+    whole = sum(sizes)
+    parts: list[list[int]] = [[]]
     done = 0
-    for index, tensor in enumerate(live):
+    for index, size in enumerate(sizes):
         missing = fragments - len(parts)
-        if parts[-1] and missing and (done >= len(parts) * whole / fragments or len(live) - index <= missing):
+        if parts[-1] and missing and (done >= len(parts) * whole / fragments or len(sizes) - index <= missing):
             parts.append([])
-        parts[-1].append(tensor)
-        done += tensor.numel()
+        parts[-1].append(size)
+        done += size
     return parts
 
 

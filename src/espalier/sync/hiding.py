@@ -1,15 +1,19 @@
-"""How long a round must be to hide its exchange, and what rounds cost. Formulas; no torch."""
+"""How long a round must be to hide its exchange, and what rounds cost. Formulas."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from espalier.cost import Cost, Number, Wire
+from espalier.comm import coded
+from espalier.comm.codecs import codec as codec_of
+from espalier.cost import Cost, Number, Wire, ring_bytes
 
 MARGIN = 1.1
 """Rounds are planned this much longer than a flight."""
 COPIES = 4
-"""Copies of what a rank moves that an outer engine holds: the outer parameters, momentum, what was sent, its sum."""
+"""Copies of what a rank moves that an outer engine holds: the outer parameters, momentum, what was sent, its sum; and
+one of what a lossy codec keeps back."""
 
 
 def flight_seconds(size: Number, replicas: Number, link: Wire, ratio: Number = 1.0) -> Number:
@@ -24,14 +28,28 @@ def least_steps(flight: float, step: float) -> int:
     return max(1, math.ceil(MARGIN * flight / step))
 
 
-def cost(size: Number, replicas: Number, link: Wire, steps: Number, ratio: Number = 1.0) -> Cost:
-    """What outer rounds add to each step of a rank that moves `size` bytes.
+def cost(
+    fragments: Sequence[Number], replicas: int, link: Wire, steps: Number, codec: str = "exact", width: int = 4
+) -> Cost:
+    """What outer rounds add to each step of a rank that moves `fragments`, elements of `width` bytes each.
 
-    `seconds`: `outer`, the flight's share of a step, hidden or not; `sent`: `outer_step`, likewise; `held`: `outer`.
+    `sent`: `outer_step`, the ledger's bytes of a round's exchange over its steps, of the first replica, which sends
+    most: headers included, at most that for codecs without fixed length. `seconds`: `outer`, the flight's share of a
+    step, hidden or not; `held`: `outer`.
     """
+    chosen, size = codec_of(codec), width * sum(fragments)
+    sent = sum(coded.sent_bytes(chosen, "all_reduce", one, replicas, width=width) for one in fragments)
+    exact = 2 * size * (replicas - 1) / replicas
     return Cost(
-        seconds={"outer": flight_seconds(size, replicas, link, ratio) / steps},
-        sent={"outer_step": 2 * size * (replicas - 1) / replicas / ratio / steps},
-        held={"outer": COPIES * size},
+        seconds={"outer": flight_seconds(size, replicas, link, exact / sent) / steps},
+        sent={"outer_step": sent / steps},
+        held={"outer": (COPIES + (not chosen.lossless)) * size},
         sources={"outer": "2(G-1)/G bytes / bandwidth, once in a round (sync.hiding)"},
     )
+
+
+def steering_bytes(shards: int, tensors: Sequence[int], penalty: str, adapt: bool) -> float:
+    """Bytes that a rank sends to the other shards of its replica in a round: what each wishes of the next one's length,
+    and parts of the norms that a penalty takes of an update. `tensors`: of each fragment."""
+    norms = {"norm": 2 * len(tensors), "per_tensor": 2 * sum(tensors)}.get(penalty, 0)
+    return float(ring_bytes("all_reduce", 8 * (norms + adapt * shards), shards))

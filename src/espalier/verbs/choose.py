@@ -30,7 +30,8 @@ def choose(
     def run(plan: plans.Plan) -> float:
         return _seconds(plan, resolved, workload)
 
-    trials = Trials(resolved.recipe, cluster, run) if world is None else None
+    phase = workload.phases()[0].start
+    trials = Trials(resolved.recipe, cluster, run, phase) if world is None else None
     request = ready.request(resolved, world, workload)
     return decide(request, cluster, ready.calibration(resolved.recipe), trials).taken
 
