@@ -226,6 +226,14 @@ def test_plans_for_others_are_refused_by_name() -> None:
             espalier.apply(plan, model, adamw(model))
 
 
+def test_a_plan_of_another_precision_is_refused_by_name() -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(UserError, match=r"The plan is for fp64, and 'weight' is torch\.float32"):
+        espalier.apply(plan_of(1, precision="fp64"), model, adamw(model))
+    model = model.double()
+    assert espalier.apply(plan_of(1, precision="fp64"), model, adamw(model))[0] is model
+
+
 def _three(channel: Channel) -> None:
     model = nn.Linear(3, 3)
     espalier.apply(plan_of(2), model, adamw(model))

@@ -134,3 +134,9 @@ def test_settings_are_those_that_differ() -> None:
     assert co2.settings_of(Co2(momentum=0.2, clip=0.5), "exact") == {"clip": 0.5}
     assert co2.method_of(DiLoCo()) == "diloco"
     assert Shard(params=1, grads=1, optimizer=2) == co2.sharded(asked(EveryStep()), 2).pin.shard
+
+
+def test_a_penalty_by_tensors_is_refused_where_ranks_hold_pieces_of_them() -> None:
+    assert planned(asked(Co2(penalty="per_tensor"), ranks=4), office()).outer is not None
+    with pytest.raises(UserError, match=r"sync\.penalty = 'per_tensor' with replicas of 2 ranks"):
+        planned(asked(Co2(penalty="per_tensor"), ranks=8), office())

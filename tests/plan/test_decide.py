@@ -104,3 +104,13 @@ def test_replicas_on_processors_of_different_speed_keep_their_samples_by_speed()
     first, second = (rank.share[1] - rank.share[0] for rank in taken.ranks)
     assert first + second == 64
     assert first > 3 * second
+
+
+def test_why_replicas_by_rounds_were_left_out_is_said() -> None:
+    """Nobody asked for them, so a batch that they cannot share is no error."""
+    far = decided(processors(3, "10Mbit/s"), asked=request(samples=64)).plan
+    assert far.outer is None
+    assert any(
+        line.startswith("Replicas that agree by rounds were left out: A batch of 64 samples cannot be shared equally")
+        for line in far.why
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +13,7 @@ import torch
 from asked import decoder, gpus, processor
 
 import espalier
-from espalier import cli
+from espalier import around, cli, mechanisms, workloads
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
 from espalier.config import Recipe, load
@@ -82,6 +84,20 @@ def answered(path: Path, where: Path) -> Plan | UserError:
         return error
 
 
+def accepted(plan: Plan) -> bool:
+    """Whether `espalier.apply` takes it."""
+    try:
+        around.refuse(plan)
+    except UserError:
+        return False
+    return True
+
+
+def trained(asked: Recipe, plan: Plan) -> bool:
+    """Whether its mechanisms can be put round a model by `espalier train`."""
+    return mechanisms.refusal(workloads.settle(asked, None).recipe, plan) is None
+
+
 @pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 6))])
 def test_two_hundred_recipes_have_one_plan_at_every_door(
     block: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -107,6 +123,8 @@ def test_two_hundred_recipes_have_one_plan_at_every_door(
         written.write_text(text)
         samples = (asked.train.batch_tokens or 0) // (asked.train.sequence or 1)
         assert base.check(base.read(written), samples) == plan, seed
+        assert accepted(plan) == (trained(asked, plan) and plan.recompute == "none"), seed
+        assert trained(asked, plan) == plan.executable, seed
         planned += 1
         rounds += plan.outer is not None
         cut += len(plan.units[0].grads) > 1
@@ -135,6 +153,27 @@ def test_ranks_that_compute_one_sample_together_must_have_the_same(tp: int, pp: 
     ranks = (*plan.ranks[:-1], msgspec.structs.replace(last, share=(last.share[0], last.share[1] + 1)))
     with pytest.raises(UserError, match="compute one sample together"):
         base.check(msgspec.structs.replace(plan, ranks=ranks), 25)
+
+
+@pytest.mark.parametrize(("tp", "pp", "sp"), [(2, 1, 1), (1, 4, 1), (1, 1, 4)])
+def test_apply_and_train_refuse_a_plan_that_cuts_the_model_for_the_same_reason(tp: int, pp: int, sp: int) -> None:
+    """Also where a file says that it is executable: what they refuse are its mechanisms."""
+    plan = msgspec.structs.replace(cut(tp, pp, sp), executable=True, missing="", recompute="none")
+    asked = recipe(random.Random(0))
+    found = mechanisms.refusal(workloads.settle(asked, None).recipe, plan)
+    assert found is not None
+    with pytest.raises(UserError, match=re.escape(found.reason)):
+        around.refuse(plan)
+    with pytest.raises(UserError, match=re.escape(found.reason)):
+        mechanisms.ordered(workloads.settle(asked, None).recipe, plan)
+
+
+@pytest.mark.parametrize("changes", [{"recompute": "block"}, {"recompute": "selective"}, {"compile": True}])
+def test_apply_refuses_what_changes_the_inside_of_a_model(changes: dict[str, Any]) -> None:
+    plain = espalier.make_plan(torch.nn.Linear(8, 8), processor(2), batch=4, ranks=2)
+    around.refuse(plain)
+    with pytest.raises(UserError, match=r"recomputes activations|compiles blocks"):
+        around.refuse(msgspec.structs.replace(plain, **changes))
 
 
 def test_stages_that_forget_a_rank_are_refused() -> None:

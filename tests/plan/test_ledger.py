@@ -227,7 +227,7 @@ def test_of_rounds(corpus: Path, tmp_path: Path, kind: str, codec: str) -> None:
     assert plan.outer.steps == 4
 
 
-@pytest.mark.parametrize("penalty", ["none", "norm", "per_tensor"])
+@pytest.mark.parametrize("penalty", ["none", "norm"])
 def test_of_rounds_of_replicas_of_two_ranks(corpus: Path, tmp_path: Path, penalty: str) -> None:
     sync = {"kind": "co2", "replicas": 2, "steps": 4, "adapt": True, "codec": "int8", "penalty": penalty}
     plan = equal(language(corpus, tmp_path, sync=sync), 4)

@@ -8,20 +8,23 @@ import time
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 from asked import decoder, gpus, processor
 
 from espalier.cluster import Cluster
 from espalier.config import Pin, Shard
 from espalier.errors import UserError
-from espalier.plan import bounds, chosen, explain, network, pins, search
+from espalier.plan import base, bounds, chosen, explain, network, pins, search
 from espalier.plan.estimate import grid
-from espalier.plan.layouts import MODES, Layouts
+from espalier.plan.layouts import ALGORITHMS, MODES, Layouts
+from espalier.plan.layouts import grid as grid_of
 from espalier.plan.request import Request
 
 
-def every_layout(request: Request, ranks: int, per_node: int) -> list[Layouts]:
-    """All layouts by the definition: products, divisibility and nesting, one at a time."""
+def every_layout(request: Request, ranks: int, per_node: int, starved: bool = False) -> list[Layouts]:
+    """All layouts by the definition: products, divisibility and nesting, one at a time. `starved`: also those in which
+    some rank has no sample for a micro-batch in which gradients are exchanged."""
     found = []
     degrees = [d for d in range(1, ranks + 1) if ranks % d == 0]
     for dp, tp, sp, pp in itertools.product(degrees, repeat=4):
@@ -37,8 +40,8 @@ def every_layout(request: Request, ranks: int, per_node: int) -> list[Layouts]:
             (p, g, o) for p, g, o in itertools.product(degrees, repeat=3) if allowed((p, g, o), dp * sp, tp, per_node)
         ]
         for algorithm, mode, size, (p, g, o) in itertools.product(algorithms, MODES, sizes, shards):
-            if g > 1 and -(-share // size) > request.global_batch // dp:
-                continue  # some rank has no sample for a micro-batch in which gradients are exchanged
+            if g > 1 and -(-share // size) > request.global_batch // dp and not starved:
+                continue
             found.append(Layouts(algorithm, mode, dp, tp, sp, pp, p, g, o, size))
     return found
 
@@ -72,6 +75,32 @@ def fastest_of(request: Request, cluster: Cluster) -> tuple[float, int]:
             if float(priced.over) <= 0:
                 times.append(float(priced.seconds))
     return min(times, default=float("inf")), len(times)
+
+
+def runs(request: Request, cluster: Cluster, layout: Layouts) -> bool:
+    """Whether a plan of this layout passes the plan's own check."""
+    option = search.Option(layout, cluster, 1.0, 1.0, -1.0)
+    try:
+        base.check(chosen.make(request, search.Found((option,), None, 1, 0.03), option), request.global_batch)
+    except UserError:
+        return False
+    return True
+
+
+def test_the_search_leaves_out_what_the_check_of_plans_refuses_and_nothing_else() -> None:
+    refused = 0
+    request, cluster = decoder(512, 4, batch=11), gpus(count=2, devices=2)
+    searched = {
+        one
+        for algorithm in ALGORITHMS
+        for batch in grid_of(algorithm, 4, 2, search._limits(request, network.fleet(cluster, 4), 1))
+        for one in batch.each(np.arange(len(batch)))
+    }
+    for layout in every_layout(request, 4, 2, starved=True):
+        allowed = runs(request, cluster, layout)
+        assert allowed == (layout in searched)
+        refused += not allowed
+    assert refused
 
 
 @pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 10))])

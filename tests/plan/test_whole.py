@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,11 +13,12 @@ from asked import decoder, gpus, processor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.config import Pin
+from espalier.config import Pin, derive, load
 from espalier.errors import UserError
-from espalier.plan import base, explain, trials
-from espalier.plan.base import Plan
+from espalier.plan import base, explain, search, trials
+from espalier.plan.base import Layout, Plan
 from espalier.plan.decide import decide
+from espalier.plan.layouts import view
 
 Seconds = Mapping[tuple[int, int], float]
 
@@ -104,8 +106,32 @@ def test_all_gpus_are_used_and_others_stand_beside() -> None:
     assert len(plan.ranks) == 32
     assert plan.ranks[9].device == "cuda:1"
     assert plan.ranks[9].node == 1
-    assert plan.runners_up
     assert plan.exchanges == (base.Exchange(traffic="gradients"),)
+
+
+def test_gpus_are_counted_as_gpus() -> None:
+    request = decoder(width=2048, layers=8, sequence=1024, batch=256)
+    assert " on 16 GPUs: " in planned(request, gpus(count=2)).why[0]
+    assert " on 1 rank: " in planned(decoder(pin=Pin(ranks=1)), processor()).why[0]
+
+
+def test_the_runners_up_of_gpus_are_the_fastest_of_each_other_kind() -> None:
+    """Kinds differ in algorithm, stages, what is sharded, recomputation or ranks; each is estimated as the plan is."""
+    request, cluster = decoder(width=2048, layers=8, sequence=1024, batch=256), gpus(count=4)
+    plan, options = planned(request, cluster), search.search(request, cluster).options
+
+    def kind(layout: Layout, ranks: int) -> tuple[object, ...]:
+        sharded = tuple(count > 1 for count in layout.shard.values())
+        return layout.algorithm, layout.pp > 1, sharded, layout.recompute, ranks
+
+    fastest: dict[tuple[object, ...], float] = {}
+    for one in options:
+        fastest.setdefault(kind(view(one.layout, 1, "fp32"), int(one.layout.world)), one.seconds)
+    told = [kind(other.layout, other.ranks) for other in plan.runners_up]
+    assert len(told) == 6
+    assert [other.step_seconds for other in plan.runners_up] == [fastest[one] for one in told]
+    mine = kind(plan.layout, len(plan.ranks))
+    assert told == [one for one in sorted(fastest, key=lambda one: fastest[one]) if one != mine][:6]
 
 
 def test_more_gpus_than_samples_are_left_idle_and_it_is_said() -> None:
@@ -221,9 +247,8 @@ def test_devices_of_the_advised_memory_suffice(cluster) -> None:  # type: ignore
     with pytest.raises(UserError) as caught:
         planned(request, cluster)
     advised = re.search(r"devices with ([\d.]+) (\w+) of memory", str(caught.value))
-    if advised is None:
-        assert "plan.pin.ranks out" in str(caught.value)  # a cheaper change, and tried
-        return
+    assert advised
+    assert ("plan.pin.ranks out" in str(caught.value)) == (cluster == gpus()), "a cheaper change, and tried"
     memory = round(float(advised[1]) * 1.01 * 1024 ** (("KiB", "MiB", "GiB", "TiB").index(advised[2]) + 1))
     nodes = tuple(
         msgspec.structs.replace(node, device=msgspec.structs.replace(node.device, memory=memory))
@@ -281,3 +306,15 @@ def test_of_trials_that_differ_little_the_one_with_most_ranks_is_taken() -> None
     assert ranks(1.04) == 2
     assert ranks(1.06) == 1
     assert ranks(0.5) == 2
+
+
+def test_trials_of_one_phase_are_not_those_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recipe = derive.resolve(load.from_table({"model": {"depth": 1, "width": 32}, "train": {"steps": 4}}))[0]
+    plans = [decide(decoder(pin=Pin(ranks=ranks)), processor()).taken for ranks in (1, 2)]
+    seconds = iter([1.0, 2.0, 1.0, 2.0, 30.0, 40.0, 30.0, 40.0])
+    first, later = (trials.Trials(recipe, processor(), lambda plan: next(seconds), phase) for phase in (0, 100))
+    assert sorted(first(plans).values()) == [1.0, 2.0]
+    assert sorted(later(plans).values()) == [30.0, 40.0]
+    assert sorted(first(plans).values()) == [1.0, 2.0], "kept, and measured no more"
+    assert next(seconds, None) is None

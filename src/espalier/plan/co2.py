@@ -19,13 +19,16 @@ from espalier.comm import coded
 from espalier.comm.codecs import codec
 from espalier.config import ByRounds, Eager, EveryStep, Shard
 from espalier.errors import UserError
+from espalier.plan import network
 from espalier.plan.base import Exchange, Outer, Plan, Predicted, Rank, Rule
+from espalier.plan.layouts import of_view
 from espalier.plan.request import Request
-from espalier.shard import spread
-from espalier.shard.cost import owned
+from espalier.plan.step import Step
+from espalier.shard.cost import owned, refreshed
+from espalier.shard.placement import Factors
 from espalier.sync import hiding
 from espalier.sync.choices import METHODS
-from espalier.sync.co2 import chosen_of
+from espalier.sync.co2 import chosen_of, refuse_pieces
 from espalier.sync.fragment import cut as cut_sizes
 
 SLOW, ALONE = 3.0, 0.9
@@ -218,6 +221,7 @@ def join(parts: Sequence[Plan], made: Cut, chosen: Round, options: ByRounds) -> 
         paces=() if all(pace > 0.95 for pace in paces) else paces,
     )
     first = parts[0]
+    refuse_pieces(chosen_of(outer.method, dict(outer.settings)), len(first.ranks))
     return msgspec.structs.replace(
         first,
         planner="co2",
@@ -239,13 +243,13 @@ def settings_of(options: ByRounds, codec_name: str) -> dict[str, float | str | b
     return {key: value for key, value in given.items() if value != getattr(own, key)}
 
 
-def _fragments(request: Request, part: Plan, count: int) -> Sequence[Sequence[float]]:
+def _fragments(step: Step, nodes: Sequence[int], count: int) -> Sequence[Sequence[float]]:
     """Elements that the first rank of a replica moves, fragment by fragment and tensor by tensor."""
-    if not request.sizes:
-        return [[request.trainable / len(part.ranks) / count]] * count
-    (_, factors), *_ = spread.factors(part.units)
-    nodes = [rank.node if rank.device == "cpu" else 0 for rank in part.ranks]
-    return cut_sizes(owned(request.sizes, request.optimizer == "muon", factors, nodes, request.bucket_bytes), count)
+    states, division = step.states, step.division
+    if not states.sizes:
+        return [[step.request.trainable / len(nodes) / count]] * count
+    factors = Factors(int(division.params), int(division.grads), int(division.optimizer))
+    return cut_sizes(owned(states.sizes, states.whole, factors, nodes, states.bucket_bytes), count)
 
 
 def _predicted(part: Plan, made: Cut, chosen: Round, outer: Outer) -> Predicted | None:
@@ -256,12 +260,17 @@ def _predicted(part: Plan, made: Cut, chosen: Round, outer: Outer) -> Predicted 
     hidden = chosen.steps * inside.step_seconds if delay else 0.0
     exposed = max(0.0, chosen.flight - hidden) / chosen.steps
     choices, shards = chosen_of(outer.method, dict(outer.settings)), len(outer.replicas[0])
-    fragments = _fragments(made.request, part, choices.fragments)
+    on = network.fleet(made.clusters[0], shards, part.ranks[0].threads)
+    step = Step(made.request, on, on.kinds[0], of_view(part.layout))
+    nodes = [rank.node if rank.device == "cpu" else 0 for rank in part.ranks]
+    fragments = _fragments(step, nodes, choices.fragments)
     sizes, width = [sum(one) for one in fragments], made.request.bytes_each
     added = hiding.cost(sizes, made.count, made.link, chosen.steps, chosen.codec, width)
     sent = {**inside.sent_bytes, **{key: float(value) for key, value in added.sent.items()}}
-    steering = hiding.steering_bytes(shards, [len(one) for one in fragments], choices.penalty, outer.adapt)
-    sent["control"] = sent.get("control", 0.0) + steering / chosen.steps
+    steering = hiding.steering_bytes(shards, choices.fragments, choices.penalty, outer.adapt)
+    times = min(choices.fragments, chosen.steps)  # of a round in which live parameters are set
+    again = {"control": steering, "parameters": times * float(refreshed(step.states, step.division))}
+    sent |= {name: sent.get(name, 0.0) + size / chosen.steps for name, size in again.items() if size}
     held = {key: float(value) for key, value in added.held.items()}
     seconds = inside.step_seconds + exposed
     speed = made.count * inside.step_seconds / seconds

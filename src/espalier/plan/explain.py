@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -64,8 +66,9 @@ def why(request: Request, found: Found, option: Option, predicted: Predicted) ->
     layout = option.layout
     fastest = found.options[0] if found.options else option
     said = [f"{request.pin.ranks} ranks were asked for."] if (request.pin.ranks or 0) > 1 else []
+    device = "GPU" if gpus(option.cluster) else "rank"
     said += [
-        f"Of {found.priced:,} layouts priced, {label(layout)} on {layout.world} device{'s' * (layout.world != 1)}: "
+        f"Of {found.priced:,} layouts priced, {label(layout)} on {layout.world} {device}{'s' * (layout.world != 1)}: "
         f"{units.show_seconds(predicted.step_seconds)} per step, give or take {predicted.spread:.0%}."
     ]
     if fastest is not option and fastest.seconds < option.seconds:
@@ -168,7 +171,7 @@ def _crowded(option: Option) -> list[str]:
     cluster, layout = option.cluster, option.layout
     cores = min(max(1, table.cores) for table in cluster.nodes)
     nodes = [place.node for place in seats(cluster, int(layout.world))]
-    here = max(nodes.count(node) for node in set(nodes))
+    here = max(Counter(nodes).values())
     if gpus(cluster) or here * layout.threads <= cores:
         return []
     return [f"{here} ranks x {layout.threads} threads are more than the {cores} cores, so they take turns."]
@@ -334,19 +337,15 @@ def _fullest(request: Request, option: Option) -> int:
 
 
 def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
-    """Changes after which a plan fits, the cheapest first; each was tried."""
-    told = []
-    for change, wanted in _changes(request, cluster):
-        if search.search(wanted, cluster).best() is not None:
-            told.append(change)
-        if len(told) == 2:
-            return told
-    more = _growth(request, cluster)
-    if more:
+    """Changes after which a plan fits, the cheapest first; each was tried. Last the devices that would do as it is."""
+    tried = ((change, search.search(wanted, cluster).best()) for change, wanted in _changes(request, cluster))
+    told = list(itertools.islice((change for change, best in tried if best is not None), 2))
+    if len(told) < 2 and (more := _growth(request, cluster)):
         told.append(more)
     there = min(place.table.device.memory for place in seats(nearest.cluster, int(nearest.layout.world)))
     enough = there * nearest.peak / (nearest.peak - nearest.over)
-    return told or [f"devices with {units.show_size(enough)} of memory or a smaller model"]
+    larger = f"devices with {units.show_size(enough)} of memory or a smaller model"
+    return told if told and request.memory is not None else [*told, larger]
 
 
 def _changes(request: Request, cluster: Cluster) -> Iterator[tuple[str, Request]]:

@@ -342,6 +342,12 @@ def held(states: States, division: Division, found: Sequence[Volume]) -> dict[st
     return result
 
 
+def refreshed(states: States, division: Division) -> Number:
+    """Bytes of bringing moved parameters back to everybody, once."""
+    found = exchanges(volumes(states, division), division)
+    return sum(ring_bytes(one.operation, one.size, one.ranks) for one in found if one.part == "refresh")
+
+
 # --- encoded -----------------------------------------------------------------------------------------------------
 
 

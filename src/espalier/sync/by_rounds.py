@@ -23,7 +23,7 @@ from espalier.mechanism import Build, Mechanism
 from espalier.parallel.mesh import ProcessMesh
 from espalier.sync import every_step, hiding
 from espalier.sync.base import Agreed, Agreement, Launcher
-from espalier.sync.co2 import CLAIM, chosen_of
+from espalier.sync.co2 import CLAIM, chosen_of, refuse_pieces
 from espalier.sync.members import Crew, Members
 from espalier.sync.outer import Decided, OuterSync
 from espalier.sync.round_length import NAME, Rounds
@@ -266,6 +266,7 @@ def engine(plan: Plan, mesh: ProcessMesh, owned: Sequence[Tensor], timeout: floa
     samples = [sum(stop - start for start, stop in one) for one in shares]
     rounds = Rounds(outer.steps, paces[replica], samples[replica] / max(samples), outer.adapt)
     choices = chosen_of(outer.method, dict(outer.settings))
+    refuse_pieces(choices, len(ranks))
     members = None
     if len(world.replicas) > 1:
         channel: Any = mesh.channel

@@ -147,6 +147,16 @@ def chosen_of(method: str, settings: dict[str, Any]) -> Choices:
     return replace(METHODS[method], **settings)
 
 
+def refuse_pieces(choices: Choices, shards: int) -> None:
+    """Raises UserError for a penalty by tensors where a replica's ranks hold pieces of them."""
+    if choices.penalty == "per_tensor" and shards > 1:
+        raise UserError(
+            f"sync.penalty = 'per_tensor' with replicas of {shards} ranks.",
+            why="each rank holds pieces of other tensors, and no rank the norm of one",
+            do="sync.penalty='norm', or replicas of one rank",
+        )
+
+
 def refuse_statistics(model: nn.Module) -> None:
     """Raises UserError for a model with buffers that would differ between replicas."""
     for name, module in model.named_modules():

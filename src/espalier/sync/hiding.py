@@ -48,8 +48,8 @@ def cost(
     )
 
 
-def steering_bytes(shards: int, tensors: Sequence[int], penalty: str, adapt: bool) -> float:
+def steering_bytes(shards: int, fragments: int, penalty: str, adapt: bool) -> float:
     """Bytes that a rank sends to the other shards of its replica in a round: what each wishes of the next one's length,
-    and parts of the norms that a penalty takes of an update. `tensors`: of each fragment."""
-    norms = {"norm": 2 * len(tensors), "per_tensor": 2 * sum(tensors)}.get(penalty, 0)
+    and parts of the two norms that a penalty takes of every fragment's update."""
+    norms = 2 * fragments if penalty == "norm" else 0
     return float(ring_bytes("all_reduce", 8 * (norms + adapt * shards), shards))
