@@ -7,7 +7,6 @@ ranks, stand in this file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -39,7 +38,13 @@ SELECTIVE = Claim(
     changes=frozenset({"recomputes activations"}),
     instead=("recompute_block",),
 )
-BLOCK = replace(SELECTIVE, name="recompute_block", instead=("recompute_selective",))
+BLOCK = Claim(
+    "recompute_block",
+    question="recompute",
+    needs=frozenset({"a model"}),
+    changes=frozenset({"recomputes activations"}),
+    instead=("recompute_selective",),
+)
 BF16 = Claim("bf16", question="precision")
 COMPILE = Claim(
     "compile",

@@ -140,8 +140,8 @@ def _booked(channel: Channel, name: str) -> dict[Any, float]:
 def test_the_ledger_has_the_formulas_bytes(name: str) -> None:
     for n in (2, 3):
         for rank, booked in enumerate(ranks(n, _booked, name)):
-            assert booked["gradients", "all_reduce"] == coded.sent_bytes(codec(name), "all_reduce", 700_001, n, rank)
-            parts = coded.sent_bytes(codec(name), "reduce_scatter", n * 90_112, n, rank)
+            assert booked["gradients", "all_reduce"] == coded.sent_bytes(codec(name), "all_reduce", 700_001, (rank, n))
+            parts = coded.sent_bytes(codec(name), "reduce_scatter", n * 90_112, (rank, n))
             assert booked["gradients", "reduce_scatter"] == parts
 
 

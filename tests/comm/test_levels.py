@@ -93,7 +93,7 @@ def test_the_ledger_has_the_formulas_bytes(nodes: str) -> None:
         between = 0
         if own and len(machines) > 1:
             place = list(dict.fromkeys(nodes)).index(nodes[rank])
-            between = coded.sent_bytes(codec("int8"), "all_reduce", own, len(machines), place)
+            between = coded.sent_bytes(codec("int8"), "all_reduce", own, (place, len(machines)))
         assert booked.get(("gradients", "all_reduce"), 0) == between
 
 

@@ -52,7 +52,9 @@ def test_auto_encodes_between_machines_where_links_are_slow() -> None:
     assert [one.codec for one in raw.exchanges] == ["exact"]
     sizes = [one.length for one in arrange([Piece(s.elements, 4) for s in request().sizes], lambda group: Rule())]
     assert raw.predicted.sent_bytes["gradients"] == sum(4 * size for size in sizes)
-    assert slow.predicted.sent_bytes["gradients"] == sum(sent_bytes(codec("int8"), "all_reduce", n, 2) for n in sizes)
+    assert slow.predicted.sent_bytes["gradients"] == sum(
+        sent_bytes(codec("int8"), "all_reduce", n, (0, 2)) for n in sizes
+    )
     terms = [plan.predicted.terms["all_reduce"] for plan in (raw, slow)]
     assert terms[0] > 2 * terms[1]
     assert slow.predicted.memory_bytes["feedback"] > 0

@@ -244,5 +244,5 @@ def _booked(channel: Channel) -> Any:
 
 def test_the_ledger_has_the_formulas_bytes() -> None:
     for rank, (sent, lengths, held) in enumerate(forks(2, _booked)):
-        assert sent == sum(coded.sent_bytes(codec("int8"), "all_reduce", length, 2, rank) for length in lengths)
+        assert sent == sum(coded.sent_bytes(codec("int8"), "all_reduce", length, (rank, 2)) for length in lengths)
         assert held == 8 * sum(lengths)

@@ -55,17 +55,18 @@ def pieces(start: int, stop: int) -> list[slice]:
     return [slice(a, min(a + PIECE, stop)) for a in range(start, stop, PIECE)]
 
 
-def sent_bytes(codec: Codec, operation: str, elements: Any, ranks: int, rank: int = 0, *, width: int = 4) -> Any:
-    """Bytes that `rank` sends in an encoded collective of tensors of `elements` values (NumPy arrays allowed), headers
+def sent_bytes(codec: Codec, operation: str, elements: Any, place: tuple[int, int], width: int = 4) -> Any:
+    """Bytes that a rank sends in an encoded collective of tensors of `elements` values (NumPy arrays allowed), headers
     included: exact for codecs of fixed length while all values are finite, else at most that.
 
     Args:
         operation: `all_reduce`, `reduce_scatter` or `all_gather`.
-        elements: of the whole tensor, a multiple of `ranks` but in an all-reduce.
+        elements: of the whole tensor, a multiple of the ranks but in an all-reduce.
+        place: the rank (the first sends most) and the number of ranks.
         width: bytes of a value; lossy codecs work on four or more.
     """
     width = width if codec.lossless else max(4, width)
-    elements = np.asarray(elements)
+    (rank, ranks), elements = place, np.asarray(elements)
     if operation != "all_reduce":
         return (ranks - 1) * _part_bytes(codec, elements // ranks, width)
     each = -(-elements // (ranks * ALIGNED)) * ALIGNED

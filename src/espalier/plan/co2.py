@@ -264,8 +264,8 @@ def _predicted(part: Plan, made: Cut, chosen: Round, outer: Outer) -> Predicted 
     step = Step(made.request, on, on.kinds[0], of_view(part.layout))
     nodes = [rank.node if rank.device == "cpu" else 0 for rank in part.ranks]
     fragments = _fragments(step, nodes, choices.fragments)
-    sizes, width = [sum(one) for one in fragments], made.request.bytes_each
-    added = hiding.cost(sizes, made.count, made.link, chosen.steps, chosen.codec, width)
+    given = hiding.Round([sum(one) for one in fragments], chosen.steps, chosen.codec, made.request.bytes_each)
+    added = hiding.cost(given, made.count, made.link)
     sent = {**inside.sent_bytes, **{key: float(value) for key, value in added.sent.items()}}
     steering = hiding.steering_bytes(shards, choices.fragments, choices.penalty, outer.adapt)
     times = min(choices.fragments, chosen.steps)  # of a round in which live parameters are set

@@ -24,7 +24,7 @@ from espalier.plan.request import Request
 from espalier.plan.seats import devices, peak_flops, seats
 from espalier.plan.step import Step
 from espalier.shard import spread
-from espalier.shard.cost import cost, encoded
+from espalier.shard.cost import cost
 from espalier.shard.placement import Factors as Shards
 from espalier.sync.base import TOTAL_BYTES, TOTALS, task_totals
 
@@ -138,6 +138,8 @@ def sent(step: Step, rounds: int, nodes: Sequence[int]) -> dict[str, float]:
     found = dict(cost(step.states, step.division, rounds=rounds).sent)
     codecs = spread.codecs(exchanges(request.crossings))
     if codecs and step.states.sizes and not np.any(step.states.cut):
+        from espalier.shard.encoded import encoded  # codecs load torch
+
         chosen = Shards(int(layout.params), int(layout.grads), int(layout.optimizer))
         found = dict(encoded(step.states, chosen, nodes, codecs, rounds=rounds))
     world = int(layout.world)

@@ -7,20 +7,20 @@ sections 2.4 and 2.5). Of a model that is cut, or whose tensors are not known, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from espalier.comm import coded
-from espalier.comm.codecs import codec
 from espalier.cost import Cost, Number, ring_bytes
 from espalier.shard.arrange import BUCKET, Arranged, Piece, Rule, arrange
-from espalier.shard.blocks import Sized
 from espalier.shard.placement import Factors, Placement, inside, place
-from espalier.shard.spread import LOSSLESS, PIPED, Group, groups
+from espalier.shard.spread import PIPED, Group, groups
+
+if TYPE_CHECKING:
+    from espalier.shard.blocks import Sized
 
 GRADIENTS, PARAMETERS = "gradients", "parameters"
 FEEDBACK_BYTES = 4
@@ -28,8 +28,6 @@ FEEDBACK_BYTES = 4
 
 Wire = Callable[[Any, Number, Number, Number, str], Number]
 """(operation, bytes of the whole tensor, ranks, their distance, class of traffic) -> seconds of a collective."""
-Codecs = Mapping[tuple[str, str], str]
-"""Names of codecs by class of traffic and level, as in `shard.spread.Spread`."""
 
 
 class Storage(NamedTuple):
@@ -285,7 +283,7 @@ def cost(states: States, division: Division, *, rounds: Number = 1, wire: Wire |
 
     Returns:
         `held`: `params`, `grads`, `optimizer`, `gathered`, `buckets` and, where sums are rounded, `feedback`.
-        `sent`: the ledger's bytes of `gradients` and `parameters`, nothing encoded (see `encoded`).
+        `sent`: the ledger's bytes of `gradients` and `parameters`, nothing encoded (see `shard.encoded`).
         `seconds`, nothing hidden: `gather` (sharded parameters) and `scatter` (sharded gradients) of all micro-batches,
         `reduce` (the step's gradients) and `refresh` (moved parameters).
     """
@@ -348,41 +346,7 @@ def refreshed(states: States, division: Division) -> Number:
     return sum(ring_bytes(one.operation, one.size, one.ranks) for one in found if one.part == "refresh")
 
 
-# --- encoded -----------------------------------------------------------------------------------------------------
-
-
-def encoded(
-    states: States, chosen: Factors, nodes: Sequence[int], codecs: Codecs, *, rounds: int = 1
-) -> dict[str, float]:
-    """Bytes sent in a step by the first rank, which sends most, through `codecs`, headers included: exact for codecs of
-    fixed length and finite values, else at most that.
-
-    Args:
-        states: with `sizes`; chosen: the factors of one layout; nodes: the machine of each rank.
-        codecs: as in `Spread`.
-        rounds: micro-batches of the step.
-    """
-    placement, rules = _placed(chosen, nodes, states.whole, states.bucket_bytes)
-    sent = {GRADIENTS: 0.0, PARAMETERS: 0.0}
-    for units in lengths(tuple(states.sizes), states.whole).of(rules):
-        storage = states.storage if units.low or states.exact is None else states.exact
-        storage = storage.times(units.element_bytes / states.width)
-        before = units.lengths
-        for index, axis in enumerate(placement.axes):
-            level = "between" if len({nodes[rank] for rank in axis.members(0)}) > 1 else "inside"
-            sums = _Way(codecs.get((GRADIENTS, level)), axis.size, float(storage.grads))
-            replicas = axis.state == "replicas"
-            kind = GRADIENTS if replicas else PARAMETERS
-            back = _Way(codecs.get((kind, level)), axis.size, float(storage.grads if replicas else storage.params))
-            if replicas and index == len(placement.axes) - 1:
-                sent[GRADIENTS] += float(sums.sent("all_reduce", before).sum())
-            else:
-                once = axis.state in ("optimizer", "replicas")
-                sent[GRADIENTS] += (1 if once else rounds) * float(sums.sent("reduce_scatter", before).sum())
-                times = rounds * (2 - units.stays) if axis.state == "params" else 1
-                sent[kind] += float((times * back.exact.sent("all_gather", before)).sum())
-            before = before // axis.size
-    return sent
+# --- one layout ---------------------------------------------------------------------------------------------------
 
 
 def owned(
@@ -392,7 +356,7 @@ def owned(
     if len(nodes) == 1:
         return [one.elements for one in sizes]
     found = []
-    _, rules = _placed(chosen, nodes, whole, bucket_bytes)
+    _, rules = placed(chosen, nodes, whole, bucket_bytes)
     for unit in lengths(tuple(sizes), whole).arranged(rules):
         end = unit.length // chosen.optimizer
         for index, offset in zip(unit.indices, unit.offsets, strict=True):
@@ -401,30 +365,8 @@ def owned(
     return found
 
 
-def _placed(chosen: Factors, nodes: Sequence[int], whole: bool, bucket_bytes: int) -> tuple[Placement, Rules]:
+def placed(chosen: Factors, nodes: Sequence[int], whole: bool, bucket_bytes: int) -> tuple[Placement, Rules]:
+    """Where the factors lie on ranks of these machines, and what units then obey."""
     placement = place(chosen, nodes)
     limit = min(bucket_bytes, PIPED) if placement.by_level else bucket_bytes
     return placement, Rules(chosen.params > 1, placement.multiple, chosen.optimizer if whole else 1, limit)
-
-
-class _Way(NamedTuple):
-    """How one axis is sent along: by a codec, to so many ranks, values of so many bytes."""
-
-    name: str | None
-    ranks: int
-    width: float
-
-    @property
-    def exact(self) -> _Way:
-        """The same without rounding."""
-        lossy = self.name is not None and not codec(self.name).lossless
-        return self._replace(name=LOSSLESS) if lossy else self
-
-    def sent(self, operation: str, elements: Any) -> Any:
-        """Bytes of tensors of so many elements; small ones go as they are."""
-        plain = ring_bytes(operation, elements * self.width, self.ranks)
-        if self.name is None:
-            return plain
-        chosen = codec(self.name)
-        found = coded.sent_bytes(chosen, operation, elements, self.ranks, width=int(self.width))
-        return np.where(elements * self.width < coded.SMALL, plain, found)

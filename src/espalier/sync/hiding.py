@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from espalier.comm import coded
 from espalier.comm.codecs import codec as codec_of
@@ -28,21 +29,28 @@ def least_steps(flight: float, step: float) -> int:
     return max(1, math.ceil(MARGIN * flight / step))
 
 
-def cost(
-    fragments: Sequence[Number], replicas: int, link: Wire, steps: Number, codec: str = "exact", width: int = 4
-) -> Cost:
-    """What outer rounds add to each step of a rank that moves `fragments`, elements of `width` bytes each.
+class Round(NamedTuple):
+    """What a rank gives in a round of so many steps: elements of each fragment, of `width` bytes each."""
+
+    fragments: Sequence[Number]
+    steps: Number
+    codec: str = "exact"
+    width: int = 4
+
+
+def cost(given: Round, replicas: int, link: Wire) -> Cost:
+    """What outer rounds add to each step of a rank.
 
     `sent`: `outer_step`, the ledger's bytes of a round's exchange over its steps, of the first replica, which sends
     most: headers included, at most that for codecs without fixed length. `seconds`: `outer`, the flight's share of a
     step, hidden or not; `held`: `outer`.
     """
-    chosen, size = codec_of(codec), width * sum(fragments)
-    sent = sum(coded.sent_bytes(chosen, "all_reduce", one, replicas, width=width) for one in fragments)
+    chosen, size = codec_of(given.codec), given.width * sum(given.fragments)
+    sent = sum(coded.sent_bytes(chosen, "all_reduce", one, (0, replicas), given.width) for one in given.fragments)
     exact = 2 * size * (replicas - 1) / replicas
     return Cost(
-        seconds={"outer": flight_seconds(size, replicas, link, exact / sent) / steps},
-        sent={"outer_step": sent / steps},
+        seconds={"outer": flight_seconds(size, replicas, link, exact / sent) / given.steps},
+        sent={"outer_step": sent / given.steps},
         held={"outer": (COPIES + (not chosen.lossless)) * size},
         sources={"outer": "2(G-1)/G bytes / bandwidth, once in a round (sync.hiding)"},
     )
