@@ -179,7 +179,7 @@ CODECS = ["bf16", "int8", "int4", "int1", "topk:0.03", "zfp:8"]
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(("ranks", "states"), [(2, (1, 1, 2)), (3, (1, 3, 3))])
+@pytest.mark.parametrize(("ranks", "states"), [pytest.param(2, (1, 1, 2), marks=pytest.mark.slow), (3, (1, 3, 3))])
 def test_of_codecs_of_fixed_length(corpus: Path, tmp_path: Path, codec: str, ranks: int, states: Any) -> None:
     """Headers included; what is too small to be encoded goes as it is."""
     recipe = language(corpus, tmp_path, comm={"codec": codec, "bucket": "60kB"})
@@ -218,7 +218,7 @@ def test_what_a_policy_gathers_without_loss_is_no_more_than_foretold(corpus: Pat
     assert found["parameters"] <= foretold["parameters"]
 
 
-@pytest.mark.parametrize("codec", ["exact", "int8", "int4"])
+@pytest.mark.parametrize("codec", ["exact", pytest.param("int8", marks=pytest.mark.slow), "int4"])
 @pytest.mark.parametrize("kind", ["eager", "co2", "local_sgd", "streaming_diloco"])
 def test_of_rounds(corpus: Path, tmp_path: Path, kind: str, codec: str) -> None:
     sync = {"kind": kind, "replicas": 2, "steps": 4, "adapt": False, "codec": codec}
