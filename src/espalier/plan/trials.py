@@ -41,17 +41,18 @@ class Trials:
         if not (self.recipe.plan.trial and here and len(plans) > 1):
             return {}
         file = cache_folder() / "trials.json"
-        known, names = table(file), {key(plan): self._name(plan) for plan in plans}
+        known, asked = table(file), self._asked()
+        names = {key(plan): "{}/{}x{}/{}/{}".format(asked, *key(plan), plan.recompute) for plan in plans}
         if self.run is not None and any(name not in known for name in names.values()):
-            rounds = [{self._name(plan): self.run(plan) for plan in plans} for _ in range(ROUNDS)]
+            rounds = [{names[key(plan)]: self.run(plan) for plan in plans} for _ in range(ROUNDS)]
             rounds.append(known)
             known = known | {name: min(one[name] for one in rounds if name in one) for name in names.values()}
             file.parent.mkdir(parents=True, exist_ok=True)
             replace(file, json.dumps(known, indent=1))
         return {one: known[name] for one, name in names.items()} if known.keys() >= set(names.values()) else {}
 
-    def _name(self, plan: Plan) -> str:
-        """Says everything that the speed of a plan depends on."""
+    def _asked(self) -> str:
+        """Says everything that the speed of a plan depends on, besides the plan."""
         recipe = load.to_table(self.recipe)
         asked = {name: recipe[name] for name in ("model", "comm")} | {
             name: recipe["train"].get(name)
@@ -61,8 +62,7 @@ class Trials:
             asked["phase"] = self.phase
         if "graph" in recipe:
             asked |= {name: recipe[name] for name in ("graph", "data")}
-        ranks, threads, size = key(plan)
-        return f"{hashed([clusters.dumps(self.cluster), asked])}/{ranks}x{threads}/{size}/{plan.recompute}"
+        return hashed([clusters.dumps(self.cluster), asked])
 
 
 def key(plan: Plan) -> Key:
