@@ -70,7 +70,7 @@ def joined(place: launch.Place, timeout: float, *, mixed: bool = False) -> Itera
     made = Connections(store)
     made.look()
     channel.line.watch.known = place.recall.called
-    place.recall.released_by(made.cut)
+    place.recall.released_by(made.cut, made.look)
     try:
         yield channel
     except BaseException:

@@ -179,6 +179,7 @@ class Trainer:
         with hearing_signals(self._stop), self._profile() as profile, self._feed() as feed:
             if self.level < self.step:
                 self._between(saved)  # a failure came in between
+            first = self.step
             for batches, waited in feed:
                 begun, before = time.perf_counter(), self.step
                 agreed = self.train_step(batches)
@@ -188,7 +189,9 @@ class Trainer:
                 if self.healing is not None:
                     self.healing.watch(self.step, agreed)
                 self._between(saved, agreed.stop)
-                if self.step // heap.EVERY > before // heap.EVERY:
+                if (regular := self.step // heap.EVERY > before // heap.EVERY) or self.step - first < heap.EVERY:
+                    self.setting.place.recall.look()  # groups are made where they are first used: mostly in these steps
+                if regular:
                     heap.give_back()
 
     def _between(self, saved: checkpoints.Checkpoints | None, asked: bool = False) -> None:

@@ -111,14 +111,28 @@ def _without_store(channel):
     return answers(group)
 
 
+def _made_later(channel):
+    """As `_without_store`, for a group that was made after the first look."""
+    made = Connections(space(channel, "attempt"))
+    made.look()
+    group = gloo(space(channel, "attempt"), channel)
+    made.look()
+    made.look()  # once more changes nothing
+    channel.barrier().wait()
+    made._store = _Gone()
+    made.cut()
+    return answers(group)
+
+
 class _Gone:
-    def list_keys(self):
+    def num_keys(self):
         raise RuntimeError("Connection reset by peer")
 
 
 def test_a_store_that_is_gone_hinders_no_cut():
     torch.set_num_threads(1)
     assert forks(2, _without_store, timeout=40) == [False] * 2
+    assert forks(2, _made_later, timeout=40) == [False] * 2
 
 
 def _waits(channel):

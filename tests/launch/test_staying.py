@@ -37,11 +37,18 @@ def stays(corpus, unbroken, folder, world, rank, what):
     for other in range(world):
         assert len(lives(run, other)) == 2
         assert len(set(lives(run, other))) == (2 if other == rank else 1)
+    return recovered
 
 
 @pytest.mark.parametrize(("what", "rank"), [("kill", 0), ("stop", 1)])
 def test_one_of_three_is_replaced_and_the_others_lose_no_step(corpus, unbroken, tmp_path, what, rank):
     stays(corpus, unbroken, tmp_path, 3, 2 * rank, what)
+
+
+def test_those_that_are_left_do_not_wait_for_each_other_when_the_store_goes_with_the_first(corpus, unbroken, tmp_path):
+    """Of four, one has no connection to the first in a ring: it learns of the loss only from those that leave."""
+    recovered = stays(corpus, unbroken, tmp_path, 4, 0, "exit")
+    assert recovered["seconds"] < 30, "comm.timeout of the run"
 
 
 @pytest.mark.soak

@@ -43,11 +43,11 @@ class Connections:
     def __init__(self, store: Store) -> None:
         self._store = tcpstore.clone(store)
         self._addresses: dict[str, bytes] = {}
+        self._keys = -1
 
     def cut(self, whole: bool = True) -> None:
         """Ends them, also under whoever waits for them now; if not the `whole`, those of groups `apart` stay."""
-        with contextlib.suppress(RuntimeError):  # the store is gone: what was read before has to do
-            self.look()
+        self.look()
         known = b"\0".join(blob for key, blob in self._addresses.items() if whole or _APART not in key.split("/"))
         for (descriptor, inode), ends in _connected().items():
             if any(end in known for end in ends):
@@ -57,13 +57,18 @@ class Connections:
                             one.shutdown(socket.SHUT_RDWR)
 
     def look(self) -> None:
-        """Reads the addresses of the groups that there are.
+        """Reads the addresses of the groups that there are. To be called again when others were made: the store goes
+        with the rank that serves it, and then what was read before has to do.
 
         A `PrefixStore` also lists the keys of longer prefixes (`attempt1` those of `attempt10`), which it cannot read.
         """
-        for key in self._store.list_keys():
-            if _ADDRESS.fullmatch(key) and key not in self._addresses and self._store.check([key]):
-                self._addresses[key] = self._store.get(key)
+        with contextlib.suppress(RuntimeError):
+            if (keys := self._store.num_keys()) == self._keys:
+                return
+            for key in self._store.list_keys():
+                if _ADDRESS.fullmatch(key) and key not in self._addresses and self._store.check([key]):
+                    self._addresses[key] = self._store.get(key)
+            self._keys = keys
 
 
 def _connected() -> dict[tuple[int, int], tuple[bytes, bytes]]:

@@ -40,6 +40,14 @@ class Call:
     between_failures: float = 0.0
 
 
+def _nothing(whole: bool) -> None:
+    """Where there is nothing to release."""
+
+
+def _idle() -> None:
+    """Where there is nothing to learn."""
+
+
 class Recall:
     """The end of the line at which a rank listens. Has state: the thread, the newest call, and what lets a wait end.
 
@@ -53,6 +61,8 @@ class Recall:
         self.gone: frozenset[int] = frozenset()
         """Ranks that are known to be lost."""
         self._release: Callable[[bool], None] = _nothing
+        self.look: Callable[[], None] = _idle
+        """Learns, while it can, what is to be released."""
         self.answered = False
         """Whether this rank has ever stayed."""
         self.called = threading.Event()
@@ -67,10 +77,11 @@ class Recall:
         """Makes this rank's waits for others fail."""
         self._release(True)
 
-    def released_by(self, release: Callable[[bool], None]) -> None:
+    def released_by(self, release: Callable[[bool], None], look: Callable[[], None] = _idle) -> None:
         """Calls `release` when a call comes, in another thread, with whether all have to leave at once: then it makes
-        each wait of this rank for others fail, else those that cannot go on without one of them."""
-        self._release = release
+        each wait of this rank for others fail, else those that cannot go on without one of them. `look` is called now
+        and then, to learn which those are."""
+        self._release, self.look = release, look
 
     def goes_on(self, seconds: float = PATIENCE) -> bool:
         """Whether this rank, which has just lost another, goes on without it to the end of a round."""
@@ -82,7 +93,7 @@ class Recall:
             return None
         self.called.clear()
         self.answered = True
-        self._release, self.gone = _nothing, frozenset()
+        self._release, self.look, self.gone = _nothing, _idle, frozenset()
         return self._call
 
     def _listen(self) -> None:
@@ -94,10 +105,6 @@ class Recall:
                 self.gone |= frozenset(self._call.gone)
                 self._release(not self._call.later)
                 self.called.set()  # last: what this rank connects to from then on is not to be released
-
-
-def _nothing(whole: bool) -> None:
-    """Where there is nothing to release."""
 
 
 def tell(file: int, call: Call) -> None:
