@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -80,6 +81,23 @@ def test_what_was_measured_decides_and_is_said() -> None:
     assert "2 ranks x 1 thread in micro-batches of 8 12 ms" in one.why[0]
     assert "20 % slower (measured 12 ms)" in [other.loses for other in one.runners_up]
     assert "17 % slower (measured 14 ms)" in [other.loses for other in two.runners_up]
+
+
+def test_others_are_told_once_and_as_within_the_tie_only_where_they_are() -> None:
+    measured = {(1, 2): 1.0, (2, 1): 0.9, (1, 6): 0.01, (2, 3): 0.02, (3, 2): 0.03, (6, 1): 0.06}
+    faster = 0
+    for width, cluster in itertools.product((64, 256, 1024), (processor(), processor(6), gpus(devices=2))):
+        request = decoder(width=width, batch=16)
+        tie = decide(request, cluster).found.tie
+        for seconds in (None, measured):
+            plan = planned(request, cluster, seconds)
+            every = [(one.layout, one.threads) for one in plan.runners_up]
+            assert all(every.count(one) == 1 for one in every)
+            for one in plan.runners_up:
+                if gain := re.match(r"([\d.]+)% faster", one.loses):
+                    faster += 1
+                    assert ("within the tie" in one.loses) == (float(gain[1]) / 100 <= tie + 1e-3), one.loses
+    assert faster
 
 
 def test_without_trials_estimates_decide() -> None:

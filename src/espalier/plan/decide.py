@@ -232,9 +232,11 @@ def _told(plan: Plan, tried: list[Plan], measured: trials.Measured, calibration:
         return plan
     mine = trials.key(plan)
     others = sorted((one for one in tried if trials.key(one) != mine), key=lambda one: measured[trials.key(one)])
+    timed = [(one.layout, one.ranks[0].threads) for one in tried]
+    untimed = [one for one in plan.runners_up if (one.layout, one.threads) not in timed]
     return msgspec.structs.replace(
         plan,
         predicted=scaled(plan.predicted, measured[mine]),
         why=(trials.told([plan, *others], measured), *plan.why),
-        runners_up=(*(trials.beside(one, plan, measured) for one in others), *plan.runners_up),
+        runners_up=(*(trials.beside(one, plan, measured) for one in others), *untimed),
     )

@@ -147,7 +147,7 @@ def _cuts(request: Request, found: Found, option: Option, predicted: Predicted) 
 
 def _passed_over(found: Found, fastest: Option, option: Option) -> str:
     """Why the fastest by estimate is not the plan."""
-    gain = option.seconds / fastest.seconds - 1
+    gain = _gain(option, fastest)
     lacks = missing(fastest.layout)
     if lacks and not missing(option.layout):
         takes = units.show_seconds(fastest.seconds)
@@ -156,14 +156,21 @@ def _passed_over(found: Found, fastest: Option, option: Option) -> str:
             f"{1 - fastest.seconds / option.seconds:.0%} less; it needs {lacks}."
         )
     if gain > found.tie:
-        return (
-            f"{label(fastest.layout)} is {gain:.1%} faster by estimate: on one machine states stay whole where they "
-            "fit, as cutting them gains less there than an estimate is wrong by."
-        )
+        return f"{label(fastest.layout)} is {gain:.1%} faster by estimate: {_STAY_WHOLE}."
     return (
         f"{label(fastest.layout)} is {gain:.1%} faster by estimate, within the tie of {found.tie:.0%}: "
         "fewer moving parts, then less memory, decide."
     )
+
+
+_STAY_WHOLE = (
+    "on one machine states stay whole where they fit, as cutting them gains less there than an estimate is wrong by"
+)
+
+
+def _gain(option: Option, other: Option) -> float:
+    """By how much `other` is faster: as many times the steps a second, less one."""
+    return option.seconds / other.seconds - 1
 
 
 def _crowded(option: Option) -> list[str]:
@@ -219,16 +226,17 @@ def runners_up(request: Request, found: Found, option: Option) -> list[RunnerUp]
         first.setdefault((layout.algorithm, layout.pp > 1, sharded, layout.recompute, layout.world), one)
         if len(first) > RUNNERS_UP:
             break
-    return [_runner_up(request, one, option) for one in list(first.values())[1:]]
+    return [_runner_up(request, one, option, found.tie) for one in list(first.values())[1:]]
 
 
-def _runner_up(request: Request, one: Option, best: Option) -> RunnerUp:
+def _runner_up(request: Request, one: Option, best: Option, tie: float) -> RunnerUp:
     layout = one.layout
-    slower, more = one.seconds / best.seconds - 1, one.peak - best.peak
+    slower, gain, more = _gain(one, best), _gain(best, one), one.peak - best.peak
     mechanisms, mode, exchanged = (here > there for here, there in zip(layout.key(), best.layout.key(), strict=True))
     worse = "exchanges states in every micro-batch" if exchanged else "holds more"
     worse = "has more moving parts" if mechanisms else "recomputes more" if mode else worse
-    loses = f"{slower:.1%} slower" if slower >= 0 else f"{-slower:.1%} faster, within the tie, but {worse}"
+    why = f", within the tie, but {worse}" if gain <= tie else f" by estimate; {_STAY_WHOLE}"
+    loses = f"{slower:.1%} slower" if slower >= 0 else f"{gain:.1%} faster{why}"
     if more > 0:
         loses += f", {units.show_size(more)} more memory"
     samples = -(-request.global_batch // layout.dp)
