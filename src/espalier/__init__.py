@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from espalier.cost import Cost
     from espalier.errors import EspalierError
     from espalier.plan.base import Plan
-    from espalier.plan.public import make_plan
     from espalier.track.tables import open_run as open
+    from espalier.verbs.library import make_plan
 
 _HOME = {
     "Cluster": ("espalier.cluster", "Cluster"),
@@ -29,7 +29,7 @@ _HOME = {
     "Recipe": ("espalier.config", "Recipe"),
     "apply": ("espalier.around", "apply"),
     "load": ("espalier.config.load", "load"),
-    "make_plan": ("espalier.plan.public", "make_plan"),
+    "make_plan": ("espalier.verbs.library", "make_plan"),
     "open": ("espalier.track.tables", "open_run"),
 }
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+import espalier
+from espalier import cli
 from espalier import cluster as clusters
 from espalier.config import derive, load
 from espalier.errors import UserError
@@ -61,6 +64,22 @@ def test_an_earlier_run_calibrates(folder: RunFolder) -> None:
     found = measurements(folder.path)
     calibrated = Batch(found).predict(calibrate(found).factors)[0][0]
     assert abs(calibrated / (1.5 * plain) - 1) < 0.1
+
+
+def test_the_library_and_the_command_line_calibrate_on_a_run_alike(
+    folder: RunFolder, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log(folder, [0.3] * 10)
+    asked = msgspec.structs.replace(folder.read().plan, calibration=str(folder.path))
+    recipe = msgspec.structs.replace(folder.read(), plan=asked)
+    home = tmp_path_factory.mktemp("asked")
+    (home / "recipe.toml").write_text(load.dump(recipe))
+    (home / "cluster.toml").write_text(CLUSTER)
+    found = espalier.make_plan(home / "recipe.toml", home / "cluster.toml")
+    assert cli.main(["plan", str(home / "recipe.toml"), "--cluster", str(home / "cluster.toml"), "--json"]) == 0
+    assert base.dumps(found) == capsys.readouterr().out
+    assert found.predicted is not None
+    assert found.predicted.sources["coefficients"] == f"calibrated on {folder.path}"
 
 
 def test_what_holds_no_measurement_is_refused(folder: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> None:

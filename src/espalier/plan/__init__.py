@@ -5,6 +5,6 @@ edited. `estimate` and `calibrate` are for whoever plans by hand.
 """
 
 from espalier.plan.calibrate import Calibration, Measurement, calibrate
-from espalier.plan.public import Estimate, estimate, make_plan
+from espalier.plan.public import Estimate, estimate
 
-__all__ = ["Calibration", "Estimate", "Measurement", "calibrate", "estimate", "make_plan"]
+__all__ = ["Calibration", "Estimate", "Measurement", "calibrate", "estimate"]

@@ -1,4 +1,4 @@
-"""The planner as library calls: for a recipe, a published decoder, or anybody's module."""
+"""What is asked of the planner in a library call: a recipe, a published decoder, or anybody's module."""
 
 from __future__ import annotations
 
@@ -10,85 +10,20 @@ import msgspec
 
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
-from espalier.config import Auto, EveryStep, Pin, Recipe, Sync
+from espalier.config import Auto, Pin, Recipe
 from espalier.errors import UserError, nearest
-from espalier.plan import measured, score
 from espalier.plan import pins as pinned
-from espalier.plan.base import Layout, Plan, Predicted
-from espalier.plan.calibrate import DATASHEET, Calibration, calibrate
+from espalier.plan.base import Layout, Predicted
+from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.estimate import estimate as priced
 from espalier.plan.layouts import of_view
 from espalier.plan.published import Decoder
 from espalier.plan.request import Request
-from espalier.plan.trials import Trials
 
 Estimate = Predicted
 """Seconds by part, bytes by kind, bytes sent by class, and where each number comes from."""
 
 Model = "Recipe | Request | Decoder | torch.nn.Module | str | Path"
-
-
-def make_plan(
-    model: Any,
-    cluster: Cluster | str | Path,
-    *,
-    batch: int | None = None,
-    precision: str = "fp32",
-    calibration: Calibration | None = None,
-    **pins: Any,
-) -> Plan:
-    """The plan for a model on a cluster; of a recipe the one that `espalier plan` shows and `espalier train` takes.
-
-    Args:
-        model: a recipe (or its path), or any `nn.Module`; of a bare module only its parameters are known.
-        cluster: or the path of a cluster file.
-        batch: samples per step; a recipe says its own.
-        precision: of a bare module; a recipe says its own.
-        calibration: what measurements say of the coefficients; None: what the recipe names, else datasheets.
-        pins: decisions already taken, by the names of a plan's layout: `dp=8`, `shard={"optimizer": 8}`, …; and `sync`,
-            when replicas agree: by default as the recipe says, and of a module `"auto"`, which is by rounds where links
-            between machines leave little else (`"every_step"`, or an `espalier.config.Co2(…)`).
-
-    Returns:
-        The plan; `plan.executable` says whether `espalier train` runs it today, and is false only where no such plan
-        fits.
-
-    Raises:
-        UserError: a pin is not known or cannot be met, or nothing fits in memory (exit code 2 on the command line).
-    """
-    from espalier.plan.decide import decide
-
-    where, sync = _cluster(cluster), pins.pop("sync", None)
-    request, recipe = _asked(model, batch, precision, pins)
-    if sync is not None:
-        request = dataclasses.replace(request, sync=_sync(sync))
-    known = calibration or _calibration(recipe)
-    found = decide(request, where, known, None if recipe is None else Trials(recipe, where))
-    if not found.fits:
-        raise found.refusal()
-    return found.plan
-
-
-def _calibration(recipe: Recipe | None) -> Calibration:
-    named = recipe.plan.calibration if recipe is not None else None
-    if named is None:
-        return DATASHEET
-    if Path(named).is_dir():
-        raise UserError(
-            f"plan.calibration = {named!r} is a run's folder, which only the command line reads.",
-            do="make_plan(…, calibration=espalier.plan.calibrate(measurements))",
-        )
-    table = measured.read(named)
-    score.check_units(table)
-    return calibrate(table.measurements, source=f"calibrated on {named}")
-
-
-def _sync(given: Any) -> Sync:
-    known: dict[str, Sync] = {"auto": Auto(), "every_step": EveryStep()}
-    found = known.get(given) if isinstance(given, str) else given
-    if not isinstance(found, Sync):
-        raise UserError(f"sync = {given!r} is not possible.", do='"auto", "every_step", or espalier.config.Co2(…)')
-    return found
 
 
 def estimate(
@@ -111,10 +46,10 @@ def estimate(
     known = calibration or DATASHEET
     if not isinstance(layout, Layout):
         raise UserError(f"{layout!r} is not a layout.", do="espalier.plan.base.Layout(dp=8, …), or plan.layout")
-    where = _cluster(cluster)
+    where = cluster_of(cluster)
     batch = layout.dp * layout.micro_batch * layout.accumulate
     layouts = of_view(layout)
-    request = dataclasses.replace(_asked(model, batch, layout.precision, {})[0], precision=layout.precision)
+    request = dataclasses.replace(asked(model, batch, layout.precision, {})[0], precision=layout.precision)
     degrees = {name: getattr(layout, name) for name in ("tp", "sp", "pp") if getattr(layout, name) > 1}
     pinned.check(dataclasses.replace(request, pin=Pin(**degrees), redundancy=1), where)
     there = len(where.devices())
@@ -124,7 +59,8 @@ def estimate(
     return msgspec.structs.replace(found, spread=known.spread)
 
 
-def _cluster(cluster: Any) -> Cluster:
+def cluster_of(cluster: Any) -> Cluster:
+    """A cluster, or the one in a file. Raises UserError."""
     if isinstance(cluster, Cluster):
         return cluster
     if not isinstance(cluster, str | Path):
@@ -132,8 +68,8 @@ def _cluster(cluster: Any) -> Cluster:
     return clusters.read(cluster)
 
 
-def _asked(model: Any, batch: int | None, precision: str, pins: dict[str, Any]) -> tuple[Request, Recipe | None]:
-    """The request of any kind of model, and the resolved recipe where it is one."""
+def asked(model: Any, batch: int | None, precision: str, pins: dict[str, Any]) -> tuple[Request, Recipe | None]:
+    """The request of any kind of model, and the resolved recipe where it is one. Raises UserError."""
     import torch
 
     from espalier import workloads
