@@ -130,7 +130,7 @@ def test_two_hundred_recipes_have_one_plan_at_every_door(
         cut += len(plan.units[0].grads) > 1
     assert planned > 100
     assert refused > 5
-    assert rounds > 10
+    assert rounds > 5
     assert cut > 5
 
 
