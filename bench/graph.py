@@ -6,8 +6,9 @@ Epochs: forward, loss and backward of two layers over a whole planted graph of 5
 50 for MaxK); each peer is the faster of PyG's `edge_index` and its `torch.sparse` CSR form, normalised once.
 Accuracy: Cora and CiteSeer with the standard split (--data, folder `planetoid`), ten seeds, the same optimizer, steps
 and sizes on both sides, at the last step. Inference: latency of all nodes, and the most memory a process needs beyond
-what it held before. Beside DGL's own layers, by the Python of bench/peers/dgl.sh or of --dgl PYTHON: epochs with Adam
-on three graphs, and the sampler, edges drawn for batches of 1,024 nodes, fan-out 10 and 10.
+what it held before. Beside DGL's own layers, by the Python of bench/peers/dgl.sh or of --dgl PYTHON: epochs
+with Adam on three graphs, wall seconds of two threads and CPU seconds of one, and the sampler, edges drawn for batches
+of 1,024 nodes, fan-out 10 and 10.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -300,19 +302,28 @@ def beside_dgl(kind: str, graph: Graph, name: str, python: str | None, pairs: in
     model = workload.build(torch.device("cpu"), torch.float32).train()
     optimizer, count = torch.optim.Adam(model.parameters(), 0.01), workload.global_batch
 
-    def epoch() -> None:
+    def epoch(clock: Callable[[], float]) -> float:
+        begun = clock()
         optimizer.zero_grad()
         (batch,) = workload.batches(0, Shard(0, count, count))
         loss, weight = workload.loss(model, batch)
         (loss / weight).backward()
         optimizer.step()
+        return clock() - begun
 
     arrays = {"indptr": graph.indptr, "indices": graph.indices.astype(np.int64), "features": np.array(graph.features)}
     arrays |= {"labels": np.array(graph.labels), "train": graph.parts.train}
     options = (kind, str(WIDTH), str(recipe(kind).model.dropout))
-    taken = of_dgl(python, arrays, options, lambda: seconds(epoch), pairs)
-    values = [(1e3 * ours, 1e3 * theirs) for ours, theirs in taken]
-    return [compare(f"{kind} epoch with Adam, {name}", "dgl-2.1.0", "ms", values, higher_is_better=False)]
+    rows, threads = [], torch.get_num_threads()
+    for count, clock in ((threads, time.perf_counter), (1, time.process_time)):
+        torch.set_num_threads(count)
+        values = [
+            (1e3 * ours, 1e3 * theirs) for ours, theirs in of_dgl(python, arrays, options, partial(epoch, clock), pairs)
+        ]
+        case, unit = f"{kind} epoch with Adam, {name}, {count} threads", "ms" if count > 1 else "ms cpu"
+        rows.append(compare(case, "dgl-2.1.0", unit, values, higher_is_better=False))
+    torch.set_num_threads(threads)
+    return rows
 
 
 # --- all of it ---------------------------------------------------------------------------------------------------

@@ -109,7 +109,13 @@ def summed_loss(logits: Tensor, labels: Tensor, chosen: Tensor | None = None) ->
         known = ~labels.isnan()
         answers = labels[known].to(logits.dtype)
         return F.binary_cross_entropy_with_logits(logits[known], answers, reduction="sum"), known.sum()
-    return cross_entropy(logits, labels, chosen), (labels >= 0).sum()
+    return cross_entropy(logits, labels, chosen), _known(labels)
+
+
+def _known(labels: Tensor) -> Tensor:
+    if labels.device.type != "cpu":
+        return (labels >= 0).sum()
+    return torch.tensor(np.count_nonzero(labels.numpy() >= 0))  # by NumPy: torch's threads would spin afterwards
 
 
 def told(logits: Tensor, graph: Graph, names: Sequence[str]) -> list[dict[str, Any]]:

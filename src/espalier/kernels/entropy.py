@@ -41,10 +41,10 @@ class _Entropy(torch.autograd.Function):
         from espalier.kernels import entropy_cpu
 
         logits, labels, rows = logits.contiguous(), labels.contiguous(), rows.contiguous()
-        if len(labels) and int(labels.max()) >= logits.shape[1]:
-            raise IndexError(f"Label {int(labels.max())} is out of bounds for {logits.shape[1]} classes.")
         sums = torch.zeros(entropy_cpu.PIECES, dtype=torch.float64)
         entropy_cpu.sums_of(sums, logits, labels, rows)
+        if sums.isinf().any() and int(labels.max()) >= logits.shape[1]:
+            raise IndexError(f"Label {int(labels.max())} is out of bounds for {logits.shape[1]} classes.")
         ctx.save_for_backward(logits, labels, rows)
         return sums.sum().to(logits.dtype)
 
@@ -54,6 +54,6 @@ class _Entropy(torch.autograd.Function):
         from espalier.kernels import entropy_cpu
 
         logits, labels, rows = ctx.saved_tensors
-        made = BUFFERS.empty(tuple(logits.shape), logits.dtype).zero_()
+        made = BUFFERS.empty(tuple(logits.shape), logits.dtype)
         entropy_cpu.gradients(made, logits, labels, rows, float(gradients[0]))
         return made, None, None

@@ -30,12 +30,15 @@ _POWERS = lanewise(2, _powers)
     uses=(vectors,),
 )
 def sums_of(sums, logits, labels, rows):  # type: ignore[no-untyped-def]
-    """sums[piece] = sum of -log softmax(logits[rows[i]])[labels[i]]; a label below 0 counts nothing."""
+    """sums[piece] = sum of -log softmax(logits[rows[i]])[labels[i]]; a label below 0 counts nothing, one beyond the
+    classes as infinity."""
     classes, zero, flat = np.int64(logits.shape[1]), np.int64(0), logits.reshape(-1)
     for piece in numba.prange(len(sums)):
         made = np.empty(classes, logits.dtype)
         for i in range(len(rows) * piece // len(sums), len(rows) * (piece + 1) // len(sums)):
-            if labels[i] >= 0:
+            if labels[i] >= classes:
+                sums[piece] = np.inf
+            elif labels[i] >= 0:
                 at = rows[i] * classes
                 highest = flat[at]
                 for j in range(1, classes):
@@ -50,8 +53,10 @@ def sums_of(sums, logits, labels, rows):  # type: ignore[no-untyped-def]
     uses=(vectors,),
 )
 def gradients(made, logits, labels, rows, given):  # type: ignore[no-untyped-def]
-    """made[rows[i]] = given · (softmax(logits[rows[i]]) - 1 at labels[i]), added to what is there."""
+    """made[rows[i]] = given · (softmax(logits[rows[i]]) - 1 at labels[i]); zeros in the other rows."""
     classes, zero, flat, out = np.int64(logits.shape[1]), np.int64(0), logits.reshape(-1), made.reshape(-1)
+    for piece in numba.prange(PIECES):
+        out[len(out) * piece // PIECES : len(out) * (piece + 1) // PIECES] = 0
     for piece in numba.prange(PIECES):
         shares = np.empty(classes, logits.dtype)
         for i in range(len(rows) * piece // PIECES, len(rows) * (piece + 1) // PIECES):

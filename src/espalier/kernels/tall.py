@@ -62,8 +62,8 @@ class _Tall(torch.autograd.Function):
         dweight, sums = x.new_empty(pieces, x.shape[1], outputs), x.new_empty(pieces, outputs)
         tall_cpu.gradients(dweight, sums, x, gradient, tall_cpu.tiles(outputs, x.element_size()))
         if ctx.shared and ctx.needs_input_grad[2]:
-            dstart = sums.sum(0)
-        return dx, dweight.sum(0).t(), dstart
+            dstart = torch.from_numpy(sums.numpy().sum(0))  # by NumPy: torch would wake threads, which spin afterwards
+        return dx, torch.from_numpy(dweight.numpy().sum(0)).t(), dstart
 
 
 def _multiplied(x: Tensor, matrix: Tensor, start: Tensor | None) -> Tensor:

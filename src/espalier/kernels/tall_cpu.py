@@ -29,6 +29,13 @@ PIECES = 16
 """Pieces of rows whose gradients are added up; enough for 16 threads."""
 
 
+def column_sums(x: Any) -> Any:
+    """Of a tall NumPy array, in pieces that are added up in their order."""
+    pieces = np.empty((PIECES, x.shape[1]), x.dtype)
+    sum_columns(pieces, x, tiles(x.shape[1], x.itemsize))
+    return pieces.sum(0)
+
+
 def _block(height: int) -> Any:
     """The intrinsic y[row + r] = start[(row + r) * step] (zeros where step < 0) + Σ_k x[at + r down + k along] w[k]."""
 
@@ -137,3 +144,16 @@ def gradients(of_w, of_start, x, given, tiles):  # type: ignore[no-untyped-def]
                 k += one
             _ONE(of_start, np.int64(piece), of_start, one, ones, zero, zero, zero, given, first, last, tiles)
             first = last
+
+
+@jit(
+    *(f"({kind}[:, ::1], {kind}[:, ::1], int64[:, ::1])" for kind in ("float32", "float64")),
+    parallel=True,
+    uses=(vectors,),
+)
+def sum_columns(sums, x, tiles):  # type: ignore[no-untyped-def]
+    """sums[piece] = the sum of the rows of that piece."""
+    zero, one, ones = np.int64(0), np.int64(1), np.ones(1, x.dtype)
+    for piece in numba.prange(len(sums)):
+        first, last = len(x) * piece // len(sums), len(x) * (piece + 1) // len(sums)
+        _ONE(sums, np.int64(piece), sums, -one, ones, zero, zero, zero, x, first, last, tiles)

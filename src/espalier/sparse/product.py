@@ -123,7 +123,17 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             dvalues = _Dots.apply(ctx.adjacency, gradient, x)
         dstart = gradient if ctx.needs_input_grad[3] else None
-        return None, dx, dvalues, dstart.sum(0) if dstart is not None and ctx.shared else dstart
+        if dstart is not None and ctx.shared:
+            dstart = _column_sums(dstart)
+        return None, dx, dvalues, dstart
+
+
+def _column_sums(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        return x.sum(0)
+    from espalier.kernels import tall_cpu
+
+    return torch.from_numpy(tall_cpu.column_sums(x.contiguous().numpy()))
 
 
 class _Dots(torch.autograd.Function):
