@@ -91,7 +91,7 @@ def rtopk(
         if max_iterations is None and type(k) is int:
             elements = x.numel()
             if 1 < elements < _SMALL:  # nothing else fits into torch's 2 µs, of which reading more options takes 0.1
-                return x.topk(k) if k == 1 or (k <= 8 and elements < _FEW) else x.topk(k, -1, True, sorted)
+                return x.topk(k) if sorted or elements < _FEW or k == 1 else x.topk(k, -1, True, False)
             if 1 < elements < 4 * _SERIAL and x.is_cpu and _is_small(elements, x.shape[-1], k):
                 return x.topk(k, -1, True, sorted)
     except (AttributeError, RuntimeError, TypeError, IndexError):
