@@ -315,12 +315,12 @@ def beside_dgl(kind: str, graph: Graph, name: str, python: str | None, pairs: in
     arrays |= {"labels": np.array(graph.labels), "train": graph.parts.train}
     options = (kind, str(WIDTH), str(recipe(kind).model.dropout))
     rows, threads = [], torch.get_num_threads()
-    for count, clock in ((threads, time.perf_counter), (1, time.process_time)):
-        torch.set_num_threads(count)
+    for used, clock in ((threads, time.perf_counter), (1, time.process_time)):
+        torch.set_num_threads(used)
         values = [
             (1e3 * ours, 1e3 * theirs) for ours, theirs in of_dgl(python, arrays, options, partial(epoch, clock), pairs)
         ]
-        case, unit = f"{kind} epoch with Adam, {name}, {count} threads", "ms" if count > 1 else "ms cpu"
+        case, unit = f"{kind} epoch with Adam, {name}, {used} threads", "ms" if used > 1 else "ms cpu"
         rows.append(compare(case, "dgl-2.1.0", unit, values, higher_is_better=False))
     torch.set_num_threads(threads)
     return rows

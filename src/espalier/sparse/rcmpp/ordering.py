@@ -105,12 +105,12 @@ def _of_arrays(indptr: Any, indices: Any) -> Trace | None:
         return None
     if indptr.dtype.kind + indices.dtype.kind not in ("ii", "iu", "ui", "uu"):
         return None
-    if not (indptr.dtype == indices.dtype == np.int32 and indptr.flags.carray and indices.flags.carray):
-        given = indptr, indices
-        indptr, indices = (np.array(one, np.int32) for one in given)
-        if not all(np.array_equal(*pair) for pair in zip((indptr, indices), given, strict=True)):
-            return None
     kernels = _small()
+    if not (indptr.dtype == indices.dtype == np.int32 and indptr.flags.carray and indices.flags.carray):
+        given = (np.ascontiguousarray(indptr, np.int64), np.ascontiguousarray(indices, np.int64))
+        indptr, indices = np.empty(nodes + 1, np.int32), np.empty(len(given[1]), np.int32)
+        if not kernels.shortened.direct(*given, indptr, indices):
+            return None
     degree, order = np.empty(nodes, np.int32), np.empty(nodes, np.int32)
     if kernels.prepare.direct(indptr, indices, degree) != kernels.READY:
         return None

@@ -23,6 +23,19 @@ FEW = np.uint64(24)
 READY, ASYMMETRIC, WRONG = 0, 1, 2
 
 
+@jit("(int64[::1], int64[::1], int32[::1], int32[::1])")
+def shortened(indptr: Any, indices: Any, short_indptr: Any, short_indices: Any) -> Any:
+    """Both arrays in int32; whether no number was too large for it."""
+    lost = np.int64(0)
+    for at in range(len(indptr)):
+        short_indptr[at] = np.int32(indptr[at])
+        lost |= indptr[at] ^ np.int64(short_indptr[at])
+    for at in range(len(indices)):
+        short_indices[at] = np.int32(indices[at])
+        lost |= indices[at] ^ np.int64(short_indices[at])
+    return lost == 0
+
+
 @jit("(int32[::1], int32[::1], int32[::1])", uses=(passes,))
 def prepare(indptr: Any, indices: Any, degree: Any) -> Any:
     """Writes each node's degree, self-loops left out, of rows that ascend. Returns what the pattern is.
