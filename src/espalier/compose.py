@@ -70,7 +70,7 @@ def compose(claims: Iterable[Claim], known: Iterable[Claim] = ()) -> Order | Ref
     """
     present = _by_name(claims)
     catalogue = {**_by_name(known), **present}
-    found = _attempt(present, catalogue)
+    found = _clash(present) or _unmet(present, catalogue) or _sorted(present)
     if isinstance(found, Order):
         return found
     return Refusal(found.reason, found.pair, found.instead or _instead(found.pair, present, catalogue))
@@ -91,10 +91,6 @@ def _by_name(claims: Iterable[Claim]) -> dict[str, Claim]:
     for claim in sorted(claims, key=lambda claim: claim.name):
         assert table.setdefault(claim.name, claim) == claim, f"two mechanisms are called {claim.name}"
     return table
-
-
-def _attempt(present: Table, catalogue: Table) -> Order | Refusal:
-    return _clash(present) or _unmet(present, catalogue) or _sorted(present)
 
 
 # --- what cannot be ----------------------------------------------------------------------------------------------
@@ -190,6 +186,7 @@ def _instead(pair: tuple[str, str], present: Table, catalogue: Table) -> str:
                 untried = untried or offer
                 continue
             rest = {key: other for key, other in present.items() if key != name}
-            if isinstance(_attempt({**rest, choice: catalogue[choice]}, catalogue), Order):
+            tried = {**rest, choice: catalogue[choice]}
+            if not (_clash(tried) or _unmet(tried, catalogue)) and isinstance(_sorted(tried), Order):
                 return offer
     return untried or f"leave out {' or '.join(dict.fromkeys(pair))}"

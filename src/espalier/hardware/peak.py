@@ -31,7 +31,7 @@ class _Peak:
         is at least the rise's height without the most of files at both looks.
         """
         files, high = now["RssFile"], now["VmHWM"]
-        self.most = max(self.most, _held(now))
+        self.most = max(self.most, now["held"])
         if self._files is not None and high > self._high:
             self.most = max(self.most, high - max(files, self._files))
         self._files, self._high = files, high
@@ -45,18 +45,15 @@ os.register_at_fork(after_in_child=_peak.forget)
 
 
 def _status() -> dict[str, int]:
-    """Bytes of every kind of memory by the kernel's name."""
+    """Bytes of every kind of memory by the kernel's name, and as `held` anonymous and shared pages."""
     lines = (line.split() for line in _STATUS.read_text().splitlines())
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1:] == ["kB"]}
-
-
-def _held(status: dict[str, int]) -> int:
-    return status["RssAnon"] + status["RssShmem"]
+    found = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1:] == ["kB"]}
+    return {**found, "held": found["RssAnon"] + found["RssShmem"]}
 
 
 def held() -> int:
     """Bytes of anonymous and shared pages that this process holds now."""
-    return _held(_status())
+    return _status()["held"]
 
 
 def peak_memory(device: torch.device) -> int:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -307,8 +307,3 @@ def unwritable(folder: Path, error: OSError) -> UserError:
 
 def _existing(folder: Path) -> Path:
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
-
-
-def text_of(table: Any) -> bytes:
-    """Indented JSON of a struct; equal structs give equal bytes."""
-    return msgspec.json.format(msgspec.json.encode(table), indent=1)

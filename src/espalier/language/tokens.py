@@ -230,7 +230,7 @@ def _write(job: _Job, folder: Path) -> None:
         notes=(*job.notes, *note),
     )
     with open(folder / shards.INDEX, "wb") as file:
-        file.write(shards.text_of(index))
+        file.write(msgspec.json.format(msgspec.json.encode(index), indent=1))
         file.flush()
         os.fsync(file.fileno())
     job.progress(job.listed.bytes, job.listed.bytes)

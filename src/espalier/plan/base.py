@@ -235,12 +235,12 @@ class Plan(Part, frozen=True):
 
 def dumps(plan: Plan, **beside: Plan) -> str:
     """The plan as indented JSON with its derived `layout`; equal plans give equal text. `beside`: more, by name."""
-    table = _table(plan) | {name: _table(other) for name, other in beside.items()}
+    tables = {
+        name: {**msgspec.to_builtins(one), "layout": msgspec.to_builtins(one.layout)}
+        for name, one in {"": plan, **beside}.items()
+    }
+    table = tables.pop("") | tables
     return msgspec.json.format(msgspec.json.encode(table, order="deterministic"), indent=2).decode() + "\n"
-
-
-def _table(plan: Plan) -> dict[str, Any]:
-    return {**msgspec.to_builtins(plan), "layout": msgspec.to_builtins(plan.layout)}
 
 
 def loads(text: str | bytes, origin: str = "plan.json") -> Plan:
