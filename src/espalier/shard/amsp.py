@@ -49,7 +49,7 @@ RECORD = Record(
     aliases=("advanced model states partitioning",),
     paper="arXiv 2311.00257",
     question="Where does each tensor live?",
-    files=("shard/amsp.py", "shard/placement.py", "shard/spread.py", "around.py", "plan/search.py"),
+    files=("shard/amsp.py", "shard/placement.py", "shard/spread.py", "shard/cost.py", "around.py", "plan/search.py"),
     chosen="several ranks and model states that do not fit replicated, or whose full sharding would cross slow links "
     "every step",
     cost="bytes held = bP*N/sP + bG*N/sG + bOS*N/sOS; per step all-gathers over sP and reduce-scatters over sG for "
