@@ -64,7 +64,7 @@ def clone(store: Store) -> Any:
 def ask_nobody() -> None:
     """From now on this process finds hosts in its hosts file alone: for one that only serves a store, which asks for
     the name of each peer as it comes."""
-    _look_up(alone=True)
+    _look_up("files")
 
 
 def serve() -> TCPStore:
@@ -122,30 +122,30 @@ class _Connecting:
         self.__init__()  # type: ignore[misc]
         self.ours = True
         if alone:
-            _look_up(alone=False)
+            _look_up(_configured())
 
     def _add(self, count: int, alone: int) -> None:
         with self._changed:
             self._count += count
             before, self._alone = self._alone, self._alone + alone
             if bool(before) != bool(self._alone):
-                _look_up(self._alone > 0)
+                _look_up("files" if self._alone else _configured())
             self._changed.notify_all()
 
 
-def _look_up(alone: bool) -> None:
-    """From now on hosts are found in their file `alone`, else as this machine's nsswitch.conf says."""
+def _configured() -> str:
+    """How this machine finds hosts, as its nsswitch.conf says it."""
+    try:
+        found = re.search(r"^\s*hosts:\s*([^#\n]*[^#\s])", _SWITCH.read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return _DEFAULT
+    return found[1] if found else _DEFAULT
+
+
+def _look_up(how: str) -> None:
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
-    if configure is None:
-        return
-    how = "files"
-    if not alone:
-        switch = ""
-        with contextlib.suppress(OSError):
-            switch = _SWITCH.read_text(errors="replace")
-        found = re.search(r"^\s*hosts:\s*([^#\n]*[^#\s])", switch, re.MULTILINE)
-        how = found[1] if found else _DEFAULT
-    configure(b"hosts", how.encode())
+    if configure is not None:
+        configure(b"hosts", how.encode())
 
 
 _connecting = _Connecting()

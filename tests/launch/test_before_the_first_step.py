@@ -1,11 +1,11 @@
 """What a run executes before its first step, counted in the process of rank 0 and before it was forked.
 
-Of 691 functions in 135 files, with nothing kept from before, 153 price layouts and say why one is the plan (`plan`); 90
+Of 692 functions in 135 files, with nothing kept from before, 153 price layouts and say why one is the plan (`plan`); 90
 cut the corpus into shards and build the model (`language`); 117 lay states, groups and the optimizer on the ranks and
 price that (`shard`, `parallel`, `optim`, `sync`, `stages`); 86 read and fill the recipe and say what was decided
 (`config`, `verbs`); 77 fork, connect and watch the ranks (`launch`, `comm`, `resilience`); 35 know the machine
 (`cluster`, `hardware`); 17 know where checkpoints and copies go (`checkpoint`); 18 write the run log and show progress
-(`track`); 6 make the table of fast forms (`kernels`); 92 are modules between packages, such as the trainer.
+(`track`); 6 make the table of fast forms (`kernels`); 93 are modules between packages, such as the trainer.
 """
 
 import json
