@@ -123,8 +123,8 @@ def compared(recipe: Recipe, plan: Plan) -> tuple[dict[str, float], dict[str, fl
 
 
 def equal(recipe: Recipe, ranks: int, count: int = 1, **pins: Any) -> Plan:
-    """The plan of so many ranks, once its bytes were those of the ledger."""
-    plan = espalier.make_plan(recipe, processor(cores=4, count=count), ranks=ranks, **pins)
+    """The plan of so many ranks of one thread, once its bytes were those of the ledger."""
+    plan = espalier.make_plan(recipe, processor(cores=ranks // count, count=count), ranks=ranks, **pins)
     assert len(plan.ranks) == ranks
     found, foretold = compared(recipe, plan)
     assert found == pytest.approx(foretold, rel=1e-12), "to the byte; thirds of one are rounded"
@@ -201,7 +201,7 @@ def test_of_sixteen_bit_shards_that_are_encoded(corpus: Path, tmp_path: Path) ->
 def test_codecs_without_fixed_length_send_no_more_than_foretold(corpus: Path, tmp_path: Path, codec: str) -> None:
     recipe = language(corpus, tmp_path, comm={"codec": codec})
     plan, raw = (
-        espalier.make_plan(one, processor(cores=4), ranks=2, shard=shard(1, 1, 2))
+        espalier.make_plan(one, processor(cores=2), ranks=2, shard=shard(1, 1, 2))
         for one in (recipe, language(corpus, tmp_path))
     )
     found, foretold = compared(recipe, plan)
@@ -212,7 +212,7 @@ def test_codecs_without_fixed_length_send_no_more_than_foretold(corpus: Path, tm
 
 def test_what_a_policy_gathers_without_loss_is_no_more_than_foretold(corpus: Path, tmp_path: Path) -> None:
     recipe = language(corpus, tmp_path, comm={"codec": "zhybrid"})
-    plan = espalier.make_plan(recipe, processor(cores=4), ranks=2, shard=shard(1, 1, 2))
+    plan = espalier.make_plan(recipe, processor(cores=2), ranks=2, shard=shard(1, 1, 2))
     found, foretold = compared(recipe, plan)
     assert found["gradients"] == foretold["gradients"]
     assert found["parameters"] <= foretold["parameters"]
