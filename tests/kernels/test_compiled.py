@@ -125,3 +125,16 @@ from espalier.kernels.compiled import threads
 assert numba.config.THREADING_LAYER == "workqueue"
 """
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=150)
+
+
+def test_a_parameters_storage_can_be_resized_after_a_kernel_has_read_it() -> None:
+    """As that of a sharded parameter is after every use; it is a view, and passed on without autograd."""
+    flat = torch.arange(12.0)
+    weight = torch.nn.Parameter(flat.view(3, 4))
+    with torch.no_grad():
+        for one in (weight, weight.view(3, 4), weight[:2]):
+            assert torch.equal(summed(one), one.sum(1))
+    assert summed(torch.nn.Parameter(torch.empty(0, 4))).shape == (0,)
+    assert flat.untyped_storage().resizable()
+    with pytest.raises(TypeError):
+        summed(weight.t())

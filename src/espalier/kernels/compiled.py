@@ -18,7 +18,7 @@ import importlib.metadata
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -121,7 +121,31 @@ class Kernel:
 
 
 def _plain(argument: Any) -> Any:
-    return argument.numpy(force=argument.requires_grad) if isinstance(argument, torch.Tensor) else argument
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    if argument.requires_grad or argument._is_view():
+        return np.asarray(_Memory(argument))
+    return argument.numpy()
+
+
+class _Memory:
+    """A tensor's memory as NumPy reads it. `Tensor.numpy` would forbid for good that its storage is resized, which a
+    sharded parameter's is."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor  # lives as long as the array
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "typestr": _typestr(tensor.dtype),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(tensor.element_size() * one for one in tensor.stride()),
+        }
+
+
+@cache
+def _typestr(dtype: torch.dtype) -> str:
+    return str(torch.empty(0, dtype=dtype).numpy().dtype.str)
 
 
 def jit(
