@@ -106,9 +106,9 @@ def test_warm_compiles_what_is_imported() -> None:
     def next_one(x: int) -> int:
         return x + 1
 
-    assert next_one._compiled is None
+    assert not next_one._compiled
     compiled.warm()
-    assert next_one._compiled is not None
+    assert next_one._compiled
     assert next_one(1) == 2
 
 
@@ -138,3 +138,19 @@ def test_a_parameters_storage_can_be_resized_after_a_kernel_has_read_it() -> Non
     assert flat.untyped_storage().resizable()
     with pytest.raises(TypeError):
         summed(weight.t())
+
+
+def test_only_the_dtype_that_is_asked_for_is_compiled() -> None:
+    def scaled(x: np.ndarray, by: float) -> None:
+        for at in range(len(x)):
+            x[at] *= by
+
+    kernel = jit("(float32[::1], float64)", "(float64[::1], float64)")(scaled)
+    for dtype in (torch.float64, torch.float32):
+        x = torch.ones(3, dtype=dtype)
+        kernel(x, 2.0)
+        assert x.tolist() == [2.0] * 3
+        assert torch.empty(0, dtype=dtype).numpy().dtype in kernel._compiled
+        assert len(kernel._compiled) == (1 if dtype == torch.float64 else 2)
+    with pytest.raises(TypeError):
+        kernel(torch.ones(3, dtype=torch.int64), 2.0)

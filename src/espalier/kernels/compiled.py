@@ -27,6 +27,8 @@ import numba
 import numba.extending
 import numpy as np
 import torch
+from numba.core.sigutils import normalize_signature
+from numba.np.numpy_support import as_dtype
 
 Body = TypeVar("Body", bound=Callable[..., Any])
 
@@ -81,25 +83,33 @@ class Kernel:
     def __init__(self, body: Callable[..., Any], signatures: tuple[str, ...], options: _Options) -> None:
         self.body = body
         self.__name__, self.__doc__ = body.__name__, body.__doc__
-        self._signatures = list(signatures)
         self._options = replace(options, parallel=options.parallel and _PARALLEL)
-        self._compiled: Any = None
+        self._place, self._signatures = _by_dtype(signatures)
+        self._compiled: dict[Any, Any] = {}
+        self._named = False
         _KERNELS.append(self)
 
-    def compile(self) -> Any:
-        """The code for all signatures: from the cache on disk, or 0.3 to 1 s for each."""
+    def compile(self) -> None:
+        """Makes the code for all signatures, which otherwise waits for the first call with each dtype."""
+        for dtype in self._signatures:
+            self._code(dtype)
+
+    def _code(self, dtype: Any) -> Any:
+        """The code for the signatures of that dtype: from the cache on disk, or 0.3 to 1 s for each."""
         with _COMPILING:
-            if self._compiled is None:
-                self.body.__qualname__ += f"_{_key(self._options)}"  # the name is part of the cache's key
-                self._compiled = numba.njit(
-                    self._signatures,
+            if dtype not in self._compiled:
+                if not self._named:
+                    self.body.__qualname__ += f"_{_key(self._options)}"  # the name is part of the cache's key
+                    self._named = True
+                self._compiled[dtype] = numba.njit(
+                    self._signatures[dtype],
                     cache=True,
                     nogil=True,
                     error_model="numpy",
                     parallel=self._options.parallel,
                     fastmath=self._options.fastmath,
                 )(self.body)
-        return self._compiled
+        return self._compiled[dtype]
 
     @cached_property
     def direct(self) -> Callable[..., Any]:
@@ -108,16 +118,33 @@ class Kernel:
         A call takes 0.4 µs: nothing is converted, and no signature is looked for.
         """
         assert not self._options.parallel
-        (found,) = self.compile().overloads.values()
+        ((dtype, _),) = self._signatures.items()
+        (found,) = self._code(dtype).overloads.values()
         run: Callable[..., Any] = found.entry_point
         return run
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs on as many threads as torch would use here."""
-        run = self._compiled or self.compile()
+        given = [one if isinstance(one, np.ndarray) else _plain(one) for one in arguments]
+        dtype = None if self._place is None else getattr(given[self._place], "dtype", None)
+        run = self._compiled.get(dtype)
+        if run is None:
+            run = self._code(dtype if dtype in self._signatures else next(iter(self._signatures)))
         if self._options.parallel:
             numba.set_num_threads(threads())
-        return run(*[one if isinstance(one, np.ndarray) else _plain(one) for one in arguments])
+        return run(*given)
+
+
+def _by_dtype(signatures: tuple[str, ...]) -> tuple[int | None, dict[Any, list[str]]]:
+    """(the first argument whose arrays have different dtypes, the signatures by that dtype); None: there is none."""
+    types = [normalize_signature(one)[0] for one in signatures]
+    for place, kinds in enumerate(zip(*types, strict=True)):
+        if all(isinstance(kind, numba.types.Array) for kind in kinds) and len({kind.dtype for kind in kinds}) > 1:
+            found: dict[Any, list[str]] = {}
+            for signature, kind in zip(signatures, kinds, strict=True):
+                found.setdefault(as_dtype(kind.dtype), []).append(signature)
+            return place, found
+    return None, {None: list(signatures)}
 
 
 def _plain(argument: Any) -> Any:
