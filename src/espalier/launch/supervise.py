@@ -161,7 +161,6 @@ class Supervisor:
         except BaseException:
             local.end(self.signals.children, 0.0)
             raise
-        self._observe()
         return list(self.signals.children)
 
     def _gone(self, ended: Ended, children: Sequence[Child]) -> list[int]:
@@ -173,7 +172,6 @@ class Supervisor:
         after = staying.replaced(self.task, children, self._begin(self.pulses), gone)
         for child in after:
             self.signals.add(child)
-        self._observe()
         return after
 
     def _begin(self, pulses: Pulses | None = None) -> list[Place]:
@@ -193,17 +191,14 @@ class Supervisor:
             for index, (place, own) in enumerate(self.seats)
         ]
 
-    def _observe(self) -> None:
-        """Begins to watch the ranks of an attempt, which are under way."""
-        self.watcher = Watcher(self.care.heartbeat, self.patience, self.spins)
-        self.stragglers = Stragglers()
-        self.reshaping.begin(time.monotonic(), [place for place, _ in self.seats])
-
     def _end(self, children: Sequence[Child], grace: float) -> None:
         local.end(children, grace)
 
     def _watch(self, children: Sequence[Child]) -> Ended | None:
         """Waits until all have ended well (None) or one has not, or none goes on."""
+        self.watcher = Watcher(self.care.heartbeat, self.patience, self.spins)
+        self.stragglers = Stragglers()
+        self.reshaping.begin(time.monotonic(), [place for place, _ in self.seats])
         every = self.care.heartbeat / _LOOKS
         looked, looks = 0.0, 0
         for child in ranks.endings(children, every):
