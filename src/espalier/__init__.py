@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from espalier.errors import EspalierError
     from espalier.plan.base import Plan
     from espalier.track.tables import open_run as open
-    from espalier.verbs.library import make_plan
+    from espalier.verbs.api import make_plan
 
 _HOME = {
     "Cluster": ("espalier.cluster", "Cluster"),
@@ -29,7 +29,7 @@ _HOME = {
     "Recipe": ("espalier.config", "Recipe"),
     "apply": ("espalier.around", "apply"),
     "load": ("espalier.config.load", "load"),
-    "make_plan": ("espalier.verbs.library", "make_plan"),
+    "make_plan": ("espalier.verbs.api", "make_plan"),
     "open": ("espalier.track.tables", "open_run"),
 }
 

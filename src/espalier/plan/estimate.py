@@ -138,10 +138,10 @@ def sent(step: Step, rounds: int, nodes: Sequence[int]) -> dict[str, float]:
     found = dict(cost(step.states, step.division, rounds=rounds).sent)
     codecs = spread.codecs(exchanges(request.crossings))
     if codecs and step.states.sizes and not np.any(step.states.cut):
-        from espalier.shard.encoded import encoded  # codecs load torch
+        from espalier.shard.wire_bytes import wire_bytes  # codecs load torch
 
         chosen = Shards(int(layout.params), int(layout.grads), int(layout.optimizer))
-        found = dict(encoded(step.states, chosen, nodes, codecs, rounds=rounds))
+        found = dict(wire_bytes(step.states, chosen, nodes, codecs, rounds=rounds))
     world = int(layout.world)
     totals = TOTALS + world + task_totals(request.tasks)
     steering = TOTAL_BYTES * spread.control_values(request.tensors, world, totals)

@@ -283,7 +283,7 @@ def cost(states: States, division: Division, *, rounds: Number = 1, wire: Wire |
 
     Returns:
         `held`: `params`, `grads`, `optimizer`, `gathered`, `buckets` and, where sums are rounded, `feedback`.
-        `sent`: the ledger's bytes of `gradients` and `parameters`, nothing encoded (see `shard.encoded`).
+        `sent`: the ledger's bytes of `gradients` and `parameters`, nothing encoded (see `shard.wire_bytes`).
         `seconds`, nothing hidden: `gather` (sharded parameters) and `scatter` (sharded gradients) of all micro-batches,
         `reduce` (the step's gradients) and `refresh` (moved parameters).
     """

@@ -19,7 +19,7 @@ Codecs = Mapping[tuple[str, str], str]
 """Names of codecs by class of traffic and level, as in `shard.spread.Spread`."""
 
 
-def encoded(
+def wire_bytes(
     states: States, chosen: Factors, nodes: Sequence[int], codecs: Codecs, *, rounds: int = 1
 ) -> dict[str, float]:
     """Bytes sent in a step by the first rank, which sends most, through `codecs`, headers included: exact for codecs of
