@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import platform
 import signal
@@ -97,6 +98,8 @@ def arguments(description: str, **more: dict[str, Any]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", **known)
     # Asked to end (by `timeout`, say), a script still ends what it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)  # a file shows each line as it is written, like a terminal
     return parser.parse_args()
 
 
