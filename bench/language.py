@@ -191,7 +191,7 @@ def _loop(case: Case, steps: int, world: int, threads: int, wrap: Callable[..., 
             seconds.append(time.perf_counter() - begun)
             peak_memory(torch.device("cpu"))  # looks as often as ours
         if world > 1:
-            dist.barrier()  # and no more: a Reducer that is the group's last owner joins Gloo's thread and holds the GIL
+            dist.barrier()  # and no more: a Reducer that is the group's last owner waits for Gloo with the GIL held
         return seconds, peak_memory(torch.device("cpu"))
 
     places = [launch.Place(rank=index, world=world, local_rank=index, threads=threads) for index in range(world)]

@@ -104,8 +104,8 @@ def test_a_timeout_kills_all_and_says_where_each_was(do: Any) -> None:
 
 
 def _children() -> set[int]:
-    """The processes that this one started and has not waited for, by any of its threads. A test before this one may have
-    left some: what imports multiprocessing's resource tracker, say, starts one that stays."""
+    """The processes that this one started and has not waited for, by any of its threads. A test before this
+    one may have left some: what imports multiprocessing's resource tracker, say, starts one that stays."""
     return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
