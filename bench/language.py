@@ -1,6 +1,6 @@
 """The planned language run beside what a user would write or take instead: same model, same data, same machine.
 
-    python bench/language.py [--quick] [--pairs N] [--json FILE]
+    python bench/language.py [--quick] [--pairs N] [--json FILE] [--only SHAPE,...,first-step]
 
 Peers: a plain DistributedDataParallel loop (fused AdamW, gradient_as_bucket_view), FSDP2, one process with all threads,
 the 60 lines of bench/plain_loop.py, and the Hugging Face Trainer with its own Llama of the same shape. All train fp32
@@ -360,16 +360,19 @@ def _until_first_step(recipe: Path, cache: Path) -> float:
 
 def main() -> None:
     """Runs everything and prints the table."""
-    wanted = arguments(__doc__ or "")
+    wanted = arguments(__doc__ or "", only={"help": "names of shapes, or first-step"})
     torch.set_num_threads(1)
     note = ", quick" if wanted.quick else ""
-    shapes = SHAPES[:2] if wanted.quick else SHAPES
+    every = [shape.name for shape in (SHAPES[:2] if wanted.quick else SHAPES)] + ["first-step"]
+    asked = wanted.only.split(",") if wanted.only else every
+    shapes = [shape for shape in SHAPES if shape.name in asked]
     pairs = wanted.pairs or (3 if wanted.quick else 15)
     rows = []
     for shape in shapes:
         case = make_case(shape, Path())
         rows += throughput(case, pairs, 5, note)
-    rows += first_step(3 if wanted.quick else 5, note)
+    if "first-step" in asked:
+        rows += first_step(3 if wanted.quick else 5, note)
     publish(rows, wanted.json)
 
 

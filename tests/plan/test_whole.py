@@ -71,7 +71,7 @@ def test_every_divisor_of_the_cores_is_tried_at_the_micro_batch_that_is_best_the
 
 
 def test_what_was_measured_decides_and_is_said() -> None:
-    one = planned(decoder(), processor(), {(1, 2): 0.010, (2, 1): 0.012})
+    one = planned(decoder(), processor(), {(1, 2): 0.010, (2, 1): 0.0103})
     two = planned(decoder(), processor(), {(1, 2): 0.014, (2, 1): 0.012})
     assert (len(one.ranks), one.ranks[0].threads) == (1, 2)
     assert (len(two.ranks), two.ranks[0].threads) == (2, 1)

@@ -27,10 +27,8 @@ from espalier.plan.search import Found, Option
 from espalier.plan.seats import gpus
 
 NEAR = 1.02
-"""Of trials of micro-batches that differ by no more than this, the smallest is taken, which holds least."""
-TRIED = 1.05
-"""Of trials of ranks that differ by no more than this, the one with most ranks is taken: processes wait for each other
-once a step, threads at every operation, so that a core that is busy elsewhere hurts them more."""
+"""A tie of trials. Of micro-batches the smallest is taken, which holds least; of ranks the most: processes wait for each
+other once a step, threads at every operation, so that a core that is busy elsewhere hurts them more."""
 SIZES = (0.5, 2, 4)
 """Micro-batches tried beside the estimate's, as multiples of it."""
 
@@ -192,7 +190,7 @@ def _whole(request: Request, found: Found, kept: Found, calibration: Calibration
     plan = make(best)
     if measured:
         fastest = min(measured.values())
-        near = [one for one in tried if measured[trials.key(one)] <= TRIED * fastest]
+        near = [one for one in tried if measured[trials.key(one)] <= NEAR * fastest]
         plan = max(near, key=lambda one: len(one.ranks))
     elif len(tried) > 1:
         return plan
