@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.resilience.acme import scan, words
 from espalier.resilience.acme.diagnose import diagnose
+from espalier.resilience.acme.log_scan import keywords, scan
 from espalier.resilience.acme.taxonomy import NO_FAILURE, REASONS, Diagnosis
 from table import Row, arguments, compare, interval, publish
 
@@ -165,7 +165,7 @@ def babble(size: int, words_of_line: int, alarm: int, seed: int = 0) -> bytes:
     while size > 0:
         line = " ".join(draw.choices(known, k=words_of_line))
         if alarm and len(made) % alarm == 0:
-            line += f" {draw.choice(words.WORDS).decode()}"
+            line += f" {draw.choice(keywords.WORDS).decode()}"
         made.append(line)
         size -= len(line) + 1
     return ("\n".join(made) + "\n").encode()
@@ -208,7 +208,7 @@ def _kept(path: Path) -> bool:
 
 def _times(path: Path, ours: Callable[[Path], bool], pairs: int) -> list[tuple[float, float]]:
     """Seconds of ours, which must be true, and of grep."""
-    pattern = "|".join(word.decode() for word in words.WORDS)
+    pattern = "|".join(word.decode() for word in keywords.WORDS)
     command = ["grep", "-a", "-c", "-i", "-E", pattern, str(path)]
     times = []
     for _ in range(pairs):
@@ -229,7 +229,7 @@ def compressed(folder: Path, logs: Sequence[Labelled]) -> list[Row]:
     """Lines over lines kept of each labelled log amid routine lines, and the share of root lines that are kept."""
     before, after = routine(40_000), routine(10_000, seed=1)
     around = before.count(b"\n")
-    pattern = re.compile("|".join(word.decode() for word in words.WORDS), re.I)
+    pattern = re.compile("|".join(word.decode() for word in keywords.WORDS), re.I)
     plain = sum(pattern.search(line) is not None for line in (before + after).decode().split("\n"))
     ratios, kept, theirs = [], [], []
     for log in logs:
@@ -237,7 +237,7 @@ def compressed(folder: Path, logs: Sequence[Labelled]) -> list[Row]:
         path = folder / "amid.log"
         path.write_bytes(before + text.rstrip(b"\n") + b"\n" + after)
         scanned = scan.scan(path)
-        ratios.append(scan.compression(scanned))
+        ratios.append(scanned.total / max(1, len(scanned.lines)))
         theirs.append(scanned.total / (plain + text.count(b"\n")))
         if log.root is not None:
             kept.append(around + log.root in scanned.lines.keys() | {loss.number for loss in scanned.losses})

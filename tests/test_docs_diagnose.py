@@ -29,9 +29,7 @@ def test_its_rules_load(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text(text)
     (rule,) = rules.read(mine)
-    assert rule.match(
-        "LustreError: This client was evicted by fs-OST0001", "lustreerror: this client was evicted by fs-ost0001"
-    )
+    assert rules.book((rule,)).first("LustreError: This client was evicted by fs-OST0001")
     assert incidents.read(mine)[0].reason == "Node Failure"
 
 

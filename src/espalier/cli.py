@@ -105,7 +105,6 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     made["explain"].add_argument("name", nargs="?", help="a system, such as amsp; without it, all twenty")
     made["diagnose"].add_argument("logs", nargs="+", metavar="LOG", help="logs, or a run's folder")
     made["diagnose"].add_argument("--rules", metavar="FILE", help="rules and incidents of your own")
-    made["diagnose"].add_argument("--model", metavar="URL", help="a language model to ask where no rule knows why")
 
 
 def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: None) -> int:

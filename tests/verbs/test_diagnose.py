@@ -65,8 +65,3 @@ def test_rules_of_ones_own_and_their_mistakes(log, tmp_path, capsys):
     assert cli.main(["diagnose", "--rules", str(mine), str(log)]) == 2
     said = capsys.readouterr().err
     assert "rule 1 (k): pattern 1" in said
-
-
-def test_a_url_that_is_none_is_refused_before_anything_is_read(log, capsys):
-    assert cli.main(["diagnose", "--model", "nonsense", str(log)]) == 2
-    assert "--model nonsense" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import json
 import sys
 
 from espalier.errors import EspalierError, UserError
-from espalier.resilience.acme import incidents, model, rules
+from espalier.resilience.acme import incidents, rules
 from espalier.resilience.acme.diagnose import Means, diagnose
 from espalier.resilience.acme.taxonomy import NO_FAILURE, Diagnosis, as_dict, restart_helps
 from espalier.terminal import say
@@ -19,7 +19,6 @@ def run(arguments: argparse.Namespace) -> int:
     means = Means(
         rules=rules.with_users(arguments.rules) if arguments.rules else None,
         incidents=incidents.read(arguments.rules) if arguments.rules else (),
-        model=model.endpoint(arguments.model) if arguments.model else None,
     )
     if len(arguments.logs) == 1:
         _tell(diagnose(arguments.logs[0], means), arguments.json)
@@ -75,12 +74,4 @@ def told(one: Diagnosis) -> list[str]:
     again = WORDS[one.action] if one.reason != NO_FAILURE or restart_helps(one) else ""
     text += [f"  restart  {one.action}: {again}"] if again else []
     text += [f"  try      {one.advice}"] if one.advice and one.advice != again else []
-    text += (
-        [
-            "  rule     for your own file (--rules), after a look:",
-            *(f"    {line}" for line in one.proposal.splitlines()),
-        ]
-        if one.proposal
-        else []
-    )
     return text

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.resilience.acme import causes, lines
+from espalier.resilience.acme import causes
+from espalier.resilience.acme.log_scan import line_labels
+from espalier.resilience.acme.log_scan.scan import Loss
 from espalier.resilience.acme.rules import own
-from espalier.resilience.acme.scan import Loss
 
 
 def chosen(text, losses=(), ranks=1):
-    parsed = lines.parse(dict(enumerate(text.split("\n"), 1)))
+    parsed = line_labels.parse(dict(enumerate(text.split("\n"), 1)))
     return causes.choose(causes.findings(parsed, own()), losses, ranks)
 
 
@@ -85,7 +86,7 @@ def test_chains_of_interleaved_ranks_are_kept_apart():
         for pair in zip([f"[rank0]: {a}" for a in one], [f"[rank1]: {b}" for b in other], strict=True)
         for text in pair
     ]
-    found = causes.findings(lines.parse(dict(enumerate(mixed, 1))), own())
+    found = causes.findings(line_labels.parse(dict(enumerate(mixed, 1))), own())
     chains = {one.rank: {other.chain for other in found if other.rank == one.rank} for one in found}
     assert all(len(chain) == 1 and -1 not in chain for chain in chains.values())
     assert chains[0] != chains[1]

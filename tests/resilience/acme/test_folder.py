@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from espalier.errors import UserError
-from espalier.resilience.acme import folder
+from espalier.resilience.acme import diagnose as diagnosis
 from espalier.resilience.acme.diagnose import diagnose
 
 
@@ -75,4 +75,4 @@ def test_a_folder_without_logs_is_named(tmp_path):
     [("rank3.log", 3), ("trainer-12.log", 12), ("attempt_0/5/stderr.log", 5), ("job.7.err", 7), ("train.log", None)],
 )
 def test_ranks_of_file_names(tmp_path, name, rank):
-    assert folder.rank_of(tmp_path / name, tmp_path) == rank
+    assert diagnosis.rank_of(tmp_path / name, tmp_path) == rank

@@ -6,7 +6,8 @@ import pytest
 
 from espalier.errors import UserError
 from espalier.resilience.acme import incidents
-from espalier.resilience.acme.incidents import Incident
+from espalier.resilience.acme.incidents import Incident, with_incident
+from espalier.resilience.acme.taxonomy import REASONS, Diagnosis
 
 FLUX = Incident("the flux capacitor is out of plutonium", "OS Error")
 WARP = Incident("warp core breach imminent, eject now", "Node Failure")
@@ -42,3 +43,17 @@ def test_they_stand_in_the_file_of_rules(tmp_path):
     path.write_text("[[incident]]\nreason = 'OS Error'\n")
     with pytest.raises(UserError, match="incident 1 has no text"):
         incidents.read(path)
+
+
+UNKNOWN = Diagnosis("a.log", "Other", "Unknown", 1, None, None, "retry")
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_no_incident_stops(reason):
+    found = with_incident(UNKNOWN, {1: "flux capacitor empty"}, [Incident("flux capacitor empty", reason)])
+    assert found.reason == reason
+    assert found.action == ("retry" if REASONS[reason].action == "stop" else REASONS[reason].action)
+
+
+def test_without_incidents_nothing_changes():
+    assert with_incident(UNKNOWN, {1: "flux"}, ()) == UNKNOWN

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.resilience.acme.losses import departure
-from espalier.resilience.acme.scan import Loss
+from espalier.resilience.acme.diagnose import departure
+from espalier.resilience.acme.log_scan.scan import Loss
 
 
 def series(values):

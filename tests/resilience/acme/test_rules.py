@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from espalier.errors import UserError
-from espalier.resilience.acme import model, rules
+from espalier.resilience.acme import rules
 from espalier.resilience.acme.taxonomy import REASONS
+
+HEALTHY, ALARMING = (
+    (Path(__file__).parent / f"{name}.txt").read_text(encoding="utf-8").splitlines() for name in ("healthy", "alarming")
+)
+"""Lines of logs of jobs that went well, and a line for each kind of failure."""
 
 
 def test_the_products_rules_name_every_reason_once_at_least():
@@ -23,19 +28,17 @@ def test_rules_refer_to_rules_that_there_are():
 
 
 def matched(line):
-    for rule in rules.own():
-        if rule.match(line, line.lower()):
-            return rule
-    return None
+    found = rules.book(rules.own()).first(line)
+    return found and found[0]
 
 
-@pytest.mark.parametrize("line", model.healthy_lines())
+@pytest.mark.parametrize("line", HEALTHY)
 def test_no_rule_takes_a_healthy_line_for_a_failure(line):
     rule = matched(line)
     assert rule is None or rule.role in ("noise", "healthy"), rule.id
 
 
-@pytest.mark.parametrize("line", [line for line in model._alarming_lines() if not line.startswith("Traceback")])
+@pytest.mark.parametrize("line", [line for line in ALARMING if not line.startswith("Traceback")])
 def test_every_kind_of_failure_is_known(line):
     rule = matched(line)
     assert rule is not None
@@ -61,8 +64,8 @@ def test_the_texts_of_which_every_match_holds_one(pattern, words):
 
 def test_looking_for_those_texts_first_changes_nothing():
     lines = [
-        *model.healthy_lines(),
-        *model._alarming_lines(),
+        *HEALTHY,
+        *ALARMING,
         *(Path(__file__).parent / "said.txt").read_text().splitlines(),
     ]
     for line in lines:
@@ -70,9 +73,9 @@ def test_looking_for_those_texts_first_changes_nothing():
             plain = next((found for one in rule.patterns if (found := rules.compiled(one).search(line))), None)
             if rule.excuses(line):
                 plain = None
-            fast = rule.match(line, line.lower())
-            assert (fast and fast.group()) == (plain and plain.group())
-        asked = next(((rule, found) for rule in rules.own() if (found := rule.match(line, line.lower()))), None)
+            fast = rules.book((rule,)).first(line)
+            assert (fast and fast[1].group()) == (plain and plain.group())
+        asked = next(((rule, found[1]) for rule in rules.own() if (found := rules.book((rule,)).first(line))), None)
         first = rules.book(rules.own()).first(line)
         assert (first and (first[0], first[1].span())) == (asked and (asked[0], asked[1].span()))
 

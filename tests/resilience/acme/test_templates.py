@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_scan import masked_plain
 
-from espalier.resilience.acme import templates
-from espalier.resilience.acme.templates import Templates
+from espalier.resilience.acme.log_scan import scan
+from espalier.resilience.acme.log_scan.scan import Templates, masked
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=2, max_size=20))
@@ -38,16 +39,16 @@ LINE = st.text("ab1.- /x0f:,é²\x1f\u2003", max_size=60)
 
 @given(LINE)
 def test_words_are_masked_one_by_one_as_the_whole_line_would_be(line):
-    assert templates.masked(line) == templates.masked_plain(line)
+    assert masked(line) == masked_plain(line)
 
 
 def test_of_a_long_line_only_the_first_words_are_compared():
     line = "word " * 50
-    assert templates.masked(line) == templates.masked_plain(line) == ["word"] * templates.WORDS
+    assert masked(line) == masked_plain(line) == ["word"] * scan.COMPARED
 
 
 def test_there_are_enough_when_one_more_would_tell_nothing(monkeypatch):
-    monkeypatch.setattr(templates, "MOST", 2)
+    monkeypatch.setattr(scan, "TEMPLATES", 2)
     tree = Templates()
     assert not tree.full
     tree.add("one form of line")

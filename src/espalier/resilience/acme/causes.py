@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from espalier.resilience.acme.lines import Line, rank_within, without_code
+from espalier.resilience.acme.log_scan.line_labels import Line, rank_within, without_code
+from espalier.resilience.acme.log_scan.scan import Loss
 from espalier.resilience.acme.rules import Role, Rule, book
-from espalier.resilience.acme.scan import Loss
 from espalier.resilience.acme.taxonomy import REASONS, SCRIPT
 
 STRENGTH: dict[Role, int] = {"hardware": 0, "root": 1, "exception": 1, "cascade": 2, "echo": 3, "exit": 4}

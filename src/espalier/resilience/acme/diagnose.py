@@ -1,26 +1,30 @@
-"""Why did it fail? From logs of any framework to a reason, the line that shows it, whose fault it was, what to do.
+"""Failure diagnosis from logs of any framework: the reason, the line that shows it, the rank at fault, what to do.
 
-After Acme (Hu et al., NSDI 2024, arXiv 2403.07648), section on diagnosis: compress the logs, ask rules, look at past
-incidents, ask a language model last. All but the model works alone, and the model cannot make a restart a stop.
+After Acme (Hu et al., NSDI 2024, arXiv 2403.07648), section on diagnosis: compress the logs, ask rules, then compare
+with past incidents. A loss that leaves its course is a cause of its own (section on recovery): Acme's monitor alarms at
+a loss 1.5 times the one before; here the level is the lowest median of 16 losses, a step must leave it by half and by 8
+median deviations, and a loss that comes back by itself is none: one odd batch needs no rollback.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from espalier.errors import UserError
-from espalier.resilience.acme import causes, folder, lines, losses, scan
-from espalier.resilience.acme.causes import Cause, Finding
-from espalier.resilience.acme.incidents import Incident
-from espalier.resilience.acme.lines import Line
-from espalier.resilience.acme.model import Endpoint
+from espalier.resilience.acme import causes
+from espalier.resilience.acme.causes import STRENGTH, Cause, Finding
+from espalier.resilience.acme.incidents import Incident, with_incident
+from espalier.resilience.acme.log_scan import line_labels, scan
+from espalier.resilience.acme.log_scan.line_labels import Line
+from espalier.resilience.acme.log_scan.scan import Loss, Scanned
 from espalier.resilience.acme.rules import Rule, own
-from espalier.resilience.acme.scan import Loss, Scanned
 from espalier.resilience.acme.taxonomy import LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Diagnosis, Evidence
-from espalier.resilience.acme.unexplained import beyond_rules
 
 LINES = 8000
 """Kept lines that the rules are asked about, the last ones: enough for a second of work, and a log keeps hundreds."""
@@ -28,6 +32,21 @@ SHOWN = 5
 """Lines of evidence beside the root line."""
 WIDE = 300
 """Characters of a line of evidence."""
+SUFFIXES = (".log", ".out", ".err", ".txt", ".stdout", ".stderr", ".log.gz", ".out.gz", ".err.gz")
+DEEP = 4
+"""Folders below the named one that are looked into: torchrun's logs stand at run/attempt_0/3/stderr.log."""
+LOGS = 10_000
+"""Logs of a folder that are read."""
+LEAST, WINDOW = 10, 16
+"""Losses below which nothing is said, and those a median is of."""
+RATIO, DEVIATIONS = 1.5, 8.0
+"""By how much a loss must leave the level, and by how many median deviations."""
+LASTING = 3
+"""Losses out of course in a row that are a departure."""
+_RANK = re.compile(
+    r"(?:rank|trainer|worker|task|proc(?:ess)?)[-_.]?(\d+)|(?:^|/)(\d+)/(?:stdout|stderr|std)|[-_.](\d+)\.(?:err|out|log)",
+    re.I,
+)
 _FIRST_OBSERVED = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 _SPAWNED = re.compile(r"^-- Process (\d+) terminated with")
@@ -40,17 +59,11 @@ _SEQUENCE = re.compile(r"SeqNum=(\d+)")
 
 @dataclass(frozen=True)
 class Means:
-    """What a diagnosis may rest on.
-
-    Attributes:
-        rules: in the order they are asked; None: the product's own.
-        incidents: past ones, for what no rule explains.
-        model: where to ask for what those do not explain either; None: nowhere.
-    """
+    """What a diagnosis may rest on: `rules` in the order they are asked (None: the product's own), and past
+    `incidents` for what no rule explains."""
 
     rules: tuple[Rule, ...] | None = None
     incidents: tuple[Incident, ...] = ()
-    model: Endpoint | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,7 @@ def diagnose(paths: str | Path | Sequence[str | Path], means: Means = Means()) -
     Args:
         paths: one log or several, each of a job of its own, or folders. The logs in a run's folder, or whose names tell
             ranks (rank3.log, attempt_0/3/stderr.log), are one case; those in another folder one each.
-        means: rules, past incidents and a model, if not the product's rules alone.
+        means: rules and past incidents, if not the product's rules alone.
 
     Returns:
         One diagnosis for each case, in order. Raises UserError for a log that cannot be read.
@@ -80,8 +93,8 @@ def diagnose(paths: str | Path | Sequence[str | Path], means: Means = Means()) -
         if not path.is_dir():
             found.append(of_case(read(path, means), means))
             continue
-        logs = folder.logs_of(path)
-        if folder.one_run(path, logs):
+        logs = logs_of(path)
+        if one_run(path, logs):
             found.append(of_run(path, logs, means))
         else:
             found += [of_case(read(log, means), means) for log in logs]
@@ -99,9 +112,11 @@ def of_text(text: bytes, means: Means = Means()) -> Case:
 
 
 def _case(scanned: Scanned, means: Means) -> Case:
-    parsed = lines.parse(dict(list(scanned.lines.items())[-LINES:]))
+    parsed = line_labels.parse(dict(list(scanned.lines.items())[-LINES:]))
     found = causes.findings(parsed, own() if means.rules is None else means.rules)
-    speakers = len({line.rank for line in lines.parse({loss.number: loss.text for loss in scanned.losses[-200:]})})
+    speakers = len(
+        {line.rank for line in line_labels.parse({loss.number: loss.text for loss in scanned.losses[-200:]})}
+    )
     cause = causes.choose(found, scanned.losses, speakers)
     return Case(scanned, parsed, cause, _anomaly(scanned, found, cause))
 
@@ -117,13 +132,13 @@ def of_run(path: Path, logs: Sequence[Path], means: Means) -> Diagnosis:
                 raise
     if not cases:
         raise UserError(f"No log in the folder {path} is text.", do="name the log itself")
-    at = folder.first_of([case.cause for _, case in cases])
+    at = first_of([case.cause for _, case in cases])
     odd = next((number for number, (_, case) in enumerate(cases) if case.anomaly is not None), None)
-    weak = at is None or causes.STRENGTH[cases[at][1].cause.named.rule.role] >= 2  # type: ignore[union-attr]
+    weak = at is None or STRENGTH[cases[at][1].cause.named.rule.role] >= 2  # type: ignore[union-attr]
     chosen = odd if odd is not None and weak else at if at is not None else 0
     log, case = cases[chosen]
     told = of_case(case, means)
-    rank = folder.rank_of(log, path)
+    rank = rank_of(log, path)
     return (
         replace(told, first_failing_rank=rank)
         if rank is not None and told.reason not in (NO_FAILURE, LOSS_ANOMALY)
@@ -132,13 +147,65 @@ def of_run(path: Path, logs: Sequence[Path], means: Means) -> Diagnosis:
 
 
 def of_case(case: Case, means: Means) -> Diagnosis:
-    """The diagnosis of one log: by its losses, its rules, and where these are silent by incidents or the model."""
+    """The diagnosis of one log: by its losses, its rules, and where these are silent by past incidents."""
     if case.anomaly is not None:
         return _of_loss(case.scanned, case.anomaly)
     if case.cause is None:
         return _healthy(case.scanned, case.parsed)
     told = _of_cause(case.scanned.file, case.cause, case.parsed)
-    return beyond_rules(told, case.scanned.lines, means) if told.reason == UNKNOWN else told
+    return with_incident(told, case.scanned.lines, means.incidents) if told.reason == UNKNOWN else told
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def logs_of(folder: Path) -> list[Path]:
+    """The logs in a run's folder, in the order of their names; its event log among them.
+
+    Raises UserError where there is none.
+    """
+    found = sorted(
+        path
+        for path in folder.rglob("*")
+        if (path.name.endswith(SUFFIXES) or path.name == "events.jsonl")
+        and len(path.relative_to(folder).parts) <= DEEP
+        and path.is_file()
+    )[:LOGS]
+    if not found:
+        raise UserError(
+            f"There is no log in the folder {folder}.",
+            why=f"looked for files that end in {', '.join(SUFFIXES[:4])}, and for events.jsonl",
+            do="name the logs themselves, whatever they are called",
+        )
+    return found
+
+
+def rank_of(path: Path, folder: Path) -> int | None:
+    """The rank that a file's name tells: rank3.log, trainer-3.log, attempt_0/3/stderr.log."""
+    found = _RANK.search(str(path.relative_to(folder)))
+    return int(next(group for group in found.groups() if group)) if found else None
+
+
+def one_run(folder: Path, logs: Sequence[Path]) -> bool:
+    """Whether the logs are those of one run: a run's folder, or file names that tell ranks."""
+    if (folder / "events.jsonl").exists() or (folder / "run.toml").exists() or len(logs) == 1:
+        return True
+    return sum(rank_of(path, folder) is not None for path in logs) * 2 > len(logs)
+
+
+def first_of(causes: Sequence[Cause | None]) -> int | None:
+    """The number of the log whose cause came first: the strongest, of equals the earliest by clock, else as given."""
+    there = [(at, one) for at, one in enumerate(causes) if one is not None]
+    if not there:
+        return None
+    timed = all(one.root.line.time is not None for _, one in there)
+
+    def order(entry: tuple[int, Cause]) -> tuple[float, ...]:
+        at, one = entry
+        clock = one.root.line.time if timed else None
+        return (STRENGTH[one.named.rule.role], math.inf if clock is None else clock, at)
+
+    return min(there, key=order)[0]
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
@@ -146,15 +213,45 @@ def of_case(case: Case, means: Means) -> Diagnosis:
 
 def _anomaly(scanned: Scanned, found: Sequence[Finding], cause: Cause | None) -> Loss | None:
     """The first odd loss, where the losses went astray before anything else that could be a cause."""
-    strong = cause is not None and causes.STRENGTH[cause.named.rule.role] < 2
+    strong = cause is not None and STRENGTH[cause.named.rule.role] < 2
     odd = scanned.not_finite
     if odd is None and not any(one.rule.role == "healthy" for one in found):
-        odd = losses.departure(scanned.losses)
+        odd = departure(scanned.losses)
     if odd is None:
         return None
     if cause is not None and cause.named.rule.reason == LOSS_ANOMALY:
         return odd if odd.number <= cause.root.line.number else None
     return None if strong and cause is not None and cause.root.line.number < odd.number + 200 else odd
+
+
+def departure(losses: Sequence[Loss]) -> Loss | None:
+    """The first loss of a departure that lasts to the end of the log, None where the losses stay on course.
+
+    Losses that are not numbers are told by the scan (`Scanned.not_finite`), and left out here; so are series that
+    touch zero, whose ratios say nothing.
+    """
+    known = [loss for loss in losses if np.isfinite(loss.value)]
+    values = np.array([loss.value for loss in known])
+    if len(values) < LEAST or values.min() <= 0:
+        return None
+    window = min(WINDOW, len(values) // 2)
+    edges = np.arange(0, len(values) - window + 1, max(1, window // 2))
+    medians = np.array([np.median(values[at : at + window]) for at in edges])
+    low = int(medians.argmin())
+    course = values[edges[low] : edges[low] + window]
+    level = float(medians[low])
+    spread = float(np.median(np.abs(course - level)))
+    limit = max(RATIO * level, level + DEVIATIONS * spread)
+    if float(np.median(values[-LASTING:])) <= limit or int(edges[low]) + LASTING >= len(values):
+        return None
+    out = values > limit
+    last_good = next((at for at in range(len(out) - 1, 0, -1) if not out[at] and not out[at - 1]), -1)
+    first = last_good + 1
+    if len(values) - first < LASTING or first <= int(edges[low]):
+        return None
+    while first < len(values) and not out[first]:
+        first += 1
+    return known[first]
 
 
 def _of_loss(scanned: Scanned, odd: Loss) -> Diagnosis:

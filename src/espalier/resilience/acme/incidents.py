@@ -1,8 +1,8 @@
-"""Past incidents that read alike: for logs that no rule explains.
+"""Past incidents: a log that no rule explains gets the reason of the incident that reads alike, and is never stopped.
 
-After arXiv 2403.07648, section on diagnosis, which retrieves similar incidents from a vector store. Here by TF-IDF over
-words and pairs of words, which needs no model; incidents are tables `[[incident]]` in the user's file of
-rules: what the log said, and what it turned out to be.
+After arXiv 2403.07648, section on diagnosis, which retrieves similar incidents from a vector store. Here TF-IDF over
+words and pairs of words; incidents are tables `[[incident]]` in the user's file of rules: what the log said, and what
+it turned out to be. Only a rule is ground enough to say that an unchanged job cannot succeed.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import math
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 from espalier.errors import UserError, nearest
-from espalier.resilience.acme.taxonomy import REASONS
+from espalier.resilience.acme.taxonomy import REASONS, Diagnosis, Evidence
 
 ALIKE = 0.5
 """Share of an incident that a log must hold to be said to be alike: half of its words, and those in their order."""
 CLEAR = 1.2
 """How much more alike than the best incident of another reason it must be."""
+READ = 60
+"""Last lines of a log that are compared with incidents."""
 
 _WORD = re.compile(r"[a-z_]{3,}")
 
@@ -55,27 +57,38 @@ def _made(entry: object, place: str) -> Incident:
     return Incident(entry["text"], str(reason), str(entry.get("advice", "")))
 
 
-def nearest_incidents(text: str, known: Sequence[Incident], count: int = 3) -> list[tuple[float, Incident]]:
-    """The `count` incidents most alike to the lines in `text`, the nearest first, with the share of each one's TF-IDF
-    weight that the lines hold: 0 to 1, and not less for all the other lines of a log."""
-    if not known:
-        return []
-    terms = [_terms(one.text) for one in known]
-    there = Counter(term for one in terms for term in one)
-    weight = {term: math.log((1 + len(known)) / (1 + number)) + 1 for term, number in there.items()}
-    asked = _terms(text)
-    scored = [(_held(one, asked, weight), incident) for one, incident in zip(terms, known, strict=True)]
-    return sorted(scored, key=lambda one: -one[0])[:count]
+def with_incident(told: Diagnosis, lines: Mapping[int, str], known: Sequence[Incident]) -> Diagnosis:
+    """`told`, which knows no reason, with that of the incident among `known` that the last of `lines` read like."""
+    one = explained("\n".join(list(lines.values())[-READ:]), known)
+    if one is None:
+        return told
+    kind = REASONS[one.reason]
+    note = Evidence(told.root_line or 0, one.text.strip().splitlines()[0], "a past incident that reads alike")
+    return replace(
+        told, category=kind.category, reason=one.reason, advice=one.advice or kind.advice, source="incidents",
+        action="retry" if kind.action == "stop" else kind.action, evidence=(*told.evidence, note),
+    )  # fmt: skip
 
 
 def explained(text: str, known: Sequence[Incident]) -> Incident | None:
     """The incident that explains the lines in `text`: alike enough, and clearly more than any of another reason."""
-    scored = nearest_incidents(text, known, len(known))
+    scored = nearest_incidents(text, known)
     if not scored or scored[0][0] < ALIKE:
         return None
     best, incident = scored[0]
     others = [score for score, other in scored if other.reason != incident.reason]
     return incident if not others or best >= CLEAR * others[0] else None
+
+
+def nearest_incidents(text: str, known: Sequence[Incident]) -> list[tuple[float, Incident]]:
+    """The incidents, the most alike to the lines in `text` first, each with the share of its TF-IDF weight that the
+    lines hold: 0 to 1, and not less for all the other lines of a log."""
+    terms = [_terms(one.text) for one in known]
+    there = Counter(term for one in terms for term in one)
+    weight = {term: math.log((1 + len(known)) / (1 + number)) + 1 for term, number in there.items()}
+    asked = _terms(text)
+    scored = [(_held(one, asked, weight), incident) for one, incident in zip(terms, known, strict=True)]
+    return sorted(scored, key=lambda one: -one[0])
 
 
 def _terms(text: str) -> Counter[str]:

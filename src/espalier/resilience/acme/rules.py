@@ -57,17 +57,6 @@ class Rule:
         """Whether a line's text is no evidence whatever the patterns say."""
         return bool(self.unless) and compiled(self.unless).search(text) is not None
 
-    def match(self, text: str, lower: str) -> re.Match[str] | None:
-        """The evidence in a line's text, of which `lower` is the lower-case form."""
-        for pattern, words in zip(self.patterns, self.words, strict=True):
-            for word in words:
-                if word in lower:
-                    found = compiled(pattern).search(text)
-                    if found is not None:
-                        return None if self.excuses(text) else found
-                    break
-        return None
-
 
 class Book:
     """Rules, and for every three letters which of their patterns a line that holds them may match."""

@@ -131,8 +131,7 @@ class Diagnosis:
         action: what to do, see `Action`.
         evidence: the lines it rests on, the root line first.
         advice: what a person can do.
-        source: what found it: `rules`, `losses`, `incidents`, `model` or `nothing`.
-        proposal: a rule that would have found it, for the user's own file; from the model alone.
+        source: what found it: `rules`, `losses`, `incidents` or `nothing`.
     """
 
     file: str
@@ -145,7 +144,6 @@ class Diagnosis:
     evidence: tuple[Evidence, ...] = ()
     advice: str = ""
     source: str = "rules"
-    proposal: str = ""
 
 
 def restart_helps(diagnosis: Diagnosis) -> bool:

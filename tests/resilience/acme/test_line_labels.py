@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from espalier.resilience.acme import lines
+from espalier.resilience.acme.log_scan import line_labels
 
 
 def one(text, *more):
-    return lines.parse(dict(enumerate((text, *more), 1)))[0]
+    return line_labels.parse(dict(enumerate((text, *more), 1)))[0]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_times_are_seconds_and_may_be_missing():
     [("[Rank 5] x", 5), ("on rank 3: x", 3), ("global rank 12", 12), ("rank 0/8", None), ("franks 3", None)],
 )
 def test_ranks_that_messages_speak_of(text, rank):
-    assert lines.rank_within(text) == rank
+    assert line_labels.rank_within(text) == rank
 
 
 def test_code_shown_in_a_traceback_is_no_message():
@@ -90,5 +90,5 @@ def test_code_shown_in_a_traceback_is_no_message():
         '    raise ValueError("no")',
         "ValueError: no",
     ]
-    told = [line.text for line in lines.without_code(lines.parse(dict(enumerate(texts, 1))))]
+    told = [line.text for line in line_labels.without_code(line_labels.parse(dict(enumerate(texts, 1))))]
     assert told == [texts[0], texts[3]]

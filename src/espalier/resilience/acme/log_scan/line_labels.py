@@ -1,4 +1,4 @@
-"""A log line taken apart: which rank and node said it, when, how loudly, and what.
+"""Log line labels: the rank, node, time and level that stand before a message.
 
 Launchers label the lines of many ranks each in its own way: `[rank3]:` (torchrun), `[default3]:` (torchrun --tee),
 `3:` (srun --label), `[1,3]<stderr>:` (Open MPI), `w2:` (pdsh), `pod-3 |` (compose), `(Worker pid=1, ip=10.0.0.3)`

@@ -1,9 +1,10 @@
-"""One pass over a log of any size: the lines that could matter, what stands round them, the tail, and the losses.
+"""Log scan: one pass over a log of any size keeps the lines that matter, their context, the tail and the losses.
 
-After arXiv 2403.07648, section on diagnosis: routine lines are dropped before anything looks at the rest. Which lines
-could matter is told by their *shapes* (letters alone: steps, times and figures do not change them), of a whole block at
-once and at the same speed whatever stands in it; only those are then looked at one by one, and form templates. Lines
-are counted at line feeds, as editors do. plain.py says line by line what is kept; where blocks end changes nothing.
+After arXiv 2403.07648, section on diagnosis: routine lines are dropped first. A line matters when its *shape* (its
+letters alone, without steps, times and figures) holds a keyword; that is decided for a whole block at once, at the same
+speed whatever the text is. Only those lines are read one by one and grouped into templates (own code instead of the
+library drain3: the scan asks for a template once per new shape). Lines are counted at line feeds, as editors do. Where
+blocks end changes nothing; tests compare with a scan line by line.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import eq
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -23,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from espalier.errors import UserError
-from espalier.resilience.acme import words
-from espalier.resilience.acme.templates import Template, Templates
+from espalier.resilience.acme.log_scan import keywords
 
 BLOCK = 1 << 20
 """Bytes read at a time."""
@@ -54,6 +55,14 @@ MOST = 10_000
 """Lines kept before the oldest go: more than the rules are asked about."""
 LOSSES = 8 << 20
 """Bytes at the end of a log whose losses are read; of earlier ones only whether they are numbers."""
+ALIKE = 0.5
+"""Share of equal words from which two lines have one template: the middle of Drain's 0.4 to 0.6."""
+TEMPLATES = 2500
+"""Templates: a line of each and the three round it are as many as a scan keeps."""
+COMPARED = 40
+"""Words of a line that are compared."""
+BRANCH = 32
+"""Templates of one length and first word that are compared one by one."""
 
 _OPENS = (b"traceback", b"rootcause", b"failuresother", b"stacktrace")
 
@@ -62,6 +71,8 @@ _LOSS = re.compile(rb"oss(?:es)?['\"\]]?[ \t]{0,4}[:=|]?[ \t]{0,4}(?:tensor\()?(
 _OTHER_LOSS = re.compile(
     rb"(val|valid|validation|eval|evaluation|test|best|min|aux|balanc(e|ed|er|ing)|z|router)(idation)?loss"
 )
+
+_VARIABLE = re.compile(r"0x[0-9a-f]+|(?<![a-z])[-+]?\d[\w.:,+/-]*|(?:/[\w.@+-]+){2,}/?|[\w.-]*\d{2,}[\w.-]*", re.I)
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,55 @@ class Loss:
     def text(self) -> str:
         """The line as text."""
         return text_of(self.line)
+
+
+@dataclass(eq=False, slots=True)
+class Template:
+    """One form of line, after Drain (He et al., ICWS 2017). Has state: its words, `*` where they differ, the number of
+    the last line that had it, and how many were kept of its last burst."""
+
+    words: list[str]
+    last: int = 0
+    kept: int = 0
+
+    def __str__(self) -> str:
+        return " ".join(self.words)
+
+
+class Templates:
+    """The forms seen so far, a tree: by the number of words, by the first word, then by the share of equal words. Has
+    state."""
+
+    def __init__(self) -> None:
+        self._tree: dict[tuple[int, str], list[Template]] = {}
+        self.found: list[Template] = []
+
+    @property
+    def full(self) -> bool:
+        """Whether there are so many forms that one more would tell nothing."""
+        return len(self.found) >= TEMPLATES
+
+    def add(self, line: str) -> Template:
+        """The template of `line`, which it may widen."""
+        words = masked(line)
+        first = words[0] if words and "*" not in words[0] else "*"
+        branch = self._tree.setdefault((len(words), first), [])
+        shared = [sum(map(eq, one.words, words)) for one in branch]
+        most = max(shared, default=0)
+        if branch and (len(branch) >= BRANCH or most >= ALIKE * len(words)):
+            best = branch[shared.index(most)]
+            best.words = [mine if mine == other else "*" for mine, other in zip(best.words, words, strict=True)]
+            return best
+        made = Template(words)
+        branch.append(made)
+        self.found.append(made)
+        return made
+
+
+def masked(line: str) -> list[str]:
+    """The first words of a line, with `*` for what varies: word by word, as no variable holds a space, and words of
+    letters alone hold none."""
+    return [word if word.isalpha() else _VARIABLE.sub("*", word) for word in line.split(None, COMPARED)[:COMPARED]]
 
 
 @dataclass(frozen=True)
@@ -240,8 +300,8 @@ class _Keeper:
             self.rest = self.rest[-WIDEST:]
 
     def _look(self, text: bytes, until: int) -> None:
-        shapes = words.shapes(text)
-        bounds, mattering = words.ends_and_matters(shapes)
+        shapes = keywords.shapes(text)
+        bounds, mattering = keywords.ends_and_matters(shapes)
         ends = np.flatnonzero(np.frombuffer(text, np.uint8) == 10)  # line feeds
         block = _Block(text, shapes, ends.data, bounds.data, self.number, until)
         self.mattered += len(mattering)
@@ -327,7 +387,7 @@ class _Keeper:
         """The losses at the end of the log."""
         for text, before, until in self.losses:
             end = until - len(text) - 1
-            both = zip(text.split(b"\n")[:-1], words.shapes(text).split(b"\n"), strict=False)
+            both = zip(text.split(b"\n")[:-1], keywords.shapes(text).split(b"\n"), strict=False)
             for number, (line, shape) in enumerate(both, before + 1):
                 end += len(line) + 1
                 if end >= self.size - LOSSES and (loss := loss_in(number, line, shape)):
@@ -364,8 +424,8 @@ def loss_in(number: int, line: bytes, shape: bytes) -> Loss | None:
     if found is None:
         return None
     if _others(shape):  # one of those, or in a line that is no routine
-        near = words.shapes(line[max(0, found.start() - 16) : found.start() + 4])
-        if _OTHER_LOSS.search(near) or not words.matters(shape):
+        near = keywords.shapes(line[max(0, found.start() - 16) : found.start() + 4])
+        if _OTHER_LOSS.search(near) or not keywords.matters(shape):
             return None
     try:
         return Loss(number, float(found[1]), cut(line))
@@ -390,8 +450,3 @@ def text_of(line: bytes) -> str:
 def cut(line: bytes) -> bytes:
     """Both ends of a line that is too long: what failed stands at one of them."""
     return line if len(line) <= WIDEST else line[: WIDEST // 2] + b" ... " + line[-WIDEST // 2 :]
-
-
-def compression(scanned: Scanned) -> float:
-    """Lines of the log over lines kept of it."""
-    return scanned.total / max(1, len(scanned.lines))

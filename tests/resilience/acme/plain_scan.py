@@ -1,12 +1,12 @@
-"""The scan in plain form, for tests: what is kept of a log, told line by line, with all of it in memory."""
+"""The scan in plain form: what is kept of a log, line by line, with all of it in memory."""
 
 from __future__ import annotations
 
 import math
+import re
 
-from espalier.resilience.acme import scan, words
-from espalier.resilience.acme.scan import Loss, Scanned
-from espalier.resilience.acme.templates import Template, Templates
+from espalier.resilience.acme.log_scan import keywords, scan
+from espalier.resilience.acme.log_scan.scan import Loss, Scanned, Template, Templates
 
 
 def scan_plain(text: bytes) -> Scanned:
@@ -18,13 +18,13 @@ def scan_plain(text: bytes) -> Scanned:
     for at in range(1, len(ends)):
         ends[at] += ends[at - 1] + 1
     lines = [_both_ends(line) for line in lines]
-    shapes = [words.shapes(line) for line in lines]
+    shapes = [keywords.shapes(line) for line in lines]
     kept, templates = _kept(lines, shapes)
     told = [scan.loss_in(number, *both) for number, both in enumerate(zip(lines, shapes, strict=True), 1)]
     losses = [loss for loss in told if loss is not None]
     late = tuple(loss for loss in losses if ends[loss.number - 1] >= len(text) - scan.LOSSES)
     texts = {number: scan.text_of(scan.cut(lines[number - 1])) for number in sorted(kept)}
-    mattered = sum(map(words.matters, shapes))
+    mattered = sum(map(keywords.matters, shapes))
     return Scanned("", texts, len(lines), len(text), mattered, late, _not_finite(losses), tuple(templates.found))
 
 
@@ -38,7 +38,7 @@ def _kept(lines: list[bytes], shapes: list[bytes]) -> tuple[set[int], Templates]
     wanted: set[int] = set()
     crowded: list[int] = []
     for number, (line, shape) in enumerate(zip(lines, shapes, strict=True), 1):
-        if words.matters(shape):
+        if keywords.matters(shape):
             key = scan.shape_key(shape)
             if key not in known and len(known) < scan.MINED and not templates.full:
                 known[key] = templates.add(scan.text_of(line))
@@ -68,3 +68,11 @@ def _not_finite(losses: list[Loss]) -> Loss | None:
     for loss in losses:
         first = None if math.isfinite(loss.value) else first or loss
     return first
+
+
+VARIABLE = re.compile(r"0x[0-9a-f]+|(?<![a-z])[-+]?\d[\w.:,+/-]*|(?:/[\w.@+-]+){2,}/?|[\w.-]*\d{2,}[\w.-]*", re.I)
+
+
+def masked_plain(line: str) -> list[str]:
+    """What `scan.masked` gives, in one go over the whole line."""
+    return VARIABLE.sub("*", line).split()[: scan.COMPARED]

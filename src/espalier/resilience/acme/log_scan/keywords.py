@@ -1,4 +1,4 @@
-"""Which lines hold a word that could matter: the plain form for one line, and a fast one for a block of them.
+"""Keywords of failures in log lines: which lines hold one, in a plain form for one line and a fast one for a block.
 
 A shape is a line's letters alone, in lower case. The fast form mixes every four letters in a row to sixteen bits, looks
 up whether a word begins so, and compares words with the text, sixteen letters at a time, only where one may begin: a

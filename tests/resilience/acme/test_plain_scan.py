@@ -9,16 +9,18 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_scan import scan_plain
 
-from espalier.resilience.acme import scan, templates, words
-from espalier.resilience.acme.plain import scan_plain
+from espalier.resilience.acme.log_scan import keywords, scan
 
 SMALL = {"WIDEST": 24, "TAIL": 2, "FIRST": 2, "BURST": 4, "LAST": 3, "MINED": 6, "KEY": 10, "STACK": 3}
 """Limits that a few lines reach."""
 SAID = """ok fine;Value-Error: x;T r a c e back;FAIL;time out 3;loss nan;loss 2.5;val_loss 1;failed across 3 nodes
 step 4 | lm loss: 2.0 | aux loss: 1;loss inf after failure;caf\xe9 na\xc3n;[rank3]: KeyError: 'k';3: killed;error\r
 1%\r2% loss=2\rOOM;nul\0l err\0or;a line that is longer than all the limits and longer still, to its end;"""
-WORDS = st.sampled_from([*words.WORDS[::7], *(said.encode("latin-1") for said in SAID.replace("\n", ";").split(";"))])
+WORDS = st.sampled_from(
+    [*keywords.WORDS[::7], *(said.encode("latin-1") for said in SAID.replace("\n", ";").split(";"))]
+)
 LINE = st.lists(WORDS | st.binary(max_size=9), min_size=1, max_size=4).map(b" ".join)
 TEXT = st.lists(LINE, max_size=40).map(b"\n".join)
 LIMITS = st.fixed_dictionaries(
@@ -43,8 +45,8 @@ def test_the_scan_keeps_what_the_plain_form_keeps(text, limits, forms, slice_):
     with pytest.MonkeyPatch.context() as changed:
         for name, value in {**SMALL, "LONGEST": 64, **limits}.items():
             changed.setattr(scan, name, value)
-        changed.setattr(templates, "MOST", forms)
-        changed.setattr(words, "SLICE", slice_)
+        changed.setattr(scan, "TEMPLATES", forms)
+        changed.setattr(keywords, "SLICE", slice_)
         same(scan.scan_text(text), scan_plain(text))
 
 
@@ -80,7 +82,7 @@ def random_line(draw, extra=""):
 
 def test_in_random_text_a_failure_at_the_end_is_kept_though_many_alarms_of_other_words_came_before(monkeypatch):
     draw = random.Random(0)
-    monkeypatch.setattr(templates, "MOST", 60)
+    monkeypatch.setattr(scan, "TEMPLATES", 60)
     monkeypatch.setattr(scan, "LAST", 100)
     noise = [random_line(draw, " error") for _ in range(700)]
     text = "".join([*noise, "KeyError: 'k'\n", *noise[:90]]).encode()
