@@ -3,7 +3,7 @@
     python bench/diagnose.py [--quick] [--pairs N] [--json FILE] [--data FOLDER] [--only accuracy,compression,speed]
 
 Accuracy on three labelled sets, each apart: the shared one (`failure-logs` in the folder of measured tables), by
-others, and two of our own in tests/resilience/acme. `first exception` calls a log by the first name in it that ends in
+others, and two of our own in tests/ops. `first exception` calls a log by the first name in it that ends in
 Error, its line the root, the reason's usual action the action. "Not stopped wrongly" is the share of logs that are not
 stopped where a restart can help.
 
@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.resilience.acme.diagnose import diagnose
-from espalier.resilience.acme.log_scan import keywords, scan
-from espalier.resilience.acme.taxonomy import NO_FAILURE, REASONS, Diagnosis
+from espalier.ops.diagnosis import diagnose
+from espalier.ops.log_scan import keywords, scan
+from espalier.ops.taxonomy import NO_FAILURE, REASONS, Diagnosis
 from table import Row, arguments, compare, interval, publish
 
 ROOT = Path(__file__).parent.parent
-OWN = ROOT / "tests" / "resilience" / "acme"
+OWN = ROOT / "tests" / "ops"
 NEAR = 2
 """Lines by which a root line may be off."""
 NAMES = {reason.replace(" ", ""): reason for reason in REASONS if reason.endswith("Error")}

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from espalier import records
-from espalier.resilience.acme import incidents, rules
-from espalier.resilience.acme.diagnose import diagnose
+from espalier.ops import incidents, rules
+from espalier.ops.diagnosis import diagnose
 from espalier.verbs.diagnose import told
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from espalier import cli
-from espalier.terminal import say, visible
+from espalier.terminal import rows, say, visible
 from espalier.track.events import Log
 from espalier.track.progress import Progress, Waiting
 from espalier.verbs import show
@@ -47,7 +47,7 @@ def test_logs_are_diagnosed_without_being_obeyed(capsys, tmp_path):
 
 
 def test_tables_are_as_wide_as_what_is_seen(capsys):
-    show.rows(("a", "b"), [("x\x1b[1m", "[bold]y"), ("long name", "z")])
+    rows(("a", "b"), [("x\x1b[1m", "[bold]y"), ("long name", "z")])
     head, first, _ = capsys.readouterr().out.splitlines()
     assert r"x\x1b[1m" in first
     assert first.index("[bold]y") == head.index("b")

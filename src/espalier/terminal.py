@@ -6,7 +6,10 @@ A terminal obeys them (they move the cursor, hide lines, change the title), so w
 from __future__ import annotations
 
 import re
+import shutil
 import sys
+import textwrap
+from collections.abc import Sequence
 from typing import TextIO
 
 # C0 but tab and newline, DEL, C1, what changes the direction of writing, line separators, and halves of a character.
@@ -24,3 +27,38 @@ def say(text: str = "", *, file: TextIO | None = None, flush: bool = False) -> N
     out.write(visible(text) + "\n")
     if flush:
         out.flush()
+
+
+def columns() -> int | None:
+    """How wide the terminal is; None when the output goes elsewhere, where lines are left whole."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def line(text: str, hang: int = 4) -> None:
+    """One line; on a terminal wrapped to its width, what follows the first line `hang` columns in."""
+    say("\n".join(wrapped(visible(text), columns(), hang)))
+
+
+def rows(head: Sequence[str], body: Sequence[Sequence[str]], cut: bool = False) -> None:
+    """A table. On a terminal its last column is wrapped to the width, or with `cut` lines end there in an ellipsis."""
+    width = columns()
+    head, *body = ([visible(cell) for cell in row] for row in (head, *body))
+    most = [max(len(row[i]) for row in (head, *body)) for i in range(len(head) - 1)]
+    for row in (head, *body):
+        before = "".join(f"{cell:<{size}}  " for cell, size in zip(row, most, strict=False))
+        if not cut:
+            line(before + row[-1], len(before))
+        elif width is not None and len(before + row[-1]) > width:
+            say((before + row[-1])[: width - 1].rstrip() + "…")
+        else:
+            say((before + row[-1]).rstrip())
+
+
+def wrapped(text: str, width: int | None, hang: int) -> list[str]:
+    """The lines of `text` within `width` columns, those after the first begun `hang` columns in."""
+    if width is None or len(text) <= width:
+        return [text.rstrip()]
+    # A head that ends in aligned columns must keep its spaces, so only what stands right of `hang` is broken.
+    room = max(20, width - hang)
+    first = textwrap.wrap(text[hang:], room, break_long_words=False, break_on_hyphens=False)
+    return [text[:hang] + first[0], *(" " * hang + more for more in first[1:])]

@@ -6,8 +6,8 @@ from abroad import Abroad
 from struck import recipe_of, same
 
 from espalier.launch import recall, tested
-from espalier.resilience.acme import localise
-from espalier.resilience.acme.localise import Located
+from espalier.ops import localise
+from espalier.ops.localise import Located
 
 PATIENCE = 1.0
 NAMES = ("a", "b", "c", "d")

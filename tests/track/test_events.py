@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.errors import UserError
-from espalier.track.events import Log, append, follow, read
+from espalier.track.events import Log, append, read
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(),
@@ -122,30 +122,6 @@ def test_a_full_disk_and_an_unwritable_place_are_the_users_errors(tmp_path: Path
         Log(tmp_path / "file" / "log")
     with pytest.raises(UserError, match="No run log"):
         list(read(tmp_path / "missing"))
-
-
-def test_follow_sees_events_as_they_come_and_ends_with_the_run(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-
-    def work() -> None:
-        time.sleep(0.05)
-        with Log(path) as log:
-            for step in range(5):
-                log.write("step", step=step)
-                time.sleep(0.01)
-            log.write("end", reason="finished")
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    events = list(follow(path, poll=0.01, idle=5.0))
-    thread.join()
-    assert [event.get("step") for event in events] == [0, 1, 2, 3, 4, None]
-
-
-def test_follow_gives_up_on_silence(tmp_path: Path) -> None:
-    began = time.monotonic()
-    assert list(follow(tmp_path / "never", poll=0.01, idle=0.1)) == []
-    assert time.monotonic() - began < 2
 
 
 def test_the_log_and_its_views_need_no_torch() -> None:

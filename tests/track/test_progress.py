@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import os
 import re
+from contextlib import closing
 from typing import Any
 
 import pytest
 
-from espalier.track.progress import Forgiving, Progress, Waiting, showing
+from espalier.track.progress import Forgiving, Progress, Waiting
 from espalier.units import show_size
 
 
@@ -52,7 +53,7 @@ def test_what_is_no_text_counts_samples() -> None:
 
 def test_validations_and_incidents_always_have_a_line() -> None:
     out = io.StringIO()
-    with showing(Progress(10, first_step=4, out=out, clock=Clock())) as progress:
+    with closing(Progress(10, first_step=4, out=out, clock=Clock())) as progress:
         progress.event({"event": "validation", "time": 1.0, "step": 5, "loss": 1.5, "bits_per_byte": 2.164})
         progress.event({"event": "incident", "kind": "nan", "what": "loss is nan", "step": 6, "action": "stopped"})
     assert out.getvalue().splitlines() == [
@@ -108,7 +109,7 @@ def test_waiting_says_once_a_minute_how_far_what_is_long_has_come() -> None:
 
 def test_closing_after_the_last_step_is_a_finish() -> None:
     out = io.StringIO()
-    with showing(Progress(2, out=out, clock=Clock())) as progress:
+    with closing(Progress(2, out=out, clock=Clock())) as progress:
         progress.event(step(1))
         progress.event(step(2))
     assert out.getvalue().splitlines()[-1].startswith("finished at step 2 of 2")
@@ -140,7 +141,7 @@ class Leaving(io.StringIO):
 def test_a_reader_that_goes_away_never_ends_a_training(writes: int | None, terminal: bool) -> None:
     clock = Clock()
     out = Leaving(writes, terminal)
-    with showing(Progress(300, out=out, clock=clock)) as progress:
+    with closing(Progress(300, out=out, clock=clock)) as progress:
         for number in range(1, 301):
             clock.now += 30.0
             progress.event(step(number))

@@ -9,15 +9,20 @@ import made
 import pytest
 
 from espalier.errors import UserError
+from espalier.track.events import read
 from espalier.track.tables import open_run
-from espalier.track.tensorboard import TensorBoard, convert
+from espalier.track.tensorboard import TensorBoard
 
 
-def test_converted_scalars_equal_the_log(tmp_path: Path) -> None:
+def test_scalars_equal_the_log(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     folder = made.make(tmp_path, 210)
-    (file,) = convert(folder).iterdir()
+    board = TensorBoard(folder / "tensorboard")
+    for event in read(folder / "events.jsonl"):
+        board.event(event)
+    board.close()
+    (file,) = (folder / "tensorboard").iterdir()
     seen: dict[str, list[tuple[int, float]]] = {}
     for record in EventFileLoader(str(file)).Load():
         for value in record.summary.value:

@@ -17,7 +17,7 @@ import pytest
 
 from espalier.errors import UserError
 from espalier.plan.base import Layout, Plan, Predicted, Rank, RunnerUp
-from espalier.track import scatter
+from espalier.track import charts
 from espalier.units import show_seconds, show_size
 from espalier.verbs import plan_page
 
@@ -188,7 +188,7 @@ def test_thousands_of_points_are_thinned_but_the_plan_and_the_front_stay(tmp_pat
     front = [Priced(4.32 + 0.2 * k, (40 - k) * GIB, True, f"front {k}", "isp", frontier=True) for k in range(30)]
     found = page(tmp_path, points=[*points, *front])
     assert (tmp_path / "plan.html").stat().st_size < 300_000
-    assert 200 < len(marks(found)) <= scatter.MOST + 31
+    assert 200 < len(marks(found)) <= charts.MOST + 31
     kinds = [str(attributes["class"]).split() for attributes in marks(found)]
     assert sum("best" in kind for kind in kinds) == 1
     assert sum("edge" in kind for kind in kinds) == 30
@@ -220,7 +220,7 @@ def test_parts_follow_one_another_and_fill_the_whole() -> None:
 @pytest.mark.parametrize("base", [10.0, 1024.0])
 def test_ticks_are_few_round_and_inside(low: float, high: float, base: float) -> None:
     scale = GIB if base == 1024 else 1.0
-    ticks = scatter.Axis(low * scale, high * scale, base).ticks
+    ticks = charts.LogAxis(low * scale, high * scale, base).ticks
     assert 2 <= len(ticks) <= 9
     assert ticks == sorted(set(ticks))
     assert low * scale <= ticks[0]

@@ -1,6 +1,6 @@
 """Which host is it? Where ranks only know that they lost others, all hosts are tested before the run goes on.
 
-The rule and its all-gathers are `resilience.acme.localise`'s. Each supervisor takes part by a process that it forks as
+The rule and its all-gathers are `ops.localise`'s. Each supervisor takes part by a process that it forks as
 it forks ranks, and ends: nothing of a test stays in it. After Acme (arXiv 2403.07648), section 6.1.
 """
 
@@ -17,8 +17,8 @@ from espalier.launch.base import Place
 from espalier.launch.child import Child
 from espalier.launch.local import Signals
 from espalier.launch.team import Team
-from espalier.resilience.acme import localise
-from espalier.resilience.acme.localise import Located
+from espalier.ops import localise
+from espalier.ops.localise import Located
 
 SECONDS = 5.0
 """How long the all-gathers of one wave may take."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from espalier.plan.request import Request
 from espalier.plan.seats import gpus
 from espalier.plan.seconds import compute
 from espalier.plan.step import Step
+from espalier.track.charts import Point
 
 TIE = 0.03
 """Widest tie: the errors of two layouts of one model on the same machines are mostly the same, so that their difference
@@ -40,18 +41,6 @@ UNEQUAL = 8
 """Data-parallel layouts of each batch that are also priced with shares by speed, where devices differ."""
 KEPT = 64
 """Layouts kept of each batch for the runners-up, the front and the picture."""
-
-
-class Point(NamedTuple):
-    """One layout in the picture of seconds against memory."""
-
-    seconds: float
-    peak_bytes: float
-    fits: bool
-    label: str
-    algorithm: str
-    chosen: bool = False
-    frontier: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,8 @@
-"""What if something breaks? Why it broke is read from its logs; `guard` makes a loop outlive its replicas.
-
-Loads no torch; `guard` does.
-"""
+"""What if something breaks? `guard` makes a loop outlive its replicas. Loads no torch; `guard` does."""
 
 from typing import Any
 
-from espalier.resilience.acme.diagnose import diagnose
-from espalier.resilience.acme.taxonomy import Diagnosis, Evidence, restart_helps
-
-__all__ = ["Diagnosis", "Evidence", "diagnose", "guard", "restart_helps"]
+__all__ = ["guard"]
 
 
 def __getattr__(name: str) -> Any:

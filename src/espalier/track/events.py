@@ -149,31 +149,7 @@ def read(path: str | Path) -> Iterator[Event]:
                 yield _unreadable(path, number + 1)
 
 
-def follow(path: str | Path, poll: float = 0.25, idle: float = 60.0) -> Iterator[Event]:
-    """The events in `path` and those appended later, as they come.
-
-    Looks every `poll` seconds; ends when the last event is `end`, or when nothing came for `idle` seconds.
-    """
-    rest, offset, number, last = b"", 0, 0, ""
-    since = time.monotonic()
-    while True:
-        fresh = _tail(path, offset)
-        offset += len(fresh)
-        *lines, rest = (rest + fresh).split(b"\n")
-        for line in lines:
-            number += 1
-            event = _parse(line) or _unreadable(path, number)
-            last = event["event"]
-            yield event
-        if fresh:
-            since = time.monotonic()
-        elif last == "end" or time.monotonic() - since > idle:
-            return
-        else:
-            time.sleep(poll)
-
-
-def unwritable(path: str | Path, error: OSError) -> UserError:
+def unwritable(path: str | Path, error: OSError, do: str = "choose another folder with --run FOLDER") -> UserError:
     """The error for a file or folder that cannot be written, with what to do about its cause."""
     if error.errno in _FULL:
         return UserError(
@@ -181,9 +157,7 @@ def unwritable(path: str | Path, error: OSError) -> UserError:
             why=error.strerror or "",
             do="free space there and run the same command again; it resumes from the last checkpoint",
         )
-    return UserError(
-        f"Cannot write {path}.", why=error.strerror or str(error), do="choose another folder with --run FOLDER"
-    )
+    return UserError(f"Cannot write {path}.", why=error.strerror or str(error), do=do)
 
 
 def _mend(file: int) -> None:
@@ -201,15 +175,6 @@ def _mend(file: int) -> None:
         os.write(file, b"\n")
     else:
         os.ftruncate(file, size - len(rest))
-
-
-def _tail(path: str | Path, offset: int) -> bytes:
-    try:
-        with Path(path).open("rb") as file:
-            file.seek(offset)
-            return file.read()
-    except FileNotFoundError:
-        return b""
 
 
 def _parse(line: bytes) -> Event | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from espalier.terminal import visible
@@ -271,15 +270,6 @@ class Waiting:
     def _write(self, text: str) -> None:
         self._out.write(visible(text) + "\n")
         self._out.flush()
-
-
-@contextmanager
-def showing(progress: Progress) -> Iterator[Progress]:
-    """Closes `progress` at the end of the block, however it ends."""
-    try:
-        yield progress
-    finally:
-        progress.close()
 
 
 def _bars(

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
-from datetime import datetime
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from espalier.track import draw, evals
-from espalier.track.events import unwritable
+from espalier.track import charts, page
+from espalier.track.page import Figure
 from espalier.track.tables import Run, open_run
 from espalier.units import show_count, show_seconds, show_size
 
 NAME = "report.html"
-
-
-class Figure(NamedTuple):
-    """One headline figure."""
-
-    label: str
-    value: str
-    note: str = ""
 
 
 class Row(NamedTuple):
@@ -43,53 +32,33 @@ def write(folder: str | Path) -> Path:
     Raises UserError when there is no run in `folder`, or it cannot be written.
     """
     path = Path(folder) / NAME
-    text = render(open_run(folder))
-    unfinished = path.with_suffix(".html.tmp")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise unwritable(path, error) from error
+    page.write(path, render(open_run(folder)))
     return path
 
 
 def render(run: Run, live: bool = False) -> str:
     """The page as text. `live` adds the few lines of script that renew it while the run goes on."""
-    return str(_template().render(run=run, live=live, **_context(run)))
-
-
-@cache
-def _template() -> Any:
-    import jinja2
-
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["moment"] = _moment
-    environment.filters["percent"] = _signed
-    return environment.get_template("report.html.j2")
+    return page.render("track/report.html.j2", run=run, live=live, **_context(run))
 
 
 def _context(run: Run) -> dict[str, Any]:
     predicted = _predicted(run)
     return {
-        "name": run.start.get("name") or run.recipe.get("name") or run.folder.absolute().name,
+        "title": run.start.get("name") or run.recipe.get("name") or run.folder.absolute().name,
+        "kind": run.state,
+        "state": run.state,
+        "mood": run.state,
         "subtitle": _subtitle(run),
         "figures": _figures(run),
-        "charts": _charts(run),
+        "plots": _plots(run),
         "memory": _memory(run, predicted),
-        "time": draw.shares(predicted.get("terms") or {}, show_seconds),
+        "time": charts.shares(predicted.get("terms") or {}, show_seconds),
         "step_seconds": predicted.get("step_seconds") or 0.0,
         "traffic": _traffic(run, predicted),
         "encoded": _encoded(run),
         "compared": _compared(run, predicted),
         "plan": run.plan,
         "layout": _layout(run.plan),
-        "draw": draw,
-        "show_seconds": show_seconds,
-        "show_size": show_size,
         "incidents": _rows(run.incidents),
         "account": run.account,
         "samples": _rows(run.samples)[-4:][::-1],
@@ -114,7 +83,7 @@ def _subtitle(run: Run) -> list[str]:
         said.append(f"{ranks} rank{'s' * (ranks != 1)} × {threads} thread{'s' * (threads != 1)}")
     host = start.get("host") or {}
     said += [str(host[key]) for key in ("cpu", "device") if host.get(key)][:1]
-    return said + ([_moment(start["time"])] if start.get("time") else [])
+    return said + ([page.moment(start["time"])] if start.get("time") else [])
 
 
 def _figures(run: Run) -> list[Figure]:
@@ -150,50 +119,73 @@ def _validated(run: Run) -> list[Figure]:
     return [Figure(label, f"{values[-1]:.3f}", note)]
 
 
-def _charts(run: Run) -> list[tuple[str, str, Any]]:
+def _plots(run: Run) -> list[tuple[str, str, Any]]:
     """(title, remark, drawing) of each chart that has something to show."""
     steps, x = run.steps, run.steps.get("step", np.empty(0))
-    charts = [("Loss", "per token, in nats", draw.line_chart("Loss", _losses(run), _three))]
+    plots = [("Loss", "per token, in nats", charts.line_chart("Loss", _losses(run), _three))]
     if "tokens" in steps and "seconds" in steps:
         speed = steps["tokens"] / np.maximum(steps["seconds"], 1e-9)
-        charts.append(("Speed", "tokens per second", _trend("Speed", x, speed, show_count)))
+        plots.append(("Speed", "tokens per second", _trend("Speed", x, speed, show_count)))
     if "memory" in steps:
         unit = 1024.0 ** math.floor(math.log(max(_peak(run), 1.0), 1024))
-        line = draw.Series("memory", x, steps["memory"], colour=3)
-        chart = draw.line_chart("Memory", [line], show_size, zero=True, unit=unit)
-        charts.append(("Memory", _apart(run), chart))
+        line = charts.Series("memory", x, steps["memory"], colour=3)
+        chart = charts.line_chart("Memory", [line], show_size, zero=True, unit=unit)
+        plots.append(("Memory", _apart(run), chart))
     if "gradient_norm" in steps:
-        charts.append(("Gradient norm", "before clipping", _trend("Gradient norm", x, steps["gradient_norm"], _three)))
+        plots.append(("Gradient norm", "before clipping", _trend("Gradient norm", x, steps["gradient_norm"], _three)))
     if "learning_rate" in steps:
-        series = draw.Series("learning rate", x, steps["learning_rate"], colour=5)
-        charts.append(
-            ("Learning rate", "", draw.line_chart("Learning rate", [series], lambda v: f"{v:.2g}", zero=True))
+        series = charts.Series("learning rate", x, steps["learning_rate"], colour=5)
+        plots.append(
+            ("Learning rate", "", charts.line_chart("Learning rate", [series], lambda v: f"{v:.2g}", zero=True))
         )
-    return [chart for chart in (*charts, *evals.charts(run)) if chart[2]]
+    return [plot for plot in (*plots, *_evaluations(run)) if plot[2]]
 
 
-def _losses(run: Run) -> list[draw.Series]:
+def _losses(run: Run) -> list[charts.Series]:
     steps, validations = run.steps, run.validations
     series = []
     if "loss" in steps:
         series += _smoothed("training", steps["step"], steps["loss"])
     if "loss" in validations:
         kind = "dots" if len(validations["loss"]) <= 60 else "line"
-        series.append(draw.Series("validation", validations["step"], validations["loss"], kind, 4))
+        series.append(charts.Series("validation", validations["step"], validations["loss"], kind, 4))
     return series
 
 
 def _trend(title: str, x: Any, y: Any, show: Any) -> Any:
-    return draw.line_chart(title, _smoothed(title.lower(), x, y), show, zero=True)
+    return charts.line_chart(title, _smoothed(title.lower(), x, y), show, zero=True)
 
 
-def _smoothed(name: str, x: Any, y: Any) -> list[draw.Series]:
+def _smoothed(name: str, x: Any, y: Any) -> list[charts.Series]:
     good = np.isfinite(y)
     x, y = x[good], y[good]
     if len(x) < 20:
-        return [draw.Series(name, x, y)]
+        return [charts.Series(name, x, y)]
     window = max(5, len(y) // 60)
-    return [draw.Series(name, x, y, "thin"), draw.Series(f"{name} (smoothed)", x, draw.smooth(y, window))]
+    return [charts.Series(name, x, y, "thin"), charts.Series(f"{name} (smoothed)", x, charts.smooth(y, window))]
+
+
+def _evaluations(run: Run) -> list[tuple[str, str, Any]]:
+    """(title, remark, drawing) for each metric that `espalier eval --watch` found."""
+    table = run.evals
+    if not len(table["step"]):
+        return []
+    latest: dict[str, dict[str, dict[int, float]]] = {}
+    for step, task, metric, value in zip(*(table[name] for name in ("step", "task", "metric", "value")), strict=True):
+        latest.setdefault(str(metric), {}).setdefault(str(task), {})[int(step)] = float(value)
+    drawn = []
+    for metric, tasks in latest.items():
+        title = metric.replace("_", " ")
+        series = [_line_of(name, points, at) for at, (name, points) in enumerate(tasks.items())]
+        chart = charts.line_chart(title, series, lambda value: f"{value:.3g}")
+        drawn.append((title[0].upper() + title[1:], "of checkpoints, evaluated beside training", chart))
+    return drawn
+
+
+def _line_of(name: str, points: dict[int, float], at: int) -> charts.Series:
+    steps = sorted(points)
+    x, y = np.array(steps, np.float64), np.array([points[step] for step in steps], np.float64)
+    return charts.Series(name, x, y, "dots" if len(steps) <= 60 else "line", at % charts.COLOURS + 1)
 
 
 def _memory(run: Run, predicted: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,7 +193,7 @@ def _memory(run: Run, predicted: Mapping[str, Any]) -> dict[str, Any]:
     whole = kinds.pop("peak", 0.0) or sum(kinds.values())
     peak, limit = _peak(run), predicted.get("memory_limit") or 0.0
     return {
-        "kinds": draw.shares(kinds, show_size),
+        "kinds": charts.shares(kinds, show_size),
         "predicted": whole,
         "measured": peak,
         "whole": max(whole, sum(kinds.values()), peak),
@@ -314,11 +306,3 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 def _three(value: float) -> str:
     return f"{value:.3g}"
-
-
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.0%}" if abs(value) >= 0.095 else f"{value:+.1%}"
-
-
-def _moment(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%-d %B %Y, %H:%M")

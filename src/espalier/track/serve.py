@@ -7,7 +7,6 @@ import secrets
 import socket
 import sys
 import threading
-import webbrowser
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -91,16 +90,14 @@ class _Handler(BaseHTTPRequestHandler):
         """One line per request is nothing anybody reads."""
 
 
-def serve(folder: str | Path, port: int = 0, open_: bool = False, out: TextIO | None = None) -> None:
-    """Serves the run in `folder` until Ctrl-C. Port 0 takes a free one; `open_` opens a browser.
+def serve(folder: str | Path, port: int = 0, out: TextIO | None = None) -> None:
+    """Serves the run in `folder` until Ctrl-C. Port 0 takes a free one.
 
     Raises UserError when there is no run in `folder`, or the port is in use (naming a free one).
     """
     with Live(folder, port) as server:
         out = out if out is not None else sys.stdout
         say(f"{server.folder} is live at {server.url} (Ctrl-C ends it)", file=out, flush=True)
-        if open_:
-            webbrowser.open(server.url)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

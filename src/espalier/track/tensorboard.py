@@ -1,4 +1,4 @@
-"""The run log as TensorBoard scalars (`[track]` extra): live beside the run, or from a run folder afterwards."""
+"""The run log as TensorBoard scalars (`[track]` extra): live beside the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.errors import missing_extra
-from espalier.track.events import Event, read
+from espalier.track.events import Event
 
 _KINDS = {"step": "train", "validation": "validation", "checkpoint": "checkpoint"}
 _QUIET = ("event", "time", "step")
@@ -41,20 +41,6 @@ class TensorBoard:
     def close(self) -> None:
         """Writes out what is buffered."""
         self._writer.close()
-
-
-def convert(folder: str | Path) -> Path:
-    """Writes the whole log of a run folder to `tensorboard/` in it and returns that folder."""
-    target = Path(folder) / "tensorboard"
-    events = read(Path(folder) / "events.jsonl")
-    first = next(events, None)
-    board = TensorBoard(target)
-    try:
-        for event in () if first is None else (first, *events):
-            board.event(event)
-    finally:
-        board.close()
-    return target
 
 
 def _scalars(event: Event) -> Iterator[tuple[str, float]]:

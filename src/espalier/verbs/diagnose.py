@@ -7,11 +7,10 @@ import json
 import sys
 
 from espalier.errors import EspalierError, UserError
-from espalier.resilience.acme import incidents, rules
-from espalier.resilience.acme.diagnose import Means, diagnose
-from espalier.resilience.acme.taxonomy import NO_FAILURE, Diagnosis, as_dict, restart_helps
-from espalier.terminal import say
-from espalier.verbs import show
+from espalier.ops import incidents, rules
+from espalier.ops.diagnosis import Means, diagnose
+from espalier.ops.taxonomy import NO_FAILURE, Diagnosis, as_dict, restart_helps
+from espalier.terminal import line, say
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,7 +49,7 @@ def _tell(found: list[Diagnosis], as_json: bool) -> None:
         if at:
             say()
         for text in told(one):
-            show.line(text, 4)
+            line(text)
 
 
 WORDS = {

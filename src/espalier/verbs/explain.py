@@ -6,8 +6,7 @@ import argparse
 import json
 
 from espalier import records
-from espalier.terminal import say
-from espalier.verbs import show
+from espalier.terminal import rows, say
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -21,6 +20,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps([records.as_dict(record) for record in every], indent=2))
         return 0
     table = [(record.name, record.state, record.title, record.question) for record in every]
-    show.rows(("system", "state", "what it is", "question it answers"), table, cut=True)
+    rows(("system", "state", "what it is", "question it answers"), table, cut=True)
     say("\nespalier explain NAME tells more.")
     return 0

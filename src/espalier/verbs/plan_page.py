@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from markupsafe import Markup, escape
-
-from espalier.errors import UserError
 from espalier.plan.base import Layout, Plan, Predicted
-from espalier.track import draw, report, scatter
-from espalier.track.scatter import Point
+from espalier.track import charts, page
+from espalier.track.charts import Point
+from espalier.track.page import Figure
 from espalier.units import show_count, show_seconds, show_size
 
 NAMES = {"data": "data parallel", "megatron": "Megatron", "fsp": "FSP", "isp": "ISP"}
@@ -39,19 +34,9 @@ def write(path: str | Path, plan: Plan, points: Sequence[Point], title: str) -> 
     Raises:
         UserError: the file cannot be written.
     """
-    target = Path(path)
-    text = render(plan, points, title)
-    unfinished = target.with_name(target.name + ".tmp")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, target)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True) if unfinished.is_file() else None
-        raise UserError(
-            f"Cannot write {target}.",
-            why=error.strerror or str(error),
-            do="--html with a file in a folder that exists and may be written to",
-        ) from error
+    page.write(
+        Path(path), render(plan, points, title), "--html with a file in a folder that exists and may be written to"
+    )
 
 
 def render(plan: Plan, points: Sequence[Point], title: str) -> str:
@@ -59,61 +44,25 @@ def render(plan: Plan, points: Sequence[Point], title: str) -> str:
     predicted = plan.predicted
     assert predicted is not None, "planners price what they plan"
     counts = Counter(point.algorithm for point in points)
-    return str(
-        _template().render(
-            title=title,
-            style=style(),
-            plan=plan,
-            words=words(plan.layout),
-            where=where(plan),
-            figures=_figures(predicted),
-            chart=scatter.chart(points, predicted.memory_limit, _limit_of(predicted), NAMES),
-            keys=[(scatter.mark(name), NAMES.get(name, name), counts[name]) for name in _order(counts)],
-            fitting=sum(point.fits for point in points),
-            priced=len(points),
-            time=_ladder(predicted.terms, predicted.step_seconds, show_seconds, predicted.sources),
-            memory=_memory(predicted),
-            step_text=show_seconds(predicted.step_seconds),
-            runners=[(words(one.layout), _ranks(one.ranks, one.threads), one) for one in plan.runners_up],
-            sources=predicted.sources,
-            show_seconds=show_seconds,
-            show_size=show_size,
-        )
+    return page.render(
+        "verbs/plan_page.html.j2",
+        title=title,
+        kind="plan",
+        state="runs today" if plan.executable else "not executable",
+        mood="good" if plan.executable else "not",
+        subtitle=[where(plan), *words(plan.layout)],
+        plan=plan,
+        figures=_figures(predicted),
+        chart=charts.scatter(points, predicted.memory_limit, _limit_of(predicted), NAMES),
+        keys=[(charts.shape(name), NAMES.get(name, name), counts[name]) for name in _order(counts)],
+        fitting=sum(point.fits for point in points),
+        priced=len(points),
+        time=_ladder(predicted.terms, predicted.step_seconds, show_seconds, predicted.sources),
+        memory=_memory(predicted),
+        step_text=show_seconds(predicted.step_seconds),
+        runners=[(words(one.layout), _ranks(one.ranks, one.threads), one) for one in plan.runners_up],
+        sources=predicted.sources,
     )
-
-
-@cache
-def environment() -> Any:
-    """Where the pages' templates are, this file's and the run report's."""
-    import jinja2
-
-    folders = [Path(__file__).parent, Path(report.__file__).parent]
-    made = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folders),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.filters["coded"] = _coded
-    return made
-
-
-def _template() -> Any:
-    return environment().get_template("plan_page.html.j2")
-
-
-def style() -> Markup:
-    """The style of a run's report, so that both pages are of one look."""
-    made = environment()
-    source, _, _ = made.loader.get_source(made, "report.html.j2")
-    inside = source.partition("<style>")[2].partition("</style>")[0]
-    return Markup(made.from_string(inside).render())
-
-
-def _coded(text: str) -> Markup:
-    """What stands between backquotes as code."""
-    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 # --- words -------------------------------------------------------------------------------------------------------
@@ -166,17 +115,17 @@ def _order(counts: Mapping[str, int]) -> list[str]:
 # --- figures -----------------------------------------------------------------------------------------------------
 
 
-def _figures(predicted: Predicted) -> list[report.Figure]:
+def _figures(predicted: Predicted) -> list[Figure]:
     wide = 1 + predicted.spread
     low, high = show_seconds(predicted.step_seconds / wide), show_seconds(predicted.step_seconds * wide)
     band = f"two of three in {low} to {high}" if predicted.spread else ""
     peak, limit = predicted.memory_bytes["peak"], predicted.memory_limit
     room = f"of {show_size(limit)} per rank" if math.isfinite(limit) else "per rank"
     return [
-        report.Figure("seconds per step", show_seconds(predicted.step_seconds), band),
-        report.Figure("tokens/s per device", show_count(predicted.tokens_per_second_per_device)),
-        report.Figure("MFU", f"{predicted.mfu:.1%}"),
-        report.Figure("memory", show_size(peak), room),
+        Figure("seconds per step", show_seconds(predicted.step_seconds), band),
+        Figure("tokens/s per device", show_count(predicted.tokens_per_second_per_device)),
+        Figure("MFU", f"{predicted.mfu:.1%}"),
+        Figure("memory", show_size(peak), room),
     ]
 
 
@@ -208,7 +157,7 @@ def _ladder(
     """Each part starts where the larger one before it ends."""
     found, at = [], 0.0
     named = {name.replace("_", " "): source for name, source in sources.items()}
-    for share in draw.shares(parts, show):
+    for share in charts.shares(parts, show):
         width = 100 * share.value / whole if whole else 0.0
         found.append(Rung(share.name, at, width, share.text, named.get(share.name, "")))
         at += width

@@ -14,8 +14,8 @@ from espalier.plan import score as scoring
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.measured import Table
 from espalier.plan.score import Scores
-from espalier.terminal import say
-from espalier.verbs import ready, show
+from espalier.terminal import rows, say
+from espalier.verbs import ready
 from espalier.verbs.measurements import calibrated
 
 WORTH_SAYING = 0.02
@@ -75,7 +75,7 @@ def _doubts(score: str, calibrate_on: str | None) -> list[str]:
 def _tell(table: Table, found: Scores, calibration: Calibration) -> None:
     source = f"{calibration.source} ({calibration.rows} rows, scatter {calibration.spread:.1%})"
     say(f"{table.path}: {found.rows} rows; {source if calibration.rows else calibration.source}\n")
-    show.rows(("score", "value", "of"), _lines(found))
+    rows(("score", "value", "of"), _lines(found))
     moved = msgspec.structs.asdict(calibration.factors)
     told = [f"{name} {value:.2f}" for name, value in moved.items() if abs(value - 1) > WORTH_SAYING]
     if told:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
-import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from espalier.cluster import Cluster, Disk, Link
 from espalier.config import kinds
 from espalier.config.derive import Derivation
 from espalier.plan.base import Layout, Plan, Predicted
-from espalier.terminal import say, visible
+from espalier.terminal import columns, line, rows, say, visible, wrapped
 from espalier.track import tables
 from espalier.track.ledger import Account
 
@@ -31,43 +28,6 @@ DAY = 86_400
 
 NARROW = 40
 """Columns below which reasons stand under their keys instead of beside them."""
-
-
-# --- lines -------------------------------------------------------------------------------------------------------
-
-
-def columns() -> int | None:
-    """How wide the terminal is; None when the output goes elsewhere, where lines are left whole."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def line(text: str, hang: int = 4) -> None:
-    """One line; on a terminal wrapped to its width, what follows the first line `hang` columns in."""
-    say("\n".join(_wrapped(visible(text), columns(), hang)))
-
-
-def rows(head: Sequence[str], body: Sequence[Sequence[str]], cut: bool = False) -> None:
-    """A table. On a terminal its last column is wrapped to the width, or with `cut` lines end there in an ellipsis."""
-    width = columns()
-    head, *body = ([visible(cell) for cell in row] for row in (head, *body))
-    most = [max(len(row[i]) for row in (head, *body)) for i in range(len(head) - 1)]
-    for row in (head, *body):
-        before = "".join(f"{cell:<{size}}  " for cell, size in zip(row, most, strict=False))
-        if not cut:
-            line(before + row[-1], len(before))
-        elif width is not None and len(before + row[-1]) > width:
-            say((before + row[-1])[: width - 1].rstrip() + "…")
-        else:
-            say((before + row[-1]).rstrip())
-
-
-def _wrapped(text: str, width: int | None, hang: int) -> list[str]:
-    if width is None or len(text) <= width:
-        return [text.rstrip()]
-    # A head that ends in aligned columns must keep its spaces, so only what stands right of `hang` is broken.
-    room = max(20, width - hang)
-    first = textwrap.wrap(text[hang:], room, break_long_words=False, break_on_hyphens=False)
-    return [text[:hang] + first[0], *(" " * hang + more for more in first[1:])]
 
 
 # --- plans -------------------------------------------------------------------------------------------------------
@@ -157,9 +117,9 @@ def _derived(derivations: Sequence[Derivation]) -> None:
         left = [f"  {one.key:<{key}}  {one.value!s:<{value}}" for one in together]
         if width is not None and width - indent < NARROW:
             right = []
-            left += _wrapped(" " * 6 + reason, width, 6)
+            left += wrapped(" " * 6 + reason, width, 6)
         else:
-            right = _wrapped(" " * indent + reason, width, indent)
+            right = wrapped(" " * indent + reason, width, indent)
         for keys, words in itertools.zip_longest(left, right, fillvalue=""):
             say((f"{keys:<{indent}}" + words[indent:]).rstrip())
     say()

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.resilience.acme import diagnose, ruling
+from espalier.ops import diagnosis
+from espalier.resilience.acme import ruling
 from espalier.resilience.base import Budget, Failure, kind_of
 
 
@@ -131,7 +132,7 @@ def test_an_enormous_log_takes_no_longer_than_a_small_one(tmp_path):
 
 
 def test_what_takes_too_long_is_given_up_and_anothers_alarm_is_kept(monkeypatch):
-    monkeypatch.setattr(diagnose, "of_text", lambda text: time.sleep(30))
+    monkeypatch.setattr(diagnosis, "of_text", lambda text: time.sleep(30))
     before, left = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0]
     begun = time.monotonic()
     found = ruled(crash("KeyError", "'mask'"), None, 0, seconds=0.05)
@@ -145,7 +146,7 @@ def test_a_diagnosis_that_fails_ends_nothing(monkeypatch):
     def broken(text):
         raise IndexError("bad rule")
 
-    monkeypatch.setattr(diagnose, "of_text", broken)
+    monkeypatch.setattr(diagnosis, "of_text", broken)
     assert ruled(crash("KeyError", "'mask'"), None, 0).root == "not diagnosed: bad rule"
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from espalier.resilience.acme.taxonomy import HANG, LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Diagnosis
+from espalier.ops.taxonomy import HANG, LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Diagnosis
 from espalier.resilience.base import Failure, Ground
 
 if TYPE_CHECKING:
-    from espalier.resilience.acme.causes import Cause
+    from espalier.ops.causes import Cause
 
 TAIL = 16 << 10
 """Bytes of the log that are looked at, the last ones: a traceback and what stands before it."""
@@ -129,19 +129,19 @@ def _found(failure: Failure, log: Path | None, position: int) -> tuple[Diagnosis
 
 
 def _read(text: bytes) -> tuple[Diagnosis, Cause] | None:
-    from espalier.resilience.acme import diagnose
+    from espalier.ops import diagnosis
 
-    case = diagnose.of_text(text)
+    case = diagnosis.of_text(text)
     if case.cause is None:
         return None
-    told = diagnose.of_case(case, diagnose.Means())
+    told = diagnosis.of_case(case, diagnosis.Means())
     return None if told.reason in (UNKNOWN, NO_FAILURE) else (told, case.cause)
 
 
 def _ground(failure: Failure, told: Diagnosis, cause: Cause) -> Ground:
     """Which way the diagnosis may steer: against restarts only where the exception that ended the rank is the cause,
     and known by more than its class."""
-    from espalier.resilience.acme.rules import own
+    from espalier.ops.rules import own
 
     if told.action in ("retry", "isolate"):
         return "retry"

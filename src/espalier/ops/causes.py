@@ -1,0 +1,242 @@
+"""Of all that went wrong in a log, what came first: causes told from what follows from them.
+
+After arXiv 2403.07648: one crash prints several errors, and the first cause must be chosen. Here: what the machine says
+of itself outweighs programs; a cause outweighs what other ranks saw of it; of a chain of exceptions the first one
+counts, unless a later one says more; what the job went on after is no cause; else the earliest wins, by clock where
+all tell it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from espalier.ops.log_scan.line_labels import Line, rank_within, without_code
+from espalier.ops.log_scan.scan import Loss
+from espalier.ops.rules import Role, Rule, book
+from espalier.ops.taxonomy import REASONS, SCRIPT
+
+STRENGTH: dict[Role, int] = {"hardware": 0, "root": 1, "exception": 1, "cascade": 2, "echo": 3, "exit": 4}
+"""Of roles, the strongest first; causes and exceptions compete by time."""
+WENT_ON = 5
+"""Losses of one rank after a finding that show the job went on."""
+QUIET = ("DEBUG", "INFO", "NOTICE", "WARN", "WARNING")
+"""Levels of lines that are a cause only where nothing louder is one."""
+LOUD = ("ERROR", "CRITICAL", "FATAL", "SEVERE")
+"""Levels of lines that are alarming even where no rule knows them."""
+_HEAD = re.compile(
+    r"^\s*(?:\+ Exception Group )?(?:Original )?Traceback \(most recent call last\)|^Stack trace|^\s*Original Traceback"
+)
+_THREAD = re.compile(r"^\s*Exception in thread")
+_LINK = re.compile(r"^\s*(?:During handling of the above exception|The above exception was the direct cause)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line and the rule that it is evidence for.
+
+    Attributes:
+        line, rule: which.
+        rank, node: whose fault the line says it is.
+        chain: the chain of tracebacks that its exception ends; -1: none.
+    """
+
+    line: Line
+    rule: Rule
+    rank: int | None
+    node: str | None
+    chain: int = -1
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the line itself does not call it an error."""
+        return self.line.level in QUIET and self.rule.role != "hardware"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The root, and what speaks for it.
+
+    Attributes:
+        root: the finding whose line first shows the cause.
+        named: the finding that names the reason, which is the root's in most cases.
+        others: further findings, the nearest first.
+    """
+
+    root: Finding
+    named: Finding
+    others: tuple[Finding, ...]
+
+
+def findings(lines: Sequence[Line], rules: Iterable[Rule]) -> list[Finding]:
+    """What the rules find, one for each line at most; noise, and what it covers, left out."""
+    asked = book(tuple(rules))
+    alarm = next((rule for rule in asked.rules if rule.id == "alarm"), None)
+    chains = _chains(lines)
+    covered: dict[int | None, int] = {}
+    found = []
+    for line in without_code(lines):
+        if line.number <= covered.get(line.rank, 0):
+            continue
+        said = asked.first(line.text)
+        if said is None:
+            if alarm is not None and line.level in LOUD:
+                found.append(_finding(line, alarm, {}, -1))
+        elif said[0].role == "noise":
+            covered[line.rank] = line.number + said[0].span if said[0].span else 0
+        else:
+            found.append(_finding(line, said[0], said[1].groupdict(), chains.get(line.number, -1)))
+    return found
+
+
+def _finding(line: Line, rule: Rule, groups: Mapping[str, str | None], chain: int) -> Finding:
+    rank = groups.get("rank")
+    whose = int(rank) if rank is not None else line.rank
+    if whose is None:
+        whose = rank_within(line.text)
+    return Finding(line, rule, whose, groups.get("node") or line.node, chain)
+
+
+def _chains(lines: Sequence[Line]) -> dict[int, int]:
+    """The number of the chain of tracebacks that each exception's line ends."""
+    ends: dict[int, int] = {}
+    inside: dict[int | None, int] = {}
+    linked: dict[int | None, int] = {}
+    threads: dict[int | None, int] = {}
+    count = 0
+    for line in lines:
+        who = line.rank
+        if _LINK.match(line.text):
+            linked[who] = inside.get(who, linked.get(who, -1)) if who in inside else linked.get(who, -1)
+        elif _HEAD.match(line.text):
+            if linked.get(who, -1) < 0:
+                count += 1
+                linked[who] = count
+            inside[who] = -1 if threads.get(who, -9) >= line.number - 2 else linked[who]
+        elif _THREAD.match(line.text):
+            threads[who] = line.number
+        elif (
+            who in inside
+            and line.text
+            and not line.text[0].isspace()
+            and not line.text.startswith(("|", "+", "^", "~"))
+        ):
+            chain = inside.pop(who)
+            ends[line.number] = chain
+            linked[who] = -1
+            _ends_linked(lines, line, chain, linked)
+    return ends
+
+
+def _ends_linked(lines: Sequence[Line], end: Line, chain: int, linked: dict[int | None, int]) -> None:
+    """Keeps the chain open where one of the next lines of the same rank links a further traceback to it."""
+    seen = 0
+    at = _index(lines, end.number)
+    for line in lines[at + 1 : at + 40]:
+        if line.rank != end.rank or not line.text.strip():
+            continue
+        if _LINK.match(line.text) or line.text.startswith("Original Traceback"):
+            linked[end.rank] = chain
+            return
+        seen += 1
+        if seen > 4:
+            return
+
+
+def _index(lines: Sequence[Line], number: int) -> int:
+    low, high = 0, len(lines)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if lines[middle].number < number else (low, middle)
+    return low
+
+
+def choose(found: Sequence[Finding], losses: Sequence[Loss], ranks: int = 1) -> Cause | None:
+    """The cause among the findings, or None where the job did its work.
+
+    Args:
+        found: of `findings`, in the order of lines.
+        losses: the training losses of the same log, which show whether the job went on.
+        ranks: how many ranks write losses.
+    """
+    found = _still_open(found, losses, ranks)
+    done = max((one.line.number for one in found if one.rule.role == "healthy"), default=0)
+    if done:
+        later = [one for one in found if one.line.number > done]
+        before = [one for one in found if one.line.number < done and one.rule.role == "hardware"]
+        if not _ended_badly(later):
+            return None
+        found = [*before, *later]
+    faults = [one for one in found if one.rule.role != "healthy"]
+    if not faults:
+        return None
+    loud = [one for one in faults if not one.quiet] or faults
+    strongest = min(STRENGTH[one.rule.role] for one in loud)
+    best = [one for one in loud if STRENGTH[one.rule.role] == strongest]
+    named = _in_chain(_first(best), best)
+    return _renamed(named, faults)
+
+
+def _still_open(found: Sequence[Finding], losses: Sequence[Loss], ranks: int) -> list[Finding]:
+    """The findings after which the job did not go on."""
+    enough, known = WENT_ON * max(1, ranks), [loss.number for loss in losses if math.isfinite(loss.value)]
+    return [one for one in found if len(known) < enough or one.line.number > known[-enough]]
+
+
+def _ended_badly(later: Sequence[Finding]) -> bool:
+    """Whether a job that said it was done failed all the same: an exit code and a cause for it, or an exception such as
+    those of a disk that filled up under the last checkpoint. Peers that went away and threads that died count not."""
+    exits = any(one.rule.role == "exit" and one.rule.reason != "No Failure" and _failed(one.line.text) for one in later)
+    faults = [one for one in later if STRENGTH.get(one.rule.role, 9) < 2]
+    uncaught = any(one.chain >= 0 and REASONS[one.rule.reason].category == SCRIPT for one in faults)
+    return uncaught or (exits and bool(faults))
+
+
+def _failed(text: str) -> bool:
+    return re.search(r"exit ?code\s*:? ?-?[1-9]|ChildFailedError|Exited with exit code [1-9]", text, re.I) is not None
+
+
+def _first(found: Sequence[Finding]) -> Finding:
+    """The earliest: by clock if all tell it, else as it stands."""
+    if all(one.line.time is not None for one in found):
+        return min(found, key=lambda one: (one.line.time or 0.0, one.line.number))
+    return min(found, key=lambda one: one.line.number)
+
+
+def _in_chain(first: Finding, best: Sequence[Finding]) -> Finding:
+    """Of the chain of exceptions that `first` belongs to, the first that is known by more than its class."""
+    if first.chain < 0 or first.rule.role != "exception":
+        return first
+    chain = [one for one in best if one.chain == first.chain]
+    return next((one for one in chain if one.rule.role != "exception"), first)
+
+
+def _renamed(named: Finding, faults: Sequence[Finding]) -> Cause:
+    """The cause, its root moved to the first line that shows it."""
+    before = [one for one in faults if one is not named]
+    refined = next((one for one in before if named.rule.id in one.rule.after), None)
+    root = named
+    if refined is not None:
+        root, named = named, refined
+    earlier = [one for one in before if one.rule.id in named.rule.after and one.line.number < root.line.number]
+    earlier += [
+        one
+        for one in before
+        if one.rule.reason == named.rule.reason and one.line.number < root.line.number and _one_fault(one, root)
+    ]
+    if earlier:
+        root = min(earlier, key=lambda one: one.line.number)
+        root = replace(root, rank=root.rank if root.rank is not None else named.rank, node=root.node or named.node)
+    others = sorted((one for one in faults if one is not root), key=lambda one: abs(one.line.number - root.line.number))
+    return Cause(root, named, tuple(others))
+
+
+NEAR = 60
+"""Lines within which findings of one reason and one rank are one fault."""
+
+
+def _one_fault(one: Finding, other: Finding) -> bool:
+    same = one.rank == other.rank or one.rank is None or other.rank is None
+    return same and other.line.number - one.line.number <= NEAR

@@ -1,0 +1,152 @@
+"""Job report of a cluster's trace: tables for people, plain values for programs, and one HTML page of plots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from espalier.errors import UserError
+from espalier.ops.job_trace import Characters, Group
+from espalier.terminal import rows, say
+from espalier.track import charts, page
+from espalier.track.charts import Share
+from espalier.track.page import Figure
+from espalier.units import show_count, show_seconds
+
+SHOWN = 12
+"""Rows of a table."""
+HEAD = ("", "jobs", "share", "of GPU time", "GPUs", "median run", "mean run", "median wait", "95 % wait")
+FAILURES = ("failed by", "jobs", "share", "of lost GPU time", *HEAD[4:])
+
+
+def as_dict(found: Characters) -> dict[str, Any]:
+    """Plain values; NaN as null, the curves left to the page."""
+    table = {key: value for key, value in asdict(found).items() if not isinstance(value, np.ndarray)}
+    table |= {
+        "mean_in_use": found.mean_in_use,
+        "queue_percentiles": _marks(found.waits),
+        "run_percentiles": _marks(found.runs),
+    }
+    cleaned: dict[str, Any] = _plain(table)
+    return cleaned
+
+
+def _marks(values: Any) -> dict[str, float]:
+    return {f"p{mark}": float(values[mark]) for mark in (25, 50, 75, 90, 95, 99)} if len(values) else {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def seconds(value: float) -> str:
+    """A time, a dash where it is not told."""
+    return show_seconds(value) if math.isfinite(value) else "–"
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def tell(found: Characters) -> None:
+    """The tables."""
+    say(
+        f"{found.source}: {found.jobs:,} GPU jobs, {show_count(found.gpu_seconds / 3600)} GPU hours"
+        + (f", and {found.cpu_jobs:,} jobs without GPUs" if found.cpu_jobs else "")
+    )
+    if found.span:
+        use = f"{found.mean_in_use:,.0f} GPUs in use on average, {found.most:,.0f} at the highest moment"
+        say(f"over {show_seconds(found.span)}: {use}")
+    if found.left_out[0]:
+        say(f"note: {found.left_out[0]:,} rows were left out ({found.left_out[1]})")
+    for head, groups in ((HEAD, found.kinds), (HEAD, found.states), (FAILURES, found.causes)):
+        if groups and not (len(groups) == 1 and groups[0].name in ("all", "UNKNOWN")):
+            say()
+            rows(head, [_cells(one) for one in groups[:SHOWN]], cut=True)
+    for title, values in (("\nwaits", found.waits), ("runs", found.runs)):
+        if len(values):
+            said = ", ".join(f"{name[1:]} % within {seconds(value)}" for name, value in _marks(values).items())
+            say(f"{title}: {said}")
+
+
+def _cells(one: Group) -> tuple[str, ...]:
+    """A group as a row."""
+    times = map(seconds, (one.duration, one.mean_duration, one.queue, one.long_queue))
+    return (one.name, f"{one.jobs:,}", f"{one.share:.1%}", f"{one.time_share:.1%}", f"{one.gpus:,.1f}", *times)
+
+
+# --- page ------------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, found: Characters) -> Path:
+    """Writes the page of a trace; in the current folder where that of the trace may not be written.
+
+    Raises:
+        UserError: neither can be written.
+    """
+    text, do = render(found), "call it in a folder that may be written to"
+    try:
+        page.write(path, text, do)
+    except UserError:
+        path = Path(path.name)
+        page.write(path, text, do)
+    return path
+
+
+def render(found: Characters) -> str:
+    """The page as text."""
+    tables = [("By type", found.kinds), ("By final state", found.states), ("Failures by cause", found.causes)]
+    return page.render(
+        "ops/job_report.html.j2",
+        title=Path(found.source).name,
+        kind="jobs",
+        state="jobs of a cluster",
+        found=found,
+        figures=_figures(found),
+        plots=_plots(found),
+        shares=[_shares(title, groups) for title, groups in (("type", found.kinds), ("state", found.states)) if groups],
+        tables=[(title, groups) for title, groups in tables if groups],
+        seconds=seconds,
+    )
+
+
+def _figures(found: Characters) -> list[Figure]:
+    figures = [
+        Figure("GPU jobs", f"{found.jobs:,}", f"{found.cpu_jobs:,} without GPUs" if found.cpu_jobs else ""),
+        Figure("GPU hours", show_count(found.gpu_seconds / 3600)),
+    ]
+    if found.span:
+        figures.append(Figure("in use", f"{found.mean_in_use:,.0f} GPUs", f"{found.most:,.0f} at most"))
+    medians = (("median wait", found.waits), ("median run", found.runs))
+    return figures + [Figure(title, show_seconds(float(values[50]))) for title, values in medians if len(values)]
+
+
+def _plots(found: Characters) -> list[tuple[str, str, Markup]]:
+    """(title, remark, drawing) of each."""
+    plots = []
+    if len(found.hours):
+        line = charts.Series("GPUs in use", found.hours, found.in_use, along="hour")
+        chart = charts.line_chart("GPUs in use", [line], show_count, zero=True)
+        plots.append(("GPUs in use", "over the hours of the trace", chart))
+    for title, remark, values in (("Waits", "in the queue", found.waits), ("Runs", "from start to end", found.runs)):
+        if len(values):
+            y = np.log10(np.maximum(values[:100], 1.0))
+            line = charts.Series(title.lower(), np.arange(100), y, colour=3, along="percentile")
+            chart = charts.line_chart(title, [line], lambda power: show_seconds(10.0**power))
+            plots.append((title, f"{remark}; the scale is logarithmic", chart))
+    return plots
+
+
+def _shares(title: str, groups: Sequence[Group]) -> tuple[str, list[Share], list[Share]]:
+    """Parts of the jobs and of the GPU time by what `title` says."""
+    jobs = [Share(one.name, one.share, f"{one.share:.1%} of jobs, {one.time_share:.1%} of GPU time") for one in groups]
+    return title, jobs, [Share(one.name, one.time_share, f"{one.time_share:.1%}") for one in groups]

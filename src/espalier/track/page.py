@@ -1,0 +1,80 @@
+"""HTML pages of one look: run report, plan, job trace. Each is one file without outside resources, dark and light.
+
+Each fills the blocks of page.html.j2. What a template is given is escaped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from markupsafe import Markup, escape
+
+from espalier import units
+from espalier.track.events import unwritable
+
+
+class Figure(NamedTuple):
+    """One headline figure."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def write(path: Path, text: str, do: str = "choose another folder with --run FOLDER") -> None:
+    """Writes a page, whole or not at all. Raises UserError, which says what to `do`, when it cannot be written."""
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise unwritable(path, error, do) from error
+
+
+def render(template: str, **values: Any) -> str:
+    """The page of a template, which is named by its place in the package."""
+    return str(environment().get_template(template).render(values))
+
+
+@cache
+def environment() -> Any:
+    """Of the templates in this package; Jinja2 is loaded when a page is made."""
+    import jinja2
+
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent.parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.globals |= {"show_seconds": units.show_seconds, "show_size": units.show_size}
+    made.filters |= {"moment": moment, "percent": _signed, "coded": _coded, "place": place}
+    return made
+
+
+def place(value: float) -> str:
+    """A coordinate: a tenth is as fine as can be seen."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def moment(seconds: float) -> str:
+    """A time since 1970 as people write it, on this machine's clock."""
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%-d %B %Y, %H:%M")
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.0%}" if abs(value) >= 0.095 else f"{value:+.1%}"
+
+
+def _coded(text: str) -> Markup:
+    """What stands between backquotes as code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
