@@ -63,7 +63,9 @@ def test_names_are_escaped() -> None:
     chart = charts.line_chart('<"t">', [charts.Series("<s>", np.arange(3), np.arange(3.0))], str)
     assert "<s>" not in chart
     assert '<"t">' not in chart
-    assert "<x>" not in charts.stacked("a", charts.shares({"<x>": 1.0}, str), 1.0, "t")
+    bar = charts._markup("stacked", title="<x>", shares=charts.shares({"<x>": 1.0}, str), whole=1.0, text="<x>")
+    assert "<x>" not in bar
+    assert bar.count("&lt;x&gt;") == 3
 
 
 def test_a_chart_says_what_it_is_along() -> None:

@@ -18,7 +18,7 @@ import pytest
 import tomli_w
 
 from espalier.errors import UserError
-from espalier.track import report
+from espalier.track import page, report
 from espalier.track.events import Log
 
 _EMPTY = {"meta", "link", "br", "img", "input", "hr"}
@@ -121,7 +121,7 @@ def test_no_text_of_a_run_is_markup(tmp_path: Path) -> None:
 
 def test_the_error_is_measured_over_predicted(tmp_path: Path) -> None:
     row = report._row("x", 2.0, 3.0, str)
-    assert (row.error, report._signed(row.error)) == (0.5, "+50%")
+    assert (row.error, page.signed(row.error)) == (0.5, "+50%")
     assert report._row("x", 0.0, 0.0, str).error == 0.0
     assert report._row("x", None, 1.0, str).error is None
 

@@ -1,4 +1,4 @@
-"""Of all that went wrong in a log, what came first: causes told from what follows from them.
+"""Root cause of a failure: of all that went wrong in a log, what came first and not what followed from it.
 
 After arXiv 2403.07648: one crash prints several errors, and the first cause must be chosen. Here: what the machine says
 of itself outweighs programs; a cause outweighs what other ranks saw of it; of a chain of exceptions the first one
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -133,7 +134,7 @@ def _chains(lines: Sequence[Line]) -> dict[int, int]:
 def _ends_linked(lines: Sequence[Line], end: Line, chain: int, linked: dict[int | None, int]) -> None:
     """Keeps the chain open where one of the next lines of the same rank links a further traceback to it."""
     seen = 0
-    at = _index(lines, end.number)
+    at = bisect_left(lines, end.number, key=lambda line: line.number)
     for line in lines[at + 1 : at + 40]:
         if line.rank != end.rank or not line.text.strip():
             continue
@@ -143,14 +144,6 @@ def _ends_linked(lines: Sequence[Line], end: Line, chain: int, linked: dict[int 
         seen += 1
         if seen > 4:
             return
-
-
-def _index(lines: Sequence[Line], number: int) -> int:
-    low, high = 0, len(lines)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if lines[middle].number < number else (low, middle)
-    return low
 
 
 def choose(found: Sequence[Finding], losses: Sequence[Loss], ranks: int = 1) -> Cause | None:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from espalier.errors import UserError, nearest
+from espalier.errors import UserError
+from espalier.ops.rules import one_of
 from espalier.ops.taxonomy import REASONS, Diagnosis, Evidence
 
 ALIKE = 0.5
@@ -47,14 +48,7 @@ def read(path: str | Path) -> tuple[Incident, ...]:
 def _made(entry: object, place: str) -> Incident:
     if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
         raise UserError(f"{place} has no text.", do="text = '''the lines that told of it'''")
-    reason = entry.get("reason")
-    if reason not in REASONS:
-        near = nearest(str(reason), REASONS)
-        raise UserError(
-            f"{place}: reason = {reason!r} is not known.",
-            do=f"did you mean {near!r}?" if near else "see docs/diagnose.md",
-        )
-    return Incident(entry["text"], str(reason), str(entry.get("advice", "")))
+    return Incident(entry["text"], one_of(entry, "reason", tuple(REASONS), place), str(entry.get("advice", "")))
 
 
 def with_incident(told: Diagnosis, lines: Mapping[int, str], known: Sequence[Incident]) -> Diagnosis:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,10 +100,11 @@ class Jobs:
 
 
 def _table(source: str, rows: Sequence[Job], left_out: tuple[int, str] = (0, "")) -> Jobs:
-    columns = [
+    columns: list[NDArray[Any]] = [
         np.array(column, np.str_ if isinstance(column[0], str) else np.float64) for column in zip(*rows, strict=True)
     ]
-    return Jobs(source, *columns, left_out=left_out)
+    gpus, kinds, states, causes, submitted, started, seconds, queued = columns
+    return Jobs(source, gpus, kinds, states, causes, submitted, started, seconds, queued, left_out)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which nodes are faulty? Found in two rounds of small all-gathers. After Acme (arXiv 2403.07648), section 6.1.
+"""Faulty-node search in two rounds of small all-gathers. After Acme (arXiv 2403.07648), section 6.1.
 
 First round: nodes in worlds of two (one of three), all at once; who passes is good. Second round: each suspect with a
 good node; who fails again is faulty. Two collectives of two nodes, however many nodes there are, while a search by

@@ -1,4 +1,4 @@
-"""Rules are data: a pattern, the reason it speaks for, and whether it is a cause or follows from one.
+"""Diagnosis rules are data: a pattern, the reason it speaks for, and whether it is a cause or follows from one.
 
 After the rule set of arXiv 2403.07648, section on diagnosis. The product's own stand in rules.toml beside this file;
 users add theirs, which are asked first.
@@ -149,9 +149,9 @@ def make(entry: dict[str, Any], place: str) -> Rule:
             raise UserError(
                 f"{place}: there is no key {key!r}.", do=f"did you mean {near}?" if near else ", ".join(_KEYS)
             )
-    role = _one_of(entry, "role", ROLES, place, "root")
+    role = one_of(entry, "role", ROLES, place, "root")
     told = role not in ("healthy", "noise")
-    reason = _one_of(entry, "reason", tuple(REASONS), place, None if told else "")
+    reason = one_of(entry, "reason", tuple(REASONS), place, None if told else "")
     patterns = entry.get("patterns")
     if not isinstance(patterns, list) or not patterns or not all(isinstance(one, str) for one in patterns):
         raise UserError(f"{place}: patterns must be a list of regular expressions.", do='patterns = ["CUDA error: .*"]')
@@ -164,7 +164,7 @@ def make(entry: dict[str, Any], place: str) -> Rule:
         words=words,
         reason=reason,
         role=role,  # type: ignore[arg-type]
-        action=_one_of(entry, "action", ACTIONS, place, ""),  # type: ignore[arg-type]
+        action=one_of(entry, "action", ACTIONS, place, ""),  # type: ignore[arg-type]
         advice=str(entry.get("advice", "")),
         unless=unless,
         after=tuple(entry.get("after", ())),
@@ -172,7 +172,8 @@ def make(entry: dict[str, Any], place: str) -> Rule:
     )
 
 
-def _one_of(entry: dict[str, Any], key: str, known: Sequence[str], place: str, default: str | None) -> str:
+def one_of(entry: dict[str, Any], key: str, known: Sequence[str], place: str, default: str | None = None) -> str:
+    """The value of `key`, one of those `known`. Raises UserError where it is another one, or is missing."""
     value = entry.get(key, default)
     if value == default and default is not None:
         return default

@@ -1,4 +1,4 @@
-"""Why training jobs fail: the reasons of a six-month study, what each calls for, and the value a diagnosis is.
+"""Failure taxonomy: why training jobs fail, by a six-month study, what each reason calls for, and `Diagnosis`.
 
 After Hu et al., "Characterization of Large Language Model Development in the Datacenter" (Acme), NSDI 2024, arXiv
 2403.07648: 29 reasons in three categories. Ours are `Hang`, `Loss Anomaly`, `No Failure`,

@@ -57,7 +57,7 @@ def environment() -> Any:
         lstrip_blocks=True,
     )
     made.globals |= {"show_seconds": units.show_seconds, "show_size": units.show_size}
-    made.filters |= {"moment": moment, "percent": _signed, "coded": _coded, "place": place}
+    made.filters |= {"moment": moment, "percent": signed, "coded": _coded, "place": place}
     return made
 
 
@@ -71,7 +71,8 @@ def moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().strftime("%-d %B %Y, %H:%M")
 
 
-def _signed(value: float | None) -> str:
+def signed(value: float | None) -> str:
+    """A share with its sign, `+9.4%` or `+12%`; empty where it is not known."""
     return "" if value is None else f"{value:+.0%}" if abs(value) >= 0.095 else f"{value:+.1%}"
 
 

@@ -1,4 +1,4 @@
-"""One self-contained `report.html` of a run: no script, no outside resource, made from the run folder alone."""
+"""Run report: one self-contained `report.html`, made from the run folder alone. No script."""
 
 from __future__ import annotations
 
@@ -176,16 +176,15 @@ def _evaluations(run: Run) -> list[tuple[str, str, Any]]:
     drawn = []
     for metric, tasks in latest.items():
         title = metric.replace("_", " ")
-        series = [_line_of(name, points, at) for at, (name, points) in enumerate(tasks.items())]
-        chart = charts.line_chart(title, series, lambda value: f"{value:.3g}")
+        series = []
+        for at, (name, points) in enumerate(tasks.items()):
+            steps = sorted(points)
+            kind = "dots" if len(steps) <= 60 else "line"
+            y = np.array([points[step] for step in steps])
+            series.append(charts.Series(name, np.array(steps), y, kind, at % charts.COLOURS + 1))
+        chart = charts.line_chart(title, series, _three)
         drawn.append((title[0].upper() + title[1:], "of checkpoints, evaluated beside training", chart))
     return drawn
-
-
-def _line_of(name: str, points: dict[int, float], at: int) -> charts.Series:
-    steps = sorted(points)
-    x, y = np.array(steps, np.float64), np.array([points[step] for step in steps], np.float64)
-    return charts.Series(name, x, y, "dots" if len(steps) <= 60 else "line", at % charts.COLOURS + 1)
 
 
 def _memory(run: Run, predicted: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,31 +263,18 @@ def _apart(run: Run) -> str:
 def _layout(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     layout = {"planner": plan["planner"]} if "planner" in plan else {}
     layout |= plan.get("layout") or {}
-    return [
-        (
-            key.replace("_", " "),
-            ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
-        )
-        for key, value in layout.items()
-    ]
+
+    def said(value: Any) -> str:
+        return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+    return [(key.replace("_", " "), said(value)) for key, value in layout.items()]
 
 
 def _rows(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = list(table)
+    empty = dict.fromkeys(("what", "action", "kind", "text", "image"), "") | {"step": None, "rows": None}
     rows = zip(*(table[name].tolist() for name in names), strict=True)
-    return [
-        {
-            "what": "",
-            "action": "",
-            "step": None,
-            "kind": "",
-            "text": "",
-            "image": "",
-            "rows": None,
-            **dict(zip(names, row, strict=True)),
-        }
-        for row in rows
-    ]
+    return [empty | dict(zip(names, row, strict=True)) for row in rows]
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

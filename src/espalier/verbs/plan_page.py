@@ -1,4 +1,4 @@
-"""The picture of a plan: what else was possible, time against memory. One HTML file; no script, no outside resource."""
+"""Plan page (`espalier plan --html`): the plan among what else was possible, time against memory. No script."""
 
 from __future__ import annotations
 

@@ -130,4 +130,5 @@ def _words_at(groups: list[tuple[bytes, ...]], at: int) -> _Words:
         halves.append([0 if part is None else 256 ** len(part) - 1 for part in parts])
         halves.append([1 if part is None else int.from_bytes(part, "little") for part in parts])
     more = np.array([at + 1 < len(group) for group in groups])
-    return _Words(*(np.array(half, np.uint64) for half in halves), more)
+    first_mask, first, last_mask, last = (np.array(half, np.uint64) for half in halves)
+    return _Words(first_mask, first, last_mask, last, more)
