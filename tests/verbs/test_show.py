@@ -34,7 +34,7 @@ SHAPED = [
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(show, "columns", lambda: 80)
+    monkeypatch.setattr("espalier.terminal.columns", lambda: 80)
 
 
 def told(capsys: pytest.CaptureFixture[str], plan: Plan = CPU, steps: int | None = None) -> list[str]:
@@ -62,7 +62,7 @@ def test_a_terminal_gets_hanging_lines_no_wider_than_itself(terminal: None, caps
 def test_keys_of_one_reason_stand_together_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int | None
 ) -> None:
-    monkeypatch.setattr(show, "columns", lambda: width)
+    monkeypatch.setattr("espalier.terminal.columns", lambda: width)
     lines = told(capsys)
     keys = [line.split()[0] for line in lines if line.startswith(("  model.", "  train."))]
     assert keys == ["model.depth", "model.width", "train.steps"]
@@ -130,7 +130,7 @@ def test_each_system_has_one_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert len(lines) == 1 + 20 + 3
     assert all(line == line.rstrip() for line in lines)
     assert any(line.startswith("amsp") and "AMSP: parameters" in line and line.endswith("live?") for line in lines)
-    monkeypatch.setattr(show, "columns", lambda: 80)
+    monkeypatch.setattr("espalier.terminal.columns", lambda: 80)
     assert cli.main(["explain"]) == 0
     narrow = capsys.readouterr().out.split("\n")
     assert len(narrow) == len(lines)

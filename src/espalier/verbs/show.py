@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.console import Console
 
-from espalier import units
+from espalier import terminal, units
 from espalier.cluster import Cluster, Disk, Link
 from espalier.config import kinds
 from espalier.config.derive import Derivation
 from espalier.plan.base import Layout, Plan, Predicted
-from espalier.terminal import columns, line, rows, say, visible, wrapped
+from espalier.terminal import line, rows, say, visible, wrapped
 from espalier.track import tables
 from espalier.track.ledger import Account
 
@@ -106,7 +106,7 @@ def _ranks(count: int, threads: int, on_gpus: bool) -> str:
 def _derived(derivations: Sequence[Derivation]) -> None:
     """Keys and values, those of one reason together and the reason once."""
     say("Derived:")
-    width = columns()
+    width = terminal.columns()
     key = max(len(one.key) for one in derivations)
     value = max(len(str(one.value)) for one in derivations)
     indent = 2 + key + 2 + value + 2
