@@ -18,12 +18,11 @@ from espalier.checkpoint import manifest
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import load
 from espalier.errors import EspalierError, UserError
+from espalier.evaluate.eval_history import EvalHistory
 from espalier.graph import tables as graphs
 from espalier.language import hf
 from espalier.plan import base as plans
 from espalier.resilience.acme import skipping
-from espalier.resilience.acme.evaluate.history import History
-from espalier.resilience.acme.evaluate.priors import Priors
 from espalier.track import events, tables
 
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -31,9 +30,8 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "plan.json": plans.read,
     "cluster.toml": clusters.read,
     "run.toml": load.load,
-    "events.jsonl": lambda path: (list(events.read(path)), tables.open_run(path.parent), History(path)),
+    "events.jsonl": lambda path: (list(events.read(path)), tables.open_run(path.parent), EvalHistory(path)),
     "skips.json": lambda path: skipping.read(path.parent),
-    "priors.json": Priors,
     "config.json": hf._read_json,
 }
 DEEP, LONG = "[" * 100_000 + "]" * 100_000, "9" * 5000

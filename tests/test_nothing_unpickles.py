@@ -15,11 +15,19 @@ ALLOWED = {
     "graph/pyg.py": {"torch.load"},  # weights only, unless graph.pickle = true
     "testing/forks.py": {"pickle", "multiprocessing"},  # between a test and the ranks it forked
     "hardware/measure.py": {"multiprocessing"},  # bytes between a process and those it forked
-    "resilience/acme/background.py": {"multiprocessing"},  # messages between a process and those it forked
-    "resilience/acme/evaluate/crew.py": {"multiprocessing"},  # the same
-    "resilience/acme/evaluate/workers.py": {"multiprocessing"},  # the same
+    "evaluate/worker_pool.py": {"multiprocessing", "ProcessPoolExecutor"},  # with its own processes, nothing of a file
 }
-MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "multiprocessing"}
+MODULES = {
+    "pickle",
+    "_pickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "joblib",
+    "multiprocessing",
+    "ProcessPoolExecutor",
+}
 
 
 def found(source: str) -> Iterator[str]:
@@ -29,6 +37,7 @@ def found(source: str) -> Iterator[str]:
             yield from (one.name.partition(".")[0] for one in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield (node.module or "").partition(".")[0]
+            yield from (one.name for one in node.names if one.name == "ProcessPoolExecutor")
         elif isinstance(node, ast.Call):
             yield called(node)
 
@@ -76,6 +85,7 @@ def test_the_search_finds_what_it_is_for() -> None:
     bad = {
         "import pickle": "pickle",
         "from multiprocessing.connection import Pipe": "multiprocessing",
+        "from concurrent.futures import ProcessPoolExecutor": "ProcessPoolExecutor",
         "import torch\ntorch.load(x)": "torch.load",
         "torch.load(x, weights_only=False)": "torch.load",
         "dist.all_gather_object(a, b)": "object collective",

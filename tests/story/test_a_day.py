@@ -104,11 +104,20 @@ def test_eval_and_predict_and_export_answer_in_json(home):
     assert json.loads(second.stdout)["validation_bits_per_byte"] < 7.9
 
 
+UNHURRIED = """
+import sys
+from espalier import cli
+from espalier.evaluate import low_priority
+low_priority.step_back = lambda *_: None
+if __name__ == "__main__":
+    sys.exit(cli.main())
+"""
+
+
 def unhurried(folder, *arguments):
     """The command line, at the priority of the tests: beside busy ones the lowest there is would wait for ever."""
-    code = "import sys; from espalier import cli; from espalier.resilience.acme import background as b; "
-    code += "b.step_back = b._lower_session = lambda *_: None; sys.exit(cli.main())"
-    command = [sys.executable, "-c", code, *arguments]
+    (folder / "unhurried.py").write_text(UNHURRIED)  # a file, so that its workers import it too
+    command = [sys.executable, "unhurried.py", *arguments]
     return subprocess.run(
         command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=150, check=False
     )

@@ -6,14 +6,14 @@ import argparse
 import json
 
 from espalier.errors import UserError
-from espalier.resilience.acme import background
+from espalier.evaluate import low_priority
 from espalier.terminal import say
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the held-out figures."""
     if arguments.watch or arguments.task or arguments.workers is not None:
-        background.step_back(background.STARTING)  # before torch is imported: that alone takes seconds of a core
+        low_priority.step_back(low_priority.STARTING)  # before torch is imported: that alone takes seconds of a core
         from espalier.verbs import watch
 
         return watch.run(arguments)

@@ -1,4 +1,4 @@
-"""`espalier eval RUN --watch` and `--task`: many tasks over few processes of low priority, beside training."""
+"""`espalier eval RUN --watch` and `--task`: checkpoints evaluated on many tasks, by processes of low priority."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,54 +16,65 @@ from espalier import phases, workloads
 from espalier import run as runs
 from espalier.config import Recipe
 from espalier.errors import UserError
+from espalier.evaluate import low_priority
+from espalier.evaluate.checkpoint_watcher import CheckpointWatcher, Update
+from espalier.evaluate.lm_eval_harness import HarnessTask
+from espalier.evaluate.multiple_choice import MultipleChoice
+from espalier.evaluate.tasks import HeldOut, Task
+from espalier.evaluate.worker_pool import Opened, Workers
 from espalier.language.tokenizer import Tokenizer
 from espalier.mechanisms import DTYPES
-from espalier.resilience.acme import background
-from espalier.resilience.acme.evaluate.choices import MultipleChoice
-from espalier.resilience.acme.evaluate.crew import Setup
-from espalier.resilience.acme.evaluate.harness import HarnessTask
-from espalier.resilience.acme.evaluate.packing import Pool
-from espalier.resilience.acme.evaluate.tasks import HeldOut, Task
-from espalier.resilience.acme.evaluate.watch import Told, Watch, Where
 from espalier.rows import Row
 from espalier.terminal import say
 from espalier.track.progress import Waiting
 from espalier.units import show_seconds
 from espalier.verbs import ready
 from espalier.verbs import trained as opened
-from espalier.workload import Workload
+from espalier.workload import Phase, Workload
 
 HARNESS = "lm-eval:"
 """Begins the name of a task of EleutherAI's lm-evaluation-harness."""
 
-SCORERS = 2
-"""Inference workers for each metric worker: of Acme's HumanEval trial half is inference and 19 % metric, so that one
-metric worker keeps up with 2.6."""
-
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints each task's figures as they come; 1 when a task or a checkpoint failed."""
-    background.step_back()
-    torch.set_num_threads(1)  # workers are forked from here
+    count = _workers(arguments.workers)
     folder = runs.find(arguments.run)
     recipe = folder.read()
-    workload = ready.open_workload(opened.resolved(folder, recipe, arguments.trust))
-    workload = phases.held(workload, phases.checkpoints(recipe, str(folder.checkpoints)))
+    workload = open_workload(folder, recipe, arguments.trust)
     found = tasks(workload, workloads.row(recipe), arguments.task, arguments.run)
-    setup = _setup(workload, recipe, found, folder.path, _workers(arguments.workers))
-    where = Where(
-        run=folder.path,
-        log=folder.events,
-        checkpoints=recipe.checkpoint.target or str(folder.checkpoints),
-        folder=folder.path / "eval",
-        dtype=DTYPES[recipe.train.precision],
-        trust=arguments.trust,
-    )
-    if not arguments.json:
-        each = ", ".join(f"{task.name} ({task.records:,} record{'s' * (task.records != 1)})" for task in found)
-        ready.say(f"Evaluating {each} with {setup.pool.inference} worker{'s' * (setup.pool.inference != 1)}.")
-    with closing(Watch(where, setup).run(once=not arguments.watch)) as told:
-        return _show(told, arguments.json)
+    saved = phases.checkpoints(recipe, str(folder.checkpoints))
+    saved.trust = arguments.trust
+    open_ = partial(open_in_worker, arguments.run, arguments.task, arguments.trust, workload.phases()[0])
+    # Counted by the driver's library, without touching a GPU: the workers do.
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
+    by_name, dtype = {task.name: task for task in found}, DTYPES[recipe.train.precision]
+    with CheckpointWatcher(folder.path, saved, dtype, by_name) as watcher:
+        if not arguments.json:
+            each = ", ".join(f"{task.name} ({task.records:,} record{'s' * (task.records != 1)})" for task in found)
+            ready.say(f"Evaluating {each} with {count} worker{'s' * (count != 1)}.")
+        with Workers(open_, count, devices) as workers:
+            low_priority.step_back()
+            return _show(watcher.run(workers, once=not arguments.watch), arguments.json)
+
+
+def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, phase: Phase | None = None) -> Workload:
+    """The run's workload: of `phase`, else of the phase whose model the newest checkpoint holds."""
+    resolved = opened.resolved(folder, recipe, trust)
+    if phase is not None:
+        return workloads.open_workload(resolved).at(phase)
+    return phases.held(ready.open_workload(resolved), phases.checkpoints(recipe, str(folder.checkpoints)))
+
+
+def open_in_worker(run: str, asked: Sequence[str], trust: bool, phase: Phase) -> Opened:
+    """What a worker process needs of the run in `run`; the process then steps back."""
+    folder = runs.find(run)
+    recipe = folder.read()
+    workload = open_workload(folder, recipe, trust, phase)
+    found = tasks(workload, workloads.row(recipe), asked, run)
+    low_priority.step_back()
+    build = partial(workload.build, torch.device("cpu"), DTYPES[recipe.train.precision])
+    return Opened({task.name: task for task in found}, build)
 
 
 def tasks(workload: Workload, row: Row, asked: Iterable[str], run: str) -> list[Task]:
@@ -101,50 +111,37 @@ def _workers(given: int | None) -> int:
     return given or len(os.sched_getaffinity(0))
 
 
-def _setup(workload: Workload, recipe: Recipe, found: list[Task], folder: Path, workers: int) -> Setup:
-    # Counted by the driver's library, without touching a GPU: the workers do, after they are forked.
-    count = torch.cuda.device_count()
-    devices = [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
-    return Setup(
-        tasks={task.name: task for task in found},
-        build=partial(workload.build, torch.device("cpu"), DTYPES[recipe.train.precision]),
-        pool=Pool(workers, -(-workers // SCORERS)),
-        devices=devices,
-        folder=folder / "eval" / "raw",
-    )
-
-
-def _show(told: Iterable[Told], as_json: bool) -> int:
+def _show(updates: Iterator[Update], as_json: bool) -> int:
     """Progress of each checkpoint on standard error once it takes two seconds; results on standard output."""
     code, step, bar = 0, -1, None
     try:
-        for one in told:
-            if one.step != step or bar is None:
+        for update in updates:
+            if update.step != step or bar is None:
                 if bar is not None:
                     bar.close()
-                step, bar = one.step, Waiting(f"Evaluating step {one.step}", total=100, out=sys.stderr)
-            code |= one.bad
-            _tell(one, as_json)
-            if one.share:
-                bar.advance(round(100 * one.share) - bar.done)
+                step, bar = update.step, Waiting(f"Evaluating step {update.step}", total=100, out=sys.stderr)
+            code |= update.bad
+            _tell(update, as_json)
+            if update.share:
+                bar.advance(round(100 * update.share) - bar.done)
     finally:
         if bar is not None:
             bar.close()
     return code
 
 
-def _tell(one: Told, as_json: bool) -> None:
-    if one.text:
-        ready.say(one.text)
-    if one.result is None:
+def _tell(update: Update, as_json: bool) -> None:
+    if update.text:
+        ready.say(update.text)
+    if update.result is None:
         return
-    task, figures, records, seconds, why = one.result
+    task, figures, records, seconds, why = update.result
     if as_json:
         failed = {"failed": why} if why else {}
-        row = {"step": one.step, "task": task, **figures, "records": records, "seconds": round(seconds, 3), **failed}
+        row = {"step": update.step, "task": task, **figures, "records": records, "seconds": round(seconds, 3), **failed}
         print(json.dumps(row), flush=True)
     elif why:
-        ready.say(f"step {one.step} · {task} failed: {why}")
+        ready.say(f"step {update.step} · {task} failed: {why}")
     else:
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
-        say(f"step {one.step} · {task}: {shown} · {records:,} records, {show_seconds(seconds)}", flush=True)
+        say(f"step {update.step} · {task}: {shown} · {records:,} records, {show_seconds(seconds)}", flush=True)

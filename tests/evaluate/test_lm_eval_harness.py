@@ -9,8 +9,8 @@ import torch
 from made_decoder import decoder, plainly
 
 from espalier.errors import UserError
+from espalier.evaluate.lm_eval_harness import Answers, HarnessTask, lm
 from espalier.language.tokenizer import open_tokenizer
-from espalier.resilience.acme.evaluate.harness import Answers, HarnessTask, lm
 
 
 @pytest.fixture
@@ -79,5 +79,4 @@ def test_a_task_of_the_harness_is_one_of_ours(answers, monkeypatch) -> None:
     }
     monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **asked: found)
     task = HarnessTask("made", answers.tokenizer)
-    sums = task.score(task.infer(answers.model, 0))
-    assert sums == {"acc": (0.5, 1.0), "acc_norm": (0.25, 1.0)}
+    assert task.evaluate(answers.model, 0) == {"acc": (0.5, 1.0), "acc_norm": (0.25, 1.0)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -17,9 +16,9 @@ from torch import nn
 
 from espalier import encoding
 from espalier.errors import UserError
+from espalier.evaluate.tasks import Sums
 from espalier.language import gpt
 from espalier.language.tokenizer import Tokenizer
-from espalier.resilience.acme.evaluate.tasks import Sums
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -86,25 +85,15 @@ class MultipleChoice:
         """One for each question."""
         return len(self._questions)
 
-    def infer(self, model: nn.Module, record: int) -> Any:
-        """The log-likelihood (nats) of each choice, its bytes, and which one is right."""
+    def evaluate(self, model: nn.Module, record: int) -> Sums:
+        """Whether the likeliest choice is the right one, by length and without regard to it."""
         assert isinstance(model, gpt.GPT)
         question = self._questions[record]
         before = "\n".join(part for part in (question.context, question.question) if part)
         continued = [choice if _spaced(before, choice) else f" {choice}" for choice in question.choices]
         head = [self._tokenizer.boundary, *self._ids(before)]
         found = loglikelihoods(model, [(head, self._ids(choice)) for choice in continued])
-        sizes = [len(choice.encode()) for choice in question.choices]
-        return {"loglikelihood": [total for total, _ in found], "bytes": sizes, "right": question.right}
-
-    def score(self, raw: Any) -> Sums:
-        """Whether the likeliest choice is the right one, by length and without regard to it."""
-        plain = raw["loglikelihood"]
-        byte_wise = [total / size for total, size in zip(plain, raw["bytes"], strict=True)]
-        return {
-            "accuracy": (float(_likeliest(byte_wise) == raw["right"]), 1.0),
-            "accuracy_unnormalised": (float(_likeliest(plain) == raw["right"]), 1.0),
-        }
+        return marks([total for total, _ in found], question)
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """The shares of right answers."""
@@ -112,6 +101,16 @@ class MultipleChoice:
 
     def _ids(self, text: str) -> list[int]:
         return [int(token) for token in self._tokenizer.encode(text.encode())]
+
+
+def marks(loglikelihoods: Sequence[float], question: Question) -> Sums:
+    """Of a question whose choices have these log-likelihoods (nats)."""
+    lengths = [len(choice.encode()) for choice in question.choices]
+    by_length = [total / length for total, length in zip(loglikelihoods, lengths, strict=True)]
+    return {
+        "accuracy": (float(_likeliest(by_length) == question.right), 1.0),
+        "accuracy_unnormalised": (float(_likeliest(loglikelihoods) == question.right), 1.0),
+    }
 
 
 def loglikelihoods(model: gpt.GPT, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from espalier.config import derive, load
+from espalier.evaluate.tasks import HeldOut, means
 from espalier.graph.data import Graph, Parts
 from espalier.graph.workload import GraphWorkload
 from espalier.language.workload import open_language
-from espalier.resilience.acme.evaluate.evaluator import joined
-from espalier.resilience.acme.evaluate.tasks import HeldOut
 from espalier.workload import Shard, Workload
 
 
@@ -47,7 +46,7 @@ def test_all_records_together_are_the_workloads_own_evaluation(opened, tmp_path:
     task = HeldOut(workload)
     assert task.records == (1 if opened is graph else -(-samples // 16))
     with torch.no_grad():
-        found = task.summary(joined([task.score(task.infer(model, record)) for record in range(task.records)]))
+        found = task.summary(means([task.evaluate(model, record) for record in range(task.records)]))
         whole = workload.evaluate(model, Shard(0, samples, 16))
     expected = workload.summary({name: total / weight for name, (total, weight) in whole.items()})
     assert found == pytest.approx(expected)

@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-import torch
 from torch import nn
 
 from espalier.errors import missing_extra
+from espalier.evaluate.multiple_choice import loglikelihoods
+from espalier.evaluate.tasks import Sums
 from espalier.language import generate, gpt
 from espalier.language.tokenizer import Tokenizer
-from espalier.resilience.acme.evaluate.choices import loglikelihoods
-from espalier.resilience.acme.evaluate.tasks import Sums
 
 TOKENS = 256
 """Tokens generated where a task sets no `max_gen_toks`, as the harness's own models do."""
@@ -116,22 +115,17 @@ class HarnessTask:
             raise missing_extra("lm_eval", "lm-eval", f"--task lm-eval:{task}") from None
         self.content = f"lm-eval-{getattr(lm_eval, '__version__', '')}"
 
-    def infer(self, model: nn.Module, record: int) -> Any:
-        """The harness's own results for its task: metric to value."""
+    def evaluate(self, model: nn.Module, record: int) -> Sums:
+        """The harness's own results for its task."""
         import lm_eval
 
         assert isinstance(model, gpt.GPT)
-        with torch.no_grad():
-            found = lm_eval.simple_evaluate(model=lm(model, self._tokenizer), tasks=[self.name], bootstrap_iters=0)
+        found = lm_eval.simple_evaluate(model=lm(model, self._tokenizer), tasks=[self.name], bootstrap_iters=0)
         return {
-            metric.removesuffix(",none"): float(value)
+            metric.removesuffix(",none"): (float(value), 1.0)
             for metric, value in found["results"][self.name].items()
             if isinstance(value, int | float) and "," in metric and "stderr" not in metric  # "METRIC,FILTER"
         }
-
-    def score(self, raw: Any) -> Sums:
-        """The harness has scored already."""
-        return {metric: (value, 1.0) for metric, value in raw.items()}
 
     def summary(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """As the harness says."""

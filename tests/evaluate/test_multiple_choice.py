@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from made_decoder import decoder, plainly
 
 from espalier.errors import UserError
+from espalier.evaluate.multiple_choice import MultipleChoice, Question, loglikelihoods, marks, read
 from espalier.language.tokenizer import open_tokenizer
-from espalier.resilience.acme.evaluate.choices import MultipleChoice, loglikelihoods, read
 
 IDS = st.lists(st.integers(0, 256), min_size=1, max_size=17)
 
@@ -43,14 +43,15 @@ def test_a_question_is_answered_by_the_likeliest_choice(tmp_path: Path) -> None:
     )
     task = MultipleChoice("facts", path, open_tokenizer("bytes"))
     assert task.records == 2
-    raw = {"loglikelihood": [-4.0, -9.0], "bytes": [1, 11], "right": 1}
-    assert task.score(raw) == {"accuracy": (1.0, 1.0), "accuracy_unnormalised": (0.0, 1.0)}
+    question = Question(question="2 + 2 =", choices=("3", "4 of course"), answer=1)
+    assert marks([-4.0, -9.0], question) == {"accuracy": (1.0, 1.0), "accuracy_unnormalised": (0.0, 1.0)}
     model = decoder()
     with torch.no_grad():
-        raw = task.infer(model, 1)
         head = [0, *b"Cats purr.\nWhat do cats do?"]
-        assert raw["loglikelihood"][1] == pytest.approx(plainly(model, head, list(b" purr"))[0])
-    assert (raw["right"], raw["bytes"]) == (1, [4, 4])
+        found = [plainly(model, head, list(choice))[0] for choice in (b" bark", b" purr")]
+        asked = Question(context="Cats purr.", question="What do cats do?", choices=("bark", "purr"), answer="purr")
+        assert task.evaluate(model, 1) == marks(found, asked)
+        assert {marks(each, asked)["accuracy"] for each in (found, found[::-1])} == {(0.0, 1.0), (1.0, 1.0)}
 
 
 @pytest.mark.parametrize(

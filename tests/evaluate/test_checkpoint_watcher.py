@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from made_tasks import Made, model
+from made_tasks import Made, model, workers
 from torch import nn
 
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.errors import RunFailed, UserError
-from espalier.resilience.acme.evaluate import watch
-from espalier.resilience.acme.evaluate.crew import Setup
-from espalier.resilience.acme.evaluate.packing import Pool
-from espalier.resilience.acme.evaluate.watch import Told, Watch, Where
+from espalier.evaluate import checkpoint_watcher
+from espalier.evaluate.checkpoint_watcher import CheckpointWatcher, Update
+from espalier.evaluate.worker_pool import Workers
 from espalier.track import events
 from espalier.track.events import Log
 
@@ -31,13 +31,13 @@ def trained(step: int) -> nn.Module:
 class Home:
     """A run folder, and training in it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, workers: Workers) -> None:
+        self.workers = workers
         self.path = path / "run"
         self.log = Log(self.path / "events.jsonl")
         self.log.write("run", step=0)
         self.checkpoints = Checkpoints(self.path / "checkpoints", keep=1, keep_best=False, on_event=self.log.write)
-        self.task = Made("made", 5, path / "seen")
-        self.task.seen.touch()
+        self.task = Made("made", 5)
 
     def save(self, step: int) -> None:
         self.checkpoints.save(step, {"model": trained(step)}, {"step": step}, wait=True)
@@ -45,11 +45,12 @@ class Home:
     def end(self, reason: str = "finished") -> None:
         self.log.write("end", reason=reason)
 
-    def watch(self, patience: float = 0.1) -> Watch:
-        folder = self.path / "eval"
-        setup = Setup({"made": self.task}, model, Pool(1, 1), [torch.device("cpu")], folder / "raw")
-        log, target = self.path / "events.jsonl", str(self.path / "checkpoints")
-        return Watch(Where(self.path, log, target, folder, torch.float32), setup, patience)
+    def watcher(self) -> CheckpointWatcher:
+        return CheckpointWatcher(self.path, Checkpoints(self.path / "checkpoints"), torch.float32, {"made": self.task})
+
+    def watch(self, once: bool = False) -> Iterator[Update]:
+        with self.watcher() as watcher:
+            yield from watcher.run(self.workers, once)
 
     def evaluated(self) -> list[tuple[int, str]]:
         return [(event["step"], event["metric"]) for event in self.figures()]
@@ -58,18 +59,24 @@ class Home:
         return [event for event in events.read(self.path / "events.jsonl") if event["event"] == "eval"]
 
 
+@pytest.fixture(scope="module")
+def one_worker() -> Iterator[Workers]:
+    with workers([Made("made", 5)], count=1) as made:
+        yield made
+
+
 @pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return Home(tmp_path)
+def home(tmp_path: Path, one_worker: Workers) -> Home:
+    return Home(tmp_path, one_worker)
 
 
-def results(told: Iterator[Told]) -> list[int]:
+def results(told: Iterator[Update]) -> list[int]:
     return [one.step for one in told if one.result is not None]
 
 
 def test_each_checkpoint_is_evaluated_once_also_by_a_watch_begun_again(home: Home) -> None:
     home.save(2)
-    telling = home.watch().run()
+    telling = home.watch()
     assert next(one for one in telling if one.result).step == 2
     # Training keeps one checkpoint only: these come while the watch is at work, and go before it gets to them.
     home.save(4)
@@ -79,7 +86,7 @@ def test_each_checkpoint_is_evaluated_once_also_by_a_watch_begun_again(home: Hom
     home.end()
     assert results(telling) == [6]
     assert [step for step, metric in home.evaluated() if metric == "value"] == [2, 4, 6]
-    assert results(home.watch().run()) == []
+    assert results(home.watch()) == []
     assert len(home.evaluated()) == 6
     assert not list((home.path / "eval" / "held").iterdir())  # nothing is kept that training has deleted
 
@@ -89,7 +96,7 @@ def test_the_figures_are_those_of_the_checkpoints_own_weights(home: Home) -> Non
     for step in (2, 4, 6):
         home.save(step)
     home.end()
-    results(home.watch().run())
+    results(home.watch())
     found = {event["step"]: event["value"] for event in home.figures() if event["metric"] == "value"}
     x = torch.arange(5.0)[:, None] / 7
     with torch.no_grad():
@@ -98,33 +105,32 @@ def test_the_figures_are_those_of_the_checkpoints_own_weights(home: Home) -> Non
 
 def test_what_a_killed_watch_held_is_evaluated_by_the_next(home: Home) -> None:
     home.save(2)
-    first = home.watch()
-    first._hold()
-    first.close()
+    with home.watcher() as first:
+        first._hold()
     home.save(4)
     home.end()
     assert not (home.path / "checkpoints" / "step-00000002").exists()
-    assert results(home.watch().run()) == [2, 4]
+    assert results(home.watch()) == [2, 4]
 
 
 def test_a_watch_killed_between_two_figures_adds_the_missing_one(home: Home) -> None:
     home.save(2)
     home.end()
-    assert results(home.watch().run()) == [2]
+    assert results(home.watch()) == [2]
     log = home.path / "events.jsonl"
     lines = log.read_text().splitlines()
     last = max(at for at, line in enumerate(lines) if '"event":"eval"' in line)
     log.write_text("\n".join(lines[:last] + lines[last + 1 :]) + "\n")
-    assert results(home.watch().run()) == [2]
+    assert results(home.watch()) == [2]
     assert sorted(home.evaluated()) == [(2, "odd"), (2, "value")]
 
 
 def test_another_question_under_the_same_name_is_asked_of_all_checkpoints(home: Home) -> None:
     home.save(2)
     home.end()
-    results(home.watch().run())
-    home.task.content = "other"
-    assert results(home.watch().run()) == [2]
+    results(home.watch())
+    home.task = replace(home.task, content="other")
+    assert results(home.watch()) == [2]
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "__0_0.distcp"])
@@ -138,7 +144,7 @@ def test_a_damaged_checkpoint_is_skipped_and_said_once(home: Home, file: str) ->
     content[len(content) // 2] ^= 1
     damaged.write_bytes(bytes(content))
     for _ in range(2):
-        told = list(home.watch().run())
+        told = list(home.watch())
         assert any("not evaluated" in one.text and "damaged" in one.text for one in told)
     assert {step for step, _ in home.evaluated()} == {4}
     said = [event for event in events.read(home.path / "events.jsonl") if event["event"] == "incident"]
@@ -147,18 +153,18 @@ def test_a_damaged_checkpoint_is_skipped_and_said_once(home: Home, file: str) ->
 
 def test_once_takes_the_newest_good_checkpoint_and_needs_one(home: Home) -> None:
     with pytest.raises(UserError, match="no checkpoint"):
-        list(home.watch().run(once=True))
+        list(home.watch(once=True))
     home.checkpoints.keep = 9
     for step in (2, 4):
         home.save(step)
     (home.path / "checkpoints" / "step-00000004" / "manifest.json").write_text("{}")
-    assert results(home.watch().run(once=True)) == [2]
+    assert results(home.watch(once=True)) == [2]
 
 
 def test_a_checkpoint_deleted_before_it_was_seen_is_named(home: Home, monkeypatch) -> None:
-    monkeypatch.setattr(watch, "POLL", 0.01)
+    monkeypatch.setattr(checkpoint_watcher, "POLL", 0.01)
     home.save(2)
-    telling = home.watch().run()
+    telling = home.watch()
     assert any(one.text.startswith("Waiting") for one in telling)
     for step in (4, 6):  # nobody looks meanwhile, and one is kept
         home.save(step)
@@ -169,10 +175,10 @@ def test_a_checkpoint_deleted_before_it_was_seen_is_named(home: Home, monkeypatc
 
 
 def test_an_interrupted_run_is_waited_for(home: Home, monkeypatch) -> None:
-    monkeypatch.setattr(watch, "POLL", 0.01)
+    monkeypatch.setattr(checkpoint_watcher, "POLL", 0.01)
     home.save(2)
     home.end("interrupted")
-    telling = home.watch().run()
+    telling = home.watch()
     assert any(one.text.startswith("The run was interrupted") for one in telling)
     home.log.write("run", step=2)
     home.save(4)
@@ -181,20 +187,17 @@ def test_an_interrupted_run_is_waited_for(home: Home, monkeypatch) -> None:
 
 
 def test_a_folder_that_vanishes_ends_the_watch_with_the_reason(home: Home, monkeypatch) -> None:
-    monkeypatch.setattr(watch, "POLL", 0.01)
+    monkeypatch.setattr(checkpoint_watcher, "POLL", 0.01)
     home.save(2)
-    telling = home.watch().run()
+    telling = home.watch()
     assert next(one for one in telling if one.result).step == 2
     shutil.rmtree(home.path)
-    said: list[str] = []
     with pytest.raises(RunFailed, match="is gone"):
-        said.extend(one.text for one in telling)
-    assert sum("not there now" in text for text in said) == 1
+        list(telling)
 
 
 def test_two_watches_of_one_run_are_one_too_many(home: Home) -> None:
-    first = home.watch()
-    with pytest.raises(UserError, match="another process"):
-        home.watch()
-    first.close()
-    home.watch().close()
+    with home.watcher(), pytest.raises(UserError, match="another process"):
+        home.watcher()
+    with home.watcher():
+        pass

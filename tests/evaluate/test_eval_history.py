@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from espalier.resilience.acme.evaluate.history import History
+from espalier.evaluate.eval_history import EvalHistory, Key
 from espalier.track import events
 from espalier.track.events import Log
 
+KEY = Key("seal", "t", "hash")
+
 
 def figure(log: Path, metric: str) -> None:
-    key = {"step": 4, "task": "t", "checkpoint": "seal", "content": "hash", "figures": 2}
-    events.append(log, "eval", **key, metric=metric, value=1.0)
+    cost = {"figures": 2, "records": 4, "seconds": 6.0}
+    events.append(log, "eval", step=4, **KEY._asdict(), metric=metric, value=1.0, **cost)
 
 
 def test_a_task_is_done_when_its_last_figure_is_in_the_log(tmp_path: Path) -> None:
@@ -19,25 +21,25 @@ def test_a_task_is_done_when_its_last_figure_is_in_the_log(tmp_path: Path) -> No
     with Log(log) as training:
         training.write("run", step=0)
         training.write("checkpoint", step=4)
-        history = History(log)
+        history = EvalHistory(log)
         figure(log, "loss")
         history.update()
-        assert history.has("seal", "t", "hash", "loss")
-        assert not history.done("seal", "t", "hash")
+        assert "loss" in history.figures[KEY]
+        assert KEY not in history.done
         training.write("step", step=5)
         figure(log, "accuracy")
         training.write("end", reason="finished")
     history.update()
-    for one in (history, History(log)):
-        assert one.done("seal", "t", "hash")
-        assert not one.done("seal", "t", "other content")
-        assert (one.saved, one.ended) == ({4}, "finished")
+    for one in (history, EvalHistory(log)):
+        assert KEY in one.done
+        assert Key("seal", "t", "other content") not in one.done
+        assert (one.saved, one.ended, one.seconds) == ({4}, "finished", {"t": 1.5})
 
 
 def test_a_line_that_is_not_whole_yet_is_read_later_and_a_new_attempt_goes_on(tmp_path: Path) -> None:
     log = tmp_path / "events.jsonl"
     log.write_text('{"event":"end","reason":"failed"}\n{"event":"ru')
-    history = History(log)
+    history = EvalHistory(log)
     assert history.ended == "failed"
     with log.open("a") as file:
         file.write('n"}\nnonsense\n{"event":"checkpoint","step":8}\n')
@@ -49,11 +51,11 @@ def test_a_failed_task_counts_as_done_and_is_not_said_again(tmp_path: Path) -> N
     log = tmp_path / "events.jsonl"
     log.touch()
     events.append(log, "incident", kind="eval", what="it broke", task="t", checkpoint="seal", content="hash")
-    history = History(log)
-    assert history.done("seal", "t", "hash")
+    history = EvalHistory(log)
+    assert KEY in history.done
     assert "it broke" in history.said
 
 
 def test_a_log_that_is_not_there_says_nothing(tmp_path: Path) -> None:
-    history = History(tmp_path / "events.jsonl")
+    history = EvalHistory(tmp_path / "events.jsonl")
     assert not history.ended

@@ -1,0 +1,240 @@
+"""Worker processes of an evaluation: each a `ProcessPoolExecutor` of one process, replaced when that dies.
+
+One executor for each worker, not one for all: a broken pool does not say which of its processes died at what. Workers
+are forked by a fork server that has run nothing on several threads, so that neither torch nor numba hangs in them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from typing import Any, NamedTuple, TypeVar
+
+import psutil
+import torch
+from torch import nn
+
+from espalier.errors import RunFailed
+from espalier.evaluate.shared_model import Source, attach
+from espalier.evaluate.tasks import Sums, Task
+
+T = TypeVar("T")
+
+TICK = 0.5
+"""Seconds within which `Workers.evaluate` gives a sign of life."""
+
+SILENT = 120.0
+"""Seconds without a moment of processor time after which a worker counts as hung."""
+
+TRIES = 3
+"""Workers a part may end before it is given up."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a worker evaluates: tasks by name, and `build`, which makes the model with any weights on the CPU."""
+
+    tasks: Mapping[str, Task]
+    build: Callable[[], nn.Module]
+
+
+class Part(NamedTuple):
+    """Records `[start, stop)` of a task."""
+
+    task: str
+    start: int
+    stop: int
+
+
+class Scored(NamedTuple):
+    """A part's result: sums of each record, in order. `seconds`: of its processor. `why`: what went wrong."""
+
+    sums: Sequence[Sums]
+    seconds: float
+    why: str = ""
+
+
+class Workers:
+    """Worker processes, until the end of its `with` block. Has state: the processes.
+
+    Args:
+        open_: what a worker calls first. It is pickled, so a function of a module or a `partial` of one.
+        devices: of each worker in turn.
+        silent: see `SILENT`.
+
+    Raises RunFailed when a worker cannot start.
+    """
+
+    def __init__(
+        self, open_: Callable[[], Opened], count: int, devices: Sequence[torch.device], silent: float = SILENT
+    ) -> None:
+        self._open, self._devices, self._silent = open_, devices, silent
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__, getattr(open_, "func", open_).__module__])
+        resource_tracker.ensure_running()  # beforehand, since that sets the mask of signals too
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for us, who end the workers
+        forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._workers: list[_Worker] = []
+        try:
+            self._workers += (self._start(number) for number in range(count))
+            for worker in self._workers:
+                worker.submit(os.getpid).result()
+        except BrokenExecutor:
+            self.__exit__()
+            raise RunFailed("An evaluation worker ended while it opened its data.", do="see its error above") from None
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.end()
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def evaluate(self, model: Source, parts: Sequence[Part]) -> Iterator[tuple[Part, Scored] | None]:
+        """Each part with its result when it is there, and None at every tick; parts are begun in their order.
+
+        A part whose worker dies or hangs is done again by another one. After a part that failed, those of its task
+        that have not begun are left out.
+        """
+        waiting, deaths = deque(parts), Counter[Part]()
+        running: dict[Future[Scored], tuple[int, Part]] = {}
+        while waiting or running:
+            busy = {number for number, _ in running.values()}
+            for number in [number for number in range(len(self)) if number not in busy][: len(waiting)]:
+                part = waiting.popleft()
+                running[self._submit(number, part, model)] = number, part
+            for future in wait(running, TICK, FIRST_COMPLETED).done:
+                number, part = running.pop(future)
+                scored = _result(future)
+                if scored is None:
+                    self._replace(number)
+                    deaths[part] += 1
+                    if deaths[part] < TRIES:
+                        waiting.appendleft(part)
+                        continue
+                    scored = Scored([], 0.0, f"it ended {TRIES} workers")
+                if scored.why:
+                    waiting = deque(one for one in waiting if one.task != part.task)
+                yield part, scored
+            for number, _ in running.values():
+                self._workers[number].end_if_silent(self._silent)
+            yield None
+
+    def _submit(self, number: int, part: Part, model: Source) -> Future[Scored]:
+        try:
+            return self._workers[number].submit(_evaluate, part, model)
+        except BrokenExecutor:  # it died while it had nothing to do
+            self._replace(number)
+            return self._workers[number].submit(_evaluate, part, model)
+
+    def _start(self, number: int) -> _Worker:
+        device = self._devices[number % len(self._devices)]
+        return _Worker(ProcessPoolExecutor(1, self._context, _begin, (self._open, device)))
+
+    def _replace(self, number: int) -> None:
+        self._workers[number].end()
+        self._workers[number] = self._start(number)
+
+
+def _result(future: Future[Scored]) -> Scored | None:
+    """Of a future that is done; None where its worker died."""
+    try:
+        return future.result()
+    except BrokenExecutor:
+        return None
+
+
+class _Worker:
+    """One worker. Has state: its process, and when that was last seen to use its processor."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        others = multiprocessing.active_children()
+        self._pool = pool
+        self._pool.submit(os.getpid)  # the first call starts the process
+        (self._process,) = set(multiprocessing.active_children()) - set(others)
+        self._used, self._since = -1.0, time.monotonic()
+
+    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Has it call that. Raises BrokenExecutor when it is dead."""
+        self._used, self._since = -1.0, time.monotonic()
+        return self._pool.submit(call, *arguments)
+
+    def end_if_silent(self, seconds: float) -> None:
+        """Kills it when it and its children have used no processor time for so long: it was stopped, or waits."""
+        try:
+            own = psutil.Process(self._process.pid)
+            used = sum(sum(one.cpu_times()[:2]) for one in [own, *own.children(recursive=True)])
+        except psutil.Error:
+            return  # it died: its future says so
+        if used != self._used:
+            self._used, self._since = used, time.monotonic()
+        elif time.monotonic() - self._since > seconds:
+            self._process.kill()
+
+    def end(self) -> None:
+        """Kills it."""
+        self._process.kill()
+        self._pool.shutdown(cancel_futures=True)
+
+
+# --- in the worker ---------------------------------------------------------------------------------------------------
+
+
+class _Own:
+    """What this process has, when it is a worker. Has state: the model that it mapped last."""
+
+    opened: Opened
+    device: torch.device
+    model: nn.Module
+    version = 0
+
+
+def _begin(open_: Callable[[], Opened], device: torch.device) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.setsid()
+    torch.set_num_threads(1)
+    _Own.opened, _Own.device = open_(), device
+    _Own.model = _Own.opened.build()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _evaluate(part: Part, source: Source) -> Scored:
+    """A part's sums. What its task raises comes back as text."""
+    clock = time.process_time if _Own.device.type == "cpu" else time.perf_counter
+    began = clock()
+    try:
+        if _Own.version != source.version:
+            _Own.model, _Own.version = attach(_Own.model, source, _Own.device), source.version
+        task = _Own.opened.tasks[part.task]
+        with torch.no_grad():
+            sums = [_plain(task.evaluate(_Own.model, record)) for record in range(part.start, part.stop)]
+    except Exception as error:
+        said = str(error).strip().splitlines()
+        return Scored([], clock() - began, f"{type(error).__name__}: {said[-1]}" if said else type(error).__name__)
+    return Scored(sums, clock() - began)
+
+
+def _plain(sums: Sums) -> Sums:
+    """Scalars of NumPy and torch as numbers."""
+    return {str(name): (float(total), float(weight)) for name, (total, weight) in sums.items()}
