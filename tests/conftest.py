@@ -3,9 +3,12 @@ never written is NaN."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +20,8 @@ from espalier import tcpstore
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; programs of tests inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 tcpstore.own_process()  # stores of tests wait for no name server
 
 # Shared machines stall for seconds now and then: how long a draw or an example took says nothing of the code.
@@ -24,13 +29,32 @@ settings.register_profile("shared", deadline=None, suppress_health_check=[Health
 settings.load_profile("shared")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: the tests of one worker wait for timers and processes while others compute."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Several workers find the kernels compiled."""
+    if session.config.getoption("numprocesses", 0) and not session.config.option.collectonly:
+        compile_kernels()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compiles the kernels that the chosen tests may call, or loads them from numba's cache: compiling for the first
-    time takes seconds for each, which is no test's fault.
-    """
-    if "espalier.kernels" in sys.modules and not session.config.option.collectonly:
-        importlib.import_module("espalier.kernels.rtopk_cpu")
-        sys.modules["espalier.kernels.compiled"].warm()
+    """What forks of this process would each do: kernels take seconds to compile, optimizers a second to import."""
+    if session.config.option.collectonly:
+        return
+    if "espalier.kernels" in sys.modules and not hasattr(session.config, "workerinput"):
+        compile_kernels()
+    importlib.import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()  # what is there by now is neither looked through again nor copied into forks
+
+
+def compile_kernels() -> None:
+    """Nothing is done where the sources have not changed."""
+    subprocess.run([sys.executable, str(Path(__file__).with_name("compile_kernels.py"))], check=True)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The codecs in DistributedDataParallel and FSDP2: lossless ones change nothing, lossy ones train, all ranks alike."""
+"""A codec in DistributedDataParallel and FSDP2: a lossless one changes nothing, a lossy one trains, all ranks alike."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def plain() -> Any:
     return forks(2, _ddp, None)[0][0]
 
 
-@pytest.mark.parametrize("name", ["exact", "split", "mpc"])
+@pytest.mark.parametrize("name", ["exact", "split"])
 def test_a_lossless_hook_changes_nothing(name: str, plain: Any) -> None:
     for values, _, kept in forks(2, _ddp, name):
         same(values, plain, relative=1e-5)
         assert not kept
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "bf16", "topk:0.1"])
+@pytest.mark.parametrize("name", ["int8", "topk:0.1"])
 def test_a_lossy_hook_trains_alike_on_all_ranks(name: str, plain: Any) -> None:
     first, *others = forks(2, _ddp, name)
     for other in others:
@@ -81,7 +81,7 @@ def test_a_lossy_hook_trains_alike_on_all_ranks(name: str, plain: Any) -> None:
     gained = loss(net().state_dict()) - loss(plain)
     assert loss(first[0]) < loss(plain) + (0.5 if name == "topk:0.1" else 0.02) * gained
     raw = STEPS * sum(value.nbytes for value in plain.values())
-    assert first[1] < raw * {"bf16": 0.53, "topk:0.1": 0.2}.get(name, 0.28)
+    assert first[1] < raw * {"int8": 0.28, "topk:0.1": 0.2}[name]
     assert set(first[2]) == set(plain)
 
 
@@ -188,9 +188,7 @@ def _fsdp(channel: Channel, gradients: str, parameters: str) -> Any:
     return {name: value.full_tensor() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize(
-    ("gradients", "parameters", "share"), [("split", "mpc", 1e-4), ("int8", "exact", 0.02), ("int8", "bf16", 0.03)]
-)
+@pytest.mark.parametrize(("gradients", "parameters", "share"), [("split", "mpc", 1e-4), ("int8", "bf16", 0.03)])
 def test_fsdp2_trains_through_codecs(gradients: str, parameters: str, share: float, plain: Any) -> None:
     first, *others = forks(2, _fsdp, gradients, parameters)
     for other in others:

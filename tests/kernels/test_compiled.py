@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 import threading
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -101,15 +104,71 @@ def test_the_cache_knows_options_and_other_modules(tmp_path: Path) -> None:
     assert len({compiled._key(plain), compiled._key(compiled._Options(True, False, ())), keys[0]}) == 3
 
 
-def test_warm_compiles_what_is_imported() -> None:
-    @jit("int64(int64)")
-    def next_one(x: int) -> int:
-        return x + 1
+MODULE = """
+import numpy as np
+from espalier.kernels.compiled import jit
 
-    assert not next_one._compiled
-    compiled.warm()
-    assert next_one._compiled
-    assert next_one(1) == 2
+@jit("(int64[::1],)", "(float64[::1],)")
+def increase(x):
+    x += 1
+"""
+
+
+def test_code_is_kept_on_disk_by_source_and_dtype(tmp_path: Path) -> None:
+    path = tmp_path / "counting.py"
+
+    def increase(text: str, dtype: torch.dtype) -> tuple[float, int]:
+        """What becomes of 1, and how often the code was on disk."""
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location("counting", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        x = torch.ones(1, dtype=dtype)
+        module.increase(x)
+        (code,) = module.increase._compiled.values()
+        return x.item(), sum(code.stats.cache_hits.values())
+
+    assert [increase(MODULE, torch.int64) for _ in range(2)] == [(2, 0), (2, 1)]
+    assert [increase(MODULE, torch.float64) for _ in range(2)] == [(2.0, 0), (2.0, 1)]
+    assert len([*tmp_path.rglob("*.nbi")]) == 2, "an index for each dtype: processes that write one at once would lose"
+    assert increase(MODULE.replace("1\n", "2\n"), torch.int64) == (3, 0)
+
+
+def test_kernels_are_compiled_before_the_tests_where_something_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location("compile_kernels", Path(__file__).parents[1] / "compile_kernels.py")
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    assert ("espalier.sparse.edges", "attend") in program.kernels(program.sources())
+    monkeypatch.setattr(program, "PACKAGE", tmp_path)
+    monkeypatch.setattr(program, "CACHE", tmp_path / "kernels" / "__pycache__")
+    asked: list[list[Path]] = []
+    monkeypatch.setattr(program, "kernels", lambda files: asked.append(files) or [])
+    program.CACHE.mkdir(parents=True)
+    kernel, code, compiled = tmp_path / "a.py", program.CACHE / "a.nbi", tmp_path / "kernels" / "compiled.py"
+    kernel.write_text("from espalier.kernels.compiled import jit")
+    code.touch()
+    compiled.touch()
+    changes: list[Callable[[], Any]] = [
+        lambda: None,
+        lambda: None,
+        lambda: kernel.write_text("from espalier.kernels.compiled import jit, njit"),
+        lambda: compiled.write_text("changed"),
+        code.unlink,
+        lambda: None,
+    ]
+    counts = []
+    for change in changes:
+        change()
+        program.main()
+        counts.append(len(asked))
+    assert counts == [1, 1, 2, 3, 4, 4]
+    assert asked[0] == [kernel]
 
 
 def test_kernels_import_no_compiler_before_they_run() -> None:

@@ -144,11 +144,11 @@ CASES = [(config.Gpt, name) for name in (None, *shapes.SHAPES)] + [(config.Moe, 
 def test_parameter_count_equals_the_built_model(kind, name):
     size = {"shape": name} if name else SMALL
     chosen = derive.resolve(config.Recipe(model=kind(**size)))[0].model
-    begun = time.perf_counter()
+    begun = time.process_time()
     with torch.device("meta"):
         model = moe.MOE(chosen) if kind is config.Moe else gpt.GPT(chosen)
     assert sum(parameter.numel() for parameter in model.parameters()) == derive.parameter_count(chosen)
-    assert time.perf_counter() - begun < 10
+    assert time.process_time() - begun < 10
 
 
 @settings(max_examples=15, deadline=None)

@@ -92,7 +92,7 @@ def test_waiting_for_a_silent_holder_ends_and_names_it(tmp_path):
         silent = rf"process {os.getpid()} on .*(.|\n)*no sign of life"
         with pytest.raises(RunFailed, match=silent), locked(tmp_path / "store", patience=0.2):
             pass
-        assert 0.2 <= time.monotonic() - begun < 5
+        assert 0.2 <= time.monotonic() - begun < 60
 
 
 def test_a_holder_that_shows_life_is_waited_for(tmp_path):

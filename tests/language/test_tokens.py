@@ -381,4 +381,4 @@ def test_builders_at_once_make_one_good_store(tmp_path):
     told = [json.loads(path.read_text()) for path in tmp_path.glob("told-*")]
     assert len({fingerprint for fingerprint, _ in told}) == 1
     assert sorted(calls > 0 for _, calls in told) == [False, False, True]
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 100

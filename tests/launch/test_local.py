@@ -53,7 +53,7 @@ def test_a_killed_rank_ends_the_run_at_once_and_is_named(tmp_path):
     begun = time.monotonic()
     with pytest.raises(RunFailed, match=r"Rank 1 was killed \(SIGKILL\)"):
         local.run(task, places(3, tmp_path))
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 50, "the others would take 60"
     assert not any(alive(int((tmp_path / f"pid{rank}").read_text())) for rank in range(3))
 
 

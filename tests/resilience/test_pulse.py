@@ -1,8 +1,29 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
+import pytest
+
+from espalier.resilience import pulse as pulse_module
 from espalier.resilience.pulse import SILENT, Pulses
+
+
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self) -> None:
+        self.nanoseconds = 1_000_000_000
+
+    def passes(self, seconds: float) -> None:
+        self.nanoseconds += round(1e9 * seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(pulse_module, "time", SimpleNamespace(monotonic_ns=lambda: made.nanoseconds))
+    return made
 
 
 def test_what_a_fork_shows_is_read_here_even_after_it_was_killed():
@@ -23,16 +44,16 @@ def test_what_a_fork_shows_is_read_here_even_after_it_was_killed():
     assert 0 < shown.first <= shown.asked < shown.beat < time.monotonic()
 
 
-def test_the_first_step_does_not_count_as_a_usual_one():
+def test_the_first_step_does_not_count_as_a_usual_one(clock):
     pulses = Pulses(1, 1.0)
     pulse = pulses.of(0)
     pulse.begins(0)
-    time.sleep(0.3)
+    clock.passes(0.3)
     pulse.stepped(1)
     assert pulses.read()[0].usual == 0
-    time.sleep(0.01)
+    clock.passes(0.01)
     pulse.stepped(2)
-    assert 0.01 <= pulses.read()[0].usual < 0.3
+    assert pulses.read()[0].usual == 0.01
 
 
 def test_waits_are_averaged_like_steps():
@@ -43,15 +64,16 @@ def test_waits_are_averaged_like_steps():
     assert abs(pulses.read()[0].waited - 0.25) < 1e-6
 
 
-def test_time_spent_elsewhere_is_no_part_of_a_step():
+def test_time_spent_elsewhere_is_no_part_of_a_step(clock):
     pulses = Pulses(1, 1.0)
     pulse = pulses.of(0)
     pulse.stepped(1)
     with pulse.elsewhere():
         assert pulses.read()[0].doing == "elsewhere"
-        time.sleep(0.3)
+        clock.passes(0.3)
+    clock.passes(0.01)
     pulse.stepped(2)
-    assert pulses.read()[0].usual < 0.3
+    assert pulses.read()[0].usual == 0.01
     assert pulses.read()[0].doing == "stepping"
 
 

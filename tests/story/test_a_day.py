@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,23 +36,28 @@ trial = false
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with a recipe, a corpus, a machine already measured, and a finished run."""
+    """A folder with a recipe, a corpus, a machine already measured, and a finished run, whose log is kept as it was."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "recipe.toml").write_text(RECIPE)
     (folder / "corpus").mkdir()
     for number in range(12):
         (folder / "corpus" / f"{number}.txt").write_text(f"The number {number} comes before {number + 1}.\n" * 40)
     (folder / "corpus" / "picture.bin").write_bytes(b"\x00\x01\x02" * 100)
-    probed = started(folder, "probe", "--json")
+    probed = forked(folder, "probe", "--json")
     assert probed.returncode == 0, probed.stderr
     done = started(folder, "train", "recipe.toml", "plan.pin.ranks=2")
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "output.txt").write_text(done.stdout)
+    shutil.copy(folder / "runs" / "recipe" / "events.jsonl", folder / "finished.jsonl")
     return folder
 
 
+def read(log):
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
 def events(folder, run="recipe"):
-    return [json.loads(line) for line in (folder / "runs" / run / "events.jsonl").read_text().splitlines()]
+    return read(folder / "runs" / run / "events.jsonl")
 
 
 def test_training_leaves_the_whole_run_folder(home):
@@ -59,8 +65,9 @@ def test_training_leaves_the_whole_run_folder(home):
     assert {"run.toml", "cluster.toml", "plan.json", "events.jsonl", "report.html", "checkpoints"} <= {
         path.name for path in run.iterdir()
     }
-    assert [event["step"] for event in events(home) if event["event"] == "step"] == list(range(1, 9))
-    last = [event for event in events(home) if event["event"] == "validation"][-1]
+    finished = read(home / "finished.jsonl")
+    assert [event["step"] for event in finished if event["event"] == "step"] == list(range(1, 9))
+    last = [event for event in finished if event["event"] == "validation"][-1]
     assert last["step"] == 8
     assert 0 < last["bits_per_byte"] < 9
     assert len(json.loads((run / "plan.json").read_text())["ranks"]) == 2

@@ -347,6 +347,6 @@ def test_who_is_known_to_be_lost_is_not_waited_for() -> None:
 
     found = together(3, run, grace=30.0)
     for seconds, members, whole in found[:2]:
-        assert seconds < 10
+        assert seconds < 25, "the grace is 30"
         assert members == (0, 1)
         assert not whole

@@ -98,7 +98,7 @@ def test_a_timeout_kills_all_and_says_where_each_was(do: Any) -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="1 of 2 ranks") as caught:
         forks(2, _scripted, [Fault(rank=1, step=1, do=do)], timeout=2.5)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25, "the default is 30"
     assert ("faults.py" if do == "hang" else "did not answer") in str(caught.value)
     assert _children() <= before, "nobody is left"
 

@@ -24,10 +24,12 @@ def test_each_thread_is_a_rank_of_its_own() -> None:
 
 
 def test_many_ranks_start_in_a_moment() -> None:
-    ranks(4, _who)
-    began = time.perf_counter()
-    ranks(4, _who)
-    assert time.perf_counter() - began < 1.0  # 20 ms on an idle machine
+    def seconds() -> float:
+        began = time.perf_counter()
+        ranks(4, _who)
+        return time.perf_counter() - began
+
+    assert any(seconds() < 0.5 for _ in range(6))  # 20 ms on an idle machine
 
 
 def _raises(channel: Channel) -> None:

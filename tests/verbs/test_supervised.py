@@ -69,7 +69,7 @@ def test_what_the_first_decides_is_heard_once_and_its_mistake_is_told() -> None:
     begun = time.monotonic()
     with pytest.raises(PeerLost, match="Host a did not decide"):
         supervised._heard(post)
-    assert 0.3 <= time.monotonic() - begun < 5
+    assert 0.3 <= time.monotonic() - begun < 60
     supervised._say(post, supervised.Decided("plan", "cluster", (0, 1)))
     supervised._say(post, supervised.Decided(error="too late"))
     assert supervised._heard(post) == supervised.Decided("plan", "cluster", (0, 1))

@@ -61,7 +61,6 @@ def _layer_runs() -> bool:
 
 
 _PARALLEL = _load_tbb()
-_KERNELS: list[Kernel] = []
 _COMPILING = threading.RLock()
 """Two threads that call a kernel for the first time compile it once."""
 
@@ -86,8 +85,7 @@ class Kernel:
         self._options = replace(options, parallel=options.parallel and _PARALLEL)
         self._place, self._signatures = _by_dtype(signatures)
         self._compiled: dict[Any, Any] = {}
-        self._named = False
-        _KERNELS.append(self)
+        self._qualname = body.__qualname__
 
     def compile(self) -> None:
         """Makes the code for all signatures, which otherwise waits for the first call with each dtype."""
@@ -98,9 +96,9 @@ class Kernel:
         """The code for the signatures of that dtype: from the cache on disk, or 0.3 to 1 s for each."""
         with _COMPILING:
             if dtype not in self._compiled:
-                if not self._named:
-                    self.body.__qualname__ += f"_{_key(self._options)}"  # the name is part of the cache's key
-                    self._named = True
+                # The name is part of the cache's key. Each dtype has an index of its own: two processes that add to
+                # one at the same time could give their code the same file.
+                self.body.__qualname__ = f"{self._qualname}_{_key(self._options)}_{dtype}"
                 self._compiled[dtype] = numba.njit(
                     self._signatures[dtype],
                     cache=True,
@@ -203,9 +201,3 @@ def _key(options: _Options) -> str:
 def threads() -> int:
     """How many threads a parallel kernel uses here: torch's number, at most numba's pool."""
     return min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS))
-
-
-def warm() -> None:
-    """Compiles every kernel of the modules imported so far, so that no first call has to wait for it."""
-    for kernel in _KERNELS:
-        kernel.compile()

@@ -16,13 +16,13 @@ class Fault:
     """What happens at `step` of `rank`.
 
     `kill` ends the process with SIGKILL, `terminate` sends it SIGTERM, `stop` freezes it with SIGSTOP, `raise` raises
-    RuntimeError, `hang` sleeps for an hour, `burn` computes for eight seconds, `exit` leaves at once
-    as if all were well.
+    RuntimeError, `hang` sleeps for an hour, `burn` computes for `seconds`, `exit` leaves at once as if all were well.
     """
 
     rank: int
     step: int
     do: Literal["kill", "terminate", "stop", "raise", "hang", "burn", "exit"]
+    seconds: float = 8.0
 
 
 def strike(faults: Iterable[Fault], rank: int, step: int, once: Path | None = None) -> None:
@@ -63,7 +63,7 @@ def _do(fault: Fault) -> None:
     elif fault.do == "hang":
         time.sleep(3600)
     elif fault.do == "burn":
-        until = time.monotonic() + 8.0
+        until = time.monotonic() + fault.seconds
         while time.monotonic() < until:
             pass
     else:

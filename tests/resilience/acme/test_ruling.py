@@ -137,7 +137,7 @@ def test_what_takes_too_long_is_given_up_and_anothers_alarm_is_kept(monkeypatch)
     begun = time.monotonic()
     found = ruled(crash("KeyError", "'mask'"), None, 0, seconds=0.05)
     assert (found.reason, found.action, found.ground) == ("Unknown", "retry", "")
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < 25, "it would take 30"
     assert signal.getsignal(signal.SIGALRM) == before
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (left > 0)
 
