@@ -3,6 +3,15 @@
 import pytest
 from struck import Struck, recipe_of, write_corpus
 
+from espalier.launch.store import served
+
+
+@pytest.fixture
+def port():
+    """Where a store is served for as long as the test takes."""
+    with served(True) as port:
+        yield port
+
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from espalier.launch import message_auth
 from espalier.launch.exchange import End, Exchange, Line, Order, Report, aged, dated, opened
-from espalier.launch.store import Served
 from espalier.resilience.hang import Vital
 from espalier.resilience.pulse import Sign
 
@@ -55,8 +54,8 @@ def until(holds, within: float = 10.0) -> bool:
     return bool(holds())
 
 
-def test_both_sides_hear_what_is_new_and_how_old_it_is() -> None:
-    line = Line(0, 2, "127.0.0.1", Served().port, "topic", 0.2)
+def test_both_sides_hear_what_is_new_and_how_old_it_is(port: int) -> None:
+    line = Line(0, 2, "127.0.0.1", port, "topic", 0.2)
     heard: list[tuple[int, Report]] = []
     first = Exchange(line, Report, lambda host, said: heard.append((host, said))).begin(Order())
     assert first.said(1) is None
@@ -74,9 +73,9 @@ def test_both_sides_hear_what_is_new_and_how_old_it_is() -> None:
     first.close()
 
 
-def test_what_strangers_write_is_neither_read_nor_obeyed(monkeypatch) -> None:
+def test_what_strangers_write_is_neither_read_nor_obeyed(port: int, monkeypatch) -> None:
     """Bytes of any kind, a forged order, an order of another run, older orders of this one: none of them is parsed."""
-    line = Line(0, 2, "127.0.0.1", Served().port, "topic", 0.2, token="of this run")
+    line = Line(0, 2, "127.0.0.1", port, "topic", 0.2, token="of this run")
     key, stranger = "espalier/topic/supervisor/0", opened("127.0.0.1", line.port)
     first = Exchange(line, Report).begin(Order(1))
     second = Exchange(dataclasses.replace(line, host=1), Order).begin(Report())
@@ -98,8 +97,8 @@ def test_what_strangers_write_is_neither_read_nor_obeyed(monkeypatch) -> None:
         one.close()
 
 
-def test_a_supervisor_that_is_started_anew_is_heard_and_the_words_of_the_one_before_are_not() -> None:
-    line = Line(0, 2, "127.0.0.1", Served().port, "topic", 0.2, token="of this run")
+def test_a_supervisor_that_is_started_anew_is_heard_and_the_words_of_the_one_before_are_not(port: int) -> None:
+    line = Line(0, 2, "127.0.0.1", port, "topic", 0.2, token="of this run")
     key, stranger = "espalier/topic/supervisor/1", opened("127.0.0.1", line.port)
     first = Exchange(line, Report).begin(Order())
     second = Exchange(dataclasses.replace(line, host=1), Order).begin(Report(1))

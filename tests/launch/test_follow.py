@@ -12,7 +12,6 @@ from espalier.errors import HostLost
 from espalier.launch import local
 from espalier.launch.exchange import Exchange, Line, Order, Report
 from espalier.launch.follow import Follower
-from espalier.launch.store import Served
 from espalier.launch.supervise import Care
 from espalier.launch.team import Team
 
@@ -30,8 +29,8 @@ def said(leader: Exchange, holds: Any, within: float = 20.0) -> Report:
     return leader.said(1)
 
 
-def test_it_forks_reports_and_ends_its_ranks_as_it_is_told() -> None:
-    line = Line(0, 2, "127.0.0.1", Served().port, "it", 0.2)
+def test_it_forks_reports_and_ends_its_ranks_as_it_is_told(port: int) -> None:
+    line = Line(0, 2, "127.0.0.1", port, "it", 0.2)
     leader = Exchange(line, Report).begin(Order())
     heard: list[Report] = []
 
@@ -66,8 +65,8 @@ def test_a_leader_whose_store_is_gone_is_given_up_in_three_heartbeats() -> None:
     assert 0.6 <= time.monotonic() - begun < 15
 
 
-def test_a_supervisor_in_place_of_another_begins_with_the_attempt_after_the_one_that_runs() -> None:
-    line = Line(0, 2, "127.0.0.1", Served().port, "it", 0.2)
+def test_a_supervisor_in_place_of_another_begins_with_the_attempt_after_the_one_that_runs(port: int) -> None:
+    line = Line(0, 2, "127.0.0.1", port, "it", 0.2)
     leader = Exchange(line, Report).begin(Order(3, run=True, lives=(0, 0)))
     heard: list[Report] = []
 
@@ -88,8 +87,8 @@ def test_a_supervisor_in_place_of_another_begins_with_the_attempt_after_the_one_
     assert [(one.life, one.living) for one in heard] == [(1, False), (1, True)]
 
 
-def test_a_supervisor_whose_place_was_taken_leaves() -> None:
-    line = Line(0, 2, "127.0.0.1", Served().port, "it", 0.2)
+def test_a_supervisor_whose_place_was_taken_leaves(port: int) -> None:
+    line = Line(0, 2, "127.0.0.1", port, "it", 0.2)
     leader = Exchange(line, Report).begin(Order(2, run=True, lives=(0, 2)))
     seat = Line(1, 2, line.address, line.port, "it", 0.2, life=1)
     with local.passing_on_signals() as signals, pytest.raises(HostLost, match="taken the place of this one on host b"):

@@ -47,7 +47,7 @@ class Replica:
 
 def together(count: int, run: Callable[[int, Callable[..., OuterSync]], Any], **crew: Any) -> list[Any]:
     """`run(member, make)` on as many threads; `make(replica, choices, rounds)` is this member's engine."""
-    store, results, errors = HashStore(), [None] * count, []
+    store, results, errors, engines = HashStore(), [None] * count, [], []
 
     def one(member: int) -> None:
         lives = itertools.count()
@@ -55,7 +55,8 @@ def together(count: int, run: Callable[[int, Callable[..., OuterSync]], Any], **
         def make(replica: Replica, choices: Choices, rounds: Rounds, **more: Any) -> OuterSync:
             life = PrefixStore(f"life{next(lives)}", store)
             place = Crew(life, member, tuple(range(count)), **{"timeout": 20.0, "grace": 1.0, **crew})
-            return OuterSync(replica.live, choices, Members(place, codec(choices.codec)), rounds, **more)
+            engines.append(OuterSync(replica.live, choices, Members(place, codec(choices.codec)), rounds, **more))
+            return engines[-1]
 
         try:
             results[member] = run(member, make)
@@ -67,6 +68,8 @@ def together(count: int, run: Callable[[int, Callable[..., OuterSync]], Any], **
         thread.start()
     for thread in threads:
         thread.join(60)
+    for engine in engines:
+        engine.close()  # else its thread keeps its group, with ten threads and sockets, to the end of the process
     if errors:
         raise errors[0]
     return results
