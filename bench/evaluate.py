@@ -85,7 +85,7 @@ def program(folder: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
             process.wait()
 
 
-def until(holds: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
+def until(holds: Callable[[], bool], what: str, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"{what} did not happen in {seconds:g} s"

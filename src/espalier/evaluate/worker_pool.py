@@ -81,7 +81,9 @@ class Workers:
         self._context.set_forkserver_preload([__name__, getattr(open_, "func", open_).__module__])
         resource_tracker.ensure_running()  # beforehand, since that sets the mask of signals too
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for us, who end the workers
+        others = psutil.Process().children()
         forkserver.ensure_running()
+        server = [one for one in psutil.Process().children() if one not in others]  # none, if it was running before
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._workers: list[_Worker] = []
         try:
@@ -92,6 +94,8 @@ class Workers:
             self.__exit__()
             raise RunFailed("An evaluation worker ended while it opened its data.", do="see its error above") from None
         except BaseException:
+            for one in server:  # it may be about to fork one more
+                one.kill()
             self.__exit__()
             raise
 
