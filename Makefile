@@ -53,7 +53,7 @@ bench: setup-dev
 	$(BIN)/python bench/amsp.py $(ARGS)
 
 docs: setup-dev
-	$(BIN)/python -m espalier.records > docs/systems.md
+	$(BIN)/python bench/systems.py > docs/systems.md
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

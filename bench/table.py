@@ -1,4 +1,8 @@
-"""What every bench script shares: rows, medians with their spread, the machine's name, the printed table."""
+"""What every bench script shares: rows, medians with their spread, the machine's name, the printed table.
+
+With `--json docs/measured/NAME.json` (or `NAME-PART.json`) the table is also shown in docs/systems.md, with the system
+of that name.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,52 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from espalier.records import Comparison as Row
-from espalier.records import Measured
+from msgspec import Struct
 
 SETTLE = 0.02
 """Seconds."""
+MEASURED = Path(__file__).parents[1] / "docs" / "measured"
+HEADINGS = ("case", "peer", "peer's value", "ours", "ratio", "unit", "spread of the ratio")
+
+
+class Row(Struct, frozen=True):
+    """One comparison.
+
+    Attributes:
+        case, peer: what was done, and beside what.
+        peer_value, ours: medians, in `unit`; `ratio` of both, above 1 where ours is better, with its `spread`.
+    """
+
+    case: str
+    peer: str
+    peer_value: float
+    ours: float
+    ratio: float
+    unit: str
+    spread: str
+
+
+class Measured(Struct, frozen=True):
+    """What one run of a bench script printed: its rows, the command and the machine."""
+
+    machine: str
+    command: str
+    rows: tuple[Row, ...]
+
+
+def measured(name: str, folder: Path = MEASURED) -> list[Measured]:
+    """What was measured of the system called `name`: one entry for each of its files."""
+    paths = [*folder.glob(f"{name}.json"), *sorted(folder.glob(f"{name}-*.json"))]
+    return [msgspec.json.decode(path.read_bytes(), type=Measured) for path in paths]
+
+
+def markdown(rows: Sequence[Row]) -> list[str]:
+    """The lines of a Markdown table."""
+    cells = [
+        (row.case, row.peer, f"{row.peer_value:.4g}", f"{row.ours:.4g}", f"{row.ratio:.2f}", row.unit, row.spread)
+        for row in rows
+    ]
+    return [f"| {' | '.join(row)} |" for row in (HEADINGS, ["---"] * len(HEADINGS), *cells)]
 
 
 def compare(
@@ -106,11 +150,7 @@ def arguments(description: str, **more: dict[str, Any]) -> argparse.Namespace:
 def publish(rows: Sequence[Row], json_file: str | None) -> None:
     """Prints the Markdown table with the machine's name; writes the JSON if asked."""
     command = " ".join(["python", *_told(sys.argv)])
-    print("| case | peer | peer's value | ours | ratio | unit | spread of the ratio |")
-    print("|---|---|---|---|---|---|---|")
-    for row in rows:
-        values = f"{row.peer_value:.4g} | {row.ours:.4g} | {row.ratio:.2f}"
-        print(f"| {row.case} | {row.peer} | {values} | {row.unit} | {row.spread} |")
+    print("\n".join(markdown(rows)))
     print(f"\nMachine: {machine()}. Command: `{command}`.")
     if json_file:
         table = msgspec.json.encode(Measured(machine(), command, tuple(rows)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 import threading
 import time
@@ -12,8 +13,6 @@ from typing import Any
 
 import msgspec
 import pytest
-
-from espalier import records
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,19 +45,23 @@ def test_what_is_written_is_shown_and_names_no_folder_of_this_machine(
     row = table.compare("a case", "a peer", "s", [(1.0, 2.0)] * 9, higher_is_better=False)
     table.publish([row], str(file))
     assert "| a case | a peer | 2 | 1 | 2.00 | s | 2.000-2.000 (n=9) |" in capsys.readouterr().out
-    (found,) = records.measured("rtopk", tmp_path)
+    (found,) = table.measured("rtopk", folder)
     assert found.command == "python bench/rtopk.py --pairs 3 --data DATA --only large"
     assert str(tmp_path) not in file.read_text()
-    assert records.measured("rtop", tmp_path) == []
+    assert table.measured("rtop", folder) == []
     assert json.loads(file.read_text())["rows"] == [msgspec.to_builtins(found.rows[0])]
 
 
-def test_every_system_that_is_measured_shows_its_table() -> None:
-    for record in records.all_records():
-        for run in records.measured(record.name):
-            text = records.explain(record.name)
-            assert run.command in text
-            assert all(row.case in text for row in run.rows[:16])
+def test_every_measured_table_stands_in_the_page_of_systems(table: Any) -> None:
+    page = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
+    named = re.findall(r"^## (\w+)$", page, re.MULTILINE)
+    sections = dict(zip(named, re.split(r"^## \w+$", page, flags=re.MULTILINE)[1:], strict=True))
+    files = sorted((ROOT / "docs" / "measured").glob("*.json"))
+    assert len(files) == sum(len(table.measured(name)) for name in named) > 0
+    for name in named:
+        for run in table.measured(name):
+            assert f"`{run.command}` on {run.machine}:" in sections[name]
+            assert all(f"| {row.case} | {row.peer} |" in sections[name] for row in run.rows)
 
 
 def test_what_takes_too_long_is_ended_and_what_does_not_is_left_alone(table: Any) -> None:

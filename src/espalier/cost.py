@@ -5,9 +5,9 @@ Every number may be a NumPy array: one call then prices a whole grid of layouts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 Number = Any  # float or numpy array of floats, broadcast together
 Terms = Mapping[str, Number]
@@ -157,44 +157,12 @@ def in_turn(*rates: float) -> float:
     return 1 / seconds if seconds else float("inf")
 
 
-def total(costs: Iterable[Cost]) -> Cost:
-    """The sum of all `costs`."""
-    result = Cost()
-    for cost in costs:
-        result = result + cost
-    return result
-
-
 def _sum(left: Terms, right: Terms) -> Terms:
     return {key: left.get(key, 0.0) + right.get(key, 0.0) for key in (*left, *(k for k in right if k not in left))}
 
 
 def _scale(terms: Terms, factor: Number) -> Terms:
     return {key: value * factor for key, value in terms.items()}
-
-
-# --- collectives -------------------------------------------------------------------------------------------------
-#
-# Seconds of one collective of `ranks` ranks over links of one kind: launch + hops·latency + bytes sent / bandwidth, by
-# ring algorithms, as in AMSP (arXiv 2311.00257) and Buff (arXiv 2401.09149); latency and launch price are added to
-# both. `size` is in bytes, of the whole tensor (the input of a reduce-scatter or all-to-all, the output of an
-# all-gather). `sharing`: how many such groups push through the same link at once. Alone, a rank sends nothing.
-
-
-class Wire(Protocol):
-    """What a collective needs to know of a link (`cluster.Link` is one; arrays price many links at once)."""
-
-    @property
-    def bandwidth(self) -> Number:
-        """Bytes/s, one direction."""
-
-    @property
-    def latency(self) -> Number:
-        """Seconds per hop."""
-
-    @property
-    def launch(self) -> Number:
-        """Seconds per call, whatever its size."""
 
 
 def ring_bytes(operation: str, size: Number, ranks: Number) -> Number:
@@ -212,39 +180,3 @@ def ring_bytes(operation: str, size: Number, ranks: Number) -> Number:
         "send": 1,
     }
     return size * shares[operation]
-
-
-def all_reduce(size: Number, ranks: Number, link: Wire, sharing: Number = 1) -> Number:
-    """Seconds of a ring all-reduce: twice round the ring."""
-    return _seconds(ring_bytes("all_reduce", size, ranks) * sharing, 2 * (ranks - 1), ranks, link)
-
-
-def all_gather(size: Number, ranks: Number, link: Wire, sharing: Number = 1) -> Number:
-    """Seconds of a ring all-gather whose output is `size` bytes."""
-    return _seconds(ring_bytes("all_gather", size, ranks) * sharing, ranks - 1, ranks, link)
-
-
-def reduce_scatter(size: Number, ranks: Number, link: Wire, sharing: Number = 1) -> Number:
-    """Seconds of a ring reduce-scatter whose input is `size` bytes."""
-    return _seconds(ring_bytes("reduce_scatter", size, ranks) * sharing, ranks - 1, ranks, link)
-
-
-def all_to_all(size: Number, ranks: Number, link: Wire, sharing: Number = 1) -> Number:
-    """Seconds of an all-to-all in which each rank holds `size` bytes and keeps one share of them."""
-    return _seconds(ring_bytes("all_to_all", size, ranks) * sharing, ranks - 1, ranks, link)
-
-
-def broadcast(size: Number, ranks: Number, link: Wire, sharing: Number = 1) -> Number:
-    """Seconds of a pipelined tree broadcast: the tree's depth in latency, the bytes once."""
-    import numpy as np
-
-    return _seconds(ring_bytes("broadcast", size, ranks) * sharing, np.ceil(np.log2(ranks)), ranks, link)
-
-
-def send(size: Number, link: Wire, sharing: Number = 1) -> Number:
-    """Seconds from one rank to another."""
-    return link.launch + link.latency + size * sharing / link.bandwidth
-
-
-def _seconds(sent: Number, hops: Number, ranks: Number, link: Wire) -> Number:
-    return link.launch * (ranks > 1) + hops * link.latency + sent / link.bandwidth

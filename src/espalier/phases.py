@@ -7,7 +7,6 @@ is new is as built. From there on it is resumed like any other run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -21,8 +20,6 @@ from espalier.mechanisms import DTYPES
 from espalier.optim import adamw, muon
 from espalier.optim.base import Optimizer, names_of, owned_by
 from espalier.workload import Phase, Workload
-
-Tell = Callable[..., None]
 
 
 def checkpoints(recipe: Recipe, folder: str) -> Checkpoints:

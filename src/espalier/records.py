@@ -1,15 +1,12 @@
 """What each of the twenty systems is for, costs, obeys, and whether it works: `espalier explain`, docs/systems.md.
 
 A system that is built carries its record beside its code, as `RECORD = Record(...)` of plain literals; the others stand
-in records.toml. Records are read from the source text, so that explaining a system imports neither it nor torch. What a
-bench script wrote with `--json src/espalier/measured/NAME.json` (or `NAME-PART.json`) is shown with the system of that
-name. `python -m espalier.records > docs/systems.md` writes the page.
+in records.toml. Records are read from the source text, so that explaining a system imports neither it nor torch.
 """
 
 from __future__ import annotations
 
 import ast
-import sys
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -56,42 +53,6 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     gpu: str = "never"
 
 
-class Comparison(Struct, frozen=True):
-    """One row of a bench script's table.
-
-    Attributes:
-        case, peer: what was done, and beside what.
-        peer_value, ours: medians, in `unit`; `ratio` of both, above 1 where ours is better, with its `spread`.
-    """
-
-    case: str
-    peer: str
-    peer_value: float
-    ours: float
-    ratio: float
-    unit: str
-    spread: str
-
-
-class Measured(Struct, frozen=True):
-    """What one run of a bench script printed: its rows, the command and the machine."""
-
-    machine: str
-    command: str
-    rows: tuple[Comparison, ...]
-
-
-_HEADINGS = ("case", "peer", "peer's value", "ours", "ratio", "unit", "spread of the ratio")
-_SHOWN = 16  # rows of a table that fit on a terminal
-
-
-def measured(name: str, package: Path = _PACKAGE) -> list[Measured]:
-    """What was measured of the system called `name`: one entry for each file of the package's folder `measured`."""
-    folder = package / "measured"
-    paths = [*folder.glob(f"{name}.json"), *sorted(folder.glob(f"{name}-*.json"))]
-    return [msgspec.json.decode(path.read_bytes(), type=Measured) for path in paths]
-
-
 def read(package: Path) -> dict[str, Record]:
     """All records of the package in folder `package`, by name; the code's own win over those of records.toml."""
     table = tomllib.loads((package / "records.toml").read_text(encoding="utf-8"))
@@ -127,49 +88,16 @@ def get(name: str) -> Record:
 def explain(name: str) -> str:
     """The record of `name` as lines for a terminal."""
     record = get(name)
-    lines = [record.title, *(f"  {key:9} {value}" for key, value in _lines(record))]
-    for run in measured(record.name):
-        lines += ["", f"  {run.command}", f"  {run.machine}"]
-        cells = [_HEADINGS, *map(_cells, run.rows[:_SHOWN])]
-        wide = [max(len(row[column]) for row in cells) for column in range(len(_HEADINGS))]
-        lines += ["  " + "  ".join(text.ljust(width) for text, width in zip(row, wide, strict=True)) for row in cells]
-        lines += [f"  and {len(run.rows) - _SHOWN} more in docs/systems.md"] if len(run.rows) > _SHOWN else []
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join([record.title, *(f"  {key:9} {value}" for key, value in lines(record))])
 
 
 def as_dict(record: Record) -> dict[str, Any]:
     """`record` as plain values, for `--json`."""
-    table: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(record))
-    return {**table, "measured": msgspec.json.decode(msgspec.json.encode(measured(record.name)))}
+    return dict(msgspec.json.decode(msgspec.json.encode(record)))
 
 
-def table_markdown() -> str:
-    """docs/systems.md: one table of all systems, then a section for each."""
-    records = all_records()
-    lines = [
-        "# The twenty systems",
-        "",
-        "Made from the code's own records by `python -m espalier.records > docs/systems.md`; a test compares the two.",
-        "`espalier explain NAME` prints one of them.",
-        "",
-        "| system | question | file | state | law's test | bench | last GPU run |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for record in records:
-        files = ", ".join(f"`{file}`" for file in record.files)
-        test, bench = (f"`{text}`" if text else "none yet" for text in (record.law_test, record.bench))
-        cells = (f"[{record.name}](#{record.name})", record.question, files, record.state, test, bench, record.gpu)
-        lines.append(f"| {' | '.join(cells)} |")
-    for record in records:
-        lines += ["", f"## {record.name}", "", f"**{record.title}.**", ""]
-        lines += [f"- {key}: {f'`{value}`' if key == 'cost' else value}" for key, value in _lines(record)]
-        for run in measured(record.name):
-            lines += ["", f"`{run.command}` on {run.machine}:", ""]
-            lines += [f"| {' | '.join(row)} |" for row in (_HEADINGS, ["---"] * len(_HEADINGS), *map(_cells, run.rows))]
-    return "\n".join(lines) + "\n"
-
-
-def _lines(record: Record) -> list[tuple[str, str]]:
+def lines(record: Record) -> list[tuple[str, str]]:
+    """What people read of a record below its title: (heading, text)."""
     files = ", ".join(f"src/espalier/{file}" for file in record.files)
     return [
         ("paper", record.paper),
@@ -177,14 +105,10 @@ def _lines(record: Record) -> list[tuple[str, str]]:
         ("chosen", record.chosen),
         ("cost", record.cost),
         ("law", f"{record.law} ({record.law_test or 'no test yet'})"),
-        ("bench", record.bench or "none yet"),
+        ("bench", f"{record.bench}; its figures are in docs/systems.md" if record.bench else "none yet"),
         ("state", f"{record.state}: {record.remark}" if record.remark else record.state),
         ("GPU", record.gpu),
     ]
-
-
-def _cells(row: Comparison) -> tuple[str, ...]:
-    return (row.case, row.peer, f"{row.peer_value:.4g}", f"{row.ours:.4g}", f"{row.ratio:.2f}", row.unit, row.spread)
 
 
 def _plain(name: str) -> str:
@@ -201,7 +125,3 @@ def _record_in(text: str, path: Path) -> Record:
             table = {str(word.arg): ast.literal_eval(word.value) for word in node.value.keywords}
             return msgspec.convert(table, Record)
     raise AssertionError(f"{path}: RECORD is not a module-level Record(...) of literals")
-
-
-if __name__ == "__main__":
-    sys.stdout.write(table_markdown())

@@ -2,9 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.checkpoint.interval import ASSUMED, FREE, between_failures, interval, optimal, wasted
+from espalier.checkpoint.interval import ASSUMED, FREE, between_failures, interval, optimal
 
 SECONDS = st.floats(1e-4, 1e4)
+
+
+def wasted(period, stall, between):
+    """Share of the time lost to saves and to work done again, at one save every `period` seconds."""
+    return stall / period + period / (2 * between)
 
 
 @given(SECONDS, SECONDS, st.floats(0.1, 10.0).filter(lambda factor: abs(factor - 1) > 1e-3))

@@ -49,7 +49,9 @@ def texts(split, tokenizer):
     """Document name -> text, from the tokens alone."""
     ids = split.read(0, split.tokens)
     starts = [*np.flatnonzero(ids == tokenizer.boundary).tolist(), split.tokens]
-    return {split.document_at(start): tokenizer.decode(ids[start:stop]) for start, stop in pairwise(starts)}
+    return {
+        split.documents_in(start, start + 1)[0]: tokenizer.decode(ids[start:stop]) for start, stop in pairwise(starts)
+    }
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
@@ -100,8 +102,8 @@ def test_a_window_names_all_its_documents(cut_store):
     second = int(np.flatnonzero(split.read(0, split.tokens) == 0)[1])
     assert split.documents_in(second - 1, second) == names[:1]
     assert split.documents_in(second - 1, second + 1) == names[:2]
-    assert split.document_at(second) == names[1]
-    assert split.document_at(split.tokens - 1) == names[-1]
+    assert split.documents_in(second, second + 1) == names[1:2]
+    assert split.documents_in(split.tokens - 1, split.tokens) == names[-1:]
 
 
 @settings(max_examples=15, deadline=None)

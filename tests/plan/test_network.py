@@ -182,6 +182,13 @@ def test_processors_exchange_machine_by_machine_as_the_engine_does(factors: tupl
     assert float(2 * weights["all_gather"]) == pytest.approx(2 * wanted["gather"])
 
 
+def ring(operation: str, size: float, ranks: int, link: Link, sharing: int) -> float:
+    """Seconds of a ring of `ranks`, `sharing` of which push through one link: launch, hops, bytes."""
+    hops = (ranks - 1) * (2 if operation == "all_reduce" else 1)
+    sent = cost.ring_bytes(operation, size, ranks) * sharing
+    return float(link.launch * (ranks > 1) + hops * link.latency + sent / link.bandwidth)
+
+
 def along_the_axes(size: float, factors: tuple[int, int, int], near: Link, far: Link) -> dict[str, float]:
     """Seconds of exchanging one unit of `size` bytes among two machines of two ranks, axis by axis."""
     found = {"reduce": 0.0, "refresh": 0.0, "gather": 0.0}
@@ -190,9 +197,9 @@ def along_the_axes(size: float, factors: tuple[int, int, int], near: Link, far: 
         across = len({member // 2 for member in axis.members(0)}) > 1
         sharing = 2 // len({member for member in axis.members(0) if member < 2}) if across else 1
         group = (before.length, axis.size, far if across else near, sharing)
-        scatter, gather = cost.reduce_scatter(*group), cost.all_gather(*group)
+        scatter, gather = ring("reduce_scatter", *group), ring("all_gather", *group)
         if axis.state == "replicas":
-            found["reduce"] += scatter + gather if axis != placement.axes[-1] else cost.all_reduce(*group)
+            found["reduce"] += scatter + gather if axis != placement.axes[-1] else ring("all_reduce", *group)
             continue
         found["reduce"] += scatter
         found["gather" if axis.state == "params" else "refresh"] += gather

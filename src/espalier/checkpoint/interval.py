@@ -51,11 +51,6 @@ def optimal(stall: float, between: float) -> float:
     return math.sqrt(2 * stall * between)
 
 
-def wasted(period: float, stall: float, between: float) -> float:
-    """Share of the time lost to saves and to work done again, at one save every `period` seconds."""
-    return stall / period + period / (2 * between)
-
-
 def interval(stall: float, step: float, between: float) -> Interval:
     """How often to save what stops a run with steps of `step` seconds for `stall` seconds."""
     best = optimal(stall, between)

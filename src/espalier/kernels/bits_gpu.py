@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 256
 _OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 
 

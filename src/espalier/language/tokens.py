@@ -63,10 +63,6 @@ class Split:
         end = start + count - last * self._shard_tokens
         return np.concatenate([parts[0][offset:], *parts[1:-1], parts[-1][:end]])
 
-    def document_at(self, position: int) -> str:
-        """Name of the document that token `position` belongs to."""
-        return self.documents_in(position, position + 1)[0]
-
     def documents_in(self, start: int, stop: int) -> list[str]:
         """Names of the documents that tokens `[start, stop)` belong to, in order."""
         assert 0 <= start < stop <= self.tokens, f"tokens {start} to {stop} of {self.tokens}"

@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from espalier import encoding
 from espalier.cluster import Cluster
 from espalier.errors import UserError
 from espalier.plan import network, speed
@@ -221,15 +220,3 @@ def refuse_other_units(predicted: Any, measured: Any, what: str, unit: str) -> N
                     why=f"they must be in {unit}",
                     do=f"{hint} them by {1000**power:,}",
                 )
-
-
-def read(path: str) -> Calibration:
-    """The calibration in a JSON file. Raises UserError."""
-    try:
-        with open(path, "rb") as file:
-            found: Calibration = encoding.from_json(file.read(), Calibration)
-            return found
-    except OSError as error:
-        raise UserError(f"The calibration {path} cannot be read: {error.strerror}.") from None
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise UserError(f"{path} is not a calibration: {error}.") from None

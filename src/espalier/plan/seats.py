@@ -1,8 +1,6 @@
-"""Where do equal ranks sit, and which samples are theirs?"""
+"""Where do equal ranks sit?"""
 
 from __future__ import annotations
-
-import itertools
 
 from espalier.cluster import Cluster, Device, Place
 from espalier.plan import speed
@@ -20,13 +18,6 @@ def seats(cluster: Cluster, ranks: int) -> list[Place]:
         return taken
     turn = {machine: index for index, machine in enumerate(cluster.ring)}
     return sorted(taken, key=lambda place: turn[place.node])
-
-
-def shares(global_batch: int, ranks: int) -> list[tuple[int, int]]:
-    """Samples `[start, stop)` of each rank: in order, of sizes that differ by at most one, the larger first."""
-    each, over = divmod(global_batch, ranks)
-    cuts = [each * rank + min(rank, over) for rank in range(ranks + 1)]
-    return list(itertools.pairwise(cuts))
 
 
 def devices(cluster: Cluster, ranks: int) -> dict[int, Device]:

@@ -1,4 +1,4 @@
-"""Compiled for the CPU: Cuthill-McKee traversals and the three node finders. Equal to plain.py, node for node.
+"""Compiled for the CPU: Cuthill-McKee traversals and the three node finders. Equal to the plain form, node for node.
 
 After Hou, Liu and Zhu, arXiv 2409.04171. Everything is unsigned, as in passes.py. A byte per node says which traversal
 saw it last, so that nothing is cleared between traversals. Rows about to be read are fetched ahead. Of nodes with equal

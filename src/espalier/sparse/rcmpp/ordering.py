@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from espalier.cost import Cost, Number
 from espalier.errors import UserError, nearest
 from espalier.records import Record
 from espalier.sparse.rcmpp.pattern import Pattern, like, positions
@@ -163,25 +162,6 @@ def profile(indptr: Any, indices: Any, permutation: Any = None) -> int:
     Arrays and errors as in `rcmpp`; `permutation[new] = old` [nodes].
     """
     return _spread(indptr, indices, permutation)[1]
-
-
-def cost(entries: Number, nodes: Number, traversals: Number = 3.0, *, per_entry: float = 5e-9) -> Cost:
-    """What an order costs.
-
-    Args:
-        entries, nodes: of the symmetric pattern (arrays allowed).
-        traversals: nodes tried as starts; walks over meshes, circuits and road-like graphs took 2 to 5.
-        per_entry: seconds to visit an entry, 3 to 8 ns on one core of a 2.5 GHz Xeon (bench/rcmpp.py).
-
-    Returns:
-        `seconds["order"]`; `held["order"]`: bytes of the copies and of the five arrays of nodes while it runs.
-    """
-    visits = entries + NODE_WORK * nodes
-    return Cost(
-        seconds={"order": (1.0 + traversals) * visits * per_entry},
-        held={"order": 4.0 * entries + 34.0 * nodes},
-        sources={"order": "one pass and each traversal visit every entry; bench/rcmpp.py"},
-    )
 
 
 def _spread(indptr: Any, indices: Any, permutation: Any) -> tuple[int, int]:

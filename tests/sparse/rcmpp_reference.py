@@ -1,4 +1,4 @@
-"""RCM++ in plain Python over sets of neighbours: what compiled.py and small.py must equal, node for node.
+"""RCM++ in plain Python over sets of neighbours: what sparse/rcmpp must equal, node for node.
 
 After Hou, Liu and Zhu, arXiv 2409.04171; the walk is George and Liu's (ACM TOMS 5(3), 1979).
 """

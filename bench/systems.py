@@ -1,0 +1,38 @@
+"""Writes docs/systems.md (`make docs`): the record of each of the twenty systems, and what its bench measured."""
+
+from __future__ import annotations
+
+import sys
+
+from espalier import records
+from table import markdown, measured
+
+
+def page() -> str:
+    """One table of all systems, then a section for each."""
+    every = records.all_records()
+    lines = [
+        "# The twenty systems",
+        "",
+        "Made by `make docs` from the code's own records and the tables in docs/measured; a test compares the two.",
+        "`espalier explain NAME` prints one of them.",
+        "",
+        "| system | question | file | state | law's test | bench | last GPU run |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for record in every:
+        files = ", ".join(f"`{file}`" for file in record.files)
+        test, bench = (f"`{text}`" if text else "none yet" for text in (record.law_test, record.bench))
+        cells = (f"[{record.name}](#{record.name})", record.question, files, record.state, test, bench, record.gpu)
+        lines.append(f"| {' | '.join(cells)} |")
+    for record in every:
+        told = dict(records.lines(record)) | {"cost": f"`{record.cost}`", "bench": record.bench or "none yet"}
+        lines += ["", f"## {record.name}", "", f"**{record.title}.**", ""]
+        lines += [f"- {key}: {value}" for key, value in told.items()]
+        for run in measured(record.name):
+            lines += ["", f"`{run.command}` on {run.machine}:", "", *markdown(run.rows)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
