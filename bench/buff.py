@@ -27,10 +27,10 @@ import numpy as np
 from scipy.optimize import nnls
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.plan import score
 from espalier.plan.calibrate import DATASHEET, calibrate
-from espalier.plan.measured import Row as Measured
-from espalier.plan.measured import read
+from espalier.plan.measurements import score
+from espalier.plan.measurements.table import Row as Measured
+from espalier.plan.measurements.table import read
 from table import Row, arguments, compare, publish
 
 TABLE = Path("calibration") / "gpt_a100_one_node.csv"

@@ -17,7 +17,7 @@ from espalier.errors import UserError
 from espalier.plan.calibrate import Batch, Measurement
 from espalier.plan.factors import PLAIN
 from espalier.plan.layouts import Layouts
-from espalier.plan.measured import read
+from espalier.plan.measurements.table import read
 
 
 def one(folder: Path, row: Any) -> Measurement:

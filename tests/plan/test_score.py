@@ -12,10 +12,10 @@ import pytest
 from rows import LINE, changed, lines, table
 
 from espalier.errors import UserError
-from espalier.plan import score
 from espalier.plan.calibrate import DATASHEET, Calibration, calibrate
 from espalier.plan.factors import PLAIN
-from espalier.plan.measured import Row, Table, read
+from espalier.plan.measurements import score
+from espalier.plan.measurements.table import Row, Table, read
 from espalier.verbs import score as verb
 
 LAYOUTS = ("1,8,1", "2,4,1", "4,2,1", "2,2,2", "1,2,4")

@@ -14,9 +14,9 @@ from espalier import run as runs
 from espalier.config import derive
 from espalier.errors import UserError
 from espalier.plan import base as plans
-from espalier.plan import measured, score
 from espalier.plan.calibrate import Calibration, Measurement, calibrate
 from espalier.plan.layouts import of_view
+from espalier.plan.measurements import score, table
 from espalier.track import events
 from espalier.verbs import ready
 from espalier.verbs.trained import resolved
@@ -27,13 +27,13 @@ PATIENCE = 2.0
 
 
 def measurements(path: str | Path) -> list[Measurement]:
-    """The measured steps in a file (see `plan.measured`) or of a run's folder. Raises UserError, also for times or
+    """The measured steps in a file (see `plan.measurements`) or of a run's folder. Raises UserError, also for times or
     peaks in other units."""
     if Path(path).is_dir():
         return [from_run(path)]
-    table = measured.read(path)
-    score.check_units(table)
-    return table.measurements
+    found = table.read(path)
+    score.check_units(found)
+    return found.measurements
 
 
 def calibrated(path: str | Path) -> Calibration:

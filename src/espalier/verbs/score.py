@@ -9,11 +9,11 @@ import msgspec
 
 from espalier import folders
 from espalier.errors import UserError
-from espalier.plan import measured
-from espalier.plan import score as scoring
 from espalier.plan.calibrate import DATASHEET, Calibration
-from espalier.plan.measured import Table
-from espalier.plan.score import Scores
+from espalier.plan.measurements import score as scoring
+from espalier.plan.measurements import table as tables
+from espalier.plan.measurements.score import Scores
+from espalier.plan.measurements.table import Table
 from espalier.terminal import rows, say
 from espalier.verbs import ready
 from espalier.verbs.measurements import calibrated
@@ -26,7 +26,7 @@ def run(score: str, calibrate_on: str | None, out: str | None, as_json: bool) ->
     """Scores the rows of a file and writes them with predictions beside.
 
     Args:
-        score: the file of measurements (see `plan.measured`).
+        score: the file of measurements (see `plan.measurements`).
         calibrate_on: a file, or a run's folder, to fit the coefficients to first.
         out: where the rows go; None: beside the file, with `.scored` before its suffix.
         as_json: print one JSON object.
@@ -35,7 +35,7 @@ def run(score: str, calibrate_on: str | None, out: str | None, as_json: bool) ->
         0. Raises UserError.
     """
     target = _target(Path(score), out)
-    table = measured.read(score)
+    table = tables.read(score)
     scoring.check_units(table)
     calibration = calibrated(calibrate_on) if calibrate_on is not None else DATASHEET
     with ready.waiting("Predicting") as progress:

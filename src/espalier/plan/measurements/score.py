@@ -19,7 +19,7 @@ from msgspec import Struct
 from espalier.plan.calibrate import Batch, Calibration, Measurement, refuse_other_units
 from espalier.plan.estimate import price
 from espalier.plan.factors import PLAIN, Factors
-from espalier.plan.measured import PREDICTED, Row, Table
+from espalier.plan.measurements.table import PREDICTED, Row, Table
 
 RESAMPLES = 10_000
 SMALLEST_GROUP = 3
@@ -115,46 +115,42 @@ def check_units(table: Table) -> None:
 
 def score(rows: Sequence[Row], calibration: Calibration, predictions: Sequence[Prediction] | None = None) -> Scores:
     """The predictions of `calibration` against what `rows` measured; `predictions` saves making them again."""
-    measured = [row.measurement for row in rows]
-    found = predict(measured, calibration.factors) if predictions is None else predictions
-    timed = [at for at, row in enumerate(measured) if row.step_seconds is not None and not row.out_of_memory]
-    full = [at for at, row in enumerate(measured) if row.peak_bytes is not None and not row.out_of_memory]
-    labelled = [(found[at].fits, row.out_of_memory) for at, row in enumerate(measured) if _ended(row) is not None]
+    runs = [row.measurement for row in rows]
+    found = predict(runs, calibration.factors) if predictions is None else predictions
+    ran = [at for at, run in enumerate(runs) if not run.out_of_memory]
+    taken = {at: seconds for at in ran if (seconds := runs[at].step_seconds) is not None}
+    peaks = {at: peak for at in ran if (peak := runs[at].peak_bytes) is not None}
+    # A measured time says that memory sufficed.
+    ended = {at: bool(run.out_of_memory) for at, run in enumerate(runs) if run.out_of_memory is not None or at in taken}
     return Scores(
         rows=len(rows),
-        timed=len(timed),
-        **_times([found[at].seconds for at in timed], [measured[at].step_seconds for at in timed]),
-        **_regrets(rows, found),
-        memory_rows=len(full),
-        memory_mape=_mape([found[at].peak for at in full], [measured[at].peak_bytes for at in full]),
-        labelled=len(labelled),
-        false_fits=sum(fits and bool(ended) for fits, ended in labelled),
-        false_misfits=sum(not fits and not ended for fits, ended in labelled),
+        timed=len(taken),
+        **_times([found[at].seconds for at in taken], list(taken.values())),
+        **_regrets(rows, found, taken),
+        memory_rows=len(peaks),
+        memory_mape=_mape([found[at].peak for at in peaks], list(peaks.values())),
+        labelled=len(ended),
+        false_fits=sum(found[at].fits and out for at, out in ended.items()),
+        false_misfits=sum(not found[at].fits and not out for at, out in ended.items()),
         chosen_out_of_memory=_chosen_out_of_memory(rows, found),
     )
 
 
-def _ended(row: Measurement) -> bool | None:
-    """Whether the row ran out of memory; a measured time says that it did not."""
-    return False if row.out_of_memory is None and row.step_seconds is not None else row.out_of_memory
+def _mape(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
+    return float(np.mean(np.abs(np.divide(predicted, measured) - 1))) if predicted else None
 
 
-def _mape(predicted: Sequence[float], measured: Sequence[float | None]) -> float | None:
-    if not predicted:
-        return None
-    return float(np.mean(np.abs(np.array(predicted) / np.array(measured, dtype=float) - 1)))
-
-
-def _times(predicted: Sequence[float], measured: Sequence[float | None]) -> dict[str, Any]:
+def _times(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, Any]:
     from scipy.stats import spearmanr
 
     if not predicted:
         return {}
-    rank = None
-    if len(set(predicted)) > 1 and len(set(measured)) > 1:
-        rank = float(spearmanr(predicted, measured)[0])
-    bias = float(np.median(np.array(predicted) / np.array(measured, dtype=float))) - 1
-    return {"mape": _mape(predicted, measured), "bias": bias, "spearman": rank}
+    ranked = len(set(predicted)) > 1 and len(set(measured)) > 1
+    return {
+        "mape": _mape(predicted, measured),
+        "bias": float(np.median(np.divide(predicted, measured))) - 1,
+        "spearman": float(spearmanr(predicted, measured)[0]) if ranked else None,
+    }
 
 
 # --- choices -----------------------------------------------------------------------------------------------------
@@ -168,22 +164,16 @@ def _groups(rows: Sequence[Row]) -> list[list[int]]:
     return list(found.values())
 
 
-def _regrets(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str, Any]:
-    taken: dict[int, float] = {
-        index: row.measurement.step_seconds
-        for index, row in enumerate(rows)
-        if row.measurement.step_seconds is not None and not row.measurement.out_of_memory
-    }
+def _regrets(rows: Sequence[Row], predictions: Sequence[Prediction], taken: Mapping[int, float]) -> dict[str, Any]:
     all_, larger = [], []
     for group in _groups(rows):
         timed = [index for index in group if index in taken]
         if len(timed) < 2:
             continue
         chosen = min(timed, key=lambda index: predictions[index].seconds)
-        lost = taken[chosen] / min(taken[index] for index in timed) - 1
-        all_.append(lost)
+        all_.append(taken[chosen] / min(taken[index] for index in timed) - 1)
         if len(timed) >= SMALLEST_GROUP:
-            larger.append(lost)
+            larger.append(all_[-1])
     found: dict[str, Any] = {"groups": len(all_), "groups_of_three": len(larger)}
     if all_:
         found |= {"mean_regret": float(np.mean(all_)), "largest_regret": max(all_)}
@@ -201,12 +191,9 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def _chosen_out_of_memory(rows: Sequence[Row], predictions: Sequence[Prediction]) -> int:
     """Groups in which the fastest plan predicted to fit ran out of memory."""
-    count = 0
-    for group in _groups(rows):
-        fitting = [index for index in group if predictions[index].fits]
-        if len(group) > 1 and fitting:
-            count += bool(rows[min(fitting, key=lambda at: predictions[at].seconds)].measurement.out_of_memory)
-    return count
+    fitting = ([at for at in group if predictions[at].fits] for group in _groups(rows) if len(group) > 1)
+    chosen = (min(group, key=lambda at: predictions[at].seconds) for group in fitting if group)
+    return sum(bool(rows[at].measurement.out_of_memory) for at in chosen)
 
 
 # --- writing -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Reads files of measured steps: a CSV of Megatron-LM runs, or JSON lines that describe each run in full. No torch.
 
 The CSV's columns are a GPT as Megatron-LM trained it in 2021 on machines of 8 A100s (see `_Gpt`); JSON lines are in
-`plan.described`. Blank lines and lines that begin with # are left out.
+`run_records`. Blank lines and lines that begin with # are left out.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,8 +24,8 @@ from espalier.cluster import Cluster
 from espalier.config.shapes import Sizes
 from espalier.errors import UserError, nearest
 from espalier.plan.calibrate import Measurement
-from espalier.plan.described import Descriptions
 from espalier.plan.layouts import Layouts
+from espalier.plan.measurements.run_records import Descriptions
 from espalier.plan.published import Decoder
 from espalier.plan.request import Request
 
@@ -142,19 +143,20 @@ def _csv(path: str, lines: list[tuple[int, str]]) -> Table:
         columns = [name.strip() for name in next(csv.reader([text]))]
         _check_columns(columns, text)
     rows: list[Row] = []
-    requests: dict[tuple[int, ...], Request] = {}
-    fleets: dict[int, Cluster] = {}
+    request, cluster = cache(_request), cache(_cluster)  # rows that ask the same share both
     for number, line in body:
         with _at(path, number):
             given = _cells(columns, line)
             at = _Gpt(**{name: _whole(name, given[name]) for name in COLUMNS})
             _check(at)
             key = (at.gpus, at.global_batch, at.hidden, at.heads, at.layers, at.seq)
-            request = requests.get(key) or requests.setdefault(key, _request(at))
-            cluster = fleets.get(at.gpus) or fleets.setdefault(at.gpus, _cluster(at.gpus))
-            taken = _milliseconds(given.get(MEASURED, ""))
-            label = f"{path}, line {number}"
-            rows.append(Row(number, given, Measurement(request, cluster, _layout(at), taken, label=label), key))
+            layout = Layouts(
+                algorithm="megatron" if at.tp > 1 else "data", recompute="block", dp=at.dp, tp=at.tp, pp=at.pp,
+                micro_batch=at.micro_batch,
+            )  # fmt: skip
+            taken, label = _seconds(given.get(MEASURED, "")), f"{path}, line {number}"
+            run = Measurement(request(*key[1:]), cluster(at.gpus), layout, taken, label=label)
+            rows.append(Row(number, given, run, key))
     if not rows:
         raise UserError(f"{path} has columns but no rows.", do="one row per measured step")
     return Table(path, "csv", tuple(columns), tuple(rows))
@@ -204,8 +206,8 @@ def _whole(name: str, text: str) -> int:
     return int(float(text))
 
 
-def _milliseconds(text: str) -> float | None:
-    """Seconds of a cell; None when it is empty."""
+def _seconds(text: str) -> float | None:
+    """Seconds of a cell of milliseconds; None when it is empty."""
     if not text.strip():
         return None
     if not _is_number(text) or float(text) <= 0:
@@ -227,14 +229,14 @@ def _check(at: _Gpt) -> None:
         raise UserError(f"dp = {at.dp} is more than global_batch = {at.global_batch}.", do="a sequence per replica")
 
 
-def _request(at: _Gpt) -> Request:
+def _request(global_batch: int, hidden: int, heads: int, layers: int, seq: int) -> Request:
     """Gradients wait for the last micro-batch and go at once; Apex's fused Adam needs no memory for a moment."""
     size = Sizes(
-        layers=at.layers, width=at.hidden, heads=at.heads, kv_heads=at.heads, feed_forward=4 * at.hidden,
-        vocabulary=VOCABULARY, context=at.seq, tied=True, rope_theta=1e4, norm_epsilon=1e-5,
+        layers=layers, width=hidden, heads=heads, kv_heads=heads, feed_forward=4 * hidden, vocabulary=VOCABULARY,
+        context=seq, tied=True, rope_theta=1e4, norm_epsilon=1e-5,
     )  # fmt: skip
-    decoder = Decoder(size, at.seq, gated=False, fused=False, sequence_parallel=False)
-    return decoder.request(at.global_batch, "fp16", bucket_bytes=2**40, temporaries=0.0)
+    decoder = Decoder(size, seq, gated=False, fused=False, sequence_parallel=False)
+    return decoder.request(global_batch, "fp16", bucket_bytes=2**40, temporaries=0.0)
 
 
 def _cluster(gpus: int) -> Cluster:
@@ -242,10 +244,3 @@ def _cluster(gpus: int) -> Cluster:
     return clusters.loads(
         f'[[nodes]]\ndevice = "A100-80GB"\ncount = {count}\ndevices = {devices}\n[links]\nbetween = "{NETWORK}"'
     )
-
-
-def _layout(at: _Gpt) -> Layouts:
-    algorithm = "megatron" if at.tp > 1 else "data"
-    return Layouts(
-        algorithm=algorithm, recompute="block", dp=at.dp, tp=at.tp, pp=at.pp, micro_batch=at.micro_batch
-    )  # fmt: skip

@@ -1,0 +1,409 @@
+"""Run records: the `model`, `cluster`, `layout`, `train` and `measured` of one JSON line. No torch.
+
+The words are those of a recipe, a cluster file and a plan's `layout`, with other systems' names of algorithms. What is
+absent is derived; what is misspelled or impossible is refused by name; what is not known is left out and noted.
+Megatron-LM's sequence parallelism has the group of its tensor parallelism, so it may be written as `tp`, as `sp`, or as
+both; our `tp` is that group. DeepSpeed's and Buff's all-to-all parallelism is our `sp`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import tomli_w
+
+from espalier import cluster as clusters
+from espalier import config
+from espalier.cluster import Cluster
+from espalier.config import derive, load, shapes
+from espalier.config.shapes import Sizes
+from espalier.errors import UserError, nearest
+from espalier.plan import speed
+from espalier.plan.base import Layout
+from espalier.plan.calibrate import Measurement
+from espalier.plan.layouts import ALGORITHMS, Layouts, of_view
+from espalier.plan.published import DOUBLE, MEGATRON, Decoder
+from espalier.plan.request import Request
+from espalier.plan.seats import gpus
+
+PRECISIONS: Mapping[Any, str] = {
+    **{name: name for name in ("fp16", "bf16", "fp32", "fp64")},
+    **{"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"},
+}
+RECOMPUTES: Mapping[Any, str] = {
+    "none": "none", "selective": "selective", "block": "block", "full": "block", True: "block", False: "none",
+}  # fmt: skip
+OPTIMIZERS: Mapping[Any, str] = {"adamw": "adamw", "muon": "muon", "adam": "adamw"}
+VOCABULARIES = {True: 32_000, False: 50_257}
+"""Tokens of a SwiGLU decoder (Llama 2's) and of one with two matrices (GPT-2's) whose row does not say."""
+
+STATES = ("params", "grads", "optimizer")
+NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
+    **{name: (name, ()) for name in ALGORITHMS},
+    **dict.fromkeys(("ddp", "dp"), ("data", ())),
+    **dict.fromkeys(("fsdp", "fsdp1", "fsdp2", "zero-3", "zero3"), ("data", STATES)),
+    **dict.fromkeys(("zero-2", "zero2"), ("data", STATES[1:])),
+    **dict.fromkeys(("zero", "zero-1", "zero1", "distributed-optimizer"), ("data", STATES[2:])),
+    **dict.fromkeys(("tp", "tensor", "mtp", "msp", "megatron-lm", "megatron-sp", "3d"), ("megatron", ())),
+    **dict.fromkeys(("ulysses", "deepspeed-ulysses", "sp", "sequence", "intern"), ("isp", ())),
+}
+"""Other systems' names: the algorithm each means, and the states it splits over all replicas unless `shard` says."""
+
+_RECIPE_MODEL = ("kind", *config.Moe.__struct_fields__)
+_KEYS = {
+    # Beyond a recipe's model: SwiGLU or two matrices, attention without written scores, chains of PyTorch operations
+    # instead of fused kernels, and what it is called.
+    "model": (*_RECIPE_MODEL, "gated", "fused", "eager", "name"),
+    "layout": (*("dp", "tp", "sp", "pp", "algorithm", "shard", "micro_batch", "accumulate", "recompute", "precision"),
+               "chunks"),
+    "train": (*config.Train.__struct_fields__, "attention"),
+    "measured": ("step_seconds", "peak_gib", "out_of_memory"),
+}  # fmt: skip
+_TABLES = ("model", "cluster", "layout", "train", "measured")
+
+
+class _Words(dict[str, Any]):
+    """One table of a row, without what is null. `where`: its name in errors."""
+
+    where: str
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], where: str) -> _Words:
+        """The row's table of that name. Raises UserError."""
+        value = row.get(where)
+        if value is None and where not in ("train", "measured"):
+            raise UserError(f"there is no {where!r}.", do=f'"{where}": {{…}}, as in docs/planner.md')
+        if value is not None and not isinstance(value, dict):
+            raise UserError(f"{where} is not a table.", do=f'"{where}": {{…}}')
+        found = cls((key, one) for key, one in (value or {}).items() if one is not None)
+        found.where = where
+        return found
+
+    @property
+    def text(self) -> bytes:
+        """The same for equal tables."""
+        return msgspec.json.encode(dict(self), order="sorted")
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """The whole number above 0 at a key. Raises UserError."""
+        value = self.get(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**53:
+            raise self._impossible(key, f"{self.where}.{key} = a whole number, 1 or more")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """The truth value at a key. Raises UserError."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self._impossible(key, f"{self.where}.{key} = true or false")
+        return value
+
+    def number(self, key: str) -> float | None:
+        """The number above 0 at a key; None where there is none. Raises UserError."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
+            raise self._impossible(key, "a number above 0, or null")
+        return float(value)
+
+    def _impossible(self, key: str, do: str) -> UserError:
+        return UserError(f"{self.where}.{key} = {self.get(key)!r} is not possible.", do=do)
+
+
+def refuse_misspelled(words: Mapping[str, Any], known: Iterable[str], where: str, notes: set[str]) -> None:
+    """Raises UserError for a misspelled key; a foreign one is left out, and said in `notes`."""
+    for key in (key for key in words if key not in known):
+        close = difflib.get_close_matches(key, [one for one in known if one not in words], n=1, cutoff=0.8)
+        if close:
+            raise UserError(f"unknown key {where}.{key}.", do=f"did you mean {where}.{close[0]}?")
+        notes.add(f"{where}.{key} is not known here and was left out")
+
+
+def _meant(name: str, value: Any, known: Mapping[Any, str]) -> str:
+    """Our word for `value` in any of its spellings. Raises UserError with the nearest."""
+    if isinstance(value, str | bool) and value in known:
+        return known[value]
+    ours = list(dict.fromkeys(known.values()))
+    near = nearest(str(value), [one for one in known if isinstance(one, str)]) or ours[0]
+    raise UserError(f"{name} = {value!r} is not known.", do=f'"{near}"; one of {", ".join(ours)}')
+
+
+# --- model, cluster, training ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A decoder as its row describes it. `gated`: SwiGLU."""
+
+    size: Sizes
+    gated: bool
+    said: _Words
+
+
+class Descriptions:
+    """Turns rows into measurements. Has state: what rows had in common, so that equal rows share one request and one
+    cluster, and what was assumed on the way."""
+
+    def __init__(self) -> None:
+        self.notes: set[str] = set()
+        self._models: dict[bytes, _Model] = {}
+        self._clusters: dict[bytes, Cluster] = {}
+        self._requests: dict[Hashable, Request] = {}
+
+    def measurement(self, row: Mapping[str, Any], label: str) -> tuple[Measurement, tuple[Hashable, ...]]:
+        """What a row measured, and the group in which its time can be compared. Raises UserError."""
+        refuse_misspelled(row, _TABLES, "row", set())
+        model_words, cluster_words, layout, train, measured = (_Words.of(row, name) for name in _TABLES)
+        for words in (train, model_words, layout, measured):
+            refuse_misspelled(words, _KEYS[words.where], words.where, self.notes)
+        model_text, cluster_text = model_words.text, cluster_words.text
+        model = self._models.get(model_text) or self._models.setdefault(model_text, self._model(model_words))
+        cluster = self._clusters.get(cluster_text) or self._clusters.setdefault(cluster_text, _cluster(cluster_words))
+        sequence = self._sequence(train, model)
+        layouts, samples = _layout(layout, _batch(train, sequence), cluster, self.notes)
+        precision = self._precision(layout.get("precision", train.get("precision")), cluster)
+        recompute = layout.get("recompute", train.get("recompute", "none"))
+        layouts = replace(layouts, recompute=_meant("recompute", recompute, RECOMPUTES))
+        _check_possible(model, cluster, layouts, precision)
+        request = self._request(model, train, layouts, (samples, sequence, precision))
+        seconds, peak = measured.number("step_seconds"), measured.number("peak_gib")
+        ended = measured.flag("out_of_memory", False) if "out_of_memory" in measured else None
+        if ended is None and (seconds is not None or peak is not None):
+            ended = False
+        peak = None if peak is None else peak * 2**30
+        group = (model_text, samples, sequence, cluster_text, int(layouts.world))
+        return Measurement(request, cluster, layouts, seconds, peak, ended, label), group
+
+    def _request(self, model: _Model, train: _Words, layouts: Layouts, step: tuple[int, int, str]) -> Request:
+        """Of a step of (samples, tokens of each, precision)."""
+        samples, sequence, precision = step
+        compiled = train.flag("compile", False)
+        fused = model.said.flag("fused", train.get("attention") != "eager")
+        # Who says that nothing is compiled runs PyTorch's own operations; other systems bring fused kernels.
+        eager = model.said.flag("eager", model.gated and "compile" in train and not compiled)
+        decoder = Decoder(model.size, sequence, gated=model.gated, fused=fused, eager=eager)
+        said = train.get("optimizer", "adamw")
+        optimizer = _meant("train.optimizer", said.get("kind", "adamw") if isinstance(said, dict) else said, OPTIMIZERS)
+        megatron = layouts.tp * layouts.pp > 1 and layouts.params == 1 and precision in ("fp16", "bf16")
+        key = (decoder, samples, precision, compiled, optimizer, megatron)
+        if key not in self._requests:
+            made = decoder.request(samples, precision, compile=compiled)
+            if optimizer == "muon":
+                made = _with_muon(made, decoder)
+            elif megatron:
+                made = replace(made, storage=MEGATRON)
+            self._requests[key] = made
+        return self._requests[key]
+
+    def _model(self, said: _Words) -> _Model:
+        words = {key: value for key, value in said.items() if key in _RECIPE_MODEL}
+        if words.get("kind", "gpt") not in ("gpt", "moe"):
+            raise UserError(f"model.kind = {words['kind']!r} is not possible.", do='"gpt" or "moe"')
+        if "depth" not in words and "shape" not in words:
+            raise UserError("model.depth is missing.", do="model.depth, or model.shape")
+        width, heads = words.get("width"), words.get("heads")
+        plain = words.get("kv_heads", heads) == heads
+        classic = plain and isinstance(width, int) and words.get("feed_forward") == 4 * width
+        gated = said.flag("gated", not classic)
+        if "vocabulary" not in words and "shape" not in words:
+            words["vocabulary"] = VOCABULARIES[gated]
+            self.notes.add(f"model.vocabulary is missing: {words['vocabulary']:,} assumed")
+        words.setdefault("kind", "gpt")
+        resolved, _ = derive.resolve(load.from_table({"model": words}, "the row"))
+        assert isinstance(resolved.model, config.Gpt | config.Moe)
+        return _Model(shapes.sizes(resolved.model), gated, said)
+
+    def _precision(self, said: Any, cluster: Cluster) -> str:
+        if said is not None:
+            return _meant("precision", str(said), PRECISIONS)
+        device = cluster.nodes[0].device
+        name = next((one for one in ("bf16", "fp16") if device.kind == "cuda" and one in device.flops), "fp32")
+        self.notes.add(f"precision is missing: {name} assumed")
+        return name
+
+    def _sequence(self, train: _Words, model: _Model) -> int:
+        if "sequence" in train:
+            return train.count("sequence")
+        if "context" in model.said or "shape" in model.said:
+            self.notes.add("train.sequence is missing: the model's context assumed")
+            return model.size.context
+        raise UserError("train.sequence is missing.", do="tokens of one sample, such as train.sequence = 2048")
+
+
+def _cluster(said: _Words) -> Cluster:
+    words = _without_nothing(dict(said))
+    if isinstance(words.get("nodes"), dict):
+        words["nodes"] = [words["nodes"]]
+    try:
+        text = tomli_w.dumps(words)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"cluster cannot be read: {error}.", do="the tables of a cluster file") from None
+    return clusters.loads(text, "cluster")
+
+
+def _without_nothing(value: Any) -> Any:
+    """The value without keys that are null, which TOML does not have."""
+    if isinstance(value, dict):
+        return {key: _without_nothing(one) for key, one in value.items() if one is not None}
+    return [_without_nothing(one) for one in value] if isinstance(value, list) else value
+
+
+def _batch(train: _Words, sequence: int) -> int | None:
+    """Samples of a step; None when the row leaves that to its layout."""
+    if "batch_tokens" not in train:
+        return None
+    tokens = train.count("batch_tokens")
+    if tokens % sequence:
+        raise UserError(
+            f"train.batch_tokens = {tokens} is not a whole number of sequences.",
+            why=f"train.sequence = {sequence}",
+            do=f"train.batch_tokens = {max(1, round(tokens / sequence)) * sequence}",
+        )
+    return tokens // sequence
+
+
+def _check_possible(model: _Model, cluster: Cluster, layouts: Layouts, precision: str) -> None:
+    if layouts.pp > model.size.layers:
+        do = f"layout.pp = {model.size.layers} or fewer"
+        raise UserError(f"layout.pp = {layouts.pp} is more than the model's {model.size.layers} layers.", do=do)
+    for node in cluster.nodes:
+        speed.peak(node.device, precision)  # raises UserError where the device has no such precision
+
+
+def _with_muon(request: Request, decoder: Decoder) -> Request:
+    size, layers = decoder.size, decoder.size.layers
+    found = (  # (rows, columns, count) of the hidden matrices, which Muon moves
+        (size.width, size.width, 2 * layers),
+        (size.kv_width, size.width, 2 * layers),
+        (size.feed_forward, size.width, (2 if decoder.gated else 1) * layers * size.experts),
+        (size.width, size.feed_forward, layers * size.experts),
+    )
+    moved = sum(rows * columns * n for rows, columns, n in found)
+    storage = request.storage or DOUBLE
+    moments = storage.optimizer - (8 if request.precision == "fp64" else 4) * moved / request.parameters
+    return replace(
+        request,
+        optimizer="muon",
+        matrix_parameters=moved,
+        matrix_shapes=found,
+        storage=storage._replace(optimizer=moments),
+    )
+
+
+# --- layout ------------------------------------------------------------------------------------------------------
+
+
+def _layout(words: _Words, samples: int | None, cluster: Cluster, notes: set[str]) -> tuple[Layouts, int]:
+    """The layout that `words` say on `cluster`, and the samples of a step (None: as many as its micro-batches hold)."""
+    algorithm, sharded = _algorithm(words)
+    devices = gpus(cluster) or len(cluster.devices())
+    dp, tp, sp, pp = _degrees(words, algorithm, devices)
+    ranks = dp * tp * sp * pp
+    if gpus(cluster) and ranks > devices:
+        raise UserError(
+            f"layout: dp x tp x sp x pp = {dp} x {tp} x {sp} x {pp} = {ranks} ranks.",
+            why=f"the cluster has {devices} devices",
+            do=f"layout.dp = {devices // (tp * sp * pp)}" if devices >= tp * sp * pp else "a larger cluster",
+        )
+    micro_batch, samples = _micro_batch(words, samples, dp, notes)
+    view = Layout(
+        dp=dp, tp=tp, sp=sp, pp=pp, algorithm=algorithm or ("megatron" if tp > 1 else "isp" if sp > 1 else "data"),
+        shard=_shard(words, dict.fromkeys(STATES, 1) | dict.fromkeys(sharded, dp * sp), dp * sp),
+        micro_batch=micro_batch,
+    )  # fmt: skip
+    found = of_view(view, words.count("chunks", 1))
+    if gpus(cluster):
+        return found, samples
+    return replace(found, threads=max(1, cluster.nodes[0].cores // -(-ranks // devices))), samples
+
+
+def _algorithm(words: _Words) -> tuple[str | None, tuple[str, ...]]:
+    """Our name of the algorithm (None: not said), and the states it splits by itself."""
+    said = words.get("algorithm")
+    if said is None:
+        return None, ()
+    name = str(said).lower().replace("_", "-").replace(" ", "-")
+    if name not in NAMES:
+        near = nearest(name, NAMES)
+        raise UserError(
+            f"layout.algorithm = {said!r} is not known.",
+            why=f"the algorithms are {', '.join(ALGORITHMS)}; names of other systems: "
+            + ", ".join(other for other in NAMES if other not in ALGORITHMS),
+            do=f'layout.algorithm = "{near}"' if near else "leave it out",
+        )
+    algorithm, sharded = NAMES[name]
+    # "FSDP" with tensor or sequence ranks says how states are kept, not what those ranks do.
+    both = algorithm == "data" and any(words.count(axis, 1) > 1 for axis in ("tp", "sp"))
+    return (None if both else algorithm), sharded
+
+
+def _degrees(words: _Words, algorithm: str | None, devices: int) -> tuple[int, int, int, int]:
+    tp, sp, pp = (words.count(axis, 1) for axis in ("tp", "sp", "pp"))
+    if tp == sp > 1 and _same_group(words, algorithm, devices):
+        sp = 1
+    if algorithm == "isp" and sp == 1:
+        tp, sp = 1, tp
+    if algorithm in ("megatron", "fsp") and tp == 1:
+        tp, sp = sp, 1
+    if "dp" in words:
+        return words.count("dp"), tp, sp, pp
+    if devices < tp * sp * pp:
+        why = f"tp x sp x pp = {tp * sp * pp}, and the cluster has {devices} devices"
+        raise UserError("layout.dp is missing and cannot be derived.", why=why, do="a larger cluster, or fewer ranks")
+    return devices // (tp * sp * pp), tp, sp, pp
+
+
+def _same_group(words: _Words, algorithm: str | None, devices: int) -> bool:
+    """Whether `sp` and `tp` name one group: counted twice, the layout has more ranks than there are devices."""
+    tp, pp = words.count("tp"), words.count("pp", 1)
+    if "dp" not in words:
+        return algorithm in ("megatron", "fsp") or devices < tp * tp * pp
+    dp = words.count("dp")
+    return dp * tp * pp <= devices < dp * tp * tp * pp
+
+
+def _shard(words: _Words, default: dict[str, int], ranks: int) -> dict[str, int]:
+    """Over how many ranks each state is split: what is absent, as little as nesting allows."""
+    said = words.get("shard")
+    if said is None:
+        return default
+    if not isinstance(said, dict):
+        do = '"shard": {"params": 1, "grads": 1, "optimizer": 8}'
+        raise UserError(f"layout.shard = {said!r} is not a table.", do=do)
+    shard = _Words.of({"layout.shard": said}, "layout.shard")
+    refuse_misspelled(shard, STATES, "layout.shard", set())
+    # Ranks that were counted twice (see `_same_group`) are no shards of their own.
+    twice = ranks * words.count("sp", 1)
+    found, least = {}, 1
+    for state in STATES:
+        value = shard.count(state, least)
+        least = found[state] = ranks if value == twice and state in shard else value
+    return found
+
+
+def _micro_batch(words: _Words, samples: int | None, dp: int, notes: set[str]) -> tuple[int, int]:
+    """(samples of a micro-batch, samples of a step)."""
+    accumulate = words.count("accumulate", 1)
+    if "micro_batch" not in words:
+        if samples is None:
+            do = "train.batch_tokens, or layout.micro_batch and layout.accumulate"
+            raise UserError("Nothing says how many samples a step has.", do=do)
+        return max(1, -(-samples // (dp * accumulate))), samples
+    micro_batch = words.count("micro_batch")
+    if samples is None:
+        return micro_batch, dp * micro_batch * accumulate
+    if dp > samples:
+        raise UserError(
+            f"layout.dp = {dp} is more than the batch of {samples} samples.", do=f"layout.dp = {samples} or fewer"
+        )
+    if "accumulate" in words and accumulate != -(-samples // (dp * micro_batch)):
+        notes.add("layout.accumulate contradicts the batch, which was believed")
+    return micro_batch, samples
