@@ -17,18 +17,34 @@ def cache_folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "espalier"
 
 
-def replace(path: Path, text: str) -> None:
-    """Writes `text` to `path` whole or not at all (temporary file, fsync, rename). Raises UserError on a full disk."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Writes `content` to `path` whole or not at all: temporary file, fsync, rename. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
+    finally:
         temporary.unlink(missing_ok=True)
+
+
+def replace(path: Path, text: str) -> None:
+    """As `write_atomic`. Raises UserError, also on a full disk."""
+    try:
+        write_atomic(path, text)
+    except OSError as error:
         raise cannot_write(path, error) from None
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def table(path: Path) -> dict[str, Any]:

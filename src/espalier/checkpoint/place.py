@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from espalier.checkpoint import manifest
 from espalier.errors import UserError, missing_extra
+from espalier.folders import sync_folder
 
 _FOLDER = re.compile(r"^step-(\d{8,})$")
 
@@ -131,11 +132,11 @@ class Folder:
             written.write(manifest.dumps(content))
             written.flush()
             os.fsync(written.fileno())
-        _sync(unfinished)
+        sync_folder(unfinished)
         if (self.root / name).exists():
             self.remove(name)
         unfinished.rename(self.root / name)
-        _sync(self.root)
+        sync_folder(self.root)
 
     def abandon(self, name: str) -> None:
         """See Place."""
@@ -244,11 +245,3 @@ class Remote:
 
     def _at(self, *parts: str) -> str:
         return "/".join((str(self.root).rstrip("/"), *parts))
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -22,7 +22,7 @@ from espalier import cluster as clusters
 from espalier import plain_collectives
 from espalier.cluster import Cluster, Link, Node
 from espalier.errors import UserError
-from espalier.folders import cache_folder
+from espalier.folders import cache_folder, write_atomic
 from espalier.hardware import link as links
 from espalier.hardware import probe
 
@@ -77,9 +77,7 @@ def keep(found: Cluster, name: str) -> None:
     """Keeps `found` on this machine; where the cache cannot be written, hosts are measured again the next time."""
     with suppress(OSError):
         _file(name).parent.mkdir(parents=True, exist_ok=True)
-        beside = _file(name).with_suffix(f".{os.getpid()}")
-        beside.write_text(clusters.dumps(found))
-        os.replace(beside, _file(name))
+        write_atomic(_file(name), clusters.dumps(found))
 
 
 def _file(name: str) -> Path:

@@ -25,7 +25,7 @@ from typing import Any
 from espalier import cluster as clusters
 from espalier.cluster import Cluster, Copy, Device, Link, Node, Rate
 from espalier.errors import RunFailed, UserError
-from espalier.folders import cache_folder
+from espalier.folders import cache_folder, write_atomic
 from espalier.hardware import disk as disks
 from espalier.hardware import limits
 
@@ -120,15 +120,7 @@ def save(cluster: Cluster, folder: Path | None = None, *, say: Say | None = None
     file = cache_file(folder)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=file.name, dir=file.parent)
-        try:
-            with os.fdopen(handle, "w") as stream:
-                stream.write(clusters.dumps(cluster))
-            os.replace(name, file)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        write_atomic(file, clusters.dumps(cluster))
     except OSError as error:
         if say is not None:
             say(f"The measurement cannot be kept in {file.parent}: {error.strerror}.")

@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from espalier import encoding
 from espalier.errors import RunFailed, UserError
+from espalier.folders import sync_folder
 from espalier.language.tokenizer import Ids, Tokenizer
 from espalier.units import show_size
 
@@ -221,15 +222,6 @@ def placed(final: Path) -> Iterator[Path]:
         raise unwritable(final.parent, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

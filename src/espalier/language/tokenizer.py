@@ -5,7 +5,6 @@ Byte-level BPE after Sennrich et al. (1508.07909) and GPT-2's alphabet of 256 pr
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from espalier.errors import UserError, missing_extra, nearest
+from espalier.folders import write_atomic
 
 Ids = NDArray[np.unsignedinteger[Any]]
 Corpus = Callable[[], Iterable[str]]
@@ -138,8 +138,9 @@ class ByteTokenizer:
             "decoder": level,
             "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
         }
-        _write(folder / "tokenizer.json", msgspec.json.encode(table))
-        _write(folder / "tokenizer_config.json", _config("\0"))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / "tokenizer.json", msgspec.json.encode(table))
+        write_atomic(folder / "tokenizer_config.json", _config("\0"))
 
 
 class HfTokenizer:
@@ -179,12 +180,13 @@ class HfTokenizer:
 
     def save(self, folder: Path) -> None:
         """Writes `tokenizer.json`, and the `tokenizer_config.json` that lay beside the original, or a plain one."""
-        _write(folder / "tokenizer.json", self._inner.to_str(pretty=True).encode())
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / "tokenizer.json", self._inner.to_str(pretty=True).encode())
         beside = self._path.with_name("tokenizer_config.json") if self._path else None
         if beside and beside.is_file():
             shutil.copyfile(beside, folder / beside.name)
         else:
-            _write(folder / "tokenizer_config.json", _config(self._text))
+            write_atomic(folder / "tokenizer_config.json", _config(self._text))
 
 
 def _open_bpe(spec: str, corpus: Corpus | None, cache: Path | None) -> Tokenizer:
@@ -198,7 +200,8 @@ def _open_bpe(spec: str, corpus: Corpus | None, cache: Path | None) -> Tokenizer
         )
     inner = _train(int(spec.removeprefix("bpe:")), corpus())
     if cache:
-        _write(kept, inner.to_str().encode())
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(kept, inner.to_str().encode())
     return HfTokenizer(inner, spec)
 
 
@@ -303,17 +306,3 @@ def _config(boundary: str) -> bytes:
         "clean_up_tokenization_spaces": False,
     }
     return msgspec.json.format(msgspec.json.encode(table), indent=2)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes whole or not at all: a temporary name, then a rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -5,13 +5,13 @@ Steps keep their numbers: where batches are left out, later ones move up, so a r
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 
 from espalier import encoding
 from espalier.errors import UserError
+from espalier.folders import write_atomic
 
 NAME = "skips.json"
 
@@ -71,9 +71,4 @@ def read(folder: Path) -> Skips:
 
 def write(folder: Path, skips: Skips) -> None:
     """Keeps `skips`, whole or not at all."""
-    temporary = folder / f".{NAME}.{os.getpid()}"
-    with temporary.open("wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(skips), indent=2) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / NAME)
+    write_atomic(folder / NAME, msgspec.json.format(msgspec.json.encode(skips), indent=2) + b"\n")
