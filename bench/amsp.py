@@ -33,11 +33,11 @@ from espalier import cluster as clusters
 from espalier.config import Pin
 from espalier.plan import asking
 from espalier.plan.calibrate import DATASHEET, UNCALIBRATED, Calibration
+from espalier.plan.decide import decide
 from espalier.plan.estimate import estimate
 from espalier.plan.factors import Factors
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
-from espalier.verbs.choose import decide
 from netlab import Lab, Shape, first_said, ranked
 from table import Row, arguments, compare, publish
 

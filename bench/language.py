@@ -35,7 +35,7 @@ from espalier.errors import Interrupted
 from espalier.hardware.peak import peak_memory
 from espalier.launch import base as launch
 from espalier.launch import local
-from espalier.verbs import choose, ready
+from espalier.verbs import planning, ready
 from table import Row, arguments, compare, publish, within
 
 TURN = 180.0
@@ -106,7 +106,7 @@ def make_case(shape: Shape, cache: Path) -> Case:
     recipe, derivations = derive.resolve(load.from_table(table))
     resolved = ready.Resolved(recipe, derivations)
     workload = ready.open_workload(resolved)
-    plan = choose.choose(resolved, workload, ready.machines(recipe))
+    plan = planning.choose(resolved, workload, ready.machines(recipe))
     return Case(shape, resolved, workload, plan)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from espalier import cluster as clusters
 from espalier.cluster import Pair, order
 from espalier.plan import explain
-from espalier.plan.seats import seats
+from espalier.plan.network import seats
 
 SLOW, FAST, FASTEST = 1e7, 1e8, 1e10
 

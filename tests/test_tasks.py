@@ -17,7 +17,7 @@ from espalier.errors import UserError
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
-from espalier.verbs import choose
+from espalier.verbs import planning
 from espalier.workload import Shard, Tagged
 
 THEIRS = """
@@ -116,7 +116,7 @@ def test_two_ranks_do_what_one_does(opened: Callable[..., Any]) -> None:
 def test_tasks_may_be_trained_with_sharded_parameters(opened: Callable[..., Any]) -> None:
     resolved = opened("plan.pin.ranks=2", "plan.pin.shard={params=2, grads=2, optimizer=2}")
     machine = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')
-    plan = choose.choose(resolved, workloads.open_workload(resolved), machine)
+    plan = planning.choose(resolved, workloads.open_workload(resolved), machine)
     assert any(unit.params for unit in plan.units)
     one, two = run(opened(), alone()), run(opened(), plan)
     for left, right in zip(of(one, "step"), of(two, "step"), strict=True):

@@ -34,7 +34,7 @@ from espalier.launch import base as launch
 from espalier.launch import handshake, reach
 from espalier.launch.recall import is_loss
 from espalier.mechanisms import recovery
-from espalier.plan import saving
+from espalier.plan import checkpoint_cost
 from espalier.plan.exhausted import exhausted, is_exhausted
 from espalier.track import events
 from espalier.track.rules import Recorded, recorded
@@ -242,11 +242,10 @@ def _pace(trainer: Trainer, saved: Checkpoints) -> Pace:
         return found
 
     def tell(every: int, why: str) -> None:
-        setting.emit("rule", name=saving.NAME, step=trainer.step, value=every, why=why)
+        setting.emit("rule", name=checkpoint_cost.NAME, step=trainer.step, value=every, why=why)
 
-    begin = Begin(
-        saving.first(setting.plan), trainer.step, 0 if setting.new else max(0, saved.newest()), between, place.attempt
-    )
+    newest = 0 if setting.new else max(0, saved.newest())
+    begin = Begin(checkpoint_cost.first(setting.plan), trainer.step, newest, between, place.attempt)
     return Pace(saved, begin, mean, tell)
 
 

@@ -10,7 +10,7 @@ from asked import decoder, gpus, processor
 
 from espalier import config
 from espalier.config import Pin, Shard, derive
-from espalier.plan import asking, copies
+from espalier.plan import asking, checkpoint_cost
 from espalier.plan.base import Plan
 from espalier.plan.decide import Decision, decide
 
@@ -86,4 +86,4 @@ def test_a_recipe_s_faults_memory_is_what_is_priced(given: str | int, bytes_: st
 
 
 def test_a_plan_without_a_prediction_stays_as_it_is() -> None:
-    assert copies.priced(Plan(), "auto", processor()) == Plan()
+    assert checkpoint_cost.with_copies(Plan(), "auto", processor()) == Plan()

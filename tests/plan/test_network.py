@@ -215,3 +215,8 @@ def test_between_machines_of_processors_each_sends_its_share_at_once() -> None:
     )
     assert taken("all_reduce", 1e8, 8, 1, on) == pytest.approx(1.0, rel=1e-3)
     assert taken("all_gather", 1e8, 8, 1, on) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_seats_fill_processors_evenly_and_gpus_in_order() -> None:
+    assert [place.node for place in network.seats(processor(count=2), 5)] == [0, 0, 0, 1, 1]
+    assert [place.rank for place in network.seats(gpus(count=2), 9)] == list(range(9))

@@ -135,6 +135,15 @@ class Layout(Part, frozen=True):
     recompute: str = "none"
     precision: str = "fp32"
 
+    def __str__(self) -> str:
+        """In a few words."""
+        shard = "/".join(str(self.shard.get(name, 1)) for name in ("params", "grads", "optimizer"))
+        parts = [f"dp {self.dp}"]
+        parts += [f"{self.algorithm} tp {self.tp}"] * (self.tp > 1) + [f"isp {self.sp}"] * (self.sp > 1)
+        parts += [f"pp {self.pp}"] * (self.pp > 1) + [f"shard {shard}"] * (shard != "1/1/1")
+        parts += [f"micro-batch {self.micro_batch}"]
+        return ", ".join(parts + [f"recompute {self.recompute}"] * (self.recompute != "none"))
+
 
 class Predicted(Part, frozen=True):
     """What the plan should cost on its slowest rank. Seconds, bytes, tokens; `terms` sum to `step_seconds`."""

@@ -8,9 +8,9 @@ from espalier.plan import explain, network
 from espalier.plan.base import Plan, Predicted, Rank, Stage, Unit, exchanges
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.estimate import estimate
+from espalier.plan.network import seats
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
-from espalier.plan.seats import seats
 
 
 def executable(option: Option) -> bool:

@@ -11,8 +11,8 @@ from espalier.cluster import Cluster, Coding
 from espalier.comm import coded, hybrid
 from espalier.comm.base import Traffic
 from espalier.comm.codecs import codec
+from espalier.plan.network import gpus
 from espalier.plan.request import Crossing, Request
-from espalier.plan.seats import gpus
 from espalier.shard.spread import LOSSLESS
 
 TRAINED = (Traffic.GRADIENTS, Traffic.PARAMETERS)

@@ -18,13 +18,13 @@ from espalier import units
 from espalier.cluster import Cluster
 from espalier.config import Auto, ByRounds, Eager, Shard
 from espalier.errors import UserError
-from espalier.plan import chosen, co2, codecs, copies, explain, memory, pins, saving, search, trials
+from espalier.plan import checkpoint_cost, chosen, co2, codecs, explain, memory, pins, search, trials
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.estimate import scaled
+from espalier.plan.network import gpus
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
-from espalier.plan.seats import gpus
 
 NEAR = 1.02
 """A tie of trials. Of micro-batches the smallest is taken, which holds least; of ranks the most: processes wait for each
@@ -82,8 +82,8 @@ def decide(
         found = _every_step(request, cluster, calibration, trials)
         if isinstance(request.sync, Auto) and cluster.machines > 1 and found.fits and found.plan.executable:
             found = _if_rounds_pay(found, request, cluster, calibration)
-    plan = saving.paced(found.plan, request.saves, cluster)
-    return replace(found, plan=copies.priced(plan, request.copies, cluster))
+    plan = checkpoint_cost.paced(found.plan, request.saves, cluster)
+    return replace(found, plan=checkpoint_cost.with_copies(plan, request.copies, cluster))
 
 
 # --- rounds ------------------------------------------------------------------------------------------------------

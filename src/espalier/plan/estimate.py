@@ -19,9 +19,8 @@ from espalier.plan import memory, network, seconds
 from espalier.plan.base import Predicted, exchanges
 from espalier.plan.factors import Factors
 from espalier.plan.layouts import Layouts
-from espalier.plan.network import Fleet
+from espalier.plan.network import Fleet, devices, peak_flops, seats
 from espalier.plan.request import Request
-from espalier.plan.seats import devices, peak_flops, seats
 from espalier.plan.step import Step
 from espalier.shard import spread
 from espalier.shard.cost import cost

@@ -20,9 +20,9 @@ from espalier.plan import memory, network, pins, search
 from espalier.plan.base import Plan, Predicted, RunnerUp
 from espalier.plan.estimate import estimate, samples_each
 from espalier.plan.layouts import Layouts
+from espalier.plan.network import gpus, seats
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
-from espalier.plan.seats import gpus, seats
 from espalier.plan.step import Step
 
 RUNNERS_UP = 6
@@ -47,18 +47,7 @@ def missing(layout: Layouts) -> str:
 
 def label(layout: Layouts) -> str:
     """A layout in a few words."""
-    parts = [f"dp {layout.dp}"]
-    if layout.tp > 1:
-        parts.append(f"{layout.algorithm} tp {layout.tp}")
-    if layout.sp > 1:
-        parts.append(f"isp {layout.sp}")
-    if layout.pp > 1:
-        parts.append(f"pp {layout.pp}")
-    parts.append(f"shard {layout.params}/{layout.grads}/{layout.optimizer}")
-    parts.append(f"micro-batch {layout.micro_batch}")
-    if layout.recompute != "none":
-        parts.append(f"recompute {layout.recompute}")
-    return ", ".join(parts)
+    return str(space.view(layout, 1, ""))
 
 
 def why(request: Request, found: Found, option: Option, predicted: Predicted) -> list[str]:
@@ -285,8 +274,7 @@ def not_executable(plan: Plan) -> UserError:
     return DoesNotFit(
         "No plan that `train` can run today fits in memory.",
         why=f"the best plan is not executable yet, as {plan.missing} is missing",
-        do=f"espalier plan shows it ({layout.algorithm}, dp {layout.dp}, tp {layout.tp}, sp {layout.sp}, "
-        f"pp {layout.pp}, shard {'/'.join(map(str, layout.shard.values()))}); a smaller model or batch runs today",
+        do=f"espalier plan shows it ({layout}); a smaller model or batch runs today",
     )
 
 

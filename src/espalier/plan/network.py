@@ -1,8 +1,9 @@
-"""Which links a group of ranks talks over, and for how many seconds. NumPy arrays price many groups at once; no torch.
+"""Where ranks sit, which links a group of them talks over, and for how many seconds. No torch.
 
-Collectives are rings of equal steps (AMSP, arXiv 2311.00257; Buff, arXiv 2401.09149): bytes over the slowest link they
-cross, shared with the groups beside them, plus a latency for each hop and a price for each call. The two last are ours.
-On processors sums and gathers go inside machines first, as the engine does them there (`shard.placement`).
+NumPy arrays price many groups at once. Collectives are rings of equal steps (AMSP, arXiv 2311.00257; Buff, arXiv
+2401.09149): bytes over the slowest link they cross, shared with the groups beside them, plus a latency for each hop and
+a price for each call. The two last are ours. On processors sums and gathers go inside machines first, as the engine
+does them there (`shard.placement`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from espalier.cluster import Cluster, Link, Node, Place
+from espalier.cluster import Cluster, Device, Link, Node, Place
 from espalier.cost import Number, in_turn, ring_bytes
 from espalier.plan.factors import PLAIN, Factors
 from espalier.plan.request import Crossing
-from espalier.plan.seats import seats
 from espalier.plan.speed import Setting
+from espalier.plan.speed import peak as speed_peak
 from espalier.shard.placement import inside
 
 LINK_SHARE = {"inside": 0.78, "between": 0.9}
@@ -77,6 +78,35 @@ class Fleet:
         """True when sums and gathers go inside machines first: the engine leads them so on processors, where all
         machines have as many ranks."""
         return self.between is not None and not self.cuda and self.ranks == self.nodes * self.per_node
+
+
+def seats(cluster: Cluster, ranks: int) -> list[Place]:
+    """The device of each rank: GPUs in order where there are any, else equally many ranks on each processor; machine by
+    machine, in the order in which a ring through them crosses slow links least."""
+    places = cluster.devices()
+    gpus = [place for place in places if place.table.device.kind == "cuda"]
+    assert ranks <= len(gpus) or not gpus, "planners refuse more ranks than GPUs"
+    each, over = divmod(ranks, len(places))
+    taken = gpus[:ranks] or [one for index, one in enumerate(places) for _ in range(each + (index < over))]
+    if not cluster.pairs:
+        return taken
+    turn = {machine: index for index, machine in enumerate(cluster.ring)}
+    return sorted(taken, key=lambda place: turn[place.node])
+
+
+def devices(cluster: Cluster, ranks: int) -> dict[int, Device]:
+    """The devices that `ranks` ranks use, by their number in the cluster."""
+    return {place.rank: place.table.device for place in seats(cluster, ranks)}
+
+
+def peak_flops(cluster: Cluster, ranks: int, precision: str) -> float:
+    """FLOP/s that count for MFU of the devices `ranks` ranks use together."""
+    return sum(speed_peak(device, precision) for device in devices(cluster, ranks).values())
+
+
+def gpus(cluster: Cluster) -> int:
+    """How many GPUs the cluster has."""
+    return sum(table.count * table.devices for table in cluster.nodes if table.device.kind == "cuda")
 
 
 def fleet(cluster: Cluster, ranks: int, threads: int = 1) -> Fleet:

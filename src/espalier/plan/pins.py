@@ -11,8 +11,8 @@ from espalier.config import Pin, Shard
 from espalier.errors import UserError
 from espalier.plan import speed
 from espalier.plan.layouts import divisors
+from espalier.plan.network import gpus
 from espalier.plan.request import Request
-from espalier.plan.seats import gpus
 
 
 def check(request: Request, cluster: Cluster) -> None:

@@ -5,8 +5,9 @@ After Buff (arXiv 2401.09149: pipeline, sequence, weight and optimizer groups, a
 instead of a solver; parts of the cluster; shares by speed on mixed devices; a tie within the prediction's uncertainty
 goes to the plan with fewer moving parts, then to the one that holds less.
 
-Pruned by divisibility (`layouts.grid`), by memory (seconds are only computed of what fits), and by lower bounds
-(`bounds`): a part of the cluster whose devices at their best would not beat the best plan found is not tried.
+Pruned by divisibility (`layouts.grid`), by memory (seconds are only computed of what fits), and by lower bounds: a part
+of the cluster whose devices at their best would not beat the best plan found is not tried. Both are exact: the search
+finds the same plan with them as without.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from espalier.cluster import Cluster, Node
+from espalier.cluster import Cluster, Device, Node
 from espalier.cost import WHOLE
-from espalier.plan import bounds, memory, network, speed
 from espalier.plan import layouts as space
+from espalier.plan import memory, network, speed
 from espalier.plan.calibrate import DATASHEET, LEAST, Calibration
 from espalier.plan.estimate import grid, price, samples_each
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts, Limits
+from espalier.plan.network import gpus
 from espalier.plan.request import Request
-from espalier.plan.seats import gpus
 from espalier.plan.seconds import compute
 from espalier.plan.step import Step
 from espalier.track.charts import Point
@@ -41,6 +42,9 @@ UNEQUAL = 8
 """Data-parallel layouts of each batch that are also priced with shares by speed, where devices differ."""
 KEPT = 64
 """Layouts kept of each batch for the runners-up, the front and the picture."""
+
+MUON = ("bf16", "fp32")
+"""Precisions that Muon's own products may take, whatever the model's."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def _promising_first(
     found = []
     for part, ranks, threads in parts(request, cluster):
         on = replace(network.fleet(part, ranks, threads), factors=calibration.factors)
-        found.append((part, on, threads, *bounds.least_seconds(request, on)))
+        found.append((part, on, threads, *least_seconds(request, on)))
     return [*found[:1], *sorted(found[1:], key=lambda one: one[3])]
 
 
@@ -265,7 +269,7 @@ def _price(
     request: Request, part: Cluster, on: network.Fleet, batch: Layouts
 ) -> tuple[list[Option], Option | None, int]:
     """The fastest of a batch that fit and the most frugal, the least violating one, and how many were priced."""
-    slowest = bounds.weakest(request, on)
+    slowest = weakest(request, on)
     peak, over = _fullness(request, slowest, batch)
     count = len(batch)
     if not np.any(over <= 0):
@@ -346,3 +350,61 @@ def points(found: Found, chosen: Option | None, label: Callable[[Layouts], str])
         one = found.closest
         made.append(Point(one.seconds, one.peak, one.fits, label(one.layout), one.layout.algorithm, True))
     return made
+
+
+# --- bounds ------------------------------------------------------------------------------------------------------
+
+
+def weakest(request: Request, on: network.Fleet) -> network.Fleet:
+    """The fleet with only those kinds of device that can be the slowest or the fullest of equal shares: a kind goes
+    where another is in nothing better, since neither seconds nor bytes grow with a better device."""
+    kept = [
+        kind
+        for index, kind in enumerate(on.kinds)
+        if not any(
+            _worse(request, other, kind) and not (at > index and _worse(request, kind, other))
+            for at, other in enumerate(on.kinds)
+            if at != index
+        )
+    ]
+    return replace(on, kinds=tuple(kept))
+
+
+def _worse(request: Request, one: network.Kind, other: network.Kind) -> bool:
+    """Whether `one` is in nothing better than `other`; False where that cannot be told."""
+    devices = one.table.device, other.table.device
+    if any(device.kind != "cuda" or device.rates or device.copies or not device.peak for device in devices):
+        return False
+    return one.setting == other.setting and all(
+        here <= there for here, there in zip(*(_abilities(request, device) for device in devices), strict=True)
+    )
+
+
+def _abilities(request: Request, device: Device) -> tuple[float, ...]:
+    """Everything of a catalogue's device that seconds and bytes depend on, more being better."""
+    peak = speed.peak(device, request.precision)
+    rates = [peak * speed.share(device, what) for what in ("product", "attention")]
+    if request.optimizer == "muon":
+        rates += [device.flops.get(name, 0.0) * speed.share(device, "product") for name in MUON]
+    return (*rates, device.memory_bandwidth, -speed.issue_seconds(device), device.memory, -float(device.runtime))
+
+
+def least_seconds(request: Request, on: network.Fleet) -> tuple[float, float]:
+    """Seconds that no plan on this fleet can beat with equal shares, and with shares by speed: the model's products and
+    attention at the rates that its devices sustain, forward and backward once. Processors: not known, 0."""
+    if not on.cuda:
+        return 0.0, 0.0
+    each = [_sample(request, on, kind) for kind in on.kinds]
+    together = sum(kind.ranks / taken for kind, taken in zip(on.kinds, each, strict=True))
+    return request.global_batch * max(each) / on.ranks, request.global_batch / together
+
+
+def _sample(request: Request, on: network.Fleet, kind: network.Kind) -> float:
+    """Seconds of one sample on one device of this kind, products without their start; a probed device at its peak."""
+    device = kind.table.device
+    if device.rates:
+        return request.model_flops / request.global_batch / speed.peak(device, request.precision)
+    dense = replace(request.anatomy(1, "none", request.precision, WHOLE).whole, moved=0.0)
+    factors = msgspec.structs.replace(on.factors, startup=0.0)
+    one = compute(Step(request, replace(on, factors=factors), kind, Layouts()), dense)
+    return float(one.forward + one.backward)

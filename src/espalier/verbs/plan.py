@@ -15,7 +15,7 @@ from espalier.errors import UserError
 from espalier.plan import base as plans
 from espalier.plan import explain, search
 from espalier.plan.decide import Decision, decide
-from espalier.plan.seats import gpus
+from espalier.plan.network import gpus
 from espalier.plan.trials import Trials
 from espalier.terminal import say
 from espalier.verbs import ready, show

@@ -19,7 +19,7 @@ from espalier.plan.base import Plan
 from espalier.plan.request import Request
 from espalier.resilience.slowness import Evidence
 from espalier.track import events
-from espalier.verbs import choose, ready
+from espalier.verbs import planning, ready
 
 if TYPE_CHECKING:
     from espalier.verbs.train import Job
@@ -112,7 +112,7 @@ class Reshaper:
         made, before = option.plan, len(self.job.plan.ranks)
         shares = ", ".join(str(rank.share[1] - rank.share[0]) for rank in made.ranks)
         count = f"{len(made.ranks)} of {before}" if len(made.ranks) < before else f"all {before}"
-        choose.refuse_elsewhere(made, None)
+        planning.refuse_elsewhere(made, None)
         shape = Shape(
             task=self._start(replace(self.job, plan=made)),
             places=launch.places(made, self.job.folder.logs),

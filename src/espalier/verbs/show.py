@@ -13,7 +13,7 @@ from espalier import terminal, units
 from espalier.cluster import Cluster, Disk, Link
 from espalier.config import kinds
 from espalier.config.derive import Derivation
-from espalier.plan.base import Layout, Plan, Predicted
+from espalier.plan.base import Plan, Predicted
 from espalier.terminal import line, rows, say, visible, wrapped
 from espalier.track import tables
 from espalier.track.ledger import Account
@@ -40,19 +40,14 @@ def plan(plan: Plan, derivations: Sequence[Derivation] = (), steps: int | None =
     """
     if derivations:
         _derived(derivations)
-    line(
-        f"Plan ({plan.planner}): {_where(plan)}, {_words(plan.layout)}, micro-batch {plan.micro_batch}, "
-        f"accumulate {plan.layout.accumulate}, recompute {plan.recompute}, {plan.precision}"
-    )
+    line(f"Plan ({plan.planner}): {_where(plan)}, {plan.layout}, accumulate {plan.layout.accumulate}, {plan.precision}")
     if plan.predicted is not None:
         _predicted(plan.predicted, steps, unit)
     for sentence in plan.why:
         line(f"  - {sentence}")
     on_gpus = plan.ranks[0].device != "cpu"
     for other in plan.runners_up:
-        more = "" if other.layout.recompute == "none" else f", recompute {other.layout.recompute}"
-        what = f"{_words(other.layout)}, micro-batch {other.layout.micro_batch}{more}"
-        line(f"  - not taken: {_ranks(other.ranks, other.threads, on_gpus)}, {what}: {other.loses}")
+        line(f"  - not taken: {_ranks(other.ranks, other.threads, on_gpus)}, {other.layout}: {other.loses}")
     if not plan.executable:
         line(f"  - `train` cannot run this plan: it lacks {plan.missing}")
     say(flush=True)
@@ -66,26 +61,13 @@ def beside(plan: Plan, other: Plan, fits: bool) -> None:
     assert plan.predicted is not None
     assert other.predicted is not None
     here, there = plan.predicted, other.predicted
-    line(f"What if: {_words(other.layout)} on {_where(other)}")
+    line(f"What if: {other.layout} on {_where(other)}")
     seconds = [units.show_seconds(one.step_seconds) for one in (there, here)]
     peaks = [units.show_size(one.memory_bytes["peak"]) for one in (there, here)]
     line(
         f"  predicted step {' instead of '.join(seconds)} ({there.step_seconds / here.step_seconds:.2f}x), "
         f"memory per rank {' instead of '.join(peaks)}"
     )
-
-
-def _words(layout: Layout) -> str:
-    """A layout in a few words."""
-    said = [f"dp {layout.dp}"]
-    said += [
-        f"{name} {value}" for name, value in (("tp", layout.tp), ("sp", layout.sp), ("pp", layout.pp)) if value > 1
-    ]
-    if layout.algorithm != "data":
-        said.append(layout.algorithm)
-    if max(layout.shard.values()) > 1:
-        said.append("shard " + "/".join(str(layout.shard[name]) for name in ("params", "grads", "optimizer")))
-    return ", ".join(said)
 
 
 def _where(plan: Plan) -> str:

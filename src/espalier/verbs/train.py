@@ -28,12 +28,12 @@ from espalier.hardware import hosts, limits
 from espalier.launch import attempts, child, handshake, numbering, started, supervise, torchrun
 from espalier.launch import base as launch
 from espalier.plan import base as plans
-from espalier.plan.seats import peak_flops
+from espalier.plan.network import peak_flops
 from espalier.terminal import say
 from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, trouble
-from espalier.verbs import choose, own_runs, planning, ready, reshape, show
+from espalier.verbs import own_runs, planning, ready, reshape, show
 from espalier.verbs.recording import recording
 from espalier.workload import Workload
 
@@ -121,8 +121,8 @@ def _phased(job: Job) -> Iterator[Job]:
             return
         saved = phases.checkpoints(resolved.recipe, str(folder.checkpoints))
         workload = phases.enter(resolved.recipe, job.whole, saved)
-        plan = choose.choose(resolved, workload, job.cluster)
-        choose.refuse_elsewhere(plan, None)
+        plan = planning.choose(resolved, workload, job.cluster)
+        planning.refuse_elsewhere(plan, None)
         folder.write(resolved.recipe, job.cluster, plan)
         parameters = ready.parameters(resolved.recipe, workload)
         job = replace(job, workload=workload, plan=plan, parameters=parameters, new=False)

@@ -27,9 +27,9 @@ from espalier.plan import speed
 from espalier.plan.base import Layout
 from espalier.plan.calibrate import Measurement
 from espalier.plan.layouts import ALGORITHMS, Layouts, of_view
+from espalier.plan.network import gpus
 from espalier.plan.published import DOUBLE, MEGATRON, Decoder
 from espalier.plan.request import Request
-from espalier.plan.seats import gpus
 
 PRECISIONS: Mapping[Any, str] = {
     **{name: name for name in ("fp16", "bf16", "fp32", "fp64")},

@@ -1,0 +1,94 @@
+"""What checkpoints cost a plan: how often it saves (`checkpoint.every`), what copies in memory take (`faults.memory`).
+
+After Acme (arXiv 2403.07648), section 6.1: only the copy stops training, so that is the stall foretold here, by Young's
+formula; the run measures its own saves and corrects it (`checkpoint.pace`). Copies in memory never decide whether a
+plan fits: a run keeps none where they take more than it allows them (`checkpoint.memory`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+
+import msgspec
+
+from espalier import units
+from espalier.checkpoint import interval, pace, refuge
+from espalier.cluster import Cluster
+from espalier.plan.base import Plan, Predicted, Rule
+from espalier.plan.network import gpus
+
+NAME = "checkpoint.every"
+COPIES = "copies"
+PCIE = 15.75e9
+"""Bytes/s from a GPU: PCIe 3.0 with 16 lanes, 8 GT/s each at 128/130 (PCI-SIG), the slowest still in use."""
+LEAST, MOST = 1, 1_000_000
+
+
+def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster) -> Plan:
+    """The plan with the rule that its checkpoints follow, and why; as it is where `every` says how often."""
+    if every != "auto" or plan.predicted is None:
+        return plan
+    state = sum(plan.predicted.memory_bytes.get(kind, 0.0) for kind in ("params", "optimizer"))
+    beside = max(Counter(rank.node for rank in plan.ranks).values())  # that copy at once on one machine
+    bandwidth = min(place.table.device.memory_bandwidth for place in cluster.devices())  # of reading plus writing
+    seconds = state / PCIE if gpus(cluster) else 2 * state * beside / bandwidth
+    step = plan.predicted.step_seconds
+    found = pace.choose(seconds, 0.0, step, interval.ASSUMED)
+    why = (
+        f"A checkpoint every {found.steps} steps at first: a copy of {units.show_size(state)} should take "
+        f"{units.show_seconds(seconds)}, a step {units.show_seconds(step)}, and with one failure an hour sqrt(2 s M) "
+        f"is {units.show_seconds(interval.optimal(seconds, interval.ASSUMED))}; what saves really cost corrects it."
+    )
+    rule = Rule(name=NAME, start=float(found.steps), low=LEAST, high=MOST, signal="cost of a save, failures")
+    return msgspec.structs.replace(plan, rules=(*plan.rules, rule), why=(*plan.why, why))
+
+
+def first(plan: Plan) -> int:
+    """Steps until the first checkpoint."""
+    return next((max(1, round(rule.start)) for rule in plan.rules if rule.name == NAME), pace.FIRST)
+
+
+def with_copies(plan: Plan, given: int | Literal["auto"], cluster: Cluster) -> Plan:
+    """The plan with the bytes of its copies and why it keeps them, or why not; as it is where none were asked for.
+
+    Args:
+        given: what a machine's copies may take together; `auto`: a quarter of what training leaves free, 0: nothing.
+    """
+    predicted = plan.predicted
+    if given == 0 or predicted is None:
+        return plan
+    count = _count(plan)
+    size = count * sum(predicted.memory_bytes.get(kind, 0.0) for kind in ("params", "optimizer"))
+    taken = f"{count} cop{'y' if count == 1 else 'ies'} of a rank's state (faults.memory) take {units.show_size(size)}"
+    if gpus(cluster):
+        return _with(plan, f"{taken} of the host's memory, none of the GPU's.")
+    here = max(Counter(rank.node for rank in plan.ranks).values())
+    if given == "auto":
+        least = min(place.table.device.memory for place in cluster.devices())
+        allowed = max(0.0, least - here * predicted.memory_bytes["peak"]) / 4 / here
+    else:
+        allowed = given / here
+    room = predicted.memory_limit - predicted.memory_bytes["peak"]
+    if size > allowed:
+        return _with(plan, f"No copies in memory: {taken}, a rank may use {units.show_size(allowed)} for them.")
+    if size > room:
+        left = f"{units.show_size(max(0.0, room))} of the limit are left; faults.memory=0 keeps none"
+        return _with(plan, f"Copies in memory come on top of the peak: {taken}, {left}.")
+    held = {**predicted.memory_bytes, COPIES: size, "peak": predicted.memory_bytes["peak"] + size}
+    sources = {**predicted.sources, COPIES: "parameters and optimizer states, once for each copy in memory"}
+    predicted = msgspec.structs.replace(predicted, memory_bytes=held, sources=sources)
+    return _with(plan, f"{taken} of memory.", predicted)
+
+
+def _count(plan: Plan) -> int:
+    """Copies in a rank's care: its own, and those of another where a machine's loss would lose a part of the state."""
+    if len({rank.node for rank in plan.ranks}) == 1:
+        return refuge.slots(len(plan.ranks))
+    shards = any(len(part) > 1 for unit in plan.units for part in (unit.params, unit.grads, unit.optimizer))
+    cut = shards or len(plan.stages) > 1 or any(stage.tensor > 1 for stage in plan.stages)
+    return refuge.SLOTS * (2 if cut else 1)
+
+
+def _with(plan: Plan, why: str, predicted: Predicted | None = None) -> Plan:
+    return msgspec.structs.replace(plan, predicted=predicted or plan.predicted, why=(*plan.why, why))
