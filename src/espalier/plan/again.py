@@ -16,7 +16,7 @@ from typing import cast
 import msgspec
 
 from espalier import units
-from espalier.cluster import Cluster, Device, Node, Place
+from espalier.cluster import Cluster, Node, Place
 from espalier.compose import Claim
 from espalier.config import EveryStep, Pin, Recompute, Shard
 from espalier.errors import UserError
@@ -189,32 +189,23 @@ def _place(cluster: Cluster, rank: plans.Rank) -> Place:
 
 
 def _table(table: Node, threads: int, ranks: int, slower: float) -> Node:
-    """One rank's part of a device that `ranks` ranks of `threads` threads use."""
+    """One rank's part of a device that `ranks` ranks of `threads` threads use, `slower` times as slow."""
     device, cores = table.device, max(1, table.cores)
+    cuda = device.kind == "cuda"
+    sharing = 1 if cuda else ranks
     left = min(1.0, cores / (threads * ranks))
-    portion = 1.0 if device.kind == "cuda" else threads * left / cores
-    device = msgspec.structs.replace(
+    portion = 1.0 if cuda else threads * left / cores
+    slowed = msgspec.structs.replace(
         device,
-        memory=device.memory // (1 if device.kind == "cuda" else ranks),
-        memory_bandwidth=device.memory_bandwidth / (1 if device.kind == "cuda" else ranks),
-        flops={precision: rate * portion for precision, rate in device.flops.items()},
-        rates=tuple(msgspec.structs.replace(rate, flops=rate.flops * left) for rate in device.rates),
-        copies=tuple(msgspec.structs.replace(copy, bandwidth=copy.bandwidth * left) for copy in device.copies),
+        memory=device.memory // sharing,
+        memory_bandwidth=device.memory_bandwidth / sharing / slower,
+        flops={precision: rate * portion / slower for precision, rate in device.flops.items()},
+        dispatch=speed.issue_seconds(device) * slower,
+        rates=tuple(msgspec.structs.replace(rate, flops=rate.flops * left / slower) for rate in device.rates),
+        copies=tuple(msgspec.structs.replace(copy, bandwidth=copy.bandwidth * left / slower) for copy in device.copies),
     )
-    cores = table.cores // table.devices if device.kind == "cuda" else threads
-    return msgspec.structs.replace(table, device=slowed(device, slower), count=1, devices=1, cores=cores, name="here")
-
-
-def slowed(device: Device, factor: float) -> Device:
-    """`device` with everything it does taking `factor` times as long."""
-    return msgspec.structs.replace(
-        device,
-        memory_bandwidth=device.memory_bandwidth / factor,
-        flops={precision: rate / factor for precision, rate in device.flops.items()},
-        dispatch=speed.issue_seconds(device) * factor,
-        rates=tuple(msgspec.structs.replace(rate, flops=rate.flops / factor) for rate in device.rates),
-        copies=tuple(msgspec.structs.replace(copy, bandwidth=copy.bandwidth / factor) for copy in device.copies),
-    )
+    cores = table.cores // table.devices if cuda else threads
+    return msgspec.structs.replace(table, device=slowed, count=1, devices=1, cores=cores, name="here")
 
 
 def _seated(made: Plan, ranks: Sequence[plans.Rank], samples: int) -> Plan:

@@ -92,13 +92,14 @@ def _states(request: Request, found: Found, option: Option) -> list[str]:
     if layout.optimizer == 1:
         return ["States are replicated: they fit, and nothing is gathered."]
     factors = f"parameters over {layout.params}, gradients over {layout.grads}, optimizer over {layout.optimizer} ranks"
-    if request.pin.shard is not None:
-        return [f"States sharded ({factors}): plan.pin.shard was set."]
     looser = found.best(lambda one: one.layout.optimizer == 1 and _same_cut(one.layout, layout))
-    if looser is None:
-        return [f"States sharded ({factors}): replicated they do not fit."]
-    takes = _change(looser.seconds, option.seconds)
-    return [f"States sharded ({factors}): replicated they fit, but {takes}."]
+    if request.pin.shard is not None:
+        why = "plan.pin.shard was set"
+    elif looser is None:
+        why = "replicated they do not fit"
+    else:
+        why = f"replicated they fit, but {_change(looser.seconds, option.seconds)}"
+    return [f"States sharded ({factors}): {why}."]
 
 
 def _same_cut(one: Layouts, other: Layouts) -> bool:
@@ -107,54 +108,44 @@ def _same_cut(one: Layouts, other: Layouts) -> bool:
 
 def _cuts(request: Request, found: Found, option: Option, predicted: Predicted) -> list[str]:
     layout, said = option.layout, []
-    for cut, name, part in (
-        (layout.tp > 1, f"Matrices cut over {layout.tp} ranks ({layout.algorithm})", "tensor"),
-        (layout.sp > 1, f"Sequences cut over {layout.sp} ranks (isp)", "sequence"),
-        (layout.pp > 1, f"{layout.pp} pipeline stages", "pipeline"),
+    for field, name, part in (
+        ("tp", f"Matrices cut over {layout.tp} ranks ({layout.algorithm})", "tensor"),
+        ("sp", f"Sequences cut over {layout.sp} ranks (isp)", "sequence"),
+        ("pp", f"{layout.pp} pipeline stages", "pipeline"),
     ):
-        if not cut:
-            continue
-        field = {"tensor": "tp", "sequence": "sp", "pipeline": "pp"}[part]
-        without = found.best(lambda one, field=field: getattr(one.layout, field) == 1)  # type: ignore[misc]
-        cost = units.show_seconds(predicted.terms.get(part, 0.0))
-        if getattr(request.pin, field) is not None:
-            said.append(f"{name}, at {cost} a step: it was set.")
-        elif without is None:
-            said.append(f"{name}, at {cost} a step: without, nothing fits.")
-        else:
-            said.append(f"{name}, at {cost} a step: without, {_change(without.seconds, option.seconds)}.")
+        if getattr(layout, field) > 1:
+            why = "it was set" if getattr(request.pin, field) is not None else _without_it(found, option, field, 1)
+            said.append(f"{name}, at {units.show_seconds(predicted.terms.get(part, 0.0))} a step: {why}.")
     if request.pin.micro_batch is not None:
         said.append(f"Micro-batch {layout.micro_batch}: it was set.")
     if request.pin.recompute or request.recompute:
         said.append(f"Recompute {layout.recompute}: it was set.")
     elif layout.recompute != "none":
-        without = found.best(lambda one: one.layout.recompute == "none")
-        there = "nothing fits" if without is None else _change(without.seconds, option.seconds)
-        said.append(f"Activations are recomputed ({layout.recompute}): without, {there}.")
+        why = _without_it(found, option, "recompute", "none")
+        said.append(f"Activations are recomputed ({layout.recompute}): {why}.")
     return said
+
+
+def _without_it(found: Found, option: Option, field: str, value: Any) -> str:
+    """What the best layout whose `field` has that plain `value` loses."""
+    without = found.best(lambda one: getattr(one.layout, field) == value)
+    return "without, " + ("nothing fits" if without is None else _change(without.seconds, option.seconds))
 
 
 def _passed_over(found: Found, fastest: Option, option: Option) -> str:
     """Why the fastest by estimate is not the plan."""
-    gain = _gain(option, fastest)
-    lacks = missing(fastest.layout)
+    gain, lacks = _gain(option, fastest), missing(fastest.layout)
     if lacks and not missing(option.layout):
-        takes = units.show_seconds(fastest.seconds)
         return (
-            f"A better plan is not executable yet: {label(fastest.layout)}, {takes} per step by estimate, "
-            f"{1 - fastest.seconds / option.seconds:.0%} less; it needs {lacks}."
+            f"A better plan is not executable yet: {label(fastest.layout)}, {units.show_seconds(fastest.seconds)} per "
+            f"step by estimate, {1 - fastest.seconds / option.seconds:.0%} less; it needs {lacks}."
         )
-    if gain > found.tie:
-        return f"{label(fastest.layout)} is {gain:.1%} faster by estimate: {_STAY_WHOLE}."
-    return (
-        f"{label(fastest.layout)} is {gain:.1%} faster by estimate, within the tie of {found.tie:.0%}: "
-        "fewer moving parts, then less memory, decide."
-    )
+    tie = f"within the tie of {found.tie:.0%}: fewer moving parts, then less memory, decide"
+    faster = f"{label(fastest.layout)} is {gain:.1%} faster by estimate"
+    return f"{faster}: {_STAY_WHOLE}." if gain > found.tie else f"{faster}, {tie}."
 
 
-_STAY_WHOLE = (
-    "on one machine states stay whole where they fit, as cutting them gains less there than an estimate is wrong by"
-)
+_STAY_WHOLE = "on one machine states stay whole where they fit, as cutting them gains less than an estimate is wrong by"
 
 
 def _gain(option: Option, other: Option) -> float:

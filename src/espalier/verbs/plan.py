@@ -15,6 +15,7 @@ from espalier.errors import UserError
 from espalier.plan import base as plans
 from espalier.plan import explain, search
 from espalier.plan.decide import Decision, decide
+from espalier.plan.layouts import view
 from espalier.plan.network import gpus
 from espalier.plan.trials import Trials
 from espalier.terminal import say
@@ -85,10 +86,9 @@ def _page(path: str, decision: Decision, title: str) -> None:
     layout = decision.plan.layout
 
     def is_best(option: search.Option) -> bool:
-        one = option.layout
-        shards = {"params": one.params, "grads": one.grads, "optimizer": one.optimizer}
-        same = (one.dp, one.tp, one.sp, one.pp) == (layout.dp, layout.tp, layout.sp, layout.pp)
-        return same and shards == layout.shard and one.recompute == layout.recompute
+        names = ("dp", "tp", "sp", "pp", "shard", "recompute")
+        one = view(option.layout, layout.accumulate, layout.precision)
+        return all(getattr(one, name) == getattr(layout, name) for name in names)
 
     best = next((option for option in decision.found.options if is_best(option)), None)
     points = search.points(decision.found, best, explain.label)
