@@ -10,6 +10,9 @@ from typing import Any
 
 from espalier.errors import UserError
 
+ANOTHER_RUN = "choose another folder with --run FOLDER"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def cache_folder() -> Path:
     """`$XDG_CACHE_HOME/espalier`, else `~/.cache/espalier`: token shards, the probe's result, trials."""
@@ -30,12 +33,12 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def replace(path: Path, text: str) -> None:
-    """As `write_atomic`. Raises UserError, also on a full disk."""
+def replace(path: Path, text: str, do: str = ANOTHER_RUN) -> None:
+    """As `write_atomic`. Raises UserError, which says what to `do`, when it cannot be written."""
     try:
         write_atomic(path, text)
     except OSError as error:
-        raise cannot_write(path, error) from None
+        raise unwritable(path, error, do) from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -56,11 +59,13 @@ def table(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def cannot_write(path: Path, error: OSError) -> UserError:
-    """The UserError for an OSError met while writing `path`."""
-    if error.errno == errno.ENOSPC:
-        return UserError(f"The disk is full: {path} could not be written.", do="free some space, then run again")
-    return UserError(f"{path} cannot be written: {error.strerror}.", do="give another folder with --run")
+def unwritable(path: str | Path, error: OSError, do: str = ANOTHER_RUN) -> UserError:
+    """The error for a file or folder that cannot be written, with what to do about its cause."""
+    reason = error.strerror or str(error)
+    if error.errno in _FULL:
+        do = f"free space there and run the same command again, or {do}"
+        return UserError(f"The disk is full: could not write {path}.", why=reason, do=do)
+    return UserError(f"Cannot write {path}.", why=reason, do=do)
 
 
 def hashed(value: Any) -> str:

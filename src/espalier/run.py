@@ -16,7 +16,7 @@ from espalier import cluster as clusters
 from espalier import config
 from espalier.config import load
 from espalier.errors import UserError
-from espalier.folders import cannot_write, replace
+from espalier.folders import replace, unwritable
 from espalier.plan import base as plans
 
 
@@ -113,7 +113,7 @@ def open_folder(path: str | Path) -> RunFolder:
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.lock = os.open(folder.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise cannot_write(folder.path, error) from None
+        raise unwritable(folder.path, error) from None
     try:
         fcntl.flock(folder.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -16,7 +16,7 @@ from espalier.checkpoint.place import Place, folder_name
 from espalier.checkpoint.slices import SavePlanner
 from espalier.checkpoint.team import Team
 from espalier.errors import EspalierError
-from espalier.track.events import unwritable
+from espalier.folders import unwritable
 
 
 class Job(NamedTuple):

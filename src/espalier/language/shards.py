@@ -6,7 +6,6 @@ what it is called. It is built beside its place under a lock, synced, and rename
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -24,10 +23,11 @@ from msgspec import Struct
 
 from espalier import encoding
 from espalier.errors import RunFailed, UserError
-from espalier.folders import sync_folder
+from espalier.folders import sync_folder, unwritable
 from espalier.language.tokenizer import Ids, Tokenizer
-from espalier.units import show_size
 
+CACHE = "data.cache = a folder on another disk"
+"""What is advised where shards cannot be written."""
 VERSION = 1
 SHARD_TOKENS = 64 << 20
 """Tokens per shard file; every shard of a split but the last holds exactly this many."""
@@ -219,7 +219,7 @@ def placed(final: Path) -> Iterator[Path]:
         os.rename(temporary, final)
         sync_folder(final.parent)
     except OSError as error:
-        raise unwritable(final.parent, error) from error
+        raise unwritable(final.parent, error, CACHE) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -235,7 +235,7 @@ def locked(final: Path, patience: float = PATIENCE) -> Iterator[Callable[[], Non
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise unwritable(path.parent, error) from error
+        raise unwritable(path.parent, error, CACHE) from error
     seen, since = -1, time.monotonic()
     try:
         while not _try_lock(descriptor, path):
@@ -264,7 +264,7 @@ def _try_lock(descriptor: int, path: Path) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        raise unwritable(path.parent, error) from error
+        raise unwritable(path.parent, error, CACHE) from error
     return True
 
 
@@ -279,23 +279,3 @@ def sweep(folder: Path) -> None:
                     shutil.rmtree(left, ignore_errors=True)
             finally:
                 os.close(descriptor)
-
-
-def unwritable(folder: Path, error: OSError) -> UserError:
-    """The error for a cache folder that cannot take the shards."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(_existing(folder)).free
-        return UserError(
-            f"The disk is full: token shards do not fit in {folder}.",
-            why=f"{show_size(free)} are free there; nothing was kept",
-            do="make room, or set data.cache to a folder on another disk",
-        )
-    return UserError(
-        f"Cannot write token shards to {folder}.",
-        why=f"{error.strerror or error} ({error.filename})" if error.filename else error.strerror or str(error),
-        do="set data.cache to a folder you may write",
-    )
-
-
-def _existing(folder: Path) -> Path:
-    return next(place for place in (folder, *folder.absolute().parents) if place.exists())

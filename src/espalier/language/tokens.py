@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from espalier.config import Data
 from espalier.errors import UserError
-from espalier.folders import cache_folder
+from espalier.folders import cache_folder, unwritable
 from espalier.language import shards, sources
 from espalier.language.shards import Damaged, Index, SplitIndex
 from espalier.language.tokenizer import SAMPLE, Ids, Tokenizer, open_tokenizer, trained
@@ -352,7 +352,7 @@ def _tokenizer(data: Sequence[Data], listed: Sequence[sources.Listing], root: Pa
         try:
             return open_tokenizer(spec, corpus, folder)
         except OSError as error:
-            raise shards.unwritable(folder, error) from error
+            raise unwritable(folder, error, shards.CACHE) from error
 
 
 def _sample(data: Data, listed: sources.Listing, size: int) -> Iterator[str]:

@@ -51,13 +51,13 @@ import msgspec
 
 from espalier import encoding
 from espalier.errors import UserError
+from espalier.folders import unwritable
 
 NAME = "events.jsonl"
 """Of the run log, in its run folder."""
 
 Event = dict[str, Any]
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MARK = b'_is":"'
 
 
@@ -147,17 +147,6 @@ def read(path: str | Path) -> Iterator[Event]:
                 yield event
             elif number < last:
                 yield _unreadable(path, number + 1)
-
-
-def unwritable(path: str | Path, error: OSError, do: str = "choose another folder with --run FOLDER") -> UserError:
-    """The error for a file or folder that cannot be written, with what to do about its cause."""
-    if error.errno in _FULL:
-        return UserError(
-            f"The disk is full: could not write {path}.",
-            why=error.strerror or "",
-            do="free space there and run the same command again; it resumes from the last checkpoint",
-        )
-    return UserError(f"Cannot write {path}.", why=error.strerror or str(error), do=do)
 
 
 def _mend(file: int) -> None:

@@ -5,9 +5,7 @@ Each fills the blocks of page.html.j2. What a template is given is escaped.
 
 from __future__ import annotations
 
-import os
 import re
-from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import Any, NamedTuple
 from markupsafe import Markup, escape
 
 from espalier import units
-from espalier.track.events import unwritable
 
 
 class Figure(NamedTuple):
@@ -25,18 +22,6 @@ class Figure(NamedTuple):
     label: str
     value: str
     note: str = ""
-
-
-def write(path: Path, text: str, do: str = "choose another folder with --run FOLDER") -> None:
-    """Writes a page, whole or not at all. Raises UserError, which says what to `do`, when it cannot be written."""
-    unfinished = path.with_name(path.name + ".tmp")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
-    except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise unwritable(path, error, do) from error
 
 
 def render(template: str, **values: Any) -> str:

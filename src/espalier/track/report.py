@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from espalier import folders
 from espalier.track import charts, page
 from espalier.track.page import Figure
 from espalier.track.tables import Run, open_run
@@ -32,7 +33,7 @@ def write(folder: str | Path) -> Path:
     Raises UserError when there is no run in `folder`, or it cannot be written.
     """
     path = Path(folder) / NAME
-    page.write(path, render(open_run(folder)))
+    folders.replace(path, render(open_run(folder)))
     return path
 
 

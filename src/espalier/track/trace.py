@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from espalier.errors import UserError
-from espalier.track.events import unwritable
+from espalier.folders import unwritable
 
 if TYPE_CHECKING:
     from torch.profiler import profile, record_function

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise folders.cannot_write(folder, error) from None
+        raise folders.unwritable(folder, error) from None
     path = folder / "slurm.sh"
     folders.replace(path, text)
     job = _submitted(path)
