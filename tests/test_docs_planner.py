@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from espalier import cli, cluster, units
-from espalier.plan import factors, layouts, measured, memory, network, published, request, search, seconds, speed
+from espalier.plan import factors, layouts, memory, network, published, request, search, seconds, speed
+from espalier.plan.measurements.table import read
 from espalier.shard.cost import Division, States, cost
 
 calibrate = importlib.import_module("espalier.plan.calibrate")  # the package has a function of that name
@@ -125,7 +126,7 @@ def test_the_measurement_files_shown_are_read(tmp_path: Path) -> None:
     (shown,) = (text for text in fenced("text") if text.startswith("gpus,"))
     for name, text in (("a.csv", shown), ("a.jsonl", fenced("json")[0])):
         (tmp_path / name).write_text(text, encoding="utf-8")
-        found = measured.read(tmp_path / name)
+        found = read(tmp_path / name)
         assert len(found.rows) == 1
         assert found.rows[0].measurement.step_seconds
         assert int(found.rows[0].measurement.layout.world) == 8

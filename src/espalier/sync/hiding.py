@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from espalier.cluster import Link
 from espalier.comm import coded
 from espalier.comm.codecs import codec as codec_of
-from espalier.cost import Cost, Number, Wire, ring_bytes
+from espalier.cost import Cost, Number, ring_bytes
 
 MARGIN = 1.1
 """Rounds are planned this much longer than a flight."""
@@ -17,7 +18,7 @@ COPIES = 4
 one of what a lossy codec keeps back."""
 
 
-def flight_seconds(size: Number, replicas: Number, link: Wire, ratio: Number = 1.0) -> Number:
+def flight_seconds(size: Number, replicas: Number, link: Link, ratio: Number = 1.0) -> Number:
     """Seconds of one exchange of `size` bytes of parameters among `replicas`, encoded `ratio` times smaller: a direct
     exchange, two phases of (G-1)/G of the bytes from each."""
     sent = 2 * size * (replicas - 1) / replicas / ratio
@@ -38,7 +39,7 @@ class Round(NamedTuple):
     width: int = 4
 
 
-def cost(given: Round, replicas: int, link: Wire) -> Cost:
+def cost(given: Round, replicas: int, link: Link) -> Cost:
     """What outer rounds add to each step of a rank.
 
     `sent`: `outer_step`, the ledger's bytes of a round's exchange over its steps, of the first replica, which sends
