@@ -117,7 +117,6 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
         )
     ranks = [plan.ranks[rank] for rank in kept]
     there = measured(cluster, ranks, found.of(kept))
-    whole = all(len(unit.optimizer) <= 1 for unit in plan.units)
     pinned = Pin(
         ranks=len(kept),
         threads=ranks[0].threads,
@@ -125,7 +124,7 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
         pp=1,
         micro_batch=min(plan.micro_batch, -(-request.global_batch // len(kept))),
         recompute=cast("Recompute", plan.recompute),
-        shard=Shard(params=1, grads=1, optimizer=1) if whole else None,
+        shard=Shard(params=1, grads=1, optimizer=1) if plan.replicated else None,
     )
     freer = Pin(ranks=len(kept), threads=ranks[0].threads, algorithm="data", pp=1)
     for pin in (pinned, freer):

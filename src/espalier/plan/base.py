@@ -209,6 +209,11 @@ class Plan(Part, frozen=True):
         return len({self.ranks[index].device.split(":")[0] for index in self.trainers}) > 1
 
     @property
+    def replicated(self) -> bool:
+        """Whether every rank holds all states."""
+        return all(len(unit.optimizer) <= 1 for unit in self.units)
+
+    @property
     def rounds(self) -> int | None:
         """Micro-batches of every rank where all must have as many (parameters or gradients are exchanged in each)."""
         if not any(len(unit.grads) > 1 for unit in self.units):

@@ -27,8 +27,8 @@ from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
 
 NEAR = 1.02
-"""A tie of trials. Of micro-batches the smallest is taken, which holds least; of ranks the most: processes wait for each
-other once a step, threads at every operation, so that a core that is busy elsewhere hurts them more."""
+"""A tie of trials. Of micro-batches the smallest is taken, which holds least; of ranks the most: processes wait for
+each other once a step, threads at every operation, so that a core that is busy elsewhere hurts them more."""
 SIZES = (0.5, 2, 4)
 """Micro-batches tried beside the estimate's, as multiples of it."""
 

@@ -7,7 +7,7 @@ planner and the run's folder. `plan.json` becomes the new plan, so that the same
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from espalier import mechanisms
@@ -28,14 +28,6 @@ Start = Callable[["Job"], launch.Task]
 """The task of a run's ranks."""
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """A shape with the plan behind it."""
-
-    shape: Shape
-    plan: Plan
-
-
 class Reshaper:
     """Answers for one run. Has state: its plan as it is now, and the shapes it has offered.
 
@@ -46,7 +38,7 @@ class Reshaper:
 
     def __init__(self, job: Job, start: Start) -> None:
         self.job, self._start = job, start
-        self._offered: list[_Planned] = []
+        self._offered: list[tuple[Shape, Plan]] = []
 
     @property
     def steps(self) -> int:
@@ -62,7 +54,7 @@ class Reshaper:
     def planned_wait(self) -> float | None:
         """See `Shapes.planned_wait`. Of states that are whole: others are waited for elsewhere too."""
         predicted = self.job.plan.predicted
-        return predicted.terms.get("all_reduce") if predicted is not None and _whole(self.job.plan) else None
+        return predicted.terms.get("all_reduce") if predicted is not None and self.job.plan.replicated else None
 
     def without(self, ranks: Collection[int]) -> Shape:
         """See `Shapes.without`: without further ranks, the last first, where the batch or the memory wants it so."""
@@ -103,7 +95,7 @@ class Reshaper:
 
     def adopt(self, shape: Shape) -> None:
         """See `Shapes.adopt`."""
-        plan = next(one.plan for one in self._offered if one.shape is shape)
+        plan = next(plan for offered, plan in self._offered if offered is shape)
         self.job = replace(self.job, plan=plan)
         self.job.folder.write(self.job.resolved.recipe, self.job.cluster, plan)
         self._offered.clear()
@@ -117,13 +109,13 @@ class Reshaper:
             task=self._start(replace(self.job, plan=made)),
             places=launch.places(made, self.job.folder.logs),
             kept=option.kept,
-            copies=_whole(made) and _whole(self.job.plan),
+            copies=made.replicated and self.job.plan.replicated,
             ratio=option.ratio,
             plan=_key(made),
             says=f"{count} ranks with {shares} samples each step; by estimate a step takes {option.ratio:.2g} times as "
             "long",
         )
-        self._offered.append(_Planned(shape, made))
+        self._offered.append((shape, made))
         return shape
 
     def _request(self) -> Request:
@@ -132,11 +124,6 @@ class Reshaper:
         asked = ready.request(job.resolved, None, job.workload)
         asked, _ = codecs.encoded(asked, job.cluster)
         return replace(asked, factors=ready.calibration(job.resolved.recipe).factors)
-
-
-def _whole(plan: Plan) -> bool:
-    """Whether every rank holds all states."""
-    return all(len(unit.optimizer) <= 1 for unit in plan.units)
 
 
 def _key(plan: Plan) -> str:
