@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
-
-from espalier.track import png
 
 
 class Artifact(Protocol):
@@ -44,7 +47,7 @@ class Image:
         """See `Artifact.fields`: the image is a PNG in a data URI."""
         height, width = self.pixels.shape[:2]
         words = f"{self.text or 'an image'} ({width} × {height})"
-        return {"kind": "image", "text": words, "image": png.data_uri(self.pixels.detach().cpu().numpy())}
+        return {"kind": "image", "text": words, "image": data_uri(self.pixels.detach().cpu().numpy())}
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,25 @@ class Table:
 
 def _shown(cell: str | int | float) -> str:
     return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
+def encode(pixels: NDArray[np.uint8]) -> bytes:
+    """PNG of `pixels`: uint8 [height, width] in grey, or [height, width, 3] in red, green and blue."""
+    grey = pixels.ndim == 2
+    assert pixels.dtype == np.uint8, pixels.dtype
+    assert grey or (pixels.ndim == 3 and pixels.shape[2] == 3), pixels.shape
+    height, width = pixels.shape[:2]
+    rows = np.ascontiguousarray(pixels).reshape(height, -1)
+    unfiltered = np.concatenate([np.zeros((height, 1), np.uint8), rows], axis=1)
+    header = struct.pack(">IIBBBBB", width, height, 8, 0 if grey else 2, 0, 0, 0)
+    data = zlib.compress(unfiltered.tobytes(), 6)
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def data_uri(pixels: NDArray[np.uint8]) -> str:
+    """The image in a link."""
+    return "data:image/png;base64," + base64.b64encode(encode(pixels)).decode()

@@ -10,7 +10,7 @@ import torch
 from espalier import rank, trainer
 from espalier.config import derive, load
 from espalier.errors import UserError
-from espalier.graph import base, fast, link, predict
+from espalier.graph import base, fast, link, row
 from espalier.graph.data import Graph, divided
 from espalier.graph.gnn import largest
 from espalier.graph.workload import GraphWorkload, open_graph
@@ -246,16 +246,16 @@ def test_answers_name_what_was_asked_for():
     graph = made()
     workload = GraphWorkload(recipe_of(), graph)
     model = workload.build(torch.device("cpu"), torch.float64).eval()
-    everything = predict.answers(workload, model, None)
+    everything = row.answers(workload, model, None)
     assert len(everything) == graph.nodes
-    assert predict.answers(workload, model, "3, 5\n7") == [everything[at] for at in (3, 5, 7)]
+    assert row.answers(workload, model, "3, 5\n7") == [everything[at] for at in (3, 5, 7)]
     with pytest.raises(UserError, match="no node '99'"):
-        predict.answers(workload, model, "99")
+        row.answers(workload, model, "99")
     pairs = GraphWorkload(recipe_of({}, {"task": "link"}), graph)
     model = pairs.build(torch.device("cpu"), torch.float64).eval()
-    assert len(predict.answers(pairs, model, "0,1; 2,3")) == 2
+    assert len(row.answers(pairs, model, "0,1; 2,3")) == 2
     with pytest.raises(UserError, match="no pair"):
-        predict.answers(pairs, model, "0,1,2")
+        row.answers(pairs, model, "0,1,2")
 
 
 @pytest.mark.parametrize(

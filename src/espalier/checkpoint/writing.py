@@ -6,11 +6,13 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
-from espalier.checkpoint import manifest, plain_plans
+from espalier.checkpoint import manifest
 from espalier.checkpoint.dcp_metadata import NAME as METADATA
 from espalier.checkpoint.place import Place, folder_name
 from espalier.checkpoint.slices import SavePlanner
@@ -53,28 +55,28 @@ class Write:
 
     def _plan(self) -> list[Any]:
         self._planner.set_up_planner(self.job.state, is_coordinator=self.team.rank == 0)
-        return plain_plans.plan_items(self._planner.create_local_plan())
+        return _plan_items(self._planner.create_local_plan())
 
     def _join(self, plans: list[list[Any]]) -> list[list[Any]]:
         with _Explained(self.place.path(self.name)):
             self.place.clean(self.name)
             self._writer()
-        joined, self._metadata = self._planner.create_global_plan([plain_plans.plan(items) for items in plans])
-        return [plain_plans.plan_items(plan) for plan in joined]
+        joined, self._metadata = self._planner.create_global_plan([_save_plan(items) for items in plans])
+        return [_plan_items(plan) for plan in joined]
 
     def _write(self, items: list[Any]) -> _Share:
         with _Explained(self.place.path(self.name)):
             writer = self._writer()
             # The writer names files after the plan's place in the list of all ranks' plans.
-            plan = writer.prepare_global_plan([SavePlan([])] * self.team.rank + [plain_plans.plan(items)])[-1]
+            plan = writer.prepare_global_plan([SavePlan([])] * self.team.rank + [_save_plan(items)])[-1]
             results = writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
             files = self._publish(sorted({result.storage_data.relative_path for result in results}))
-            return plain_plans.result_rows(results), {name: (file.bytes, file.xxh3) for name, file in files.items()}
+            return _result_rows(results), {name: (file.bytes, file.xxh3) for name, file in files.items()}
 
     def _commit(self, shares: list[_Share]) -> list[int]:
         assert self._metadata is not None, "rank 0 joins the plans before it commits"
         with _Explained(self.place.path(self.name)):
-            self._writer().finish(self._metadata, [plain_plans.results(rows) for rows, _ in shares])
+            self._writer().finish(self._metadata, [_write_results(rows) for rows, _ in shares])
             files = self._publish([METADATA])
             for _, written in shares:
                 files.update({name: manifest.File(*file) for name, file in written.items()})
@@ -118,3 +120,52 @@ class _Explained:
             if isinstance(seen, OSError):
                 raise unwritable(self.path, seen) from error
             seen = seen.__cause__ or seen.__context__
+
+
+# --- plans and results as plain values -------------------------------------------------------------------------------
+
+
+def _save_plan(items: list[Any]) -> SavePlan:
+    """The plan that `items` came from."""
+    return SavePlan([WriteItem(_index(index), WriteItemType(kind), None, _data(data)) for index, kind, data in items])
+
+
+def _plan_items(plan: SavePlan) -> list[Any]:
+    """`plan` as plain values."""
+    return [(_index_of(item.index), item.type.value, _data_of(item.tensor_data)) for item in plan.items]
+
+
+def _write_results(rows: list[Any]) -> list[WriteResult]:
+    """The results that `rows` came from."""
+    return [WriteResult(_index(index), size, _StorageInfo(*where)) for index, size, where in rows]
+
+
+def _result_rows(results: list[WriteResult]) -> list[Any]:
+    """`results` as plain values."""
+    return [(_index_of(one.index), one.size_in_bytes, _where(one.storage_data)) for one in results]
+
+
+def _where(stored: _StorageInfo) -> tuple[str, int, int]:
+    return stored.relative_path, stored.offset, stored.length
+
+
+def _index_of(index: MetadataIndex) -> tuple[Any, ...]:
+    return index.fqn, None if index.offset is None else tuple(index.offset), index.index
+
+
+def _index(told: tuple[Any, ...]) -> MetadataIndex:
+    return MetadataIndex(*told)
+
+
+def _data_of(data: TensorWriteData | None) -> tuple[Any, ...] | None:
+    if data is None:
+        return None
+    return tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype, tuple(data.size)
+
+
+def _data(told: tuple[Any, ...] | None) -> TensorWriteData | None:
+    if told is None:
+        return None
+    offsets, sizes, dtype, size = told
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    return TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(size))

@@ -12,7 +12,8 @@ sum of what was given, less what the residuals hold.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
@@ -27,7 +28,6 @@ from espalier.comm import message
 from espalier.comm.base import Codec, Spent, stays
 from espalier.comm.lane import Lane, Task
 from espalier.comm.message import Bucket
-from espalier.comm.streams import following
 from espalier.errors import UserError
 
 PIECE = 2**18
@@ -421,3 +421,20 @@ def _give_back(tensor: Tensor, flat: Tensor) -> None:
 def _tag(tag: int, index: int) -> int:
     """Of messages from rank to rank: apart from those of collectives, and each user's tag from the others."""
     return 4 + 2 * tag + index
+
+
+def following() -> AbstractContextManager[None]:
+    """Called where a collective is launched. What is done inside the block, in whatever thread, begins after all that
+    the launcher's current stream was given so far, and has ended when the block ends. Without a GPU: nothing."""
+    if not torch.cuda.is_initialized():
+        return nullcontext()
+    return _after(torch.cuda.current_device(), torch.cuda.current_stream().record_event())
+
+
+@contextmanager
+def _after(device: int, ready: torch.cuda.Event) -> Iterator[None]:
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream()
+        stream.wait_event(ready)
+        yield
+        stream.synchronize()

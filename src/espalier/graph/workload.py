@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,17 @@ from torch import Tensor, nn
 from espalier import config
 from espalier.artifacts import Artifact, Table
 from espalier.config import Recipe
-from espalier.cost import Anatomy, Cut, Product, Work
+from espalier.cost import Anatomy, Cut, Number, Product, Work
 from espalier.errors import UserError
-from espalier.graph import choices, data, fast, foreign, link, metrics, sources, work
+from espalier.graph import choices, data, fast, link, metrics, sources
 from espalier.graph.data import Array, Graph
-from espalier.graph.gnn import Layer, Network
+from espalier.graph.gnn import Attention, Isomorphism, Layer, Mean, Network
 from espalier.graph.link import LinkTask
 from espalier.graph.many import GraphTask
 from espalier.graph.node import NodeTask
 from espalier.graph.sample import Style
 from espalier.graph.views import Batch, View
-from espalier.graph.work import Reach
+from espalier.named import function
 from espalier.workload import Plain, Progress, Shard, to_device
 
 Task = NodeTask | LinkTask | GraphTask
@@ -74,7 +75,7 @@ class GraphWorkload(Plain):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.recipe.train.seed)
             if isinstance(options, config.Messages):
-                return foreign.build(options, inputs, self._outputs(), self.folder)
+                return built(options, inputs, self._outputs(), self.folder)
             assert isinstance(options, config.Network)
             return Network(options, inputs, self._outputs())
 
@@ -214,7 +215,7 @@ class GraphWorkload(Plain):
         bare = self.bare()
         if not isinstance(bare, Network):
             return self._foreign_work(bare, micro_batch)
-        return work.work(bare, self.reach(), micro_batch, precision, self._each)
+        return layer_work(bare, self.reach(), micro_batch, precision, self._each)
 
     @property
     def _each(self) -> bool:
@@ -293,3 +294,74 @@ def open_graph(recipe: Recipe, folder: str | Path | None = None, progress: Progr
         graph, sentence = choices.ordered(graph, recipe.graph.order)
         said.append(sentence)
     return GraphWorkload(recipe, graph, folder, said)
+
+
+# --- work ------------------------------------------------------------------------------------------------------------
+
+
+_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
+"""Of a value that is aggregated: autocast leaves aggregation in fp32."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What one layer passes over: rows it reads and writes, and edges; per sample where `each`, else in all."""
+
+    sources: Number
+    targets: Number
+    edges: Number
+
+
+def layer_work(network: Network, reach: Sequence[Reach], micro_batch: Any, precision: str, each: bool) -> Work:
+    """The work of a micro-batch of `micro_batch` targets (arrays allowed).
+
+    Args:
+        reach: of each layer of the network, the farthest from the targets first.
+        each: `reach` is per target (sampled); False: the graph is passed over whole, whatever the micro-batch.
+    """
+    size = _BYTES[precision]
+    times = micro_batch if each else micro_batch * 0 + 1.0
+    products: list[Product] = []
+    moved: Number = 0.0
+    kept: Number = 0.0
+    layers = [layer for layer in network.layers if isinstance(layer, Layer)]
+    for at, (layer, one) in enumerate(zip(layers, reach, strict=True)):
+        sources, targets, edges = one.sources * times, one.targets * times, one.edges * times
+        if at == 0 and not each and network.aggregates_once:
+            edges = edges * 0
+        first = layer.inputs <= layer.outputs and not isinstance(layer, Attention)
+        rows = targets if first else sources
+        narrow = layer.inputs if first else layer.outputs
+        products.append(Product(rows, layer.inputs, layer.outputs))
+        if isinstance(layer, Mean | Isomorphism):
+            products.append(Product(targets, layer.inputs, layer.outputs))
+        if isinstance(layer, Isomorphism):
+            products.append(Product(targets, layer.outputs, layer.outputs))
+        moved = moved + size * (edges * narrow + targets * (2 * narrow + 4 * layer.outputs)) + 4 * edges
+        kept = kept + size * (sources * layer.inputs + targets * (narrow + 3 * layer.outputs))
+    return Work(
+        products=tuple(products),
+        attention=0.0,
+        moved=moved,
+        kept=kept,
+        transient=0.0,
+        again=0.0,
+        samples=micro_batch,
+        tokens=micro_batch,
+    )
+
+
+def built(options: config.Messages, features: int, classes: int, folder: str | Path | None) -> nn.Module:
+    """The network that `model.build` makes, called with (features, classes, **model.arguments): its forward takes
+    (x [nodes, features], edge_index int64 [2, edges]) and gives [nodes, classes]; a third argument called `edge_weight`
+    or `edge_attr` is filled where the graph has it. Raises UserError for whatever its code raises or does not give."""
+    made, author = function(options.build, folder)
+    with author.answers("when it was called"):
+        model = made(features, classes, **options.arguments)
+    if not isinstance(model, nn.Module) or not any(one.requires_grad for one in model.parameters()):
+        raise UserError(
+            f"model.build = {options.build!r} returned {type(model).__name__}.",
+            why="it must return a network with parameters to train",
+            do="see docs/graph.md",
+        )
+    return model

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -22,19 +23,19 @@ from espalier import config, folders, mechanisms, phases, rank, trainer, units
 from espalier import run as runs
 from espalier.checkpoint.place import open_place
 from espalier.checkpoint.sharded import Checkpoints
-from espalier.config import Constant, kinds, load
+from espalier.config import Constant, Recipe, kinds, load
 from espalier.errors import EspalierError, Interrupted, PeerLost
 from espalier.hardware import hosts, limits
 from espalier.launch import attempts, child, handshake, numbering, started, supervise, torchrun
 from espalier.launch import base as launch
 from espalier.plan import base as plans
 from espalier.plan.network import peak_flops
+from espalier.run import RunFolder
 from espalier.terminal import say
 from espalier.track import report
 from espalier.track.events import Log
-from espalier.track.progress import Forgiving, trouble
+from espalier.track.progress import Forgiving, Progress, trouble
 from espalier.verbs import own_runs, planning, ready, reshape, show
-from espalier.verbs.recording import recording
 from espalier.workload import Workload
 
 WAIT = 600.0
@@ -394,3 +395,27 @@ def _finished(job: Job, log: Log, seconds: float, as_json: bool) -> int:
         show.finished(job.folder.path, page, seconds)
     sys.stdout.flush()
     return 0
+
+
+# --- the run log -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def recording(folder: RunFolder, recipe: Recipe, quiet: bool) -> Iterator[Callable[..., None]]:
+    """Gives what writes an event into the run log and shows it in every live view; these end with the block."""
+    log, views = Log(folder.events), list[Any]()
+    with ExitStack() as open_views:
+        if recipe.track.tensorboard:
+            from espalier.track.tensorboard import TensorBoard
+
+            views.append(open_views.enter_context(closing(TensorBoard(folder.path / "tensorboard"))))
+
+        def emit(event: str, **fields: Any) -> None:
+            log.write(event, **fields)
+            if event == "run" and not quiet:
+                progress = Progress(fields["steps"], first_step=fields["step"])
+                views.append(open_views.enter_context(closing(progress)))
+            for view in views:
+                view.event({"event": event, **fields})
+
+        yield emit
