@@ -23,8 +23,6 @@ from espalier.plan.request import Request
 Estimate = Predicted
 """Seconds by part, bytes by kind, bytes sent by class, and where each number comes from."""
 
-Model = "Recipe | Request | Decoder | torch.nn.Module | str | Path"
-
 
 def estimate(
     model: Any,
