@@ -24,7 +24,7 @@ from espalier.ops.log_scan import line_labels, scan
 from espalier.ops.log_scan.line_labels import Line
 from espalier.ops.log_scan.scan import Loss, Scanned
 from espalier.ops.rules import Rule, own
-from espalier.ops.taxonomy import LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Diagnosis, Evidence
+from espalier.ops.taxonomy import LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Diagnosis, Evidence, called
 
 LINES = 8000
 """Kept lines that the rules are asked about, the last ones: enough for a second of work, and a log keeps hundreds."""
@@ -255,24 +255,12 @@ def departure(losses: Sequence[Loss]) -> Loss | None:
 
 
 def _of_loss(scanned: Scanned, odd: Loss) -> Diagnosis:
-    kind = REASONS[LOSS_ANOMALY]
     before = [loss for loss in scanned.losses if loss.number < odd.number][-2:]
     after = [loss for loss in scanned.losses if loss.number > odd.number][:2]
     evidence = [Evidence(odd.number, _cut(odd.text), "the loss leaves its course")]
     evidence += [Evidence(loss.number, _cut(loss.text), "before") for loss in before]
     evidence += [Evidence(loss.number, _cut(loss.text), "after: it does not come back") for loss in after]
-    return Diagnosis(
-        file=scanned.file,
-        category=kind.category,
-        reason=LOSS_ANOMALY,
-        root_line=odd.number,
-        first_failing_rank=None,
-        suspect_node=None,
-        action=kind.action,
-        evidence=tuple(evidence),
-        advice=kind.advice,
-        source="losses",
-    )
+    return called(scanned.file, LOSS_ANOMALY, root_line=odd.number, evidence=tuple(evidence), source="losses")
 
 
 # --- nothing ---------------------------------------------------------------------------------------------------------
@@ -281,11 +269,10 @@ def _of_loss(scanned: Scanned, odd: Loss) -> Diagnosis:
 def _healthy(scanned: Scanned, parsed: Sequence[Line]) -> Diagnosis:
     last = next((line for line in reversed(parsed) if line.text.strip()), None)
     if last is None:
-        kind, advice = REASONS[UNKNOWN], "the log is empty: look at the launcher's or the scheduler's own"
-        return Diagnosis(scanned.file, kind.category, UNKNOWN, None, None, None, kind.action, (), advice, "nothing")
-    kind = REASONS[NO_FAILURE]
+        advice = "the log is empty: look at the launcher's or the scheduler's own"
+        return called(scanned.file, UNKNOWN, advice=advice, source="nothing")
     evidence = Evidence(last.number, _cut(last.raw), "the last line; none before it tells of a failure")
-    return Diagnosis(scanned.file, kind.category, NO_FAILURE, None, None, None, kind.action, (evidence,), kind.advice)
+    return called(scanned.file, NO_FAILURE, evidence=(evidence,))
 
 
 # --- causes ----------------------------------------------------------------------------------------------------------
@@ -294,8 +281,7 @@ def _healthy(scanned: Scanned, parsed: Sequence[Line]) -> Diagnosis:
 def _of_cause(file: str, cause: Cause, parsed: Sequence[Line]) -> Diagnosis:
     named, root = cause.named, cause.root
     reason = named.rule.reason or UNKNOWN
-    kind = REASONS[reason]
-    action = named.rule.action or kind.action
+    action = named.rule.action or REASONS[reason].action
     rank = _rank(cause, parsed)
     node = _node(cause, parsed, rank) if action == "isolate" else None
     shown = [Evidence(root.line.number, _cut(root.line.raw), f"the cause ({root.rule.id})")]
@@ -307,10 +293,10 @@ def _of_cause(file: str, cause: Cause, parsed: Sequence[Line]) -> Diagnosis:
             says = "follows" if one.line.number > root.line.number else "stands before"
             shown.append(Evidence(one.line.number, _cut(one.line.raw), f"{says} ({one.rule.id})"))
             told.add(one.rule.id)
-    advice = named.rule.advice or kind.advice
-    source = "rules" if reason != UNKNOWN else "nothing"
-    return Diagnosis(
-        file, kind.category, reason, root.line.number, rank, node, action, tuple(shown), advice, source
+    return called(
+        file, reason, root_line=root.line.number, first_failing_rank=rank, suspect_node=node, action=action,
+        evidence=tuple(shown), advice=named.rule.advice or REASONS[reason].advice,
+        source="rules" if reason != UNKNOWN else "nothing",
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ After Hu et al., "Characterization of Large Language Model Development in the Da
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 Action = Literal["retry", "isolate", "rollback", "stop", "none"]
@@ -127,6 +127,13 @@ class Diagnosis:
     evidence: tuple[Evidence, ...] = ()
     advice: str = ""
     source: str = "rules"
+
+
+def called(file: str, reason: str, **more: Any) -> Diagnosis:
+    """The diagnosis of the log `file` by its reason; category, action and advice are the reason's unless in `more`."""
+    kind = REASONS[reason]
+    plain = Diagnosis(file, kind.category, reason, None, None, None, kind.action, (), kind.advice)
+    return replace(plain, **more)
 
 
 def restart_helps(diagnosis: Diagnosis) -> bool:

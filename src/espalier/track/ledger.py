@@ -8,7 +8,8 @@ the last event before somebody had to begin it anew. What lies between two such 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from espalier.track.events import Event
 
@@ -28,11 +29,11 @@ class Cause:
     """
 
     kind: str
-    count: int
-    recovered: int
-    down: float
-    again: float
-    steps: int
+    count: int = 0
+    recovered: int = 0
+    down: float = 0.0
+    again: float = 0.0
+    steps: int = 0
     category: str = ""
     reason: str = ""
 
@@ -70,15 +71,6 @@ _NOBODYS: _Key = (UNATTENDED, "", "")
 
 
 @dataclass
-class _Open:
-    count: int = 0
-    recovered: int = 0
-    down: float = 0.0
-    again: float = 0.0
-    steps: int = 0
-
-
-@dataclass
 class Ledger:
     """Takes events one after the other. Has state: what has happened so far."""
 
@@ -86,7 +78,7 @@ class Ledger:
     _began: float | None = None
     _last: float = 0.0
     _done: dict[int, float] = field(default_factory=dict)
-    _causes: dict[_Key, _Open] = field(default_factory=dict)
+    _causes: dict[_Key, Cause] = field(default_factory=dict)
     _failed: _Key | None = None
     """The failure that the run has not got over."""
 
@@ -99,11 +91,9 @@ class Ledger:
             self._done[int(event["step"])] = float(event.get("seconds") or 0.0)
         elif kind == "incident" and "attempt" in event:
             self._failed = _key(event)
-            self._causes.setdefault(self._failed, _Open()).count += 1
+            self._book(self._failed, count=1)
         elif kind == "recovered":
-            cause = self._causes.setdefault(_key(event), _Open())
-            cause.recovered += 1
-            cause.down += float(event.get("seconds") or 0.0)
+            self._book(_key(event), recovered=1, down=float(event.get("seconds") or 0.0))
             self._failed = None
         self._last = max(self._last, now)
         if kind == "end":
@@ -112,10 +102,7 @@ class Ledger:
     def account(self) -> Account:
         """Where things stand."""
         wall = self._wall + (self._last - self._began if self._began is not None else 0.0)
-        causes = [
-            Cause(kind, one.count, one.recovered, one.down, one.again, one.steps, category, reason)
-            for (kind, category, reason), one in self._causes.items()
-        ]
+        causes = self._causes.values()
         return Account(
             wall=wall,
             useful=sum(self._done.values()),
@@ -129,18 +116,23 @@ class Ledger:
         if self._began is not None and not self._failed:
             # The last attempt neither ended nor failed by any record: nobody was left to write it.
             self._failed = _NOBODYS
-            self._causes.setdefault(_NOBODYS, _Open()).count += 1
+            self._book(_NOBODYS, count=1)
             self._close()
         again = [step for step in self._done if step > int(event.get("step") or 0)]
         seconds = sum(self._done.pop(step) for step in again)
         if self._failed:
-            cause = self._causes.setdefault(self._failed, _Open())
-            cause.steps += len(again)
-            cause.again += seconds
+            self._book(self._failed, steps=len(again), again=seconds)
         if self._failed == _NOBODYS:
             self._failed = None
         if self._began is None:
             self._began = now
+
+    def _book(self, key: _Key, **more: float) -> None:
+        """Adds to what failures of this cause cost."""
+        kind, category, reason = key
+        cause = self._causes.get(key) or Cause(kind, category=category, reason=reason)
+        sums: dict[str, Any] = {name: getattr(cause, name) + value for name, value in more.items()}
+        self._causes[key] = replace(cause, **sums)
 
     def _close(self) -> None:
         if self._began is not None:
