@@ -27,6 +27,9 @@ from table import Row, arguments, compare, publish, settle
 
 LARGE = ((65536, 256, 32), (16384, 1024, 64), (4096, 8192, 128), (65536, 256, 128))
 SMALL = ((1, 10, 3), (10, 16, 4), (100, 32, 4), (64, 64, 8), (20, 300, 8), (4, 1024, 8), (1000, 17, 4), (64, 256, 16))
+SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
+LOOP = 2.0
+"""Milliseconds."""
 WIDTHS = (16, 32, 64, 100, 256, 1000, 4096, 16384, 65536)
 
 
@@ -37,17 +40,23 @@ class Taken(NamedTuple):
     wall: float
 
 
-def taken(run: Callable[[], Any]) -> Taken:
+def taken(run: Callable[[], Any], calls: int = 1) -> Taken:
+    """Of `calls` one after the other; short ones have one before them that is not counted, as a core that slept has
+    forgotten where everything is."""
     settle()
+    if calls > 1:
+        run()
     wall, cpu = time.perf_counter(), time.process_time()
-    run()
-    return Taken(1e3 * (time.process_time() - cpu), 1e3 * (time.perf_counter() - wall))
+    for _ in range(calls):
+        run()
+    return Taken(1e3 * (time.process_time() - cpu) / calls, 1e3 * (time.perf_counter() - wall) / calls)
 
 
 def turns(ours: Callable[[], Any], peer: Callable[[], Any], pairs: int) -> list[tuple[Taken, Taken]]:
-    """Both in turn, after one of each that is not counted."""
+    """Both in turn, in loops of about `LOOP` milliseconds, after one of each that is not counted."""
     ours(), peer()
-    return [(taken(ours), taken(peer)) for _ in range(pairs)]
+    calls = max(1, int(LOOP / min(taken(run, 3).wall for run in (ours, peer))))
+    return [(taken(ours, calls), taken(peer, calls)) for _ in range(pairs)]
 
 
 def argpartition(x: Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -161,7 +170,9 @@ def main() -> None:
         for shape in LARGE[:3] if options.quick else LARGE:
             rows += large(shape, pairs)
         rows += [small(shape, max(pairs, 15)) for shape in SMALL]
-        sizes, widths = ((100_000,), WIDTHS[::2]) if options.quick else ((100_000, 1_000_000), WIDTHS)
+        sizes, widths = (
+            ((100_000,), WIDTHS[::2]) if options.quick else ((10_000, 100_000, 1_000_000, 10_000_000), WIDTHS)
+        )
         rows += sweep(sizes, widths, max(pairs, 15))
     publish(rows, options.json)
 
