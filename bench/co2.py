@@ -198,7 +198,7 @@ def main() -> None:
     asked = arguments(
         __doc__ or "",
         seconds={"type": float, "help": "of training for each contestant"},
-        rates={"default": "50,100", "help": "Mbit/s of a host's uplink"},
+        rates={"help": "Mbit/s of a host's uplink (default: 50,100; with --quick 50)"},
         only={"default": ",".join(KINDS)},
         equal={"type": int, "metavar": "STEPS", "help": "only what is learnt in so many local steps"},
         torchft={"metavar": "PYTHON", "help": "an interpreter that has torchft; without it that row is left out"},
@@ -212,7 +212,7 @@ def main() -> None:
         publish(equal(task, asked.equal, 4), asked.json)
         return
     try:
-        for rate in map(float, asked.rates.split(",")):
+        for rate in map(float, (asked.rates or ("50" if asked.quick else "50,100")).split(",")):
             found = contestants(asked.only.split(","), task, rate * 1e6, asked.torchft)
             made += rows(f"{found['alone'].parameters / 1e6:.1f} M, {rate:g} Mbit/s{note}", found)
     finally:
