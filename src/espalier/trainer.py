@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from espalier import comm, nonfinite
+from espalier import comm
 from espalier.artifacts import Artifact
 from espalier.checkpoint import sharded as checkpoints
 from espalier.checkpoint.base import Stateful
@@ -28,7 +28,7 @@ from espalier.checkpoint.pace import Pace
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.meter import Meter
 from espalier.config import Recipe
-from espalier.errors import Interrupted, PeerLost
+from espalier.errors import Anomaly, Interrupted, PeerLost
 from espalier.feed import ahead, hearing_signals, seed_step
 from espalier.hardware import heap
 from espalier.hardware.peak import memory_of
@@ -38,9 +38,10 @@ from espalier.mechanism import Build, Choose
 from espalier.mechanisms import TABLE, ordered
 from espalier.optim import schedules
 from espalier.optim.base import Optimizer
-from espalier.parallel.mesh import Mesh, ProcessMesh, of_plan
+from espalier.parallel.mesh import REPLICA, Mesh, ProcessMesh, of_plan
 from espalier.plan.base import Plan
 from espalier.shard.base import Sharding
+from espalier.stages import whole
 from espalier.stages.base import Schedule
 from espalier.sync.base import Agreed, Agreement
 from espalier.workload import Shard, Workload, to_device
@@ -156,7 +157,7 @@ class Trainer:
             if following == self.steps:
                 self.built.agreement.finish(rate)
         if agreed.faulty or not math.isfinite(agreed.gradient_norm):
-            raise nonfinite.explained(self, agreed, batches)
+            raise not_finite(self, agreed, batches)
         self.tokens += round(self.step_tokens * (following - self.step))
         self.step = following
         return agreed
@@ -350,3 +351,44 @@ class Trainer:
             f"Stopped after step {self.step} of {self.total}; the state is {'' if saved is not None else 'not '}saved.",
             do="run the same command again to go on",
         )
+
+
+# --- a loss or gradient that is not a finite number -------------------------------------------------------------------
+
+
+def not_finite(trainer: Trainer, agreed: Agreed, batches: Sequence[Any]) -> Anomaly:
+    """The error of the step after `trainer.step`, in which nothing was updated: it names the ranks where a loss or a
+    gradient is not finite, and the documents of their batches. All ranks call it."""
+    faulty, what = agreed.faulty, "loss"
+    setting, workload = trainer.setting, trainer.workload
+    if not faulty:
+        faulty, what = _ranks_with_bad_gradients(trainer, batches), "gradient"
+    replica = setting.mesh.members(setting.place.rank, *REPLICA)
+    faulty = tuple(replica[rank] for rank in faulty)
+    start, stop = setting.plan.ranks[faulty[0]].share if faulty else (0, workload.global_batch)
+    number = numbered(trainer.healing, trainer.step)
+    if trainer.healing is not None:
+        trainer.healing.not_finite(trainer.step)
+    names = workload.documents(number, Shard(start, stop, setting.plan.micro_batch))
+    shown = ", ".join(list(dict.fromkeys(names))[:5])
+    who = f"rank {', '.join(map(str, faulty))}" if faulty else "the sum over ranks"
+    return Anomaly(
+        f"The {what} is not finite in step {trainer.step + 1} on {who}.",
+        why=f"that batch came from {shown}",
+        do="lower the learning rate, look at those documents, or resume from the last checkpoint with another rate",
+    )
+
+
+def _ranks_with_bad_gradients(trainer: Trainer, batches: Sequence[Any]) -> tuple[int, ...]:
+    built = trainer.built
+    built.sharding.clear()
+    shares = tuple(trainer.workload.tasks().values())
+    nominal = trainer.workload.nominal_weight
+    apart = whole.Whole(nominal, lambda last: built.sharding.alone(), trainer.context, shares)
+    apart.run(built.model, batches, trainer.workload.loss)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in built.model.parameters() if p.grad is not None])
+    group = trainer.mesh.replica
+    flags = torch.zeros(1 if group is None else group.size())
+    flags[0 if group is None else group.rank()] = float(not torch.isfinite(norm))
+    trainer.sum(flags, group)
+    return tuple(int(rank) for rank in flags.nonzero().flatten())

@@ -16,7 +16,7 @@ from espalier.plan.calibrate import DATASHEET, Calibration, calibrate
 from espalier.plan.factors import PLAIN
 from espalier.plan.measurements import score
 from espalier.plan.measurements.table import Row, Table, read
-from espalier.verbs import score as verb
+from espalier.verbs import measurements as verb
 
 LAYOUTS = ("1,8,1", "2,4,1", "4,2,1", "2,2,2", "1,2,4")
 

@@ -31,9 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
         for name, value in beside.items():
             if value:
                 raise UserError(f"--score takes no {name.removeprefix('a ')}.", do="give one or the other")
-        from espalier.verbs import score
+        from espalier.verbs import measurements
 
-        return score.run(arguments.score, arguments.calibrate_on, arguments.out, arguments.json)
+        return measurements.run(arguments.score, arguments.calibrate_on, arguments.out, arguments.json)
     if arguments.recipe is None:
         raise UserError("espalier plan needs a recipe.", do="espalier plan recipe.toml, or --score FILE")
     if arguments.out is not None:
