@@ -25,8 +25,7 @@ from espalier.checkpoint import sharded as checkpoints
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.memory import Memory, take_up
 from espalier.checkpoint.pace import Pace
-from espalier.comm.base import Traffic, traffic
-from espalier.comm.meter import Meter
+from espalier.comm.base import Meter, Traffic, traffic
 from espalier.config import Recipe
 from espalier.errors import Anomaly, Interrupted, PeerLost
 from espalier.feed import ahead, hearing_signals, seed_step

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from espalier.comm import Channel, Traffic, feedback, traffic
+from espalier.comm.base import Meter
 from espalier.comm.codecs import codec
-from espalier.comm.meter import Meter
 from espalier.testing import ranks
 
 
