@@ -39,7 +39,7 @@ train: setup
 	$(BIN)/espalier train $(RECIPE) $(ARGS)
 
 test: setup-dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 check: setup-dev
 	$(BIN)/ruff format --check .

@@ -4,7 +4,6 @@ never written is NaN."""
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import shutil
 import signal
@@ -42,14 +41,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What forks of this process would each do: kernels take seconds to compile, optimizers a second to import."""
+    """What tests and their forks would else do again and again: compile kernels, and look through all that is imported."""
     if session.config.option.collectonly:
         return
     if "espalier.kernels" in sys.modules and not hasattr(session.config, "workerinput"):
         compile_kernels()
-    importlib.import_module("torch._dynamo")
     gc.collect()
-    gc.freeze()  # what is there by now is neither looked through again nor copied into forks
+    gc.freeze()
 
 
 def compile_kernels() -> None:

@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from espalier import cli, tcpstore
 
-SILENT = "127.0.77.1"
-"""Where a name server listens that answers nobody."""
+SILENT = f"127.0.77.{1 + int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0')[2:])}"
+"""Where a name server listens that answers nobody; each worker has its own."""
 
 CONNECT = """
 import os, socket, sys
