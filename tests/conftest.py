@@ -41,7 +41,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What tests and their forks would else do again and again: compile kernels, and look through all that is imported."""
+    """What tests and their forks would do again and again: compile kernels, look through all that is imported."""
     if session.config.option.collectonly:
         return
     if "espalier.kernels" in sys.modules and not hasattr(session.config, "workerinput"):
