@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
@@ -48,15 +47,6 @@ def split(tasks: Sequence[Task], seconds: Mapping[str, float], workers: int) -> 
     return sorted(parts, key=lambda part: -(part.stop - part.start) * each[part.task])
 
 
-@dataclass
-class _Progress:
-    """A task under way. Has state: the sums of each part by its first record, and the seconds so far."""
-
-    sums: dict[int, Sequence[Sums]] = field(default_factory=dict)
-    seconds: float = 0.0
-    failed: bool = False
-
-
 def evaluate(
     workers: Workers, model: Source, tasks: Sequence[Task], seconds: Mapping[str, float]
 ) -> Iterator[Result | float]:
@@ -64,22 +54,25 @@ def evaluate(
 
     `seconds`: see `split`.
     """
-    by_name, progress = {task.name: task for task in tasks}, {task.name: _Progress() for task in tasks}
+    by_name, failed = {task.name: task for task in tasks}, set[str]()
+    sums: dict[str, dict[int, Sequence[Sums]]] = {task.name: {} for task in tasks}
+    took = dict.fromkeys(by_name, 0.0)
     records, done = sum(task.records for task in tasks), 0
     for scored in workers.evaluate(model, split(tasks, seconds, len(workers))):
         if scored is None:
             yield done / records
             continue
-        part, (sums, took, why) = scored
-        task, now = by_name[part.task], progress[part.task]
+        part, found = scored
+        task, own = by_name[part.task], sums[part.task]
         done += part.stop - part.start
-        now.seconds += took
-        if now.failed:
+        took[task.name] += found.seconds
+        own[part.start] = found.sums
+        if task.name in failed:
             continue
-        now.sums[part.start] = sums
-        if why:
-            now.failed = True
-            yield Result(task.name, {}, task.records, now.seconds, why)
-        elif sum(map(len, now.sums.values())) == task.records:
-            figures = task.summary(means([one for start in sorted(now.sums) for one in now.sums[start]]))
-            yield Result(task.name, figures, task.records, now.seconds, "" if figures else "nothing of it has weight")
+        if found.why:
+            failed.add(task.name)
+            yield Result(task.name, {}, task.records, took[task.name], found.why)
+        elif sum(map(len, own.values())) == task.records:
+            figures = task.summary(means([one for start in sorted(own) for one in own[start]]))
+            why = "" if figures else "nothing of it has weight"
+            yield Result(task.name, figures, task.records, took[task.name], why)

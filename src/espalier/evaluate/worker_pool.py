@@ -124,14 +124,16 @@ class Workers:
                 running[self._submit(number, part, model)] = number, part
             for future in wait(running, TICK, FIRST_COMPLETED).done:
                 number, part = running.pop(future)
-                scored = _result(future)
-                if scored is None:
-                    self._replace(number)
+                if isinstance(future.exception(), BrokenExecutor):
+                    self._workers[number].end()
+                    self._workers[number] = self._start(number)
                     deaths[part] += 1
                     if deaths[part] < TRIES:
                         waiting.appendleft(part)
                         continue
                     scored = Scored([], 0.0, f"it ended {TRIES} workers")
+                else:
+                    scored = future.result()
                 if scored.why:
                     waiting = deque(one for one in waiting if one.task != part.task)
                 yield part, scored
@@ -142,25 +144,14 @@ class Workers:
     def _submit(self, number: int, part: Part, model: Source) -> Future[Scored]:
         try:
             return self._workers[number].submit(_evaluate, part, model)
-        except BrokenExecutor:  # it died while it had nothing to do
-            self._replace(number)
-            return self._workers[number].submit(_evaluate, part, model)
+        except BrokenExecutor as error:  # it died while it had nothing to do
+            failed: Future[Scored] = Future()
+            failed.set_exception(error)
+            return failed
 
     def _start(self, number: int) -> _Worker:
         device = self._devices[number % len(self._devices)]
         return _Worker(ProcessPoolExecutor(1, self._context, _begin, (self._open, device)))
-
-    def _replace(self, number: int) -> None:
-        self._workers[number].end()
-        self._workers[number] = self._start(number)
-
-
-def _result(future: Future[Scored]) -> Scored | None:
-    """Of a future that is done; None where its worker died."""
-    try:
-        return future.result()
-    except BrokenExecutor:
-        return None
 
 
 class _Worker:
