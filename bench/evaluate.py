@@ -1,8 +1,9 @@
 """Evaluation beside training: what training feels of it, next to evaluation in the training loop.
 
-1. A run of two ranks on all cores here trains a fixed number of steps, and its held-out data is evaluated at every
-   checkpoint: in the loop (validation), or beside it (`espalier eval --watch`, no validation). Losses must be equal.
-   "until trained": from the first step to the end of training; "until evaluated": to the last figure.
+1. A run of two ranks on all cores here is taken up again and trains on. All its held-out data is evaluated at every
+   checkpoint: in the loop (validation), or beside it (`espalier eval --watch`, begun before, and no validation). The
+   losses must be equal. "until trained": steps per second to the last step; "until evaluated": to the last figure, if
+   that is later.
 2. A run trains likewise, and in turns nothing, a watch, and the same watch at normal priority works beside it. Both
    have begun before, and are stopped (SIGSTOP) while it is not their turn.
 """
@@ -28,7 +29,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent))
 from table import Row, arguments, compare, publish
 
-EVERY, EVALUATIONS = 40, 6  # steps between two evaluations, and how many there are
+EVERY, EVALUATIONS = 40, 4  # steps between two evaluations, and how many there are
 
 RECIPE = """
 [model]
@@ -37,13 +38,13 @@ width = 64
 heads = 4
 [data]
 path = "corpus"
-validation = 0.2
+validation = 0.5
 [train]
 steps = 1000000
 sequence = 128
 batch_tokens = 2048
 validate_every = 1000000
-validate_tokens = 50000
+validate_tokens = 1000000
 [checkpoint]
 every = 50
 [plan]
@@ -100,30 +101,33 @@ def logged(log: Path) -> list[dict[str, Any]]:
 
 
 def trained(folder: Path, name: str, beside: bool) -> tuple[float, float, dict[int, float]]:
-    """(seconds until trained, seconds until evaluated, loss by step) of a run evaluated in the loop, or beside it."""
+    """(steps/s until trained, until evaluated, loss by step) of a run evaluated in the loop, or beside it by a watch
+    that was ready when it was taken up again."""
     run, last = folder / "runs" / name, EVERY * EVALUATIONS
     log = run / "events.jsonl"
     kind, validate = ("eval", 10**6) if beside else ("validation", EVERY)
-    options = (f"train.steps={last}", f"train.validate_every={validate}", f"checkpoint.every={EVERY}")
+    command = ["-m", "espalier", "train", "recipe.toml", f"name={name}", f"train.steps={last}"]
+    command += [f"train.validate_every={validate}", f"checkpoint.every={EVERY}", f"checkpoint.keep={EVALUATIONS + 1}"]
 
     def figures() -> dict[int, float]:
         found = [event for event in logged(log) if event["event"] == kind and event.get("metric", "loss") == "loss"]
         return {event["step"]: event.get("value", event.get("loss")) for event in found if event["step"] % EVERY == 0}
 
     with contextlib.ExitStack() as programs:
-        training = programs.enter_context(
-            program(folder, "-m", "espalier", "train", "recipe.toml", f"name={name}", *options)
-        )
+        with program(folder, *command):
+            until(lambda: any(event["event"] == "checkpoint" for event in logged(log)), "the first checkpoint")
         if beside:
-            until(log.exists, "the run's beginning")
             programs.enter_context(program(folder, "-m", "espalier", "eval", str(run), "--watch"))
+            until(lambda: bool(figures()), "the first evaluation")
+        before = len(logged(log))
+        training = programs.enter_context(program(folder, *command))
         until(lambda: training.poll() is not None, "the end of training")
         until(lambda: len(figures()) == EVALUATIONS, "the last evaluation")
-    events = logged(log)
-    began = next(event["time"] for event in events if event["event"] == "step")
-    ended = next(event["time"] for event in events if event["event"] == "end")
+    events = logged(log)[before:]
+    times = [event["time"] for event in events if event["event"] == "step"]
     evaluated = max(event["time"] for event in events if event["event"] == kind)
-    return ended - began, max(ended, evaluated) - began, figures()
+    done = len(times) - 1
+    return done / (times[-1] - times[0]), done / (max(times[-1], evaluated) - times[0]), figures()
 
 
 def beside_or_within(folder: Path, pairs: int) -> list[Row]:
@@ -133,10 +137,10 @@ def beside_or_within(folder: Path, pairs: int) -> list[Row]:
         assert mine[2].keys() == theirs[2].keys()
         assert all(abs(mine[2][step] - loss) < 1e-4 * loss for step, loss in theirs[2].items()), "other losses"
         measured.append((mine, theirs))
-    case = f"{EVERY * EVALUATIONS} steps evaluated {EVALUATIONS} times, 2 ranks on all cores"
+    case = f"training, all held-out data evaluated every {EVERY} steps, 2 ranks on all cores"
     return [
         compare(
-            f"{case}, until {what}", "in the loop", "s", [(mine[at], theirs[at]) for mine, theirs in measured], False
+            f"{case}, until {what}", "in the loop", "steps/s", [(mine[at], theirs[at]) for mine, theirs in measured]
         )
         for at, what in enumerate(("trained", "evaluated"))
     ]

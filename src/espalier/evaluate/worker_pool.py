@@ -225,8 +225,8 @@ def _evaluate(part: Part, source: Source) -> Scored:
         with torch.no_grad():
             sums = [_plain(task.evaluate(_Own.model, record)) for record in range(part.start, part.stop)]
     except Exception as error:
-        said = str(error).strip().splitlines()
-        return Scored([], clock() - began, f"{type(error).__name__}: {said[-1]}" if said else type(error).__name__)
+        said = [type(error).__name__, *(line.strip() for line in str(error).strip().splitlines()[-1:])]
+        return Scored([], clock() - began, ": ".join(said))
     return Scored(sums, clock() - began)
 
 
