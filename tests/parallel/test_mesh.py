@@ -5,37 +5,17 @@ from __future__ import annotations
 import itertools
 import time
 from math import prod
-from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.parallel.mesh import AXES, DATA, REPLICA, SEQUENCE, Coordinates, Mesh, ProcessMesh, of_plan
+from espalier.errors import UserError
+from espalier.parallel.mesh import AXES, DATA, REPLICA, SEQUENCE, Coordinates, Degrees, ProcessMesh, of_plan, regular
 from espalier.plan.base import Outer, Plan, Rank, Stage
 from espalier.testing import ranks
-
-
-class Degrees(NamedTuple):
-    """Ranks along each axis of a regular mesh."""
-
-    replica: int = 1
-    pp: int = 1
-    dp: int = 1
-    cp_out: int = 1
-    cp_in: int = 1
-    hp: int = 1
-    tp: int = 1
-
-
-def regular(sizes: Degrees) -> Mesh:
-    """The mesh of ranks that are numbered along its axes, the last of them fastest."""
-    every = itertools.product(*(range(size) for size in sizes))
-    places = {rank: Coordinates(*one) for rank, one in enumerate(every)}
-    heads = frozenset(rank for rank, one in places.items() if one.pp == sizes.pp - 1 and one.tp == 0)
-    return Mesh(("trainer",) * len(places), places, heads)
-
 
 degrees = st.builds(Degrees, *(st.integers(1, 3) for _ in AXES)).filter(lambda one: prod(one) <= 96)
 axes = st.lists(st.sampled_from(AXES), unique=True)
@@ -85,6 +65,29 @@ def test_each_part_of_the_data_is_counted_once(sizes: Degrees) -> None:
     mesh = regular(sizes)
     counted = [(mesh.data_part(rank), mesh.sequence_part(rank)) for rank in mesh.trainers if mesh.counts(rank)]
     assert len(counted) == len(set(counted)) == sizes.replica * sizes.dp * sizes.cp_out * sizes.cp_in * sizes.hp
+
+
+@given(degrees, st.integers(1, 12))
+def test_expert_groups_divide_the_ranks_with_the_same_parameters(sizes: Degrees, experts: int) -> None:
+    same = sizes.dp * sizes.cp_out * sizes.cp_in * sizes.hp
+    if same % experts:
+        with pytest.raises(UserError, match=f"ep = {experts} does not divide"):
+            regular(sizes, experts)
+        return
+    mesh = regular(sizes, experts)
+    for rank in mesh.trainers:
+        group, copies = mesh.expert_group(rank), mesh.same_experts(rank)
+        assert len(group) == experts
+        assert len(copies) == same // experts
+        assert set(group) & set(copies) == {rank}
+        assert sorted({other for copy in copies for other in mesh.expert_group(copy)}) == sorted(
+            mesh.same_parameters(rank)
+        )
+
+
+def test_a_degree_below_one_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match="tp = 0"):
+        regular(Degrees(tp=0))
 
 
 def test_a_thousand_ranks_need_no_process_and_no_second() -> None:

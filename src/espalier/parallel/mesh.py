@@ -2,7 +2,8 @@
 
 Axes, from the coarsest: `replica` (copies that agree by rounds), `pp` (pipeline stages), `dp` (data parallel), `cp_out`
 and `cp_in` (context parallel, between and inside machines), `hp` (heads, Ulysses) and `tp` (tensor parallel); the
-three in the middle together are the sequence axis.
+three in the middle together are the sequence axis. Experts (`ep`) do not add ranks: an expert group is a run of
+consecutive ranks along `dp` and the sequence axes (DeepSpeed-MoE, arXiv 2201.05596).
 
 A mesh need not be regular: pipelines may have stages of unequal width, and ranks that hold no part of the model
 (optimizer nodes, evaluators, spares) have a role but no coordinates. `Mesh` is a pure value, cheap for thousands of
@@ -18,6 +19,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
+
+from espalier.errors import UserError
 
 if TYPE_CHECKING:
     from espalier.plan.base import Plan
@@ -56,11 +59,13 @@ class Mesh:
     Attributes:
         roles: of every rank; `trainer` where it holds a part of the model.
         coordinates: of every trainer, by rank.
+        experts: ranks of an expert group (`ep`); it divides the ranks along the data axes.
         heads: trainers whose loss counts: of each pipeline the last stage, and one of each tensor-parallel group.
     """
 
     roles: tuple[str, ...]
     coordinates: Mapping[int, Coordinates]
+    experts: int = 1
     heads: frozenset[int] = frozenset()
     _groups: dict[tuple[str, ...], dict[int, tuple[int, ...]]] = field(
         default_factory=dict, compare=False, hash=False, repr=False
@@ -115,6 +120,43 @@ class Mesh:
         group = self.members(rank, *SEQUENCE)
         return Part(group.index(rank), len(group))
 
+    def expert_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks among which one copy of the experts is divided."""
+        group = self.same_parameters(rank)
+        first = group.index(rank) // self.experts * self.experts
+        return group[first : first + self.experts]
+
+    def same_experts(self, rank: int) -> tuple[int, ...]:
+        """The ranks of `rank`'s replica that hold the same experts."""
+        group = self.same_parameters(rank)
+        return group[group.index(rank) % self.experts :: self.experts]
+
+
+class Degrees(NamedTuple):
+    """Ranks along each axis of a regular mesh."""
+
+    replica: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp_out: int = 1
+    cp_in: int = 1
+    hp: int = 1
+    tp: int = 1
+
+
+def regular(degrees: Degrees, experts: int = 1) -> Mesh:
+    """The mesh of `degrees` on ranks that are numbered along its axes, the last of them fastest.
+
+    Raises UserError when a degree is not positive or `experts` does not divide the data-parallel ranks.
+    """
+    for axis, degree in degrees._asdict().items():
+        if degree < 1:
+            raise UserError(f"{axis} = {degree} is not a number of ranks.", do=f"{axis} = 1 or more")
+    every = itertools.product(*(range(degree) for degree in degrees))
+    found = {rank: Coordinates(*one) for rank, one in enumerate(every)}
+    last = {rank for rank, one in found.items() if one.pp == degrees.pp - 1}
+    return _made(("trainer",) * len(found), found, last, experts)
+
 
 def of_plan(plan: Plan) -> Mesh:
     """The mesh of a plan's ranks."""
@@ -125,8 +167,7 @@ def of_plan(plan: Plan) -> Mesh:
         inside, last = {rank: Coordinates(dp=index) for index, rank in enumerate(replicas[0])}, set(replicas[0])
     like = {rank: replicas[0][index] for ranks in replicas for index, rank in enumerate(ranks)}
     found = {rank: inside[like[rank]]._replace(replica=n) for n, ranks in enumerate(replicas) for rank in ranks}
-    heads = frozenset(rank for rank in found if like[rank] in last and found[rank].tp == 0)
-    return Mesh(roles, found, heads)
+    return _made(roles, found, {rank for rank in found if like[rank] in last}, 1)
 
 
 def _of_stages(plan: Plan) -> tuple[dict[int, Coordinates], set[int]]:
@@ -145,6 +186,19 @@ def _of_stages(plan: Plan) -> tuple[dict[int, Coordinates], set[int]]:
         last |= {rank for stage in stages if stage.layers == stages[-1].layers for rank in stage.ranks}
         offset += width
     return found, last
+
+
+def _made(roles: tuple[str, ...], coordinates: Mapping[int, Coordinates], last: set[int], experts: int) -> Mesh:
+    """`last`: ranks of the last stages."""
+    mesh = Mesh(roles, coordinates, experts, frozenset(rank for rank in last if coordinates[rank].tp == 0))
+    for group in mesh.groups(*DATA):
+        if experts < 1 or len(group) % experts:
+            near = max(degree for degree in range(1, max(1, experts) + 1) if len(group) % degree == 0)
+            raise UserError(
+                f"ep = {experts} does not divide the {len(group)} ranks that hold the same parameters.",
+                do=f"ep = {near}",
+            )
+    return mesh
 
 
 # --- process groups ------------------------------------------------------------------------------------------------
