@@ -22,6 +22,7 @@ torch.use_deterministic_algorithms(True)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; programs of tests inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 tcpstore.own_process()  # stores of tests wait for no name server
+os.register_at_fork(after_in_child=gc.freeze)  # what tests before left behind belongs to threads that no fork has
 
 # Shared machines stall for seconds now and then: how long a draw or an example took says nothing of the code.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from collections.abc import Callable
@@ -68,8 +69,9 @@ def together(count: int, run: Callable[[int, Callable[..., OuterSync]], Any], **
         thread.start()
     for thread in threads:
         thread.join(60)
-    for engine in engines:
-        engine.close()  # else its thread keeps its group, with ten threads and sockets, to the end of the process
+    while engines:
+        engines.pop().close()  # else its thread keeps its group, with ten threads and sockets, as long as it lives
+    gc.collect()
     if errors:
         raise errors[0]
     return results

@@ -129,8 +129,12 @@ def test_the_error_is_measured_over_predicted(tmp_path: Path) -> None:
 def test_a_huge_run_is_quick_and_small(tmp_path: Path) -> None:
     folder = made.make(tmp_path, 100_000)
     began = time.process_time()
+    for line in (folder / "events.jsonl").read_text().splitlines():
+        json.loads(line)
+    parsed = time.process_time() - began
+    began = time.process_time()
     path = report.write(folder)
-    assert time.process_time() - began < 5.0  # 1.6 s on one core of a quiet machine, 3.2 beside others
+    assert time.process_time() - began < 6 * parsed  # 2.3 times; seconds would depend on what else runs
     assert path.stat().st_size < 1_000_000
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import select
 import signal
@@ -145,6 +146,7 @@ def fork(task: Task, place: Place) -> Child:
         return Child(place, pid, os.pidfd_open(pid), reader, calls=calls)
     os.close(reader)
     os.close(calls)
+    gc.freeze()  # groups that the launcher has left behind would be taken apart here, where their threads are not
     code = 1
     try:
         code = _live(task, replace(place, recall=Recall(heard)), writer, launcher)
