@@ -57,6 +57,12 @@ def compile_kernel(place: tuple[str, str]) -> None:
     getattr(sys.modules[module], name).compile()
 
 
+def load() -> None:
+    """Loads all kernels into this process, so that its forks need not: 0.7 s."""
+    for place in kernels(sources()):
+        compile_kernel(place)
+
+
 def main() -> None:
     """Compiles what is not compiled yet."""
     CACHE.mkdir(exist_ok=True)

@@ -4,6 +4,7 @@ never written is NaN."""
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import shutil
 import signal
@@ -24,6 +25,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
 tcpstore.own_process()  # stores of tests wait for no name server
 os.register_at_fork(after_in_child=gc.freeze)  # what tests before left behind belongs to threads that no fork has
 
+COMPILE = Path(__file__).with_name("compile_kernels.py")
+
 # Shared machines stall for seconds now and then: how long a draw or an example took says nothing of the code.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
@@ -42,18 +45,30 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What tests and their forks would do again and again: compile kernels, look through all that is imported."""
+    """What tests and their forks would do again and again: load kernels, look through all that is imported."""
     if session.config.option.collectonly:
         return
-    if "espalier.kernels" in sys.modules and not hasattr(session.config, "workerinput"):
-        compile_kernels()
+    if "espalier.kernels" in sys.modules:
+        if not hasattr(session.config, "workerinput"):
+            compile_kernels()
+        load_kernels()
     gc.collect()
     gc.freeze()
 
 
 def compile_kernels() -> None:
     """Nothing is done where the sources have not changed."""
-    subprocess.run([sys.executable, str(Path(__file__).with_name("compile_kernels.py"))], check=True)
+    subprocess.run([sys.executable, str(COMPILE)], check=True)
+
+
+def load_kernels() -> None:
+    """From the cache on disk."""
+    spec = importlib.util.spec_from_file_location(COMPILE.stem, COMPILE)
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    program.load()
 
 
 @pytest.fixture(autouse=True)
