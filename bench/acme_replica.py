@@ -70,13 +70,13 @@ def guarded(task: Task) -> None:
     from torch.distributed import TCPStore
 
     from espalier.resilience import guard
-    from espalier.sync.members import Crew
+    from espalier.sync.membership import MemberGroup
 
     store = TCPStore("127.0.0.1", int(task.server), timeout=timedelta(seconds=60))
     model = model_of(task)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     members = tuple(range(task.replicas))
-    crew = Crew(store, task.member, members, timeout=30.0, grace=0.5, returns=task.returns, silence=task.silence)
+    crew = MemberGroup(store, task.member, members, timeout=30.0, grace=0.5, returns=task.returns, silence=task.silence)
     run, tell = guard(model, optimizer, crew), telling(task)
     while True:
         optimizer.zero_grad()

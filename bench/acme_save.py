@@ -20,18 +20,18 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from espalier.checkpoint import interval, tree
-from espalier.checkpoint.pace import choose
+from espalier.checkpoint import state_tree, young_daly
+from espalier.checkpoint.save_interval import choose
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import derive, load
-from espalier.hardware.heap import keep_freed
-from espalier.hardware.peak import held, peak_memory
+from espalier.hardware.malloc_trim import keep_freed
+from espalier.hardware.peak_memory import held, peak_memory
 from espalier.language.workload import open_language
-from espalier.launch.base import Place
+from espalier.launch.base import RankSpec
 from espalier.plan.base import Plan, Rank
-from espalier.rank import saving_group
 from espalier.testing import forks
-from espalier.trainer import Setting, Trainer
+from espalier.trainer import RankSetup, Trainer
+from espalier.worker import saving_group
 from table import Row, compare
 
 RANKS, LIMIT = 2, 280.0
@@ -81,8 +81,8 @@ class Loop:
         samples = recipe.train.batch_tokens // recipe.train.sequence
         cuts = [samples * one // RANKS for one in range(RANKS + 1)]
         plan = Plan(ranks=tuple(Rank(share=(cuts[one], cuts[one + 1])) for one in range(RANKS)), micro_batch=2)
-        place = Place(rank=channel.rank(), world=RANKS)
-        self.trainer = Trainer(Setting(recipe, plan, workload, place), channel)
+        place = RankSpec(rank=channel.rank(), world=RANKS)
+        self.trainer = Trainer(RankSetup(recipe, plan, workload, place), channel)
         self.workload, self.shard = workload, self.trainer.setting.shard
         self.flag, self.group = torch.zeros(1), dist.new_group(backend="gloo")
 
@@ -107,8 +107,8 @@ class Loop:
 
     def copy(self, room: dict[str, torch.Tensor]) -> float:
         """Seconds of copying the state into `room`."""
-        tensors, _ = tree.flatten(self.trainer.parts())
-        own = {name: tree.local(one) for name, one in tensors.items()}
+        tensors, _ = state_tree.flatten(self.trainer.parts())
+        own = {name: state_tree.local(one) for name, one in tensors.items()}
         for name, one in own.items():
             room.setdefault(name, torch.zeros_like(one))
         dist.barrier(group=self.group)
@@ -125,7 +125,7 @@ def life(channel: Any, workload: Any, recipe: Any, folder: Path, rounds: int) ->
     saved = Checkpoints(folder / "ours", keep=1, group=saving_group(channel))
     for _ in range(3):
         loop.step()
-    state = sum(tree.local(one).nbytes for one in tree.flatten(loop.trainer.parts())[0].values())
+    state = sum(state_tree.local(one).nbytes for one in state_tree.flatten(loop.trainer.parts())[0].values())
     peak_memory(torch.device("cpu"))
     before = held()
 
@@ -196,7 +196,7 @@ def table(case: str, told: Told) -> list[Row]:
     lost = [turn.stood + turn.steps * (turn.step - alone) for turn, alone in zip(told.ours, told.alone, strict=True)]
     step = statistics.median(told.alone)
     written = statistics.median(turn.written for turn in told.ours)
-    chosen = choose(max(1e-9, statistics.median(lost)), written, step, interval.ASSUMED)
+    chosen = choose(max(1e-9, statistics.median(lost)), written, step, young_daly.ASSUMED)
     share = [one / (one + chosen.steps * step) for one in lost]
     peer = [turn.step / alone - 1 for turn, alone in zip(told.theirs, told.alone, strict=True)]
 

@@ -31,11 +31,11 @@ from scipy.stats import spearmanr
 from amsp_rank import Contestant, Outcome, Task
 from espalier import cluster as clusters
 from espalier.config import Pin
-from espalier.plan import asking
+from espalier.plan import request_from_recipe
 from espalier.plan.calibrate import DATASHEET, UNCALIBRATED, Calibration
 from espalier.plan.decide import decide
 from espalier.plan.estimate import estimate
-from espalier.plan.factors import Factors
+from espalier.plan.factors import CostFactors
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from netlab import Lab, Shape, first_said, ranked
@@ -109,7 +109,7 @@ def show(outcome: Outcome) -> None:
 def request_of(task: Task, ranks: int) -> Request:
     """What the planner is asked: exactly so many ranks of one thread, the batch of each in one piece."""
     pin = Pin(ranks=ranks, threads=1, recompute="none", accumulate=1)
-    return replace(asking.of_recipe(task.recipe()), pin=pin)
+    return replace(request_from_recipe.of_recipe(task.recipe()), pin=pin)
 
 
 def two_nodes() -> clusters.Cluster:
@@ -131,25 +131,25 @@ def layout_of(task: Task, factors: Triple, ranks: int = 4) -> Layouts:
     return Layouts(dp=ranks, threads=1, micro_batch=size, params=params, grads=grads, optimizer=optimizer)
 
 
-def speed(task: Task, alone: float) -> Factors:
+def speed(task: Task, alone: float) -> CostFactors:
     """The factors with which a step that exchanges nothing is predicted to take `alone` seconds."""
     terms = estimate(request_of(task, 4), two_nodes(), layout_of(task, (1, 1, 1))).terms
     busy = sum(terms[name] for name in ("forward", "backward", "launch", "optimizer"))
     slow = alone / busy
-    return Factors(product=slow, attention=slow, memory=slow, issue=slow)
+    return CostFactors(product=slow, attention=slow, memory=slow, issue=slow)
 
 
-def links(task: Task, factors: Factors, inside: float, between: float) -> Factors:
+def links(task: Task, factors: CostFactors, inside: float, between: float) -> CostFactors:
     """`factors` with the links on which plain data parallel is predicted to take `inside` seconds where nothing limits
     the nodes' links, and `between` seconds where something does."""
     plain = fitted(task, factors, "inside", inside, unlimited())
     return fitted(task, plain, "between", between, two_nodes())
 
 
-def fitted(task: Task, factors: Factors, name: str, plain: float, cluster: clusters.Cluster) -> Factors:
+def fitted(task: Task, factors: CostFactors, name: str, plain: float, cluster: clusters.Cluster) -> CostFactors:
     """`factors` with the one called `name` such that plain data parallel is predicted to take `plain` seconds."""
 
-    def at(value: float) -> Factors:
+    def at(value: float) -> CostFactors:
         return msgspec.structs.replace(factors, **{name: value})
 
     def miss(value: float) -> float:
@@ -161,12 +161,12 @@ def fitted(task: Task, factors: Factors, name: str, plain: float, cluster: clust
     return at(float(brentq(miss, low, high)))
 
 
-def predicted(task: Task, factors: Factors, triple: Triple, cluster: clusters.Cluster | None = None) -> float:
+def predicted(task: Task, factors: CostFactors, triple: Triple, cluster: clusters.Cluster | None = None) -> float:
     """Seconds of a step."""
     return estimate(request_of(task, 4), cluster or two_nodes(), layout_of(task, triple), factors).step_seconds
 
 
-def choose(task: Task, cluster: clusters.Cluster, ranks: int, factors: Factors | None = None) -> Any:
+def choose(task: Task, cluster: clusters.Cluster, ranks: int, factors: CostFactors | None = None) -> Any:
     """The plan that `espalier train` would take."""
     calibration = Calibration(factors=factors, spread=UNCALIBRATED) if factors else DATASHEET
     taken = decide(request_of(task, ranks), cluster, calibration, dict).taken

@@ -23,12 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from espalier import comm
 from espalier.config import Gpt, derive, load
-from espalier.hardware.heap import keep_freed
+from espalier.hardware.malloc_trim import keep_freed
 from espalier.language.gpt import GPT
 from espalier.language.workload import new_model
 from espalier.shard.amsp import Amsp
-from espalier.shard.placement import Factors
-from espalier.shard.spread import Spread
+from espalier.shard.placement import ShardFactors
+from espalier.shard.placement_plan import Spread
 
 SEED = 11
 TIMEOUT = 120.0
@@ -121,7 +121,7 @@ class Runner:
 
     def _ours(self, model: GPT, channel: dist.ProcessGroup | None) -> tuple[nn.Module, list[Tensor]]:
         nodes = [int(node) for node in os.environ["NETLAB_NODES"].split(",")]
-        factors = (("*", Factors(*self.who.factors)),)
+        factors = (("*", ShardFactors(*self.who.factors)),)
         spread = Spread(factors, nodes, list(model.blocks), bucket_bytes=self.who.bucket)
         self.sharding = Amsp(model, channel, spread)
         return model, [one.tensor for one in self.sharding.owned]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from espalier.graph.data import Graph
-from espalier.graph.sample import Sampler, Style
+from espalier.graph.neighbor_sampler import Sampler, Style
 from table import Row, compare
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from espalier import comm
 from espalier.comm.ddp import ddp_hook
 from espalier.config import derive, load
-from espalier.hardware.heap import keep_freed
+from espalier.hardware.malloc_trim import keep_freed
 from espalier.language.workload import open_language
 from espalier.sync.co2 import CO2
 from espalier.workload import Shard
@@ -37,7 +37,8 @@ PACKET = 66
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What to train and how: `kind` is `alone`, `ddp`, `accumulated`, `int8`, `torchft` or a method of `sync.choices`.
+    """What to train and how: `kind` is `alone`, `ddp`, `accumulated`, `int8`, `torchft` or a method of
+    `sync.method_choices`.
 
     `batch`: windows of `sequence` bytes of each host and step; `steps`: local steps between exchanges; `seconds`: after
     which no further round begins, evaluation not counted.

@@ -34,11 +34,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from beside_dgl import of_dgl, sampler
 from espalier import config
 from espalier.config import derive, load
-from espalier.graph import generate, pyg, sources
+from espalier.graph import pyg, sources, synthetic
 from espalier.graph.data import Graph, Parts
-from espalier.graph.views import infer
+from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
-from espalier.hardware.peak import peak_memory
+from espalier.hardware.peak_memory import peak_memory
 from espalier.workload import Shard
 from table import Row, arguments, compare, publish
 
@@ -187,7 +187,7 @@ def trained(workload: GraphWorkload) -> float:
 
     count = workload.global_batch
     plan = plans.Plan(ranks=(plans.Rank(share=(0, count)),), micro_batch=count, precision="fp32")
-    one = trainer.Trainer(trainer.Setting(workload.recipe, plan, workload, launch.places(plan)[0]), None)
+    one = trainer.Trainer(trainer.RankSetup(workload.recipe, plan, workload, launch.places(plan)[0]), None)
     for step in range(workload.recipe.train.steps or 0):
         one.train_step(workload.batches(step, Shard(0, count, count)))
     model = one.built.model.eval()
@@ -274,11 +274,11 @@ def memory(kind: str, graph_text: str, folder: str, form: str) -> float:
 
 
 def measure_memory(kind: str, text: str, folder: str, form: str) -> None:
-    graph = generate.load(text, Path(folder))
+    graph = synthetic.load(text, Path(folder))
     if form == "ours":
         workload = opened(graph, kind)
         model = workload.build(torch.device("cpu"), torch.float32).eval()
-        small = opened(generate.load("planted:nodes=100", Path(folder)), kind)
+        small = opened(synthetic.load("planted:nodes=100", Path(folder)), kind)
         infer(small.build(torch.device("cpu"), torch.float32).eval(), small.task.held)  # compiles
         run: Callable[[], object] = lambda: infer(model, workload.task.held)  # noqa: E731
     else:
@@ -356,7 +356,7 @@ def main() -> None:
             **{f"memory-{kind}": _memory_rows(kind, text, folder) for kind in KINDS},
             "inference-cliques": lambda: [inference("gcn", cliquish(5_000 if quick else 20_000), "cliques", pairs)],
             **{f"maxk-{k}": _maxk(denser, folder, k, pairs, 20 if quick else 60) for k in (32, 16, 8)},
-            "sampler": lambda: sampler(generate.load(text, Path(folder)), dgl, pairs, 10 if quick else 40),
+            "sampler": lambda: sampler(synthetic.load(text, Path(folder)), dgl, pairs, 10 if quick else 40),
         }
         for name, kind in ACCURATE if named else ():
             cases[f"accuracy-{name}-{kind}"] = _accuracy(Path(named or ""), name, kind, 2 if quick else 10)
@@ -368,12 +368,12 @@ def main() -> None:
 
 
 def _maxk(text: str, folder: str, k: int, pairs: int, steps: int) -> Callable[[], list[Row]]:
-    return lambda: maxk(generate.load(text, Path(folder)), k, pairs, steps)
+    return lambda: maxk(synthetic.load(text, Path(folder)), k, pairs, steps)
 
 
 def _later(what: Callable[..., Any], kind: str, text: str, folder: str, *more: Any) -> Callable[[], list[Row]]:
     def run() -> list[Row]:
-        found = what(kind, generate.load(text, Path(folder)), text, *more)
+        found = what(kind, synthetic.load(text, Path(folder)), text, *more)
         return found if isinstance(found, list) else [found]
 
     return run

@@ -29,14 +29,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from espalier import rank
+from espalier import worker
 from espalier.comm import Traffic, hybrid, traffic
 from espalier.comm.base import feedback
 from espalier.comm.codecs import codec
 from espalier.config import Adamw, Recipe, derive, load
 from espalier.language.workload import LanguageWorkload, open_language
 from espalier.launch import local
-from espalier.launch.base import Place
+from espalier.launch.base import RankSpec
 from espalier.workload import Shard
 from table import Row, compare, publish
 
@@ -82,7 +82,7 @@ def noisy(gradient: Tensor, generator: torch.Generator) -> Tensor:
 class Zero1:
     """Masters of one rank's part of all parameters, moved by AdamW. Has state: them, and the residual."""
 
-    def __init__(self, model: nn.Module, scheme: Scheme, place: Place, options: Adamw) -> None:
+    def __init__(self, model: nn.Module, scheme: Scheme, place: RankSpec, options: Adamw) -> None:
         self.parameters = list(model.parameters())
         self.scheme, self.options = scheme, options
         count = sum(one.numel() for one in self.parameters)
@@ -130,7 +130,7 @@ class Zero1:
             one.grad = None
 
 
-def trained(place: Place, workload: LanguageWorkload, recipe: Recipe, scheme: Scheme) -> float:
+def trained(place: RankSpec, workload: LanguageWorkload, recipe: Recipe, scheme: Scheme) -> float:
     """The loss on held-out windows, in nats per byte, after the recipe's steps."""
     assert isinstance(recipe.train.optimizer, Adamw)
     assert recipe.train.steps is not None
@@ -139,7 +139,7 @@ def trained(place: Place, workload: LanguageWorkload, recipe: Recipe, scheme: Sc
     model = workload.build(torch.device("cpu"), torch.float32)
     samples = workload.global_batch
     mine = Shard(samples * place.rank // RANKS, samples * (place.rank + 1) // RANKS, samples)
-    with rank.joined(place, 120.0):
+    with worker.joined(place, 120.0):
         state = Zero1(model, scheme, place, recipe.train.optimizer)
         top = scheme.rate or recipe.train.optimizer.learning_rate
         for step in range(recipe.train.steps):
@@ -192,7 +192,7 @@ def losses(asked: dict[str, Scheme], seeds: Sequence[int], size: str) -> dict[st
         recipe = recipe_of(seed, size)
         workload = open_language(recipe)
         for name, scheme in asked.items():
-            places = [Place(rank=one, world=RANKS, local_rank=one) for one in range(RANKS)]
+            places = [RankSpec(rank=one, world=RANKS, local_rank=one) for one in range(RANKS)]
             loss = local.run(partial(trained, workload=workload, recipe=recipe, scheme=scheme), places)[0]
             found[name].append(loss)
             print(f"seed {seed}, {name}: {loss:.4f}", file=sys.stderr, flush=True)

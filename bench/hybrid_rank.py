@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from espalier.cluster import order
+from espalier.cluster import machine_order
 from espalier.comm import Traffic, connect, ddp_hook, disconnect, hybrid, mpi, traffic
 from espalier.comm.codecs import codec
 from espalier.hardware import link
-from espalier.launch import started
+from espalier.launch import detect_launcher
 from espalier.launch.base import store
 
 TIMEOUT = 300.0
@@ -96,7 +96,7 @@ def chosen_here() -> tuple[str, str]:
     bandwidth = 2 * (ranks - 1) / ranks * x.nbytes / float(took)
     told: list[Any] = [None] * ranks
     dist.all_gather_object(told, {name: tuple(rate) for name, rate in hybrid.measure().items()})
-    slowest = {name: hybrid.Rate(*map(min, zip(*(one[name] for one in told), strict=True))) for name in told[0]}
+    slowest = {name: hybrid.CodecRate(*map(min, zip(*(one[name] for one in told), strict=True))) for name in told[0]}
     chosen = hybrid.choose("auto", bandwidth, slowest)
     return chosen.codecs.get(Traffic.GRADIENTS, "exact"), chosen.why
 
@@ -163,7 +163,7 @@ def progress(task: dict[str, Any]) -> dict[str, Any]:
 
 def sites(task: dict[str, Any]) -> dict[str, Any]:
     """Seconds of Gloo's ring with ranks numbered in turn, as these are, and in the order that measured links give."""
-    found = order.ring(link.measure(repeats=4, large=2**19).bandwidth.tolist())
+    found = machine_order.ring(link.measure(repeats=4, large=2**19).bandwidth.tolist())
     rank, ranks = dist.get_rank(), dist.get_world_size()
     limit = timedelta(seconds=TIMEOUT)
     groups = {}
@@ -232,7 +232,7 @@ def main() -> None:
     """The task is the one argument; rank 0 prints the result."""
     torch.set_num_threads(1)
     task = json.loads(sys.argv[1])
-    place = started.place()
+    place = detect_launcher.place()
     assert place is not None
     if task["what"] == "sites":  # machines of the two sites in turn
         place = replace(place, rank=[0, 2, 1, 3][place.rank])

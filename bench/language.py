@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier import rank, trainer
+from espalier import trainer, worker
 from espalier.config import derive, load
 from espalier.errors import Interrupted
-from espalier.hardware.peak import peak_memory
+from espalier.hardware.peak_memory import peak_memory
 from espalier.launch import base as launch
 from espalier.launch import local
-from espalier.verbs import planning, ready
+from espalier.verbs import prepare, run_plan
 from table import Row, arguments, compare, publish, within
 
 TURN = 180.0
@@ -76,7 +76,7 @@ class Case:
     """A shape made ready: recipe, corpus, and the plan Espalier chose."""
 
     shape: Shape
-    resolved: ready.Resolved
+    resolved: prepare.Resolved
     workload: Any
     plan: Any
 
@@ -104,9 +104,9 @@ def make_case(shape: Shape, cache: Path) -> Case:
         },
     }
     recipe, derivations = derive.resolve(load.from_table(table))
-    resolved = ready.Resolved(recipe, derivations)
-    workload = ready.open_workload(resolved)
-    plan = planning.choose(resolved, workload, ready.machines(recipe))
+    resolved = prepare.Resolved(recipe, derivations)
+    workload = prepare.open_workload(resolved)
+    plan = run_plan.choose(resolved, workload, prepare.machines(recipe))
     return Case(shape, resolved, workload, plan)
 
 
@@ -117,15 +117,15 @@ def ours(case: Case, steps: int) -> Measured:
     """The run as `espalier train` does it, without checkpoints and validation."""
     plan = case.plan
 
-    def life(place: launch.Place) -> tuple[list[float], float]:
+    def life(place: launch.RankSpec) -> tuple[list[float], float]:
         seconds: list[float] = []
 
         def emit(event: str, **fields: Any) -> None:
             if event == "step":
                 seconds.append(fields["seconds"])
 
-        setting = trainer.Setting(case.resolved.recipe, plan, case.workload, place, emit=emit, stop_after=steps)
-        with rank.joined(place, 60.0) as channel:
+        setting = trainer.RankSetup(case.resolved.recipe, plan, case.workload, place, emit=emit, stop_after=steps)
+        with worker.joined(place, 60.0) as channel:
             one = trainer.Trainer(setting, channel)
             with contextlib.suppress(Interrupted):
                 one.run()
@@ -166,7 +166,7 @@ def one_process(case: Case, steps: int) -> Measured:
 def _loop(case: Case, steps: int, world: int, threads: int, wrap: Callable[..., Any]) -> Measured:
     """The training loop of the tutorials: forward, backward, clip, step."""
 
-    def life(place: launch.Place) -> tuple[list[float], float]:
+    def life(place: launch.RankSpec) -> tuple[list[float], float]:
         torch.set_num_threads(place.threads)
         if world > 1:
             dist.init_process_group("gloo", store=launch.store(place, 60.0), rank=place.rank, world_size=world)
@@ -194,7 +194,7 @@ def _loop(case: Case, steps: int, world: int, threads: int, wrap: Callable[..., 
             dist.barrier()  # and no more: a Reducer that is the group's last owner waits for Gloo with the GIL held
         return seconds, peak_memory(torch.device("cpu"))
 
-    places = [launch.Place(rank=index, world=world, local_rank=index, threads=threads) for index in range(world)]
+    places = [launch.RankSpec(rank=index, world=world, local_rank=index, threads=threads) for index in range(world)]
     return _summary(case, local.run(life, places))
 
 

@@ -81,7 +81,7 @@ def train(request: dict[str, Any]) -> tuple[list[float], int]:
 
 
 if __name__ == "__main__":
-    from espalier.hardware.peak import peak_memory
+    from espalier.hardware.peak_memory import peak_memory
 
     seconds, parameters = train(json.loads(Path(sys.argv[1]).read_text()))
     memory = peak_memory(torch.device("cpu"))

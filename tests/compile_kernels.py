@@ -27,12 +27,12 @@ CACHE = PACKAGE / "kernels" / "__pycache__"
 
 def sources() -> list[Path]:
     """The files with kernels, and with functions that kernels call."""
-    return [path for path in sorted(PACKAGE.rglob("*.py")) if "kernels.compiled import" in path.read_text("utf-8")]
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if "kernels.numba_compile import" in path.read_text("utf-8")]
 
 
 def state(files: list[Path]) -> dict[str, Any]:
     """What was compiled, and where it lies."""
-    texts = [path.read_bytes() for path in (PACKAGE / "kernels" / "compiled.py", *files)]
+    texts = [path.read_bytes() for path in (PACKAGE / "kernels" / "numba_compile.py", *files)]
     texts += [sys.version.encode(), importlib.metadata.version("numba").encode()]
     found = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("__pycache__/*.nbi"))
     return {"sources": hashlib.sha256(b"\0".join(texts)).hexdigest(), "compiled": found}
@@ -40,7 +40,7 @@ def state(files: list[Path]) -> dict[str, Any]:
 
 def kernels(files: list[Path]) -> list[tuple[str, str]]:
     """(module, name) of every kernel, the longest first."""
-    from espalier.kernels.compiled import Kernel
+    from espalier.kernels.numba_compile import Kernel
 
     found = {}
     for path in files:

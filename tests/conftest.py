@@ -16,13 +16,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from espalier import tcpstore
+from espalier import store_client
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; programs of tests inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-tcpstore.own_process()  # stores of tests wait for no name server
+store_client.own_process()  # stores of tests wait for no name server
 os.register_at_fork(after_in_child=gc.freeze)  # what tests before left behind belongs to threads that no fork has
 
 COMPILE = Path(__file__).with_name("compile_kernels.py")

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier import cluster as clusters
-from espalier.cluster import Pair, order
+from espalier.cluster import Pair, machine_order
 from espalier.plan import explain
-from espalier.plan.network import seats
+from espalier.plan.collective_time import seats
 
 SLOW, FAST, FASTEST = 1e7, 1e8, 1e10
 
@@ -42,7 +42,7 @@ def apart(table: list[list[float]], found: Any, least: float) -> int:
 @given(st.lists(st.sampled_from(["Aa", "Ab", "Ba", "Bb", "Ca"]), min_size=1, max_size=7))
 def test_no_order_crosses_any_level_less(names: list[str]) -> None:
     table = sites(" ".join(names))
-    found = order.ring(table)
+    found = machine_order.ring(table)
     assert sorted(found) == list(range(len(names)))
     assert found[0] == 0
     every = [(0, *rest) for rest in itertools.permutations(range(1, len(names)))]
@@ -50,7 +50,7 @@ def test_no_order_crosses_any_level_less(names: list[str]) -> None:
         assert apart(table, found, least) == min(apart(table, one, least) for one in every)
     slow = any(SLOW in row for row in table)
     if slow:
-        assert order.crossings(table, found) == min(order.crossings(table, one) for one in every)
+        assert machine_order.crossings(table, found) == min(machine_order.crossings(table, one) for one in every)
 
 
 @given(st.integers(1, 6), st.randoms(use_true_random=False))
@@ -58,7 +58,7 @@ def test_any_links_at_all_are_ordered_so(machines: int, chance: random.Random) -
     table = [[0.0] * machines for _ in range(machines)]
     for a, b in itertools.combinations(range(machines), 2):
         table[a][b] = table[b][a] = 10.0 ** chance.randint(6, 9)
-    found = order.ring(table)
+    found = machine_order.ring(table)
     every = list(itertools.permutations(range(machines)))
     for least in (1e7, 1e8, 1e9):
         assert apart(table, found, least) == min(apart(table, one, least) for one in every)
@@ -67,16 +67,19 @@ def test_any_links_at_all_are_ordered_so(machines: int, chance: random.Random) -
 def test_links_that_differ_by_chance_change_nothing() -> None:
     chance = random.Random(3)
     table = [[FAST * chance.uniform(0.85, 1.2) for _ in range(6)] for _ in range(6)]
-    assert order.ring(table) == tuple(range(6))
-    assert order.crossings(table, range(6)) == 0
+    assert machine_order.ring(table) == tuple(range(6))
+    assert machine_order.crossings(table, range(6)) == 0
 
 
 def test_sites_in_turn_are_put_together() -> None:
     table = sites("Aa Bb Aa Bb Aa Bb")
-    assert order.ring(table) == (0, 2, 4, 1, 3, 5)
-    assert (order.crossings(table, order.ring(table)), order.crossings(table, range(6))) == (2, 6)
-    assert order.ring([]) == ()
-    assert order.ring([[0.0]]) == (0,)
+    assert machine_order.ring(table) == (0, 2, 4, 1, 3, 5)
+    assert (machine_order.crossings(table, machine_order.ring(table)), machine_order.crossings(table, range(6))) == (
+        2,
+        6,
+    )
+    assert machine_order.ring([]) == ()
+    assert machine_order.ring([[0.0]]) == (0,)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.compose import Claim, Order, Refusal, compose, require
+from espalier.compose import Claim, Composition, Refusal, compose, require
 from espalier.errors import UserError
 from espalier.mechanisms import UNMET
 
@@ -78,7 +78,7 @@ def test_every_need_is_met_by_something_earlier_and_nothing_forbidden_is_present
 @given(claim_sets())
 def test_a_refusal_names_present_mechanisms_and_something_to_do(claims: list[Claim]) -> None:
     found = compose(claims)
-    if isinstance(found, Order):
+    if isinstance(found, Composition):
         return
     assert set(found.pair) <= {claim.name for claim in claims}
     assert found.reason
@@ -91,9 +91,9 @@ def test_a_refusal_names_present_mechanisms_and_something_to_do(claims: list[Cla
 @given(claim_sets(), st.sampled_from(["A", "bb", "zz"]))
 def test_a_claim_that_concerns_nobody_keeps_the_order_of_the_others(claims: list[Claim], name: str) -> None:
     found = compose(claims)
-    if isinstance(found, Order):
+    if isinstance(found, Composition):
         wider = compose([*claims, claim(name)])
-        assert isinstance(wider, Order)
+        assert isinstance(wider, Composition)
         assert tuple(other for other in wider.names if other != name) == found.names
 
 
@@ -101,13 +101,13 @@ def test_a_claim_that_concerns_nobody_keeps_the_order_of_the_others(claims: list
 def test_an_exchange_that_is_offered_would_be_accepted(claims: list[Claim]) -> None:
     known = [claim(name, "shard", changes={"whole"}) for name in ("plain", "plainer")]
     found = compose(claims, known)
-    if isinstance(found, Order) or " instead of " not in found.instead:
+    if isinstance(found, Composition) or " instead of " not in found.instead:
         return
     offer, _, given_up = found.instead.partition(" instead of ")
     chosen = {other.name: other for other in (*claims, *known)}.get(offer.split(" = ")[1])
     if chosen is not None:
         kept = {other for other in claims if other.name != given_up}
-        assert isinstance(compose({*kept, chosen}), Order)
+        assert isinstance(compose({*kept, chosen}), Composition)
 
 
 def test_who_brings_a_property_is_applied_before_who_needs_it() -> None:
@@ -116,7 +116,7 @@ def test_who_brings_a_property_is_applied_before_who_needs_it() -> None:
 
 
 def test_nothing_composes_to_nothing() -> None:
-    assert compose([]) == Order(())
+    assert compose([]) == Composition(())
     assert require([]) == ()
 
 

@@ -15,15 +15,25 @@ from typing import Any
 import pytest
 
 from espalier import cli, cluster, units
-from espalier.plan import factors, layouts, memory, network, published, request, search, seconds, speed
+from espalier.plan import (
+    collective_time,
+    device_model,
+    factors,
+    layouts,
+    memory_model,
+    reference_models,
+    request,
+    search,
+    step_time,
+)
 from espalier.plan.measurements.table import read
-from espalier.shard.cost import Division, States, cost
+from espalier.shard.cost import Division, StateSizes, cost
 
 calibrate = importlib.import_module("espalier.plan.calibrate")  # the package has a function of that name
 PAGE = Path(__file__).parent.parent / "docs" / "planner.md"
 MODULES = {
     module.__name__.rpartition(".")[2]: module
-    for module in (calibrate, memory, network, published, search, seconds, speed)
+    for module in (calibrate, memory_model, collective_time, reference_models, search, step_time, device_model)
 }
 NAMES = {**MODULES, "cluster": cluster, "request": request, "layouts": layouts}
 IN_FACTORS = {"calibrate.PRIOR", "calibrate.LOWEST"}
@@ -98,7 +108,7 @@ def test_every_constant_says_what_it_is_and_where_it_comes_from() -> None:
 
 def test_the_table_of_factors_is_the_codes() -> None:
     rows = {row[0].replace("`", ""): row for row in table("Calibration")}
-    assert list(rows) == list(factors.Factors.__struct_fields__)
+    assert list(rows) == list(factors.CostFactors.__struct_fields__)
     for name, row in rows.items():
         if name not in calibrate.PRIOR:
             assert row[2:] == ["–", "–", "–"], name
@@ -113,7 +123,7 @@ def test_the_example_of_states_is_what_the_code_says() -> None:
     assert len(rows) == 8
     for params, grads, optimizer, said in rows:
         split = Division(int(params), int(grads), int(optimizer), 64)
-        found = cost(States(published.MIXED, elements=6_738_415_616), split).held
+        found = cost(StateSizes(reference_models.MIXED, elements=6_738_415_616), split).held
         held = sum(found[name] for name in ("params", "grads", "optimizer"))
         assert f"{held / 2**30:.2f}" == said
 

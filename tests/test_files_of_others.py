@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from espalier import cluster as clusters
-from espalier import encoding
+from espalier import serialization
 from espalier.checkpoint import manifest
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import load
@@ -22,16 +22,16 @@ from espalier.evaluate.eval_history import EvalHistory
 from espalier.graph import tables as graphs
 from espalier.language import hf
 from espalier.plan import base as plans
-from espalier.resilience.acme import skipping
-from espalier.track import events, tables
+from espalier.resilience.acme import skip_list
+from espalier.track import events, run_tables
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "manifest.json": lambda path: manifest.loads(path.read_bytes()),
     "plan.json": plans.read,
     "cluster.toml": clusters.read,
     "run.toml": load.load,
-    "events.jsonl": lambda path: (list(events.read(path)), tables.open_run(path.parent), EvalHistory(path)),
-    "skips.json": lambda path: skipping.read(path.parent),
+    "events.jsonl": lambda path: (list(events.read(path)), run_tables.open_run(path.parent), EvalHistory(path)),
+    "skips.json": lambda path: skip_list.read(path.parent),
     "config.json": hf._read_json,
 }
 DEEP, LONG = "[" * 100_000 + "]" * 100_000, "9" * 5000
@@ -103,4 +103,4 @@ def test_an_array_that_says_it_is_larger_than_memory_is_refused(tmp_path: Path, 
 )
 def test_lengths_of_msgpack_that_lie_are_refused(data: bytes) -> None:
     with pytest.raises(UserError, match="cannot be decoded"):
-        encoding.loads(data)
+        serialization.loads(data)

@@ -18,7 +18,7 @@ from reversed_batches import mechanism as reversed_batches
 from sums import mechanism as sums
 from watched_sums import mechanism as watched_sums
 
-from espalier import mechanisms, rank, trainer
+from espalier import mechanisms, trainer, worker
 from espalier.comm import codecs
 from espalier.compose import Claim
 from espalier.config import derive, load
@@ -29,8 +29,8 @@ from espalier.language.workload import open_language
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.mechanism import Mechanism
-from espalier.plan import again
 from espalier.plan import base as plans
+from espalier.plan import replan
 
 TOYS = Path(__file__).parent / "toys"
 STEPS = 4
@@ -71,15 +71,15 @@ def plan_of(ranks: int, **changes: Any) -> plans.Plan:
 def train(workload: Any, recipe: Any, plan: plans.Plan, *toys: Any) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step, then the held-out loss."""
 
-    def life(place: launch.Place) -> list[tuple[float, float]]:
+    def life(place: launch.RankSpec) -> list[tuple[float, float]]:
         seen: list[tuple[float, float]] = []
 
         def emit(event: str, **fields: Any) -> None:
             if event in ("step", "validation"):
                 seen.append((fields["loss"], fields.get("gradient_norm", 0.0)))
 
-        with rank.joined(place, 20.0) as channel:
-            setting = trainer.Setting(recipe, plan, workload, place, emit=emit)
+        with worker.joined(place, 20.0) as channel:
+            setting = trainer.RankSetup(recipe, plan, workload, place, emit=emit)
             trainer.Trainer(setting, channel, (*mechanisms.TABLE, *toys)).run()
         return seen
 
@@ -254,6 +254,6 @@ def test_the_page_shows_the_toys_as_they_are() -> None:
 def test_which_plans_are_planned_again_while_a_run_goes_on(corpus: Path, changes: dict[str, Any], reason: str) -> None:
     recipe, plan = recipe_of(corpus), plans.Plan(**{"ranks": (plans.Rank(), plans.Rank()), **changes})
     with pytest.raises(UserError) as refused:
-        mechanisms.require_beside(recipe, plan, again.CLAIM)
+        mechanisms.require_beside(recipe, plan, replan.CLAIM)
     assert reason in refused.value.why
-    mechanisms.require_beside(recipe, plans.Plan(ranks=(plans.Rank(), plans.Rank())), again.CLAIM)
+    mechanisms.require_beside(recipe, plans.Plan(ranks=(plans.Rank(), plans.Rank())), replan.CLAIM)

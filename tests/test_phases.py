@@ -11,15 +11,15 @@ import pytest
 import torch
 from programs import forked
 
-from espalier import phases, rank, trainer, workloads
+from espalier import phases, trainer, worker, workload_registry
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import load
 from espalier.errors import UserError
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
-from espalier.track.tables import open_run
-from espalier.verbs import trained
+from espalier.track.run_tables import open_run
+from espalier.verbs import load_run
 
 THEIRS = """
 import os, signal, time, torch
@@ -96,7 +96,7 @@ def train(home: Path, *overrides: str, code: int = 0) -> subprocess.CompletedPro
 
 def state_of(run: Path) -> dict[str, torch.Tensor]:
     """Model and optimizer after the last step."""
-    found = trained.open_trained(str(run))
+    found = load_run.open_trained(str(run))
     assert found.step == 12
     assert found.model.grid.shape[-1] == 8  # type: ignore[union-attr, index]
     optimizer = phases._made(found.recipe, found.workload)[1]
@@ -162,12 +162,12 @@ def open_run_events(run: Path) -> list[dict[str, Any]]:
 
 
 def test_what_kept_its_shape_keeps_its_value_and_its_optimizer_state(home: Path) -> None:
-    resolved = workloads.settle(load.load(home / "recipe.toml"), home)
-    whole = workloads.open_workload(resolved)
+    resolved = workload_registry.settle(load.load(home / "recipe.toml"), home)
+    whole = workload_registry.open_workload(resolved)
     first, second = whole.phases()
     plan = plans.Plan(ranks=(plans.Rank(share=(0, 8)),), micro_batch=8)
-    setting = lambda place: trainer.Setting(resolved.recipe, plan, whole.at(first), place, home)  # noqa: E731
-    local.run(lambda place: rank.train(setting(place), {})["step"], launch.places(plan))
+    setting = lambda place: trainer.RankSetup(resolved.recipe, plan, whole.at(first), place, home)  # noqa: E731
+    local.run(lambda place: worker.train(setting(place), {})["step"], launch.places(plan))
     saved = Checkpoints(home / "checkpoints")
     old, optimizer = phases._made(resolved.recipe, whole.at(first))
     assert saved.load({"model": old, "optimizer": optimizer}) is not None
@@ -189,9 +189,9 @@ def test_what_kept_its_shape_keeps_its_value_and_its_optimizer_state(home: Path)
 
 
 def test_phases_out_of_order_are_refused(home: Path) -> None:
-    resolved = workloads.settle(load.load(home / "recipe.toml", ["model.arguments.odd=true"]), home)
+    resolved = workload_registry.settle(load.load(home / "recipe.toml", ["model.arguments.odd=true"]), home)
     with pytest.raises(UserError, match="its phases begin at steps"):
-        workloads.open_workload(resolved).phases()
+        workload_registry.open_workload(resolved).phases()
 
 
 def test_phases_need_ranks_that_are_not_there_yet(home: Path) -> None:

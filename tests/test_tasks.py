@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from espalier import cluster as clusters
-from espalier import rank, trainer, workloads
+from espalier import trainer, worker, workload_registry
 from espalier.config import load
 from espalier.errors import UserError
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
-from espalier.verbs import planning
+from espalier.verbs import run_plan
 from espalier.workload import Shard, Tagged
 
 THEIRS = """
@@ -49,34 +49,34 @@ MACHINE = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\
 
 
 @pytest.fixture
-def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., workloads.Resolved]:
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., workload_registry.Resolved]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     sys.modules.pop("two_tasks", None)
     (tmp_path / "two_tasks.py").write_text(THEIRS)
 
-    def do(*overrides: str, **arguments: Any) -> workloads.Resolved:
+    def do(*overrides: str, **arguments: Any) -> workload_registry.Resolved:
         table = {
             "model": {"kind": "module", "build": "two_tasks:build", "arguments": arguments},
             "train": {"steps": 3, "batch_tokens": 8, "validate_every": 3, "optimizer": "adamw"},
             "plan": {"trial": False},
         }
-        return workloads.settle(load.from_table(table, "recipe", overrides), tmp_path)
+        return workload_registry.settle(load.from_table(table, "recipe", overrides), tmp_path)
 
     return do
 
 
-def run(resolved: workloads.Resolved, plan: plans.Plan) -> list[dict[str, Any]]:
+def run(resolved: workload_registry.Resolved, plan: plans.Plan) -> list[dict[str, Any]]:
     """The events of a run of that plan."""
-    workload = workloads.open_workload(resolved)
+    workload = workload_registry.open_workload(resolved)
 
-    def life(place: launch.Place) -> list[dict[str, Any]]:
+    def life(place: launch.RankSpec) -> list[dict[str, Any]]:
         told: list[dict[str, Any]] = []
 
         def emit(event: str, **fields: Any) -> None:
             told.append({"event": event, **fields})
 
-        rank.train(trainer.Setting(resolved.recipe, plan, workload, place, emit=emit), {})
+        worker.train(trainer.RankSetup(resolved.recipe, plan, workload, place, emit=emit), {})
         return told
 
     found: list[dict[str, Any]] = local.run(life, launch.places(plan))[0]
@@ -116,7 +116,7 @@ def test_two_ranks_do_what_one_does(opened: Callable[..., Any]) -> None:
 def test_tasks_may_be_trained_with_sharded_parameters(opened: Callable[..., Any]) -> None:
     resolved = opened("plan.pin.ranks=2", "plan.pin.shard={params=2, grads=2, optimizer=2}")
     machine = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')
-    plan = planning.choose(resolved, workloads.open_workload(resolved), machine)
+    plan = run_plan.choose(resolved, workload_registry.open_workload(resolved), machine)
     assert any(unit.params for unit in plan.units)
     one, two = run(opened(), alone()), run(opened(), plan)
     for left, right in zip(of(one, "step"), of(two, "step"), strict=True):
@@ -124,7 +124,7 @@ def test_tasks_may_be_trained_with_sharded_parameters(opened: Callable[..., Any]
 
 
 def test_the_gradient_is_that_of_the_weighted_sum(opened: Callable[..., Any]) -> None:
-    workload = workloads.open_workload(opened())
+    workload = workload_registry.open_workload(opened())
     model = workload.build(torch.device("cpu"), torch.float64)
     batches = workload.batches(0, Shard(0, 8, 8))
     assert [type(one) for one in batches] == [Tagged, Tagged]
@@ -137,4 +137,4 @@ def test_the_gradient_is_that_of_the_weighted_sum(opened: Callable[..., Any]) ->
 
 def test_a_task_that_counts_for_nothing_is_refused(opened: Callable[..., Any]) -> None:
     with pytest.raises(UserError, match="'far' has weight 0"):
-        workloads.open_workload(opened(weight=0.0))
+        workload_registry.open_workload(opened(weight=0.0))

@@ -14,7 +14,7 @@ from espalier import cli
 from espalier.terminal import rows, say, visible
 from espalier.track.events import Log
 from espalier.track.progress import Progress, Waiting
-from espalier.verbs import show
+from espalier.verbs import printing
 
 ATTACK = "\x1b]0;title\x07\x1b[2K\rgone\x9b1A\u202etxt"
 SHOWN = r"\x1b]0;title\x07\x1b[2K\rgone\x9b1A\u202etxt"
@@ -75,13 +75,13 @@ def test_what_is_waited_for_is_neither_markup_nor_a_format():
 
 
 def test_a_finished_run_shows_its_sample_without_obeying_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(show, "Console", lambda **_: Console(width=200, highlight=False))
+    monkeypatch.setattr(printing, "Console", lambda **_: Console(width=200, highlight=False))
     (tmp_path / "run.toml").write_text('[model]\nkind = "gpt"\n')
     with Log(tmp_path / "events.jsonl") as log:
         log.write("run", step=0, steps=2, ranks=1, workload="language")
         log.write("step", step=1, loss=1.0, seconds=1.0, tokens=1)
         log.write("sample", step=1, text=f"[red]def{ATTACK}")
-    show.finished(tmp_path, tmp_path / "report.html", 1.0)
+    printing.finished(tmp_path, tmp_path / "report.html", 1.0)
     assert f"[red]def{SHOWN}" in capsys.readouterr().out
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from espalier import cluster, mechanisms, rank, trainer
+from espalier import cluster, mechanisms, trainer, worker
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import derive, load
 from espalier.errors import Interrupted, RunFailed, UserError
@@ -21,7 +21,7 @@ from espalier.launch import local
 from espalier.plan import base as plans
 from espalier.plan.estimate import estimate
 from espalier.plan.layouts import Layouts
-from espalier.verbs import ready
+from espalier.verbs import prepare
 
 STEPS = 6
 
@@ -62,12 +62,12 @@ def train(recipe, plan, folder=None, stop_after=None):
             if event == "step":
                 losses.append(fields["loss"])
 
-        setting = trainer.Setting(recipe, plan, workload, place, folder, emit, stop_after=stop_after)
+        setting = trainer.RankSetup(recipe, plan, workload, place, folder, emit, stop_after=stop_after)
         saved = None
-        with rank.joined(place, 20.0) as channel:
+        with worker.joined(place, 20.0) as channel:
             one = trainer.Trainer(setting, channel)
             if folder is not None:
-                saved = Checkpoints(folder / "checkpoints", keep=2, group=rank.saving_group(channel))
+                saved = Checkpoints(folder / "checkpoints", keep=2, group=worker.saving_group(channel))
                 one.restore(saved)
             try:
                 one.run(saved)
@@ -176,8 +176,8 @@ def test_a_loss_that_is_not_finite_names_step_rank_and_documents(corpus, tmp_pat
     workload = Poisoned(open_language(recipe), step=2, sample=6)
 
     def life(place):
-        with rank.joined(place, 20.0) as channel:
-            trainer.Trainer(trainer.Setting(recipe, plan, workload, place), channel).run()
+        with worker.joined(place, 20.0) as channel:
+            trainer.Trainer(trainer.RankSetup(recipe, plan, workload, place), channel).run()
 
     with pytest.raises(RunFailed, match=r"The loss is not finite in step 3 on rank 1") as caught:
         local.run(life, launch.places(plan))
@@ -190,7 +190,7 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
     plan = plan_of(recipe, 4, 2)
     machine = cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
     layout = Layouts(dp=4, micro_batch=2)
-    predicted = estimate(ready.request(ready.Resolved(recipe)), machine, layout).sent_bytes
+    predicted = estimate(prepare.request(prepare.Resolved(recipe)), machine, layout).sent_bytes
 
     def life(place):
         sent = []
@@ -199,8 +199,8 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
             if event == "step":
                 sent.append(fields["bytes"])
 
-        with rank.joined(place, 20.0) as channel:
-            one = trainer.Trainer(trainer.Setting(recipe, plan, workload, place, emit=emit), channel)
+        with worker.joined(place, 20.0) as channel:
+            one = trainer.Trainer(trainer.RankSetup(recipe, plan, workload, place, emit=emit), channel)
             one.run()
         return sent, [p.numel() for p in one.built.model.parameters()]
 
@@ -225,13 +225,13 @@ def test_the_plans_bytes_of_sharded_states_are_the_ledgers(corpus, tmp_path, kin
         unit = plans.Unit(**groups, whole=kind == "muon")
         plan = plan_of(recipe, 4, 1, units=(unit,))
         layout = Layouts(dp=4, micro_batch=1, **names)
-        predicted = estimate(ready.request(ready.Resolved(recipe)), machine, layout).sent_bytes
+        predicted = estimate(prepare.request(prepare.Resolved(recipe)), machine, layout).sent_bytes
 
         def life(place, plan=plan, steps=4):
             train = msgspec.structs.replace(recipe.train, steps=steps)
             longer = msgspec.structs.replace(recipe, train=train)
-            with rank.joined(place, 20.0) as channel:
-                trainer.Trainer(trainer.Setting(longer, plan, open_language(longer), place), channel).run()
+            with worker.joined(place, 20.0) as channel:
+                trainer.Trainer(trainer.RankSetup(longer, plan, open_language(longer), place), channel).run()
                 return channel.ledger.by_class()
 
         # Six steps less four: parameters may still travel when a step is told.
@@ -278,8 +278,8 @@ def test_a_killed_rank_is_named_though_its_peer_only_saw_it_go(corpus, tmp_path)
             if event == "step" and fields["step"] == 2 and place.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        with rank.joined(place, 20.0) as channel:
-            trainer.Trainer(trainer.Setting(recipe, plan, workload, place, emit=emit), channel).run()
+        with worker.joined(place, 20.0) as channel:
+            trainer.Trainer(trainer.RankSetup(recipe, plan, workload, place, emit=emit), channel).run()
 
     with pytest.raises(RunFailed, match=r"Rank 1 was killed \(SIGKILL\)"):
         local.run(life, launch.places(plan))

@@ -11,14 +11,14 @@ TYPE_CHECKING = False  # not from `typing`: Ctrl-C is heard from `__main__` on, 
 if TYPE_CHECKING:
     from typing import Any
 
-    from espalier.around import apply
+    from espalier.apply_plan import apply
     from espalier.cluster import Cluster
     from espalier.config import Recipe
     from espalier.config.load import load
     from espalier.cost import Cost
     from espalier.errors import EspalierError
     from espalier.plan.base import Plan
-    from espalier.track.tables import open_run as open
+    from espalier.track.run_tables import open_run as open
     from espalier.verbs.api import make_plan
 
 _HOME = {
@@ -27,10 +27,10 @@ _HOME = {
     "EspalierError": ("espalier.errors", "EspalierError"),
     "Plan": ("espalier.plan.base", "Plan"),
     "Recipe": ("espalier.config", "Recipe"),
-    "apply": ("espalier.around", "apply"),
+    "apply": ("espalier.apply_plan", "apply"),
     "load": ("espalier.config.load", "load"),
     "make_plan": ("espalier.verbs.api", "make_plan"),
-    "open": ("espalier.track.tables", "open_run"),
+    "open": ("espalier.track.run_tables", "open_run"),
 }
 
 __all__ = ["Cluster", "Cost", "EspalierError", "Plan", "Recipe", "apply", "load", "make_plan", "open"]

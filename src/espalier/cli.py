@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
-from espalier import tcpstore
+from espalier import store_client
 from espalier.errors import EspalierError, nearest
 from espalier.terminal import say
 
@@ -127,10 +127,10 @@ def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: 
     if arguments.verb is None:
         top.print_help()
         return 2
-    os.environ.setdefault(*tcpstore.QUIET)
-    tcpstore.own_process()
+    os.environ.setdefault(*store_client.QUIET)
+    store_client.own_process()
     try:
-        verb = arguments.verb if getattr(arguments, "hosts", None) is None else "across"
+        verb = arguments.verb if getattr(arguments, "hosts", None) is None else "multihost"
         verb = verb if getattr(arguments, "slurm", None) is None else "slurm"
         run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.verbs.{verb}").run
         begin()

@@ -40,7 +40,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Order:
+class Composition:
     """The names of the mechanisms in the order in which they are applied."""
 
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ class Refusal:
 Table = Mapping[str, Claim]
 
 
-def compose(claims: Iterable[Claim], known: Iterable[Claim] = ()) -> Order | Refusal:
+def compose(claims: Iterable[Claim], known: Iterable[Claim] = ()) -> Composition | Refusal:
     """The order of `claims`, or why there is none.
 
     The answer depends on the set of claims only, never on their order. Ties go by name, so a further claim that
@@ -71,7 +71,7 @@ def compose(claims: Iterable[Claim], known: Iterable[Claim] = ()) -> Order | Ref
     present = _by_name(claims)
     catalogue = {**_by_name(known), **present}
     found = _clash(present) or _unmet(present, catalogue) or _sorted(present)
-    if isinstance(found, Order):
+    if isinstance(found, Composition):
         return found
     return Refusal(found.reason, found.pair, found.instead or _instead(found.pair, present, catalogue))
 
@@ -79,7 +79,7 @@ def compose(claims: Iterable[Claim], known: Iterable[Claim] = ()) -> Order | Ref
 def require(claims: Iterable[Claim], known: Iterable[Claim] = ()) -> tuple[str, ...]:
     """The names of `claims` in order. Raises UserError with the reason and the nearest choice when refused."""
     found = compose(claims, known)
-    if isinstance(found, Order):
+    if isinstance(found, Composition):
         return found.names
     left, right = found.pair
     what = f"{left} cannot run as planned." if left == right else f"{left} and {right} cannot run together."
@@ -130,7 +130,7 @@ def _unmet(present: Table, catalogue: Table) -> Refusal | None:
 # --- the order ---------------------------------------------------------------------------------------------------
 
 
-def _sorted(present: Table) -> Order | Refusal:
+def _sorted(present: Table) -> Composition | Refusal:
     """Kahn's algorithm, the smallest ready name first; what is left over contains a cycle."""
     waits = {
         name: {
@@ -153,7 +153,7 @@ def _sorted(present: Table) -> Order | Refusal:
                 if not earlier:
                     heapq.heappush(ready, name)
     if len(names) == len(present):
-        return Order(tuple(names))
+        return Composition(tuple(names))
     cycle = _cycle({name: earlier for name, earlier in waits.items() if earlier})
     reason = "each must be applied before the next: " + " -> ".join((*cycle, cycle[0]))
     return Refusal(reason, (cycle[0], cycle[1]), "")
@@ -187,6 +187,6 @@ def _instead(pair: tuple[str, str], present: Table, catalogue: Table) -> str:
                 continue
             rest = {key: other for key, other in present.items() if key != name}
             tried = {**rest, choice: catalogue[choice]}
-            if not (_clash(tried) or _unmet(tried, catalogue)) and isinstance(_sorted(tried), Order):
+            if not (_clash(tried) or _unmet(tried, catalogue)) and isinstance(_sorted(tried), Composition):
                 return offer
     return untried or f"leave out {' or '.join(dict.fromkeys(pair))}"

@@ -19,7 +19,7 @@ from espalier.errors import UserError
 from espalier.mechanism import Build, Choose, Mechanism
 from espalier.optim import adamw, muon
 from espalier.shard import mechanism as sharded_states
-from espalier.shard import spread
+from espalier.shard import placement_plan
 from espalier.stages import whole
 from espalier.sync import by_rounds, every_step
 
@@ -55,7 +55,7 @@ COMPILE = Claim(
 )
 
 
-class Model(Mechanism):
+class BuildModel(Mechanism):
     """The workload's own model, whole and with its initial weights."""
 
     claim = MODEL
@@ -174,7 +174,7 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
 # --- the table -----------------------------------------------------------------------------------------------------
 
 TABLE: tuple[Choose, ...] = (
-    lambda recipe, plan: Model(plan.precision),
+    lambda recipe, plan: BuildModel(plan.precision),
     lambda recipe, plan: Recompute(plan.recompute) if plan.recompute != "none" else None,
     lambda recipe, plan: Bf16() if plan.precision == "bf16" else None,
     lambda recipe, plan: Compile() if plan.compile else None,
@@ -200,7 +200,7 @@ def chosen(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> list[
 def ordered(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> tuple[Mechanism, ...]:
     """The same in the order in which they are applied. Raises UserError when they cannot run together."""
     found = chosen(recipe, plan, table)
-    names = compose.require((one.claim for one in found), known=[spread.WHOLE])
+    names = compose.require((one.claim for one in found), known=[placement_plan.WHOLE])
     return tuple(sorted(found, key=lambda one: names.index(one.claim.name)))
 
 
@@ -236,7 +236,7 @@ APPLIED = Claim(
 
 def refusal(recipe: Recipe, plan: Plan, *beside: Claim) -> compose.Refusal | None:
     """Why the mechanisms of a plan cannot run, with those `beside` them; None: they can."""
-    found = compose.compose([*(one.claim for one in chosen(recipe, plan)), *beside], known=[spread.WHOLE])
+    found = compose.compose([*(one.claim for one in chosen(recipe, plan)), *beside], known=[placement_plan.WHOLE])
     return found if isinstance(found, compose.Refusal) else None
 
 
@@ -247,7 +247,7 @@ def accepts(recipe: Recipe, plan: Plan, claim: Claim) -> bool:
 
 def require_beside(recipe: Recipe, plan: Plan, claim: Claim) -> None:
     """Raises UserError, with the reason, where `claim` cannot stand beside the mechanisms of a plan."""
-    compose.require([*(one.claim for one in chosen(recipe, plan)), claim], known=[spread.WHOLE])
+    compose.require([*(one.claim for one in chosen(recipe, plan)), claim], known=[placement_plan.WHOLE])
 
 
 def recovery(recipe: Recipe, plan: Plan) -> Literal["", "alike", "rounds"]:

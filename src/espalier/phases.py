@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from espalier.checkpoint.sharded import Checkpoints, Entry
+from espalier.checkpoint.sharded import CheckpointInfo, Checkpoints
 from espalier.config import Muon, Recipe
 from espalier.errors import UserError
 from espalier.mechanisms import DTYPES
@@ -63,7 +63,7 @@ def enter(recipe: Recipe, workload: Workload, saved: Checkpoints) -> Workload:
     return workload.at(phases[0])
 
 
-def _begun(entry: Entry) -> int:
+def _begun(entry: CheckpointInfo) -> int:
     """The first step of the phase whose model a checkpoint holds."""
     return int(entry.meta.get("phase", 0))
 

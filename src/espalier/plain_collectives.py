@@ -1,5 +1,5 @@
 """Collectives of plain values. torch's own pickle what they carry, and unpickling runs the sender's code; these carry
-`encoding`'s closed set of types."""
+`serialization`'s closed set of types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from espalier import encoding
+from espalier import serialization
 
 
 def all_gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -59,7 +59,7 @@ def broadcast(value: Any, group: dist.ProcessGroup | None) -> Any:
 
 
 def _body(value: Any, group: dist.ProcessGroup | None) -> Tensor:
-    data = bytearray(encoding.dumps(value, "a value for other ranks"))
+    data = bytearray(serialization.dumps(value, "a value for other ranks"))
     return torch.frombuffer(data, dtype=torch.uint8).to(_device(group))
 
 
@@ -85,4 +85,4 @@ def _padded(body: Tensor, size: int) -> Tensor:
 
 
 def _value(body: Tensor, size: int, rank: int) -> Any:
-    return encoding.loads(body[:size].cpu().numpy().data, f"what rank {rank} sent")
+    return serialization.loads(body[:size].cpu().numpy().data, f"what rank {rank} sent")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from espalier import cluster as clusters
 from espalier import config
+from espalier.cache_dir import replace, unwritable
 from espalier.config import load
 from espalier.errors import UserError
-from espalier.folders import replace, unwritable
 from espalier.plan import base as plans
 
 

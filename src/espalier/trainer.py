@@ -23,15 +23,13 @@ from espalier import comm
 from espalier.artifacts import Artifact
 from espalier.checkpoint import sharded as checkpoints
 from espalier.checkpoint.base import Stateful
-from espalier.checkpoint.memory import Memory, take_up
-from espalier.checkpoint.pace import Pace
+from espalier.checkpoint.in_memory import Memory, take_up
+from espalier.checkpoint.save_interval import Pace
 from espalier.comm.base import Meter, Traffic, traffic
 from espalier.config import Recipe
 from espalier.errors import Anomaly, Interrupted, PeerLost
-from espalier.feed import ahead, hearing_signals, seed_step
-from espalier.hardware import heap
-from espalier.hardware.peak import memory_of
-from espalier.healing import Healing, numbered
+from espalier.hardware import malloc_trim
+from espalier.hardware.peak_memory import memory_of
 from espalier.launch import base as launch
 from espalier.mechanism import Build, Choose
 from espalier.mechanisms import TABLE, ordered
@@ -39,6 +37,8 @@ from espalier.optim import schedules
 from espalier.optim.base import Optimizer
 from espalier.parallel.mesh import REPLICA, Mesh, ProcessMesh, of_plan
 from espalier.plan.base import Plan
+from espalier.prefetch import ahead, hearing_signals, seed_step
+from espalier.rollback import Healing, numbered
 from espalier.shard.base import Sharding
 from espalier.stages import whole
 from espalier.stages.base import Schedule
@@ -67,13 +67,13 @@ class Built(NamedTuple):
 
 
 @dataclass
-class Setting:
+class RankSetup:
     """What one rank needs to know to train: the run's recipe and plan, its own place, and where things go."""
 
     recipe: Recipe
     plan: Plan
     workload: Workload
-    place: launch.Place
+    place: launch.RankSpec
     folder: Path | None = None
     """None: nothing is written (a trial, a test)."""
     emit: Emit = field(default=lambda event, **fields: None)
@@ -106,7 +106,7 @@ class Setting:
         return Shard(start, stop, self.plan.micro_batch, slot.number, slot.total, rounds=self.plan.rounds)
 
 
-def build(setting: Setting, mesh: ProcessMesh, table: Sequence[Choose] = TABLE) -> Built:
+def build(setting: RankSetup, mesh: ProcessMesh, table: Sequence[Choose] = TABLE) -> Built:
     """Wraps the workload's model in the mechanisms of the plan, in the order that `compose` finds."""
     mechanisms = ordered(setting.recipe, setting.plan, table)
     context = Build(setting.recipe, setting.plan, setting.workload, mesh, setting.device, mechanisms=mechanisms)
@@ -122,7 +122,7 @@ def build(setting: Setting, mesh: ProcessMesh, table: Sequence[Choose] = TABLE) 
 class Trainer:
     """One run on one rank. Has state: the model, the optimizer and the number of the next step."""
 
-    def __init__(self, setting: Setting, channel: dist.ProcessGroup | None, table: Sequence[Choose] = TABLE) -> None:
+    def __init__(self, setting: RankSetup, channel: dist.ProcessGroup | None, table: Sequence[Choose] = TABLE) -> None:
         self.setting, self.workload = setting, setting.workload
         self.total, self.steps = setting.recipe.train.steps or 0, self.workload.phases()[-1].stop
         self.step = self.level = self.tokens = 0
@@ -189,10 +189,12 @@ class Trainer:
                 if self.healing is not None:
                     self.healing.watch(self.step, agreed)
                 self._between(saved, agreed.stop)
-                if (regular := self.step // heap.EVERY > before // heap.EVERY) or self.step - first < heap.EVERY:
+                if (
+                    regular := self.step // malloc_trim.EVERY > before // malloc_trim.EVERY
+                ) or self.step - first < malloc_trim.EVERY:
                     self.setting.place.recall.look()  # groups are made where they are first used: mostly in these steps
                 if regular:
-                    heap.give_back()
+                    malloc_trim.give_back()
 
     def _between(self, saved: checkpoints.Checkpoints | None, asked: bool = False) -> None:
         """Validates, saves and copies the state after `self.step` steps where that is due, and all ranks are there.

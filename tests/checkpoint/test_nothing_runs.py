@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,16 +19,16 @@ from hypothesis import strategies as st
 from parts import Box
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from espalier import encoding, plain_collectives
-from espalier.checkpoint import dcp_metadata, manifest, memory, refuge, slices, tree
-from espalier.checkpoint.memory import Memory, Slot
-from espalier.checkpoint.place import open_place
+from espalier import plain_collectives, serialization
+from espalier.checkpoint import dcp_metadata, dcp_planners, in_memory, manifest, shared_memory, state_tree
+from espalier.checkpoint.coordination import Coordinator
+from espalier.checkpoint.in_memory import CopySlot, Memory
 from espalier.checkpoint.sharded import Checkpoints
-from espalier.checkpoint.team import Team
-from espalier.checkpoint.writing import Job, Write
+from espalier.checkpoint.storage import open_place
+from espalier.checkpoint.writer import Write, WriteJob
 from espalier.errors import UserError
-from espalier.launch.base import Place
-from espalier.launch.child import Child
+from espalier.launch.base import RankSpec
+from espalier.launch.rank_process import Child
 from espalier.sync import rejoin
 from espalier.testing import forks
 
@@ -92,11 +94,13 @@ class Hole(NamedTuple):
 
 def in_format_1(folder: Path, skeleton: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes a checkpoint as format 1 had it: a pickled skeleton, itself pickled by torch."""
-    Hole.__module__, Hole.__qualname__ = tree.__name__, "Hole"
-    monkeypatch.setattr(tree, "Hole", Hole, raising=False)
-    monkeypatch.setattr(slices.SavePlanner, "transform_object", DefaultSavePlanner.transform_object)
+    then = types.ModuleType("espalier.checkpoint.tree")  # the module that format 1 names
+    Hole.__module__, Hole.__qualname__ = then.__name__, "Hole"
+    monkeypatch.setattr(then, "Hole", Hole, raising=False)
+    monkeypatch.setitem(sys.modules, then.__name__, then)
+    monkeypatch.setattr(dcp_planners.SavePlanner, "transform_object", DefaultSavePlanner.transform_object)
     state = {"box/weights": torch.arange(6.0), "skeleton:box": pickle.dumps(skeleton)}
-    Write(open_place(folder), Team(None), Job(4, state, {"step": 4}, None)).run()
+    Write(open_place(folder), Coordinator(None), WriteJob(4, state, {"step": 4}, None)).run()
     monkeypatch.undo()
 
 
@@ -127,7 +131,7 @@ def test_a_pickled_skeleton_does_not_run(tmp_path: Path, mark: Path, monkeypatch
 
 def test_a_pickle_for_a_skeleton_does_not_run(tmp_path: Path, mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = pickle.dumps(Evil(mark))
-    monkeypatch.setattr(encoding, "dumps", lambda *_: bare)
+    monkeypatch.setattr(serialization, "dumps", lambda *_: bare)
     saved(tmp_path / "run")
     for trust in (False, True):  # nothing ever wrote it so: --trust does not read it either
         refused(tmp_path / "run", "state of 'box' in .* cannot be decoded", trust)
@@ -224,13 +228,13 @@ def test_what_cannot_be_encoded_is_refused_when_it_is_saved(tmp_path: Path) -> N
 
 @pytest.fixture
 def slot() -> Any:
-    own = refuge.build(1, 1 << 20)
-    yield Slot(own[0].files[0])
-    refuge.release(own)
+    own = shared_memory.build(1, 1 << 20)
+    yield CopySlot(own[0].files[0])
+    shared_memory.release(own)
 
 
-def test_a_pickle_in_a_copy_in_memory_does_not_run(slot: Slot, mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory.encoding, "dumps", lambda *_: pickle.dumps(Evil(mark)))
+def test_a_pickle_in_a_copy_in_memory_does_not_run(slot: CopySlot, mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_memory.serialization, "dumps", lambda *_: pickle.dumps(Evil(mark)))
     slot.write(3, {"a": torch.ones(3)}, None)
     assert slot.good()  # its hash is right
     with pytest.raises(UserError, match="A copy in memory cannot be decoded"):
@@ -242,22 +246,24 @@ def test_a_pickle_in_a_copy_in_memory_does_not_run(slot: Slot, mark: Path, monke
     "rows",
     [5, [("a", torch.float32, (1 << 40,), 4096, False)], [("a", torch.float32, (-1,), 0, False)], [("a", 3, (), 0)]],
 )
-def test_a_copy_in_memory_with_rows_that_lie_is_refused(slot: Slot, rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = encoding.dumps
-    monkeypatch.setattr(memory.encoding, "dumps", lambda *_: plain((rows, None)))
+def test_a_copy_in_memory_with_rows_that_lie_is_refused(
+    slot: CopySlot, rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = serialization.dumps
+    monkeypatch.setattr(in_memory.serialization, "dumps", lambda *_: plain((rows, None)))
     slot.write(3, {"a": torch.ones(3)}, None)
     with pytest.raises(UserError, match="A copy in memory cannot be read"):
         slot.read()
 
 
 def test_a_pickled_state_in_a_copy_in_memory_does_not_run(mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (own,) = refuge.build(1, 1 << 20)
-    kept = Memory(own, Team(None), lambda every, why: None)
-    monkeypatch.setattr(tree, "flatten", lambda parts: ({}, {name: pickle.dumps(Evil(mark)) for name in parts}))
+    (own,) = shared_memory.build(1, 1 << 20)
+    kept = Memory(own, Coordinator(None), lambda every, why: None)
+    monkeypatch.setattr(state_tree, "flatten", lambda parts: ({}, {name: pickle.dumps(Evil(mark)) for name in parts}))
     kept.after(1, lambda: {"box": Box()}, {}, lambda values: None)
     with pytest.raises(UserError, match="The state of 'box' in memory cannot be decoded"):
         kept.take(1, {"box": Box()})
-    refuge.release([own])
+    shared_memory.release([own])
     assert not mark.exists()
 
 
@@ -341,6 +347,6 @@ def test_values_of_all_ranks_reach_those_they_are_for() -> None:
 
 def test_a_pickle_for_what_a_rank_returned_does_not_run(mark: Path) -> None:
     for told in (("returned", Evil(mark)), ("raised", Evil(mark))):
-        child = Child(Place(rank=1), -1, -1, -1, pickle.dumps(told), 0)
+        child = Child(RankSpec(rank=1), -1, -1, -1, pickle.dumps(told), 0)
         assert (child.returned, child.error, child.raised) == (None, None, "")
     assert not mark.exists()

@@ -18,7 +18,7 @@ from torch import nn
 
 from espalier.checkpoint import manifest
 from espalier.checkpoint.sharded import NICE, Checkpoints
-from espalier.checkpoint.writing import Write
+from espalier.checkpoint.writer import Write
 from espalier.errors import UserError
 from espalier.testing.forks import Died, outcomes
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier.comm.base import stays
+from espalier.comm.codec_input import FLOATS
 from espalier.comm.codecs import FAMILIES, codec
-from espalier.comm.values import FLOATS
 from espalier.errors import RunFailed, UserError
 
 LOSSY = ["bf16", "int8", "int8:stochastic", "int4", "int1", "zfp:4", "zfp:8", "zfp:24", "topk:0.01", "topk:1"]

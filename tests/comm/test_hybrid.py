@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from espalier.comm import Traffic, hybrid
 from espalier.comm.codecs import codec
-from espalier.comm.hybrid import Rate, choose
+from espalier.comm.hybrid import CodecRate, choose
 from espalier.errors import UserError
 
-FAST = {"int8": Rate(3.94, 4e9, 6e9), "split": Rate(1.19, 3e8, 4e8)}
+FAST = {"int8": CodecRate(3.94, 4e9, 6e9), "split": CodecRate(1.19, 3e8, 4e8)}
 SLOW_LINK, FAST_LINK = 12.5e6, 12.5e9
 
 
@@ -45,7 +45,7 @@ def test_auto_compresses_nothing_where_that_would_not_pay() -> None:
 @given(st.floats(1e5, 1e11), st.floats(1e6, 1e11), st.floats(1e6, 1e11), st.floats(0.9, 40))
 def test_what_auto_takes_is_never_slower_than_raw(bandwidth: float, encode: float, decode: float, ratio: float) -> None:
     """By the rule itself: one thread encodes and decodes while pieces are sent; the slower of both sets the pace."""
-    rate = Rate(ratio, encode, decode)
+    rate = CodecRate(ratio, encode, decode)
     taken = choose("auto", bandwidth, {"int8": rate}).codecs
     assert bool(taken) == (rate.over(bandwidth) > hybrid.MARGIN * bandwidth)
     if 1 / (1 / encode + 1 / decode) <= hybrid.MARGIN * bandwidth:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from espalier.comm import Channel, Traffic, codec, connect, disconnect, traffic
-from espalier.launch.base import Place, store
+from espalier.launch.base import RankSpec, store
 from espalier.testing import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def host(lab: Any, index: int, said: Any) -> None:
     """One host: a small all-reduce, then two whose seconds and fingerprints it tells; before each, that it begins."""
     lab.enter(index)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    place = Place(index, 2, host="10.213.77.1", port=29500, serves=index == 0)
+    place = RankSpec(index, 2, host="10.213.77.1", port=29500, serves=index == 0)
     channel = connect(store(place, 60.0), place.rank, place.world, timeout=30.0)
     channel.use(Traffic.GRADIENTS, codec("int8"))
     summed(channel, 2**13)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from espalier.comm.coded import following
+from espalier.comm.compressed_collectives import following
 
 
 def test_without_a_gpu_there_is_nothing_to_follow() -> None:

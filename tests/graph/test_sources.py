@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from espalier.errors import UserError
-from espalier.graph import imports, planetoid, pyg, tables
+from espalier.graph import planetoid, pyg, python_imports, tables
 
 from .conftest import load, made
 
@@ -278,8 +278,8 @@ x = "import quoted"
 
 
 def test_imports_are_read_as_python_means_them():
-    module = imports.Module("pack.sub.mine", "", "pack", False)
-    found = set(imports._imported(module, SOURCE))
+    module = python_imports.Module("pack.sub.mine", "", "pack", False)
+    found = set(python_imports._imported(module, SOURCE))
     assert {
         "os",
         "json",
@@ -291,8 +291,8 @@ def test_imports_are_read_as_python_means_them():
         "pack.inner.four",
     } <= found
     assert "commented" not in found
-    package = imports.Module("pack.sub", "", "pack", True)
-    assert "pack.sub.beside" in set(imports._imported(package, SOURCE))
+    package = python_imports.Module("pack.sub", "", "pack", True)
+    assert "pack.sub.beside" in set(python_imports._imported(package, SOURCE))
 
 
 def test_this_machine_has_an_import_graph(tmp_path, monkeypatch):
@@ -300,16 +300,16 @@ def test_this_machine_has_an_import_graph(tmp_path, monkeypatch):
     for at, folder in enumerate((site / "alpha", library / "json")):
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text("from . import part\n")
-        for name in ["part", *(f"m{one}" for one in range(imports.FEWEST))]:
+        for name in ["part", *(f"m{one}" for one in range(python_imports.FEWEST))]:
             (folder / f"{name}.py").write_text(f"import json\nimport alpha.part\nword{at} = {at}\n")
     info = site / "alpha-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: alpha\nVersion: 1\n")
     (info / "RECORD").write_text("alpha/__init__.py,,\nalpha/part.py,,\n")
     paths = {"stdlib": str(library), "purelib": str(site), "platlib": str(site)}
-    monkeypatch.setattr(imports.sysconfig, "get_paths", lambda: paths)
+    monkeypatch.setattr(python_imports.sysconfig, "get_paths", lambda: paths)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    graph, again = imports.load(), imports.load()
+    graph, again = python_imports.load(), python_imports.load()
     assert graph.classes == ("alpha", "python")
     assert graph.called(graph.find("alpha.part")) == "alpha.part"
     near = graph.indices[graph.indptr[graph.find("alpha.part")] :][:3]

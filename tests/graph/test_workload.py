@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from espalier import rank, trainer
+from espalier import trainer, worker
 from espalier.config import derive, load
 from espalier.errors import UserError
-from espalier.graph import base, fast, link, row
+from espalier.graph import base, compiled_aggregate, link_prediction, workload_row
 from espalier.graph.data import Graph, divided
 from espalier.graph.gnn import largest
 from espalier.graph.workload import GraphWorkload, open_graph
@@ -54,8 +54,8 @@ def train(recipe, graph, ranks=1, micro_batch=None):
             if event in ("step", "validation"):
                 losses.append(fields["loss"])
 
-        with rank.joined(place, 20.0) as channel:
-            trainer.Trainer(trainer.Setting(recipe, plan, workload, place, emit=emit), channel).run()
+        with worker.joined(place, 20.0) as channel:
+            trainer.Trainer(trainer.RankSetup(recipe, plan, workload, place, emit=emit), channel).run()
         return losses
 
     places = launch.places(plan)
@@ -101,7 +101,10 @@ def test_kernels_answer_as_the_plain_forms(kind, k):
     found = []
     for plain in (False, True):
         model = workload.build(torch.device("cpu"), torch.float64)
-        assert (model.layers[0].aggregate, model.layers[0].attend) == (fast.aggregate, fast.attend)
+        assert (model.layers[0].aggregate, model.layers[0].attend) == (
+            compiled_aggregate.aggregate,
+            compiled_aggregate.attend,
+        )
         if plain:
             for layer in model.layers:
                 layer.aggregate, layer.attend, layer.project = base.aggregate, base.attend, base.project
@@ -115,8 +118,10 @@ def test_kernels_answer_as_the_plain_forms(kind, k):
 
 def products_of(workload, model, monkeypatch, steps):
     """Columns of each product that `steps` steps make with the graph's matrix, forward; and the losses."""
-    made, run = [], fast.matmul
-    monkeypatch.setattr(fast, "matmul", lambda one, x, **more: made.append(x.shape[1]) or run(one, x, **more))
+    made, run = [], compiled_aggregate.matmul
+    monkeypatch.setattr(
+        compiled_aggregate, "matmul", lambda one, x, **more: made.append(x.shape[1]) or run(one, x, **more)
+    )
     losses = []
     for _ in range(steps):
         (batch,) = workload.batches(0, Shard(0, workload.global_batch, workload.global_batch))
@@ -157,13 +162,13 @@ def test_a_map_without_gradients_is_the_plain_one_and_stays_as_it_is(count, dtyp
     torch.manual_seed(0)
     rows, weight, bias = (torch.randn(size, dtype=dtype) for size in ((count, 24), (32, 24), (32,)))
     with torch.no_grad():
-        first = fast.project(rows, weight, bias)
+        first = compiled_aggregate.project(rows, weight, bias)
         kept = first.clone()
-        second = fast.project(-rows, weight, bias)
+        second = compiled_aggregate.project(-rows, weight, bias)
     torch.testing.assert_close(first, base.project(rows, weight, bias))
     torch.testing.assert_close(second, base.project(-rows, weight, bias))
     assert torch.equal(first, kept)
-    asked = fast.project(rows, weight.requires_grad_(), bias)
+    asked = compiled_aggregate.project(rows, weight.requires_grad_(), bias)
     assert asked.requires_grad
 
 
@@ -217,7 +222,7 @@ def test_small_graphs_are_told_apart_side_by_side_as_alone():
 
 def test_links_held_out_carry_no_message_and_are_ranked():
     graph = made(nodes=80, edges=300)
-    links = link.split(graph, (0.6, 0.2, 0.2), 1)
+    links = link_prediction.split(graph, (0.6, 0.2, 0.2), 1)
     held = links.pairs[:, np.concatenate([links.parts.validation, links.parts.test])]
     flows = set(zip(links.rest.indices.tolist(), links.rest.targets().tolist(), strict=True))
     assert not any((a, b) in flows or (b, a) in flows for a, b in held.T.tolist())
@@ -233,29 +238,29 @@ def test_links_held_out_carry_no_message_and_are_ranked():
 def test_a_stranger_is_never_the_head_and_depends_on_its_link_alone():
     ids = np.arange(50)
     heads = ids % 7
-    drawn = link.strangers(ids, heads, 7, 9, (1, 4))
+    drawn = link_prediction.strangers(ids, heads, 7, 9, (1, 4))
     assert drawn.shape == (50, 9)
     assert (drawn != heads[:, None]).all()
     assert drawn.min() >= 0
     assert drawn.max() < 7
-    assert np.array_equal(link.strangers(ids[20:30], heads[20:30], 7, 9, (1, 4)), drawn[20:30])
-    assert not np.array_equal(link.strangers(ids, heads, 7, 9, (1, 5)), drawn)
+    assert np.array_equal(link_prediction.strangers(ids[20:30], heads[20:30], 7, 9, (1, 4)), drawn[20:30])
+    assert not np.array_equal(link_prediction.strangers(ids, heads, 7, 9, (1, 5)), drawn)
 
 
 def test_answers_name_what_was_asked_for():
     graph = made()
     workload = GraphWorkload(recipe_of(), graph)
     model = workload.build(torch.device("cpu"), torch.float64).eval()
-    everything = row.answers(workload, model, None)
+    everything = workload_row.answers(workload, model, None)
     assert len(everything) == graph.nodes
-    assert row.answers(workload, model, "3, 5\n7") == [everything[at] for at in (3, 5, 7)]
+    assert workload_row.answers(workload, model, "3, 5\n7") == [everything[at] for at in (3, 5, 7)]
     with pytest.raises(UserError, match="no node '99'"):
-        row.answers(workload, model, "99")
+        workload_row.answers(workload, model, "99")
     pairs = GraphWorkload(recipe_of({}, {"task": "link"}), graph)
     model = pairs.build(torch.device("cpu"), torch.float64).eval()
-    assert len(row.answers(pairs, model, "0,1; 2,3")) == 2
+    assert len(workload_row.answers(pairs, model, "0,1; 2,3")) == 2
     with pytest.raises(UserError, match="no pair"):
-        row.answers(pairs, model, "0,1,2")
+        workload_row.answers(pairs, model, "0,1,2")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
 from espalier.errors import RunFailed
-from espalier.hardware import limits, measure, probe
+from espalier.hardware import measure, probe, resource_limits
 
 GPU = {
     "cuda": [
@@ -42,15 +42,15 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cluster, float, li
 
 def test_a_quick_probe_takes_seconds_and_tells_what_it_does(probed: tuple[Cluster, float, list[str]]) -> None:
     _, seconds, said = probed
-    assert seconds < 10 * max(1.0, 2 * os.getloadavg()[0] / limits.cores())  # ten on an idle machine
+    assert seconds < 10 * max(1.0, 2 * os.getloadavg()[0] / resource_limits.cores())  # ten on an idle machine
     assert said == [] if seconds < probe.QUIET else said[-1] == "reading and writing the disk"
 
 
 def test_a_probe_measures_what_planners_read(probed: tuple[Cluster, float, list[str]]) -> None:
     cluster, _, _ = probed
     node = cluster.nodes[0]
-    assert node.cores == limits.cores()
-    assert node.memory == limits.memory()
+    assert node.cores == resource_limits.cores()
+    assert node.memory == resource_limits.memory()
     assert node.inside.bandwidth > 1e6
     if node.device.kind == "cpu":
         assert set(node.device.flops) == {"fp32", "bf16", "fp64"}
@@ -130,11 +130,11 @@ def test_the_cache_lies_where_xdg_says(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_identity_names_what_a_measurement_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     before = probe.identity()
-    assert limits.processor() in before
+    assert resource_limits.processor() in before
     assert "torch 2" in before
     for name, value in (("cores", 999), ("memory", 1), ("gpus", ("NVIDIA L4",)), ("processor", "other")):
         with monkeypatch.context() as patch:
-            patch.setattr(limits, name, lambda value=value: value)
+            patch.setattr(resource_limits, name, lambda value=value: value)
             assert probe.identity() != before
 
 

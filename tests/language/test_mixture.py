@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from espalier.config import Data
 from espalier.errors import UserError
 from espalier.language import mixture
-from espalier.language.mixture import Order, documents, held_out, permute, read_windows
+from espalier.language.mixture import SampleOrder, documents, held_out, permute, read_windows
 from espalier.language.tokens import build
 
 seeds = st.integers(-(2**63), 2**64)
@@ -45,7 +45,7 @@ def test_permutations_look_random():
 
 @given(tokens=st.integers(18, 3000), sequence=st.integers(1, 17), seed=seeds, epoch=st.integers(0, 5))
 def test_every_epoch_visits_every_window_once_without_overlap(tokens, sequence, seed, epoch):
-    order = Order([tokens], [1.0], sequence, seed)
+    order = SampleOrder([tokens], [1.0], sequence, seed)
     size = order.windows[0]
     one = order.samples(epoch * size, (epoch + 1) * size)
     assert sorted(one.window.tolist()) == list(range(size))
@@ -58,12 +58,12 @@ def test_every_epoch_visits_every_window_once_without_overlap(tokens, sequence, 
 
 
 def test_window_edges_and_order_differ_between_epochs_and_seeds():
-    order = Order([10_000], [1.0], 64, seed=1)
+    order = SampleOrder([10_000], [1.0], 64, seed=1)
     size = order.windows[0]
     epochs = [order.samples(epoch * size, (epoch + 1) * size) for epoch in range(8)]
     assert len({tuple(one.window.tolist()) for one in epochs}) == 8
     assert len({int(one.start.min()) for one in epochs}) > 4
-    other = Order([10_000], [1.0], 64, seed=2).samples(0, size)
+    other = SampleOrder([10_000], [1.0], 64, seed=2).samples(0, size)
     assert other.window.tolist() != epochs[0].window.tolist()
 
 
@@ -74,14 +74,14 @@ def test_window_edges_and_order_differ_between_epochs_and_seeds():
     cuts=st.lists(st.integers(0, 600), max_size=6),
 )
 def test_any_division_among_ranks_gives_the_same_whole(tokens, seed, cuts):
-    order = Order(tokens, [1.0 + number for number in range(len(tokens))], 16, seed)
+    order = SampleOrder(tokens, [1.0 + number for number in range(len(tokens))], 16, seed)
     whole = order.samples(0, 600)
     edges = sorted({0, 600, *cuts})
     parts = [order.samples(start, stop) for start, stop in pairwise(edges)]
     for field in range(4):
         np.testing.assert_array_equal(np.concatenate([part[field] for part in parts]), whole[field])
     assert order.sample(599) == (whole.source[-1], whole.window[-1])
-    fresh = Order(tokens, [1.0 + number for number in range(len(tokens))], 16, seed)
+    fresh = SampleOrder(tokens, [1.0 + number for number in range(len(tokens))], 16, seed)
     np.testing.assert_array_equal(fresh.samples(300, 600).start, whole.start[300:])
 
 
@@ -90,7 +90,7 @@ def test_any_division_among_ranks_gives_the_same_whole(tokens, seed, cuts):
 def test_every_source_stays_within_one_sample_of_its_share(weights, start):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mixture, "LONGEST_PERIOD", 1000)
-        order = Order([1000] * len(weights), weights, 16, 0)
+        order = SampleOrder([1000] * len(weights), weights, 16, 0)
     shares = np.array(order.shares)
     n = np.arange(2 * order.period + 1)[:, None]
     chosen = order.samples(0, 2 * order.period).source
@@ -114,7 +114,7 @@ def test_shares_are_the_weights(weights):
 
 
 def test_the_longest_period_keeps_its_bound():
-    order = Order([1000] * 4, [0.1234567, 3.3333333, 1.0000001, 0.5], 16, 0)
+    order = SampleOrder([1000] * 4, [0.1234567, 3.3333333, 1.0000001, 0.5], 16, 0)
     assert order.period > mixture.LONGEST_PERIOD // 2
     given_ = np.cumsum(order.samples(0, order.period).source[:, None] == np.arange(4), axis=0)
     n = np.arange(1, order.period + 1)[:, None]
@@ -122,16 +122,16 @@ def test_the_longest_period_keeps_its_bound():
 
 
 def test_plain_weights_are_exact_and_repeat_soon():
-    assert Order([100] * 2, [0.7, 0.3], 16, 0).shares == (7, 3)
-    assert Order([100] * 3, [2, 1, 1], 16, 0).shares == (2, 1, 1)
-    assert Order([100] * 2, [1e9, 1e-9], 16, 0).shares == (mixture.LONGEST_PERIOD - 1, 1)
+    assert SampleOrder([100] * 2, [0.7, 0.3], 16, 0).shares == (7, 3)
+    assert SampleOrder([100] * 3, [2, 1, 1], 16, 0).shares == (2, 1, 1)
+    assert SampleOrder([100] * 2, [1e9, 1e-9], 16, 0).shares == (mixture.LONGEST_PERIOD - 1, 1)
 
 
 @settings(deadline=None, max_examples=30)
 @given(weights=st.lists(st.integers(1, 9), min_size=1, max_size=5), seed=seeds)
 def test_each_source_goes_through_its_own_epochs_in_a_mixture(weights, seed):
     tokens = [200 + 50 * number for number in range(len(weights))]
-    order = Order(tokens, weights, 16, seed)
+    order = SampleOrder(tokens, weights, 16, seed)
     whole = order.samples(0, 400)
     for number in range(len(weights)):
         mine = whole.source == number
@@ -141,7 +141,7 @@ def test_each_source_goes_through_its_own_epochs_in_a_mixture(weights, seed):
 
 
 def test_far_samples_cost_no_scan():
-    order = Order([10**12, 10**9], [0.9, 0.1], 2048, 1)
+    order = SampleOrder([10**12, 10**9], [0.9, 0.1], 2048, 1)
     one = order.samples(10**15, 10**15 + 4)
     assert (one.start + 2049 <= np.array([10**12, 10**9])[one.source]).all()
 
@@ -150,16 +150,16 @@ def test_a_source_shorter_than_a_window_names_what_fits():
     with pytest.raises(
         UserError, match=r"train\.sequence = 256 is longer than corpus/, which has 100 tokens"
     ) as caught:
-        Order([1000, 100], [1, 1], 256, 0, ["other", "corpus/"])
+        SampleOrder([1000, 100], [1, 1], 256, 0, ["other", "corpus/"])
     assert "train.sequence = 99 or less" in caught.value.do
-    assert Order([100], [1], 99, 0).windows == (1,)
-    assert Order([100], [1], 99, 0).sample(5) == (0, 0)
+    assert SampleOrder([100], [1], 99, 0).windows == (1,)
+    assert SampleOrder([100], [1], 99, 0).sample(5) == (0, 0)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_weight_that_is_none_is_refused(weight):
     with pytest.raises(UserError, match=r"data\.weight = .* of b"):
-        Order([100, 100], [1.0, weight], 10, 0, ["a", "b"])
+        SampleOrder([100, 100], [1.0, weight], 10, 0, ["a", "b"])
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def stores(tmp_path_factory):
 
 def test_windows_are_the_tokens_of_the_store(stores):
     splits = [store.train for store in stores]
-    order = Order([split.tokens for split in splits], [2, 1], 24, 7, ["l", "r"])
+    order = SampleOrder([split.tokens for split in splits], [2, 1], 24, 7, ["l", "r"])
     windows = read_windows(splits, order, 5, 45)
     assert windows.shape == (40, 25)
     assert windows.dtype == np.int64
@@ -189,11 +189,11 @@ def test_windows_are_the_tokens_of_the_store(stores):
 
 def test_documents_of_a_batch_are_named_once_with_their_source(stores):
     splits = [store.train for store in stores]
-    order = Order([split.tokens for split in splits], [1, 1], 24, 7, ["l", "r"])
+    order = SampleOrder([split.tokens for split in splits], [1, 1], 24, 7, ["l", "r"])
     names = documents(splits, order, 0, 30)
     assert len(names) == len(set(names)) > 4
     assert all(name.startswith(("l: left", "r: right")) for name in names)
-    single = Order([splits[0].tokens], [1], 24, 7)
+    single = SampleOrder([splits[0].tokens], [1], 24, 7)
     start = int(single.samples(0, 1).start[0])
     assert documents(splits[:1], single, 0, 1) == splits[0].documents_in(start, start + 25)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from espalier.config import Data
 from espalier.errors import UserError
-from espalier.language import shards, tokens
+from espalier.language import token_shards, tokens
 from espalier.language.tokens import build, build_all
 
 
@@ -38,7 +38,7 @@ def data(tmp_path):
 
 @pytest.fixture
 def small_shards(monkeypatch):
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 1000)
+    monkeypatch.setattr(token_shards, "SHARD_TOKENS", 1000)
 
 
 def stores(cache):
@@ -73,7 +73,7 @@ def test_the_store_gives_back_every_document(data, small_shards, tokenizer):
 def cut_store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cut")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "SHARD_TOKENS", 97)
+        patch.setattr(token_shards, "SHARD_TOKENS", 97)
         return build(Data(path=str(corpus(folder / "corpus", 20)), validation=0.2, cache=str(folder / "cache")))
 
 
@@ -228,7 +228,7 @@ def test_large_stores_are_hashed_by_verify(data, monkeypatch):
 
 def test_a_full_disk_leaves_nothing_half_written(data, monkeypatch):
     written = 0
-    real = shards._Hashed.write
+    real = token_shards._Hashed.write
 
     def write(self, content):
         nonlocal written
@@ -237,7 +237,7 @@ def test_a_full_disk_leaves_nothing_half_written(data, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(self, content)
 
-    monkeypatch.setattr(shards._Hashed, "write", write)
+    monkeypatch.setattr(token_shards._Hashed, "write", write)
     with pytest.raises(UserError, match=r"disk is full(.|\n)*data\.cache"):
         build(data)
     assert stores(data.cache) == []
@@ -288,11 +288,11 @@ DRIVER = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 from espalier.config import Data
-from espalier.language import shards, tokens
+from espalier.language import token_shards, tokens
 
 path, cache, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 data = Data(path=path, validation=0.2)
-shards.SHARD_TOKENS = 1000
+token_shards.SHARD_TOKENS = 1000
 
 def child(work):
     pid = os.fork()
@@ -315,9 +315,9 @@ def build_and_tell(slow=0.0):
         json.dump([store.fingerprint, len(calls)], file)
 
 def good():
-    found = [p for p in (cache / "tokens").glob("*") if p.is_dir() and p.suffix != shards.BUILDING]
+    found = [p for p in (cache / "tokens").glob("*") if p.is_dir() and p.suffix != token_shards.BUILDING]
     for store in found:
-        shards.check(store, shards.read_index(store), hashes=True)
+        token_shards.check(store, token_shards.read_index(store), hashes=True)
     return len(found)
 
 def killed_at(last):
@@ -350,7 +350,7 @@ for _ in range(15):
     os.waitpid(pid, 0)
     good()
 tokens.build(Data(path=path, validation=0.3), cache)
-left = [p.name for p in (cache / "tokens").glob("*" + shards.BUILDING)]
+left = [p.name for p in (cache / "tokens").glob("*" + token_shards.BUILDING)]
 print(json.dumps([kills, good(), left]))
 """
 

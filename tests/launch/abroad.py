@@ -16,11 +16,11 @@ import torch
 from struck import Struck, plan_of
 
 from espalier.errors import EspalierError
-from espalier.launch import joint
-from espalier.launch.base import Place
-from espalier.launch.exchange import Line
-from espalier.launch.store import near
-from espalier.launch.team import Team
+from espalier.launch import leader
+from espalier.launch.base import RankSpec
+from espalier.launch.host_map import HostMap
+from espalier.launch.store_server import near
+from espalier.launch.supervisor_protocol import Meeting
 
 ADDRESS = "10.213.77.1"  # of the lab's first host
 NAMES = ("here", "there")
@@ -70,13 +70,13 @@ class Abroad(Struck):
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
             address = "127.0.0.1" if self.lab is None else ADDRESS
             fd = -1 if host else socket.create_server((address, port)).detach()
-            here = near(Place(host, 2, host=address, port=port, serves=host == 0, listen_fd=fd), TOKEN)
+            here = near(RankSpec(host, 2, host=address, port=port, serves=host == 0, listen_fd=fd), TOKEN)
             life, gate = (self.lives, (address, port)) if host else (0, None)
-            line = Line(host, 2, here.host, here.port, "run", self.heartbeat, life, TOKEN, gate)
+            line = Meeting(host, 2, here.host, here.port, "run", self.heartbeat, life, TOKEN, gate)
             found: Any = None
             plan = self.plan or plan_of(self.recipe, self.world)
             try:
-                found = joint.run(self.life(plan), Team(line, NAMES, self.hosts, self.absence), self.care)
+                found = leader.run(self.life(plan), HostMap(line, NAMES, self.hosts, self.absence), self.care)
             except EspalierError as error:
                 found = error
             (self.folder / f"outcome-{host}").write_bytes(pickle.dumps(found))

@@ -3,7 +3,7 @@
 import pytest
 from struck import Struck, recipe_of, write_corpus
 
-from espalier.launch.store import served
+from espalier.launch.store_server import served
 
 
 @pytest.fixture

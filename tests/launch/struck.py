@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 import torch
 
-from espalier import rank, trainer
-from espalier.checkpoint.place import Folder
+from espalier import trainer, worker
+from espalier.checkpoint.storage import Folder
 from espalier.config import Recipe, derive, load
 from espalier.language.workload import open_language
 from espalier.launch import base as launch
-from espalier.launch import supervise
-from espalier.launch.reshape import Shape
+from espalier.launch import supervisor as supervise
+from espalier.launch.resize import RunShape
 from espalier.plan import base as plans
 from espalier.testing.faults import Fault, strike
 from espalier.track.events import Log
@@ -92,35 +92,35 @@ class Struck:
         return self
 
     @property
-    def care(self) -> supervise.Care:
+    def care(self) -> supervise.RestartOptions:
         """How it is looked after."""
         plan = self.plan or plan_of(self.recipe, self.world)
         tell = Log(self.folder / "events.jsonl").write
         fewer = None if self.dead is None else Fewer(self, plan)
-        return supervise.Care(self.restarts, self.heartbeat, self.memory, tell, fewer, self.stays)
+        return supervise.RestartOptions(self.restarts, self.heartbeat, self.memory, tell, fewer, self.stays)
 
-    def life(self, plan: plans.Plan) -> launch.Task:
+    def life(self, plan: plans.Plan) -> launch.Entrypoint:
         """What each rank of `plan` does."""
         workload = open_language(self.recipe)
 
-        def life(place: launch.Place) -> Any:
+        def life(place: launch.RankSpec) -> Any:
             (self.folder / f"pid-{place.rank}").write_text(str(os.getpid()))
             with (self.folder / f"lives-{place.rank}").open("a") as lives:
                 lives.write(f"{os.getpid()}\n")
             log = Log(self.folder / "events.jsonl") if place.rank == 0 else None
             self._arm(workload, place)
             emit = log.write if log else _mute
-            setting = trainer.Setting(self.recipe, plan, workload, place, self.folder, emit, self.stop_after)
-            with rank.joined(place, self.timeout) as channel:
+            setting = trainer.RankSetup(self.recipe, plan, workload, place, self.folder, emit, self.stop_after)
+            with worker.joined(place, self.timeout) as channel:
                 one = trainer.Trainer(setting, channel)
                 self.trainer = one
-                rank.live(one)
+                worker.live(one)
                 one.built.sharding.summon()
                 return {name: value.clone() for name, value in one.built.model.state_dict().items()}
 
         return life
 
-    def _arm(self, workload: Any, place: launch.Place) -> None:
+    def _arm(self, workload: Any, place: launch.RankSpec) -> None:
         """Sets the faults in this rank, in the forward pass of their step."""
         plain, supervisor = workload.loss, os.getppid()
 
@@ -145,7 +145,7 @@ class Struck:
         if self.phase is not None and self.phase[0] == place.rank:
             _kill_in(self.phase[1], self.folder / "killed-in-save")
 
-    def _arm_validation(self, workload: Any, place: launch.Place) -> None:
+    def _arm_validation(self, workload: Any, place: launch.RankSpec) -> None:
         evaluate = workload.evaluate
 
         def evaluating(*arguments: Any) -> Any:
@@ -183,13 +183,13 @@ class Fewer:
         self.run, self.current = run, plan
         self.steps = run.recipe.train.steps or 0
 
-    def without(self, ranks: Collection[int]) -> Shape:
+    def without(self, ranks: Collection[int]) -> RunShape:
         kept = tuple(rank for rank in range(len(self.current.ranks)) if rank not in ranks)
         plan = plan_of(self.run.recipe, len(kept))
         places = launch.places(plan, self.run.folder / "logs")
-        return Shape(self.run.life(plan), places, kept, True, 1.5, str(len(kept)), f"{len(kept)} ranks")
+        return RunShape(self.run.life(plan), places, kept, True, 1.5, str(len(kept)), f"{len(kept)} ranks")
 
-    def adopt(self, shape: Shape) -> None:
+    def adopt(self, shape: RunShape) -> None:
         self.current = plan_of(self.run.recipe, len(shape.places))
 
 

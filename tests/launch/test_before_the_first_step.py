@@ -78,4 +78,6 @@ def test_few_functions_run_before_the_first_step(corpus: Path, tmp_path: Path) -
     seen = json.loads((tmp_path / "seen").read_text())
     assert len(seen) <= LIMIT, f"{len(seen)} in {len({path for path, _ in seen})} files"
     assert len([name for path, name in seen if path.startswith("resilience/")]) <= RESILIENCE
-    assert ["checkpoint/team.py", "Team.agree"] not in seen, "a new run looks for no state, so its ranks need not agree"
+    assert ["checkpoint/coordination.py", "Team.agree"] not in seen, (
+        "a new run looks for no state, so its ranks need not agree"
+    )

@@ -12,7 +12,7 @@ from espalier.launch import base, local
 
 
 def places(count, tmp_path):
-    return [base.Place(rank=i, world=count, local_rank=i, log=tmp_path / f"rank-{i}.log") for i in range(count)]
+    return [base.RankSpec(rank=i, world=count, local_rank=i, log=tmp_path / f"rank-{i}.log") for i in range(count)]
 
 
 def alive(pid):
@@ -94,7 +94,7 @@ def task(place):
         raise Interrupted("saved")
     time.sleep(60)
 try:
-    local.run(task, [base.Place(rank=i, world=2) for i in range(2)])
+    local.run(task, [base.RankSpec(rank=i, world=2) for i in range(2)])
 except EspalierError as error:
     print(error)
     sys.exit(error.exit_code)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from espalier.errors import UserError
+from espalier.launch import detect_launcher
 from espalier.launch import mpiexec as launcher
-from espalier.launch import started
 
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 OPEN_MPI = {
@@ -61,13 +61,13 @@ class Comm:
 
 
 def test_nobody_started_us() -> None:
-    assert started.place() is None
+    assert detect_launcher.place() is None
 
 
 @pytest.mark.parametrize("variables", [MPICH, OPEN_MPI, MVAPICH], ids=["mpich", "open mpi", "mvapich2"])
 def test_a_place_is_read_from_the_environment(monkeypatch: Any, variables: dict[str, str]) -> None:
     told(monkeypatch, **variables, **MET)
-    place = started.place(threads=5)
+    place = detect_launcher.place(threads=5)
     assert place is not None
     assert (place.rank, place.world, place.local_rank, place.threads) == (3, 4, 1, 5)
     assert (place.host, place.port, place.serves, place.listen_fd) == ("10.1.2.3", 99, False, -1)
@@ -75,7 +75,7 @@ def test_a_place_is_read_from_the_environment(monkeypatch: Any, variables: dict[
 
 def test_torchruns_variables_come_first(monkeypatch: Any) -> None:
     told(monkeypatch, **MPICH, **MET, RANK="0", WORLD_SIZE="2")
-    place = started.place()
+    place = detect_launcher.place()
     assert place is not None
     assert (place.rank, place.world) == (0, 2)
 
@@ -154,10 +154,10 @@ import os
 import torch
 import torch.distributed as dist
 from espalier.comm import connect, disconnect
-from espalier.launch import started
+from espalier.launch import detect_launcher
 from espalier.launch.base import store
 
-place = started.place()
+place = detect_launcher.place()
 channel = connect(store(place, 30.0), place.rank, place.world, timeout=30.0)
 x = torch.full((3,), float(place.rank))
 dist.all_reduce(x)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.errors import UserError
-from espalier.launch import slurm, started
+from espalier.launch import detect_launcher, slurm
 
 STEP = {
     "SLURM_STEP_ID": "0",
@@ -33,7 +33,7 @@ def _only_these(monkeypatch):
 def under(monkeypatch, **changes):
     for name, value in {**STEP, **changes}.items():
         monkeypatch.setenv(name, value)
-    return started.place()
+    return detect_launcher.place()
 
 
 def test_srun_says_rank_world_and_first_host(monkeypatch):
@@ -70,7 +70,7 @@ def test_a_batch_script_itself_is_no_rank(monkeypatch):
     for name, value in STEP.items():
         if "STEP" not in name:
             monkeypatch.setenv(name, value)
-    assert started.place() is None
+    assert detect_launcher.place() is None
 
 
 def test_a_task_beyond_their_number_is_refused(monkeypatch):

@@ -25,23 +25,23 @@ PROGRAM = """#!{python}
 import os, signal, sys, time
 from pathlib import Path
 from espalier.errors import EspalierError, Interrupted, PeerLost, UserError
-from espalier.launch import handshake, hosted
+from espalier.launch import version_check, host_agent
 
 host, folder = os.environ["PRETENDED"], Path({folder!r})
 if host == "silent":
     time.sleep(60)
 if host == "away":
     sys.exit("no route to host")
-own = handshake.identity()
+own = version_check.identity()
 if host == "otherpython":
-    handshake.identity = lambda: {{**own, "python": "3.99"}}
+    version_check.identity = lambda: {{**own, "python": "3.99"}}
 if host == "latefolk":
     now = time.time
     time.time = lambda: now() + 3600
-launcher = hosted.Launcher()
+launcher = host_agent.Launcher()
 try:
-    hosted.hello(launcher)
-    place = hosted.meet(launcher)
+    host_agent.hello(launcher)
+    place = host_agent.meet(launcher)
     asked = launcher.hear()
     (folder / f"{{host}}-{{place.local_rank}}").write_text(str(os.getpid()))
     launcher.tell("ready", identity={{"data": "other" if host == "otherdata" else "usual"}})

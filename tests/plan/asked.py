@@ -11,7 +11,7 @@ from espalier.cluster import Cluster
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
-from espalier.shard.cost import Division, States, Storage, cost
+from espalier.shard.cost import Division, StateSizes, Storage, cost
 
 KEPT = {"none": 16.0, "selective": 12.0, "block": 1.0}
 AGAIN = {"none": 0.0, "selective": 0.9, "block": 1.0}
@@ -70,5 +70,5 @@ def states(parameters: float, storage: Storage, layouts: Layouts) -> dict[str, A
     """Bytes of the three states of so many parameters."""
     ranks = np.maximum(layouts.shards, layouts.optimizer)
     division = Division(layouts.params, layouts.grads, layouts.optimizer, ranks)
-    found = cost(States(storage, elements=parameters), division).held
+    found = cost(StateSizes(storage, elements=parameters), division).held
     return {name: found[name] for name in ("params", "grads", "optimizer")}

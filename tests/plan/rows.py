@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from asked import gpus
 
-from espalier.config.shapes import Sizes
+from espalier.config.decoder_shapes import Sizes
 from espalier.plan.calibrate import Batch, Measurement
-from espalier.plan.factors import PLAIN, Factors
+from espalier.plan.factors import PLAIN, CostFactors
 from espalier.plan.layouts import Layouts
-from espalier.plan.published import Decoder
+from espalier.plan.reference_models import Decoder
 
 HEAD = "gpus,global_batch,micro_batch,hidden,heads,layers,seq,tp,dp,pp,iter_ms"
 LINE = "8,32,2,2048,16,24,1024,2,2,2,900.5"
@@ -72,7 +72,7 @@ def megatron(dp: int, tp: int, pp: int, micro_batch: int) -> Layouts:
 
 
 def timed(
-    rows: Sequence[Measurement], factors: Factors = PLAIN, noise: float = 0.0, seed: int = 0
+    rows: Sequence[Measurement], factors: CostFactors = PLAIN, noise: float = 0.0, seed: int = 0
 ) -> list[Measurement]:
     """The rows as if measured on machines with these factors, with log-normal noise."""
     seconds, peaks, _ = Batch(rows).predict(factors)

@@ -18,7 +18,7 @@ import pytest
 from asked import gpus
 from test_worked import ISP, MSP, SEQUENCE, SIZE, TABLE, asked, fleet
 
-from espalier.plan import network, search
+from espalier.plan import collective_time, search
 
 GIB = 2**30
 WORLD, LAYERS, SAMPLES = 128, 40, 32
@@ -73,11 +73,11 @@ def every_plan() -> Iterator[Plan]:
 
 
 @cache
-def taken(operation: network.Operation, size: float, ranks: int, stride: int) -> float:
+def taken(operation: collective_time.Operation, size: float, ranks: int, stride: int) -> float:
     """Seconds of a collective by the released planner's bandwidths."""
     whole = ranks * stride <= 8
     slower = 1.0 if whole else next(factor for most, factor in CONGESTION if ranks <= most)
-    return slower * float(network.seconds(operation, size, ranks, stride, fleet()))
+    return slower * float(collective_time.seconds(operation, size, ranks, stride, fleet()))
 
 
 def layer(plan: Plan) -> float:

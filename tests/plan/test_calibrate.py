@@ -12,9 +12,9 @@ from rows import timed, unmeasured
 
 from espalier.errors import UserError
 from espalier.plan.calibrate import LOWEST, PRIOR, RANGE, Batch, Calibration, Measurement, calibrate
-from espalier.plan.factors import PLAIN, Factors
+from espalier.plan.factors import PLAIN, CostFactors
 
-TRUTH = Factors(product=1.15, startup=1.5, memory=1.2, issue=1.8, inside=1.1, call=2.5, held=1.3)
+TRUTH = CostFactors(product=1.15, startup=1.5, memory=1.2, issue=1.8, inside=1.1, call=2.5, held=1.3)
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from espalier import cluster as clusters
 from espalier.cluster import Cluster, Link
 from espalier.config import Auto, ByRounds, Co2, DiLoCo, EveryStep, LocalSgd, Shard, derive, load
 from espalier.errors import UserError
-from espalier.plan import asking, co2
+from espalier.plan import co2, request_from_recipe
 from espalier.plan.base import Plan, dumps, loads
 from espalier.plan.calibrate import DATASHEET
 from espalier.plan.decide import decide
 from espalier.plan.request import Request
-from espalier.sync import hiding
+from espalier.sync import overlap_cost
 
 
 def asked(sync: Any, samples: int = 64, **pins: Any) -> Request:
@@ -27,7 +27,7 @@ def asked(sync: Any, samples: int = 64, **pins: Any) -> Request:
         "train": {"steps": 10, "sequence": 128, "batch_tokens": samples * 128, "optimizer": {"kind": "adamw"}},
         "plan": {"pin": pins},
     }
-    return replace(asking.of_recipe(derive.resolve(load.from_table(table))[0]), sync=sync)
+    return replace(request_from_recipe.of_recipe(derive.resolve(load.from_table(table))[0]), sync=sync)
 
 
 def office(between: str = "100Mbit/s", machines: int = 4, cores: int = 4) -> Cluster:
@@ -47,7 +47,7 @@ def test_a_round_is_the_shortest_that_hides_its_exchange() -> None:
     assert plan.outer is not None
     assert plan.predicted is not None
     local = plan.predicted.step_seconds
-    flight = hiding.flight_seconds(4.0 * request.trainable, 4, Link(bandwidth=100e6 / 8, latency=5e-3))
+    flight = overlap_cost.flight_seconds(4.0 * request.trainable, 4, Link(bandwidth=100e6 / 8, latency=5e-3))
     assert (plan.outer.steps - 1) * local < 1.1 * flight <= plan.outer.steps * local * (1 + 1e-9)
     assert plan.predicted.terms["outer"] == 0
     assert [rule.name for rule in plan.rules] == ["sync.steps", "checkpoint.every"]

@@ -8,14 +8,14 @@ import pytest
 
 from espalier import cluster as clusters
 from espalier.comm.codecs import codec
-from espalier.comm.coded import sent_bytes
+from espalier.comm.compressed_collectives import sent_bytes
 from espalier.config import Pin, Shard, derive, load
 from espalier.errors import UserError
-from espalier.plan import asking, codecs, network
+from espalier.plan import codecs, collective_time, request_from_recipe
 from espalier.plan.base import Plan
 from espalier.plan.decide import decide
 from espalier.plan.request import Crossing, Request
-from espalier.shard.arrange import Piece, Rule, arrange
+from espalier.shard.flat_layout import BucketRule, Piece, arrange
 
 HOST = '[[nodes]]\nname = "{}"\ncores = 2\nmemory = "8GiB"\n[nodes.device]\nname = "cpu"\nkind = "cpu"\n'
 HOST += "memory = 8589934592\nmemory_bandwidth = 1e10\nflops = {{ fp32 = 4e10 }}\n"
@@ -27,7 +27,7 @@ def request(**more: object) -> Request:
         "model": {"depth": 4, "width": 256, "heads": 4, "vocabulary": 512},
         "train": {"steps": 10, "sequence": 128, "batch_tokens": 128 * 64},
     }
-    return replace(asking.of_recipe(derive.resolve(load.from_table(table))[0]), **more)  # type: ignore[arg-type]
+    return replace(request_from_recipe.of_recipe(derive.resolve(load.from_table(table))[0]), **more)  # type: ignore[arg-type]
 
 
 def machines(between: str, codecs: str = CODECS, hosts: int = 2) -> clusters.Cluster:
@@ -50,7 +50,7 @@ def test_auto_encodes_between_machines_where_links_are_slow() -> None:
     assert slow.predicted is not None
     assert raw.predicted is not None
     assert [one.codec for one in raw.exchanges] == ["exact"]
-    sizes = [one.length for one in arrange([Piece(s.elements, 4) for s in request().sizes], lambda group: Rule())]
+    sizes = [one.length for one in arrange([Piece(s.elements, 4) for s in request().sizes], lambda group: BucketRule())]
     assert raw.predicted.sent_bytes["gradients"] == sum(4 * size for size in sizes)
     assert slow.predicted.sent_bytes["gradients"] == sum(
         sent_bytes(codec("int8"), "all_reduce", n, (0, 2)) for n in sizes
@@ -85,7 +85,7 @@ def test_a_codec_that_is_none_is_refused_by_name() -> None:
 
 
 def test_a_link_carries_what_coding_and_the_codecs_ratio_let_through() -> None:
-    on = network.fleet(machines("100Mbit/s"), 2)
+    on = collective_time.fleet(machines("100Mbit/s"), 2)
     assert on.between is not None
     raw = on.between.bandwidth
     for one, expected in (
@@ -94,17 +94,17 @@ def test_a_link_carries_what_coding_and_the_codecs_ratio_let_through() -> None:
         (Crossing("gradients", "between", "x", 4.0, 6 * raw, 3 * raw), 2 * raw),
         (Crossing("gradients", "inside", "x", 4.0), raw),
     ):
-        found = network.encoded(on, one, 4)
+        found = collective_time.encoded(on, one, 4)
         assert found.between is not None
         assert found.between.bandwidth == pytest.approx(expected)
-    assert network.encoded(on, None, 4) is on
-    halves = network.encoded(on, Crossing("gradients", "between", "x", 4.0), 2)
+    assert collective_time.encoded(on, None, 4) is on
+    halves = collective_time.encoded(on, Crossing("gradients", "between", "x", 4.0), 2)
     assert halves.between is not None
     assert halves.between.bandwidth == pytest.approx(2 * raw)
 
 
 def test_a_probed_machine_gets_the_speed_of_its_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecs.hybrid, "measure", lambda: {"int8": codecs.hybrid.Rate(3.9, 2e9, 3e9)})
+    monkeypatch.setattr(codecs.hybrid, "measure", lambda: {"int8": codecs.hybrid.CodecRate(3.9, 2e9, 3e9)})
     found = codecs.measured(machines("1Gbit/s", codecs=""))
     assert [one.codec for table in found.nodes for one in table.device.codecs] == ["int8", "int8"]
     assert clusters.loads(clusters.dumps(found)) == found

@@ -8,13 +8,13 @@ import pytest
 
 from espalier import cluster as clusters
 from espalier.config import EveryStep, Pin, Shard, derive, load
-from espalier.plan import asking, search
+from espalier.plan import request_from_recipe, search
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.decide import Decision, decide
-from espalier.plan.factors import Factors
+from espalier.plan.factors import CostFactors
 from espalier.plan.request import Request
 
-SLOW = Calibration(factors=Factors(product=3.0, attention=3.0, memory=3.0, issue=3.0), spread=0.07, rows=9)
+SLOW = Calibration(factors=CostFactors(product=3.0, attention=3.0, memory=3.0, issue=3.0), spread=0.07, rows=9)
 
 
 def request(width: int = 256, samples: int = 64, **more: object) -> Request:
@@ -22,7 +22,7 @@ def request(width: int = 256, samples: int = 64, **more: object) -> Request:
         "model": {"depth": 4, "width": width, "heads": 4, "vocabulary": 512},
         "train": {"steps": 10, "sequence": 128, "batch_tokens": 128 * samples},
     }
-    return replace(asking.of_recipe(derive.resolve(load.from_table(table))[0]), **more)  # type: ignore[arg-type]
+    return replace(request_from_recipe.of_recipe(derive.resolve(load.from_table(table))[0]), **more)  # type: ignore[arg-type]
 
 
 def processors(count: int, between: str = "1Gbit/s", cores: int = 2) -> clusters.Cluster:

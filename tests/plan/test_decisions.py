@@ -10,7 +10,7 @@ import pytest
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
 from espalier.config import derive, load
-from espalier.plan import asking, chosen, search
+from espalier.plan import build_plan, request_from_recipe, search
 from espalier.plan.base import Plan
 from espalier.plan.request import Request
 
@@ -22,7 +22,7 @@ def asked(shape: str = "llama-7b", sequence: int = 4096, samples: int = 1024, **
         "train": {"steps": 10, "sequence": sequence, "batch_tokens": samples * sequence, "precision": "bf16"},
     }
     table["train"]["optimizer"] = {"kind": "adamw"}
-    return asking.of_recipe(derive.resolve(load.from_table(table))[0])
+    return request_from_recipe.of_recipe(derive.resolve(load.from_table(table))[0])
 
 
 def machines(*tables: tuple[str, int, int], between: str = "800Gbit/s") -> Cluster:
@@ -34,7 +34,7 @@ def planned(request: Request, cluster: Cluster) -> Plan:
     found = search.search(request, cluster)
     best = found.best()
     assert best is not None
-    return chosen.make(request, found, best)
+    return build_plan.make(request, found, best)
 
 
 def said(plan: Plan, *words: str) -> bool:
@@ -136,7 +136,7 @@ def test_large_models_get_a_plan_or_are_told_why_not(shape: str, count: int) -> 
         assert count == 1
         assert shape in ("llama-70b", "gpt3-175b")
         return
-    plan = chosen.make(request, found, best)
+    plan = build_plan.make(request, found, best)
     assert plan.predicted is not None
     assert 0.35 < plan.predicted.mfu < 0.70
     assert plan.predicted.memory_bytes["peak"] <= plan.predicted.memory_limit

@@ -13,7 +13,7 @@ import torch
 from asked import decoder, gpus, processor
 
 import espalier
-from espalier import around, cli, mechanisms, workloads
+from espalier import apply_plan, cli, mechanisms, workload_registry
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
 from espalier.config import Recipe, load
@@ -87,7 +87,7 @@ def answered(path: Path, where: Path) -> Plan | UserError:
 def accepted(plan: Plan) -> bool:
     """Whether `espalier.apply` takes it."""
     try:
-        around.refuse(plan)
+        apply_plan.refuse(plan)
     except UserError:
         return False
     return True
@@ -95,7 +95,7 @@ def accepted(plan: Plan) -> bool:
 
 def trained(asked: Recipe, plan: Plan) -> bool:
     """Whether its mechanisms can be put round a model by `espalier train`."""
-    return mechanisms.refusal(workloads.settle(asked, None).recipe, plan) is None
+    return mechanisms.refusal(workload_registry.settle(asked, None).recipe, plan) is None
 
 
 @pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 6))])
@@ -160,20 +160,20 @@ def test_apply_and_train_refuse_a_plan_that_cuts_the_model_for_the_same_reason(t
     """Also where a file says that it is executable: what they refuse are its mechanisms."""
     plan = msgspec.structs.replace(cut(tp, pp, sp), executable=True, missing="", recompute="none")
     asked = recipe(random.Random(0))
-    found = mechanisms.refusal(workloads.settle(asked, None).recipe, plan)
+    found = mechanisms.refusal(workload_registry.settle(asked, None).recipe, plan)
     assert found is not None
     with pytest.raises(UserError, match=re.escape(found.reason)):
-        around.refuse(plan)
+        apply_plan.refuse(plan)
     with pytest.raises(UserError, match=re.escape(found.reason)):
-        mechanisms.ordered(workloads.settle(asked, None).recipe, plan)
+        mechanisms.ordered(workload_registry.settle(asked, None).recipe, plan)
 
 
 @pytest.mark.parametrize("changes", [{"recompute": "block"}, {"recompute": "selective"}, {"compile": True}])
 def test_apply_refuses_what_changes_the_inside_of_a_model(changes: dict[str, Any]) -> None:
     plain = espalier.make_plan(torch.nn.Linear(8, 8), processor(2), batch=4, ranks=2)
-    around.refuse(plain)
+    apply_plan.refuse(plain)
     with pytest.raises(UserError, match=r"recomputes activations|compiles blocks"):
-        around.refuse(msgspec.structs.replace(plain, **changes))
+        apply_plan.refuse(msgspec.structs.replace(plain, **changes))
 
 
 def test_stages_that_forget_a_rank_are_refused() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from espalier import cost
 from espalier.cluster import Cluster
-from espalier.plan import network, seconds
+from espalier.plan import collective_time, step_time
 from espalier.plan.estimate import estimate, grid, scaled
 
 
@@ -113,16 +113,16 @@ def test_a_better_link_is_never_slower(ranks: int, bucket: int, factor: float, l
 def test_what_is_hidden_is_never_free_and_never_more_than_all(
     bucket: float, buckets: int, backward: float, interference: float
 ) -> None:
-    exposed = seconds.exposed(bucket, buckets, backward, interference)
+    exposed = step_time.exposed(bucket, buckets, backward, interference)
     assert interference * bucket * buckets <= exposed * (1 + 1e-9)
     assert min(bucket, backward) * 0 <= exposed <= bucket * buckets * (1 + 1e-9)
-    assert exposed >= seconds.exposed(bucket / 2, buckets, backward, interference)
+    assert exposed >= step_time.exposed(bucket / 2, buckets, backward, interference)
 
 
 def test_a_grid_is_the_same_as_one_by_one() -> None:
     sizes = np.array([1, 2, 3, 4, 8, 16])
     request, cluster = decoder(batch=32), processor()
-    priced = grid(request, network.fleet(cluster, 2), plain(2, 1, sizes, "block"))
+    priced = grid(request, collective_time.fleet(cluster, 2), plain(2, 1, sizes, "block"))
     for taken, over, size in zip(priced.seconds, priced.over, sizes, strict=True):
         one = estimate(request, cluster, plain(2, 1, int(size), "block"))
         assert taken == pytest.approx(one.step_seconds)

@@ -17,7 +17,7 @@ import pytest
 from asked import processor
 
 import espalier
-from espalier import rank, trainer, workloads
+from espalier import trainer, worker, workload_registry
 from espalier.config import Recipe, load
 from espalier.launch import base as launch
 from espalier.launch import local
@@ -89,17 +89,17 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str = "adamw",
 
 def sent(recipe: Recipe, plan: Plan, lengths: Sequence[int]) -> list[list[dict[str, float]]]:
     """Bytes by class that each rank sends in runs of so many steps, one after the other."""
-    resolved = workloads.settle(recipe, None)
+    resolved = workload_registry.settle(recipe, None)
 
     def life(place: Any) -> list[dict[str, float]]:
         found: list[dict[str, float]] = []
-        with rank.joined(place, 30.0) as channel:
+        with worker.joined(place, 30.0) as channel:
             for steps in lengths:
                 train = msgspec.structs.replace(resolved.recipe.train, steps=steps)
                 longer = msgspec.structs.replace(resolved.recipe, train=train)
-                opened = workloads.open_workload(replace(resolved, recipe=longer))
+                opened = workload_registry.open_workload(replace(resolved, recipe=longer))
                 before = channel.ledger.by_class()
-                trainer.Trainer(trainer.Setting(longer, plan, opened, place), channel).run()
+                trainer.Trainer(trainer.RankSetup(longer, plan, opened, place), channel).run()
                 after = channel.ledger.by_class()
                 found.append({kind: size - before.get(kind, 0.0) for kind, size in after.items()})
         return found

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from espalier import cluster as clusters
-from espalier.checkpoint import interval, pace
+from espalier.checkpoint import save_interval, young_daly
 from espalier.plan import base, checkpoint_cost
 
 pytestmark = pytest.mark.quick
@@ -27,7 +27,7 @@ def here():
 def test_the_rule_is_youngs_over_the_copy_of_what_is_saved(here, ranks):
     made = checkpoint_cost.paced(plan(ranks, params=4e9, grads=4e9, optimizer=8e9, peak=2e10), "auto", here)
     stall = ranks * 2 * 12e9 / here.devices()[0].table.device.memory_bandwidth
-    assert checkpoint_cost.first(made) == round(interval.optimal(stall, interval.ASSUMED) / 0.5)
+    assert checkpoint_cost.first(made) == round(young_daly.optimal(stall, young_daly.ASSUMED) / 0.5)
     (rule,) = made.rules
     assert rule.name == "checkpoint.every"
     assert f"every {checkpoint_cost.first(made)} steps" in made.why[-1]
@@ -40,4 +40,4 @@ def test_a_number_that_was_given_is_obeyed(here):
 
 def test_a_plan_without_a_prediction_begins_with_ten_steps(here):
     bare = msgspec.structs.replace(plan(), predicted=None)
-    assert checkpoint_cost.first(checkpoint_cost.paced(bare, "auto", here)) == pace.FIRST
+    assert checkpoint_cost.first(checkpoint_cost.paced(bare, "auto", here)) == save_interval.FIRST

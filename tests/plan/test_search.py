@@ -15,7 +15,7 @@ from asked import decoder, gpus, processor
 from espalier.cluster import Cluster
 from espalier.config import Pin, Shard
 from espalier.errors import UserError
-from espalier.plan import base, chosen, explain, network, pins, search
+from espalier.plan import base, build_plan, collective_time, explain, pins, search
 from espalier.plan.estimate import grid
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts
 from espalier.plan.layouts import grid as grid_of
@@ -69,7 +69,7 @@ def fastest_of(request: Request, cluster: Cluster) -> tuple[float, int]:
     """Seconds of the fastest layout that fits on any part of the cluster, and how many fit, tried one by one."""
     times = []
     for part, ranks, threads in search.parts(request, cluster):
-        on = network.fleet(part, ranks, threads)
+        on = collective_time.fleet(part, ranks, threads)
         for layout in every_layout(request, ranks, on.per_node):
             priced = grid(request, on, layout)
             if float(priced.over) <= 0:
@@ -81,7 +81,7 @@ def runs(request: Request, cluster: Cluster, layout: Layouts) -> bool:
     """Whether a plan of this layout passes the plan's own check."""
     option = search.Option(layout, cluster, 1.0, 1.0, -1.0)
     try:
-        base.check(chosen.make(request, search.Found((option,), None, 1, 0.03), option), request.global_batch)
+        base.check(build_plan.make(request, search.Found((option,), None, 1, 0.03), option), request.global_batch)
     except UserError:
         return False
     return True
@@ -93,7 +93,7 @@ def test_the_search_leaves_out_what_the_check_of_plans_refuses_and_nothing_else(
     searched = {
         one
         for algorithm in ALGORITHMS
-        for batch in grid_of(algorithm, 4, 2, search._limits(request, network.fleet(cluster, 4), 1))
+        for batch in grid_of(algorithm, 4, 2, search._limits(request, collective_time.fleet(cluster, 4), 1))
         for one in batch.each(np.arange(len(batch)))
     }
     for layout in every_layout(request, 4, 2, starved=True):
@@ -156,7 +156,7 @@ def test_the_same_question_gets_the_same_answer() -> None:
         found = search.search(request, cluster)
         best = found.best()
         assert best is not None
-        texts.add(msgspec.json.encode(chosen.make(request, found, best)))
+        texts.add(msgspec.json.encode(build_plan.make(request, found, best)))
     assert len(texts) == 1
 
 
@@ -226,7 +226,7 @@ def test_every_rank_of_a_plan_has_its_place_and_the_batch_is_shared_whole() -> N
     found = search.search(request, cluster)
     best = found.best()
     assert best is not None
-    plan = chosen.make(request, found, best)
+    plan = build_plan.make(request, found, best)
     layout = plan.layout
     assert (layout.tp, layout.pp) == (2, 2)
     assert layout.dp * layout.tp * layout.sp * layout.pp == len(plan.ranks)
@@ -246,7 +246,7 @@ def test_mixed_devices_get_shares_by_speed() -> None:
     found = search.search(request, mixed)
     best = found.best()
     assert best is not None
-    shares = [rank.share[1] - rank.share[0] for rank in chosen.make(request, found, best).ranks]
+    shares = [rank.share[1] - rank.share[0] for rank in build_plan.make(request, found, best).ranks]
     assert sum(shares) == 64
     assert shares[0] > 2 * shares[1]
 

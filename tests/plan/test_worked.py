@@ -16,14 +16,14 @@ import pytest
 from asked import gpus, states
 
 from espalier.cluster import Link
-from espalier.config.shapes import Sizes
+from espalier.config.decoder_shapes import Sizes
 from espalier.cost import Cut
-from espalier.plan import memory, network, seconds
+from espalier.plan import collective_time, memory_model, step_time
+from espalier.plan.collective_time import Fleet
 from espalier.plan.estimate import price
-from espalier.plan.factors import PLAIN, Factors
+from espalier.plan.factors import PLAIN, CostFactors
 from espalier.plan.layouts import Layouts
-from espalier.plan.network import Fleet
-from espalier.plan.published import MIXED, Decoder
+from espalier.plan.reference_models import MIXED, Decoder
 from espalier.plan.request import Request
 from espalier.plan.step import Step
 
@@ -33,13 +33,13 @@ SIZE = Sizes(
     rope_theta=1e4, norm_epsilon=1e-5,
 )  # fmt: skip
 SEQUENCE, BLOCK, TABLE = 131072, 317_204_480, 50256 * 5120
-NOTHING_HIDDEN = Factors(exposed=5.0, stall=0.0)
+NOTHING_HIDDEN = CostFactors(exposed=5.0, stall=0.0)
 MSP: dict[str, Any] = {"algorithm": "megatron", "recompute": "block", "dp": 8, "tp": 8, "pp": 2, "micro_batch": 2}
 ISP = {**MSP, "algorithm": "isp", "tp": 1, "sp": 8, "params": 16, "grads": 16, "optimizer": 64}
 
 
 def fleet() -> Fleet:
-    found = network.fleet(gpus("A800", count=16, between="800Gbit/s"), 128)
+    found = collective_time.fleet(gpus("A800", count=16, between="800Gbit/s"), 128)
     return replace(found, inside=Link(bandwidth=150 * GIB), between=Link(bandwidth=100 * GIB), factors=NOTHING_HIDDEN)
 
 
@@ -94,9 +94,9 @@ def test_the_head_and_the_last_norm_of_the_13b_model() -> None:
 
 
 def test_two_gathered_layers_of_the_13b_model() -> None:
-    gathered = memory.held(step(ISP), 1, 1)["gathered"]
+    gathered = memory_model.held(step(ISP), 1, 1)["gathered"]
     assert round(float(gathered) / GIB, 2) == 2.36
-    assert float(memory.held(step({"algorithm": "isp", "dp": 32, "sp": 4}), 1, 1)["gathered"]) == 0
+    assert float(memory_model.held(step({"algorithm": "isp", "dp": 32, "sp": 4}), 1, 1)["gathered"]) == 0
 
 
 @pytest.mark.parametrize(("room", "fits"), [(80, False), (8000, True)])
@@ -104,7 +104,7 @@ def test_a_whole_replica_on_each_rank_fits_where_memory_is_no_matter_only(room: 
     cluster = gpus("A800", count=16, between="800Gbit/s")
     device = msgspec.structs.replace(cluster.nodes[0].device, memory=room * GIB)
     cluster = msgspec.structs.replace(cluster, nodes=(msgspec.structs.replace(cluster.nodes[0], device=device),))
-    priced = price(asked(), network.fleet(cluster, 128), Layouts(algorithm="isp", dp=32, sp=4))[0]
+    priced = price(asked(), collective_time.fleet(cluster, 128), Layouts(algorithm="isp", dp=32, sp=4))[0]
     assert (priced.peak <= priced.limit) == fits
 
 
@@ -117,34 +117,34 @@ def stream(samples: int, ranks: int) -> float:
 
 def test_all_to_alls_of_a_layer() -> None:
     assert (
-        milliseconds(seconds.sequence_seconds(step({"algorithm": "isp", "dp": 32, "sp": 4}), stream(1, 4), 0)) == 12.5
+        milliseconds(step_time.sequence_seconds(step({"algorithm": "isp", "dp": 32, "sp": 4}), stream(1, 4), 0)) == 12.5
     )
-    assert milliseconds(seconds.sequence_seconds(step(ISP), stream(2, 8), 1)) == 21.88  # 21.875
+    assert milliseconds(step_time.sequence_seconds(step(ISP), stream(2, 8), 1)) == 21.88  # 21.875
 
 
 def test_exchanges_of_tensor_ranks_in_a_layer() -> None:
-    assert milliseconds(seconds.tensor_seconds(step(MSP), stream(2, 1), 1)) == 175.00
-    assert milliseconds(seconds.tensor_seconds(step({**MSP, "algorithm": "fsp"}), stream(2, 1), 1)) == 204.17
+    assert milliseconds(step_time.tensor_seconds(step(MSP), stream(2, 1), 1)) == 175.00
+    assert milliseconds(step_time.tensor_seconds(step({**MSP, "algorithm": "fsp"}), stream(2, 1), 1)) == 204.17
 
 
 def test_whole_sums_cost_what_gathers_and_scatters_do() -> None:
     """Without sequence parallelism (Buff's MTP): an all-reduce for each pair."""
     whole = step(MSP, asked(sequence_parallel=False))
-    assert milliseconds(seconds.tensor_seconds(whole, stream(2, 1), 1)) == 175.00
+    assert milliseconds(step_time.tensor_seconds(whole, stream(2, 1), 1)) == 175.00
 
 
 def test_gathers_and_scatters_of_a_layer_s_weights() -> None:
-    found = seconds.weights(step(ISP), BLOCK - 2 * 5120)
+    found = step_time.weights(step(ISP), BLOCK - 2 * 5120)
     assert milliseconds(2 * found["all_gather"] + found["reduce_scatter"]) == 16.62
 
 
 def test_what_hides_behind_products_costs_a_fifth() -> None:
-    shown = seconds.exposed(16.62, 1, 317.77, seconds.INTERFERENCE["cuda"])
+    shown = step_time.exposed(16.62, 1, 317.77, step_time.INTERFERENCE["cuda"])
     assert round(317.77 + float(shown), 2) == 321.09
 
 
 def test_gradients_of_replicated_states_are_summed() -> None:
-    assert milliseconds(seconds.gradients(step(MSP))["seconds"]) == 215.18
+    assert milliseconds(step_time.gradients(step(MSP))["seconds"]) == 215.18
 
 
 def test_gradients_of_isp_are_summed_over_the_replicas_of_each_shard() -> None:
@@ -152,26 +152,26 @@ def test_gradients_of_isp_are_summed_over_the_replicas_of_each_shard() -> None:
     embedding as the blocks are, so that only the blocks' share is a layout's."""
     blocks = asked(outside=0, trainable=40 * BLOCK, parameters=40 * BLOCK)
     shard = step({**ISP, "optimizer": 16}, blocks)
-    embedding = network.seconds("all_reduce", 2 * TABLE / 8, 8, 8, fleet())
-    assert milliseconds(seconds.gradients(shard)["seconds"] + embedding) == 97.01
+    embedding = collective_time.seconds("all_reduce", 2 * TABLE / 8, 8, 8, fleet())
+    assert milliseconds(step_time.gradients(shard)["seconds"] + embedding) == 97.01
 
 
 def test_refreshed_parameters_come_back() -> None:
-    assert milliseconds(seconds.refresh(step({**MSP, "optimizer": 8}))) == 107.59
+    assert milliseconds(step_time.refresh(step({**MSP, "optimizer": 8}))) == 107.59
     blocks = asked(outside=0, trainable=40 * BLOCK, parameters=40 * BLOCK)
-    assert milliseconds(seconds.refresh(step(ISP, blocks))) == 44.31
+    assert milliseconds(step_time.refresh(step(ISP, blocks))) == 44.31
 
 
 def test_broadcasts_move_all_bytes_where_buff_counts_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deviation: a broadcast passes the whole tensor on (AMSP, section 2.5), Buff takes (n-1)/n of it."""
-    monkeypatch.setattr(network, "CHAIN", 0.0)
-    found = seconds.refresh(step({**MSP, "optimizer": 8}, asked(refresh="broadcast")))
+    monkeypatch.setattr(collective_time, "CHAIN", 0.0)
+    found = step_time.refresh(step({**MSP, "optimizer": 8}, asked(refresh="broadcast")))
     assert milliseconds(found * 7 / 8) == 107.59
 
 
 def test_hand_overs_between_two_stages() -> None:
-    one = network.seconds("send", stream(2, 8), 1, 64, fleet())
-    assert milliseconds(seconds.hand_overs(2, 2) * one) == 125.0
+    one = collective_time.seconds("send", stream(2, 8), 1, 64, fleet())
+    assert milliseconds(step_time.hand_overs(2, 2) * one) == 125.0
 
 
 LAYER = {
@@ -181,11 +181,11 @@ LAYER = {
 
 def whole_step(monkeypatch: pytest.MonkeyPatch, layouts: dict[str, Any], micro_batch: float) -> dict[str, float]:
     """Seconds by part of a step of ours when a micro-batch takes so many seconds and nothing is hidden."""
-    monkeypatch.setattr(network, "CHAIN", 0.0)
-    layer = seconds.Pass(**{**LAYER, "forward": micro_batch / 20})
+    monkeypatch.setattr(collective_time, "CHAIN", 0.0)
+    layer = step_time.Pass(**{**LAYER, "forward": micro_batch / 20})
     stage = {name: 20 * value for name, value in vars(layer).items()}
-    monkeypatch.setattr(seconds, "_passes", lambda step, size: (layer, stage))
-    found = seconds.step_seconds(step(layouts), 4)
+    monkeypatch.setattr(step_time, "_passes", lambda step, size: (layer, stage))
+    found = step_time.step_seconds(step(layouts), 4)
     return {name: float(np.asarray(value)) for name, value in found.items() if name != "optimizer"}
 
 
@@ -253,7 +253,7 @@ def test_80_gib_with_25_of_activations_ask_for_sharded_gradients_or_states_beyon
 def test_the_optimizer_s_step_is_the_peak_of_5_3_of_its_states_where_little_is_kept() -> None:
     """AMSP and Buff: parameters, gradients and 5/3 of the optimizer's 12 bytes."""
     request = Decoder(replace(SIZE, context=8), 8).request(1, "bf16")
-    held = memory.held(step({"dp": 1}, request), 1, 1)
+    held = memory_model.held(step({"dp": 1}, request), 1, 1)
     states = sum(float(held[name]) for name in ("params", "grads")) + 5 / 3 * float(held["optimizer"])
     found = sum(float(held[name]) for name in ("params", "grads", "optimizer", "activations", "transient"))
     assert found == pytest.approx(states)

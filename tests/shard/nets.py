@@ -13,8 +13,8 @@ from espalier.config import Adamw
 from espalier.optim import adamw
 from espalier.optim.base import owned_by
 from espalier.shard.amsp import Amsp
-from espalier.shard.placement import Factors
-from espalier.shard.spread import Spread
+from espalier.shard.placement import ShardFactors
+from espalier.shard.placement_plan import Spread
 
 ROWS = 24  # divides by 1, 2, 4 and 8 ranks and by 3 micro-batches
 
@@ -22,11 +22,11 @@ ROWS = 24  # divides by 1, 2, 4 and 8 ranks and by 3 micro-batches
 TWO_NODES = {4: (0, 0, 1, 1), 8: (0, 0, 0, 0, 1, 1, 1, 1)}
 
 
-def triples(ranks: int) -> list[Factors]:
+def triples(ranks: int) -> list[ShardFactors]:
     """Every nested (params, grads, optimizer) of `ranks` ranks."""
     divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
     return [
-        Factors(p, g, o)
+        ShardFactors(p, g, o)
         for p, g, o in itertools.product(divisors, repeat=3)
         if g % p == 0 and o % g == 0 and ranks % o == 0
     ]
@@ -133,6 +133,6 @@ def whole(sharding: Amsp) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in sharding.model.named_parameters()}
 
 
-def every(factors: Factors, **more: Any) -> Spread:
+def every(factors: ShardFactors, **more: Any) -> Spread:
     """All parameters by the same factors."""
     return Spread(factors=[("*", factors)], **more)

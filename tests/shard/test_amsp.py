@@ -15,8 +15,8 @@ from espalier.errors import UserError
 from espalier.optim import adamw, muon
 from espalier.optim.base import owned_by
 from espalier.shard.amsp import Amsp
-from espalier.shard.placement import Factors
-from espalier.shard.spread import Spread
+from espalier.shard.placement import ShardFactors
+from espalier.shard.placement_plan import Spread
 from espalier.testing import forks, ranks, same
 
 STEPS = 20
@@ -30,14 +30,14 @@ def _trained(channel: Channel, how: Spread, accumulate: int, dtype: torch.dtype,
 # --- the same as plain PyTorch ---
 
 
-def _often(factors: Factors) -> Any:
+def _often(factors: ShardFactors) -> Any:
     """Strategies with names, and one with three different factors, in every suite; the others in the slow one."""
     plain = set(factors) <= {1, 8} or tuple(factors) == (2, 4, 8)
     return pytest.param(factors, marks=() if plain else pytest.mark.slow, id="-".join(map(str, factors)))
 
 
 @pytest.mark.parametrize("factors", [_often(factors) for factors in triples(8)])
-def test_every_triple_on_eight_ranks_trains_as_one_rank_does(factors: Factors) -> None:
+def test_every_triple_on_eight_ranks_trains_as_one_rank_does(factors: ShardFactors) -> None:
     steps = STEPS // 4  # all twenty on real ranks: below, and marked slow for eight
     expected = plain(torch.float64, steps)
     how = every(factors, nodes=TWO_NODES[8] if sum(factors) % 2 else (), bucket_bytes=20_000)
@@ -73,14 +73,14 @@ def test_every_triple_on_four_gloo_ranks_trains_as_one_rank_does(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("nodes", [(), TWO_NODES[8]])
 @pytest.mark.parametrize("factors", triples(8), ids=lambda factors: "-".join(map(str, factors)))
-def test_every_triple_on_eight_gloo_ranks_trains_as_one_rank_does(factors: Factors, nodes: Any) -> None:
+def test_every_triple_on_eight_gloo_ranks_trains_as_one_rank_does(factors: ShardFactors, nodes: Any) -> None:
     expected = plain(torch.float64, STEPS)
     for parameters, norms in forks(8, _trained, every(factors, nodes=nodes), 3, torch.float64, timeout=300.0):
         same(parameters, expected["parameters"], relative=1e-12)
         same(norms, expected["norms"], relative=1e-12)
 
 
-MIXED = [("blocks.1.*", Factors(2, 4, 4)), ("blocks.*", Factors(1, 2, 4)), ("embed", Factors(4, 4, 4))]
+MIXED = [("blocks.1.*", ShardFactors(2, 4, 4)), ("blocks.*", ShardFactors(1, 2, 4)), ("embed", ShardFactors(4, 4, 4))]
 
 
 def test_every_part_of_a_model_may_have_factors_of_its_own() -> None:
@@ -90,7 +90,7 @@ def test_every_part_of_a_model_may_have_factors_of_its_own() -> None:
         same(norms, expected["norms"], relative=1e-12)
 
 
-def _gradients(channel: Channel, factors: Factors) -> dict[str, Any]:
+def _gradients(channel: Channel, factors: ShardFactors) -> dict[str, Any]:
     sharding = Amsp(Odd(), channel, every(factors))
     for last, rows in rounds(channel.rank(), channel.size(), 2):
         with sharding.accumulate(last):
@@ -99,8 +99,8 @@ def _gradients(channel: Channel, factors: Factors) -> dict[str, Any]:
     return {one.name: one.tensor.grad for one in sharding.owned}
 
 
-@pytest.mark.parametrize("factors", [Factors(), Factors(1, 2, 4), Factors(4, 4, 4)])
-def test_what_no_rank_used_gets_no_gradient_and_what_some_used_gets_it_everywhere(factors: Factors) -> None:
+@pytest.mark.parametrize("factors", [ShardFactors(), ShardFactors(1, 2, 4), ShardFactors(4, 4, 4)])
+def test_what_no_rank_used_gets_no_gradient_and_what_some_used_gets_it_everywhere(factors: ShardFactors) -> None:
     seen: dict[str, list[Any]] = {}
     for found in ranks(4, _gradients, factors):
         assert "frozen" not in found
@@ -111,7 +111,7 @@ def test_what_no_rank_used_gets_no_gradient_and_what_some_used_gets_it_everywher
     assert all(gradient is not None for gradients in seen.values() for gradient in gradients)
 
 
-def _unequal(channel: Channel, factors: Factors) -> dict[str, Tensor]:
+def _unequal(channel: Channel, factors: ShardFactors) -> dict[str, Tensor]:
     cuts = [0, 1, 8, 13, ROWS]
     sharding = Amsp(Odd(), channel, every(factors))
     optimizer = adamw.build(Adamw(learning_rate=1e-2), sharding.owned)
@@ -126,8 +126,8 @@ def _unequal(channel: Channel, factors: Factors) -> dict[str, Tensor]:
     return whole(sharding)
 
 
-@pytest.mark.parametrize("factors", [Factors(), Factors(1, 1, 4), Factors(2, 2, 4)])
-def test_unequal_shares_equal_the_whole_batch(factors: Factors) -> None:
+@pytest.mark.parametrize("factors", [ShardFactors(), ShardFactors(1, 1, 4), ShardFactors(2, 2, 4)])
+def test_unequal_shares_equal_the_whole_batch(factors: ShardFactors) -> None:
     expected = plain(torch.float64, STEPS)["parameters"]
     for parameters in ranks(4, _unequal, factors):
         same(parameters, expected, relative=1e-12)
@@ -138,7 +138,7 @@ def test_unequal_shares_equal_the_whole_batch(factors: Factors) -> None:
 MUON = Muon(learning_rate=1e-2, adamw=Adamw(learning_rate=1e-2))
 
 
-def _muon(channel: Channel | None, factors: Factors) -> Any:
+def _muon(channel: Channel | None, factors: ShardFactors) -> Any:
     model = Odd()
     tables = frozenset({"embed"})
     hidden = frozenset(one.name for one in owned_by(model) if muon.moves(one, tables))
@@ -151,9 +151,11 @@ def _muon(channel: Channel | None, factors: Factors) -> Any:
     return whole(sharding), mine
 
 
-@pytest.mark.parametrize("factors", [Factors(), Factors(1, 1, 4), Factors(1, 2, 2), Factors(2, 4, 4)])
-def test_muon_moves_each_matrix_on_one_rank_as_it_would_move_it_alone(factors: Factors) -> None:
-    expected, every_matrix = _muon(None, Factors())
+@pytest.mark.parametrize(
+    "factors", [ShardFactors(), ShardFactors(1, 1, 4), ShardFactors(1, 2, 2), ShardFactors(2, 4, 4)]
+)
+def test_muon_moves_each_matrix_on_one_rank_as_it_would_move_it_alone(factors: ShardFactors) -> None:
+    expected, every_matrix = _muon(None, ShardFactors())
     owners: list[str] = []
     for parameters, mine in ranks(4, _muon, factors):
         same(parameters, expected, relative=1e-10)
@@ -164,7 +166,7 @@ def test_muon_moves_each_matrix_on_one_rank_as_it_would_move_it_alone(factors: F
 # --- the start ---
 
 
-def _unequal_values(channel: Channel, factors: Factors) -> dict[str, Tensor]:
+def _unequal_values(channel: Channel, factors: ShardFactors) -> dict[str, Tensor]:
     model = Odd()
     with torch.no_grad():
         model.embed.add_(channel.rank())
@@ -176,8 +178,8 @@ def _unequal_values(channel: Channel, factors: Factors) -> dict[str, Tensor]:
     return sharding.model.state_dict()
 
 
-@pytest.mark.parametrize("factors", [Factors(), Factors(3, 3, 3)])
-def test_every_rank_starts_from_rank_zeros_values(factors: Factors) -> None:
+@pytest.mark.parametrize("factors", [ShardFactors(), ShardFactors(3, 3, 3)])
+def test_every_rank_starts_from_rank_zeros_values(factors: ShardFactors) -> None:
     for state in ranks(3, _unequal_values, factors):
         same(state, Odd().state_dict(), bitwise=True)
 
@@ -198,7 +200,7 @@ def test_without_a_channel_nothing_is_added() -> None:
     assert [one.tensor for one in sharding.owned] == [p for p in model.parameters() if p.requires_grad]
 
 
-def _after_an_error(channel: Channel, factors: Factors) -> Any:
+def _after_an_error(channel: Channel, factors: ShardFactors) -> Any:
     model = nn.Linear(3, 3, bias=False)
     nn.init.constant_(model.weight, 0.1)
     sharding = Amsp(model, channel, every(factors))
@@ -212,8 +214,8 @@ def _after_an_error(channel: Channel, factors: Factors) -> Any:
     return [one.tensor.grad.flatten() for one in sharding.owned]
 
 
-@pytest.mark.parametrize("factors", [Factors(), Factors(2, 2, 2)])
-def test_a_step_that_failed_before_its_exchange_can_be_run_again(factors: Factors) -> None:
+@pytest.mark.parametrize("factors", [ShardFactors(), ShardFactors(2, 2, 2)])
+def test_a_step_that_failed_before_its_exchange_can_be_run_again(factors: ShardFactors) -> None:
     for grads in ranks(2, _after_an_error, factors):
         same(torch.cat(grads), torch.full((9 if factors.optimizer == 1 else len(torch.cat(grads)),), 2.0))
 
@@ -222,7 +224,7 @@ def _overlap(channel: Channel) -> list[str]:
     """The order of launches and of gradients arriving."""
     model = nn.Sequential(*[nn.Linear(9, 9, bias=False) for _ in range(4)])
     order: list[str] = []
-    sharding = Amsp(model, channel, every(Factors(), bucket_bytes=1))
+    sharding = Amsp(model, channel, every(ShardFactors(), bucket_bytes=1))
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda grad, name=name: order.append(f"gradient {name}"))
     for flat in sharding.flats:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from nets import triples
 
 from espalier.errors import UserError
-from espalier.shard.placement import STATES, Factors, per_node, place
+from espalier.shard.placement import STATES, ShardFactors, per_node, place
 
 
 @given(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]), st.integers(1, 4), st.data())
@@ -43,7 +43,7 @@ def test_no_axis_leaves_a_machine_and_stays_in_it_at_once(sizes: tuple[int, int]
 
 def test_the_papers_placement() -> None:
     """AMSP's index of a shard, for two nodes of four ranks: parameters by pairs, gradients by nodes, states by all."""
-    placement = place(Factors(2, 4, 8), [0] * 4 + [1] * 4)
+    placement = place(ShardFactors(2, 4, 8), [0] * 4 + [1] * 4)
     starts = [[placement.held(rank, 8, state).start for rank in range(8)] for state in STATES[:3]]
     assert starts == [[0, 4] * 4, [0, 4, 2, 6] * 2, [0, 4, 2, 6, 1, 5, 3, 7]]
 
@@ -52,19 +52,19 @@ def test_machines_of_different_size_are_not_divided_at() -> None:
     assert per_node([0, 0, 1]) == 1
     assert per_node([0, 0, 1, 1]) == 2
     assert per_node([0, 1, 0, 1]) == 1
-    assert [axis.size for axis in place(Factors(1, 1, 6), [0, 0, 0, 0, 1, 1]).axes] == [6]
+    assert [axis.size for axis in place(ShardFactors(1, 1, 6), [0, 0, 0, 0, 1, 1]).axes] == [6]
 
 
 @pytest.mark.parametrize(
     ("factors", "said", "nearest"),
     [
-        (Factors(2, 3, 6), "params = 2 does not divide grads = 3", "params = 1"),
-        (Factors(1, 1, 3), "optimizer = 3 does not divide the number of ranks = 4", "optimizer = 2"),
-        (Factors(0, 1, 4), "params = 0 does not divide", "params = 1"),
+        (ShardFactors(2, 3, 6), "params = 2 does not divide grads = 3", "params = 1"),
+        (ShardFactors(1, 1, 3), "optimizer = 3 does not divide the number of ranks = 4", "optimizer = 2"),
+        (ShardFactors(0, 1, 4), "params = 0 does not divide", "params = 1"),
     ],
 )
 def test_factors_that_do_not_nest_or_divide_are_named_with_the_nearest(
-    factors: Factors, said: str, nearest: str
+    factors: ShardFactors, said: str, nearest: str
 ) -> None:
     with pytest.raises(UserError) as error:
         factors.check(4 if factors.optimizer != 6 else 6)

@@ -20,7 +20,7 @@ from espalier.errors import UserError
 from espalier.sparse import CBM, CSR, Scale, best_aggregation, best_format, matmul
 from espalier.sparse.cbm import build
 from espalier.sparse.cbm.matrix import cbm_matmul, pays
-from espalier.sparse.choose import cost
+from espalier.sparse.format_choice import cost
 
 ALPHAS = (0, 1, 4, 16, 10**9)
 

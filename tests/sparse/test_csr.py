@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from espalier.errors import UserError
-from espalier.kernels.buffers import LEAST, Buffers
+from espalier.kernels.buffer_pool import LEAST, Buffers
 from espalier.sparse import CSR, Scale, attention_aggregate, cbsr_aggregate, csr, matmul, segment_softmax
 from espalier.sparse.attention import graph_attention
 from espalier.sparse.cbsr import scattered, sparse_rows
-from espalier.sparse.product import csr_matmul
-from espalier.sparse.rows import tiles
-from espalier.sparse.segment import segment_shares
+from espalier.sparse.edge_softmax import segment_shares
+from espalier.sparse.spmm import csr_matmul
+from espalier.sparse.spmm_kernels import tiles
 
 
 @st.composite
@@ -333,7 +333,7 @@ def test_a_result_in_use_is_never_given_out_again() -> None:
 
 
 def test_free_memory_is_kept_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("espalier.kernels.buffers.MOST", LEAST)
+    monkeypatch.setattr("espalier.kernels.buffer_pool.MOST", LEAST)
     buffers = Buffers()
     held = [buffers.empty((LEAST,), torch.uint8) for _ in range(3)]
     held.clear()

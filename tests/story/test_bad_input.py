@@ -12,11 +12,11 @@ import sys
 import pytest
 from programs import forked
 
-from espalier import cli, comm, folders, run
+from espalier import cache_dir, cli, comm, run
 from espalier.config import load
 from espalier.errors import UserError
 from espalier.hardware import probe
-from espalier.launch import handshake
+from espalier.launch import version_check
 from espalier.testing import forks
 
 RECIPE = {
@@ -148,7 +148,7 @@ def test_a_full_disk_is_named_and_nothing_half_written_stays(home):
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     try:
         with pytest.raises(UserError, match=r"plan.json"):
-            folders.replace(path, "x" * 100)
+            cache_dir.replace(path, "x" * 100)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)
@@ -171,7 +171,7 @@ def test_ranks_whose_data_differ_name_the_odd_one():
         data = "other" if channel.rank() == 2 else "usual"
         with comm.phase("handshake"):
             try:
-                handshake.compare(handshake.identity(data=data), channel)
+                version_check.compare(version_check.identity(data=data), channel)
             except UserError as error:
                 return str(error)
         return ""

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from espalier.comm.codecs import codec
-from espalier.sync.choices import Choices
-from espalier.sync.members import Crew, Members
-from espalier.sync.outer import OuterSync
+from espalier.sync.membership import MemberGroup, Members
+from espalier.sync.method_choices import Choices
+from espalier.sync.outer_loop import OuterSync
 from espalier.sync.round_length import Rounds
 
 RATE = 0.05
@@ -55,7 +55,7 @@ def together(count: int, run: Callable[[int, Callable[..., OuterSync]], Any], **
 
         def make(replica: Replica, choices: Choices, rounds: Rounds, **more: Any) -> OuterSync:
             life = PrefixStore(f"life{next(lives)}", store)
-            place = Crew(life, member, tuple(range(count)), **{"timeout": 20.0, "grace": 1.0, **crew})
+            place = MemberGroup(life, member, tuple(range(count)), **{"timeout": 20.0, "grace": 1.0, **crew})
             engines.append(OuterSync(replica.live, choices, Members(place, codec(choices.codec)), rounds, **more))
             return engines[-1]
 

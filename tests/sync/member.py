@@ -10,12 +10,12 @@ from collections.abc import Callable
 import torch
 from crews import RATE, Replica
 
-from espalier import tcpstore
+from espalier import store_client
 from espalier.comm.codecs import codec
 from espalier.errors import PeerLost
-from espalier.sync.choices import METHODS
-from espalier.sync.members import Crew, Members
-from espalier.sync.outer import OuterSync
+from espalier.sync.membership import MemberGroup, Members
+from espalier.sync.method_choices import METHODS
+from espalier.sync.outer_loop import OuterSync
 from espalier.sync.round_length import Rounds
 
 
@@ -25,9 +25,9 @@ def life(
     """Trains `place` = (member, members) for some rounds, or comes back to those that do; says `round N`, and at last
     the hash of its parameters and who was lost. Ends the process: 0, or 7 when the others gave it up."""
     torch.set_num_threads(1)
-    store = tcpstore.connect("127.0.0.1", port, 30.0)
+    store = store_client.connect("127.0.0.1", port, 30.0)
     member, members = place
-    crew = Crew(store, member, tuple(range(members)), timeout=6.0, grace=2.0, returns=returns)
+    crew = MemberGroup(store, member, tuple(range(members)), timeout=6.0, grace=2.0, returns=returns)
     replica, choices = Replica(member), METHODS[method]
     lost: list[str] = []
     team = Members(crew, codec(choices.codec), lambda gone, left: lost.append(f"lost {gone} left {left}"))

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 
 from espalier.errors import PeerLost
 from espalier.sync import CO2, rejoin
-from espalier.sync.members import Crew
+from espalier.sync.membership import MemberGroup
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_in_ones_own_loop() -> None:
         model.register_buffer("scale", torch.rand(1))
         model[0].bias.requires_grad_(False)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-        place = Crew(store, member, (0, 1), timeout=3.0, grace=0.5, returns=returns)
+        place = MemberGroup(store, member, (0, 1), timeout=3.0, grace=0.5, returns=returns)
         outer = CO2(model, optimizer, steps=2, method="eager", group=place)
         seen = [outer.engine.rounds]
         while outer.engine.rounds < rounds:
@@ -96,7 +96,7 @@ def test_in_ones_own_loop() -> None:
 
 def test_nobody_lets_it_in(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerLost, match="nobody let it in for"):
-        rejoin.ask(Crew(HashStore(), 1, (0, 1), returns=True), wait=0.1)
+        rejoin.ask(MemberGroup(HashStore(), 1, (0, 1), returns=True), wait=0.1)
 
 
 def test_a_damaged_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

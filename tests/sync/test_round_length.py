@@ -12,12 +12,12 @@ import torch
 from crews import RATE, SIZES, Replica, together
 from torch import Tensor
 
-from espalier.sync.choices import METHODS, Choices
-from espalier.sync.members import Members
-from espalier.sync.outcome import Outcome
-from espalier.sync.outer import OuterSync
+from espalier.sync.commit_vote import Outcome
+from espalier.sync.membership import Members
+from espalier.sync.method_choices import METHODS, Choices
+from espalier.sync.outer_loop import OuterSync
 from espalier.sync.round_length import Length, Rounds
-from espalier.track.rules import Recorded
+from espalier.track.decision_log import Recorded
 
 Make = Callable[..., OuterSync]
 

@@ -13,7 +13,7 @@ import itertools
 import msgspec
 import pytest
 
-from espalier import compose, mechanisms, rank, trainer
+from espalier import compose, mechanisms, trainer, worker
 from espalier.config import derive, load
 from espalier.errors import UserError
 from espalier.language.workload import open_language
@@ -136,8 +136,8 @@ def curve(recipe, micro_batch=8, recompute="none", ranks=1, cuts=None, shard=(),
             if event == "step":
                 losses.append(fields["loss"])
 
-        with rank.joined(place, 20.0) as channel:
-            trainer.Trainer(trainer.Setting(recipe, plan, workload, place, emit=emit), channel).run()
+        with worker.joined(place, 20.0) as channel:
+            trainer.Trainer(trainer.RankSetup(recipe, plan, workload, place, emit=emit), channel).run()
         return losses
 
     return local.run(life, launch.places(plan))[0]

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from espalier import rank, trainer
+from espalier import trainer, worker
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import derive, load
 from espalier.errors import Interrupted, UserError
@@ -72,12 +72,12 @@ def train(recipe, plan, folder=None, stop_after=None):
             if event == "step":
                 steps.append(fields["step"])
 
-        setting = trainer.Setting(recipe, plan, workload, place, folder, emit, stop_after=stop_after)
+        setting = trainer.RankSetup(recipe, plan, workload, place, folder, emit, stop_after=stop_after)
         saved = None
-        with rank.joined(place, 20.0) as channel:
+        with worker.joined(place, 20.0) as channel:
             one = trainer.Trainer(setting, channel)
             if folder is not None:
-                saved = Checkpoints(folder / "checkpoints", keep=2, group=rank.saving_group(channel))
+                saved = Checkpoints(folder / "checkpoints", keep=2, group=worker.saving_group(channel))
                 one.restore(saved)
             try:
                 one.run(saved)

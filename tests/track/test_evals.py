@@ -7,7 +7,7 @@ from pathlib import Path
 import made
 
 from espalier.track import events, report
-from espalier.track.tables import open_run
+from espalier.track.run_tables import open_run
 
 
 def figure(run: Path, step: int, task: str, metric: str, value: float) -> None:

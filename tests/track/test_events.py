@@ -125,7 +125,9 @@ def test_a_full_disk_and_an_unwritable_place_are_the_users_errors(tmp_path: Path
 
 
 def test_the_log_and_its_views_need_no_torch() -> None:
-    names = ", ".join(f"espalier.track.{name}" for name in ("events", "progress", "tables", "report", "serve"))
+    names = ", ".join(
+        f"espalier.track.{name}" for name in ("events", "progress", "run_tables", "report", "live_report")
+    )
     program = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 

@@ -10,7 +10,7 @@ import pytest
 
 from espalier.errors import UserError
 from espalier.track.events import read
-from espalier.track.tables import open_run
+from espalier.track.run_tables import open_run
 from espalier.track.tensorboard import TensorBoard
 
 

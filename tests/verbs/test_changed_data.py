@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from espalier import cluster as clusters
-from espalier import contents
+from espalier import data_hash
 from espalier import run as runs
 from espalier.errors import UserError
 from espalier.track import events
-from espalier.verbs import ready, train
+from espalier.verbs import prepare, train
 
 MACHINE = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 1\nmemory = "8GiB"\n')
 
@@ -77,7 +77,7 @@ def begin(home: Path, kind: str, *overrides: str) -> runs.RunFolder:
     file = home / "recipe.toml"
     file.write_text(RECIPES[kind].format(home=home) + "[plan]\ntrial = false\n")
     sys.modules.pop("numbers_of", None)
-    given = train.asked(ready.resolve(file, list(overrides)), str(home / "run"), True)
+    given = train.asked(prepare.resolve(file, list(overrides)), str(home / "run"), True)
     job = train.decided(given, lambda: MACHINE)
     job.folder.release()
     return job.folder
@@ -140,31 +140,31 @@ def test_a_run_folder_without_hashes_is_accepted_with_a_note(home: Path, capsys:
     folder = begin(home, "language")
     folder.data.unlink()
     one_of_many(home)
-    given = train.asked(ready.resolve(home / "recipe.toml", []), str(home / "run"), False)
+    given = train.asked(prepare.resolve(home / "recipe.toml", []), str(home / "run"), False)
     train.decided(given, lambda: MACHINE).folder.release()
     assert "does not say what data the run was begun with" in capsys.readouterr().out
     assert folder.data.exists()
 
 
 def test_an_unchanged_file_is_read_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = contents.below(home / "text")
+    before = data_hash.below(home / "text")
 
     def never(path: Path, size: int) -> str:
         raise AssertionError(path)
 
-    monkeypatch.setattr(contents, "_hash", never)
-    assert contents.below(home / "text") == before
+    monkeypatch.setattr(data_hash, "_hash", never)
+    assert data_hash.below(home / "text") == before
 
 
 def test_of_a_large_file_ends_and_pieces_are_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "WHOLE", 1 << 10)
-    monkeypatch.setattr(contents, "PIECE", 16)
+    monkeypatch.setattr(data_hash, "WHOLE", 1 << 10)
+    monkeypatch.setattr(data_hash, "PIECE", 16)
     file = tmp_path / "large"
     data = bytearray(4096)
     seen = set()
     for place in (0, 4095, 132):  # the ends, and the second of 32 pieces
         changed = bytes(data[:place] + b"x" + data[place + 1 :])
         file.write_bytes(changed)
-        seen.add(contents._hash(file, 4096))
+        seen.add(data_hash._hash(file, 4096))
     file.write_bytes(bytes(data))
-    assert len({*seen, contents._hash(file, 4096)}) == 4
+    assert len({*seen, data_hash._hash(file, 4096)}) == 4

@@ -12,7 +12,7 @@ from espalier import cli
 from espalier import cluster as clusters
 from espalier.config import derive, load
 from espalier.errors import UserError
-from espalier.plan import asking, base
+from espalier.plan import base, request_from_recipe
 from espalier.plan.calibrate import Batch, calibrate
 from espalier.plan.factors import PLAIN
 from espalier.run import RunFolder
@@ -46,7 +46,7 @@ def test_a_run_is_one_measurement_of_its_plan(folder: RunFolder) -> None:
     assert found.step_seconds == pytest.approx(0.6), "the two slow steps of the warm-up are left out"
     assert found.peak_bytes == 2**30 + 20
     assert (found.layout.dp, found.layout.micro_batch, found.layout.recompute) == (2, 4, "block")
-    assert found.request.parameters == asking.of_recipe(folder.read()).parameters
+    assert found.request.parameters == request_from_recipe.of_recipe(folder.read()).parameters
     assert measurements(folder.path)[0].step_seconds == found.step_seconds
 
 

@@ -11,7 +11,7 @@ from espalier import run as runs
 from espalier.config import load
 from espalier.errors import UserError
 from espalier.verbs import own_runs
-from espalier.verbs.trained import open_trained
+from espalier.verbs.load_run import open_trained
 
 CODE = """
 from pathlib import Path

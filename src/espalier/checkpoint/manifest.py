@@ -9,11 +9,11 @@ from typing import IO, Any
 import msgspec
 import xxhash
 
-from espalier import encoding
+from espalier import serialization
 from espalier.errors import UserError
 
 VERSION = 2
-"""1: skeletons are pickles. 2: they are plain values (`encoding`)."""
+"""1: skeletons are pickles. 2: they are plain values (`serialization`)."""
 NAME = "manifest.json"
 
 
@@ -62,7 +62,7 @@ def dumps(manifest: Manifest) -> bytes:
 def loads(text: bytes) -> Manifest:
     """The manifest in `text`. Raises Bad when it is damaged, UserError when it is of a later format."""
     try:
-        manifest: Manifest = encoding.from_json(text, Manifest)
+        manifest: Manifest = serialization.from_json(text, Manifest)
     except msgspec.DecodeError as error:
         raise Bad(f"{NAME} is damaged ({error})") from None
     if manifest.version > VERSION:

@@ -4,7 +4,7 @@ The tensors and their resharding are `torch.distributed.checkpoint`'s (its plann
 stands round it: the CPU copy with kept buffers, the exchange between ranks (so that an error on one is an error on
 all), checksums, the manifest, the rename, and what to do about a damaged file.
 
-Loading runs nothing that a checkpoint holds (`reading`); `trust` lets pickles of the older format through.
+Loading runs nothing that a checkpoint holds (`reader`); `trust` lets pickles of the older format through.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from espalier.checkpoint import manifest, tree
-from espalier.checkpoint.alike import Alike
+from espalier.checkpoint import manifest, state_tree
 from espalier.checkpoint.base import Stateful
-from espalier.checkpoint.place import Folder, folder_name, open_place, step_of
-from espalier.checkpoint.reading import restore
-from espalier.checkpoint.team import Team
-from espalier.checkpoint.writing import Job, Write
+from espalier.checkpoint.coordination import Coordinator
+from espalier.checkpoint.divergence_check import Alike
+from espalier.checkpoint.reader import restore
+from espalier.checkpoint.storage import Folder, folder_name, open_place, step_of
+from espalier.checkpoint.writer import Write, WriteJob
 from espalier.errors import EspalierError, RunFailed, UserError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Loaded(NamedTuple):
     """Parts that the checkpoint does not have; they were left as they are."""
 
 
-class Entry(NamedTuple):
+class CheckpointInfo(NamedTuple):
     """One checkpoint there is. `why` says what is wrong with its manifest; empty when nothing is."""
 
     step: int
@@ -85,13 +85,13 @@ class Checkpoints:
             raise UserError(f"checkpoint.keep = {keep} keeps nothing to resume from.", do="checkpoint.keep=1")
         self.place = open_place(target)
         self.keep, self.keep_best = keep, keep_best
-        self.team = Team(group)
+        self.team = Coordinator(group)
         self._event = on_event if on_event is not None and self.team.rank == 0 else _ignore
         self.hold: int | None = None
         """While set, the newest checkpoint of at most so many steps stays too."""
         self.alike: Alike | None = None
         """Asked before anything is kept whether all ranks hold the same, where they should."""
-        self._stage = tree.Stage()
+        self._stage = state_tree.StagingBuffers()
         # One thread for all saves: starting one waits until it runs, which on busy cores takes longer than a copy.
         self._writer = ThreadPoolExecutor(1, "checkpoint", _step_back)
         self._writing: tuple[str, Future[None]] | None = None
@@ -129,10 +129,10 @@ class Checkpoints:
         """
         began = time.monotonic()
         self.wait()
-        tensors, skeletons = tree.flatten(parts)
+        tensors, skeletons = state_tree.flatten(parts)
         state = {**self._stage.copy(tensors), **skeletons}
         loss = None if loss is None or not math.isfinite(loss) else loss
-        job = Job(step, state, dict(meta), loss)
+        job = WriteJob(step, state, dict(meta), loss)
         blocked = time.monotonic() - began
         self._writing = f"checkpoint-{step}", self._writer.submit(self._run, job, blocked)
         if wait:
@@ -163,7 +163,7 @@ class Checkpoints:
         """Ends the writing thread once it has failed or written all: a later save may bear the same name."""
         self._writer.shutdown(cancel_futures=True)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CheckpointInfo]:
         """The checkpoints there are, oldest first, by their manifests (files are not checked)."""
         return [self._entry(name) for name in self.place.names()]
 
@@ -250,19 +250,19 @@ class Checkpoints:
         except FileNotFoundError:
             raise manifest.Bad(f"{manifest.NAME} is missing") from None
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> CheckpointInfo:
         try:
             content = self._manifest(name)
         except (manifest.Bad, OSError) as error:
-            return Entry(step_of(name) or 0, None, 0, self.place.path(name), str(error))
-        return Entry(content.step, content.loss, content.bytes, self.place.path(name), meta=content.meta)
+            return CheckpointInfo(step_of(name) or 0, None, 0, self.place.path(name), str(error))
+        return CheckpointInfo(content.step, content.loss, content.bytes, self.place.path(name), meta=content.meta)
 
     def _report(self, skipped: list[tuple[str, str]], taken: str) -> None:
         for name, why in skipped:
             what = f"checkpoint {name} is unusable: {why}"
             self._event("incident", kind="checkpoint", what=what, rank=0, step=step_of(name), action=f"took {taken}")
 
-    def _run(self, job: Job, blocked: float) -> None:
+    def _run(self, job: WriteJob, blocked: float) -> None:
         began = time.monotonic()
         name = folder_name(job.step)
         try:

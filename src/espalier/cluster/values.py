@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from espalier.cluster import order
+from espalier.cluster import machine_order
 
 
 class Rate(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -180,7 +180,7 @@ class Cluster(Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def ring(self) -> tuple[int, ...]:
         """The machines in the order in which ranks sit on them: rings then cross slow links least."""
-        return order.ring(self.links) if self.pairs else tuple(range(self.machines))
+        return machine_order.ring(self.links) if self.pairs else tuple(range(self.machines))
 
     @property
     def same_speed(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.comm.values import aligned, bytes_of, check_length, floats, shaped
+from espalier.comm.codec_input import aligned, bytes_of, check_length, floats, shaped
 
 
 class Bf16:

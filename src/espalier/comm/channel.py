@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions, Store
 
 from espalier.comm.base import Carrying, Codec, Ledger, Traffic, current_traffic, sent_bytes
-from espalier.comm.coded import Coded, Start
-from espalier.comm.given import (
+from espalier.comm.c10d_arguments import (
     REDUCTIONS,
     ReduceOp,
     averages,
@@ -35,7 +34,8 @@ from espalier.comm.given import (
     type_of,
     wire_size,
 )
-from espalier.comm.watch import Entry, Watch
+from espalier.comm.compressed_collectives import Coded, Start
+from espalier.comm.flight_recorder import FlightRecorder, RecordedCollective
 from espalier.comm.work import Pending
 
 if TYPE_CHECKING:
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Line:
+class SharedRecords:
     """What all Channels of one rank share: the ledger, the record of its collectives, and the deadline's default."""
 
     ledger: Ledger
-    watch: Watch
+    watch: FlightRecorder
     inner: str
     """A name in `rendezvous.INNER`: how the groups inside the Channels are made."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class GroupRequest:
     """What one group is made from, and the global ranks in it."""
 
     store: Store
@@ -79,7 +79,7 @@ class Channel(_ProcessGroup):
         timeout: the deadline of every wait; see `set_timeout`.
     """
 
-    def __init__(self, asked: Asked, inner: dict[str, Any], line: Line) -> None:
+    def __init__(self, asked: GroupRequest, inner: dict[str, Any], line: SharedRecords) -> None:
         super().__init__(asked.rank, asked.size)  # the form with a store makes no trampoline for a Python subclass
         self._store = asked.store
         self.line, self.ledger = line, line.ledger
@@ -132,7 +132,7 @@ class Channel(_ProcessGroup):
 
     def _encoded(self, coded: Coded, operation: str, tensors: Sequence[Tensor], starts: Sequence[Start]) -> Pending:
         """Launches encoded collectives; the ledger gets what they send once that is known."""
-        entry = Entry(self._label, operation, coded.kind, payload(tensors), self.members)
+        entry = RecordedCollective(self._label, operation, coded.kind, payload(tensors), self.members)
 
         booked = partial(self.ledger.add_encoded, coded.kind, operation)
         return self._end(entry, lambda: [start(booked) for start in starts])
@@ -162,7 +162,7 @@ class Channel(_ProcessGroup):
 
     def _begin(
         self, operation: str, tensors: Sequence[Tensor], sent: float | None = None, root: int = -1
-    ) -> tuple[Any, Entry]:
+    ) -> tuple[Any, RecordedCollective]:
         """Books the operation on `tensors` (the whole payload). Returns what carries it, and its record."""
         kind = current_traffic(self.default_traffic)
         codec = self._codecs.get(kind)
@@ -171,13 +171,13 @@ class Channel(_ProcessGroup):
             sent = sent_bytes(operation, size, self._size, root=root == self._rank)
         self.ledger.add(kind._value_, operation, sent)
         carrier = self._alone or self._inner[tensors[0].device.type if tensors else "cpu"]
-        entry = Entry(self._label, operation, kind._value_, size, self.members)
+        entry = RecordedCollective(self._label, operation, kind._value_, size, self.members)
         entry.stream = carrier is self._stream
         return carrier if codec is None else self._carriers[kind, carrier], entry
 
     def _message(
         self, operation: str, tensors: Sequence[Tensor], peer: int, tag: int, sent: float | None = None
-    ) -> tuple[Any, Entry]:
+    ) -> tuple[Any, RecordedCollective]:
         """The same for a message to or from `peer` (rank in this group): numbered by its direction."""
         carrier, entry = self._begin(operation, tensors, sent)
         me, other = self.members[self._rank], self.members[peer]
@@ -186,7 +186,9 @@ class Channel(_ProcessGroup):
         entry.key = f"{self._label}:{source}>{target}#{tag}"
         return carrier, entry
 
-    def _end(self, entry: Entry, launch: Callable[[], Any], finish: Callable[[], None] | None = None) -> Pending:
+    def _end(
+        self, entry: RecordedCollective, launch: Callable[[], Any], finish: Callable[[], None] | None = None
+    ) -> Pending:
         watch = self.line.watch
         watch.enter(entry)
         try:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from espalier.comm.base import Codec
 from espalier.comm.bf16 import Bf16
 from espalier.comm.exact import EXACT
+from espalier.comm.finite_check import MARK, Strict
 from espalier.comm.lowbit import Lowbit
 from espalier.comm.mpc import Mpc
 from espalier.comm.split import Split
-from espalier.comm.strict import MARK, Strict
 from espalier.comm.topk import Topk
 from espalier.comm.zfp import Zfp
 from espalier.errors import UserError, nearest

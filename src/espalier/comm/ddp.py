@@ -19,10 +19,10 @@ from torch._C._distributed_c10d import AllreduceOptions, GradBucket
 
 from espalier.comm import hybrid
 from espalier.comm.base import Codec, Spent, Traffic, sent_bytes
+from espalier.comm.c10d_arguments import residual_like
 from espalier.comm.codecs import codec as codec_of
-from espalier.comm.coded import Coded
+from espalier.comm.compressed_collectives import Coded
 from espalier.comm.exact import Exact
-from espalier.comm.given import residual_like
 from espalier.comm.rendezvous import beside
 
 TIMEOUT = 60.0

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from espalier.comm.base import Codec, Spent, Traffic
+from espalier.comm.c10d_arguments import residual_like
 from espalier.comm.codecs import codec as codec_of
-from espalier.comm.coded import Coded
+from espalier.comm.compressed_collectives import Coded
 from espalier.comm.ddp import coded
-from espalier.comm.given import residual_like
 from espalier.errors import UserError
 
 

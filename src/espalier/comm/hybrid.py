@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import torch
 
-from espalier.comm import message
+from espalier.comm import wire_format
 from espalier.comm.base import Traffic
 from espalier.comm.codecs import FAMILIES, codec
-from espalier.comm.coded import PIECE
+from espalier.comm.compressed_collectives import PIECE
 from espalier.cost import in_turn
 from espalier.errors import UserError, nearest
 from espalier.records import Record
@@ -35,7 +35,14 @@ RECORD = Record(
     aliases=("hybrid-compression", "zhybrid", "mzhybrid", "zfp", "mpc"),
     paper="Xu, Anthony, Zhou et al., CCGrid, arXiv 2409.02423",
     question="What crosses the wire?",
-    files=("comm/hybrid.py", "comm/coded.py", "comm/lowbit.py", "comm/zfp.py", "comm/mpc.py", "comm/split.py"),
+    files=(
+        "comm/hybrid.py",
+        "comm/compressed_collectives.py",
+        "comm/lowbit.py",
+        "comm/zfp.py",
+        "comm/mpc.py",
+        "comm/split.py",
+    ),
     chosen="links between machines slower than the codec: min(coding, ratio * bandwidth) above 1.2 times the "
     "bandwidth, with 1 / coding = 1 / encode + 1 / decode as measured by `espalier probe`",
     cost="fixed rates: header and rate/32 of the float32 bytes exactly; MPC and split: by content, at most +3.1 %; "
@@ -43,7 +50,7 @@ RECORD = Record(
     "which one thread does in turn",
     law="every lossless codec gives back every bit; ZFP's stream equals the reference's byte for byte; all ranks end "
     "with the same bits; with error feedback the sum of what arrives is the sum of what was sent, less the residuals",
-    law_test="tests/comm/test_coded.py::test_with_feedback_what_arrives_is_what_was_sent_less_the_residuals",
+    law_test="tests/comm/test_compressed_collectives.py::test_with_feedback_what_arrives_is_what_was_sent_less_the_residuals",
     bench="bench/hybrid.py",
     state="works",
     remark="on processors, through Gloo and MPI; the kernels for GPUs of int8, int4, int1, ZFP and MPC were checked in "
@@ -80,7 +87,7 @@ AUTO: dict[Traffic, str] = {
 """What `auto` asks about, class by class: gradients hard, the rest without loss."""
 
 
-class Rate(NamedTuple):
+class CodecRate(NamedTuple):
     """What one codec does on one core: raw bytes over encoded bytes, and raw bytes/s."""
 
     ratio: float
@@ -94,14 +101,14 @@ class Rate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenCodecs:
     """The codecs of a plan, by class of traffic (what is missing goes as it is), and why."""
 
     codecs: Mapping[Traffic, str]
     why: str
 
 
-def choose(option: str, bandwidth: float | None, rates: Mapping[str, Rate]) -> Chosen:
+def choose(option: str, bandwidth: float | None, rates: Mapping[str, CodecRate]) -> ChosenCodecs:
     """The codecs for links of one level.
 
     Args:
@@ -113,7 +120,7 @@ def choose(option: str, bandwidth: float | None, rates: Mapping[str, Rate]) -> C
         UserError: there is no such policy or codec.
     """
     if option in POLICIES:
-        return Chosen(POLICIES[option], f"comm.codec = {option}: the paper's scheme")
+        return ChosenCodecs(POLICIES[option], f"comm.codec = {option}: the paper's scheme")
     if option != "auto":
         family = option.removesuffix("!").partition(":")[0]
         if family not in FAMILIES:
@@ -121,25 +128,25 @@ def choose(option: str, bandwidth: float | None, rates: Mapping[str, Rate]) -> C
             why = f"policies are auto, {', '.join(POLICIES)}; codecs {', '.join(FAMILIES)}"
             raise UserError(f"comm.codec = {option!r} is unknown.", why=why, do=f"comm.codec={near or 'auto'}")
         name = codec(option).name
-        return Chosen({} if name == "exact" else {Traffic.GRADIENTS: name}, f"comm.codec = {name}")
+        return ChosenCodecs({} if name == "exact" else {Traffic.GRADIENTS: name}, f"comm.codec = {name}")
     if bandwidth is None:
-        return Chosen({}, "nothing is compressed inside one machine")
+        return ChosenCodecs({}, "nothing is compressed inside one machine")
     if not rates:
-        return Chosen({}, "nothing is compressed: no codec was measured here (espalier probe)")
+        return ChosenCodecs({}, "nothing is compressed: no codec was measured here (espalier probe)")
     found = {kind: name for kind, name in AUTO.items() if name in rates and pays(rates[name], bandwidth)}
     best = max((rates[name].over(bandwidth) / bandwidth for name in found.values()), default=1.0)
     shown = f"{8e-6 * bandwidth:,.0f} Mbit/s between machines"
     if not found:
-        return Chosen({}, f"nothing is compressed: {shown} are no slower than the codecs")
-    return Chosen(found, f"gradients go as {found.get(Traffic.GRADIENTS, 'they are')}: {best:.1f} times {shown}")
+        return ChosenCodecs({}, f"nothing is compressed: {shown} are no slower than the codecs")
+    return ChosenCodecs(found, f"gradients go as {found.get(Traffic.GRADIENTS, 'they are')}: {best:.1f} times {shown}")
 
 
-def pays(rate: Rate, bandwidth: float) -> bool:
+def pays(rate: CodecRate, bandwidth: float) -> bool:
     """Whether a link carries more with this codec than without, by `MARGIN`. A codec slower than that never does."""
     return rate.over(bandwidth) > MARGIN * bandwidth
 
 
-def measure(names: Iterable[str] = (), seconds: float = 0.2) -> dict[str, Rate]:
+def measure(names: Iterable[str] = (), seconds: float = 0.2) -> dict[str, CodecRate]:
     """Measures codecs on this machine, on one thread, on normal float32 values, as whole messages with their checksums.
     What else runs here meanwhile slows them down, and counts.
 
@@ -148,16 +155,19 @@ def measure(names: Iterable[str] = (), seconds: float = 0.2) -> dict[str, Rate]:
         seconds: for each.
     """
     values = torch.randn(PIECE, generator=torch.Generator().manual_seed(1)) * 1e-3
-    told = (message.Bucket(Traffic.GRADIENTS, 0), 0)
+    told = (wire_format.Bucket(Traffic.GRADIENTS, 0), 0)
     found = {}
     for name in names or sorted(set(AUTO.values())):
         one = codec(name)
-        sends, _ = message.seal(one, values, told[0])
+        sends, _ = wire_format.seal(one, values, told[0])
         first, rest = sends[0], sends[1] if len(sends) > 1 else None
-        ways = (partial(message.seal, one, values, told[0]), partial(message.opened, one, (first, rest), values, told))
+        ways = (
+            partial(wire_format.seal, one, values, told[0]),
+            partial(wire_format.opened, one, (first, rest), values, told),
+        )
         encode, decode = (_usual_seconds(way, seconds / 2) for way in ways)
-        sent = sum(part.nbytes for part in sends) - message.HEADER
-        found[name] = Rate(values.nbytes / sent, values.nbytes / encode, values.nbytes / decode)
+        sent = sum(part.nbytes for part in sends) - wire_format.HEADER
+        found[name] = CodecRate(values.nbytes / sent, values.nbytes / encode, values.nbytes / decode)
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from espalier.comm.values import aligned, check_length, floats, shaped
+from espalier.comm.codec_input import aligned, check_length, floats, shaped
 from espalier.errors import UserError
 from espalier.kernels import bits as kernels
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.comm.values import aligned, bytes_of, check_length
+from espalier.comm.codec_input import aligned, bytes_of, check_length
 from espalier.errors import UserError
 from espalier.kernels import mpc as kernels
 

@@ -1,7 +1,7 @@
 """The codecs round mpi4py's collectives, for arrays, without torch.distributed: `allreduce(comm, array, codec="int8")`.
 
-The exchanges are those of `coded`: each contribution is encoded once, added up in full precision by the owner of its
-part, and the sum encoded once more, so that all ranks end with the same bits. Needs `espalier[mpi]`.
+The exchanges are those of `compressed_collectives`: each contribution is encoded once, added up in full precision by
+the owner of its part, and the sum encoded once more, so that all ranks end with the same bits. Needs `espalier[mpi]`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from espalier.comm.base import Codec, Spent
+from espalier.comm.c10d_arguments import shares
 from espalier.comm.codecs import codec as codec_of
-from espalier.comm.coded import Coded
-from espalier.comm.given import shares
+from espalier.comm.compressed_collectives import Coded
 from espalier.errors import PeerLost, UserError, missing_extra
 
 TIMEOUT = 60.0

@@ -16,19 +16,19 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from espalier.comm.base import Ledger, Traffic
-from espalier.comm.channel import Asked, Channel, Line
-from espalier.comm.staged import Staged
-from espalier.comm.watch import Watch
+from espalier.comm.channel import Channel, GroupRequest, SharedRecords
+from espalier.comm.flight_recorder import FlightRecorder
+from espalier.comm.host_staging import Staged
 from espalier.errors import PeerLost, UserError, nearest
 from espalier.units import show_seconds
 
 
-def _gloo(asked: Asked) -> dict[str, Any]:
+def _gloo(asked: GroupRequest) -> dict[str, Any]:
     inner = ProcessGroupGloo(PrefixStore("gloo", asked.store), asked.rank, asked.size, asked.timeout)
     return {"cpu": inner, "cuda": inner}
 
 
-def _nccl(asked: Asked) -> dict[str, Any]:
+def _nccl(asked: GroupRequest) -> dict[str, Any]:
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
         raise UserError("inner = 'nccl' needs a CUDA device and a PyTorch with NCCL.", do="use inner = 'gloo'")
     from torch.distributed import ProcessGroupNCCL
@@ -41,12 +41,12 @@ def _nccl(asked: Asked) -> dict[str, Any]:
     return {**_gloo(asked), "cuda": inner}
 
 
-def _staged(asked: Asked) -> dict[str, Any]:
+def _staged(asked: GroupRequest) -> dict[str, Any]:
     inner = _gloo(asked)["cpu"]
     return {"cpu": inner, "cuda": Staged(inner)}
 
 
-def _mpi(asked: Asked) -> dict[str, Any]:
+def _mpi(asked: GroupRequest) -> dict[str, Any]:
     if not dist.is_mpi_available():
         raise UserError(
             "inner = 'mpi' needs a PyTorch built with MPI.", do="use inner = 'gloo', or build PyTorch on the cluster"
@@ -57,7 +57,12 @@ def _mpi(asked: Asked) -> dict[str, Any]:
     return {"cpu": inner, "cuda": inner}
 
 
-INNER: dict[str, Callable[[Asked], dict[str, Any]]] = {"gloo": _gloo, "nccl": _nccl, "mpi": _mpi, "staged": _staged}
+INNER: dict[str, Callable[[GroupRequest], dict[str, Any]]] = {
+    "gloo": _gloo,
+    "nccl": _nccl,
+    "mpi": _mpi,
+    "staged": _staged,
+}
 
 
 def apart(channel: Channel, kind: Traffic) -> Any:
@@ -67,7 +72,7 @@ def apart(channel: Channel, kind: Traffic) -> Any:
     store = PrefixStore(f"coded {kind._value_}", channel.get_group_store())
     name, reach = f"{channel.group_name} {kind._value_}", channel.line.watch.reach(channel.timeout)
     members = channel.members
-    return made(Asked(store, channel.rank(), channel.size(), reach, members, name))["cpu"]
+    return made(GroupRequest(store, channel.rank(), channel.size(), reach, members, name))["cpu"]
 
 
 def beside(group: dist.ProcessGroup, kind: Traffic, limit: timedelta) -> ProcessGroupGloo:
@@ -90,7 +95,7 @@ def within(channel: Channel, ranks: Sequence[int], name: str) -> Channel:
     members = tuple(channel.members[rank] for rank in ranks)
     name = f"{name} {'-'.join(map(str, members))}"
     store = PrefixStore(name, channel.get_group_store())
-    asked = Asked(store, list(ranks).index(channel.rank()), len(members), channel.timeout, members, name)
+    asked = GroupRequest(store, list(ranks).index(channel.rank()), len(members), channel.timeout, members, name)
     return Channel(asked, INNER[channel.line.inner](asked), channel.line)
 
 
@@ -173,12 +178,14 @@ def _create(options: Any, inner: Any) -> Channel:
     parent = dist.group.WORLD if dist.is_initialized() else None
     members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     name, limit = str(options.group_id), options.timeout
-    asked = Asked(options.store, options.group_rank, options.group_size, limit, members, name)
+    asked = GroupRequest(options.store, options.group_rank, options.group_size, limit, members, name)
     if isinstance(parent, Channel):
         return Channel(asked, INNER[parent.line.inner](asked), parent.line)
     kind = inner or ("nccl" if torch.cuda.is_available() else "gloo")
     groups = INNER[kind](asked)  # first: it may fail, and the watch has a thread
-    return Channel(asked, groups, Line(Ledger(), Watch(asked.store, members[asked.rank], members), kind))
+    return Channel(
+        asked, groups, SharedRecords(Ledger(), FlightRecorder(asked.store, members[asked.rank], members), kind)
+    )
 
 
 dist.Backend.register_backend("espalier", _create, extended_api=True, devices=["cpu", "cuda"])

@@ -12,9 +12,9 @@ import torch
 import zstandard
 from torch import Tensor
 
-from espalier.comm.values import bytes_of, check_length
+from espalier.comm.codec_input import bytes_of, check_length
 from espalier.errors import RunFailed
-from espalier.kernels import planes as kernels
+from espalier.kernels import byte_planes as kernels
 
 LEVEL = 1
 _SAMPLE = 2**16

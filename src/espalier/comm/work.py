@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import Work
 
-from espalier.comm.watch import Entry, Watch
+from espalier.comm.flight_recorder import FlightRecorder, RecordedCollective
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +32,8 @@ class Pending(Work):
     def __init__(
         self,
         works: Sequence[Work],
-        entry: Entry,
-        watch: Watch,
+        entry: RecordedCollective,
+        watch: FlightRecorder,
         limit: timedelta | None,
         finish: Callable[[], None] | None = None,
     ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from espalier.comm.values import check_length, floats, shaped
+from espalier.comm.codec_input import check_length, floats, shaped
 from espalier.errors import UserError
 from espalier.kernels import zfp as kernels
 

@@ -20,7 +20,7 @@ from espalier.config.graphs import Graph as Graph
 from espalier.config.graphs import Messages as Messages
 from espalier.config.graphs import Network as Network
 from espalier.config.graphs import Sage as Sage
-from espalier.config.kinds import KINDS
+from espalier.config.model_kinds import KINDS
 from espalier.config.modules import Module as Module
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class EveryStep(Choice, frozen=True, tag="every_step"):
 
 class ByRounds(Choice, frozen=True):
     """Replicas take `steps` steps of their own in a round, then agree. What is left out is the method's own, the number
-    of steps and the codec what the links ask for; see `sync.choices`.
+    of steps and the codec what the links ask for; see `sync.method_choices`.
 
     `replicas`: in how many parts the ranks are cut (as many as machines). `adapt`: rounds follow the measured waits;
     a run's folder: they are as long as they were there, and beyond its end as measured.

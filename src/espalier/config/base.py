@@ -10,7 +10,7 @@ from msgspec import Struct
 
 if TYPE_CHECKING:
     from espalier.config import Recipe
-    from espalier.config.draft import Draft
+    from espalier.config.recipe_draft import Draft
 
 
 class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from espalier.config import shapes
+from espalier.config import decoder_shapes
 from espalier.config.base import Kind, Model
-from espalier.config.draft import Draft
+from espalier.config.recipe_draft import Draft
 from espalier.errors import UserError
 
 if TYPE_CHECKING:
@@ -85,15 +85,15 @@ def _validation(recipe: Recipe) -> float:
 
 def parameter_count(model: Gpt | Moe) -> int:
     """Parameters of a resolved decoder (tied embeddings counted once)."""
-    return _count(shapes.sizes(model), every_expert=True)
+    return _count(decoder_shapes.sizes(model), every_expert=True)
 
 
 def active_parameter_count(model: Gpt | Moe) -> int:
     """Parameters one token passes through: `active` of the experts, everything else."""
-    return _count(shapes.sizes(model), every_expert=False)
+    return _count(decoder_shapes.sizes(model), every_expert=False)
 
 
-def _count(size: shapes.Sizes, every_expert: bool) -> int:
+def _count(size: decoder_shapes.Sizes, every_expert: bool) -> int:
     attention = size.width * (2 * size.width + 2 * size.kv_width)
     experts = size.experts if every_expert else size.active
     router = size.experts * size.width if size.experts > 1 else 0
@@ -130,7 +130,7 @@ def _model(draft: Draft) -> None:
 
 
 def _shape(draft: Draft, name: str) -> None:
-    shape = shapes.shape(name)
+    shape = decoder_shapes.shape(name)
     for field in ("depth", "width", "heads", "kv_heads", "feed_forward"):
         given, own = draft.get(f"model.{field}"), getattr(shape, field)
         if given not in (None, own):
@@ -228,7 +228,7 @@ def _divisors(width: int) -> str:
 KIND = Kind(
     name="a language model",
     options=(Gpt, Moe),
-    row="espalier.language.row",
+    row="espalier.language.workload_row",
     fill=_fill,
     check=_check,
     validation=_validation,

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 
 from espalier import config
-from espalier.config import kinds
+from espalier.config import model_kinds
 from espalier.config.decoders import active_parameter_count, parameter_count
-from espalier.config.draft import Derivation, Draft
-from espalier.config.limits import check
+from espalier.config.recipe_draft import Derivation, Draft
+from espalier.config.validation import check
 
 __all__ = ["Derivation", "active_parameter_count", "parameter_count", "resolve"]
 
@@ -29,9 +29,9 @@ def resolve(recipe: config.Recipe, vocabulary: int | None = None) -> tuple[confi
     """
     draft = Draft(recipe, vocabulary)
     check(recipe)
-    kinds.of(recipe.model).fill(draft)
+    model_kinds.of(recipe.model).fill(draft)
     if (steps := draft.get("train.steps")) is not None:
-        cost = kinds.of(draft.recipe.model).validation(draft.recipe)
+        cost = model_kinds.of(draft.recipe.model).validation(draft.recipe)
         every = max(1, min(1000, steps // 10), min(math.ceil(cost / VALIDATION_SHARE), steps))
         bound = f", for at most {VALIDATION_SHARE:.0%} of the time" if cost else ""
         draft.fill("train.validate_every", every, f"ten times a run or at least every 1000 steps{bound}")

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import field
 
 from espalier.config.base import Kind, Model, Options
-from espalier.config.draft import Draft
+from espalier.config.recipe_draft import Draft
 from espalier.errors import UserError
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _usual(table: dict[str, Any]) -> dict[str, Any]:
 KIND = Kind(
     name="a graph model",
     options=(Gcn, Sage, Gat, Gin, Messages),
-    row="espalier.graph.row",
+    row="espalier.graph.workload_row",
     fill=_fill,
     check=_check,
     section="graph",

@@ -15,7 +15,7 @@ import msgspec
 import tomli_w
 
 from espalier import config
-from espalier.config import kinds
+from espalier.config import model_kinds
 from espalier.errors import UserError, nearest
 
 Table = dict[str, Any]
@@ -165,7 +165,7 @@ def _normalise(table: Table) -> Table:
         table["model"] = {"kind": table["model"]}
     if isinstance(table.get("model"), dict):
         table["model"] = {"kind": "module" if "build" in table["model"] else "gpt", **table["model"]}
-        kind = kinds.tagged(table["model"].get("kind"))
+        kind = model_kinds.tagged(table["model"].get("kind"))
         table = table if kind is None else kind.usual(table)
     for name, default in (("optimizer", "muon"), ("schedule", "stable")):
         train = table.get("train")

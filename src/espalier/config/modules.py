@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import field
 
 from espalier.config.base import Kind, Model
-from espalier.config.draft import Draft
+from espalier.config.recipe_draft import Draft
 
 
 class Module(Model, frozen=True, tag="module"):

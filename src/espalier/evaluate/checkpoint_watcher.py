@@ -20,8 +20,8 @@ import torch
 import xxhash
 
 from espalier.checkpoint import manifest
-from espalier.checkpoint.place import Folder, Place, folder_name, step_of
 from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.storage import Folder, Storage, folder_name, step_of
 from espalier.errors import EspalierError, RunFailed, UserError
 from espalier.evaluate.eval_history import EvalHistory, Key
 from espalier.evaluate.evaluation import Result, evaluate
@@ -219,7 +219,7 @@ class CheckpointWatcher:
         return Key(seal, task, self._content[task])
 
 
-def _seal(place: Place, name: str) -> str:
+def _seal(place: Storage, name: str) -> str:
     """The seal of a checkpoint's manifest; of a damaged one, the hash of what is there; empty where nothing is."""
     try:
         with place.open(name, manifest.NAME) as file:

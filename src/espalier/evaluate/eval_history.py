@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from espalier import encoding
+from espalier import serialization
 from espalier.track.events import Event
 
 
@@ -52,7 +52,7 @@ class EvalHistory:
         self._offset += whole
         for line in fresh[:whole].splitlines():
             try:
-                self._take(encoding.from_json(line))
+                self._take(serialization.from_json(line))
             except (msgspec.DecodeError, ArithmeticError, KeyError, TypeError, ValueError):
                 continue  # not an event, or not of ours
 

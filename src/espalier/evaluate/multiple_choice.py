@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import nn
 
-from espalier import encoding
+from espalier import serialization
 from espalier.errors import UserError
 from espalier.evaluate.tasks import Sums
 from espalier.language import gpt
@@ -52,7 +52,7 @@ def read(path: Path, name: str) -> tuple[Question, ...]:
 
 def _question(line: bytes, path: Path, number: int) -> Question:
     try:
-        question: Question = encoding.from_json(line, Question)
+        question: Question = serialization.from_json(line, Question)
     except msgspec.DecodeError as error:
         raise _bad(path, number, str(error)) from None
     if not (question.question or question.context):

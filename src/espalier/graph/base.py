@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from espalier.kernels.tall import tall_product
+from espalier.kernels.tall_matmul import tall_product
 
 
 class Forms:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from espalier import config
+from espalier.cache_dir import cache_folder
 from espalier.config import Data
 from espalier.errors import UserError, nearest
-from espalier.folders import cache_folder
-from espalier.graph import generate, imports, planetoid, pyg, tables
+from espalier.graph import planetoid, pyg, python_imports, synthetic, tables
 from espalier.graph.data import Graph
 
 KNOWN = (
@@ -27,11 +27,11 @@ def load(data: Data, options: config.Graph, progress: Progress | None = None) ->
     path = data.path
     both = options.undirected
     if path == "python:imports":
-        return imports.load(progress)
+        return python_imports.load(progress)
     if path.startswith("pyg:"):
         return pyg.dataset(path.removeprefix("pyg:"), _cache(data) / "pyg", undirected=both)
-    if path.partition(":")[0] in generate.KINDS:
-        return generate.load(path, _cache(data), progress)
+    if path.partition(":")[0] in synthetic.KINDS:
+        return synthetic.load(path, _cache(data), progress)
     place = Path(path).expanduser()
     if place.is_dir():
         return _folder(place, both)
@@ -57,8 +57,8 @@ def _cache(data: Data) -> Path:
 
 
 def _folder(place: Path, undirected: bool) -> Graph:
-    if generate.is_store(place):
-        return generate.opened(place)
+    if synthetic.is_store(place):
+        return synthetic.opened(place)
     if tables.is_ogb(place):
         return tables.load_ogb(place, undirected=undirected)
     for folder in (place, place / "raw"):

@@ -16,15 +16,15 @@ from espalier.artifacts import Artifact, Table
 from espalier.config import Recipe
 from espalier.cost import Anatomy, Cut, Number, Product, Work
 from espalier.errors import UserError
-from espalier.graph import choices, data, fast, link, metrics, sources
+from espalier.graph import compiled_aggregate, data, graph_plan, link_prediction, metrics, sources
 from espalier.graph.data import Array, Graph
 from espalier.graph.gnn import Attention, Isomorphism, Layer, Mean, Network
-from espalier.graph.link import LinkTask
-from espalier.graph.many import GraphTask
-from espalier.graph.node import NodeTask
-from espalier.graph.sample import Style
-from espalier.graph.views import Batch, View
-from espalier.named import function
+from espalier.graph.graph_classification import GraphTask
+from espalier.graph.link_prediction import LinkTask
+from espalier.graph.neighbor_sampler import Style
+from espalier.graph.node_classification import NodeTask
+from espalier.graph.subgraphs import Batch, View
+from espalier.import_function import function
 from espalier.workload import Plain, Progress, Shard, to_device
 
 Task = NodeTask | LinkTask | GraphTask
@@ -67,7 +67,7 @@ class GraphWorkload(Plain):
         """The network with its seeded weights and the kernels in its seam."""
         self.decisions()  # before ranks are forked, so that they share what was made
         self._dtype, self._device, self._moved = dtype, device, {}
-        return fast.equip(self.bare()).to(device=device, dtype=dtype)
+        return compiled_aggregate.equip(self.bare()).to(device=device, dtype=dtype)
 
     def bare(self) -> nn.Module:
         """The network with plain aggregation, seeded, on the CPU."""
@@ -201,12 +201,12 @@ class GraphWorkload(Plain):
         assert self.recipe.graph is not None
         k = model.options.k if model.options.activation == "maxk" else None
         if self._each or not isinstance(self.task, NodeTask):
-            return (*self._said, *choices.passes(layers, k, once=False))
+            return (*self._said, *graph_plan.passes(layers, k, once=False))
         if self._format is None:
-            self._format = choices.formatted(
+            self._format = graph_plan.formatted(
                 self.task.train.block, layers, self.recipe.graph.format, self.recipe.train.steps or 0
             )
-        return (*self._said, self._format, *choices.passes(layers, k, once=model.aggregates_once))
+        return (*self._said, self._format, *graph_plan.passes(layers, k, once=model.aggregates_once))
 
     # --- cost ----------------------------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ def _task(recipe: Recipe, graph: Graph) -> Task:
             f"{graph.origin} holds many graphs, and graph.task is {options.task!r}.", do='graph.task = "graph"'
         )
     if options.task == "link":
-        links = link.split(graph, options.split, recipe.train.seed)
+        links = link_prediction.split(graph, options.split, recipe.train.seed)
         return LinkTask(View(links.rest, style, depth), links, options.fanout, recipe.train.seed, options.negatives)
     seen = data.seen_in_training(graph) if options.inductive else graph
     held = View(graph, style, depth)
@@ -291,7 +291,7 @@ def open_graph(recipe: Recipe, folder: str | Path | None = None, progress: Progr
         graph = data.divided(graph, recipe.graph.split, recipe.train.seed)
     said: list[str] = []
     if recipe.graph.task != "graph" and not recipe.graph.fanout and graph.starts is None:
-        graph, sentence = choices.ordered(graph, recipe.graph.order)
+        graph, sentence = graph_plan.ordered(graph, recipe.graph.order)
         said.append(sentence)
     return GraphWorkload(recipe, graph, folder, said)
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from espalier import encoding
-from espalier.hardware.peak import held
+from espalier import serialization
+from espalier.hardware.peak_memory import held
 
 # Products [rows, inner] x [inner, columns] of small decoders: forward, then the two that backward does.
 SHAPES = (
@@ -247,7 +247,7 @@ def _together(processes: int, job: Callable[[Gate, int], Table]) -> list[Table]:
         barrier.wait(WAIT)
 
     def run(index: int, answer: Connection) -> None:
-        answer.send_bytes(encoding.dumps(job(gate, index)))
+        answer.send_bytes(serialization.dumps(job(gate, index)))
 
     workers = [context.Process(target=run, args=(i, ends[i][1]), daemon=True) for i in range(processes)]
     for worker in workers:
@@ -266,7 +266,7 @@ def _together(processes: int, job: Callable[[Gate, int], Table]) -> list[Table]:
 def _receive(reading: Connection, index: int) -> Table:
     if not reading.poll(WAIT):
         raise TimeoutError(f"measuring process {index} gave no answer within {WAIT:.0f} s")
-    answer: Table = encoding.loads(reading.recv_bytes(), "what a measuring process found")
+    answer: Table = serialization.loads(reading.recv_bytes(), "what a measuring process found")
     return answer
 
 

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from espalier import cluster as clusters
+from espalier.cache_dir import cache_folder, write_atomic
 from espalier.cluster import Cluster, Copy, Device, Link, Node, Rate
 from espalier.errors import RunFailed, UserError
-from espalier.folders import cache_folder, write_atomic
 from espalier.hardware import disk as disks
-from espalier.hardware import limits
+from espalier.hardware import resource_limits
 
 Say = Callable[[str], None]
 Table = dict[str, Any]
@@ -50,7 +50,7 @@ def probe(*, quick: bool = True, progress: Say | None = None, disk: str | Path |
         if progress is not None and time.monotonic() - begin >= QUIET:
             progress(text)
 
-    cores, memory = limits.cores(), limits.memory()
+    cores, memory = resource_limits.cores(), resource_limits.memory()
     result = _measured(cores, 0.02 if quick else 0.15, say)
     say("reading and writing the disk")
     found, notes = disks.measure(Path(disk or "."), (64 if quick else 512) * 2**20, 0.2 if quick else 1.0)
@@ -83,8 +83,13 @@ def identity() -> str:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = "none"
-    parts = [limits.processor(), f"{limits.cores()} cores", f"{limits.memory()} bytes", f"torch {torch}"]
-    return "; ".join([*parts, *limits.gpus()])
+    parts = [
+        resource_limits.processor(),
+        f"{resource_limits.cores()} cores",
+        f"{resource_limits.memory()} bytes",
+        f"torch {torch}",
+    ]
+    return "; ".join([*parts, *resource_limits.gpus()])
 
 
 def cache_file(folder: Path | None = None) -> Path:
@@ -238,7 +243,7 @@ def _processor(result: Table, memory: int) -> Device:
         runtime=result["runtime"],
         rates=tuple(Rate(*row) for row in result["rates"]),
         copies=tuple(Copy(*row) for row in result["copies"]),
-        source=f"probe: {limits.processor()}, torch {result['torch']}",
+        source=f"probe: {resource_limits.processor()}, torch {result['torch']}",
     )
 
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from espalier.kernels.base import operation
-from espalier.kernels.buffers import BUFFERS
+from espalier.kernels.buffer_pool import BUFFERS
 
 KINDS = ("none", "relu", "elu")
 LEAST = 1 << 14

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from espalier.kernels.compiled import jit, njit
+from espalier.kernels.numba_compile import jit, njit
 
 CHUNK = 1024
 

@@ -242,9 +242,9 @@ def in_registers(x: Tensor, k: int, max_iterations: int | None, sorted: bool) ->
 @functools.cache
 def _cpu() -> tuple[Any, Callable[[], int]]:
     """The module of the kernels, and how many threads they use: an import that is done already takes 1 µs."""
-    from espalier.kernels import compiled, rtopk_cpu
+    from espalier.kernels import numba_compile, rtopk_cpu
 
-    return rtopk_cpu, compiled.threads
+    return rtopk_cpu, numba_compile.threads
 
 
 def _pieces(rows: int, elements: int) -> int:

@@ -18,9 +18,10 @@ from typing import Any
 import numba
 import numpy as np
 
-from espalier.kernels import lanes, rows
-from espalier.kernels.compiled import jit, njit
-from espalier.kernels.lanes import (
+from espalier.kernels import row_passes, simd
+from espalier.kernels.numba_compile import jit, njit
+from espalier.kernels.row_passes import ALL, FLOAT32, copied, drawn_in, gathered, reaching, summary, tail_lanes
+from espalier.kernels.simd import (
     LANES,
     address,
     at_least,
@@ -37,7 +38,6 @@ from espalier.kernels.lanes import (
     store_wide,
     unordered,
 )
-from espalier.kernels.rows import ALL, FLOAT32, copied, drawn_in, gathered, reaching, summary, tail_lanes
 
 _LONG, _SAMPLED = 1024, 32
 """Rows from this width on are sampled, by this many vectors."""
@@ -342,7 +342,7 @@ def _rows(source: int, shape: Any, options: Any, begin: int, end: int, to: Any) 
 @jit(
     "(int64, UniTuple(int64, 3), UniTuple(int64, 3), int64, UniTuple(int64, 2))",
     parallel=True,
-    uses=(lanes, rows),
+    uses=(simd, row_passes),
 )
 def select(source: int, shape: Any, options: Any, pieces: int, to: Any) -> None:
     """The k largest of every row. Addresses: to pass two arrays takes as long as to search a hundred rows.
@@ -359,7 +359,7 @@ def select(source: int, shape: Any, options: Any, pieces: int, to: Any) -> None:
         _rows(source, shape, options, piece * shape[0] // pieces, (piece + 1) * shape[0] // pieces, to)
 
 
-@jit("(int64, UniTuple(int64, 3), UniTuple(int64, 3), UniTuple(int64, 2))", uses=(lanes, rows))
+@jit("(int64, UniTuple(int64, 3), UniTuple(int64, 3), UniTuple(int64, 2))", uses=(simd, row_passes))
 def select_alone(source: int, shape: Any, options: Any, to: Any) -> None:
     """`select` on the thread that calls it: waking others takes as long as to search 20,000 elements."""
     _rows(source, shape, options, 0, shape[0], to)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from espalier.kernels.compiled import jit, njit
+from espalier.kernels.numba_compile import jit, njit
 
 _CHUNK = 256
 """Blocks that go through together: their arrays stay in the first-level cache."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from espalier.errors import UserError
-from espalier.language.cache import Cache
 from espalier.language.gpt import GPT
+from espalier.language.kv_cache import Cache
 
 COLDEST = 1e-6
 """Temperatures below are 0: logits divided by them would overflow, and the likeliest token is all that is left."""

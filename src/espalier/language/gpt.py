@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from espalier import config
-from espalier.config.shapes import Sizes, sizes
+from espalier.config.decoder_shapes import Sizes, sizes
 from espalier.cost import Anatomy, Product
-from espalier.language.cache import Cache, Past
 from espalier.language.elementwise import rms_norm, rotate, swiglu
-from espalier.language.work import Feed, Setting, decoder_work
+from espalier.language.kv_cache import Cache, Past
+from espalier.language.operation_counts import DecoderLoad, Feed, decoder_work
 from espalier.sequence.base import Attend, Where
 from espalier.sequence.whole import causal
 from espalier.workload import Pieces
@@ -35,7 +35,7 @@ IGNORED = -100
 """A target with this value has no loss."""
 
 
-class Turn(NamedTuple):
+class Rotary(NamedTuple):
     """Cosines and sines `[*batch, seq, head / 2]` of the positions at hand, and where these tokens stand."""
 
     cos: Tensor
@@ -71,9 +71,9 @@ class Rotation(nn.Module):
             self.register_buffer(name, torch.empty(size.context, size.head_size // 2), persistent=False)
         self._fill()
 
-    def forward(self, where: Where) -> Turn:
+    def forward(self, where: Where) -> Rotary:
         """The turns of its positions."""
-        return Turn(self.cos[where.positions], self.sin[where.positions], where)
+        return Rotary(self.cos[where.positions], self.sin[where.positions], where)
 
     @torch.no_grad()
     def _fill(self) -> None:
@@ -106,7 +106,7 @@ class Attention(nn.Module):
         self.attend: Attend = causal
 
     def forward(
-        self, x: Float[Tensor, "batch seq width"], turn: Turn, past: Past | None = None
+        self, x: Float[Tensor, "batch seq width"], turn: Rotary, past: Past | None = None
     ) -> Float[Tensor, "batch seq width"]:
         """Attention over x, and over what `past` remembers of earlier positions."""
         query, key, value = (
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
-def _turned(heads: Float[Tensor, "batch seq heads head"], turn: Turn) -> Float[Tensor, "batch seq heads head"]:
+def _turned(heads: Float[Tensor, "batch seq heads head"], turn: Rotary) -> Float[Tensor, "batch seq heads head"]:
     return rotate(heads, turn.cos, turn.sin)
 
 
@@ -147,17 +147,17 @@ class Block(nn.Module):
         self.feed_forward_norm = RMSNorm(size.width, size.norm_epsilon)
         self.feed_forward = feed_forward or FeedForward(size)
 
-    def forward(self, x: Float[Tensor, "batch seq width"], turn: Turn, past: Past | None = None) -> Any:
+    def forward(self, x: Float[Tensor, "batch seq width"], turn: Rotary, past: Past | None = None) -> Any:
         """The residual stream after this layer."""
         x = x + self.attention(self.attention_norm(x), turn, past)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-Through = Callable[[nn.Module, Tensor, Turn, Past | None], Any]
+Through = Callable[[nn.Module, Tensor, Rotary, Past | None], Any]
 """How a block is run; `recompute` puts checkpointing here."""
 
 
-def plainly(block: nn.Module, x: Tensor, turn: Turn, past: Past | None) -> Any:
+def plainly(block: nn.Module, x: Tensor, turn: Rotary, past: Past | None) -> Any:
     """Runs `block`; autograd keeps what it needs."""
     return block(x, turn, past)
 
@@ -218,13 +218,13 @@ class GPT(nn.Module):
         x = self.norm(x)
         return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
 
-    def _turn(self, tokens: Tensor, cache: Cache | None, where: Where | None) -> Turn:
+    def _turn(self, tokens: Tensor, cache: Cache | None, where: Where | None) -> Rotary:
         if where is None:
             start = 0 if cache is None else cache.length
             stop = start + tokens.shape[1]
             assert stop <= self.size.context, f"{stop} positions, but the context is {self.size.context}"
             where = Where(torch.arange(start, stop, device=tokens.device))
-        turn: Turn = self.rotation(where)
+        turn: Rotary = self.rotation(where)
         return turn
 
     def _pasts(self, cache: Cache | None) -> Sequence[Past | None]:
@@ -276,13 +276,13 @@ def recompute(model: GPT, mode: str) -> None:
     model.through = _MODES[mode]
 
 
-def _block(block: nn.Module, x: Tensor, turn: Turn, past: Past | None) -> Any:
+def _block(block: nn.Module, x: Tensor, turn: Rotary, past: Past | None) -> Any:
     if not torch.is_grad_enabled():
         return block(x, turn, past)
     return checkpoint(block, x, turn, past, use_reentrant=False, preserve_rng_state=False)
 
 
-def _selective(block: nn.Module, x: Tensor, turn: Turn, past: Past | None) -> Any:
+def _selective(block: nn.Module, x: Tensor, turn: Rotary, past: Past | None) -> Any:
     if not torch.is_grad_enabled():
         return block(x, turn, past)
     keep = partial(create_selective_checkpoint_contexts, ATTENTION_CORES)
@@ -295,8 +295,8 @@ _MODES: dict[str, Through] = {"none": plainly, "block": _block, "selective": _se
 # --- cost --------------------------------------------------------------------------------------------------------
 
 
-def work(setting: Setting) -> Anatomy:
-    """Operations and bytes of one micro-batch on one rank (see `language.work`)."""
+def work(setting: DecoderLoad) -> Anatomy:
+    """Operations and bytes of one micro-batch on one rank (see `language.operation_counts`)."""
     size, compute = setting.size, setting.compute
     inner = size.feed_forward / setting.cut.tensor
     gate_up = Product(setting.tokens, size.width, inner, 2)

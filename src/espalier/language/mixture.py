@@ -41,7 +41,7 @@ class Samples(NamedTuple):
     start: Int64
 
 
-class Order:
+class SampleOrder:
     """The order of all samples of a run. Immutable.
 
     `shares` are the exact shares of the sources as multiples of 1/`period`; `windows` the samples per epoch of each.
@@ -113,7 +113,7 @@ def permute(place: Int64, size: int, key: _Word) -> Int64:
     return word.astype(np.int64)
 
 
-def read_windows(splits: Sequence[Split], order: Order, start: int, stop: int) -> Int64:
+def read_windows(splits: Sequence[Split], order: SampleOrder, start: int, stop: int) -> Int64:
     """Tokens of samples `[start, stop)`, int64 [samples, sequence + 1]: inputs are `[:, :-1]`, targets `[:, 1:]`."""
     chosen = order.samples(start, stop)
     out = np.empty((stop - start, order.sequence + 1), np.int64)
@@ -122,7 +122,7 @@ def read_windows(splits: Sequence[Split], order: Order, start: int, stop: int) -
     return out
 
 
-def documents(splits: Sequence[Split], order: Order, start: int, stop: int) -> list[str]:
+def documents(splits: Sequence[Split], order: SampleOrder, start: int, stop: int) -> list[str]:
     """Names of the documents in samples `[start, stop)`, each once, in order; of a mixture, with their source."""
     chosen = order.samples(start, stop)
     found: dict[str, None] = {}

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from espalier.cost import Anatomy, Product
 from espalier.experts.base import Route
 from espalier.experts.local import local
-from espalier.language.cache import Cache, Past
-from espalier.language.gpt import GPT, IGNORED, Block, FeedForward, Turn, cross_entropy_sum
-from espalier.language.work import Feed, Setting, decoder_work
+from espalier.language.gpt import GPT, IGNORED, Block, FeedForward, Rotary, cross_entropy_sum
+from espalier.language.kv_cache import Cache, Past
+from espalier.language.operation_counts import DecoderLoad, Feed, decoder_work
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    from espalier.config.shapes import Sizes
+    from espalier.config.decoder_shapes import Sizes
     from espalier.sequence.base import Where
 
 
@@ -68,7 +68,7 @@ class MoeBlock(Block):
         super().__init__(size, Experts(size))
 
     def forward(
-        self, x: Float[Tensor, "batch seq width"], turn: Turn, past: Past | None = None
+        self, x: Float[Tensor, "batch seq width"], turn: Rotary, past: Past | None = None
     ) -> tuple[Float[Tensor, "batch seq width"], Float[Tensor, " batch"]]:
         """The residual stream after this layer, and its imbalance."""
         x = x + self.attention(self.attention_norm(x), turn, past)
@@ -123,12 +123,13 @@ class MOE(GPT):
         return x, total
 
 
-def work(setting: Setting) -> Anatomy:
-    """Operations and bytes of one micro-batch on one rank (see `language.work`), a share of every expert on each."""
+def work(setting: DecoderLoad) -> Anatomy:
+    """Operations and bytes of one micro-batch on one rank (see `language.operation_counts`), a share of every expert on
+    each."""
     return decoder_work(setting, _feed(setting))
 
 
-def _feed(setting: Setting) -> Feed:
+def _feed(setting: DecoderLoad) -> Feed:
     size, compute = setting.size, setting.compute
     width, inner, experts, active = size.width, size.feed_forward, size.experts, size.active
     rows, cut = setting.tokens * active, inner / setting.cut.tensor

@@ -16,8 +16,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from espalier.cache_dir import write_atomic
 from espalier.errors import UserError, missing_extra, nearest
-from espalier.folders import write_atomic
 
 Ids = NDArray[np.unsignedinteger[Any]]
 Corpus = Callable[[], Iterable[str]]

@@ -18,11 +18,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from espalier.cache_dir import cache_folder, unwritable
 from espalier.config import Data
 from espalier.errors import UserError
-from espalier.folders import cache_folder, unwritable
-from espalier.language import shards, sources
-from espalier.language.shards import Damaged, Index, SplitIndex
+from espalier.language import text_sources, token_shards
+from espalier.language.token_shards import Damaged, Index, SplitIndex
 from espalier.language.tokenizer import SAMPLE, Ids, Tokenizer, open_tokenizer, trained
 from espalier.units import show_size
 
@@ -96,7 +96,7 @@ class TokenStore:
     def verify(self) -> None:
         """Reads every file and compares its hash. Raises UserError naming the file at fault."""
         try:
-            shards.check(self.path, shards.read_index(self.path), hashes=True)
+            token_shards.check(self.path, token_shards.read_index(self.path), hashes=True)
         except Damaged as damage:
             raise UserError(
                 f"The token shards in {self.path} are damaged: {damage}.",
@@ -117,24 +117,24 @@ def build(
             f"data.validation = {data.validation}: it is the share of the text held out, between 0 and 1.",
             do="data.validation = 0.01",
         )
-    listed = sources.listing(data)
+    listed = text_sources.listing(data)
     root = _root(data, cache)
     tokenizer = tokenizer or _tokenizer([data], [listed], root)
-    facts = [shards.VERSION, shards.SHARD_TOKENS, listed.key, tokenizer.fingerprint, data.validation]
+    facts = [token_shards.VERSION, token_shards.SHARD_TOKENS, listed.key, tokenizer.fingerprint, data.validation]
     final = root / "tokens" / xxhash.xxh3_128_hexdigest(msgspec.json.encode(facts))
     try:
         return _open(final, data.path, tokenizer)
     except Damaged:
         pass  # looked at again under the lock: somebody may be repairing it
-    with shards.locked(final) as alive:
-        shards.sweep(final.parent)
+    with token_shards.locked(final) as alive:
+        token_shards.sweep(final.parent)
         damage = ""
         try:
             return _open(final, data.path, tokenizer)
         except Damaged as found:
             damage = str(found)
         note = (f"The token shards were damaged ({damage}) and were built again.",) if final.exists() else ()
-        with shards.placed(final) as folder:
+        with token_shards.placed(final) as folder:
             _write(_Job(data, listed, tokenizer, note, _paced(progress, alive)), folder)
         return _open(final, data.path, tokenizer)
 
@@ -155,7 +155,7 @@ def build_all(
             why="one model reads them all, so ids must mean the same",
             do=f"tokenizer = {data[0].tokenizer!r} in each",
         )
-    tokenizer = _tokenizer(data, [sources.listing(table) for table in data], _root(data[0], cache))
+    tokenizer = _tokenizer(data, [text_sources.listing(table) for table in data], _root(data[0], cache))
     return tuple(build(table, cache, progress, tokenizer) for table in data)
 
 
@@ -163,12 +163,12 @@ def build_all(
 
 
 def _open(folder: Path, origin: str, tokenizer: Tokenizer) -> TokenStore:
-    index = shards.read_index(folder)
+    index = token_shards.read_index(folder)
     if index.tokenizer != tokenizer.fingerprint:
-        raise Damaged(f"{shards.INDEX} is of another tokenizer")
+        raise Damaged(f"{token_shards.INDEX} is of another tokenizer")
     size = sum(file.bytes for split in (index.train, index.validation) for file in split.files)
     try:
-        shards.check(folder, index, hashes=size <= CHECKED_AT_OPEN)
+        token_shards.check(folder, index, hashes=size <= CHECKED_AT_OPEN)
         train, validation = (
             Split(folder, split, index.dtype, index.shard_tokens) for split in (index.train, index.validation)
         )
@@ -189,20 +189,20 @@ def _map(path: Path, dtype: str) -> NDArray[Any]:
 @dataclass(frozen=True)
 class _Job:
     data: Data
-    listed: sources.Listing
+    listed: text_sources.Listing
     tokenizer: Tokenizer
     notes: tuple[str, ...]
     progress: Progress
 
 
-Sided = Iterator[tuple[bool, sources.Document]]
+Sided = Iterator[tuple[bool, text_sources.Document]]
 
 
 def _write(job: _Job, folder: Path) -> None:
     """Writes both splits and the index into `folder`."""
     threshold, note = _threshold(job)
-    skipped: sources.Skipped = []
-    documents = sources.documents(job.data, job.listed, skipped)
+    skipped: text_sources.Skipped = []
+    documents = text_sources.documents(job.data, job.listed, skipped)
     sided = (
         _cut(next(documents), job.data.validation)
         if threshold is None
@@ -211,21 +211,21 @@ def _write(job: _Job, folder: Path) -> None:
     train, validation = _write_splits(job, folder, sided)
     for _ in documents:  # a cut document leaves the iterator before its last skipped names
         raise _changed(job)
-    if sources.listing(job.data).key != job.listed.key:
+    if text_sources.listing(job.data).key != job.listed.key:
         raise _changed(job)
     index = Index(
-        version=shards.VERSION,
+        version=token_shards.VERSION,
         tokenizer=job.tokenizer.fingerprint,
         dtype=job.tokenizer.dtype.newbyteorder("<").str,
-        shard_tokens=shards.SHARD_TOKENS,
+        shard_tokens=token_shards.SHARD_TOKENS,
         train=train,
         validation=validation,
-        fingerprint=shards.fingerprint(job.tokenizer, train, validation),
+        fingerprint=token_shards.fingerprint(job.tokenizer, train, validation),
         skipped=tuple(skipped[:_SKIPPED_KEPT]),
         skipped_documents=len(skipped),
         notes=(*job.notes, *note),
     )
-    with open(folder / shards.INDEX, "wb") as file:
+    with open(folder / token_shards.INDEX, "wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(index), indent=1))
         file.flush()
         os.fsync(file.fileno())
@@ -233,7 +233,10 @@ def _write(job: _Job, folder: Path) -> None:
 
 
 def _write_splits(job: _Job, folder: Path, sided: Sided) -> tuple[SplitIndex, SplitIndex]:
-    writers = [shards.SplitWriter(folder, name, job.tokenizer, shards.SHARD_TOKENS) for name in ("train", "validation")]
+    writers = [
+        token_shards.SplitWriter(folder, name, job.tokenizer, token_shards.SHARD_TOKENS)
+        for name in ("train", "validation")
+    ]
     try:
         for batch in _batches(sided):
             encoded = job.tokenizer.encode_many([document.data for _, document in batch])
@@ -246,8 +249,8 @@ def _write_splits(job: _Job, folder: Path, sided: Sided) -> tuple[SplitIndex, Sp
             writer.close()
 
 
-def _batches(sided: Sided) -> Iterator[list[tuple[bool, sources.Document]]]:
-    batch: list[tuple[bool, sources.Document]] = []
+def _batches(sided: Sided) -> Iterator[list[tuple[bool, text_sources.Document]]]:
+    batch: list[tuple[bool, text_sources.Document]] = []
     size = 0
     for held_out, document in sided:
         batch.append((held_out, document))
@@ -266,7 +269,7 @@ def _threshold(job: _Job) -> tuple[int | None, tuple[str, ...]]:
     """
     threshold = round(job.data.validation * _HASHES)
     low, high, count, size = _HASHES, -1, 0, 0
-    for document in sources.documents(job.data, job.listed):
+    for document in text_sources.documents(job.data, job.listed):
         value = xxhash.xxh3_64_intdigest(document.data)
         low, high, count, size = min(low, value), max(high, value), count + 1, size + len(document.data)
         if low < threshold <= high:
@@ -284,7 +287,7 @@ def _threshold(job: _Job) -> tuple[int | None, tuple[str, ...]]:
     return threshold, (f"{share} left no document of {count} ({show_size(size)}) for {side}; one was moved there.",)
 
 
-def _cut(document: sources.Document, validation: float) -> Sided:
+def _cut(document: text_sources.Document, validation: float) -> Sided:
     """One document as two, cut at the line end next before the share held out, else after it, else anywhere."""
     text = document.data
     aim = min(max(round(len(text) * (1 - validation)), 1), len(text) - 1)
@@ -335,7 +338,7 @@ def _root(data: Data, cache: Path | None) -> Path:
     return Path(data.cache).expanduser() if data.cache else cache or cache_folder()
 
 
-def _tokenizer(data: Sequence[Data], listed: Sequence[sources.Listing], root: Path) -> Tokenizer:
+def _tokenizer(data: Sequence[Data], listed: Sequence[text_sources.Listing], root: Path) -> Tokenizer:
     spec = data[0].tokenizer
     if not spec.startswith("bpe:"):
         return open_tokenizer(spec)
@@ -348,23 +351,23 @@ def _tokenizer(data: Sequence[Data], listed: Sequence[sources.Listing], root: Pa
 
     if trained(spec, folder).is_file():
         return open_tokenizer(spec, corpus, folder)
-    with shards.locked(folder):
+    with token_shards.locked(folder):
         try:
             return open_tokenizer(spec, corpus, folder)
         except OSError as error:
-            raise unwritable(folder, error, shards.CACHE) from error
+            raise unwritable(folder, error, token_shards.CACHE) from error
 
 
-def _sample(data: Data, listed: sources.Listing, size: int) -> Iterator[str]:
+def _sample(data: Data, listed: text_sources.Listing, size: int) -> Iterator[str]:
     """About `size` bytes of the documents that are trained on, spread evenly over them by hash; if those are none (a
     corpus of few large documents), the documents in order."""
     threshold = round(data.validation * _HASHES)
     taken = min(1.0, size / max(1, listed.bytes)) * (_HASHES - threshold)
     found = False
-    for document in sources.documents(data, listed):
+    for document in text_sources.documents(data, listed):
         if 0 <= xxhash.xxh3_64_intdigest(document.data) - threshold <= taken:
             found = True
             yield document.data.decode()
     if not found:
-        for document in sources.documents(data, listed):
+        for document in text_sources.documents(data, listed):
             yield document.data.decode()

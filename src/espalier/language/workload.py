@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from espalier.artifacts import Artifact, Text
 from espalier.config import Gpt, Moe, Recipe
-from espalier.config.shapes import sizes
+from espalier.config.decoder_shapes import sizes
 from espalier.cost import Work
 from espalier.errors import UserError
 from espalier.language import generate, gpt, hf, mixture, moe, tokens
+from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer
-from espalier.language.work import Setting
 from espalier.sequence.base import Where
 from espalier.workload import Pieces, Plain, Progress, Shard, to_device
 
@@ -52,7 +52,7 @@ class LanguageWorkload(Plain):
         weights = [source.weight for source in recipe.data]
         names = [source.path for source in recipe.data]
         counts = [split.tokens for split in self.splits]
-        self.order = mixture.Order(counts, weights, self.sequence, recipe.train.seed, names)
+        self.order = mixture.SampleOrder(counts, weights, self.sequence, recipe.train.seed, names)
         self.held_out: list[tuple[tokens.Split, int]] = []
         """(split, first token) of every held-out window, each corpus by its weight."""
         for store, name, weight in zip(stores, names, weights, strict=True):
@@ -169,7 +169,7 @@ class LanguageWorkload(Plain):
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
         """See the model's own `work`."""
         kind = moe if isinstance(self.options, Moe) else gpt
-        return kind.work(Setting(sizes(self.options), self.sequence, micro_batch, recompute, precision)).whole
+        return kind.work(DecoderLoad(sizes(self.options), self.sequence, micro_batch, recompute, precision)).whole
 
 
 def open_language(recipe: Recipe, progress: Progress | None = None) -> LanguageWorkload:

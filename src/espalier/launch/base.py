@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from espalier import tcpstore
-from espalier.checkpoint.refuge import Refuge
-from espalier.launch.recall import Recall
-from espalier.resilience.pulse import SILENT, Pulse
+from espalier import store_client
+from espalier.checkpoint.shared_memory import SharedMemory
+from espalier.launch.rejoin_signal import Recall
+from espalier.resilience.heartbeat import SILENT, Pulse
 
 if TYPE_CHECKING:
     from espalier.plan.base import Plan
@@ -18,7 +18,7 @@ ROLES = ("trainer", "optimizer", "evaluator", "spare")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankSpec:
     """One process of a run.
 
     Attributes:
@@ -30,7 +30,7 @@ class Place:
         device: `cpu` or `cuda:N`.
         threads: compute threads it may use.
         attempt: how often the run was started before in this job; each attempt has its own key space.
-        job: what else its keys begin with, where attempts share a store and cannot be counted (`attempts`).
+        job: what else its keys begin with, where attempts share a store and cannot be counted (`restart_attempt`).
         host, port: where the rendezvous store listens.
         serves: whether this process is the store's server; it listens on `listen_fd` if that is >= 0.
         log: file its standard error goes to (None: left where it is).
@@ -57,7 +57,7 @@ class Place:
     log: Path | None = None
     stacks: int = -1
     pulse: Pulse = SILENT
-    refuge: Refuge | None = None
+    refuge: SharedMemory | None = None
     recall: Recall = field(default_factory=Recall, compare=False)
     patience: float = 0.0
 
@@ -67,10 +67,10 @@ class Place:
         return f"attempt{self.attempt}{self.job}"
 
 
-def places(plan: Plan, logs: Path | None = None) -> list[Place]:
+def places(plan: Plan, logs: Path | None = None) -> list[RankSpec]:
     """The places of a plan's ranks on one machine; each logs to a file of its own in `logs`."""
     return [
-        Place(
+        RankSpec(
             rank=index,
             world=len(plan.ranks),
             local_rank=index,
@@ -84,16 +84,16 @@ def places(plan: Plan, logs: Path | None = None) -> list[Place]:
     ]
 
 
-class Task(Protocol):
+class Entrypoint(Protocol):
     """What each process runs. What it returns is handed back by launchers that can: tensors, arrays and plain
-    values (`encoding`)."""
+    values (`serialization`)."""
 
-    def __call__(self, place: Place, /) -> Any:
+    def __call__(self, place: RankSpec, /) -> Any:
         """Runs in the process at `place`."""
         ...
 
 
-def store(place: Place, timeout: float) -> Any:
+def store(place: RankSpec, timeout: float) -> Any:
     """The rendezvous store (a torch TCPStore) seen from `place`, one per process, whatever the timeouts of its calls.
 
     Waits at most `timeout` seconds, now and in what is asked of it until the next call.
@@ -103,7 +103,7 @@ def store(place: Place, timeout: float) -> Any:
     address = place.host, place.port
     if address not in _stores:
         listens = place.listen_fd if place.serves and place.listen_fd >= 0 else None
-        _stores[address] = tcpstore.connect(*address, timeout, is_master=place.serves, master_listen_fd=listens)
+        _stores[address] = store_client.connect(*address, timeout, is_master=place.serves, master_listen_fd=listens)
     _stores[address].set_timeout(timedelta(seconds=timeout))
     return _stores[address]
 

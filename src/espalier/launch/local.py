@@ -1,7 +1,7 @@
 """Starts the ranks on this machine, once, and watches them. A rank that dies ends the run at once, with its cause.
 
-Ranks are forked from this process (`child`), which has torch imported already, so they start in milliseconds. A run
-that is to go on after a failure is `supervise`'s.
+Ranks are forked from this process (`rank_process`), which has torch imported already, so they start in milliseconds. A
+run that is to go on after a failure is `supervisor`'s.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from types import FrameType
 from typing import Any
 
 from espalier.errors import EspalierError, Interrupted, PeerLost
-from espalier.launch import child as ranks
-from espalier.launch.base import Place, Task
-from espalier.launch.child import Child
+from espalier.launch import rank_process as ranks
+from espalier.launch.base import Entrypoint, RankSpec
+from espalier.launch.rank_process import Child
 
 GRACE_SECONDS = 3.0
 """How long the other ranks may take to end by themselves once one has died."""
@@ -65,7 +65,7 @@ def passing_on_signals() -> Iterator[Signals]:
             signal.signal(number, handler)
 
 
-def run(task: Task, places: Sequence[Place]) -> list[Any]:
+def run(task: Entrypoint, places: Sequence[RankSpec]) -> list[Any]:
     """Runs `task` in one process per place; returns what each returned, in order.
 
     Raises the error of the rank that failed first (`RunFailed`, or the `EspalierError` it raised itself), and

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from espalier.errors import UserError, missing_extra
-from espalier.launch.base import Place
+from espalier.launch.base import RankSpec
 from espalier.launch.torchrun import master_port, number
 
 _VARIABLES = (
@@ -36,7 +36,7 @@ class _Meeting(NamedTuple):
     listen_fd: int
 
 
-def place(threads: int | None = None) -> Place | None:
+def place(threads: int | None = None) -> RankSpec | None:
     """This process's place by the variables of an mpiexec, or None when none has set them. Same call on every rank.
 
     Raises UserError when they contradict one another, when mpi4py is needed and not installed, or when it is for
@@ -52,7 +52,7 @@ def place(threads: int | None = None) -> Place | None:
         )
     local, here = number(names[2], 0), max(1, number(names[3], 1))
     met = _given() or _met(rank, world, here)
-    return Place(
+    return RankSpec(
         rank=rank,
         world=world,
         local_rank=local,

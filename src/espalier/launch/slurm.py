@@ -11,7 +11,7 @@ import os
 import re
 
 from espalier.errors import UserError
-from espalier.launch.base import Place
+from espalier.launch.base import RankSpec
 from espalier.launch.torchrun import master_port, number
 
 _MPIEXEC = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "MPI_LOCALRANKID")
@@ -20,7 +20,7 @@ _PORTS = (10_000, 20_000)
 """First port and how many: below those that Linux gives out by itself (32768 and more)."""
 
 
-def place(threads: int | None = None) -> Place | None:
+def place(threads: int | None = None) -> RankSpec | None:
     """This process's place by srun's variables, or None when srun has not started several tasks.
 
     MASTER_ADDR and MASTER_PORT, where they are set, say where the ranks meet.
@@ -41,7 +41,7 @@ def place(threads: int | None = None) -> Place | None:
             why="srun counts tasks from 0 to their number less one",
             do="start the ranks with srun --ntasks=N, or unset SLURM_PROCID",
         )
-    return Place(
+    return RankSpec(
         rank=rank,
         world=world,
         local_rank=local,

@@ -1,7 +1,7 @@
 """Starts processes on hosts that the user names, over ssh or any other command, and watches them from here.
 
-One for each rank, or one for each host that starts its ranks itself (`launch.joint`), each on a command of its own,
-whose standard input is its lifeline (`launch.hosted`). PyTorch's store and Gloo or NCCL do everything between the
+One for each rank, or one for each host that starts its ranks itself (`launch.leader`), each on a command of its own,
+whose standard input is its lifeline (`launch.host_agent`). PyTorch's store and Gloo or NCCL do everything between the
 ranks; this file only starts, hears and ends. Commands run in process groups of their own: Ctrl-C reaches this process,
 which passes it on. No torch.
 """
@@ -22,12 +22,12 @@ from typing import Any
 
 from espalier.config import Launch
 from espalier.errors import EspalierError, HostLost, Interrupted, PeerLost, UserError
-from espalier.launch import handshake, reach
-from espalier.launch.failed import gone, retold, together, unanswered
-from espalier.launch.far import Far
-from espalier.launch.hosted import MARK, PATIENCE, Told
+from espalier.launch import network_interface, version_check
+from espalier.launch.host_agent import MARK, PATIENCE, Told
+from espalier.launch.host_errors import gone, retold, together, unanswered
+from espalier.launch.host_rejoin import Returning
 from espalier.launch.hosts import Host, command, resolve
-from espalier.launch.returning import Returning
+from espalier.launch.remote_process import Far
 
 ANSWER_SECONDS = 60.0
 """How long a host may take to start a process and let it speak."""
@@ -107,7 +107,7 @@ class Crowd:
         later = [far for far in self.all if far not in first]
         self.ask(later, None, "hello", self.patience)
         known = {
-            far.host: [reach.Address(**one) for one in said["addresses"]]
+            far.host: [network_interface.Address(**one) for one in said["addresses"]]
             for far, said in zip(first, greetings, strict=True)
         }
         self._meet(known)
@@ -146,7 +146,7 @@ class Crowd:
             far.open[stream.fileno()] = (name, b"")
         return far
 
-    def _meet(self, known: Mapping[Host, Sequence[reach.Address]]) -> None:
+    def _meet(self, known: Mapping[Host, Sequence[network_interface.Address]]) -> None:
         """The first listens; the others find an address of it that answers."""
         first, *others = self.all
         if not others:
@@ -154,15 +154,15 @@ class Crowd:
             return
         serve = {"is": "serve", "port": self.options.port, "interface": self.options.interface, **self.seat(first)}
         (serving,) = self.ask([first], lambda far: serve, "serving", self.patience)
-        found = [reach.Address(**one) for one in serving["addresses"]]
+        found = [network_interface.Address(**one) for one in serving["addresses"]]
         names = resolve(first.host)
 
         def search(far: Far) -> Told:
-            targets = reach.in_order(found, names, known[far.host])
+            targets = network_interface.in_order(found, names, known[far.host])
             rest = {"port": serving["port"], "word": serving["word"], "interface": self.options.interface}
             return {"is": "reach", "addresses": targets, **rest, **self.seat(far)}
 
-        most = len(found) * reach.TRY_SECONDS + self.patience
+        most = len(found) * network_interface.TRY_SECONDS + self.patience
         answers = self.ask(others, search, ("reached", "lost"), most)
         lost = [far for far, said in zip(others, answers, strict=True) if said["is"] == "lost"]
         if lost:
@@ -227,7 +227,7 @@ class Crowd:
         """Lets all ranks begin and waits for their end; what the first had to say. Raises the error that ended them.
 
         The first Ctrl-C, SIGTERM or SIGHUP asks the ranks to save and stop, the second ends them at once. A host that
-        was lost may come back meanwhile (`returning`).
+        was lost may come back meanwhile (`host_rejoin`).
         """
         with self._passing_on_signals() as interrupted:
             for far in self.all:
@@ -405,6 +405,6 @@ def _agree(fars: Sequence[Far], greetings: Sequence[Told]) -> list[str]:
 
 
 def _compare(fars: Sequence[Far], identities: Sequence[Mapping[str, str]]) -> None:
-    handshake.check([{**one, "host": far.host.name} for far, one in zip(fars, identities, strict=True)])
+    version_check.check([{**one, "host": far.host.name} for far, one in zip(fars, identities, strict=True)])
     for far, one in zip(fars, identities, strict=True):
         far.identity = {**far.identity, **one}

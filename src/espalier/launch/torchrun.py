@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 
 from espalier.errors import UserError
-from espalier.launch.base import Place
+from espalier.launch.base import RankSpec
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def place(threads: int | None = None) -> Place | None:
+def place(threads: int | None = None) -> RankSpec | None:
     """This process's place by PyTorch's `env://` variables, or None when nobody has set them.
 
     Raises UserError when only some of them are set, or are not numbers.
@@ -27,7 +27,7 @@ def place(threads: int | None = None) -> Place | None:
         )
     rank, world, port = number("RANK"), number("WORLD_SIZE"), master_port()
     local = number("LOCAL_RANK", 0)
-    return Place(
+    return RankSpec(
         rank=rank,
         world=world,
         local_rank=local,

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from espalier.artifacts import Artifact
 from espalier.errors import UserError
-from espalier.named import Author
+from espalier.import_function import Author
 from espalier.workload import to_device
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]

@@ -23,11 +23,11 @@ from espalier.config import Module as Options
 from espalier.config import Recipe
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import EspalierError, UserError
+from espalier.import_function import Author, function
 from espalier.module.parts import READING, Parts, Task, checked, collated, content, length, tasks_of, tensors, trial
-from espalier.named import Author, function
-from espalier.rows import Profile, Row
-from espalier.shard.blocks import blocks_of, profile
+from espalier.shard.wrap_policy import blocks_of, profile
 from espalier.workload import Phase, Pieces, Progress, Shard, Tagged, Workload, to_device
+from espalier.workload_row import Profile, Row
 
 
 class ModuleWorkload:

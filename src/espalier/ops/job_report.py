@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from espalier import folders
+from espalier import cache_dir
 from espalier.errors import UserError
 from espalier.ops.job_trace import Characters, Group
 from espalier.terminal import rows, say
@@ -96,10 +96,10 @@ def write(path: Path, found: Characters) -> Path:
     """
     text, do = render(found), "call it in a folder that may be written to"
     try:
-        folders.replace(path, text, do)
+        cache_dir.replace(path, text, do)
     except UserError:
         path = Path(path.name)
-        folders.replace(path, text, do)
+        cache_dir.replace(path, text, do)
     return path
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from espalier.errors import UserError
 from espalier.ops.diagnosis import diagnose
 from espalier.ops.taxonomy import NO_FAILURE
-from espalier.track.tables import open_run
+from espalier.track.run_tables import open_run
 
 Floats = NDArray[np.float64]
 Words = NDArray[np.str_]

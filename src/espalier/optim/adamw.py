@@ -14,7 +14,7 @@ import torch
 from espalier.compose import Claim
 from espalier.config import Adamw, Recipe
 from espalier.mechanism import Build, Mechanism
-from espalier.optim.base import Group, Optimizer, Owned, Together, zeros_like
+from espalier.optim.base import Optimizer, OptimizerGroup, Owned, Together, zeros_like
 
 if TYPE_CHECKING:
     from espalier.plan.base import Plan
@@ -65,4 +65,4 @@ def build(options: Adamw, owned: Sequence[Owned]) -> Optimizer:
             "exp_avg": zeros_like(one.tensor),
             "exp_avg_sq": zeros_like(one.tensor),
         }
-    return Group(optimizer, owned)
+    return OptimizerGroup(optimizer, owned)

@@ -46,7 +46,7 @@ class Optimizer(Protocol):
         ...
 
 
-class Group:
+class OptimizerGroup:
     """One torch optimizer over named parameters, with its own learning rates. Has state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> None:

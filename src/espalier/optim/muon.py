@@ -21,7 +21,7 @@ from espalier.compose import Claim
 from espalier.config import Muon, Recipe
 from espalier.mechanism import Build, Mechanism
 from espalier.optim.adamw import build as build_adamw
-from espalier.optim.base import Group, Optimizer, Owned, Together, names_of, owned_by, zeros_like
+from espalier.optim.base import Optimizer, OptimizerGroup, Owned, Together, names_of, owned_by, zeros_like
 
 if TYPE_CHECKING:
     from espalier.plan.base import Plan
@@ -108,7 +108,7 @@ def build(options: Muon, owned: Sequence[Owned], tables: frozenset[str]) -> Toge
     assert all(one.whole for one in hidden), "composition refuses Muon on pieces of matrices"
     members: list[Optimizer] = []
     if hidden:
-        members.append(Group(MuonStep([one.tensor for one in hidden], options), hidden))
+        members.append(OptimizerGroup(MuonStep([one.tensor for one in hidden], options), hidden))
     if others:
         members.append(build_adamw(options.adamw, others))
     return Together(members)

@@ -45,7 +45,7 @@ class Coordinates(NamedTuple):
     tp: int = 0
 
 
-class Part(NamedTuple):
+class DataShare(NamedTuple):
     """Part `number` of `total` equal ones."""
 
     number: int
@@ -109,16 +109,16 @@ class Mesh:
         earlier stages none."""
         return rank in self.heads
 
-    def data_part(self, rank: int) -> Part:
+    def data_part(self, rank: int) -> DataShare:
         """Which samples of a data set `rank` takes where they are divided evenly: one part for each (replica, dp)."""
         parts = sorted({(one.replica, one.dp) for one in self.coordinates.values()})
         own = self.coordinates[rank]
-        return Part(parts.index((own.replica, own.dp)), len(parts))
+        return DataShare(parts.index((own.replica, own.dp)), len(parts))
 
-    def sequence_part(self, rank: int) -> Part:
+    def sequence_part(self, rank: int) -> DataShare:
         """Which part of each sequence `rank` holds."""
         group = self.members(rank, *SEQUENCE)
-        return Part(group.index(rank), len(group))
+        return DataShare(group.index(rank), len(group))
 
     def expert_group(self, rank: int) -> tuple[int, ...]:
         """The ranks among which one copy of the experts is divided."""

@@ -5,6 +5,6 @@ edited. `estimate` and `calibrate` are for whoever plans by hand.
 """
 
 from espalier.plan.calibrate import Calibration, Measurement, calibrate
-from espalier.plan.public import Estimate, estimate
+from espalier.plan.library_request import Estimate, estimate
 
 __all__ = ["Calibration", "Estimate", "Measurement", "calibrate", "estimate"]

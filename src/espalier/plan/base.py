@@ -13,17 +13,17 @@ from typing import Any, Literal, Protocol
 import msgspec
 from msgspec import Struct
 
-from espalier import encoding
+from espalier import serialization
 from espalier.errors import UserError
 
 VERSION = 1
 
 
-class Part(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=False):
+class PlanStruct(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=False):
     """Base of all plan structs."""
 
 
-class Rank(Part, frozen=True):
+class Rank(PlanStruct, frozen=True):
     """One process: its role, its device, and its share of each global batch: samples `[start, stop)`."""
 
     role: Literal["trainer", "optimizer", "evaluator", "spare"] = "trainer"
@@ -33,7 +33,7 @@ class Rank(Part, frozen=True):
     share: tuple[int, int] = (0, 0)
 
 
-class Unit(Part, frozen=True):
+class Unit(PlanStruct, frozen=True):
     """A group of parameters placed together: those whose names match `pattern` and no earlier unit's.
 
     Each list names the ranks over which that state is split, of the group that holds rank 0 (the others are alike); an
@@ -48,7 +48,7 @@ class Unit(Part, frozen=True):
     whole: bool = False
 
 
-class Stage(Part, frozen=True):
+class Stage(PlanStruct, frozen=True):
     """One stage of one pipeline: its ranks and its layers `[first, last)`; of these ranks, consecutive `tensor` share
     each matrix, and `sequence` such groups share the tokens."""
 
@@ -60,7 +60,7 @@ class Stage(Part, frozen=True):
     sequence: int = 1
 
 
-class Exchange(Part, frozen=True):
+class Exchange(PlanStruct, frozen=True):
     """How one class of traffic crosses one level of links."""
 
     traffic: str
@@ -93,12 +93,12 @@ def exchanges(crossings: Iterable[Crossing]) -> tuple[Exchange, ...]:
     return (Exchange(traffic="gradients"), *found)
 
 
-class Outer(Part, frozen=True):
+class Outer(PlanStruct, frozen=True):
     """Replicas that agree round by round: which ranks make each, and how they do.
 
     Attributes:
         replicas: ranks of each, in order of rank; within one the plan's units hold.
-        method: a key of `sync.choices.METHODS`; settings: what of its `Choices` was set otherwise.
+        method: a key of `sync.method_choices.METHODS`; settings: what of its `Choices` was set otherwise.
         steps: local steps of a round of the fastest replica; adapt: whether they follow the measured waits.
         paces: of each replica, its steps for each of the fastest.
     """
@@ -111,7 +111,7 @@ class Outer(Part, frozen=True):
     paces: tuple[float, ...] = ()
 
 
-class Rule(Part, frozen=True):
+class Rule(PlanStruct, frozen=True):
     """A value that may change while running: where it starts, its bounds, and the signal that moves it."""
 
     name: str
@@ -121,7 +121,7 @@ class Rule(Part, frozen=True):
     signal: str
 
 
-class Layout(Part, frozen=True):
+class Layout(PlanStruct, frozen=True):
     """The shorthand: degrees of parallelism, sharding factors (numbers of ranks), and the shape of a step."""
 
     dp: int = 1
@@ -145,7 +145,7 @@ class Layout(Part, frozen=True):
         return ", ".join(parts + [f"recompute {self.recompute}"] * (self.recompute != "none"))
 
 
-class Predicted(Part, frozen=True):
+class Predicted(PlanStruct, frozen=True):
     """What the plan should cost on its slowest rank. Seconds, bytes, tokens; `terms` sum to `step_seconds`."""
 
     step_seconds: float
@@ -164,7 +164,7 @@ class Predicted(Part, frozen=True):
     """Term or coefficient -> formula or where the number comes from."""
 
 
-class RunnerUp(Part, frozen=True):
+class RunnerUp(PlanStruct, frozen=True):
     """A plan not taken, and what it loses."""
 
     layout: Layout
@@ -175,7 +175,7 @@ class RunnerUp(Part, frozen=True):
     loses: str
 
 
-class Plan(Part, frozen=True):
+class Plan(PlanStruct, frozen=True):
     """Every decision about one run."""
 
     version: int = VERSION
@@ -260,7 +260,7 @@ def dumps(plan: Plan, **beside: Plan) -> str:
 def loads(text: str | bytes, origin: str = "plan.json") -> Plan:
     """The plan in `text`. Raises UserError naming the field at fault."""
     try:
-        table = encoding.from_json(text)
+        table = serialization.from_json(text)
         if isinstance(table, dict):
             table = {key: value for key, value in table.items() if key not in ("layout", "what_if")}
         return msgspec.convert(table, Plan)

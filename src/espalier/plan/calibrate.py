@@ -18,9 +18,9 @@ from msgspec import Struct
 
 from espalier.cluster import Cluster
 from espalier.errors import UserError
-from espalier.plan import network, speed
+from espalier.plan import collective_time, device_model
 from espalier.plan.estimate import grid, slowest
-from espalier.plan.factors import PLAIN, Factors
+from espalier.plan.factors import PLAIN, CostFactors
 from espalier.plan.layouts import NUMBERS, Layouts
 from espalier.plan.request import Request
 
@@ -42,8 +42,8 @@ HELD, PEAKS, HELD_RANGE = 0.25, 0.15, (0.4, 2.5)
 """The same for activations and slack; the scatter of a measured peak; how far the factor may go."""
 
 LOWEST = {
-    "product": 0.88, "attention": 0.4, "memory": speed.COPY_SHARE, "inside": network.LINK_SHARE["inside"],
-    "between": network.LINK_SHARE["between"], "exposed": 0.1,
+    "product": 0.88, "attention": 0.4, "memory": device_model.COPY_SHARE, "inside":
+    collective_time.LINK_SHARE["inside"], "between": collective_time.LINK_SHARE["between"], "exposed": 0.1,
 }  # fmt: skip
 """Below these a device or link would beat its datasheet (`product`, `attention`: devices sustain different shares)."""
 RANGE = (0.1, 20.0)
@@ -74,7 +74,7 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         rows: measured steps it rests on; source: where they come from.
     """
 
-    factors: Factors = PLAIN
+    factors: CostFactors = PLAIN
     errors: dict[str, float] = {}
     spread: float = UNCALIBRATED
     rows: int = 0
@@ -102,14 +102,14 @@ class Batch:
             groups.setdefault(key, []).append(index)
         self.groups = [(np.array(chosen), *_together([rows[index] for index in chosen])) for chosen in groups.values()]
 
-    def seconds(self, factors: Factors) -> Any:
+    def seconds(self, factors: CostFactors) -> Any:
         """Seconds of every measurement [rows], without the bytes."""
         found = np.zeros(self.size)
         for chosen, request, on, layouts in self.groups:
             found[chosen] = slowest(request, replace(on, factors=factors), layouts)
         return found
 
-    def predict(self, factors: Factors) -> tuple[Any, Any, Any]:
+    def predict(self, factors: CostFactors) -> tuple[Any, Any, Any]:
         """(seconds, peak bytes, bytes beyond the limit) of every measurement, each [rows]."""
         found = np.zeros((3, self.size))
         for chosen, request, on, layouts in self.groups:
@@ -118,7 +118,7 @@ class Batch:
         return found[0], found[1], found[2]
 
 
-def _together(rows: Sequence[Measurement]) -> tuple[Request, network.Fleet, Layouts]:
+def _together(rows: Sequence[Measurement]) -> tuple[Request, collective_time.Fleet, Layouts]:
     first = rows[0]
     arrays: dict[str, Any] = {
         name: np.array([getattr(row.layout, name) for row in rows], dtype=np.int64) for name in NUMBERS
@@ -126,7 +126,7 @@ def _together(rows: Sequence[Measurement]) -> tuple[Request, network.Fleet, Layo
     layouts = Layouts(
         algorithm=first.layout.algorithm, recompute=first.layout.recompute, threads=first.layout.threads, **arrays
     )
-    return first.request, network.fleet(first.cluster, int(first.layout.world), first.layout.threads), layouts
+    return first.request, collective_time.fleet(first.cluster, int(first.layout.world), first.layout.threads), layouts
 
 
 def calibrate(measurements: Sequence[Measurement], source: str = "measurements") -> Calibration:
@@ -171,7 +171,7 @@ def _times(rows: Sequence[Measurement]) -> dict[str, Any]:
     high = np.log([EXPOSED if name == "exposed" else RANGE[1] for name in names])
 
     def misses(at: Any) -> Any:
-        factors = Factors(**dict(zip(names, np.exp(at).tolist(), strict=True)))
+        factors = CostFactors(**dict(zip(names, np.exp(at).tolist(), strict=True)))
         return np.concatenate([np.log(batch.seconds(factors) / measured) / NOISE, at / width])
 
     fitted = least_squares(misses, np.zeros(len(names)), bounds=(low, high), loss="soft_l1", x_scale=width, ftol=1e-4)

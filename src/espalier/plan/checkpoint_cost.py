@@ -1,8 +1,8 @@
 """What checkpoints cost a plan: how often it saves (`checkpoint.every`), what copies in memory take (`faults.memory`).
 
 After Acme (arXiv 2403.07648), section 6.1: only the copy stops training, so that is the stall foretold here, by Young's
-formula; the run measures its own saves and corrects it (`checkpoint.pace`). Copies in memory never decide whether a
-plan fits: a run keeps none where they take more than it allows them (`checkpoint.memory`).
+formula; the run measures its own saves and corrects it (`checkpoint.save_interval`). Copies in memory never decide
+whether a plan fits: a run keeps none where they take more than it allows them (`checkpoint.in_memory`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Literal
 import msgspec
 
 from espalier import units
-from espalier.checkpoint import interval, pace, refuge
+from espalier.checkpoint import save_interval, shared_memory, young_daly
 from espalier.cluster import Cluster
 from espalier.plan.base import Plan, Predicted, Rule
-from espalier.plan.network import gpus
+from espalier.plan.collective_time import gpus
 
 NAME = "checkpoint.every"
 COPIES = "copies"
@@ -34,11 +34,11 @@ def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster) -> 
     bandwidth = min(place.table.device.memory_bandwidth for place in cluster.devices())  # of reading plus writing
     seconds = state / PCIE if gpus(cluster) else 2 * state * beside / bandwidth
     step = plan.predicted.step_seconds
-    found = pace.choose(seconds, 0.0, step, interval.ASSUMED)
+    found = save_interval.choose(seconds, 0.0, step, young_daly.ASSUMED)
     why = (
         f"A checkpoint every {found.steps} steps at first: a copy of {units.show_size(state)} should take "
         f"{units.show_seconds(seconds)}, a step {units.show_seconds(step)}, and with one failure an hour sqrt(2 s M) "
-        f"is {units.show_seconds(interval.optimal(seconds, interval.ASSUMED))}; what saves really cost corrects it."
+        f"is {units.show_seconds(young_daly.optimal(seconds, young_daly.ASSUMED))}; what saves really cost corrects it."
     )
     rule = Rule(name=NAME, start=float(found.steps), low=LEAST, high=MOST, signal="cost of a save, failures")
     return msgspec.structs.replace(plan, rules=(*plan.rules, rule), why=(*plan.why, why))
@@ -46,7 +46,7 @@ def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster) -> 
 
 def first(plan: Plan) -> int:
     """Steps until the first checkpoint."""
-    return next((max(1, round(rule.start)) for rule in plan.rules if rule.name == NAME), pace.FIRST)
+    return next((max(1, round(rule.start)) for rule in plan.rules if rule.name == NAME), save_interval.FIRST)
 
 
 def with_copies(plan: Plan, given: int | Literal["auto"], cluster: Cluster) -> Plan:
@@ -84,10 +84,10 @@ def with_copies(plan: Plan, given: int | Literal["auto"], cluster: Cluster) -> P
 def _count(plan: Plan) -> int:
     """Copies in a rank's care: its own, and those of another where a machine's loss would lose a part of the state."""
     if len({rank.node for rank in plan.ranks}) == 1:
-        return refuge.slots(len(plan.ranks))
+        return shared_memory.slots(len(plan.ranks))
     shards = any(len(part) > 1 for unit in plan.units for part in (unit.params, unit.grads, unit.optimizer))
     cut = shards or len(plan.stages) > 1 or any(stage.tensor > 1 for stage in plan.stages)
-    return refuge.SLOTS * (2 if cut else 1)
+    return shared_memory.SLOTS * (2 if cut else 1)
 
 
 def _with(plan: Plan, why: str, predicted: Predicted | None = None) -> Plan:

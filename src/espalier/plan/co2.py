@@ -1,5 +1,5 @@
 """Which replicas a run is cut into, how many steps a round has, and what travels. After CO2, arXiv 2401.16265, which
-gives no rule for the number of steps: here it is the least that hides the exchange (`sync.hiding.least_steps`).
+gives no rule for the number of steps: here it is the least that hides the exchange (`sync.overlap_cost.least_steps`).
 
 A replica is a machine (or what `sync.replicas` says), planned by itself for its share of the batch; within one, the
 optimizer's state is cut among all its ranks, so that each sends only what it owns.
@@ -15,21 +15,21 @@ import msgspec
 
 from espalier import units
 from espalier.cluster import Cluster, Link
-from espalier.comm import coded
+from espalier.comm import compressed_collectives
 from espalier.comm.codecs import codec
 from espalier.config import ByRounds, Eager, EveryStep, Shard
 from espalier.errors import UserError
-from espalier.plan import network
+from espalier.plan import collective_time
 from espalier.plan.base import Exchange, Outer, Plan, Predicted, Rank, Rule
 from espalier.plan.layouts import of_view
 from espalier.plan.request import Request
 from espalier.plan.step import Step
 from espalier.shard.cost import owned, refreshed
-from espalier.shard.placement import Factors
-from espalier.sync import hiding
-from espalier.sync.choices import METHODS
+from espalier.shard.placement import ShardFactors
+from espalier.sync import overlap_cost
 from espalier.sync.co2 import chosen_of, refuse_pieces
 from espalier.sync.fragment import cut as cut_sizes
+from espalier.sync.method_choices import METHODS
 
 SLOW, ALONE = 3.0, 0.9
 """With sync.kind = "auto", rounds are chosen where the best that agrees at every step takes so many times as long as a
@@ -46,7 +46,7 @@ SHORT = "int4"
 
 
 @dataclass(frozen=True)
-class Cut:
+class Replicas:
     """A run's replicas: machines (or parts of one) as clusters of their own, and one replica's request."""
 
     clusters: Sequence[Cluster]
@@ -59,7 +59,7 @@ class Cut:
         return len(self.clusters)
 
 
-def cut(request: Request, cluster: Cluster, options: ByRounds) -> Cut:
+def cut(request: Request, cluster: Cluster, options: ByRounds) -> Replicas:
     """The replicas of a run. Raises UserError: fewer than two, or a batch or ranks that they cannot share equally."""
     machines = cluster.machines
     count = options.replicas or (machines if machines > 1 else request.pin.ranks or 1)
@@ -90,7 +90,7 @@ def cut(request: Request, cluster: Cluster, options: ByRounds) -> Cut:
         crossings=(),
     )
     link = cluster.slowest(range(len(cluster.devices())), "between") if machines > 1 else cluster.nodes[0].inside
-    return Cut(_machines(cluster, count), inner, link)
+    return Replicas(_machines(cluster, count), inner, link)
 
 
 def _machines(cluster: Cluster, count: int) -> list[Cluster]:
@@ -127,7 +127,7 @@ def method_of(options: ByRounds) -> str:
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundChoice:
     """What was chosen of the rounds: steps, codec, and why."""
 
     steps: int
@@ -136,7 +136,7 @@ class Round:
     why: tuple[str, ...]
 
 
-def round_of(options: ByRounds, made: Cut, step: float, size: float) -> Round:
+def round_of(options: ByRounds, made: Replicas, step: float, size: float) -> RoundChoice:
     """How long a round is and what travels.
 
     Args:
@@ -152,8 +152,8 @@ def round_of(options: ByRounds, made: Cut, step: float, size: float) -> Round:
     hidden = (options.delay if options.delay is not None else method.delay) > 0
 
     def asked(name: str) -> tuple[float, int]:
-        flight = float(hiding.flight_seconds(size, made.count, made.link, ratio(name)))
-        return flight, hiding.least_steps(flight, step if hidden else WAITING * step)
+        flight = float(overlap_cost.flight_seconds(size, made.count, made.link, ratio(name)))
+        return flight, overlap_cost.least_steps(flight, step if hidden else WAITING * step)
 
     flight, steps = asked(name)
     differences = (options.average or method.average) == "differences"
@@ -176,15 +176,17 @@ def round_of(options: ByRounds, made: Cut, step: float, size: float) -> Round:
         said.append(
             f"sync.steps = {options.steps} leaves {units.show_seconds(max(0.0, waits))} of it in view each round."
         )
-    return Round(options.steps or steps, name, flight, tuple(said))
+    return RoundChoice(options.steps or steps, name, flight, tuple(said))
 
 
-def _never(made: Cut, step: float, size: float, name: str) -> UserError:
+def _never(made: Replicas, step: float, size: float, name: str) -> UserError:
     """Says what link or batch would do."""
     sent = 2 * size * (made.count - 1) / made.count / ratio(name)
-    bandwidth = hiding.MARGIN * sent / (MOST * step)
+    bandwidth = overlap_cost.MARGIN * sent / (MOST * step)
     factor = math.ceil(
-        float(hiding.flight_seconds(size, made.count, made.link, ratio(name))) * hiding.MARGIN / (MOST * step)
+        float(overlap_cost.flight_seconds(size, made.count, made.link, ratio(name)))
+        * overlap_cost.MARGIN
+        / (MOST * step)
     )
     return UserError(
         f"No round of up to {MOST} steps hides the exchange between these replicas.",
@@ -195,10 +197,10 @@ def _never(made: Cut, step: float, size: float, name: str) -> UserError:
 
 def ratio(name: str) -> float:
     """float32 bytes over encoded bytes, where that is fixed."""
-    return coded.ratio(codec(name))
+    return compressed_collectives.ratio(codec(name))
 
 
-def join(parts: Sequence[Plan], made: Cut, chosen: Round, options: ByRounds) -> Plan:
+def join(parts: Sequence[Plan], made: Replicas, chosen: RoundChoice, options: ByRounds) -> Plan:
     """One plan of the replicas' own. `parts`: of each replica, alike but for their devices and speed."""
     size = made.request.global_batch
     ranks: list[Rank] = []
@@ -248,11 +250,11 @@ def _fragments(step: Step, nodes: Sequence[int], count: int) -> Sequence[Sequenc
     states, division = step.states, step.division
     if not states.sizes:
         return [[step.request.trainable / len(nodes) / count]] * count
-    factors = Factors(int(division.params), int(division.grads), int(division.optimizer))
+    factors = ShardFactors(int(division.params), int(division.grads), int(division.optimizer))
     return cut_sizes(owned(states.sizes, states.whole, factors, nodes, states.bucket_bytes), count)
 
 
-def _predicted(part: Plan, made: Cut, chosen: Round, outer: Outer) -> Predicted | None:
+def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: Outer) -> Predicted | None:
     inside = part.predicted
     if inside is None:
         return None
@@ -260,14 +262,14 @@ def _predicted(part: Plan, made: Cut, chosen: Round, outer: Outer) -> Predicted 
     hidden = chosen.steps * inside.step_seconds if delay else 0.0
     exposed = max(0.0, chosen.flight - hidden) / chosen.steps
     choices, shards = chosen_of(outer.method, dict(outer.settings)), len(outer.replicas[0])
-    on = network.fleet(made.clusters[0], shards, part.ranks[0].threads)
+    on = collective_time.fleet(made.clusters[0], shards, part.ranks[0].threads)
     step = Step(made.request, on, on.kinds[0], of_view(part.layout))
     nodes = [rank.node if rank.device == "cpu" else 0 for rank in part.ranks]
     fragments = _fragments(step, nodes, choices.fragments)
-    given = hiding.Round([sum(one) for one in fragments], chosen.steps, chosen.codec, made.request.bytes_each)
-    added = hiding.cost(given, made.count, made.link)
+    given = overlap_cost.Round([sum(one) for one in fragments], chosen.steps, chosen.codec, made.request.bytes_each)
+    added = overlap_cost.cost(given, made.count, made.link)
     sent = {**inside.sent_bytes, **{key: float(value) for key, value in added.sent.items()}}
-    steering = hiding.steering_bytes(shards, choices.fragments, choices.penalty, outer.adapt)
+    steering = overlap_cost.steering_bytes(shards, choices.fragments, choices.penalty, outer.adapt)
     times = min(choices.fragments, chosen.steps)  # of a round in which live parameters are set
     again = {"control": steering, "parameters": times * float(refreshed(step.states, step.division))}
     sent |= {name: sent.get(name, 0.0) + size / chosen.steps for name, size in again.items() if size}

@@ -8,12 +8,12 @@ from dataclasses import replace
 import msgspec
 
 from espalier.cluster import Cluster, Coding
-from espalier.comm import coded, hybrid
+from espalier.comm import compressed_collectives, hybrid
 from espalier.comm.base import Traffic
 from espalier.comm.codecs import codec
-from espalier.plan.network import gpus
+from espalier.plan.collective_time import gpus
 from espalier.plan.request import Crossing, Request
-from espalier.shard.spread import LOSSLESS
+from espalier.shard.placement_plan import LOSSLESS
 
 TRAINED = (Traffic.GRADIENTS, Traffic.PARAMETERS)
 """What `train` sends today; activations stay on their ranks."""
@@ -38,7 +38,9 @@ def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]
             continue
         if kind is Traffic.PARAMETERS and not codec(name).lossless:
             name = LOSSLESS
-        rate = rates.get(name) or hybrid.Rate(coded.ratio(codec(name)), float("inf"), float("inf"))  # coding is free
+        rate = rates.get(name) or hybrid.CodecRate(
+            compressed_collectives.ratio(codec(name)), float("inf"), float("inf")
+        )  # coding is free
         lossy = not codec(name).lossless
         found.append(Crossing(kind.value, "between" if several else "all", name, *rate, lossy))
     said = [chosen.why] if found or request.codec == "auto" else []
@@ -57,7 +59,7 @@ def measured(cluster: Cluster) -> Cluster:
     return msgspec.structs.replace(cluster, nodes=tuple(tables))
 
 
-def _rates(cluster: Cluster) -> dict[str, hybrid.Rate]:
+def _rates(cluster: Cluster) -> dict[str, hybrid.CodecRate]:
     """Of the slowest device, codec by codec; a codec that some device has not measured is left out."""
     tables = [one.device.codecs for one in cluster.nodes]
     names = set.intersection(*({one.codec for one in table} for table in tables))
@@ -65,5 +67,5 @@ def _rates(cluster: Cluster) -> dict[str, hybrid.Rate]:
     for name in sorted(names):
         here = [one for table in tables for one in table if one.codec == name]
         least = (min(getattr(one, what) for one in here) for what in ("ratio", "encode", "decode"))
-        found[name] = hybrid.Rate(*least)
+        found[name] = hybrid.CodecRate(*least)
     return found

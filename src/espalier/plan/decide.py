@@ -18,11 +18,11 @@ from espalier import units
 from espalier.cluster import Cluster
 from espalier.config import Auto, ByRounds, Eager, Shard
 from espalier.errors import UserError
-from espalier.plan import checkpoint_cost, chosen, co2, codecs, explain, memory, pins, search, trials
+from espalier.plan import build_plan, checkpoint_cost, co2, codecs, explain, memory_model, pins, search, trials
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import DATASHEET, Calibration
+from espalier.plan.collective_time import gpus
 from espalier.plan.estimate import scaled
-from espalier.plan.network import gpus
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
 
@@ -101,7 +101,7 @@ def _if_rounds_pay(found: Decision, request: Request, cluster: Cluster, calibrat
         return replace(found, plan=msgspec.structs.replace(found.plan, why=(*found.plan.why, why)))
 
 
-def _apart(made: co2.Cut, calibration: Calibration) -> list[Plan]:
+def _apart(made: co2.Replicas, calibration: Calibration) -> list[Plan]:
     """A plan of each replica by itself, made once for equal ones. Raises UserError when one cannot be had."""
     known: dict[str, Plan] = {}
     found = []
@@ -151,7 +151,7 @@ def _every_step(request: Request, cluster: Cluster, calibration: Calibration, tr
 def _searched(request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None) -> Decision:
     pins.check(request, cluster)
     found = search.search(request, cluster, calibration)
-    option = found.best(chosen.executable) or found.best()
+    option = found.best(build_plan.executable) or found.best()
     if option is None:
         return _closest(request, cluster, found, calibration)
     free = request.pin.shard is None and request.redundancy == 1
@@ -160,14 +160,14 @@ def _searched(request: Request, cluster: Cluster, calibration: Calibration, tria
         kept = search.search(whole, cluster, calibration)
         if kept.options:
             return Decision(request, cluster, found, _whole(request, found, kept, calibration, trials))
-    return Decision(request, cluster, found, chosen.make(request, found, option, calibration))
+    return Decision(request, cluster, found, build_plan.make(request, found, option, calibration))
 
 
 def _closest(request: Request, cluster: Cluster, found: Found, calibration: Calibration) -> Decision:
     """The plan that lacks the fewest bytes."""
     if found.closest is None:
         raise explain.refusal(request, cluster, found)
-    plan = chosen.make(request, found, found.closest, calibration)
+    plan = build_plan.make(request, found, found.closest, calibration)
     lacks = f"{units.show_size(found.closest.over)} of memory per rank"
     return Decision(request, cluster, found, msgspec.structs.replace(plan, executable=False, missing=lacks), False)
 
@@ -181,7 +181,7 @@ def _closest(request: Request, cluster: Cluster, found: Found, calibration: Cali
 
 def _whole(request: Request, found: Found, kept: Found, calibration: Calibration, measure: Trials | None) -> Plan:
     """The plan with whole states: the one tried best, else the best by estimate. `kept`: found with factors 1."""
-    make = partial(chosen.make, request, found, calibration=calibration)
+    make = partial(build_plan.make, request, found, calibration=calibration)
     best = kept.best()
     assert best is not None
     divisions = {(one.layout.world, one.layout.threads) for one in kept.options}
@@ -219,7 +219,7 @@ def _other_sizes(kept: Found, plan: Plan) -> list[Option]:
         if _of((ranks, threads))(one)
         and one.layout.recompute == plan.recompute
         and one.layout.micro_batch in wanted
-        and one.peak <= memory.ROOMY * (one.peak - one.over)
+        and one.peak <= memory_model.ROOMY * (one.peak - one.over)
     ]
     return sorted(fitting, key=lambda one: int(one.layout.micro_batch))
 

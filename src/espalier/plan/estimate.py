@@ -15,16 +15,16 @@ import numpy as np
 
 from espalier.cluster import Cluster
 from espalier.cost import Number, ring_bytes
-from espalier.plan import memory, network, seconds
+from espalier.plan import collective_time, memory_model, step_time
 from espalier.plan.base import Predicted, exchanges
-from espalier.plan.factors import Factors
+from espalier.plan.collective_time import Fleet, devices, peak_flops, seats
+from espalier.plan.factors import CostFactors
 from espalier.plan.layouts import Layouts
-from espalier.plan.network import Fleet, devices, peak_flops, seats
 from espalier.plan.request import Request
 from espalier.plan.step import Step
-from espalier.shard import spread
+from espalier.shard import placement_plan
 from espalier.shard.cost import cost
-from espalier.shard.placement import Factors as Shards
+from espalier.shard.placement import ShardFactors as Shards
 from espalier.sync.base import TOTAL_BYTES, TOTALS, task_totals
 
 
@@ -75,8 +75,8 @@ def price(request: Request, on: Fleet, layouts: Layouts, shares: Any = None) -> 
         samples = samples_each(request, layouts) if shares is None else np.asarray(shares[index])
         step = Step(request, on, kind, layouts)
         size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
-        held = memory.held(step, size, -(-samples // size))
-        found.append(Priced(seconds.step_seconds(step, samples), held, memory.limit(kind, request)))
+        held = memory_model.held(step, size, -(-samples // size))
+        found.append(Priced(step_time.step_seconds(step, samples), held, memory_model.limit(kind, request)))
     return found
 
 
@@ -93,16 +93,16 @@ def grid(request: Request, on: Fleet, layouts: Layouts) -> Grid:
 def slowest(request: Request, on: Fleet, layouts: Layouts) -> Number:
     """Seconds of a step on the slowest kind of rank, without the bytes."""
     samples = samples_each(request, layouts)
-    steps = (seconds.step_seconds(Step(request, on, kind, layouts), samples) for kind in on.kinds)
+    steps = (step_time.step_seconds(Step(request, on, kind, layouts), samples) for kind in on.kinds)
     return np.max([sum(terms.values()) for terms in steps], axis=0)
 
 
 def estimate(
-    request: Request, cluster: Cluster, layout: Layouts, factors: Factors | None = None, shares: Any = None
+    request: Request, cluster: Cluster, layout: Layouts, factors: CostFactors | None = None, shares: Any = None
 ) -> Predicted:
     """What one step of one layout should cost: its slowest rank's seconds, its tightest's bytes."""
     ranks = int(layout.world)
-    on = replace(network.fleet(cluster, ranks, layout.threads), factors=factors or request.factors)
+    on = replace(collective_time.fleet(cluster, ranks, layout.threads), factors=factors or request.factors)
     costs = price(request, on, layout, shares)
     slow = int(np.argmax([float(one.step) for one in costs]))
     tight = costs[int(np.argmin([one.limit - float(one.peak) for one in costs]))]
@@ -122,7 +122,7 @@ def estimate(
         memory_bytes={**kinds, "peak": sum(kinds.values())},
         memory_limit=tight.limit,
         sent_bytes=sent(made, -(-most // int(layout.micro_batch)), nodes),
-        sources={**seconds.sources(made), **memory.sources(request, on)},
+        sources={**step_time.sources(made), **memory_model.sources(request, on)},
     )
 
 
@@ -131,11 +131,12 @@ def sent(step: Step, rounds: int, nodes: Sequence[int]) -> dict[str, float]:
     rank that sends most, by the mechanisms' own formulas. Empty classes are left out, but for gradients.
 
     Beside the gradients, ranks tell each other at every step which tensors they used, the loss, and their part of the
-    norm, in one exchange (`shard.control`); the first gives the others its running statistics (`shard.running`).
+    norm, in one exchange (`shard.control_message`); the first gives the others its running statistics
+    (`shard.buffer_sync`).
     """
     request, layout = step.request, step.layouts
     found = dict(cost(step.states, step.division, rounds=rounds).sent)
-    codecs = spread.codecs(exchanges(request.crossings))
+    codecs = placement_plan.codecs(exchanges(request.crossings))
     if codecs and step.states.sizes and not np.any(step.states.cut):
         from espalier.shard.wire_bytes import wire_bytes  # codecs load torch
 
@@ -143,7 +144,7 @@ def sent(step: Step, rounds: int, nodes: Sequence[int]) -> dict[str, float]:
         found = dict(wire_bytes(step.states, chosen, nodes, codecs, rounds=rounds))
     world = int(layout.world)
     totals = TOTALS + world + task_totals(request.tasks)
-    steering = TOTAL_BYTES * spread.control_values(request.tensors, world, totals)
+    steering = TOTAL_BYTES * placement_plan.control_values(request.tensors, world, totals)
     found["control"] = ring_bytes("all_reduce", steering, world)
     found["parameters"] += request.running * (world > 1)
     return {name: float(size) for name, size in found.items() if size or name != "parameters"}

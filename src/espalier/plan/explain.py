@@ -12,15 +12,15 @@ import msgspec
 import numpy as np
 
 from espalier import units
-from espalier.cluster import Cluster, order
+from espalier.cluster import Cluster, machine_order
 from espalier.config import Pin
 from espalier.errors import UserError
+from espalier.plan import collective_time, memory_model, pins, search
 from espalier.plan import layouts as space
-from espalier.plan import memory, network, pins, search
 from espalier.plan.base import Plan, Predicted, RunnerUp
+from espalier.plan.collective_time import gpus, seats
 from espalier.plan.estimate import estimate, samples_each
 from espalier.plan.layouts import Layouts
-from espalier.plan.network import gpus, seats
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
 from espalier.plan.step import Step
@@ -168,7 +168,7 @@ def seating(cluster: Cluster) -> list[str]:
     """The remarks when ranks do not sit on machines in the order of the cluster file, or not on all of them."""
     said, asked = [], tuple(range(cluster.machines))
     if cluster.ring != asked:
-        ours, plain = (order.crossings(cluster.links, one) for one in (cluster.ring, asked))
+        ours, plain = (machine_order.crossings(cluster.links, one) for one in (cluster.ring, asked))
         machines = ", ".join(map(str, cluster.ring))
         said += [
             f"Ranks follow machines {machines}: a ring crosses the slowest links {ours} times, in their order {plain}."
@@ -316,10 +316,10 @@ def _value(layout: Layouts, name: str) -> Any:
 def _fullest(request: Request, option: Option) -> int:
     """The first rank of the stage that holds most: the first stage, or the last with the head."""
     layout = option.layout
-    on = network.fleet(option.cluster, int(layout.world), layout.threads)
+    on = collective_time.fleet(option.cluster, int(layout.world), layout.threads)
     samples = samples_each(request, layout)
     size = np.minimum(layout.micro_batch, samples)
-    first, last = memory.ends(Step(request, on, on.kinds[0], layout), size, -(-samples // size))
+    first, last = memory_model.ends(Step(request, on, on.kinds[0], layout), size, -(-samples // size))
     return 0 if sum(first.values()) >= sum(last.values()) else int(layout.world) - int(layout.world) // layout.pp
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 
-class Factors(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CostFactors(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Each multiplies the seconds (or bytes) that the datasheet and the constants of `plan` give. All positive."""
 
     product: float = 1.0
@@ -32,5 +32,5 @@ class Factors(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bytes of activations and of the allocator's slack."""
 
 
-PLAIN = Factors()
+PLAIN = CostFactors()
 """Nothing calibrated."""

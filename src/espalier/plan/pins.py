@@ -9,9 +9,9 @@ from typing import Any
 from espalier.cluster import Cluster
 from espalier.config import Pin, Shard
 from espalier.errors import UserError
-from espalier.plan import speed
+from espalier.plan import device_model
+from espalier.plan.collective_time import gpus
 from espalier.plan.layouts import divisors
-from espalier.plan.network import gpus
 from espalier.plan.request import Request
 
 
@@ -34,7 +34,7 @@ def check(request: Request, cluster: Cluster) -> None:
         return
     _at_most("ranks", pin.ranks, request.global_batch, "samples of the global batch", "a larger train.batch_tokens")
     for table in cluster.nodes:
-        speed.peak(table.device, request.precision)  # raises UserError where a processor has no such precision
+        device_model.peak(table.device, request.precision)  # raises UserError where a processor has no such precision
 
 
 def _check_devices(request: Request, there: int) -> None:

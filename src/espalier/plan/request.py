@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from espalier.config import EveryStep, Pin, Sync
 from espalier.cost import WHOLE, Anatomy, Cut
-from espalier.plan.factors import PLAIN, Factors
+from espalier.plan.factors import PLAIN, CostFactors
 from espalier.shard.cost import Storage
 
 if TYPE_CHECKING:
-    from espalier.shard.blocks import Sized
+    from espalier.shard.wrap_policy import Sized
 
 
 class Crossing(NamedTuple):
@@ -94,7 +94,7 @@ class Request:
     redundancy: int = 1
     max_devices: int | None = None
     headroom: bool = True
-    factors: Factors = PLAIN
+    factors: CostFactors = PLAIN
     sequence_parallel: bool = True
     refresh: Literal["gather", "broadcast"] = "gather"
     remarks: Sequence[str] = ()

@@ -22,15 +22,15 @@ import numpy as np
 
 from espalier.cluster import Cluster, Device, Node
 from espalier.cost import WHOLE
+from espalier.plan import collective_time, device_model, memory_model
 from espalier.plan import layouts as space
-from espalier.plan import memory, network, speed
 from espalier.plan.calibrate import DATASHEET, LEAST, Calibration
+from espalier.plan.collective_time import gpus
 from espalier.plan.estimate import grid, price, samples_each
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts, Limits
-from espalier.plan.network import gpus
 from espalier.plan.request import Request
-from espalier.plan.seconds import compute
 from espalier.plan.step import Step
+from espalier.plan.step_time import compute
 from espalier.track.charts import Point
 
 TIE = 0.03
@@ -74,7 +74,7 @@ class Option:
         tight = self.peak > ROOM * limit
         machine = max(min(table.devices for table in tables), layout.world // sum(table.count for table in tables))
         leaving = int(layout.params > machine) + int(layout.grads > machine)
-        fewer = layout.micro_batch if self.peak <= memory.ROOMY * limit and not gpus(self.cluster) else 0
+        fewer = layout.micro_batch if self.peak <= memory_model.ROOMY * limit and not gpus(self.cluster) else 0
         return (
             tight,
             *layout.key(),
@@ -137,12 +137,12 @@ def search(request: Request, cluster: Cluster, calibration: Calibration = DATASH
 
 def _promising_first(
     request: Request, cluster: Cluster, calibration: Calibration
-) -> list[tuple[Cluster, network.Fleet, int, float, float]]:
+) -> list[tuple[Cluster, collective_time.Fleet, int, float, float]]:
     """(cluster, fleet, threads of each rank, seconds that no plan beats with equal shares, and with shares by speed):
     the whole first, which every plan is compared with, then the parts that could be fastest."""
     found = []
     for part, ranks, threads in parts(request, cluster):
-        on = replace(network.fleet(part, ranks, threads), factors=calibration.factors)
+        on = replace(collective_time.fleet(part, ranks, threads), factors=calibration.factors)
         found.append((part, on, threads, *least_seconds(request, on)))
     return [*found[:1], *sorted(found[1:], key=lambda one: one[3])]
 
@@ -175,7 +175,7 @@ def fastest_first(request: Request, cluster: Cluster) -> Cluster:
     tables = [table for table in cluster.nodes if table.device.kind == "cuda"]
     if cluster.pairs or any(table.name for table in tables):
         return cluster
-    tables.sort(key=lambda table: -speed.peak(table.device, request.precision))
+    tables.sort(key=lambda table: -device_model.peak(table.device, request.precision))
     return msgspec.structs.replace(cluster, nodes=tuple(tables))
 
 
@@ -218,7 +218,7 @@ def _machines(cluster: Cluster, request: Request) -> Iterator[Cluster]:
         yield cluster
     if there == 1 or cluster.pairs or any(table.name or table.devices > 1 for table in cluster.nodes):
         return
-    tables = sorted(cluster.nodes, key=lambda table: -speed.peak(table.device, request.precision))
+    tables = sorted(cluster.nodes, key=lambda table: -device_model.peak(table.device, request.precision))
     ordered = msgspec.structs.replace(cluster, nodes=tuple(tables))
     for size in sorted(_sizes(ordered, min(most, there)), reverse=True):
         if size < there:
@@ -237,7 +237,7 @@ def _first(tables: list[Node], machines: int) -> Iterator[Node]:
 # --- layouts -----------------------------------------------------------------------------------------------------
 
 
-def _limits(request: Request, on: network.Fleet, threads: int) -> Limits:
+def _limits(request: Request, on: collective_time.Fleet, threads: int) -> Limits:
     pin = request.pin
     mode = pin.recompute or request.recompute
     modes = (mode,) if mode else MODES if request.heads else ("none",)
@@ -266,7 +266,7 @@ def _batches(request: Request, limits: Limits, ranks: int, per_node: int) -> Ite
 
 
 def _price(
-    request: Request, part: Cluster, on: network.Fleet, batch: Layouts
+    request: Request, part: Cluster, on: collective_time.Fleet, batch: Layouts
 ) -> tuple[list[Option], Option | None, int]:
     """The fastest of a batch that fit and the most frugal, the least violating one, and how many were priced."""
     slowest = weakest(request, on)
@@ -287,16 +287,16 @@ def _price(
     return found, None, count
 
 
-def _fullness(request: Request, on: network.Fleet, batch: Layouts) -> tuple[Any, Any]:
+def _fullness(request: Request, on: collective_time.Fleet, batch: Layouts) -> tuple[Any, Any]:
     """Peak bytes and bytes beyond the limit of every layout, on the tightest kind of rank."""
     samples = samples_each(request, batch)
     size = np.minimum(batch.micro_batch, samples)
     peaks, overs = [], []
     for kind in on.kinds:
         step = Step(request, on, kind, batch)
-        peak = sum(memory.held(step, size, -(-samples // size)).values())
+        peak = sum(memory_model.held(step, size, -(-samples // size)).values())
         peaks.append(peak)
-        overs.append(peak - memory.limit(kind, request))
+        overs.append(peak - memory_model.limit(kind, request))
     return np.max(peaks, axis=0).reshape(-1), np.max(overs, axis=0).reshape(-1)
 
 
@@ -312,7 +312,7 @@ def _pick(seconds: Any, peak: Any, layouts: Layouts) -> list[int]:
     return list(dict.fromkeys([*order[:KEPT].tolist(), *first_of_each.tolist(), *front[:KEPT].tolist()]))
 
 
-def by_speed(request: Request, part: Cluster, on: network.Fleet, layouts: Layouts, equal: Any) -> list[Option]:
+def by_speed(request: Request, part: Cluster, on: collective_time.Fleet, layouts: Layouts, equal: Any) -> list[Option]:
     """Data-parallel layouts with each rank's samples in proportion to its device's speed, where that fits and is faster
     than the `equal` seconds [n]."""
     if not len(equal):
@@ -355,7 +355,7 @@ def points(found: Found, chosen: Option | None, label: Callable[[Layouts], str])
 # --- bounds ------------------------------------------------------------------------------------------------------
 
 
-def weakest(request: Request, on: network.Fleet) -> network.Fleet:
+def weakest(request: Request, on: collective_time.Fleet) -> collective_time.Fleet:
     """The fleet with only those kinds of device that can be the slowest or the fullest of equal shares: a kind goes
     where another is in nothing better, since neither seconds nor bytes grow with a better device."""
     kept = [
@@ -370,7 +370,7 @@ def weakest(request: Request, on: network.Fleet) -> network.Fleet:
     return replace(on, kinds=tuple(kept))
 
 
-def _worse(request: Request, one: network.Kind, other: network.Kind) -> bool:
+def _worse(request: Request, one: collective_time.DeviceGroup, other: collective_time.DeviceGroup) -> bool:
     """Whether `one` is in nothing better than `other`; False where that cannot be told."""
     devices = one.table.device, other.table.device
     if any(device.kind != "cuda" or device.rates or device.copies or not device.peak for device in devices):
@@ -382,14 +382,14 @@ def _worse(request: Request, one: network.Kind, other: network.Kind) -> bool:
 
 def _abilities(request: Request, device: Device) -> tuple[float, ...]:
     """Everything of a catalogue's device that seconds and bytes depend on, more being better."""
-    peak = speed.peak(device, request.precision)
-    rates = [peak * speed.share(device, what) for what in ("product", "attention")]
+    peak = device_model.peak(device, request.precision)
+    rates = [peak * device_model.share(device, what) for what in ("product", "attention")]
     if request.optimizer == "muon":
-        rates += [device.flops.get(name, 0.0) * speed.share(device, "product") for name in MUON]
-    return (*rates, device.memory_bandwidth, -speed.issue_seconds(device), device.memory, -float(device.runtime))
+        rates += [device.flops.get(name, 0.0) * device_model.share(device, "product") for name in MUON]
+    return (*rates, device.memory_bandwidth, -device_model.issue_seconds(device), device.memory, -float(device.runtime))
 
 
-def least_seconds(request: Request, on: network.Fleet) -> tuple[float, float]:
+def least_seconds(request: Request, on: collective_time.Fleet) -> tuple[float, float]:
     """Seconds that no plan on this fleet can beat with equal shares, and with shares by speed: the model's products and
     attention at the rates that its devices sustain, forward and backward once. Processors: not known, 0."""
     if not on.cuda:
@@ -399,11 +399,11 @@ def least_seconds(request: Request, on: network.Fleet) -> tuple[float, float]:
     return request.global_batch * max(each) / on.ranks, request.global_batch / together
 
 
-def _sample(request: Request, on: network.Fleet, kind: network.Kind) -> float:
+def _sample(request: Request, on: collective_time.Fleet, kind: collective_time.DeviceGroup) -> float:
     """Seconds of one sample on one device of this kind, products without their start; a probed device at its peak."""
     device = kind.table.device
     if device.rates:
-        return request.model_flops / request.global_batch / speed.peak(device, request.precision)
+        return request.model_flops / request.global_batch / device_model.peak(device, request.precision)
     dense = replace(request.anatomy(1, "none", request.precision, WHOLE).whole, moved=0.0)
     factors = msgspec.structs.replace(on.factors, startup=0.0)
     one = compute(Step(request, replace(on, factors=factors), kind, Layouts()), dense)

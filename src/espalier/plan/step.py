@@ -9,11 +9,11 @@ from functools import cached_property
 import numpy as np
 
 from espalier.cost import Cost, Cut, Number
-from espalier.plan import network
+from espalier.plan import collective_time
+from espalier.plan.collective_time import DeviceGroup, Fleet
 from espalier.plan.layouts import Layouts
-from espalier.plan.network import Fleet, Kind
 from espalier.plan.request import Request
-from espalier.shard.cost import Division, States, Storage, cost
+from espalier.shard.cost import Division, StateSizes, Storage, cost
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Step:
 
     request: Request
     on: Fleet
-    kind: Kind
+    kind: DeviceGroup
     layouts: Layouts
 
     @property
@@ -71,14 +71,14 @@ class Step:
     # --- what sharded states cost (see `shard.cost`) -----------------------------------------------------------------
 
     @cached_property
-    def states(self) -> States:
+    def states(self) -> StateSizes:
         """The model's states on a rank of the fullest stage."""
         request, layouts = self.request, self.layouts
         keeps = request.low and request.storage is None
         muon = request.optimizer == "muon"
         largest = max((rows * columns for rows, columns, _ in request.matrix_shapes), default=0) if muon else 0
         crossing = request.crossing("gradients")
-        return States(
+        return StateSizes(
             storage=self.storage,
             exact=Storage(request.bytes_each, request.bytes_each, self._moments) if keeps else None,
             sizes=request.sizes if request.storage is None else (),
@@ -103,11 +103,13 @@ class Step:
         machine = None if self.cuda or on.between is None else (on.per_node if equal else 1) // np.asarray(layouts.tp)
         return Division(layouts.params, layouts.grads, layouts.optimizer, layouts.shards, layouts.tp, machine)
 
-    def wire(self, operation: network.Operation, size: Number, ranks: Number, stride: Number, traffic: str) -> Number:
+    def wire(
+        self, operation: collective_time.Operation, size: Number, ranks: Number, stride: Number, traffic: str
+    ) -> Number:
         """Seconds of a collective, encoded as its class is."""
         storage = {"gradients": self.storage.grads, "parameters": self.storage.params}[traffic]
-        on = network.encoded(self.on, self.request.crossing(traffic), float(np.min(storage)))
-        return network.seconds(operation, size, ranks, stride, on)
+        on = collective_time.encoded(self.on, self.request.crossing(traffic), float(np.min(storage)))
+        return collective_time.seconds(operation, size, ranks, stride, on)
 
     @cached_property
     def held(self) -> Mapping[str, Number]:

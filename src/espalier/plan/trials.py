@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from espalier import cluster as clusters
+from espalier.cache_dir import cache_folder, hashed, replace, table
 from espalier.config import Recipe, load
-from espalier.folders import cache_folder, hashed, replace, table
 from espalier.plan.base import Plan, RunnerUp
 from espalier.plan.explain import slower
 from espalier.units import show_seconds

@@ -7,7 +7,7 @@ __all__ = ["guard"]
 
 def __getattr__(name: str) -> Any:
     if name == "guard":
-        from espalier.resilience.guarded import guard
+        from espalier.resilience.fault_tolerant_ddp import guard
 
         return guard
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,21 +27,21 @@ from espalier.checkpoint.base import Stateful
 from espalier.errors import UserError
 from espalier.optim.base import Optimizer, Owned, names_of, owned_by
 from espalier.records import Record
-from espalier.shard.agree import same_start
-from espalier.shard.arrange import Piece
 from espalier.shard.axis_groups import AxisGroups, Codecs, Groups
-from espalier.shard.blocks import Membership, blocks_of, norms_of
-from espalier.shard.control import Control
-from espalier.shard.exchange import Exchanges
-from espalier.shard.flat import Flat, Slot
+from espalier.shard.broadcast_init import same_start
+from espalier.shard.buffer_sync import Running
+from espalier.shard.control_message import Control
+from espalier.shard.flat_layout import Piece
+from espalier.shard.flat_parameter import Flat, ParameterSlot
+from espalier.shard.gather_hooks import GatherHooks
+from espalier.shard.model_signature import Seen, twice
+from espalier.shard.overlap import Exchanges
 from espalier.shard.placement import place
-from espalier.shard.running import Running
-from espalier.shard.seen import Seen, twice
-from espalier.shard.spread import Spread, groups, units
-from espalier.shard.windows import Windows
+from espalier.shard.placement_plan import Spread, groups, units
+from espalier.shard.wrap_policy import Membership, blocks_of, norms_of
 
 if TYPE_CHECKING:
-    from espalier.shard.state import Kinds
+    from espalier.shard.sharded_state_dict import Kinds
 
 RECORD = Record(
     name="amsp",
@@ -49,7 +49,14 @@ RECORD = Record(
     aliases=("advanced model states partitioning",),
     paper="arXiv 2311.00257",
     question="Where does each tensor live?",
-    files=("shard/amsp.py", "shard/placement.py", "shard/spread.py", "shard/cost.py", "around.py", "plan/search.py"),
+    files=(
+        "shard/amsp.py",
+        "shard/placement.py",
+        "shard/placement_plan.py",
+        "shard/cost.py",
+        "apply_plan.py",
+        "plan/search.py",
+    ),
     chosen="several ranks and model states that do not fit replicated, or whose full sharding would cross slow links "
     "every step",
     cost="bytes held = bP*N/sP + bG*N/sG + bOS*N/sOS; per step all-gathers over sP and reduce-scatters over sG for "
@@ -103,7 +110,7 @@ class Amsp:
                 hook = slot.parameter.register_post_accumulate_grad_hook(self._arrival(flat, slot))
                 self._hooks.append(hook)
         self._seen = Seen(model)
-        self._windows = Windows(model, self._member, self.flats, self._moving)
+        self._windows = GatherHooks(model, self._member, self.flats, self._moving)
 
     # --- making the units --------------------------------------------------------------------------------------------
 
@@ -112,7 +119,7 @@ class Amsp:
         nodes = spread.nodes or [0] * world
         blocks = blocks_of(self.model) if spread.blocks is None else spread.blocks
         self._member = member = Membership(self.model, list(blocks))
-        slots = [Slot(name, parameter, n) for n, (parameter, name) in enumerate(names_of(self.model).items())]
+        slots = [ParameterSlot(name, parameter, n) for n, (parameter, name) in enumerate(names_of(self.model).items())]
         chosen = [spread.of(slot.name).check(world, f"shard of {slot.name!r}") for slot in slots]
         made: Groups = {}
         codecs = Codecs(spread.codecs, nodes) if spread.codecs else None
@@ -197,7 +204,7 @@ class Amsp:
         if self._channel is not None:
             self._windows.let_go()
 
-    def _arrival(self, flat: Flat, slot: Slot) -> Any:
+    def _arrival(self, flat: Flat, slot: ParameterSlot) -> Any:
         def arrived(_: Tensor) -> None:
             if self._armed is None:
                 if self.on_backward is None:
@@ -335,12 +342,15 @@ class Amsp:
 
     def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
         """See `Sharding.parts`."""
-        from espalier.shard.residuals import Residuals
-        from espalier.shard.state import Model, States
+        from espalier.shard.error_feedback import Residuals
+        from espalier.shard.sharded_state_dict import ModelState, OptimizerState
 
         if self._channel is None:
             return {"model": self.model, "optimizer": optimizer}
-        parts: dict[str, Stateful] = {"model": Model(self), "optimizer": States(self, optimizer, self._channel)}
+        parts: dict[str, Stateful] = {
+            "model": ModelState(self),
+            "optimizer": OptimizerState(self, optimizer, self._channel),
+        }
         if any(flat.residual is not None for flat in self.flats):
             parts["feedback"] = Residuals(self, self._channel)
         return parts
@@ -368,7 +378,7 @@ class Amsp:
         self.flats, self.owned, self._channel, self.together = [], owned_by(self.model), None, False
 
 
-def _host(channel: dist.ProcessGroup, slots: Sequence[Slot]) -> torch.device:
+def _host(channel: dist.ProcessGroup, slots: Sequence[ParameterSlot]) -> torch.device:
     """Where small tensors that only steer live."""
     kinds = [device.type for device in channel._device_types]
     return torch.device("cpu") if not kinds or "cpu" in kinds else slots[0].parameter.device

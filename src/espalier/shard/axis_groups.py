@@ -13,11 +13,11 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Reduc
 from espalier.comm import Channel
 from espalier.comm.base import Codec, Traffic, feedback, traffic
 from espalier.comm.codecs import codec
-from espalier.comm.levels import level
+from espalier.comm.hierarchical import level
 from espalier.errors import UserError
-from espalier.shard.exchange import Stage
+from espalier.shard.overlap import Stage
 from espalier.shard.placement import Axis, Placement, Span
-from espalier.shard.spread import LOSSLESS
+from espalier.shard.placement_plan import LOSSLESS
 
 Groups = dict[tuple[str, tuple[int, ...]], Any]
 """Groups made so far, by kind of exchange and members."""

@@ -1,7 +1,7 @@
 """What sharded states cost: seconds, bytes held, bytes sent, of many layouts in one call. NumPy; no torch.
 
 The search and the plan that runs ask the same functions. Lengths are those of the very units that are exchanged
-(`shard.arrange`), padding included, so that bytes sent are the ledger's; the formulas are AMSP's (arXiv 2311.00257,
+(`shard.flat_layout`), padding included, so that bytes sent are the ledger's; the formulas are AMSP's (arXiv 2311.00257,
 sections 2.4 and 2.5). Of a model that is cut, or whose tensors are not known, all parameters count as one length.
 """
 
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from espalier.cost import Cost, Number, ring_bytes
-from espalier.shard.arrange import BUCKET, Arranged, Piece, Rule, arrange
-from espalier.shard.placement import Factors, Placement, inside, place
-from espalier.shard.spread import PIPED, Group, groups
+from espalier.shard.flat_layout import BUCKET, Arranged, BucketRule, Piece, arrange
+from espalier.shard.placement import Placement, ShardFactors, inside, place
+from espalier.shard.placement_plan import PIPED, ParameterGroup, groups
 
 if TYPE_CHECKING:
-    from espalier.shard.blocks import Sized
+    from espalier.shard.wrap_policy import Sized
 
 GRADIENTS, PARAMETERS = "gradients", "parameters"
 FEEDBACK_BYTES = 4
@@ -43,7 +43,7 @@ class Storage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class States:
+class StateSizes:
     """A model's states as far as their cost depends on them. Numbers may be arrays, one value for each layout.
 
     Attributes:
@@ -123,7 +123,7 @@ class Volume(NamedTuple):
     staying_units: Number = 0
 
 
-class Exchange(NamedTuple):
+class GroupTraffic(NamedTuple):
     """What one group of ranks exchanges in a step: `size` bytes of whole tensors in so many `calls`.
 
     `part`: `gather` and `scatter` belong to every micro-batch, `reduce` and `refresh` to the step.
@@ -190,8 +190,8 @@ class Lengths:
         for kind, rows in kinds.items():
             yield Units(*kind, *map(np.array, zip(*rows, strict=True)))
 
-    def _groups(self, rules: Rules) -> list[Group]:
-        shards = Factors(params=2 if rules.gathered else 1)
+    def _groups(self, rules: Rules) -> list[ParameterGroup]:
+        shards = ShardFactors(params=2 if rules.gathered else 1)
         return groups([shards] * len(self.sizes), [one.block for one in self.sizes], [one.kind for one in self.sizes])
 
     def arranged(self, rules: Rules) -> list[Arranged]:
@@ -200,7 +200,7 @@ class Lengths:
             Piece(one.elements, one.element_bytes, group, self.whole and one.matrix and rules.owners > 1)
             for one, group in zip(self.sizes, self._groups(rules), strict=True)
         ]
-        rule = Rule(rules.multiple, rules.owners, 0 if rules.gathered else rules.limit)
+        rule = BucketRule(rules.multiple, rules.owners, 0 if rules.gathered else rules.limit)
         return arrange(pieces, lambda group: rule)
 
 
@@ -210,7 +210,7 @@ def lengths(sizes: tuple[Sized, ...], whole: bool) -> Lengths:
     return Lengths(sizes, whole)
 
 
-def volumes(states: States, division: Division) -> list[Volume]:
+def volumes(states: StateSizes, division: Division) -> list[Volume]:
     """The lengths of all layouts, by storage."""
     if not states.sizes:
         return [_even(states, division)]
@@ -222,7 +222,7 @@ def volumes(states: States, division: Division) -> list[Volume]:
     return [*exact, Volume(even.storage, *(np.where(cut, value, 0) for value in even[1:]))]
 
 
-def _arranged(states: States, division: Division) -> list[Volume]:
+def _arranged(states: StateSizes, division: Division) -> list[Volume]:
     """By the units themselves; nothing of layouts that cut the model."""
     known = lengths(tuple(states.sizes), states.whole)
     owners = division.optimizer if states.whole else 1
@@ -256,7 +256,7 @@ def _sums(row: Sequence[Units], kind: tuple[bool, int]) -> tuple[int, int, int, 
     return int(mine.lengths.sum()), len(mine.lengths), int(mine.lengths[mine.stays].sum()), int(mine.stays.sum())
 
 
-def _even(states: States, division: Division) -> Volume:
+def _even(states: StateSizes, division: Division) -> Volume:
     """As if all parameters were one length; a whole matrix makes every owner's share as long as itself."""
     gathered = np.asarray(division.params) > 1
     limit = np.where(division.by_level, min(states.bucket_bytes, PIPED), states.bucket_bytes)
@@ -273,7 +273,7 @@ def _even(states: States, division: Division) -> Volume:
 # --- cost --------------------------------------------------------------------------------------------------------
 
 
-def cost(states: States, division: Division, *, rounds: Number = 1, wire: Wire | None = None) -> Cost:
+def cost(states: StateSizes, division: Division, *, rounds: Number = 1, wire: Wire | None = None) -> Cost:
     """What sharded states add to a step of each rank.
 
     Args:
@@ -299,7 +299,7 @@ def cost(states: States, division: Division, *, rounds: Number = 1, wire: Wire |
     return Cost(seconds=seconds, held=held(states, division, found), sent=sent)
 
 
-def exchanges(found: Sequence[Volume], division: Division, rounds: Number = 1) -> Iterator[Exchange]:
+def exchanges(found: Sequence[Volume], division: Division, rounds: Number = 1) -> Iterator[GroupTraffic]:
     """Everything that a step sends of `found`. Axes that go on from one another count as one: in all a rank sends the
     bytes of one flat collective (see `shard.placement`)."""
     params, grads = np.asarray(division.params), np.asarray(division.grads)
@@ -309,16 +309,16 @@ def exchanges(found: Sequence[Volume], division: Division, rounds: Number = 1) -
         size, back, units = one.elements * one.storage.grads, one.elements * one.storage.params, one.units
         gathered = 2 * back - one.staying * one.storage.params
         times = 2 * units - one.staying_units
-        yield Exchange("gather", PARAMETERS, "all_gather", rounds * gathered, rounds * times, params, stride)
-        yield Exchange("scatter", GRADIENTS, "reduce_scatter", rounds * size, rounds * units, grads, stride)
+        yield GroupTraffic("gather", PARAMETERS, "all_gather", rounds * gathered, rounds * times, params, stride)
+        yield GroupTraffic("scatter", GRADIENTS, "reduce_scatter", rounds * size, rounds * units, grads, stride)
         away = (optimizer // grads, stride * grads)
-        yield Exchange("reduce", GRADIENTS, "reduce_scatter", size / grads, units, *away)
-        yield Exchange("reduce", GRADIENTS, "all_reduce", size / optimizer, units, replicas, stride * optimizer)
+        yield GroupTraffic("reduce", GRADIENTS, "reduce_scatter", size / grads, units, *away)
+        yield GroupTraffic("reduce", GRADIENTS, "all_reduce", size / optimizer, units, replicas, stride * optimizer)
         home = (optimizer // params, stride * params)
-        yield Exchange("refresh", PARAMETERS, "all_gather", back / params, units, *home)
+        yield GroupTraffic("refresh", PARAMETERS, "all_gather", back / params, units, *home)
 
 
-def held(states: States, division: Division, found: Sequence[Volume]) -> dict[str, Number]:
+def held(states: StateSizes, division: Division, found: Sequence[Volume]) -> dict[str, Number]:
     """Bytes on a rank by kind (AMSP, section 2.4): the states, two whole layers of parameters and of gradients on their
     way where these are sharded (the one at work and the next), gradients in buckets, and what codecs keep back."""
     params, grads = np.asarray(division.params), np.asarray(division.grads)
@@ -340,7 +340,7 @@ def held(states: States, division: Division, found: Sequence[Volume]) -> dict[st
     return result
 
 
-def refreshed(states: States, division: Division) -> Number:
+def refreshed(states: StateSizes, division: Division) -> Number:
     """Bytes of bringing moved parameters back to everybody, once."""
     found = exchanges(volumes(states, division), division)
     return sum(ring_bytes(one.operation, one.size, one.ranks) for one in found if one.part == "refresh")
@@ -350,7 +350,7 @@ def refreshed(states: States, division: Division) -> Number:
 
 
 def owned(
-    sizes: Sequence[Sized], whole: bool, chosen: Factors, nodes: Sequence[int], bucket_bytes: int = BUCKET
+    sizes: Sequence[Sized], whole: bool, chosen: ShardFactors, nodes: Sequence[int], bucket_bytes: int = BUCKET
 ) -> list[int]:
     """Elements that the optimizer of the first rank moves, tensor by tensor in its order."""
     if len(nodes) == 1:
@@ -365,7 +365,7 @@ def owned(
     return found
 
 
-def placed(chosen: Factors, nodes: Sequence[int], whole: bool, bucket_bytes: int) -> tuple[Placement, Rules]:
+def placed(chosen: ShardFactors, nodes: Sequence[int], whole: bool, bucket_bytes: int) -> tuple[Placement, Rules]:
     """Where the factors lie on ranks of these machines, and what units then obey."""
     placement = place(chosen, nodes)
     limit = min(bucket_bytes, PIPED) if placement.by_level else bucket_bytes

@@ -9,7 +9,7 @@ import torch
 from espalier import units
 from espalier.mechanism import Build, Mechanism
 from espalier.shard import cost as priced
-from espalier.shard import spread as spreading
+from espalier.shard import placement_plan as spreading
 from espalier.shard.amsp import Amsp
 
 if TYPE_CHECKING:

@@ -25,14 +25,14 @@ State = Literal["params", "grads", "optimizer", "replicas"]
 STATES: tuple[State, ...] = ("params", "grads", "optimizer", "replicas")
 
 
-class Factors(NamedTuple):
+class ShardFactors(NamedTuple):
     """Over how many ranks each state is split: 1 is a whole copy on every rank."""
 
     params: int = 1
     grads: int = 1
     optimizer: int = 1
 
-    def check(self, ranks: int, where: str = "shard") -> Factors:
+    def check(self, ranks: int, where: str = "shard") -> ShardFactors:
         """Itself, if params | grads | optimizer | ranks. Raises UserError naming the pair and the nearest value."""
         chain = [*zip(STATES, self, strict=False), ("the number of ranks", ranks)]
         for (inner, few), (outer, many) in itertools.pairwise(chain):
@@ -84,7 +84,7 @@ class Placement:
     """The mesh of one set of factors, from the finest axis (neighbouring ranks) to the coarsest."""
 
     ranks: int
-    factors: Factors
+    factors: ShardFactors
     axes: tuple[Axis, ...]
     by_level: bool = False
     """Whether the axes lead through machines first and then between them."""
@@ -120,7 +120,7 @@ class Placement:
         return span
 
 
-def place(factors: Factors, nodes: Sequence[int]) -> Placement:
+def place(factors: ShardFactors, nodes: Sequence[int]) -> Placement:
     """The mesh of `factors` on ranks whose machines are `nodes` (one number each; ranks of a machine follow one
     another). Raises UserError when the factors do not nest or do not divide the ranks."""
     ranks = len(nodes)

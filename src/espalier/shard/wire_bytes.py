@@ -7,20 +7,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from espalier.comm import coded
+from espalier.comm import compressed_collectives
 from espalier.comm.codecs import codec
-from espalier.comm.levels import level
+from espalier.comm.hierarchical import level
 from espalier.cost import ring_bytes
-from espalier.shard.cost import GRADIENTS, PARAMETERS, States, lengths, placed
-from espalier.shard.placement import Factors
-from espalier.shard.spread import LOSSLESS
+from espalier.shard.cost import GRADIENTS, PARAMETERS, StateSizes, lengths, placed
+from espalier.shard.placement import ShardFactors
+from espalier.shard.placement_plan import LOSSLESS
 
 Codecs = Mapping[tuple[str, str], str]
-"""Names of codecs by class of traffic and level, as in `shard.spread.Spread`."""
+"""Names of codecs by class of traffic and level, as in `shard.placement_plan.Spread`."""
 
 
 def wire_bytes(
-    states: States, chosen: Factors, nodes: Sequence[int], codecs: Codecs, *, rounds: int = 1
+    states: StateSizes, chosen: ShardFactors, nodes: Sequence[int], codecs: Codecs, *, rounds: int = 1
 ) -> dict[str, float]:
     """Bytes sent in a step by the first rank, which sends most, through `codecs`, headers included: exact for codecs of
     fixed length and finite values, else at most that.
@@ -72,5 +72,5 @@ class _Way(NamedTuple):
         if self.name is None:
             return plain
         chosen = codec(self.name)
-        found = coded.sent_bytes(chosen, operation, elements, (0, self.ranks), int(self.width))
-        return np.where(elements * self.width < coded.SMALL, plain, found)
+        found = compressed_collectives.sent_bytes(chosen, operation, elements, (0, self.ranks), int(self.width))
+        return np.where(elements * self.width < compressed_collectives.SMALL, plain, found)

@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from espalier.errors import UserError
 from espalier.kernels.base import operation
-from espalier.kernels.buffers import BUFFERS
+from espalier.kernels.buffer_pool import BUFFERS
 from espalier.sparse.csr import CSR
-from espalier.sparse.segment import segment_softmax
+from espalier.sparse.edge_softmax import segment_softmax
 
 Scores = tuple[Tensor, Tensor]
 """Of targets [rows, heads] and of sources [columns, heads]: the two halves of GAT's vector a, applied."""
@@ -93,8 +93,8 @@ def fused(adjacency: CSR, features: Tensor, scores: Scores, slope: float, keep: 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, adjacency: CSR, features: Tensor, target: Tensor, source: Tensor, how: Any) -> Tensor:
-        from espalier.sparse import edges
-        from espalier.sparse.product import piece_cuts
+        from espalier.sparse import sddmm_kernels
+        from espalier.sparse.spmm import piece_cuts
 
         features, target, source = features.contiguous(), target.contiguous(), source.contiguous()
         slope, keep = how
@@ -104,15 +104,15 @@ class _Attention(torch.autograd.Function):
         logs = target.new_empty(target.shape)
         where = (adjacency.indptr, adjacency.indices, piece_cuts(adjacency))
         scores = (target.view(-1), source.view(-1), kept.view(-1))
-        edges.attend(out.flatten(1), logs, *where, features.flatten(1), *scores, ctx.slope)
+        sddmm_kernels.attend(out.flatten(1), logs, *where, features.flatten(1), *scores, ctx.slope)
         ctx.save_for_backward(features, target, source, kept, out, logs)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
-        from espalier.sparse import edges
-        from espalier.sparse.product import piece_cuts
+        from espalier.sparse import sddmm_kernels
+        from espalier.sparse.spmm import piece_cuts
 
         features, target, source, kept, out, logs = ctx.saved_tensors
         gradient = gradients[0].contiguous()
@@ -123,7 +123,7 @@ class _Attention(torch.autograd.Function):
         where = (pattern.indptr, pattern.indices, order, piece_cuts(pattern))
         known = (one.view(-1) for one in (target, source, kept, logs, weighted, gradient))
         made = (dfeatures.flatten(1), dsource.view(-1), dscores.view(-1))
-        edges.attend_backward(*made, *where, features.flatten(1), *known, ctx.slope)
+        sddmm_kernels.attend_backward(*made, *where, features.flatten(1), *known, ctx.slope)
         dtarget = torch.empty_like(target)
-        edges.sum_segments(dtarget, dscores, ctx.adjacency.indptr, piece_cuts(ctx.adjacency))
+        sddmm_kernels.sum_segments(dtarget, dscores, ctx.adjacency.indptr, piece_cuts(ctx.adjacency))
         return None, dfeatures, dtarget, dsource, None

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from espalier.errors import UserError
 from espalier.kernels.base import operation
-from espalier.kernels.buffers import BUFFERS
+from espalier.kernels.buffer_pool import BUFFERS
 from espalier.sparse.csr import CSR
-from espalier.sparse.product import matmul, piece_cuts, product, turned
+from espalier.sparse.spmm import matmul, piece_cuts, product, turned
 
 NARROW, NARROWER = 6, 12
 """The compiled forms run where width / k is at least this, forward and backward: below, the dense product was as fast
@@ -79,13 +79,13 @@ def scattered(adjacency: CSR, values: Tensor, indices: Tensor, width: int) -> Te
 class _Aggregate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, adjacency: CSR, values: Tensor, columns: Tensor, width: int) -> Tensor:
-        from espalier.sparse import kept
+        from espalier.sparse import cbsr_kernels
 
         ctx.adjacency, ctx.columns, ctx.width = adjacency, columns, width
         y = BUFFERS.empty((adjacency.shape[0], width), values.dtype)
         weights = _weights(adjacency, values)
         where = (adjacency.indptr, adjacency.indices, weights)
-        kept.scatter_rows(y, *where, values.contiguous(), columns, piece_cuts(adjacency))
+        cbsr_kernels.scatter_rows(y, *where, values.contiguous(), columns, piece_cuts(adjacency))
         return y
 
     @staticmethod
@@ -98,7 +98,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, adjacency: CSR, gradient: Tensor, columns: Tensor) -> Tensor:
-        from espalier.sparse import kept
+        from espalier.sparse import cbsr_kernels
 
         ctx.adjacency, ctx.columns, ctx.width = adjacency, columns, gradient.shape[1]
         if gradient.shape[1] < NARROWER * columns.shape[1]:
@@ -107,7 +107,7 @@ class _Gathered(torch.autograd.Function):
         where = (adjacency.indptr, adjacency.indices, _weights(adjacency, gradient))
         pieces = max(GATHERED, -(-dvalues.numel() * dvalues.element_size() // NEAR))
         cuts = torch.linspace(0, len(columns), pieces + 1).long()
-        kept.gather_rows(dvalues, *where, gradient.contiguous(), columns, cuts)
+        cbsr_kernels.gather_rows(dvalues, *where, gradient.contiguous(), columns, cuts)
         return dvalues
 
     @staticmethod

@@ -153,7 +153,7 @@ class CSR:
         if self.entries < _SORTED or self.indices.device.type != "cpu":
             order = torch.argsort(self.indices, stable=True)
             return self.rows[order].int(), order
-        from espalier.sparse.turning import turn
+        from espalier.sparse.transpose import turn
 
         rows, order = torch.empty(self.entries, dtype=torch.int32), torch.empty(self.entries, dtype=torch.int64)
         turn(self.indptr, self.indices, starts[:-1].clone(), rows, order)
@@ -235,7 +235,7 @@ class CSR:
 
     def matmul(self, x: Tensor) -> Tensor:
         """A·X, differentiable: see `espalier.sparse.matmul`."""
-        from espalier.sparse.product import matmul
+        from espalier.sparse.spmm import matmul
 
         return matmul(self, x)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from espalier.optim.base import Owned
-    from espalier.track.rules import Recorded
+    from espalier.track.decision_log import Recorded
     from espalier.workload import Outcome
 
 
@@ -129,7 +129,7 @@ class Agreement(Protocol):
 
 
 class Launcher(Protocol):
-    """What an agreement hears from whoever started the ranks (see `launch.recall.Recall`)."""
+    """What an agreement hears from whoever started the ranks (see `launch.rejoin_signal.Recall`)."""
 
     gone: frozenset[int]
     """Ranks that were lost."""

@@ -15,20 +15,20 @@ from torch._C._distributed_c10d import AllreduceOptions
 
 from espalier import units
 from espalier.checkpoint.base import Stateful
-from espalier.checkpoint.slices import Slice
+from espalier.checkpoint.dcp_planners import Slice
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.codecs import codec
 from espalier.errors import UserError
 from espalier.mechanism import Build, Mechanism
 from espalier.parallel.mesh import ProcessMesh
-from espalier.sync import every_step, hiding
+from espalier.sync import every_step, overlap_cost
 from espalier.sync.base import Agreed, Agreement, Launcher
 from espalier.sync.co2 import CLAIM, chosen_of, refuse_pieces
-from espalier.sync.members import Crew, Members
-from espalier.sync.outer import Decided, OuterSync
+from espalier.sync.membership import MemberGroup, Members
+from espalier.sync.outer_loop import Decided, OuterSync
+from espalier.sync.outer_optimizer import Sum
 from espalier.sync.round_length import NAME, Rounds
-from espalier.sync.update import Sum
-from espalier.track.rules import Recorded
+from espalier.track.decision_log import Recorded
 from espalier.workload import Outcome
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Common:
         self.agreement.engine.begin()
 
 
-class Part:
+class StatePart:
     """One half of an outer engine's state. Stateful."""
 
     def __init__(self, give: Callable[[], dict[str, Any]], take: Callable[[Mapping[str, Any]], None]) -> None:
@@ -201,8 +201,8 @@ def parts(inner: Mapping[str, Stateful], agreement: ByRounds, replica: int, shar
     for name, part in inner.items():
         if name != "model":
             found[name if replica == 0 else f"{name} of {own}"] = part
-    found[f"outer, shard {shard}"] = Part(engine.common_state, engine.load_common)
-    found[f"{own}, shard {shard}"] = Part(engine.own_state, engine.load_own)
+    found[f"outer, shard {shard}"] = StatePart(engine.common_state, engine.load_common)
+    found[f"{own}, shard {shard}"] = StatePart(engine.own_state, engine.load_own)
     return found
 
 
@@ -214,7 +214,7 @@ class OuterRounds(Mechanism):
 
     claim = CLAIM
     record = "co2"
-    cost = staticmethod(hiding.cost)
+    cost = staticmethod(overlap_cost.cost)
 
     def __init__(self, outer: Outer) -> None:
         self.outer = outer
@@ -272,7 +272,7 @@ def engine(plan: Plan, mesh: ProcessMesh, owned: Sequence[Tensor], timeout: floa
         channel: Any = mesh.channel
         everybody = tuple(range(len(world.replicas)))
         ledger, store = getattr(channel, "ledger", None), channel.get_group_store()
-        crew = Crew(store, replica, everybody, ranks.index(rank), len(ranks), timeout, ledger=ledger)
+        crew = MemberGroup(store, replica, everybody, ranks.index(rank), len(ranks), timeout, ledger=ledger)
         members = Members(crew, codec(choices.codec))
     group = mesh.replica
     total: Sum | None = None if group is None else partial(_total, group)

@@ -18,9 +18,9 @@ from espalier.comm.codecs import codec
 from espalier.compose import Claim
 from espalier.errors import UserError
 from espalier.records import Record
-from espalier.sync.choices import METHODS, Choices
-from espalier.sync.members import Crew, Members
-from espalier.sync.outer import OuterSync
+from espalier.sync.membership import MemberGroup, Members
+from espalier.sync.method_choices import METHODS, Choices
+from espalier.sync.outer_loop import OuterSync
 from espalier.sync.round_length import Rounds
 
 CLAIM = Claim(
@@ -38,13 +38,20 @@ RECORD = Record(
     aliases=("outer sync", "local sgd", "slowmo", "diloco", "streaming diloco"),
     paper="arXiv 2401.16265",
     question="When do replicas agree?",
-    files=("sync/co2.py", "sync/outer.py", "sync/update.py", "sync/members.py", "sync/rejoin.py", "plan/co2.py"),
+    files=(
+        "sync/co2.py",
+        "sync/outer_loop.py",
+        "sync/outer_optimizer.py",
+        "sync/membership.py",
+        "sync/rejoin.py",
+        "plan/co2.py",
+    ),
     chosen="machines between which an exchange of gradients takes several times as long as a step",
     cost="per round 2(G-1)/G of the parameters from each replica, divided by the codec's ratio, behind steps >= 1.1 * "
     "exchange / step; held: outer parameters, momentum and two copies in flight, of this rank's shard",
     law="bit for bit the recurrence of the paper in one process; one step without delay is data parallel; a checkpoint "
     "in flight resumes to the bit; what is dead is dropped from the mean, and may come back at a round",
-    law_test="tests/sync/test_outer.py::test_twenty_rounds_are_those_of_the_recurrence_to_the_bit",
+    law_test="tests/sync/test_outer_loop.py::test_twenty_rounds_are_those_of_the_recurrence_to_the_bit",
     bench="bench/co2.py",
     state="works",
     remark="on processors; a lost replica is dropped from the mean, and another let in at a round; in `espalier train` "
@@ -63,11 +70,11 @@ class CO2:
         model: on every rank; rank 0's parameters go to all.
         optimizer: of its parameters, any kind; keeps its own state through rounds.
         steps: local steps of a round; None: begins at 8 and follows the measured waits, for all ranks alike.
-        method: a key of `sync.choices.METHODS`.
+        method: a key of `sync.method_choices.METHODS`.
         group: the ranks; None: torch's default group. A `Crew` for ranks that met in a store of their own; a replica
             that was lost comes back by one with `returns=True`, at the end of a round, with the others' outer
             parameters and an optimizer that begins anew.
-        choices: settings of `sync.choices.Choices` other than the method's.
+        choices: settings of `sync.method_choices.Choices` other than the method's.
 
     Raises:
         UserError: an unknown method or setting, a model that cannot be averaged, no process group.
@@ -84,7 +91,7 @@ class CO2:
         *,
         steps: int | None = None,
         method: str = "co2",
-        group: dist.ProcessGroup | Crew | None = None,
+        group: dist.ProcessGroup | MemberGroup | None = None,
         **choices: Any,
     ) -> None:
         refuse_statistics(model)
@@ -93,7 +100,7 @@ class CO2:
         live = [p for one in optimizer.param_groups for p in one["params"] if p.requires_grad]
         moving = {id(tensor) for tensor in live}
         still = [one.detach() for one in (*model.parameters(), *model.buffers()) if id(one) not in moving]
-        crew = group if isinstance(group, Crew) else _crew(group)
+        crew = group if isinstance(group, MemberGroup) else _crew(group)
         members = None if crew is None else Members(crew, codec(chosen.codec))
         returns = members is not None and members.crew.returns
         if members is not None and not returns:
@@ -167,13 +174,15 @@ def refuse_statistics(model: nn.Module) -> None:
             )
 
 
-def _crew(group: dist.ProcessGroup | None) -> Crew | None:
+def _crew(group: dist.ProcessGroup | None) -> MemberGroup | None:
     """The ranks of a process group, each a member; None where there is but one."""
     if group is None and not dist.is_initialized():
         return None
     everyone = group if group is not None else dist.group.WORLD
     assert everyone is not None
-    return Crew(_store(everyone), everyone.rank(), tuple(range(everyone.size()))) if everyone.size() > 1 else None
+    return (
+        MemberGroup(_store(everyone), everyone.rank(), tuple(range(everyone.size()))) if everyone.size() > 1 else None
+    )
 
 
 def _store(group: Any) -> Any:

@@ -20,7 +20,7 @@ from espalier.workload import Outcome
 if TYPE_CHECKING:
     from espalier.config import Recipe
     from espalier.plan.base import Plan
-    from espalier.track.rules import Recorded
+    from espalier.track.decision_log import Recorded
 
 CLAIM = Claim(
     "every_step",

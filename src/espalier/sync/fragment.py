@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from espalier.errors import UserError
-from espalier.sync.choices import Choices
-from espalier.sync.members import Arrived, Flight, Note
-from espalier.sync.update import Sum, Update
+from espalier.sync.membership import Arrived, Flight, Note
+from espalier.sync.method_choices import Choices
+from espalier.sync.outer_optimizer import Sum, Update
 
 
 @dataclass

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from espalier import encoding
+from espalier import serialization
 from espalier.errors import PeerLost
 
 if TYPE_CHECKING:
-    from espalier.sync.members import Crew
+    from espalier.sync.membership import MemberGroup
 
 WAIT = 600.0
 """Seconds for which it asks: rounds over slow links take minutes."""
@@ -31,7 +31,7 @@ _HEADER, _BODY = 2, 3  # tags beside those of encoded messages
 _WORDS = 4  # int64 of a SHA-256
 
 
-class Entry(NamedTuple):
+class RejoinPoint(NamedTuple):
     """Where a rank enters a crew: the crew's epoch, its members from then on, and the exchanges they had launched."""
 
     epoch: int
@@ -49,7 +49,7 @@ def announce(store: Any, epoch: int) -> None:
     store.set("outer/epoch", str(epoch))
 
 
-def ask(crew: Crew, wait: float = WAIT) -> Entry:
+def ask(crew: MemberGroup, wait: float = WAIT) -> RejoinPoint:
     """Asks to be a member again, and waits for the others' answer: until the end of a round of theirs.
 
     Raises PeerLost: nobody answered in `wait` seconds.
@@ -65,7 +65,7 @@ def ask(crew: Crew, wait: float = WAIT) -> Entry:
             if space.check(["admitted"]):
                 following, members, number = json.loads(space.get("admitted"))
                 if crew.member in members:
-                    return Entry(following, tuple(members), number)
+                    return RejoinPoint(following, tuple(members), number)
         time.sleep(LOOK)
     raise PeerLost(
         f"Replica {crew.member} asked to come back, and nobody let it in for {wait:g} s.",
@@ -74,7 +74,7 @@ def ask(crew: Crew, wait: float = WAIT) -> Entry:
     )
 
 
-def coming(space: Any, crew: Crew, absent: Sequence[int], number: int, every: int) -> int | None:
+def coming(space: Any, crew: MemberGroup, absent: Sequence[int], number: int, every: int) -> int | None:
     """Who joins before exchange `number`, as all ranks of all members agree; None: nobody.
 
     Called before exchanges that lie `every` apart. The first that finds somebody asking names the next but one: by then
@@ -91,14 +91,14 @@ def coming(space: Any, crew: Crew, absent: Sequence[int], number: int, every: in
     return int(member) if at == number else None
 
 
-def admit(space: Any, entry: Entry) -> None:
+def admit(space: Any, entry: RejoinPoint) -> None:
     """Says to the newcomer that it is in. All say the same."""
     space.compare_set("admitted", "", json.dumps([entry.epoch, list(entry.members), entry.number]))
 
 
 def send(group: Any, peer: int, state: dict[str, Any], timeout: timedelta) -> None:
     """Sends `state` (tensors and plain values) to a rank of a Gloo group."""
-    body = torch.frombuffer(bytearray(encoding.dumps(state, "state")), dtype=torch.uint8)
+    body = torch.frombuffer(bytearray(serialization.dumps(state, "state")), dtype=torch.uint8)
     header = torch.cat([torch.tensor([len(body)]), _hash(body)])
     going = [group.send([header], peer, _HEADER), group.send([body], peer, _BODY)]
     for work in going:
@@ -115,7 +115,7 @@ def received(group: Any, peer: int, timeout: timedelta) -> dict[str, Any]:
         raise PeerLost(
             "The outer state arrived damaged.", why="its hash is another", do="come back once more; check the link"
         )
-    found: dict[str, Any] = encoding.loads(body.numpy().data, "The outer state that arrived")
+    found: dict[str, Any] = serialization.loads(body.numpy().data, "The outer state that arrived")
     return found
 
 

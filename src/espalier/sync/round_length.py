@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from espalier.errors import UserError
-from espalier.sync.hiding import MARGIN
+from espalier.sync.overlap_cost import MARGIN
 
 NAME = "sync.steps"
 """Of the rule, in a plan and in the log."""

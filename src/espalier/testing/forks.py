@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from espalier import comm, tcpstore
+from espalier import comm, store_client
 from espalier.errors import UserError
 
 GRACE = 8.0  # seconds the other ranks have to end once one has failed
@@ -112,7 +112,7 @@ class _Run:
             self.pids.append(pid)
             self.pipes.append(ours)
         # Only now: a fork while the store's thread looks up an address would leave the child with a held lock.
-        self.store = tcpstore.serve()
+        self.store = store_client.serve()
         os.write(self.port_write, self.store.port.to_bytes(4, "big") * self.n)
 
     def collect(self) -> list[Any]:
@@ -190,7 +190,7 @@ class _Run:
             port = os.read(self.port_read, 4)
             if not port:
                 raise EOFError("the parent gave up before all ranks were forked")
-            store = tcpstore.connect("127.0.0.1", int.from_bytes(port, "big"), self.timeout)
+            store = store_client.connect("127.0.0.1", int.from_bytes(port, "big"), self.timeout)
             channel = comm.connect(store, rank, self.n, timeout=self.timeout)
             return function(channel, *args)
         except Exception as error:

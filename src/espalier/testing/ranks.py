@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import Work
 
 from espalier import comm
-from espalier.comm.channel import Asked
+from espalier.comm.channel import GroupRequest
 from espalier.comm.rendezvous import INNER
 
 ReduceOp = dist.ReduceOp
@@ -252,7 +252,7 @@ class _Building:
         self._rooms: dict[tuple[str, tuple[int, ...]], Room] = {}
         self._lock = threading.Lock()
 
-    def room(self, asked: Asked) -> Room:
+    def room(self, asked: GroupRequest) -> Room:
         with self._lock:
             return self._rooms.setdefault((asked.name, asked.members), Room(asked.size, self.timeout))
 
@@ -281,7 +281,7 @@ class _World(threading.local):
 _BUILDING = threading.local()
 
 
-def _threads(asked: Asked) -> dict[str, Any]:
+def _threads(asked: GroupRequest) -> dict[str, Any]:
     return {"cpu": ThreadGroup(_BUILDING.here.room(asked), asked.rank, asked.size)}
 
 

@@ -49,9 +49,9 @@ from typing import Any
 
 import msgspec
 
-from espalier import encoding
+from espalier import serialization
+from espalier.cache_dir import unwritable
 from espalier.errors import UserError
-from espalier.folders import unwritable
 
 NAME = "events.jsonl"
 """Of the run log, in its run folder."""
@@ -168,7 +168,7 @@ def _mend(file: int) -> None:
 
 def _parse(line: bytes) -> Event | None:
     try:
-        event = encoding.from_json(line)
+        event = serialization.from_json(line)
     except msgspec.DecodeError:
         return None
     if not isinstance(event, dict) or "event" not in event:

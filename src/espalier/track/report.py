@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from espalier import folders
+from espalier import cache_dir
 from espalier.track import charts, page
 from espalier.track.page import Figure
-from espalier.track.tables import Run, open_run
+from espalier.track.run_tables import Run, open_run
 from espalier.units import show_count, show_seconds, show_size
 
 NAME = "report.html"
@@ -33,7 +33,7 @@ def write(folder: str | Path) -> Path:
     Raises UserError when there is no run in `folder`, or it cannot be written.
     """
     path = Path(folder) / NAME
-    folders.replace(path, render(open_run(folder)))
+    cache_dir.replace(path, render(open_run(folder)))
     return path
 
 

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from espalier.cache_dir import unwritable
 from espalier.errors import UserError
-from espalier.folders import unwritable
 
 if TYPE_CHECKING:
     from torch.profiler import profile, record_function

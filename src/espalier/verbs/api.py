@@ -12,9 +12,9 @@ from espalier.errors import UserError
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.decide import decide
-from espalier.plan.public import asked, cluster_of
+from espalier.plan.library_request import asked, cluster_of
 from espalier.plan.trials import Trials
-from espalier.verbs import ready
+from espalier.verbs import prepare
 
 
 def make_plan(
@@ -50,7 +50,7 @@ def make_plan(
     request, recipe = asked(model, batch, precision, pins)
     if sync is not None:
         request = dataclasses.replace(request, sync=_sync(sync))
-    known = calibration or (DATASHEET if recipe is None else ready.calibration(recipe))
+    known = calibration or (DATASHEET if recipe is None else prepare.calibration(recipe))
     found = decide(request, where, known, None if recipe is None else Trials(recipe, where))
     if not found.fits:
         raise found.refusal()

@@ -14,12 +14,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the held-out figures."""
     if arguments.watch or arguments.task or arguments.workers is not None:
         low_priority.step_back(low_priority.STARTING)  # before torch is imported: that alone takes seconds of a core
-        from espalier.verbs import watch
+        from espalier.verbs import eval_watch
 
-        return watch.run(arguments)
+        return eval_watch.run(arguments)
     import torch
 
-    from espalier.verbs.trained import open_trained
+    from espalier.verbs.load_run import open_trained
     from espalier.workload import Shard
 
     trained = open_trained(arguments.run, arguments.trust)

@@ -6,16 +6,16 @@ import argparse
 import json
 from pathlib import Path
 
-from espalier import workloads
+from espalier import workload_registry
 from espalier.errors import UserError
 from espalier.terminal import say
-from espalier.verbs.trained import open_trained
+from espalier.verbs.load_run import open_trained
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the folder and says where it is."""
     trained = open_trained(arguments.run, arguments.trust)
-    write = workloads.row(trained.recipe).exports.get(arguments.to)
+    write = workload_registry.row(trained.recipe).exports.get(arguments.to)
     if write is None:
         raise UserError(f"The run in {arguments.run} is not a language model; there is no `{arguments.to}` form of it.")
     out = Path(arguments.out) if arguments.out else trained.folder.path / f"export-{arguments.to}"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from espalier import cache_dir
 from espalier import cluster as clusters
-from espalier import folders
 from espalier import run as runs
 from espalier.config import derive
 from espalier.errors import UserError
@@ -26,8 +26,8 @@ from espalier.plan.measurements.score import Scores
 from espalier.plan.measurements.table import Table
 from espalier.terminal import rows, say
 from espalier.track import events
-from espalier.verbs import ready
-from espalier.verbs.trained import resolved
+from espalier.verbs import prepare
+from espalier.verbs.load_run import resolved
 
 WARMING = 0.1
 """Share of a run's steps left out at its beginning: the first ones allocate, compile and fill caches."""
@@ -58,7 +58,7 @@ def calibrated(path: str | Path) -> Calibration:
 @contextmanager
 def patiently(text: str) -> Iterator[None]:
     """Says `text` on standard error once two seconds have passed."""
-    timer = threading.Timer(PATIENCE, ready.say, [text])
+    timer = threading.Timer(PATIENCE, prepare.say, [text])
     timer.daemon = True
     timer.start()
     try:
@@ -78,7 +78,7 @@ def from_run(path: str | Path) -> Measurement:
         raise UserError(f"The run in {path} has no measured step.", do="let it train on, or name another run")
     whole, _ = derive.resolve(recipe)
     return Measurement(
-        request=ready.request(resolved(folder, whole)),
+        request=prepare.request(resolved(folder, whole)),
         cluster=cluster,
         layout=replace(of_view(plan.layout), threads=plan.ranks[plan.trainers[0]].threads),
         step_seconds=statistics.median(step["seconds"] for step in steps),
@@ -109,17 +109,17 @@ def run(score: str, calibrate_on: str | None, out: str | None, as_json: bool) ->
     target = _target(Path(score), out)
     table = _read(score)
     calibration = calibrated(calibrate_on) if calibrate_on is not None else DATASHEET
-    with ready.waiting("Predicting") as progress:
+    with prepare.waiting("Predicting") as progress:
         predictions = scoring.predict(table.measurements, calibration.factors, progress)
     found = scoring.score(table.rows, calibration, predictions)
-    folders.replace(target, scoring.beside(table, predictions, calibration))
+    cache_dir.replace(target, scoring.beside(table, predictions, calibration))
     notes = [*table.notes, *_doubts(score, calibrate_on)]
     if as_json:
         told = {"file": score, "out": str(target), "scores": msgspec.to_builtins(found)}
         print(json.dumps(told | {"calibration": msgspec.to_builtins(calibration), "notes": notes}, indent=2))
         return 0
     for note in notes:
-        ready.say(f"note: {note}")
+        prepare.say(f"note: {note}")
     _tell(table, found, calibration)
     say(f"\nThe rows with their predictions: {target}")
     return 0

@@ -13,9 +13,9 @@ import secrets
 from hashlib import sha256
 from pathlib import Path
 
+from espalier.cache_dir import cache_folder
 from espalier.config import Recipe
 from espalier.errors import UserError
-from espalier.folders import cache_folder
 
 _KEY_BYTES = 32
 

@@ -10,16 +10,16 @@ import torch
 
 from espalier import cluster as clusters
 from espalier.cluster import whatif
-from espalier.config import kinds
+from espalier.config import model_kinds
 from espalier.errors import UserError
 from espalier.plan import base as plans
 from espalier.plan import explain, search
+from espalier.plan.collective_time import gpus
 from espalier.plan.decide import Decision, decide
 from espalier.plan.layouts import view
-from espalier.plan.network import gpus
 from espalier.plan.trials import Trials
 from espalier.terminal import say
-from espalier.verbs import ready, show
+from espalier.verbs import prepare, printing
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,8 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("espalier plan needs a recipe.", do="espalier plan recipe.toml, or --score FILE")
     if arguments.out is not None:
         raise UserError("--out goes with --score.", do="--html FILE for the picture, --json > plan.json for the plan")
-    resolved = ready.resolve(arguments.recipe, arguments.overrides)
-    cluster = ready.machines(resolved.recipe, arguments.cluster)
+    resolved = prepare.resolve(arguments.recipe, arguments.overrides)
+    cluster = prepare.machines(resolved.recipe, arguments.cluster)
     decision = _decide(resolved, cluster, arguments.calibrate_on)
     changed = _what_if(resolved, cluster, arguments.what_if, arguments.calibrate_on)
     if arguments.html is not None:
@@ -47,30 +47,30 @@ def run(arguments: argparse.Namespace) -> int:
     return _tell(arguments.json, resolved, decision, changed)
 
 
-def _decide(resolved: ready.Resolved, cluster: clusters.Cluster, calibrate_on: str | None) -> Decision:
-    known = ready.calibration(resolved.recipe, calibrate_on)
-    return decide(ready.request(resolved), cluster, known, Trials(resolved.recipe, cluster))
+def _decide(resolved: prepare.Resolved, cluster: clusters.Cluster, calibrate_on: str | None) -> Decision:
+    known = prepare.calibration(resolved.recipe, calibrate_on)
+    return decide(prepare.request(resolved), cluster, known, Trials(resolved.recipe, cluster))
 
 
 def _what_if(
-    resolved: ready.Resolved, cluster: clusters.Cluster, changes: Sequence[str], calibrate_on: str | None
+    resolved: prepare.Resolved, cluster: clusters.Cluster, changes: Sequence[str], calibrate_on: str | None
 ) -> Decision | None:
     if not changes:
         return None
     return _decide(resolved, whatif.changed(cluster, changes), calibrate_on)
 
 
-def _tell(as_json: bool, resolved: ready.Resolved, decision: Decision, changed: Decision | None) -> int:
+def _tell(as_json: bool, resolved: prepare.Resolved, decision: Decision, changed: Decision | None) -> int:
     plan = decision.plan
     if as_json:
         beside = {"what_if": changed.plan} if changed is not None else {}
         print(plans.dumps(plan, **beside), end="", flush=True)
     else:
         recipe = resolved.recipe
-        show.plan(plan, resolved.derivations, recipe.train.steps, kinds.of(recipe.model).unit)
-        show.sources(plan)
+        printing.plan(plan, resolved.derivations, recipe.train.steps, model_kinds.of(recipe.model).unit)
+        printing.sources(plan)
         if changed is not None:
-            show.beside(plan, changed.plan, changed.fits)
+            printing.beside(plan, changed.plan, changed.fits)
     if decision.fits:
         return 0
     refusal = decision.refusal()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from espalier import folders
+from espalier import cache_dir
 from espalier.plan.base import Layout, Plan, Predicted
 from espalier.track import charts, page
 from espalier.track.charts import Point
@@ -35,7 +35,7 @@ def write(path: str | Path, plan: Plan, points: Sequence[Point], title: str) -> 
     Raises:
         UserError: the file cannot be written.
     """
-    folders.replace(
+    cache_dir.replace(
         Path(path), render(plan, points, title), "--html with a file in a folder that exists and may be written to"
     )
 

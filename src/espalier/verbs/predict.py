@@ -8,18 +8,18 @@ import os
 import sys
 from pathlib import Path
 
-from espalier import workloads
+from espalier import workload_registry
 from espalier.errors import UserError
-from espalier.rows import Sampling
 from espalier.terminal import visible
-from espalier.verbs.trained import open_trained
+from espalier.verbs.load_run import open_trained
+from espalier.workload_row import Sampling
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the answer as it is made."""
     prompt = None if arguments.input is None else _prompt(arguments.input)
     trained = open_trained(arguments.run, arguments.trust)
-    answer = workloads.row(trained.recipe).answer
+    answer = workload_registry.row(trained.recipe).answer
     if answer is None:
         raise UserError(
             f"The run in {arguments.run} holds a module of your own.",

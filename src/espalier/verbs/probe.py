@@ -10,16 +10,16 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from espalier import cache_dir, worker
 from espalier import cluster as clusters
-from espalier import folders, rank
 from espalier.cluster import Cluster
 from espalier.errors import UserError
-from espalier.hardware import hosts, probe
+from espalier.hardware import multihost_probe, probe
 from espalier.launch import base as launch
-from espalier.launch import started
+from espalier.launch import detect_launcher
 from espalier.plan import codecs
 from espalier.terminal import say
-from espalier.verbs import ready, show
+from espalier.verbs import prepare, printing
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,29 +29,29 @@ def run(arguments: argparse.Namespace) -> int:
             f"probe takes no option {arguments.overrides[0]!r} without --hosts.", do="leave it out, or name hosts"
         )
     torch.set_num_threads(1)
-    place = started.place()
+    place = detect_launcher.place()
     if place is None:
-        found = codecs.measured(probe.probe(progress=ready.say, disk=Path(arguments.disk)))
-        probe.save(found, say=ready.say)
+        found = codecs.measured(probe.probe(progress=prepare.say, disk=Path(arguments.disk)))
+        probe.save(found, say=prepare.say)
     else:
-        with rank.joined(place, timeout=120.0) as channel:
+        with worker.joined(place, timeout=120.0) as channel:
             found = _all(channel, place, arguments)
         if place.rank != 0:
             return 0
     out = Path(arguments.out)
-    folders.replace(out, clusters.dumps(found))
+    cache_dir.replace(out, clusters.dumps(found))
     if arguments.json:
         print(json.dumps(msgspec.to_builtins(found)))
     else:
-        say(show.cluster(found))
+        say(printing.cluster(found))
         say(f"\nWritten to {out}; plans use it from now on (espalier plan RECIPE --cluster {out} elsewhere).")
     return 0
 
 
-def _all(channel: dist.ProcessGroup | None, place: launch.Place, arguments: argparse.Namespace) -> Cluster:
+def _all(channel: dist.ProcessGroup | None, place: launch.RankSpec, arguments: argparse.Namespace) -> Cluster:
     """Under torchrun and its like: every machine, and the links between all ranks."""
 
     def measure() -> Cluster:
-        return codecs.measured(probe.probe(progress=ready.say, disk=Path(arguments.disk)))
+        return codecs.measured(probe.probe(progress=prepare.say, disk=Path(arguments.disk)))
 
-    return measure() if channel is None else hosts.probe_ranks(channel, place.local_rank, measure)
+    return measure() if channel is None else multihost_probe.probe_ranks(channel, place.local_rank, measure)

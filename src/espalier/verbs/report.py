@@ -10,8 +10,8 @@ from espalier import run as runs
 from espalier.errors import UserError
 from espalier.ops import job_report, job_trace
 from espalier.terminal import say
-from espalier.track import report, serve, tables
-from espalier.verbs import show
+from espalier.track import live_report, report, run_tables
+from espalier.verbs import printing
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -23,15 +23,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("report needs the folder of a run, or --trace.", do="espalier report runs/NAME")
     folder = runs.find(arguments.run)
     if arguments.serve:
-        serve.serve(folder.path, port=arguments.port)
+        live_report.serve(folder.path, port=arguments.port)
         return 0
     page = report.write(folder.path)
-    account = tables.open_run(folder.path).account
+    account = run_tables.open_run(folder.path).account
     if arguments.json:
         ledger = {"goodput": account.goodput, "failures": account.failures} if account.failures else {}
-        print(json.dumps({"report": str(page), **show.results(folder.path), **ledger}))
+        print(json.dumps({"report": str(page), **printing.results(folder.path), **ledger}))
     else:
-        show.account(account)
+        printing.account(account)
         say(str(page))
     return 0
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from espalier import folders
-from espalier.config import limits, load
+from espalier import cache_dir
+from espalier.config import load, validation
 from espalier.errors import RunFailed, UserError
 from espalier.terminal import say
 
@@ -35,15 +35,15 @@ def run(arguments: argparse.Namespace) -> int:
     if getattr(arguments, "hosts", None) is not None:
         raise UserError("--hosts and --slurm were both given.", do="leave --hosts out: Slurm chooses the hosts")
     recipe = load.load(arguments.recipe, arguments.overrides)
-    limits.check(recipe)
+    validation.check(recipe)
     folder = Path(arguments.run or Path("runs") / recipe.name).absolute()
     text = script(options(arguments.slurm), _command(arguments), recipe.name, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise folders.unwritable(folder, error) from None
+        raise cache_dir.unwritable(folder, error) from None
     path = folder / "slurm.sh"
-    folders.replace(path, text)
+    cache_dir.replace(path, text)
     job = _submitted(path)
     if arguments.json:
         print(json.dumps({"script": str(path), "job": job}))

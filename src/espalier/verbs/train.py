@@ -18,24 +18,33 @@ from typing import Any, TextIO, cast
 
 import torch
 
+from espalier import cache_dir, config, mechanisms, phases, trainer, units, worker
 from espalier import cluster as clusters
-from espalier import config, folders, mechanisms, phases, rank, trainer, units
 from espalier import run as runs
-from espalier.checkpoint.place import open_place
 from espalier.checkpoint.sharded import Checkpoints
-from espalier.config import Constant, Recipe, kinds, load
+from espalier.checkpoint.storage import open_place
+from espalier.config import Constant, Recipe, load, model_kinds
 from espalier.errors import EspalierError, Interrupted, PeerLost
-from espalier.hardware import hosts, limits
-from espalier.launch import attempts, child, handshake, numbering, started, supervise, torchrun
+from espalier.hardware import multihost_probe, resource_limits
 from espalier.launch import base as launch
+from espalier.launch import (
+    detect_launcher,
+    rank_assignment,
+    rank_process,
+    restart_attempt,
+    supervisor,
+    torchrun,
+    version_check,
+)
 from espalier.plan import base as plans
-from espalier.plan.network import peak_flops
+from espalier.plan.collective_time import peak_flops
 from espalier.run import RunFolder
 from espalier.terminal import say
 from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, Progress, trouble
-from espalier.verbs import own_runs, planning, ready, reshape, show
+from espalier.verbs import own_runs, printing, replan_run, run_plan
+from espalier.verbs import prepare as ready
 from espalier.workload import Workload
 
 WAIT = 600.0
@@ -43,7 +52,7 @@ WAIT = 600.0
 
 
 @dataclass(frozen=True)
-class Job:
+class RunStart:
     """A run about to start: what was decided, and where it goes."""
 
     resolved: ready.Resolved
@@ -65,26 +74,26 @@ class Job:
         """The workload with all its phases."""
         return self.opened or self.workload
 
-    def setting(self, place: launch.Place) -> trainer.Setting:
+    def setting(self, place: launch.RankSpec) -> trainer.RankSetup:
         """What the rank at `place` needs to know."""
         recipe = self.resolved.recipe
         peak = peak_flops(self.cluster, len(self.plan.ranks), recipe.train.precision)
-        return trainer.Setting(
+        return trainer.RankSetup(
             recipe, self.plan, self.workload, place, self.folder.path, about=_about(self), flops_per_second=peak,
             trust=self.resolved.trust,
         )  # fmt: skip
 
     def identity(self) -> dict[str, str]:
         """What all ranks must have in common."""
-        recipe = folders.hashed(load.to_table(self.resolved.recipe))
-        return handshake.identity(recipe=recipe, data=self.workload.fingerprint())
+        recipe = cache_dir.hashed(load.to_table(self.resolved.recipe))
+        return version_check.identity(recipe=recipe, data=self.workload.fingerprint())
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains to the end, or to Ctrl-C (exit code 130, state saved)."""
     torch.set_num_threads(1)  # ranks are forked from here; see launch.local
     sys.stdout = cast("TextIO", Forgiving(sys.stdout))
-    place = started.place()
+    place = detect_launcher.place()
     if place is not None:
         return _run_as_rank(arguments, place)
     job = _prepare(arguments)
@@ -94,22 +103,22 @@ def run(arguments: argparse.Namespace) -> int:
         job.folder.release()
 
 
-def _carry_out(job: Job, as_json: bool) -> int:
+def _carry_out(job: RunStart, as_json: bool) -> int:
     """On this machine, phase by phase."""
     forked = partial(life, forked=True)
 
-    def supervised(_: Life, care: supervise.Care) -> None:
+    def supervised(_: Life, care: supervisor.RestartOptions) -> None:
         for part in _phased(job):
-            shapes = reshape.Reshaper(part, forked) if job.resolved.recipe.faults.restarts else None
+            shapes = replan_run.Reshaper(part, forked) if job.resolved.recipe.faults.restarts else None
             stays = mechanisms.recovery(job.resolved.recipe, part.plan)
             places = launch.places(part.plan, job.folder.logs)
             follows = part.workload.phases()[-1].stop < (job.resolved.recipe.train.steps or 0)
-            supervise.run(forked(part), places, replace(care, shapes=shapes, stays=stays, continues=follows))
+            supervisor.run(forked(part), places, replace(care, shapes=shapes, stays=stays, continues=follows))
 
     return carry_out(job, as_json, supervised)
 
 
-def _phased(job: Job) -> Iterator[Job]:
+def _phased(job: RunStart) -> Iterator[RunStart]:
     """The job of each phase that is left, planned once the phase before has ended."""
     resolved, folder = job.resolved, job.folder
     while True:
@@ -122,15 +131,15 @@ def _phased(job: Job) -> Iterator[Job]:
             return
         saved = phases.checkpoints(resolved.recipe, str(folder.checkpoints))
         workload = phases.enter(resolved.recipe, job.whole, saved)
-        plan = planning.choose(resolved, workload, job.cluster)
-        planning.refuse_elsewhere(plan, None)
+        plan = run_plan.choose(resolved, workload, job.cluster)
+        run_plan.refuse_elsewhere(plan, None)
         folder.write(resolved.recipe, job.cluster, plan)
         parameters = ready.parameters(resolved.recipe, workload)
         job = replace(job, workload=workload, plan=plan, parameters=parameters, new=False)
 
 
-def carry_out(job: Job, as_json: bool, supervised: Callable[[Life, supervise.Care], Any]) -> int:
-    """The run from its plan to its report; `supervised` starts the ranks and keeps them alive."""
+def carry_out(job: RunStart, as_json: bool, supervised: Callable[[Life, supervisor.RestartOptions], Any]) -> int:
+    """The run from its plan to its report; `host_supervisor` starts the ranks and keeps them alive."""
     if job.finished:
         return _nothing_to_do(job, as_json)
     care = replace(
@@ -145,17 +154,17 @@ def carry_out(job: Job, as_json: bool, supervised: Callable[[Life, supervise.Car
     return _finished(job, Log(job.folder.events), time.monotonic() - begun, as_json)
 
 
-def care_of(recipe: config.Recipe) -> supervise.Care:
+def care_of(recipe: config.Recipe) -> supervisor.RestartOptions:
     """How the recipe wants its run to be looked after."""
     faults = recipe.faults
-    return supervise.Care(
+    return supervisor.RestartOptions(
         restarts=None if faults.restarts == "auto" else faults.restarts,
         heartbeat=units.seconds(faults.heartbeat, "faults.heartbeat"),
         memory=None if faults.memory == "auto" else units.size(faults.memory, "faults.memory"),
     )
 
 
-def _tell(job: Job, event: str, **fields: Any) -> None:
+def _tell(job: RunStart, event: str, **fields: Any) -> None:
     """Into the run log, and to whoever watches. Opened each time: a rank killed while writing may have torn a line."""
     with Log(job.folder.events) as log:
         entry = log.write(event, **fields)
@@ -167,7 +176,7 @@ def _tell(job: Job, event: str, **fields: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Asked:
+class OpenedRun:
     """A recipe whose data is open, and where its run is to go; nothing is decided or written yet."""
 
     resolved: ready.Resolved
@@ -178,7 +187,7 @@ class Asked:
     quiet: bool
 
 
-def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> Asked:
+def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> OpenedRun:
     """Opens the data of a recipe. Raises UserError when the run's folder holds another run."""
     recipe = resolved.recipe
     path = Path(run or Path("runs") / recipe.name)
@@ -187,26 +196,26 @@ def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> Asked:
     if (existing := runs.RunFolder(path)).exists():
         runs.refuse_other_meaning(existing, recipe)
         before = existing.read()
-    return Asked(resolved, ready.open_workload(resolved), path, before, quiet)
+    return OpenedRun(resolved, ready.open_workload(resolved), path, before, quiet)
 
 
-def joining(resolved: ready.Resolved, run: str | None) -> Asked:
+def joining(resolved: ready.Resolved, run: str | None) -> OpenedRun:
     """Opens the data of a recipe on a rank that writes nothing."""
     path = Path(run or Path("runs") / resolved.recipe.name)
-    return Asked(resolved, ready.open_workload(resolved), path, None, True)
+    return OpenedRun(resolved, ready.open_workload(resolved), path, None, True)
 
 
-def _prepare(arguments: argparse.Namespace, world: int | None = None) -> Job:
+def _prepare(arguments: argparse.Namespace, world: int | None = None) -> RunStart:
     resolved = ready.resolve(arguments.recipe, arguments.overrides, arguments.trust)
     return decided(asked(resolved, arguments.run, arguments.json), lambda: ready.machines(resolved.recipe), world)
 
 
 def decided(
-    given: Asked,
+    given: OpenedRun,
     machines: Callable[[], clusters.Cluster],
     world: int | None = None,
     nodes: Sequence[int] | None = None,
-) -> Job:
+) -> RunStart:
     """Plans the run and opens its folder. `nodes`: the machine that each rank is on already."""
     resolved, recipe = given.resolved, given.resolved.recipe
     if recipe.checkpoint.target is not None:
@@ -214,11 +223,11 @@ def decided(
     cluster = machines()
     folder = runs.open_folder(given.path)
     try:
-        data = planning.data_of(folder, recipe, given.workload)
-        workload = planning.entered(given.workload, recipe, folder, world)
-        plan = planning.planned(folder, resolved, workload, cluster, world)
+        data = run_plan.data_of(folder, recipe, given.workload)
+        workload = run_plan.entered(given.workload, recipe, folder, world)
+        plan = run_plan.planned(folder, resolved, workload, cluster, world)
         if nodes is not None:
-            plan = planning.on_hosts(nodes, plan, cluster)
+            plan = run_plan.on_hosts(nodes, plan, cluster)
     except BaseException:
         folder.discard_if_empty()
         folder.release()
@@ -229,11 +238,13 @@ def decided(
         data.keep(folder)
         folder.write(recipe, cluster, plan)
         if not given.quiet:
-            show.notes([*workload.notes(), *data.notes, *(_stretched(given.before, recipe) if given.before else ())])
-            show.plan(plan, resolved.derivations, recipe.train.steps, kinds.of(recipe.model).unit)
+            printing.notes(
+                [*workload.notes(), *data.notes, *(_stretched(given.before, recipe) if given.before else ())]
+            )
+            printing.plan(plan, resolved.derivations, recipe.train.steps, model_kinds.of(recipe.model).unit)
     parameters = ready.parameters(recipe, workload)
     new = given.before is None and not saved
-    return Job(resolved, workload, cluster, plan, parameters, folder, given.quiet, given.workload, new, finished)
+    return RunStart(resolved, workload, cluster, plan, parameters, folder, given.quiet, given.workload, new, finished)
 
 
 def _stretched(before: config.Recipe, recipe: config.Recipe) -> list[str]:
@@ -246,7 +257,7 @@ def _stretched(before: config.Recipe, recipe: config.Recipe) -> list[str]:
     ]
 
 
-def _about(job: Job) -> dict[str, Any]:
+def _about(job: RunStart) -> dict[str, Any]:
     """What the run's first event says of it."""
     derivations = job.resolved.derivations
     return {
@@ -260,7 +271,7 @@ def _about(job: Job) -> dict[str, Any]:
             "torch": str(torch.__version__),
             "espalier": version("espalier"),
         },
-        "host": {"name": socket.gethostname(), "system": platform.platform(), "processor": limits.processor()},
+        "host": {"name": socket.gethostname(), "system": platform.platform(), "processor": resource_limits.processor()},
         "data": job.workload.fingerprint(),
         "recipe_folder": str(job.resolved.folder),
         "seal": own_runs.seal(job.resolved.recipe, job.resolved.folder),
@@ -271,29 +282,29 @@ def _about(job: Job) -> dict[str, Any]:
 # --- as one rank -------------------------------------------------------------------------------------------------
 
 
-Life = Callable[[launch.Place], Any]
+Life = Callable[[launch.RankSpec], Any]
 
 
-def life(job: Job, forked: bool = False) -> Life:
+def life(job: RunStart, forked: bool = False) -> Life:
     """What each rank of the job does. `forked`: all ranks of it come from this process, and need not compare."""
 
-    def live(place: launch.Place) -> Any:
+    def live(place: launch.RankSpec) -> Any:
         setting, identity = job.setting(place), None if forked else job.identity()
         setting.new = forked and job.new and place.attempt == 0
         if place.rank != 0:
-            return rank.train(setting, identity)
+            return worker.train(setting, identity)
         with recording(job.folder, job.resolved.recipe, job.quiet) as emit:
-            return rank.train(replace(setting, emit=emit), identity)
+            return worker.train(replace(setting, emit=emit), identity)
 
     return live
 
 
-def _run_as_rank(arguments: argparse.Namespace, place: launch.Place) -> int:
+def _run_as_rank(arguments: argparse.Namespace, place: launch.RankSpec) -> int:
     """Under torchrun and its like: rank 0 decides, the others take its plan from the store."""
     device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
     place = replace(place, device=device)
     if torchrun.restarts() is not None:  # which agents count each for themselves
-        place = attempts.named(place, WAIT)
+        place = restart_attempt.named(place, WAIT)
     if place.rank == 0:
         return lead(lambda: _prepare(arguments, world=place.world), place, arguments.json)
     text = heard(place)
@@ -301,7 +312,7 @@ def _run_as_rank(arguments: argparse.Namespace, place: launch.Place) -> int:
     return follow(joining(resolved, arguments.run), ready.machines(resolved.recipe), text, place)
 
 
-def lead(prepare: Callable[[], Job], place: launch.Place, as_json: bool) -> int:
+def lead(prepare: Callable[[], RunStart], place: launch.RankSpec, as_json: bool) -> int:
     """The first rank's part: it decides, tells the others by the store, and trains with them."""
     store = launch.store(place, WAIT) if place.world > 1 else None
     try:
@@ -315,12 +326,12 @@ def lead(prepare: Callable[[], Job], place: launch.Place, as_json: bool) -> int:
     return _first_rank(job, _numbered(place, job.plan), as_json)
 
 
-def _key(place: launch.Place) -> str:
+def _key(place: launch.RankSpec) -> str:
     """Where the plan is told: what an attempt before this one was told may be there still."""
     return f"espalier/{place.keys}/plan"
 
 
-def heard(place: launch.Place) -> bytes:
+def heard(place: launch.RankSpec) -> bytes:
     """The plan that the first rank has decided on, once it has."""
     text: bytes = launch.store(place, WAIT).get(_key(place))
     if text.startswith(b"!"):
@@ -328,27 +339,27 @@ def heard(place: launch.Place) -> bytes:
     return text
 
 
-def follow(given: Asked, cluster: clusters.Cluster, plan: bytes, place: launch.Place) -> int:
+def follow(given: OpenedRun, cluster: clusters.Cluster, plan: bytes, place: launch.RankSpec) -> int:
     """Another rank's part: it trains by the `plan` that it heard."""
-    job = Job(given.resolved, given.workload, cluster, plans.loads(plan), 0, runs.RunFolder(given.path), True)
+    job = RunStart(given.resolved, given.workload, cluster, plans.loads(plan), 0, runs.RunFolder(given.path), True)
     try:
-        rank.train(job.setting(_numbered(place, job.plan)), job.identity())
+        worker.train(job.setting(_numbered(place, job.plan)), job.identity())
         return 0
     except Interrupted as error:
         return error.exit_code  # rank 0 says it
 
 
-def _numbered(place: launch.Place, plan: plans.Plan) -> launch.Place:
+def _numbered(place: launch.RankSpec, plan: plans.Plan) -> launch.RankSpec:
     """The place as the rank of the plan that it is: what launchers put on one machine need not follow one another."""
     if place.world == 1:
         return place
     store, key = launch.store(place, WAIT), f"espalier/{place.keys}/host"
-    store.set(f"{key}/{place.rank}", hosts.host())
+    store.set(f"{key}/{place.rank}", multihost_probe.host())
     told = [store.get(f"{key}/{one}").decode() for one in range(place.world)]
-    return replace(place, rank=numbering.numbered(told, [one.node for one in plan.ranks]).index(place.rank))
+    return replace(place, rank=rank_assignment.numbered(told, [one.node for one in plan.ranks]).index(place.rank))
 
 
-def _first_rank(job: Job, place: launch.Place, as_json: bool) -> int:
+def _first_rank(job: RunStart, place: launch.RankSpec, as_json: bool) -> int:
     log, begun = Log(job.folder.events), time.monotonic()
     if again := torchrun.restarts():
         what = "Ranks were lost; whoever started them has started them again."
@@ -356,7 +367,7 @@ def _first_rank(job: Job, place: launch.Place, as_json: bool) -> int:
     try:
         life(job)(place)
     except Exception as error:
-        explained = error if isinstance(error, EspalierError) else child.explained(error, place)
+        explained = error if isinstance(error, EspalierError) else rank_process.explained(error, place)
         _stopped(job, log, explained, time.monotonic() - begun)
         raise explained from error
     return _finished(job, log, time.monotonic() - begun, as_json)
@@ -365,34 +376,34 @@ def _first_rank(job: Job, place: launch.Place, as_json: bool) -> int:
 # --- after -------------------------------------------------------------------------------------------------------
 
 
-def _nothing_to_do(job: Job, as_json: bool) -> int:
+def _nothing_to_do(job: RunStart, as_json: bool) -> int:
     steps = job.resolved.recipe.train.steps or 0
     if as_json:
-        print(json.dumps({"run": str(job.folder.path), "finished": True, **show.results(job.folder.path)}))
+        print(json.dumps({"run": str(job.folder.path), "finished": True, **printing.results(job.folder.path)}))
     else:
         say(f"{job.folder.path} is finished ({steps} of {steps} steps). To train further: train.steps={2 * steps}")
     return 0
 
 
-def _stopped(job: Job, log: Log, error: EspalierError, seconds: float) -> None:
+def _stopped(job: RunStart, log: Log, error: EspalierError, seconds: float) -> None:
     """Of a rank that nobody here watches."""
     if not isinstance(error, Interrupted):
         log.write("incident", kind=type(error).__name__, what=error.what, why=error.why, action="stop")
     _ended(job, log, error, seconds)
 
 
-def _ended(job: Job, log: Log, error: EspalierError, seconds: float) -> None:
+def _ended(job: RunStart, log: Log, error: EspalierError, seconds: float) -> None:
     log.write("end", reason="interrupted" if isinstance(error, Interrupted) else "failed", seconds=seconds)
     report.write(job.folder.path)
 
 
-def _finished(job: Job, log: Log, seconds: float, as_json: bool) -> int:
+def _finished(job: RunStart, log: Log, seconds: float, as_json: bool) -> int:
     log.write("end", reason="finished", seconds=seconds, steps=job.resolved.recipe.train.steps)
     page = report.write(job.folder.path)
     if as_json:
-        print(json.dumps({"run": str(job.folder.path), "report": str(page), **show.results(job.folder.path)}))
+        print(json.dumps({"run": str(job.folder.path), "report": str(page), **printing.results(job.folder.path)}))
     else:
-        show.finished(job.folder.path, page, seconds)
+        printing.finished(job.folder.path, page, seconds)
     sys.stdout.flush()
     return 0
 

@@ -20,15 +20,15 @@ import tomli_w
 from espalier import cluster as clusters
 from espalier import config
 from espalier.cluster import Cluster
-from espalier.config import derive, load, shapes
-from espalier.config.shapes import Sizes
+from espalier.config import decoder_shapes, derive, load
+from espalier.config.decoder_shapes import Sizes
 from espalier.errors import UserError, nearest
-from espalier.plan import speed
+from espalier.plan import device_model
 from espalier.plan.base import Layout
 from espalier.plan.calibrate import Measurement
+from espalier.plan.collective_time import gpus
 from espalier.plan.layouts import ALGORITHMS, Layouts, of_view
-from espalier.plan.network import gpus
-from espalier.plan.published import DOUBLE, MEGATRON, Decoder
+from espalier.plan.reference_models import DOUBLE, MEGATRON, Decoder
 from espalier.plan.request import Request
 
 PRECISIONS: Mapping[Any, str] = {
@@ -219,7 +219,7 @@ class Descriptions:
         words.setdefault("kind", "gpt")
         resolved, _ = derive.resolve(load.from_table({"model": words}, "the row"))
         assert isinstance(resolved.model, config.Gpt | config.Moe)
-        return _Model(shapes.sizes(resolved.model), gated, said)
+        return _Model(decoder_shapes.sizes(resolved.model), gated, said)
 
     def _precision(self, said: Any, cluster: Cluster) -> str:
         if said is not None:
@@ -275,7 +275,7 @@ def _check_possible(model: _Model, cluster: Cluster, layouts: Layouts, precision
         do = f"layout.pp = {model.size.layers} or fewer"
         raise UserError(f"layout.pp = {layouts.pp} is more than the model's {model.size.layers} layers.", do=do)
     for node in cluster.nodes:
-        speed.peak(node.device, precision)  # raises UserError where the device has no such precision
+        device_model.peak(node.device, precision)  # raises UserError where the device has no such precision
 
 
 def _with_muon(request: Request, decoder: Decoder) -> Request:

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from espalier.plan.calibrate import Batch, Calibration, Measurement, refuse_other_units
 from espalier.plan.estimate import price
-from espalier.plan.factors import PLAIN, Factors
+from espalier.plan.factors import PLAIN, CostFactors
 from espalier.plan.measurements.table import PREDICTED, Row, Table
 
 RESAMPLES = 10_000
@@ -76,7 +76,7 @@ class Scores(Struct, frozen=True, kw_only=True):
 
 
 def predict(
-    rows: Sequence[Measurement], factors: Factors = PLAIN, progress: Progress | None = None
+    rows: Sequence[Measurement], factors: CostFactors = PLAIN, progress: Progress | None = None
 ) -> list[Prediction]:
     """What each measured layout should take, in the order of `rows`; `progress(done, total)` is called as it goes."""
     found: list[Prediction | None] = [None] * len(rows)

@@ -19,14 +19,14 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from espalier import cluster as clusters
-from espalier import encoding
+from espalier import serialization
 from espalier.cluster import Cluster
-from espalier.config.shapes import Sizes
+from espalier.config.decoder_shapes import Sizes
 from espalier.errors import UserError, nearest
 from espalier.plan.calibrate import Measurement
 from espalier.plan.layouts import Layouts
 from espalier.plan.measurements.run_records import Descriptions
-from espalier.plan.published import Decoder
+from espalier.plan.reference_models import Decoder
 from espalier.plan.request import Request
 
 COLUMNS = ("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "seq", "tp", "dp", "pp")
@@ -109,7 +109,7 @@ def _json_lines(path: str, lines: list[tuple[int, str]]) -> Table:
     for number, text in lines:
         with _at(path, number):
             try:
-                given = encoding.from_json(text)
+                given = serialization.from_json(text)
             except msgspec.DecodeError as error:
                 raise UserError(f"not valid JSON: {error}.", do="one whole JSON object per line") from None
             if not isinstance(given, dict):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from espalier.kernels.compiled import jit, njit
+from espalier.kernels.numba_compile import jit, njit
 
 
 @njit

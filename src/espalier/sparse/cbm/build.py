@@ -127,7 +127,7 @@ class Deltas:
 def compress(matrix: CSR, alpha: int, search: Search | None = None) -> Deltas:
     """The differences of binary `matrix`. A row has a parent only where that saves more than `alpha` entries.
 
-    `search`: "exact" or "fast"; None takes the exact one where its work is bounded (see `EXACT_WORK`).
+    `similar_rows`: "exact" or "fast"; None takes the exact one where its work is bounded (see `EXACT_WORK`).
     """
     if search is None:
         search = "exact" if comparisons(matrix) <= EXACT_WORK * max(1, matrix.entries) else "fast"
@@ -143,30 +143,30 @@ def comparisons(matrix: CSR) -> int:
 
 def overlaps(matrix: CSR, alpha: int) -> Pairs:
     """All pairs of rows of which one saves more than `alpha` entries as a difference from the other."""
-    from espalier.sparse.cbm import search
+    from espalier.sparse.cbm import similar_rows
 
     by_column = matrix.transpose.pattern
     signed = (matrix.indptr, matrix.indices, by_column.indptr, by_column.indices)
     arrays = tuple(array.numpy().view(f"uint{8 * array.element_size()}") for array in signed)
-    search.overlaps.compile()  # before the threads share it
-    return _shared_out(lambda first, last: search.overlaps(*arrays, first, last, alpha), matrix)
+    similar_rows.overlaps.compile()  # before the threads share it
+    return _shared_out(lambda first, last: similar_rows.overlaps(*arrays, first, last, alpha), matrix)
 
 
 def near(matrix: CSR, alpha: int) -> Pairs:
     """Such pairs among rows whose signatures are neighbours in one of several sortings."""
-    from espalier.sparse.cbm import search
+    from espalier.sparse.cbm import similar_rows
 
     indptr, indices = matrix.indptr.numpy(), matrix.indices.numpy()
     factors = np.random.default_rng(0).integers(1 << 62, 1 << 63, SORTS + 2, dtype=np.uint64) * 2 + 1
     least = np.empty((matrix.shape[0], len(factors)), dtype=np.uint32)
-    search.signatures(least, indptr, indices, factors)
-    search.near.compile()  # before the threads share it
+    similar_rows.signatures(least, indptr, indices, factors)
+    similar_rows.near.compile()  # before the threads share it
     found = []
     for sort in range(SORTS):
         order = np.lexsort((least[:, (sort + 2) % len(factors)], least[:, sort + 1], least[:, sort])).astype(np.int32)
 
         def look(first: int, last: int, order: Any = order) -> Any:
-            return search.near(indptr, indices, order, least, WINDOW, first, last, alpha, matrix.shape[1])
+            return similar_rows.near(indptr, indices, order, least, WINDOW, first, last, alpha, matrix.shape[1])
 
         found.append(_shared_out(look, matrix))
     return Pairs(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
@@ -174,7 +174,7 @@ def near(matrix: CSR, alpha: int) -> Pairs:
 
 def _shared_out(look: Any, matrix: CSR) -> Pairs:
     """`look(first row, last row)` of pieces of the matrix, by as many threads as torch uses."""
-    from espalier.sparse.product import piece_cuts
+    from espalier.sparse.spmm import piece_cuts
 
     cuts = piece_cuts(matrix).tolist()
     if len(cuts) == 1:  # no rows
@@ -192,7 +192,7 @@ def parents(matrix: CSR, pairs: Pairs, alpha: int) -> Any:
     one direction only, and Edmonds' algorithm is needed.
     """
     from espalier.sparse.cbm.arborescence import arborescence
-    from espalier.sparse.cbm.search import spanning_tree
+    from espalier.sparse.cbm.similar_rows import spanning_tree
 
     degrees = matrix.degrees.numpy()
     return spanning_tree(degrees, *pairs) if alpha == 0 else arborescence(degrees, *pairs, alpha)
@@ -200,16 +200,16 @@ def parents(matrix: CSR, pairs: Pairs, alpha: int) -> Any:
 
 def written(matrix: CSR, parent: Any) -> Deltas:
     """The differences along the tree of `parent` [rows]; heavy subtrees are cut off for the sake of the threads."""
-    from espalier.sparse.cbm import deltas, search
+    from espalier.sparse.cbm import deltas, similar_rows
 
     indptr, indices = matrix.indptr.numpy(), matrix.indices.numpy()
-    order = search.preorder(parent)
+    order = similar_rows.preorder(parent)
     more, less = _measured(matrix, order, parent)
     weights = np.empty(matrix.shape[0], dtype=np.int64)
     weights[order] = more + less + 1
     cut = deltas.cut_branches(order, parent, weights, max(LIGHT, int(weights.sum()) // HEAVY))
     if not np.array_equal(cut, parent):
-        parent, order = cut, search.preorder(cut)
+        parent, order = cut, similar_rows.preorder(cut)
         more, less = _measured(matrix, order, parent)
     plus_ptr, minus_ptr = (np.concatenate([[0], np.cumsum(part)]).astype(np.int32) for part in (more, less))
     plus, minus = np.empty(plus_ptr[-1], dtype=np.int32), np.empty(minus_ptr[-1], dtype=np.int32)

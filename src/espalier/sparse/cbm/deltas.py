@@ -7,7 +7,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from espalier.kernels.compiled import jit, njit
+from espalier.kernels.numba_compile import jit, njit
 
 
 @njit

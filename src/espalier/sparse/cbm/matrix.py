@@ -18,11 +18,11 @@ from torch import Tensor
 
 from espalier.errors import UserError
 from espalier.kernels.base import operation
-from espalier.kernels.buffers import BUFFERS
+from espalier.kernels.buffer_pool import BUFFERS
 from espalier.records import Record
 from espalier.sparse.cbm.build import Deltas, Search, compress
 from espalier.sparse.csr import CSR, Scale
-from espalier.sparse.product import as_columns, csr_matmul, matmul, needs_gradient, shaped_as
+from espalier.sparse.spmm import as_columns, csr_matmul, matmul, needs_gradient, shaped_as
 
 RECORD = Record(
     name="cbm",
@@ -351,17 +351,17 @@ class _Product(torch.autograd.Function):
 
 
 def _product(matrix: CBM, x: Tensor) -> Tensor:
-    from espalier.sparse import rows
+    from espalier.sparse import spmm_kernels
 
     deltas = matrix.deltas
     assert deltas is not None
     y = BUFFERS.empty((matrix.shape[0], x.shape[1]), x.dtype)
-    tiles = rows.tiles(x.shape[1], x.element_size())
+    tiles = spmm_kernels.tiles(x.shape[1], x.element_size())
     left, right = (None if one is None else one.to(x.dtype) for one in matrix.scale)
     *lists, cuts = deltas.arrays
     factors = x.new_empty(0) if left is None else left
     if right is None:
-        rows.add_differences(y, *lists, factors, x, cuts, tiles)
+        spmm_kernels.add_differences(y, *lists, factors, x, cuts, tiles)
     else:
-        rows.add_scaled_differences(y, *lists, factors, right, x, cuts, tiles)
+        spmm_kernels.add_scaled_differences(y, *lists, factors, right, x, cuts, tiles)
     return y

@@ -1,8 +1,8 @@
 """Compiled for the CPU: Cuthill-McKee traversals and the three node finders. Equal to the plain form, node for node.
 
-After Hou, Liu and Zhu, arXiv 2409.04171. Everything is unsigned, as in passes.py. A byte per node says which traversal
-saw it last, so that nothing is cleared between traversals. Rows about to be read are fetched ahead. Of nodes with equal
-rows only the first is read.
+After Hou, Liu and Zhu, arXiv 2409.04171. Everything is unsigned, as in pattern_passes.py. A byte per node says which
+traversal saw it last, so that nothing is cleared between traversals. Rows about to be read are fetched ahead. Of nodes
+with equal rows only the first is read.
 """
 # ruff: noqa: C901, PLR0913, PLR0917  (kernels take their arrays one by one)
 
@@ -15,7 +15,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 
-from espalier.kernels.compiled import intrinsic, jit, njit
+from espalier.kernels.numba_compile import intrinsic, jit, njit
 
 ZERO, ONE, TWO, THREE = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(3)
 AHEAD = np.uint64(6)

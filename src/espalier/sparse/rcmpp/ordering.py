@@ -31,7 +31,7 @@ RECORD = Record(
     aliases=("rcm++", "rcm-plus-plus", "rcm", "reverse cuthill-mckee"),
     paper="Hou, Liu and Zhu, 2024, arXiv 2409.04171",
     question="How is a matrix stored and ordered?",
-    files=("sparse/rcmpp/", "sparse/order.py"),
+    files=("sparse/rcmpp/", "sparse/reordering.py"),
     chosen="a graph whose order is not already local, before it is partitioned, packed or multiplied often",
     cost="one pass over the entries, then a traversal of them for each node tried: 2 to 5 on large graphs",
     law="the order equals the plain form's; its bandwidth is below twice the width of its root's levels",
@@ -79,14 +79,14 @@ class Trace(NamedTuple):
 
 def trace(pattern: Pattern, finder: str = "bi-criteria", restarts: int = 1) -> Trace:
     """`rcmpp` for a pattern that is checked already."""
-    from espalier.sparse.rcmpp import compiled, passes
+    from espalier.sparse.rcmpp import compiled, pattern_passes
 
     count = trials(pattern.entries, pattern.nodes) if finder == FINDERS[0] else 0
     if count and restarts == 1:
         return _of_small(pattern)
     rows = pattern.both_ways
     by_rank, rank, order = (np.empty(pattern.nodes, np.uint32) for _ in range(3))
-    passes.ranked(rows.degree, by_rank, rank)
+    pattern_passes.ranked(rows.degree, by_rank, rank)
     choice = FINDERS.index(finder), restarts, count
     few = rows.twins < pattern.nodes // 8  # then looking for them costs more than they save
     traversals, width = compiled.cuthill_mckee(
@@ -118,13 +118,13 @@ def _of_arrays(indptr: Any, indices: Any) -> Trace | None:
 
 def _of_small(pattern: Pattern) -> Trace:
     """By `small`: rows that do not ascend, or do not name each neighbour both ways, are made anew."""
-    from espalier.sparse.rcmpp import passes
+    from espalier.sparse.rcmpp import pattern_passes
 
     given = pattern.indptr.astype(np.int32), pattern.indices.view(np.int32)
     found = _of_arrays(*given)
     if found is None:
         rows = pattern.both_ways
-        indices = passes.ascending(rows.indptr, rows.indices)
+        indices = pattern_passes.ascending(rows.indptr, rows.indices)
         found = _of_arrays(rows.indptr.astype(np.int32), indices.view(np.int32))
         assert found is not None
     return found._replace(permutation=found.permutation.view(np.uint32))
@@ -165,10 +165,10 @@ def profile(indptr: Any, indices: Any, permutation: Any = None) -> int:
 
 
 def _spread(indptr: Any, indices: Any, permutation: Any) -> tuple[int, int]:
-    from espalier.sparse.rcmpp import passes
+    from espalier.sparse.rcmpp import pattern_passes
 
     pattern = Pattern.of(indptr, indices)
-    found = passes.spread(pattern.indptr, pattern.indices, positions(permutation, pattern.nodes))
+    found = pattern_passes.spread(pattern.indptr, pattern.indices, positions(permutation, pattern.nodes))
     return int(found[0]), int(found[1])
 
 

@@ -66,17 +66,17 @@ class Pattern:
     @cached_property
     def both_ways(self) -> Neighbours:
         """The pattern of A + Aᵀ with each neighbour once."""
-        from espalier.sparse.rcmpp import passes
+        from espalier.sparse.rcmpp import pattern_passes
 
         degree = np.empty(self.nodes, np.uint32)
         sums = np.empty(self.nodes if self.entries >= LONG_ROWS * self.nodes else 0, np.uint64)
-        asymmetry, disorder = passes.scan(self.indptr, self.indices, degree, sums)
+        asymmetry, disorder = pattern_passes.scan(self.indptr, self.indices, degree, sums)
         indptr, indices = self.indptr, self.indices
-        if asymmetry or (disorder and passes.repeats(indptr, indices)):
-            indptr, indices = passes.united(indptr, indices)
-            passes.scan(indptr, indices, degree, sums)
+        if asymmetry or (disorder and pattern_passes.repeats(indptr, indices)):
+            indptr, indices = pattern_passes.united(indptr, indices)
+            pattern_passes.scan(indptr, indices, degree, sums)
         same = np.zeros(self.nodes, np.bool_)
-        found = int(passes.twins(degree, sums, same)) if len(sums) else 0
+        found = int(pattern_passes.twins(degree, sums, same)) if len(sums) else 0
         return Neighbours(indptr, indices, degree, same, found)
 
 

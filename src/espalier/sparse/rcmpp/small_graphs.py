@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from espalier.kernels.compiled import jit, njit
-from espalier.sparse.rcmpp import passes
-from espalier.sparse.rcmpp.passes import mixed
+from espalier.kernels.numba_compile import jit, njit
+from espalier.sparse.rcmpp import pattern_passes
+from espalier.sparse.rcmpp.pattern_passes import mixed
 
 ZERO, ONE, TWO, THREE, HALF = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(32)
 FEW = np.uint64(24)
@@ -36,11 +36,12 @@ def shortened(indptr: Any, indices: Any, short_indptr: Any, short_indices: Any) 
     return lost == 0
 
 
-@jit("(int32[::1], int32[::1], int32[::1])", uses=(passes,))
+@jit("(int32[::1], int32[::1], int32[::1])", uses=(pattern_passes,))
 def prepare(indptr: Any, indices: Any, degree: Any) -> Any:
     """Writes each node's degree, self-loops left out, of rows that ascend. Returns what the pattern is.
 
-    READY: symmetric, as `passes.scan` finds it out; ASYMMETRIC, or a row does not ascend; WRONG: no square matrix.
+    READY: symmetric, as `pattern_passes.scan` finds it out; ASYMMETRIC, or a row does not ascend; WRONG: no square
+    matrix.
     """
     nodes, entries = np.uint64(len(degree)), np.uint64(len(indices))
     wrong = indptr[0] != 0 or np.uint64(indptr[nodes]) != entries
@@ -129,7 +130,7 @@ def traverse(rows: Any, degree: Any, root: Any, work: Any, stamp: Any, begin: An
     return bandwidth, width, first, tail
 
 
-@jit("(int32[::1], int32[::1], int32[::1], int64[::1], int32[::1])", uses=(passes,))
+@jit("(int32[::1], int32[::1], int32[::1], int64[::1], int32[::1])", uses=(pattern_passes,))
 def narrower(indptr: Any, indices: Any, degree: Any, roots: Any, out: Any) -> Any:
     """Orders all components, by the first of their nodes in `roots`, and reverses all. Returns (traversals, width)."""
     nodes = np.uint64(len(degree))

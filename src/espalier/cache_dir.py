@@ -1,0 +1,75 @@
+"""Cache directory, and atomic writes of whole files. Imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from espalier.errors import UserError
+
+ANOTHER_RUN = "choose another folder with --run FOLDER"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/espalier`, else `~/.cache/espalier`: token shards, the probe's result, trials."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "espalier"
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Writes `content` to `path` whole or not at all: temporary file, fsync, rename. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def replace(path: Path, text: str, do: str = ANOTHER_RUN) -> None:
+    """As `write_atomic`. Raises UserError, which says what to `do`, when it cannot be written."""
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise unwritable(path, error, do) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def table(path: Path) -> dict[str, Any]:
+    """The JSON table kept at `path`; empty where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def unwritable(path: str | Path, error: OSError, do: str = ANOTHER_RUN) -> UserError:
+    """The error for a file or folder that cannot be written, with what to do about its cause."""
+    reason = error.strerror or str(error)
+    if error.errno in _FULL:
+        do = f"free space there and run the same command again, or {do}"
+        return UserError(f"The disk is full: could not write {path}.", why=reason, do=do)
+    return UserError(f"Cannot write {path}.", why=reason, do=do)
+
+
+def hashed(value: Any) -> str:
+    """A short hash of any plain value, the same on every machine."""
+    import hashlib
+
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,110 @@
+"""Silent-data-corruption check: compares hashes of replicated state before every copy and every save.
+
+A processor or memory that gets something wrong without a word (Hochschild et al., "Cores that don't count", HotOS 2021)
+makes one rank's state another, and its gradients spoil everybody's from then on. So what was kept while all were alike
+is good, and what came after is not. Each rank hashes what it holds; for a copy in memory the hashes travel in a sum, as
+gradients do, for a checkpoint in the thread that writes it, so that training does not stand still for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from espalier.checkpoint import state_tree
+from espalier.checkpoint.coordination import Coordinator
+from espalier.errors import Corrupted, Diverged, PeerLost
+from espalier.hardware import resource_limits
+
+_DIGITS = 8  # of 16 bits each: sums of them are exact in float64
+
+
+def make() -> str:
+    """What the last bits of a rank's results depend on, besides its code and data: which instructions it has, and how
+    elements are divided among its threads."""
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return f"{resource_limits.processor()} ({capability}, {threads} thread{'s' * (threads > 1)})"
+
+
+def digest(tensors: Mapping[str, state_tree.Kept], besides: Collection[str] = ()) -> tuple[int, ...]:
+    """[8] the XXH3-128 of this rank's elements of `tensors`, `besides` those of some names, in their order, as numbers
+    of 16 bits."""
+    found = xxhash.xxh3_128()
+    for name, tensor in tensors.items():
+        if name in besides:
+            continue
+        own = state_tree.local(tensor).cpu().contiguous()
+        found.update(own.reshape(-1).view(torch.uint8).numpy().data)
+    return tuple(np.frombuffer(found.digest(), dtype=np.uint16).tolist())
+
+
+def strangers(given: Sequence[object]) -> tuple[list[int], bool]:
+    """Which ranks have given something else than most; and whether more than half gave the same, so that these are
+    right.
+
+    >>> strangers([1, 1, 2])
+    ([2], True)
+    >>> strangers([1, 2])
+    ([1], False)
+    """
+    (usual, count), *_ = Counter(given).most_common()
+    return [rank for rank, one in enumerate(given) if one != usual], 2 * count > len(given)
+
+
+class Alike:
+    """Compares what ranks hold. Has state: whether it is still known to be good.
+
+    Args:
+        rank, world: this rank, of how many.
+        mean: replaces a tensor by its mean over all ranks, in place.
+        besides: names of tensors that ranks may hold each their own of, as running statistics.
+    """
+
+    def __init__(
+        self, rank: int, world: int, mean: Callable[[Tensor], None], besides: Collection[str] = frozenset()
+    ) -> None:
+        self._rank, self._world, self._mean = rank, world, mean
+        self.besides = besides
+        self.good = True
+        """False once ranks were found to differ: what they hold is not to be kept."""
+
+    def compare(self, tensors: Mapping[str, state_tree.Kept]) -> None:
+        """All ranks call it with what they hold after the same step.
+
+        Raises:
+            Corrupted: this rank holds something else than most.
+            Diverged: the ranks do not hold the same, and it cannot be said which of them are right.
+            PeerLost: another rank holds something else than most.
+        """
+        told = torch.zeros(self._world, _DIGITS, dtype=torch.float64)
+        told[self._rank] = torch.tensor(digest(tensors, self.besides), dtype=torch.float64)
+        self._mean(told)
+        self._judge([tuple(one) for one in (told * self._world).round().tolist()])
+
+    def agreed(self, team: Coordinator, tensors: Mapping[str, state_tree.Kept]) -> None:
+        """As `compare`, but the ranks agree as `team`, which may be another thread's."""
+        own = partial(digest, tensors, self.besides)
+        self._judge(team.agree("comparing what ranks hold", own, lambda all_: [all_] * len(all_)))
+
+    def _judge(self, given: Sequence[tuple[float, ...]]) -> None:
+        odd, known = strangers(given)
+        if odd:
+            self.good = False
+            raise self._error(odd, known)
+
+    def _error(self, odd: Sequence[int], known: bool) -> Corrupted | PeerLost:
+        if not known:
+            return Diverged("Ranks no longer hold the same, and nobody knows which of them are right.", why=_WHY)
+        if self._rank in odd:
+            return Corrupted(f"Rank {self._rank} no longer holds what the others do.", why=_WHY)
+        names = " and ".join(f"rank {rank}" for rank in odd)
+        return PeerLost(f"This rank leaves, as {names} no longer holds what the others do.")
+
+
+_WHY = "all ranks have the same parameters and optimizer states in this plan, and their hashes differ"

@@ -1,0 +1,127 @@
+"""State trees: a part's state as flat tensors plus a skeleton of everything else, and back; and its CPU copy.
+
+torch's own flattening turns integer keys into text and loses empty tables, which an optimizer's state does not
+survive; here the skeleton keeps every plain value as it was, with a `Placeholder` where each tensor stood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from espalier import serialization
+from espalier.checkpoint.base import Stateful
+from espalier.checkpoint.dcp_planners import Slice
+from espalier.serialization import Placeholder
+
+Kept = Tensor | Slice
+"""What a hole stands for: a tensor (a DTensor where it is sharded evenly), or this rank's part of one."""
+
+SKELETON = "skeleton:"
+"""Begins the flat name of a part's skeleton."""
+
+
+def flatten(parts: Mapping[str, Stateful]) -> tuple[dict[str, Kept], dict[str, bytes]]:
+    """(tensors by flat name, encoded skeletons by `SKELETON` + part) of what `parts` hold now.
+
+    The tensors are the parts' own; the skeletons are copies, so a part may go on changing its lists and tables.
+    Raises UserError naming what is in a part's state and cannot be encoded (`serialization`).
+    """
+    tensors: dict[str, Kept] = {}
+    skeletons = {
+        SKELETON + name: serialization.dumps(split(part.state_dict(), name, tensors), name)
+        for name, part in parts.items()
+    }
+    return tensors, skeletons
+
+
+def split(state: Any, name: str, tensors: dict[str, Kept]) -> Any:
+    """The skeleton of `state`; its tensors go into `tensors` under names that begin with `name`.
+
+    Tables, lists and tuples are walked; any other value belongs to the skeleton.
+    """
+    if isinstance(state, Kept):
+        assert name not in tensors, f"two tensors are called {name}"
+        tensors[name] = state.detach() if isinstance(state, Tensor) else state
+        return Placeholder(name)
+    if isinstance(state, Mapping):
+        return {key: split(value, f"{name}/{serialization.word(key)}", tensors) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(split(value, f"{name}/{index}", tensors) for index, value in enumerate(state))
+    return state
+
+
+def join(skeleton: Any, tensor: Callable[[str], Kept]) -> Any:
+    """The state again: each hole filled with `tensor(name)`."""
+    if isinstance(skeleton, Placeholder):
+        return tensor(skeleton.name)
+    if isinstance(skeleton, dict):
+        return {key: join(value, tensor) for key, value in skeleton.items()}
+    if type(skeleton) in (list, tuple):
+        return type(skeleton)(join(value, tensor) for value in skeleton)
+    return skeleton
+
+
+def holes(skeleton: Any) -> Iterator[str]:
+    """The flat names of the tensors that belong into `skeleton`."""
+    if isinstance(skeleton, Placeholder):
+        yield skeleton.name
+    elif isinstance(skeleton, dict):
+        for value in skeleton.values():
+            yield from holes(value)
+    elif type(skeleton) in (list, tuple):
+        for value in skeleton:
+            yield from holes(value)
+
+
+class StagingBuffers:
+    """CPU copies of tensors. Has state: the buffers, kept from one save to the next (pinned for CUDA tensors)."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, tensors: Mapping[str, Kept]) -> dict[str, Kept]:
+        """Copies of `tensors` (of this rank's part where they are cut) that stay as they are until the next call."""
+        copies: dict[str, Kept] = {}
+        fresh: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            own = local(tensor)
+            buffer = fresh[name] = self._buffer(name, own)
+            buffer.copy_(own, non_blocking=own.is_cuda)
+            copies[name] = _like(tensor, buffer)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        self._buffers = fresh
+        return copies
+
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
+        kept = self._buffers.get(name)
+        if kept is not None and kept.shape == like.shape and kept.dtype == like.dtype:
+            return kept
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+
+
+def local(tensor: Kept) -> Tensor:
+    """This rank's elements of `tensor`."""
+    if isinstance(tensor, Slice):
+        return tensor.local
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(tensor: Kept, local: Tensor) -> Kept:
+    if isinstance(tensor, Slice):
+        return tensor.of(local)
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

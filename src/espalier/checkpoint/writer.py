@@ -1,0 +1,171 @@
+"""Checkpoint writer: joins the ranks' plans, writes each rank's file, then the manifest and the commit."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from espalier.cache_dir import unwritable
+from espalier.checkpoint import manifest
+from espalier.checkpoint.coordination import Coordinator
+from espalier.checkpoint.dcp_metadata import NAME as METADATA
+from espalier.checkpoint.dcp_planners import SavePlanner
+from espalier.checkpoint.storage import Storage, folder_name
+from espalier.errors import EspalierError
+
+
+class WriteJob(NamedTuple):
+    """What to write: flat names to CPU tensors (or DTensors of them) and bytes."""
+
+    step: int
+    state: dict[str, Any]
+    meta: dict[str, Any]
+    loss: float | None
+
+
+_Share = tuple[list[Any], dict[str, tuple[int, str]]]
+"""What one rank wrote, as plain values: the results, and bytes and hash of each file."""
+
+
+class Write:
+    """One save of one rank, run once on the writing thread. Has state between its phases."""
+
+    def __init__(self, place: Storage, team: Coordinator, job: WriteJob) -> None:
+        self.place, self.team, self.job = place, team, job
+        self.name = folder_name(job.step)
+        self._planner = SavePlanner()
+        self._metadata: Metadata | None = None
+        self._folder: Path | None = None
+
+    def run(self) -> int:
+        """Writes and commits; bytes of the whole checkpoint. On an error nothing of it stays."""
+        try:
+            plan = self.team.agree("planning the checkpoint", self._plan, self._join)
+            return self.team.agree("writing the checkpoint", lambda: self._write(plan), self._commit)
+        finally:
+            # After a commit only a temporary copy is left to abandon.
+            self.place.abandon(self.name)
+
+    def _plan(self) -> list[Any]:
+        self._planner.set_up_planner(self.job.state, is_coordinator=self.team.rank == 0)
+        return _plan_items(self._planner.create_local_plan())
+
+    def _join(self, plans: list[list[Any]]) -> list[list[Any]]:
+        with _Explained(self.place.path(self.name)):
+            self.place.clean(self.name)
+            self._writer()
+        joined, self._metadata = self._planner.create_global_plan([_save_plan(items) for items in plans])
+        return [_plan_items(plan) for plan in joined]
+
+    def _write(self, items: list[Any]) -> _Share:
+        with _Explained(self.place.path(self.name)):
+            writer = self._writer()
+            # The writer names files after the plan's place in the list of all ranks' plans.
+            plan = writer.prepare_global_plan([SavePlan([])] * self.team.rank + [_save_plan(items)])[-1]
+            results = writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
+            files = self._publish(sorted({result.storage_data.relative_path for result in results}))
+            return _result_rows(results), {name: (file.bytes, file.xxh3) for name, file in files.items()}
+
+    def _commit(self, shares: list[_Share]) -> list[int]:
+        assert self._metadata is not None, "rank 0 joins the plans before it commits"
+        with _Explained(self.place.path(self.name)):
+            self._writer().finish(self._metadata, [_write_results(rows) for rows, _ in shares])
+            files = self._publish([METADATA])
+            for _, written in shares:
+                files.update({name: manifest.File(*file) for name, file in written.items()})
+            content = manifest.Manifest(
+                step=self.job.step,
+                loss=self.job.loss,
+                ranks=self.team.world,
+                time=time.time(),
+                meta=self.job.meta,
+                files=files,
+            )
+            self.place.commit(self.name, content)
+        return [content.bytes] * self.team.world
+
+    def _writer(self) -> FileSystemWriter:
+        if self._folder is None:
+            self._folder = self.place.begin(self.name)
+        writer = FileSystemWriter(self._folder)
+        writer.set_up_storage_writer(self.team.rank == 0)
+        return writer
+
+    def _publish(self, files: list[str]) -> dict[str, manifest.File]:
+        assert self._folder is not None, "files are written before they are published"
+        digests = {file: manifest.digest_path(self._folder / file) for file in files}
+        self.place.publish(self.name, files)
+        return digests
+
+
+class _Explained:
+    """Turns an OSError, also one that torch wrapped, into the error that says what to do about it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        seen = error
+        while seen is not None and not isinstance(error, EspalierError):
+            if isinstance(seen, OSError):
+                raise unwritable(self.path, seen) from error
+            seen = seen.__cause__ or seen.__context__
+
+
+# --- plans and results as plain values -------------------------------------------------------------------------------
+
+
+def _save_plan(items: list[Any]) -> SavePlan:
+    """The plan that `items` came from."""
+    return SavePlan([WriteItem(_index(index), WriteItemType(kind), None, _data(data)) for index, kind, data in items])
+
+
+def _plan_items(plan: SavePlan) -> list[Any]:
+    """`plan` as plain values."""
+    return [(_index_of(item.index), item.type.value, _data_of(item.tensor_data)) for item in plan.items]
+
+
+def _write_results(rows: list[Any]) -> list[WriteResult]:
+    """The results that `rows` came from."""
+    return [WriteResult(_index(index), size, _StorageInfo(*where)) for index, size, where in rows]
+
+
+def _result_rows(results: list[WriteResult]) -> list[Any]:
+    """`results` as plain values."""
+    return [(_index_of(one.index), one.size_in_bytes, _where(one.storage_data)) for one in results]
+
+
+def _where(stored: _StorageInfo) -> tuple[str, int, int]:
+    return stored.relative_path, stored.offset, stored.length
+
+
+def _index_of(index: MetadataIndex) -> tuple[Any, ...]:
+    return index.fqn, None if index.offset is None else tuple(index.offset), index.index
+
+
+def _index(told: tuple[Any, ...]) -> MetadataIndex:
+    return MetadataIndex(*told)
+
+
+def _data_of(data: TensorWriteData | None) -> tuple[Any, ...] | None:
+    if data is None:
+        return None
+    return tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype, tuple(data.size)
+
+
+def _data(told: tuple[Any, ...] | None) -> TensorWriteData | None:
+    if told is None:
+        return None
+    offsets, sizes, dtype, size = told
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    return TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(size))

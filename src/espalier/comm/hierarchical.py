@@ -1,0 +1,161 @@
+"""Hierarchical all-reduce: ranks of one machine add up uncompressed; only the exchange between machines is encoded.
+
+Each machine's first ranks, as many as the smallest machine has, each collect one part of the tensor from the ranks
+beside them; the parts are summed between machines by encoded all-reduces (`compressed_collectives`), and handed round
+inside again. So a tensor is lossily encoded once for each machine and once for the sum, whatever the number of ranks,
+and only a machine's own sum leaves it. After the hierarchical exchanges of AMSP (arXiv 2311.00257, section 2.5), with
+hybrid compression (arXiv 2409.02423) between machines; deviation: these may have different numbers of ranks, in any
+order.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from espalier import plain_collectives
+from espalier.comm.base import Codec, Traffic, feedback, traffic
+from espalier.comm.channel import Channel
+from espalier.comm.codecs import codec as codec_of
+from espalier.comm.compressed_collectives import parts
+from espalier.comm.rendezvous import within
+from espalier.errors import UserError
+from espalier.hardware.multihost_probe import host
+
+
+def level(nodes: Sequence[Hashable], members: Iterable[int]) -> Literal["inside", "between"]:
+    """`inside` when the ranks `members`, of those whose machines are `nodes`, are on one machine."""
+    return "between" if len({nodes[rank] for rank in members}) > 1 else "inside"
+
+
+class Hierarchy:
+    """All-reduces that are exact inside machines and encoded between them. Has state: its groups.
+
+    Attributes:
+        nodes: the machine of each rank.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        nodes: Sequence[Hashable] | None = None,
+        codec: str | Codec = "int8",
+        kind: Traffic = Traffic.GRADIENTS,
+    ) -> None:
+        """All ranks of `channel` call it alike.
+
+        Args:
+            channel: the ranks, as `connect` or `torch.distributed.new_group` gives them.
+            nodes: the machine of each rank, by any names; None: as their host names and networks tell.
+            codec: between machines; see `comm.codec`.
+            kind: the class of what is sent, for the ledger.
+
+        Raises:
+            UserError: the ranks gave different arguments, `nodes` is not one for each rank, or there is no such codec.
+        """
+        names, chosen, name = _agreed(channel, nodes, codec, kind)
+        self.nodes, self._kind = names, kind
+        beside = [[rank for rank, name in enumerate(names) if name == one] for one in dict.fromkeys(names)]
+        mine = next(ranks for ranks in beside if channel.rank() in ranks)
+        self._ranks = len(names)
+        self._carriers = min(map(len, beside))
+        self._seat = mine.index(channel.rank())
+        self._inside = within(channel, mine, f"{name} inside")
+        self._between: Channel | None = None
+        if self._seat < self._carriers:
+            self._between = within(channel, [ranks[self._seat] for ranks in beside], f"{name} between")
+            if len(beside) > 1:
+                self._between.use(kind, chosen)
+
+    def all_reduce(self, tensor: Tensor, residual: Tensor | None = None, average: bool = False) -> None:
+        """The sum (or mean) of all ranks' `tensor`, in place and with the same bits on all. Returns when it is there.
+
+        Args:
+            tensor: any shape; of one shape and dtype on all ranks. Integers, and parts of less than 16 KiB, are exact.
+            residual: float32 (float64 for float64) of as many elements, zeros at first, this rank's: what is lost
+                between machines is kept there and added to what is sent next. None: no feedback.
+            average: divide by the number of ranks; for floats.
+
+        Raises:
+            UserError: the residual has not the tensor's size, or integers are to be averaged.
+            PeerLost: a rank did not answer in time. RunFailed: a message was damaged.
+        """
+        _check(tensor, residual, average)
+        flat = tensor.detach().reshape(-1)
+        ends = parts(flat.numel(), self._carriers)
+        cut = [slice(a, b) for a, b in pairwise(ends)]
+        with traffic(self._kind), torch.no_grad():
+            total = self._collected(flat, cut)
+            if self._between is not None and total.numel():
+                kept = None if residual is None else residual.view(-1)[cut[self._seat]]
+                with feedback(kept):
+                    self._between.allreduce([total]).wait()
+                total = total / self._ranks if average else total
+            whole = self._handed_round(total, cut)
+        tensor.detach().copy_(whole.view(tensor.shape))
+
+    def _collected(self, flat: Tensor, cut: Sequence[slice]) -> Tensor:
+        """The machine's sum of this rank's part, in rank order; nothing for a rank that carries none."""
+        members = self._inside.size()
+        sizes = [part.stop - part.start for part in cut] + [0] * (members - self._carriers)
+        mine = sizes[self._seat]
+        if members == 1:
+            return flat.clone()
+        rows = flat.new_empty(members * mine)
+        self._inside.alltoall_base(rows, flat, [mine] * members, sizes).wait()
+        return rows.view(members, mine).sum(0, dtype=rows.dtype)
+
+    def _handed_round(self, total: Tensor, cut: Sequence[slice]) -> Tensor:
+        """All parts, from the ranks of this machine that carry them."""
+        members = self._inside.size()
+        if members == 1:
+            return total
+        sizes = [part.stop - part.start for part in cut] + [0] * (members - self._carriers)
+        whole = total.new_empty(sum(sizes))
+        self._inside.alltoall_base(whole, total.repeat(members), sizes, [total.numel()] * members).wait()
+        return whole
+
+
+def _check(tensor: Tensor, residual: Tensor | None, average: bool) -> None:
+    if average and not tensor.is_floating_point():
+        raise UserError(f"The mean of {tensor.dtype} was asked for.", do="all_reduce it as float32")
+    if residual is not None and (residual.numel() != tensor.numel() or not residual.is_contiguous()):
+        raise UserError(
+            f"The residual has {residual.numel()} values for a tensor of {tensor.numel()}.",
+            do=f"torch.zeros({tensor.numel()}), kept for this tensor from step to step",
+        )
+
+
+def _agreed(
+    channel: Channel, nodes: Sequence[Hashable] | None, codec: str | Codec, kind: Traffic
+) -> tuple[list[str], Codec, str]:
+    """The machine of each rank and the codec, once all have said the same, and a name that nothing else bears. Raises
+    UserError on all ranks."""
+    name = codec if isinstance(codec, str) else codec.name
+    given = None if nodes is None else [str(one) for one in nodes]
+    with traffic(Traffic.CONTROL):
+        told = plain_collectives.all_gather((given, name, kind._value_, host(), secrets.token_hex(8)), channel)
+    for index, what in enumerate(("nodes", "codec", "kind")):
+        odd = next((rank for rank, said in enumerate(told) if said[index] != told[0][index]), None)
+        if odd is not None:
+            first, other = (_shown(told[rank][index]) for rank in (0, odd))
+            raise UserError(
+                f"Ranks disagree about {what}: rank 0 has {first}, rank {odd} has {other}.",
+                do="give every rank the same arguments",
+            )
+    if given is not None and len(given) != channel.size():
+        raise UserError(
+            f"nodes names the machines of {len(given)} ranks, and there are {channel.size()}.",
+            do="one name for each rank, in rank order, or none at all",
+        )
+    return given or [said[3] for said in told], codec_of(codec), f"hierarchy {told[0][4]}"
+
+
+def _shown(said: Any) -> str:
+    """An argument in a message: of many machines the first."""
+    return f"{said[:8]}{' …' * (len(said) > 8)}" if isinstance(said, list) else str(said)

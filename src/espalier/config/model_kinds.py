@@ -1,0 +1,29 @@
+"""Table of the kinds of model, a row for each. Imports no torch.
+
+A row names the module of its `KIND`, whose other half is imported when a recipe asks for it; docs/workloads.md adds
+one step by step.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from espalier.config.base import Kind, Model
+
+ROWS = (
+    "espalier.config.decoders",
+    "espalier.config.modules",
+    "espalier.config.graphs",
+)
+
+KINDS: tuple[Kind, ...] = tuple(import_module(row).KIND for row in ROWS)
+
+
+def of(model: Model) -> Kind:
+    """The kind that `model` is of."""
+    return next(kind for kind in KINDS if isinstance(model, kind.options))
+
+
+def tagged(tag: object) -> Kind | None:
+    """The kind that `model.kind` = `tag` asks for, None when there is none."""
+    return next((kind for kind in KINDS if tag in kind.tags), None)

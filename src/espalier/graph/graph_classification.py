@@ -1,0 +1,140 @@
+"""Graph classification, the task `graph`: a class (or several answers) for each of many small graphs, several of them
+in a batch.
+
+Rows of nodes are read out by their sum for GIN, as its authors do (arXiv 1810.00826, section 5), else by their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from espalier.errors import UserError
+from espalier.graph import metrics, neighbor_sampler
+from espalier.graph.data import Array, Graph
+from espalier.graph.neighbor_sampler import Style
+from espalier.graph.node_classification import summed_loss, told
+from espalier.graph.subgraphs import Batch, forward
+from espalier.workload import Shard, to_device
+
+AT_ONCE = 256
+"""Small graphs side by side while nothing is trained."""
+
+
+class GraphTask:
+    """Graph classification. `summed`: rows are added up, not averaged."""
+
+    def __init__(self, graph: Graph, style: Style, depth: int, summed: bool) -> None:
+        if graph.starts is None or graph.labels is None:
+            lacks = "is one graph" if graph.starts is None else "has no labels"
+            raise UserError(
+                f"{graph.origin} {lacks}, and graph.task is 'graph'.",
+                do="a list of PyG Data with y, an OGB folder of many graphs, or graph.task = 'node'",
+            )
+        assert graph.parts is not None
+        self.graph, self.style, self.depth, self.summed = graph, style, depth, summed
+        self.parts = graph.parts
+        if not len(self.parts.train):
+            raise UserError(f"{graph.origin} has no graph to train on.", do="graph.split = [0.6, 0.2, 0.2]")
+        self.labels = torch.from_numpy(np.asarray(graph.labels))
+        self.items = len(self.parts.train)
+        self.outputs = graph.outputs
+
+    @property
+    def validation(self) -> int:
+        """Graphs that validate."""
+        return len(self.parts.validation)
+
+    def ids(self, positions: Array) -> Array:
+        """The training graphs at `positions` of the global order."""
+        return self.parts.train[positions]
+
+    def batch(self, ids: Array, step: int) -> Batch:
+        """Those graphs side by side."""
+        some, sizes = joined(self.graph, ids)
+        block = neighbor_sampler.whole(some, self.style)
+        members = torch.repeat_interleave(torch.arange(len(ids)), torch.from_numpy(sizes))
+        features = torch.from_numpy(some.features)
+        return Batch(features, (block,) * max(1, self.depth), self.labels[ids], members=members)
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """[graphs, outputs]."""
+        assert batch.members is not None
+        rows = forward(model, batch.features, batch.blocks)
+        found = rows.new_zeros(len(batch.labels), rows.shape[1]).index_add(0, batch.members, rows)
+        if self.summed:
+            return found
+        sizes = torch.bincount(batch.members, minlength=len(batch.labels)).clamp(min=1)
+        return found / sizes[:, None]
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sum over the graphs' known answers, and how many."""
+        return summed_loss(self.logits(model, batch), batch.labels)
+
+    def evaluate(self, model: nn.Module, shard: Shard) -> metrics.Sums:
+        """Figures of the shard's validation graphs, and of as large a share of the test graphs."""
+        found: dict[str, tuple[float, float]] = {}
+        total = max(1, self.validation)
+        for prefix, ids in (("", self.parts.validation), ("test_", self.parts.test)):
+            cuts = [len(ids) * one // total for one in (shard.start, shard.stop)]
+            own = ids[cuts[0] : cuts[1]]
+            logits, labels = self.infer(model, own), self.labels[own]
+            figures = metrics.marked(logits, labels) if labels.ndim == 2 else metrics.classified(logits, labels)
+            found |= {prefix + name: value for name, value in figures.items()}
+            if self.labels.ndim == 2 or self.outputs == 2:  # no sum over graphs: the first shard sees to all of it
+                first = shard.start == 0
+                value = metrics.areas(self.infer(model, ids), self.labels[ids]) if first else 0.0
+                found[f"{prefix}auc"] = (value, float(first))
+        return found
+
+    @torch.no_grad()
+    def infer(self, model: nn.Module, ids: Array) -> Tensor:
+        """[len(ids), outputs]."""
+        parameter = next(model.parameters())
+        found = [torch.zeros(0, self.outputs)]
+        for at in range(0, len(ids), AT_ONCE):
+            batch = to_device(self.batch(ids[at : at + AT_ONCE], 0), parameter.device, parameter.dtype)
+            found.append(self.logits(model, batch).cpu().float())
+        return torch.cat(found)
+
+    def name(self, item: int) -> str:
+        """Of a graph, for people."""
+        return f"graph {item}"
+
+    def answers(self, model: nn.Module, items: Sequence[int]) -> list[dict[str, Any]]:
+        """What the model says of these graphs."""
+        return told(self.infer(model, np.asarray(items)), self.graph, [self.name(one) for one in items])
+
+
+def joined(graph: Graph, ids: Array) -> tuple[Graph, Array]:
+    """The small graphs `ids` side by side, in that order, and how many nodes each has."""
+    assert graph.starts is not None
+    sizes = graph.starts[ids + 1] - graph.starts[ids]
+    nodes = _ranges(graph.starts[ids], sizes)
+    counts = graph.indptr[nodes + 1] - graph.indptr[nodes]
+    edges = _ranges(graph.indptr[nodes], counts)
+    shift = np.concatenate([[0], np.cumsum(sizes)])[:-1] - graph.starts[ids]
+    per_node = np.repeat(shift, sizes)
+    made = replace(
+        graph,
+        indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        indices=(graph.indices[edges] + np.repeat(per_node, counts)).astype(graph.indices.dtype),
+        features=np.ascontiguousarray(graph.features[nodes]),
+        weights=None if graph.weights is None else graph.weights[edges],
+        edge_features=None if graph.edge_features is None else graph.edge_features[edges],
+        labels=None,
+        parts=None,
+        starts=None,
+    )
+    return made, sizes
+
+
+def _ranges(starts: Array, sizes: Array) -> Array:
+    """The numbers from each start on, `sizes` of them, one range after the other."""
+    before = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+    return np.arange(int(sizes.sum())) + np.repeat(starts - before, sizes)

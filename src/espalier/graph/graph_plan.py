@@ -1,0 +1,103 @@
+"""Graph plan: the order of the nodes, the format of the matrix and what each layer aggregates, with reasons.
+
+Decisions are made from counts, not from clocks, so that every rank and every resumed run makes the same. They are worth
+making only where the whole graph is passed over at every step: drawn neighbourhoods are new each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from espalier.errors import missing_extra
+from espalier.graph.base import Block
+from espalier.graph.compiled_aggregate import matrix
+from espalier.graph.data import Graph, relabelled
+from espalier.graph.gnn import Attention, Layer
+from espalier.sparse import CBM
+from espalier.sparse.cbm.matrix import pays
+from espalier.sparse.format_choice import cost
+from espalier.sparse.rcmpp import rcmpp
+from espalier.sparse.reordering import order
+from espalier.units import show_seconds
+
+SMALL = 1 << 20
+"""Edges times columns below which a product is a matter of microseconds, whatever the order."""
+
+PRODUCTS_TO_BUILD = 25
+"""CSR products that compressing a matrix takes at most (bench/cbm.py's target)."""
+
+
+def ordered(graph: Graph, wanted: str) -> tuple[Graph, str]:
+    """`graph` in the order `wanted` ("auto": the advisor's), and a sentence that says so."""
+    if wanted == "none":
+        return graph, "Order: as given (graph.order = none)."
+    if wanted == "rcmpp":
+        return relabelled(graph, rcmpp(graph.indptr, graph.indices)), "Order: RCM++ (graph.order = rcmpp)."
+    if wanted == "clusters":
+        return _clustered(graph), "Order: METIS clusters (graph.order = clusters)."
+    if graph.edges * graph.features.shape[1] < SMALL:
+        return graph, "Order: as given; the graph is small."
+    try:
+        advice = order(graph, for_="spmm")
+    except ImportError:
+        return graph, "Order: as given; clusters could not be tried without pymetis."
+    if advice.permutation is None:
+        return graph, f"Order: as given; {advice.reason}."
+    return relabelled(graph, np.asarray(advice.permutation, np.int64)), f"Order: {advice.method}; {advice.reason}."
+
+
+def _clustered(graph: Graph) -> Graph:
+    from espalier.sparse.partition import clusters
+
+    try:
+        labels = clusters(graph.indptr, graph.indices, max(1, graph.nodes // 4096))
+    except ImportError:
+        raise missing_extra("pymetis", "graph", "graph.order = 'clusters'") from None
+    return relabelled(graph, np.argsort(labels, kind="stable"))
+
+
+def formatted(block: Block, layers: Sequence[Layer], wanted: str, steps: int) -> str:
+    """Gives `block` its format: CSR, or CBM where that is predicted to repay its making in `steps`. A sentence."""
+    if isinstance(layers[0], Attention):
+        return "Format: CSR; attention weighs every edge anew."
+    plain = matrix(block)
+    width = max(min(layer.inputs, layer.outputs) for layer in layers)
+    threads = torch.get_num_threads()
+    csr = float(cost(block.targets, block.edges, width, threads).seconds["aggregate"])
+    if wanted == "csr":
+        return f"Format: CSR (graph.format = csr), {show_seconds(csr)} per product of {width} columns by estimate."
+    if plain.values is not None and plain.scale is None:
+        return f"Format: CSR, {show_seconds(csr)} per product of {width} columns by estimate; weighted edges need it."
+    compressed = CBM.of(plain)
+    if compressed.deltas is None:
+        return (
+            f"Format: CSR, {show_seconds(csr)} per product by estimate; rows are too unlike for CBM to save additions."
+        )
+    additions = compressed.deltas.additions
+    cbm = float(cost(block.targets, additions, width, threads).seconds["aggregate"])
+    if wanted != "cbm" and not pays(block.edges, additions, block.targets, width):
+        return f"Format: CSR; {additions:,} additions of {width} columns save no time, for rows are short."
+    saved = 2 * len(layers) * steps * (csr - cbm)
+    beside = f"CBM {show_seconds(cbm)} per product of {width} columns by estimate, CSR {show_seconds(csr)}"
+    if wanted != "cbm" and saved < PRODUCTS_TO_BUILD * csr:
+        return f"Format: CSR; {beside}; making it takes longer than {steps:,} steps would save."
+    block.forms.known["compressed"] = compressed
+    return f"Format: CBM, {additions:,} additions per column instead of {block.edges:,}; {beside}."
+
+
+def passes(layers: Sequence[Layer], k: int | None, once: bool) -> list[str]:
+    """A sentence for each layer: what it aggregates. `once`: the first one's rows are the same at every step."""
+    said = []
+    for at, layer in enumerate(layers):
+        if k is not None and at > 0:
+            what = f"aggregates the {k} kept of {layer.inputs} columns (CBSR), then maps them to {layer.outputs}"
+        elif not isinstance(layer, Attention) and layer.inputs <= layer.outputs:
+            kept = " once and keeps the sums, for its rows are the same at every step" if once and at == 0 else ""
+            what = f"aggregates {layer.inputs} columns{kept}, then maps them to {layer.outputs}"
+        else:
+            what = f"maps {layer.inputs} columns to {layer.outputs}, then aggregates those"
+        said.append(f"Layer {at + 1} {what}.")
+    return said

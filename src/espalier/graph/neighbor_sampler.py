@@ -1,0 +1,215 @@
+"""Neighbour sampler: draws a few in-neighbours per layer for each seed, anew at every step.
+
+After GraphSAGE (arXiv 1706.02216, algorithm 2), without replacement. What is drawn for a node depends on (seed, step,
+layer, node) alone: batches are the same for any number of threads, ranks and micro-batches. Weights of drawn edges are
+scaled so that their sum stands for all of the node's edges, which makes sums unbiased, and exact at full fan-out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from espalier.graph.base import Block, Forms
+from espalier.graph.data import Array, Graph
+
+ALL = -1
+"""As a fan-out: every neighbour."""
+
+
+class Drawn(NamedTuple):
+    """A neighbourhood: the global ids of its nodes (seeds first), and the blocks from features to seeds."""
+
+    nodes: Array
+    blocks: tuple[Block, ...]
+
+
+class _Hop(NamedTuple):
+    ptr: Array  # int64 [targets + 1]
+    sources: Array  # int64 [edges], positions
+    edges: Array  # int64 [edges], places among the graph's edges; -1 for a loop
+    known: int  # nodes so far
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a network wants of its blocks: loops, and how edges are scaled (`symmetric`, `mean`, `none`)."""
+
+    loops: bool
+    scale: str
+
+
+class Sampler:
+    """Draws neighbourhoods of one graph. Has state: a table of the nodes met, empty between calls, under a lock."""
+
+    def __init__(self, graph: Graph, style: Style) -> None:
+        self.graph, self.style = graph, style
+        self.indptr = np.ascontiguousarray(graph.indptr, np.int64)
+        self.indices = graph.indices
+        self._lock = threading.Lock()
+
+    @cached_property
+    def _place(self) -> Array:
+        return np.full(self.graph.nodes, -1, np.int32)
+
+    @cached_property
+    def root(self) -> Array:
+        """float32 [nodes]: one over the root of each node's (weighted) degree, its loop included."""
+        return symmetric_root(self.graph)
+
+    def draw(self, seeds: Array, fanouts: Sequence[int], seed: int = 0, step: int = 0) -> Drawn:
+        """The neighbourhood of `seeds`.
+
+        Args:
+            seeds: int64 [seeds].
+            fanouts: neighbours per node, the layer next to the seeds first; `ALL` takes every one.
+            seed, step: with the layer and the node, all that the draw depends on.
+
+        Returns:
+            nodes, seeds first, in the order in which they were met; one block per layer, farthest first.
+        """
+        from espalier.graph import sampler_kernels
+
+        with self._lock:
+            nodes = np.empty(self._capacity(len(seeds), fanouts), np.int64)
+            nodes[: len(seeds)] = seeds
+            sampler_kernels.mark(nodes, 0, len(seeds), self._place)
+            hops, known = [], len(seeds)
+            try:
+                for layer, fanout in enumerate(fanouts):
+                    hop = self._hop(nodes, known, fanout, _key(seed, step, layer))
+                    hops.append((hop, known))
+                    known = hop.known
+            finally:
+                sampler_kernels.forget(nodes, known, self._place)
+        nodes = nodes[:known]
+        return Drawn(nodes, tuple(self._block(hop, targets, nodes) for hop, targets in reversed(hops)))
+
+    def _capacity(self, seeds: int, fanouts: Sequence[int]) -> int:
+        most = seeds
+        for fanout in fanouts:
+            most = self.graph.nodes if fanout < 0 else most * (fanout + 1)
+            most = min(most, self.graph.nodes)
+        return most + seeds  # a seed may be named twice
+
+    def _hop(self, nodes: Array, known: int, fanout: int, key: int) -> _Hop:
+        from espalier.graph import sampler_kernels
+
+        targets = nodes[:known]
+        ptr = np.empty(known + 1, np.int64)
+        sampler_kernels.count(targets, self.indptr, ptr, fanout, self.style.loops)
+        found = np.empty(int(ptr[-1]), np.int64)
+        edges = np.empty(int(ptr[-1]), np.int64)
+        loops = self.style.loops
+        sampler_kernels.draw(targets, self.indptr, self.indices, ptr, np.uint64(key), loops, found, edges)
+        after = sampler_kernels.number(found, known, nodes, self._place)
+        return _Hop(ptr, found, edges, int(after))
+
+    def _block(self, hop: _Hop, targets: int, nodes: Array) -> Block:
+        graph = self.graph
+        features = None
+        if graph.edge_features is not None and not self.style.loops:
+            features = torch.from_numpy(graph.edge_features[hop.edges])
+        left = None
+        if self.style.scale == "mean" and graph.weights is None:
+            counts = np.diff(hop.ptr)
+            left = torch.from_numpy((1 / np.maximum(counts, 1)).astype(np.float32))
+        return Block(
+            torch.from_numpy(hop.ptr),
+            torch.from_numpy(hop.sources),
+            hop.known,
+            Forms(),
+            weights=self._weights(hop, targets, nodes),
+            left=left,
+            features=features,
+        )
+
+    def _weights(self, hop: _Hop, targets: int, nodes: Array) -> torch.Tensor | None:
+        from espalier.graph import sampler_kernels
+
+        graph, scale = self.graph, self.style.scale
+        if graph.weights is None and scale == "mean":
+            return None
+        full = self._degrees(nodes[:targets])
+        own = np.zeros(0, np.float32) if graph.weights is None else graph.weights
+        drawn = np.diff(hop.ptr) - (1 if self.style.loops else 0)
+        if graph.weights is None and scale == "none" and bool((drawn == full).all()):
+            return None
+        root = self.root[nodes[: hop.known]] if scale == "symmetric" else np.zeros(0, np.float32)
+        out = np.empty(len(hop.sources), np.float32)
+        sampler_kernels.weigh(hop.ptr, hop.sources, hop.edges, full, own, root, self.style.loops, out)
+        if scale == "mean":  # a weighted mean: over the weights of what was drawn
+            sums = _row_sums(out, hop.ptr)
+            out /= np.repeat(np.where(sums == 0, 1, sums), np.diff(hop.ptr)).astype(np.float32)
+        return torch.from_numpy(out)
+
+    def _degrees(self, nodes: Array) -> Array:
+        return self.indptr[nodes + 1] - self.indptr[nodes]
+
+
+def _row_sums(values: Array, ptr: Array) -> Array:
+    total = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    return total[ptr[1:]] - total[ptr[:-1]]
+
+
+def _key(seed: int, step: int, layer: int) -> int:
+    """A 64-bit stream number; the multipliers are SplitMix64's constants."""
+    word = seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + (layer + 1) * 0x94D049BB133111EB
+    return word & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def symmetric_root(graph: Graph) -> Array:
+    """float32 [nodes]: (1 + the weights of the edges into a node) ^ -1/2, as GCN wants it; negative sums are an error
+    of the data and count as 0."""
+    total = graph.degrees().astype(np.float64) if graph.weights is None else _row_sums(graph.weights, graph.indptr)
+    total = total + 1
+    return np.where(total > 0, 1 / np.sqrt(np.maximum(total, 1e-30)), 0).astype(np.float32)
+
+
+def whole(graph: Graph, style: Style) -> Block:
+    """All edges of `graph` as one block of `nodes` targets and as many sources, rows ascending."""
+    indptr, indices, weights = graph.indptr, graph.indices, graph.weights
+    features = graph.edge_features
+    if style.loops:
+        indptr, indices, weights = with_loops(graph)
+        features = None
+    left = right = None
+    if style.scale == "symmetric":
+        left = right = torch.from_numpy(symmetric_root(graph))
+    elif style.scale == "mean":
+        sums = np.diff(indptr).astype(np.float64) if weights is None else _row_sums(weights, indptr)
+        left = torch.from_numpy((1 / np.where(sums == 0, 1, sums)).astype(np.float32))
+    return Block(
+        torch.from_numpy(np.ascontiguousarray(indptr, np.int64)),
+        torch.from_numpy(np.asarray(indices)),
+        graph.nodes,
+        Forms(),
+        weights=None if weights is None else torch.from_numpy(np.asarray(weights)),
+        left=left,
+        right=right,
+        features=None if features is None else torch.from_numpy(np.asarray(features)),
+    )
+
+
+def with_loops(graph: Graph) -> tuple[Array, Array, Array | None]:
+    """(indptr, indices, weights) of `graph` with an edge of weight 1 from every node to itself, rows ascending."""
+    nodes, targets = graph.nodes, graph.targets()
+    smaller = np.bincount(targets[graph.indices < targets], minlength=nodes)
+    indptr = graph.indptr + np.arange(nodes + 1)
+    own = indptr[:-1] + smaller
+    other = np.ones(graph.edges + nodes, bool)
+    other[own] = False
+    indices = np.empty(graph.edges + nodes, graph.indices.dtype)
+    indices[own] = np.arange(nodes)
+    indices[other] = graph.indices
+    weights = None
+    if graph.weights is not None:
+        weights = np.ones(graph.edges + nodes, np.float32)
+        weights[other] = graph.weights
+    return indptr, indices, weights

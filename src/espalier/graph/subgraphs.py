@@ -1,0 +1,185 @@
+"""Subgraphs: a graph as a network sees it, whole, around some nodes, or piece by piece without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from espalier.errors import UserError
+from espalier.graph import neighbor_sampler
+from espalier.graph.base import Block, Kept, Rows, dense
+from espalier.graph.data import Array, Graph
+from espalier.graph.gnn import Layer, Network
+from espalier.graph.neighbor_sampler import ALL, Drawn, Sampler, Style
+
+MOST = 1 << 31
+"""Bytes of messages that inference makes at once; larger graphs go through a layer in pieces."""
+
+
+class Batch(NamedTuple):
+    """What `batches` yields.
+
+    Attributes:
+        features: [nodes, width] of the nodes that the first block reads.
+        blocks: one per layer, the farthest from the answers first; a foreign network reads the first alone.
+        chosen: int64, which rows of the result are asked for (None: all, in order).
+        labels: of what is asked: classes, rows of tasks, or 1 for true links and 0 for drawn ones.
+        pairs: int64 [2, links], rows of the result that are joined, when links are asked for.
+        members: int64 [nodes], the small graph each row belongs to, when graphs are asked for.
+    """
+
+    features: Tensor
+    blocks: tuple[Block, ...]
+    labels: Tensor
+    chosen: Tensor | None = None
+    pairs: Tensor | None = None
+    members: Tensor | None = None
+
+
+class View:
+    """One graph in the style of a network of `depth` layers (0: nobody knows). Has state: what was made of it once."""
+
+    def __init__(self, graph: Graph, style: Style, depth: int) -> None:
+        self.graph, self.style, self.depth = graph, style, depth
+
+    @cached_property
+    def block(self) -> Block:
+        """All edges."""
+        return neighbor_sampler.whole(self.graph, self.style)
+
+    @cached_property
+    def features(self) -> Tensor:
+        """Of all nodes."""
+        return torch.from_numpy(np.asarray(self.graph.features))
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """For parts of it."""
+        return Sampler(self.graph, self.style)
+
+    def whole(self) -> tuple[Tensor, tuple[Block, ...]]:
+        """All features, and the same block for every layer."""
+        return self.features, (self.block,) * max(1, self.depth)
+
+    def around(self, seeds: Array, fanouts: Sequence[int], seed: int = 0, step: int = 0) -> tuple[Tensor, Drawn]:
+        """The features of a drawn neighbourhood, and the neighbourhood."""
+        drawn = self.sampler.draw(seeds, fanouts, seed, step)
+        return torch.from_numpy(np.asarray(self.graph.features[drawn.nodes])), drawn
+
+    def reach(self, seeds: Array) -> tuple[int, ...]:
+        """Edges that full-neighbour blocks around `seeds` have, by layer, the nearest first; draws nothing."""
+        indptr, indices = self.graph.indptr, self.graph.indices
+        known = np.zeros(self.graph.nodes, bool)
+        known[seeds] = True
+        found = []
+        targets = self.graph.targets()
+        for _ in range(self.depth):
+            found.append(int((indptr[1:] - indptr[:-1])[known].sum()))
+            known[indices[known[targets]]] = True
+        return tuple(found)
+
+
+def forward(model: nn.Module, features: Tensor, blocks: tuple[Block, ...]) -> Tensor:
+    """What `model` says of the last block's targets. A foreign network gets the first block's edges."""
+    if isinstance(model, Network):
+        return model(features, blocks)
+    first = blocks[0]
+    found = model(features, edge_index(first), *_edge_values(model, first))
+    if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != len(features):
+        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise UserError(
+            f"model.build: its network returned {shape} for {len(features)} nodes.",
+            why="it must return a row for each node, [nodes, classes]",
+            do="no pooling and no softmax inside; see docs/graph.md",
+        )
+    return found[: blocks[-1].targets]
+
+
+def edge_index(block: Block) -> Tensor:
+    """int64 [2, edges] as PyG wants it: sources, then targets."""
+
+    def make() -> Tensor:
+        return torch.stack([block.indices.long(), block.rows()])
+
+    made: Tensor = block.forms.get(f"edge_index on {block.indices.device}", make)
+    return made
+
+
+def _edge_values(model: nn.Module, block: Block) -> tuple[Tensor, ...]:
+    """The edges' weights or features, for a network whose forward takes a third argument."""
+    import inspect
+
+    taken = list(inspect.signature(model.forward).parameters)
+    if len(taken) < 3:
+        return ()
+    if block.features is not None and taken[2] in ("edge_attr", "edge_features"):
+        return (block.features,)
+    return (block.weights,) if block.weights is not None and taken[2] in ("edge_weight", "weights") else ()
+
+
+@torch.no_grad()
+def infer(model: nn.Module, view: View) -> Tensor:
+    """[nodes, outputs] for all nodes with all their neighbours, layer by layer, in pieces where memory is scarce."""
+    parameter = next(model.parameters())
+    placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+    if not isinstance(model, Network):
+        features, blocks = view.whole()
+        return forward(model, features.to(**placed), tuple(_placed(block, placed) for block in blocks[:1]))
+    rows: Rows = view.features
+    for at, layer in enumerate(model.layers):
+        assert isinstance(layer, Layer)
+        if view.graph.edges * max(layer.inputs, layer.outputs) * 4 <= MOST:
+            rows = model.step(at, _placed(view.block, placed), _to(rows, placed))
+        else:
+            rows = _in_pieces(model, at, view, rows)
+    return dense(rows)
+
+
+def _in_pieces(model: Network, at: int, view: View, rows: Rows) -> Rows:
+    layer = model.layers[at]
+    assert isinstance(layer, Layer)
+    parameter = next(model.parameters())
+    placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+    room = max(1, MOST // (4 * max(layer.inputs, layer.outputs)))
+    made: list[Rows] = []
+    start, indptr = 0, view.graph.indptr
+    while start < view.graph.nodes:
+        stop = max(start + 1, int(np.searchsorted(indptr, indptr[start] + room, side="right")) - 1)
+        drawn = view.sampler.draw(np.arange(start, min(stop, view.graph.nodes)), (ALL,))
+        taken = _to(_taken(rows, torch.from_numpy(drawn.nodes)), placed)
+        made.append(model.step(at, _placed(drawn.blocks[0], placed), taken))
+        start = stop
+    return _joined(made)
+
+
+def _taken(rows: Rows, ids: Tensor) -> Rows:
+    if isinstance(rows, Kept):
+        ids = ids.to(rows.values.device)
+        return Kept(rows.values[ids], rows.columns[ids], rows.width)
+    return rows[ids.to(rows.device)]
+
+
+def _to(rows: Rows, placed: dict[str, Any]) -> Rows:
+    if isinstance(rows, Kept):
+        return Kept(rows.values.to(**placed), rows.columns.to(placed["device"]), rows.width)
+    return rows.to(**placed)
+
+
+def _joined(pieces: Sequence[Rows]) -> Rows:
+    first = pieces[0]
+    if isinstance(first, Kept):
+        kept = [piece for piece in pieces if isinstance(piece, Kept)]
+        return Kept(torch.cat([one.values for one in kept]), torch.cat([one.columns for one in kept]), first.width)
+    return torch.cat([dense(piece) for piece in pieces])
+
+
+def _placed(block: Block, placed: dict[str, Any]) -> Block:
+    from espalier.workload import to_device
+
+    moved: Block = to_device(block, placed["device"], placed["dtype"])
+    return moved

@@ -1,0 +1,97 @@
+"""Graphs in the table of kinds: the planner's questions and answers for nodes, links and graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from espalier import data_hash
+from espalier.config import Recipe
+from espalier.errors import UserError
+from espalier.graph.graph_classification import GraphTask
+from espalier.graph.link_prediction import LinkTask
+from espalier.graph.workload import GraphWorkload, open_graph
+from espalier.shard.wrap_policy import profile
+from espalier.workload import Progress, Workload
+from espalier.workload_row import Answer, Profile, Row, Sampling
+
+
+def answers(workload: GraphWorkload, model: nn.Module, text: str | None) -> list[dict[str, Any]]:
+    """One answer for each thing that `text` names, by name or number.
+
+    Nodes and graphs are separated by commas or line ends; a pair is `a,b`, and pairs by line ends or semicolons. None:
+    every node or graph; all links that were held out.
+    """
+    task = workload.task
+    if isinstance(task, LinkTask):
+        return task.answers(model, _pairs(task, text))
+    if text is None:
+        return task.answers(model, range(workload.graph.items))
+    words = [word.strip() for line in text.splitlines() for word in line.split(",")]
+    found = [word for word in words if word]
+    if not found:
+        raise UserError("The input names nothing.", do="a node's name or number, such as 0")
+    if isinstance(task, GraphTask):
+        return task.answers(model, [_graph(task, word) for word in found])
+    return task.answers(model, [workload.graph.find(word) for word in found])
+
+
+def _graph(task: GraphTask, word: str) -> int:
+    if not word.isdecimal() or int(word) >= task.graph.items:
+        raise UserError(f"There is no graph {word!r}.", do=f"a number up to {task.graph.items - 1}")
+    return int(word)
+
+
+def _pairs(task: LinkTask, text: str | None) -> list[tuple[int, int]]:
+    if text is None:
+        ids = np.concatenate([task.parts.validation, task.parts.test])
+        return [(int(head), int(tail)) for head, tail in task.links.pairs[:, ids].T]
+    found = []
+    for pair in filter(None, (part.strip() for line in text.splitlines() for part in line.split(";"))):
+        ends = [word.strip() for word in pair.split(",")]
+        if len(ends) != 2:
+            raise UserError(f"{pair!r} is no pair of nodes.", do="two names or numbers with a comma, such as 0,1")
+        found.append((task.graph.find(ends[0]), task.graph.find(ends[1])))
+    if not found:
+        raise UserError("The input names nothing.", do="two nodes, such as 0,1")
+    return found
+
+
+def _open(recipe: Recipe, folder: Path | None, progress: Progress, data: Any) -> GraphWorkload:
+    return open_graph(recipe, folder, progress)
+
+
+def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
+    """Of each file of the graph; a graph that has none is one by what is in it."""
+    path = recipe.data[0].path
+    place = Path(path).expanduser()
+    if place.exists():
+        return data_hash.below(place)
+    found = {str(one): one for one in sorted(place.parent.glob(f"*.{place.name}.*"))}  # one of several in a folder
+    return data_hash.hashes(found) if found else {path: workload.fingerprint()}
+
+
+def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
+    workload = opened()
+    assert isinstance(workload, GraphWorkload)
+    return profile(workload, workload.anatomy, workload.decisions())
+
+
+def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
+    assert isinstance(workload, GraphWorkload)
+    found = answers(workload, model, text)
+    return Answer(_lines(found), lambda: {"answers": found})
+
+
+def _lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for one in found:
+        chances = one["probabilities"] if "probabilities" in one else [one["probability"]]
+        shown = " ".join(f"{chance:.4f}" for chance in chances)
+        yield "\t".join([one["name"], *([one["label"]] if "label" in one else []), shown]) + "\n"
+
+
+ROW = Row(open=_open, profile=_profile, contents=_contents, reading="Reading the graph", answer=_answer)

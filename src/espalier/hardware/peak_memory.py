@@ -1,0 +1,72 @@
+"""Peak memory: anonymous and shared pages this process holds and the most it held. Pages of files (a mapped corpus,
+libraries) are the kernel's to drop and come with reading: they are counted apart."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_STATUS = Path("/proc/self/status")  # proc_pid_status(5)
+
+
+class _Peak:
+    """The most held so far. Has state: what was seen at the last look."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins anew, as in a process that was just forked."""
+        self.most = self._high = 0
+        self._files: int | None = None
+
+    def look(self, now: dict[str, int]) -> int:
+        """The most at any look, and of what rose and fell between two. `now`: what `_status` says.
+
+        The kernel keeps the most of all pages together. Where that rose since the last look, what was not of files then
+        is at least the rise's height without the most of files at both looks.
+        """
+        files, high = now["RssFile"], now["VmHWM"]
+        self.most = max(self.most, now["held"])
+        if self._files is not None and high > self._high:
+            self.most = max(self.most, high - max(files, self._files))
+        self._files, self._high = files, high
+        return self.most
+
+
+_peak = _Peak()
+
+
+os.register_at_fork(after_in_child=_peak.forget)
+
+
+def _status() -> dict[str, int]:
+    """Bytes of every kind of memory by the kernel's name, and as `held` anonymous and shared pages."""
+    lines = (line.split() for line in _STATUS.read_text().splitlines())
+    found = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1:] == ["kB"]}
+    return {**found, "held": found["RssAnon"] + found["RssShmem"]}
+
+
+def held() -> int:
+    """Bytes of anonymous and shared pages that this process holds now."""
+    return _status()["held"]
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this rank held at any look so far: allocated on a GPU; on a CPU anonymous and shared pages, also
+    between two looks as far as the kernel tells."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    return _peak.look(_status())
+
+
+def memory_of(device: torch.device) -> dict[str, int]:
+    """What a step says of memory: `memory`, the peak, and apart from it the `page_cache`."""
+    now = _status()
+    return {"memory": peak_memory(device) if device.type == "cuda" else _peak.look(now), "page_cache": now["RssFile"]}

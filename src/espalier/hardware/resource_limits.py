@@ -1,0 +1,96 @@
+"""Resource limits: cores and memory that affinity and control groups (v1 and v2) allow this process. Linux only."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def cores(root: Path = ROOT, allowed: frozenset[int] | None = None) -> int:
+    """Physical cores in this process's affinity, less what a control group's time quota takes away; at least one.
+
+    `allowed` replaces the affinity mask, `root` the file system (for tests).
+    """
+    mask = allowed if allowed is not None else frozenset(os.sched_getaffinity(0))
+    processors = root / "sys/devices/system/cpu"
+    least = float(len({_text(processors / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in mask}))
+    for folder in _groups(root, "cpu"):
+        both = (_text(folder / "cpu.max") or "").split()
+        old, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        if len(both) == 2 and both[0] != "max":
+            least = min(least, int(both[0]) / int(both[1]))
+        if old and period and old > 0:
+            least = min(least, old / period)
+    return max(1, math.ceil(least))
+
+
+def memory(root: Path = ROOT) -> int:
+    """Bytes this process may use: the machine's memory or the smallest limit of its control groups."""
+    total = _field(root / "proc/meminfo", "MemTotal")
+    whole = int(total.split()[0]) * 1024 if total else 2**63 - 1
+    files = (folder / name for folder in _groups(root, "memory") for name in ("memory.max", "memory.limit_in_bytes"))
+    return min([whole, *(limit for file in files if (limit := _number(file)) is not None)])
+
+
+def free_memory(root: Path = ROOT) -> int:
+    """Bytes this process may still take: the machine's `MemAvailable`, or what a control group leaves (its page cache
+    counts as taken); 0 where unknown."""
+    available = _field(root / "proc/meminfo", "MemAvailable")
+    left = [int(available.split()[0]) * 1024] if available else [0]
+    for folder in _groups(root, "memory"):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            most, now = _number(folder / limit), _number(folder / used)
+            left += [most - now] if most is not None and now is not None else []
+    return max(0, min(left))
+
+
+def processor(root: Path = ROOT) -> str:
+    """The processor's model name, or `unknown`."""
+    return _field(root / "proc/cpuinfo", "model name") or "unknown"
+
+
+def gpus(root: Path = ROOT) -> tuple[str, ...]:
+    """Model names of the NVIDIA devices whose driver is loaded; read without touching CUDA."""
+    found = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+    return tuple(_field(file, "Model") or "unknown" for file in found)
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's control group for `controller` and of all groups above it, v1 and v2.
+
+    Inside a container the path in /proc may lie outside the mount; the mount's own root then holds the limits, and it
+    is always among the folders.
+    """
+    base = root / "sys/fs/cgroup"
+    for line in (_text(root / "proc/self/cgroup") or "0::/").splitlines():
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if controllers and controller not in controllers.split(","):
+            continue
+        mounts = [base / controller, base / controllers] if controllers else [base, base / "unified"]
+        steps = [part for part in path.split("/") if part not in ("", "..")]
+        for mount in mounts:
+            yield from (mount.joinpath(*steps[:depth]) for depth in range(len(steps), -1, -1))
+
+
+def _number(file: Path) -> int | None:
+    text = _text(file)
+    return int(text) if text and text.lstrip("-").isdigit() else None
+
+
+def _field(file: Path, name: str) -> str | None:
+    for line in (_text(file) or "").splitlines():
+        key, colon, value = line.partition(":")
+        if colon and key.strip() == name:
+            return value.strip()
+    return None
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,92 @@
+"""Imports a function that a recipe names, `build = "package.module:function"`.
+
+Whatever its author's code raises becomes a UserError that names the line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from espalier.errors import EspalierError, UserError, nearest
+
+
+class Author(NamedTuple):
+    """Whose code is called: `build` as the recipe names it, and the file that holds it (empty when not known)."""
+
+    build: str
+    file: str
+
+    @contextmanager
+    def answers(self, doing: str) -> Iterator[None]:
+        """Makes any exception of the block, SystemExit too, the author's: a UserError naming it and its line."""
+        try:
+            yield
+        except EspalierError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise self.failure(doing, error) from error
+
+    def failure(self, doing: str, error: BaseException) -> UserError:
+        """The UserError for `error`, raised by this author's code while `doing`."""
+        said = f"{type(error).__name__}: {error}".rstrip(" .:")
+        return UserError(
+            f"model.build = {self.build!r} failed {doing}: {said}.",
+            why=self.place(error),
+            do="correct it there; docs/module.md shows what is expected",
+        )
+
+    def place(self, error: BaseException) -> str:
+        """`file:line` of the last call in the author's file on the way to `error`, empty when there is none."""
+        if isinstance(error, SyntaxError) and error.filename:
+            return f"{error.filename}:{error.lineno}"
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.file]
+        return f"{self.file}:{lines[-1]}" if lines else ""
+
+
+def function(text: str, folder: str | Path | None) -> tuple[Callable[..., Any], Author]:
+    """The function that `text`, "package.module:function", names, and whose it is.
+
+    The module is looked for in `folder`, then in the current folder, then where Python looks. Raises UserError.
+    """
+    name, colon, attribute = text.partition(":")
+    if not colon or not name or not attribute:
+        raise UserError(f"model.build = {text!r} names no function.", do='model.build = "package.module:function"')
+    first = [*([] if folder is None else [str(Path(folder).resolve())]), os.getcwd()]
+    sys.path[:] = [*dict.fromkeys(first), *(place for place in sys.path if place not in first)]
+    try:
+        module = importlib.import_module(name)
+    except EspalierError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"model.build = {text!r}: {error}.",
+                why=f"looked in {', '.join(dict.fromkeys(first))} and among the installed modules",
+                do="put the module beside the recipe, or install it",
+            ) from error
+        raise Author(text, _file(name)).failure("when it was imported", error) from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        near = nearest(attribute, [one for one in vars(module) if not one.startswith("_")])
+        raise UserError(
+            f"model.build = {text!r}: {name} has no {attribute!r}.", do=f"did you mean {near}?" if near else ""
+        )
+    if not callable(found):
+        raise UserError(f"model.build = {text!r} is not a function.")
+    return found, Author(text, getattr(module, "__file__", None) or "")
+
+
+def _file(name: str) -> str:
+    """The file of a module that could not be imported, empty when that is not known."""
+    spec = None
+    with suppress(Exception, SystemExit):
+        spec = importlib.util.find_spec(name)
+    return (spec.origin or "") if spec else ""

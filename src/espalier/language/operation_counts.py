@@ -1,0 +1,112 @@
+"""Operation counts of a decoder: FLOP and bytes of one micro-batch, counted from the code beside it. No torch.
+
+Causal attention is counted as half of the square (PyTorch's own counter takes the whole). Bytes kept are those autograd
+holds on the CPU in eager mode; PyTorch's fused GPU kernels keep the same. With bf16 the residual stream and the norms'
+inputs stay fp32 (autocast); copies of the weights are not counted here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from espalier.config.decoder_shapes import Sizes
+from espalier.cost import WHOLE, Anatomy, Cut, Number, Product, Work
+
+
+@dataclass(frozen=True)
+class DecoderLoad:
+    """One micro-batch of a decoder on one rank; `micro_batch` (sequences) and `cut` may hold NumPy arrays."""
+
+    size: Sizes
+    sequence: int
+    micro_batch: Any
+    recompute: str
+    precision: str
+    cut: Cut = WHOLE
+
+    @property
+    def tokens(self) -> Number:
+        """Tokens of the micro-batch that this rank computes."""
+        return self.micro_batch * self.sequence / self.cut.sequence
+
+    @property
+    def compute(self) -> int:
+        """Bytes of a value that products read and write."""
+        return {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}[self.precision]
+
+    @property
+    def whole(self) -> int:
+        """Bytes of a value of the residual stream, the norms and the softmax."""
+        return max(4, self.compute)
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The feed-forward part of one layer: its products, and those that recomputation repeats; bytes per token moved in
+    forward, kept for backward, and held beyond that while backward works on it (before any cut)."""
+
+    products: tuple[Product, ...]
+    again: tuple[Product, ...]
+    moved: int
+    kept: int
+    working: int
+
+
+def decoder_work(setting: DecoderLoad, feed: Feed) -> Anatomy:
+    """The work of a decoder with that feed-forward part."""
+    size, tokens, whole, tensor = setting.size, setting.tokens, setting.whole, setting.cut.tensor
+    attention_products = (
+        Product(tokens, size.width, size.width / tensor),  # query
+        Product(tokens, size.width / tensor, size.width),  # out
+        Product(tokens, size.width, size.kv_width / tensor, 2),  # key, value
+    )
+    core = 2.0 * tokens * setting.sequence * size.width / tensor  # 2 products x 2 FLOPs, half of the square
+    products = (*attention_products, *feed.products)
+    forward = sum(product.flops for product in products) + core
+    repeated = sum(product.flops for product in (*attention_products, *feed.again))
+    again = {"none": 0.0 * forward, "selective": repeated, "block": repeated + core}[setting.recompute] / forward
+    kept = _kept(setting, feed)
+    norms = 5 * size.width * whole  # read for the scale; read, written; read, written with the weight
+    residual = 2 * 3 * size.width * whole
+    turns = 8 * (size.width + size.kv_width) * setting.compute  # a copy, then five passes over halves
+    tail = (size.width + 1) * whole + size.width * setting.compute  # the last norm's input, scale and output
+    # The worst moment is in the head (the log-softmax and two gradients of its size) or in the last layer, when the
+    # head's share is gone, the stream's gradient has come, and what was not kept has been computed again.
+    in_layer = kept["none"] - kept[setting.recompute] + (feed.working + size.width * whole - tail) / tensor
+    layer = Work(
+        products=products,
+        attention=core,
+        moved=tokens * (2 * norms + residual + turns + feed.moved) / tensor,
+        kept=tokens * kept[setting.recompute],
+        transient=tokens * in_layer,
+        again=again,
+        samples=setting.micro_batch,
+        tokens=tokens,
+    )
+    head = Product(tokens, size.width, size.vocabulary / tensor)
+    rest = Work(
+        products=(head,),
+        attention=0.0 * tokens,
+        moved=tokens * (7 * size.width * whole + 2 * size.vocabulary * whole) / tensor,  # norm, embedding, log-softmax
+        kept=tokens * tail / tensor,
+        transient=tokens * (3 * size.vocabulary * whole) / tensor,
+        again=0.0 * tokens,
+        samples=setting.micro_batch,
+        tokens=tokens,
+    )
+    return Anatomy(size.layers, layer, rest)
+
+
+def _kept(setting: DecoderLoad, feed: Feed) -> dict[str, Number]:
+    """Bytes per token that one layer keeps in each mode of recomputation."""
+    size, whole, compute, tensor = setting.size, setting.whole, setting.compute, setting.cut.tensor
+    norms = 2 * ((size.width + 1) * whole + size.width * compute)  # input, scale, output of both
+    core = size.width * compute + size.heads * whole  # its output and log-sum-exp
+    everything = norms + (size.width + 2 * size.kv_width) * compute + core + feed.kept
+    gathered = 2 * size.width * compute * (1 - 1 / tensor) if setting.cut.gathered else 0.0
+    return {
+        "none": everything / tensor + gathered,
+        "selective": (size.width * whole + core) / tensor,
+        "block": size.width * whole / tensor,
+    }

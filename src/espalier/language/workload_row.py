@@ -1,0 +1,162 @@
+"""Language models in the table of kinds: weights to start from, vocabulary, the planner's questions, text, export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from espalier import data_hash
+from espalier.config import Gpt, Moe, Recipe, decoder_shapes
+from espalier.cost import Anatomy, Cut
+from espalier.errors import UserError
+from espalier.language import generate, gpt, hf, moe, text_sources, tokens
+from espalier.language.operation_counts import DecoderLoad
+from espalier.language.tokenizer import Tokenizer
+from espalier.language.workload import LanguageWorkload, embeddings, new_model, open_language
+from espalier.shard.wrap_policy import deeper, sizes_of
+from espalier.workload import Progress, Workload
+from espalier.workload_row import Answer, Prepared, Profile, Row, Sampling, tally
+
+
+def _options(recipe: Recipe) -> Gpt | Moe:
+    assert isinstance(recipe.model, Gpt | Moe)
+    return recipe.model
+
+
+def _prepare(recipe: Recipe, progress: Progress) -> Prepared:
+    if _options(recipe).initial is not None:
+        recipe = _with_initial(recipe, _options(recipe).initial or "")
+    if not recipe.data or _options(recipe).vocabulary is not None:
+        return Prepared(recipe)
+    stores = tokens.build_all(recipe.data, progress=progress)
+    return Prepared(recipe, stores[0].tokenizer.vocabulary, stores)
+
+
+def _with_initial(recipe: Recipe, initial: str) -> Recipe:
+    """Sizes that the recipe leaves open are those of the weights it starts from."""
+    model, found = _options(recipe), hf.options(Path(initial))
+    if type(found) is not type(model):
+        kind = found.__struct_config__.tag
+        raise UserError(f"model.initial = {initial!r} holds another kind of model.", do=f'model.kind = "{kind}"')
+    plain = type(model)()
+    given = {name: getattr(model, name) for name in model.__struct_fields__}
+    kept = {name: value for name, value in given.items() if value != getattr(plain, name)}
+    return msgspec.structs.replace(recipe, model=msgspec.structs.replace(found, **kept))
+
+
+def _open(recipe: Recipe, folder: Path | None, progress: Progress, stores: Any) -> LanguageWorkload:
+    return LanguageWorkload(recipe, stores) if stores else open_language(recipe, progress)
+
+
+def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
+    """Of each file of the corpora; what has no files is one by its tokens."""
+    assert isinstance(workload, LanguageWorkload)
+    found: dict[str, str] = {}
+    for data, store in zip(recipe.data, workload.stores, strict=True):
+        scheme = data.path == "python:stdlib"
+        entries = [entry for entry in text_sources.listing(data).entries if entry.path]
+        named = {f"{data.path}/{entry.name}" if scheme else entry.path: entry.path for entry in entries}
+        found |= data_hash.hashes(named) if named else {data.path: store.fingerprint}
+    return found
+
+
+# --- for the planner ---------------------------------------------------------------------------------------------
+
+
+def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
+    """Of a decoder and where it can be cut; opens no corpus."""
+    options, sequence = _options(recipe), recipe.train.sequence
+    assert sequence is not None
+    assert recipe.train.batch_tokens is not None
+    size, kind = decoder_shapes.sizes(options), moe if isinstance(options, Moe) else gpt
+
+    def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
+        return kind.work(DecoderLoad(size, sequence, micro_batch, recompute, precision, cut))
+
+    # Its blocks are alike, so one and two of them are built, on the meta device.
+    models = [new_model(msgspec.structs.replace(options, depth=depth), 0, torch.device("meta")) for depth in (1, 2)]
+    one, two = (tally(model, embeddings(model)) for model in models)
+    few, several = (sizes_of(model, list(model.blocks), embeddings(model)) for model in models)
+    depth, tables = options.depth or 1, 1 if size.tied else 2
+    return Profile(
+        tally=replace(one.with_more(two, depth - 1), sizes=few if depth == 1 else deeper(several, depth)),
+        global_batch=recipe.train.batch_tokens // sequence,
+        tokens_per_sample=float(sequence),
+        anatomy=anatomy,
+        layers=size.layers,
+        outside=tables * size.vocabulary * size.width + size.width,
+        tables=tables,
+        heads=size.heads,
+        kv_heads=size.kv_heads,
+        width=size.width,
+        kv_width=size.kv_width,
+    )
+
+
+# --- for the verbs -----------------------------------------------------------------------------------------------
+
+
+def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
+    assert isinstance(model, gpt.GPT)
+    if text is None:
+        raise UserError("espalier predict needs a text to go on from.", do="espalier predict RUN 'def '")
+    tokenizer = _tokenizer(workload)
+    ids = [tokenizer.boundary, *(int(token) for token in tokenizer.encode(text.encode()))]
+    fresh = generate.generate(
+        model,
+        torch.tensor(ids),
+        tokens=sampling.tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop=tokenizer.boundary,
+    )
+
+    def record() -> Mapping[str, Any]:
+        made = [int(token) for token in fresh]
+        return {"prompt": text, "text": tokenizer.decode(made), "tokens": len(made)}
+
+    return Answer(_as_it_comes(text, fresh, tokenizer), record)
+
+
+def _as_it_comes(prompt: str, fresh: Iterator[Any], tokenizer: Tokenizer) -> Iterator[str]:
+    yield prompt
+    made: list[int] = []
+    shown = ""
+    for token in fresh:
+        made.append(int(token))
+        text = tokenizer.decode(made)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is still incomplete
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(made)[len(shown) :] + "\n"
+
+
+def _tokenizer(workload: Workload) -> Tokenizer:
+    assert isinstance(workload, LanguageWorkload)
+    return workload.tokenizer
+
+
+def _export(workload: Workload, model: nn.Module, folder: Path) -> str:
+    assert isinstance(model, gpt.GPT)
+    hf.export(model, _tokenizer(workload), folder)
+    return f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it."
+
+
+ROW = Row(
+    open=_open,
+    profile=_profile,
+    reading="Reading the corpus",
+    prepare=_prepare,
+    contents=_contents,
+    answer=_answer,
+    exports={"hf": _export},
+    tokenizer=_tokenizer,
+    usage=("go on", " 'def '"),
+)

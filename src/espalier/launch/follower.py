@@ -1,0 +1,170 @@
+"""Follower: the supervisor of a host that does not lead. It forks, watches and ends its ranks as the leader says, and
+reports on them.
+
+It decides one thing alone: a leader that is not heard for too long is given up, and no rank is left behind.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from espalier.errors import HostLost
+from espalier.launch import host_check, in_place_restart, local, postmortem
+from espalier.launch import rank_process as ranks
+from espalier.launch.base import Entrypoint, RankSpec
+from espalier.launch.host_map import HostMap
+from espalier.launch.process_stats import GONE, vital
+from espalier.launch.rank_process import Child
+from espalier.launch.supervisor import RestartOptions
+from espalier.launch.supervisor_protocol import Command, ControlLink, End, Report, aged
+from espalier.resilience.heartbeat import Pulses
+
+_POLL = 0.05
+"""Seconds between two looks at the ranks' ends."""
+_GONE_BEATS = 3.0
+"""Heartbeats after which a leader whose address refuses connections is gone."""
+
+
+class Follower:
+    """One host's ranks, led from elsewhere. Has state: the attempt, its ranks, and what was reported."""
+
+    def __init__(
+        self, task: Entrypoint, places: Sequence[RankSpec], team: HostMap, care: RestartOptions, signals: local.Signals
+    ) -> None:
+        self.task, self.places, self.team, self.care, self.signals = task, places, team, care, signals
+        self.attempt = 0
+        self.children: list[Child] = []
+        self.pulses = Pulses(len(places), care.heartbeat)
+        self.stacks: dict[int, str] | None = None
+        self.test: tuple[int, Child | None] = (0, None)
+        """The number of the last test of hosts, and who does this one's part while it lasts."""
+        self.exchange = ControlLink(team.line, Command)
+        self._reported = self._looked = 0.0
+        self._ends = 0
+
+    def run(self) -> list[Any] | None:
+        """Obeys until the leader says that the run is over; what the ranks returned, None where they have not."""
+        self.exchange.begin(Report(life=self.team.line.life))
+        try:
+            while not (order := self._order()).over:
+                self._obey(order)
+                self._reap()
+                self._report()
+                self._mind_the_leader()
+                self.exchange.wait(_POLL)
+            well = bool(self.children) and all(one.status is not None and not one.failed for one in self.children)
+            return [child.returned for child in self.children] if well else None
+        finally:
+            local.end(self.children, 0.0)
+            self._test(0)
+            self.exchange.tell(Report(self.attempt, left=True, life=self.team.line.life))
+            self.exchange.close()
+
+    def _order(self) -> Command:
+        """What holds for this supervisor. Raises HostLost where another has taken its place."""
+        line, order = self.team.line, self.exchange.said(0) or Command()
+        if order.supersedes(line.host, line.life):
+            raise HostLost(f"Another supervisor has taken the place of this one on host {self.team.names[line.host]}.")
+        found: Command = order.to(line.host, line.life)
+        return found
+
+    def _obey(self, order: Command) -> None:
+        if order.attempt != self.attempt or (not order.run and self.children):
+            stays = order.replaced is not None and order.attempt == self.attempt + 1 and self.children
+            if not stays:
+                local.end(self.children, 0.0)
+                self.children = []
+            self.stacks, self._reported = None, 0.0
+            if order.run:
+                self._start(order)
+            self.attempt = order.attempt
+        self._test(order.testing)
+        if order.stacks and self.stacks is None:
+            self.stacks = postmortem.dumps(self.children)
+            write(self.stacks)
+            self._reported = 0.0
+
+    def _test(self, number: int) -> None:
+        """Takes part in that test of hosts, or in none."""
+        before, process = self.test
+        if number != before:
+            if process is not None:
+                process.close()
+            self.test = number, host_check.takes_part(self.team, number) if number else None
+
+    def _start(self, order: Command) -> None:
+        """The ranks of another attempt, those that stay among them."""
+        if not self.children:
+            self.pulses = Pulses(len(self.places), self.care.heartbeat)
+        self.pulses.begin()
+        self.signals.children.clear()
+        seats = [
+            replace(
+                place,
+                attempt=order.attempt - 1,
+                pulse=self.pulses.of(index),
+                refuge=place.refuge and replace(place.refuge, between_failures=order.between_failures),
+            )
+            for index, place in enumerate(self.places)
+        ]
+        if self.children:
+            gone = order.replaced or ()
+            self.children = in_place_restart.summoned(self.task, self.children, seats, gone, order.later)
+        else:
+            patience = in_place_restart.PATIENCE if order.later else 0.0
+            self.children = [ranks.fork(self.task, replace(seat, patience=patience)) for seat in seats]
+        for child in self.children:
+            self.signals.add(child)
+
+    def _reap(self) -> None:
+        for child in self.children:
+            if child.status is None:
+                child.receive()
+                child.reap(block=False)
+        ended = sum(child.status is not None for child in self.children)
+        if ended != self._ends:
+            self._ends, self._reported = ended, 0.0
+
+    def _report(self) -> None:
+        """Four times a heartbeat, and at once when something has changed."""
+        now = time.monotonic()
+        if now - self._reported < self.care.heartbeat / 4:
+            return
+        self._reported = now
+        self.exchange.tell(
+            Report(
+                attempt=self.attempt,
+                living=bool(self.children),
+                signs=tuple(aged(sign, now) for sign in self.pulses.read()) if self.children else (),
+                vitals=tuple(vital(one.pid) if one.status is None else GONE for one in self.children),
+                ends=tuple(End.of(child) for child in self.children if child.status is not None),
+                stacks=self.stacks,
+                asked=bool(self.signals.seen),
+                life=self.team.line.life,
+            )
+        )
+
+    def _mind_the_leader(self) -> None:
+        now = time.monotonic()
+        if now - self._looked > 2 * self.care.heartbeat + 1.0:
+            self.exchange.excuse()  # this process itself did not look
+        self._looked = now
+        refused, age = self.exchange.refused_since, self.exchange.age(0)
+        gone = refused is not None and now - refused >= _GONE_BEATS * self.care.heartbeat
+        if gone or age >= self.team.absence:
+            raise HostLost(
+                f"Host {self.team.names[0]}, which leads the run, was not heard for {age:.0f} s.",
+                why="its supervisor has ended" if gone else "its link is cut, or it or its supervisor has stopped",
+                do="run the same command to resume",
+            )
+
+
+def write(stacks: Mapping[int, str]) -> None:
+    """Writes where ranks were to this host's standard error, which the log of all hosts keeps."""
+    for rank, text in stacks.items():
+        sys.stderr.write(f"Rank {rank} was here:\n{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,44 @@
+"""Host map: the hosts of a run whose supervisors work together, and the ranks on each host. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from espalier.launch.base import RankSpec
+from espalier.launch.supervisor_protocol import Meeting
+
+
+@dataclass(frozen=True)
+class HostMap:
+    """The hosts of a run.
+
+    Attributes:
+        line: where their supervisors meet, and which of them this is.
+        names: of the hosts, as the user knows them.
+        hosts: of each rank, the number of its host.
+        absence: seconds that a host may be silent for before the run is given up.
+    """
+
+    line: Meeting
+    names: tuple[str, ...]
+    hosts: tuple[int, ...]
+    absence: float = 60.0
+
+    @property
+    def own(self) -> list[int]:
+        """The ranks on this host."""
+        return [rank for rank, host in enumerate(self.hosts) if host == self.line.host]
+
+    def place(self, rank: int, threads: int = 1) -> RankSpec:
+        """Of a rank: where its store is, and keys that no other part of the run has."""
+        local = self.hosts[:rank].count(self.hosts[rank])
+        return RankSpec(
+            rank=rank,
+            world=len(self.hosts),
+            local_rank=local,
+            seat=local,
+            threads=threads,
+            job=f"-{self.line.topic}",
+            host=self.line.address,
+            port=self.line.port,
+        )

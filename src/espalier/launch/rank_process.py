@@ -1,0 +1,266 @@
+"""Rank process: a forked rank, its messages and its exit. Results and exceptions come back through a pipe.
+
+Forking is safe only while this process has run nothing on several threads and has not touched a GPU: callers set one
+thread before any tensor operation, and probing happens in children. Ranks live in process groups of their own: Ctrl-C
+reaches this process, which passes it on, so that each rank hears it exactly once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from espalier import errors, serialization, store_client
+from espalier.errors import EspalierError, Interrupted, RunFailed, UserError
+from espalier.launch import rejoin_signal
+from espalier.launch.base import Entrypoint, RankSpec
+from espalier.launch.rejoin_signal import Recall
+
+_PR_SET_PDEATHSIG = 1  # prctl(2): the kernel kills a rank whose launcher is gone
+
+STACKS = signal.SIGUSR2
+"""Makes a rank write where each of its threads is to its log, whatever it is doing."""
+
+
+@dataclass
+class Child:
+    """One rank seen from its launcher. Has state: what it sent, and how it ended."""
+
+    place: RankSpec
+    pid: int
+    pidfd: int
+    pipe: int
+    received: bytes = b""
+    status: int | None = None
+    """None while it lives; negative: the signal that ended it."""
+    calls: int = -1
+    """Where it is called (`recall`)."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended without having done its part, also where it left by `os._exit(0)`."""
+        return self.status is not None and (self.status != 0 or not self.received)
+
+    @property
+    def returned(self) -> Any:
+        """What its task returned."""
+        return self._told[1] if self._told is not None else None
+
+    @property
+    def error(self) -> EspalierError | None:
+        """What it raised, if it could tell."""
+        return None if self._told is None or self._told[0] == "returned" else errors.from_words(self._told[1])
+
+    @property
+    def raised(self) -> str:
+        """The type's name where it raised what is not an EspalierError."""
+        return self._told[2] if self._told is not None and self._told[0] == "crashed" else ""
+
+    @property
+    def _told(self) -> tuple[Any, ...] | None:
+        try:
+            return serialization.loads(self.received, f"What rank {self.place.rank} said") if self.received else None
+        except UserError:  # killed while it was telling
+            return None
+
+    def receive(self) -> bool:
+        """Takes in what it sends; False at the end of that."""
+        try:
+            data = os.read(self.pipe, 1 << 20)
+        except BlockingIOError:
+            return True
+        self.received += data
+        return bool(data)
+
+    def reap(self, block: bool = True) -> None:
+        """Learns how it ended, if it has (`block`: waits for that), and what it sent last."""
+        pid, status = os.waitpid(self.pid, 0 if block else os.WNOHANG)
+        if pid:
+            self.status = os.waitstatus_to_exitcode(status)
+            with contextlib.suppress(BlockingIOError):  # a process that it started may hold the other end
+                while data := os.read(self.pipe, 1 << 20):
+                    self.received += data
+
+    def kill(self) -> None:
+        """Ends it at once, if it lives, also where it is stopped."""
+        if self.status is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends it if need be and gives back what it took here."""
+        if self.status is None:
+            self.kill()
+            self.reap()
+        os.close(self.pidfd)
+        os.close(self.pipe)
+        os.close(self.calls)
+
+
+def start(task: Entrypoint, places: Sequence[RankSpec]) -> Iterator[Child]:
+    """One process per place; they meet at a store of their own, which the first one serves, or where places say."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if places[0].port:
+        yield from (fork(task, place) for place in places)
+        return
+    with listening() as listener:
+        host, port = listener.getsockname()
+        for index, place in enumerate(places):
+            serves = index == 0 and len(places) > 1
+            listen_fd = listener.fileno() if serves else -1
+            yield fork(task, replace(place, host=host, port=port, serves=serves, listen_fd=listen_fd))
+
+
+@contextmanager
+def listening() -> Iterator[socket.socket]:
+    """A socket at a free port of this machine, for a store that is served by a rank."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1024)
+        yield listener
+
+
+def fork(task: Entrypoint, place: RankSpec) -> Child:
+    """One process at `place`, which says where its store is."""
+    reader, writer = os.pipe()
+    heard, calls = os.pipe()
+    launcher = os.getpid()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        os.close(heard)
+        os.set_blocking(reader, False)
+        return Child(place, pid, os.pidfd_open(pid), reader, calls=calls)
+    os.close(reader)
+    os.close(calls)
+    gc.freeze()  # groups that the launcher has left behind would be taken apart here, where their threads are not
+    code = 1
+    try:
+        code = _live(task, replace(place, recall=Recall(heard)), writer, launcher)
+    finally:
+        # Not sys.exit: the parent's exit handlers and buffers are not this process's to run.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _live(task: Entrypoint, place: RankSpec, writer: int, launcher: int) -> int:
+    """The life of one rank: join its process group, run, send back what came of it. Returns the exit code."""
+    os.setpgid(0, 0)
+    store_client.own_process()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        return 1  # it died before the line above
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    if place.log is not None:
+        _redirect(place.log, place.rank)
+    faulthandler.register(STACKS, file=2 if place.stacks < 0 else place.stacks, all_threads=True)
+    place.pulse.beat()
+    place.recall.listen()
+    code = 0
+    try:
+        said = serialization.dumps(
+            ("returned", rejoin_signal.staying(task, place)), f"what rank {place.rank} gives back"
+        )
+    except EspalierError as error:
+        said, code = serialization.dumps(("raised", errors.words_of(error))), error.exit_code
+    except KeyboardInterrupt:
+        said = serialization.dumps(("raised", errors.words_of(Interrupted("Stopped before the first step."))))
+        code = 130
+    except BaseException as error:
+        sys.stderr.write(traceback.format_exc())
+        told = errors.words_of(explained(error, place))
+        said, code = serialization.dumps(("crashed", told, type(error).__name__)), 1
+    place.pulse.leaves()
+    with os.fdopen(writer, "wb") as pipe:
+        pipe.write(said)
+    return code
+
+
+def _redirect(path: Path, rank: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    if rank != 0:
+        os.dup2(log, 1)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    os.close(log)
+
+
+def explained(error: BaseException, place: RankSpec) -> RunFailed:
+    """What a person needs of an unexpected `error` in the rank at `place`: its kind, words and place."""
+    text = "".join(traceback.format_exception(error))
+    return RunFailed(f"Rank {place.rank} failed: {type(error).__name__}: {error}", why=_where(text, place))
+
+
+def _where(text: str, place: RankSpec) -> str:
+    frames = [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
+    return (frames[-1] if frames else "") + (f"; the whole trace is in {place.log}" if place.log else "")
+
+
+def endings(children: Sequence[Child], every: float) -> Iterator[Child | None]:
+    """Each child as it ends, until all have; and None in between, at least every `every` seconds."""
+    poller = select.poll()
+    by_fd: dict[int, Child] = {}
+    for child in children:
+        by_fd[child.pidfd] = by_fd[child.pipe] = child
+        poller.register(child.pidfd, select.POLLIN)
+        poller.register(child.pipe, select.POLLIN)
+    while any(child.status is None for child in children):
+        for fd, _ in poller.poll(round(1000 * every)):
+            child = by_fd[fd]
+            if fd == child.pipe:
+                if not child.receive():
+                    poller.unregister(fd)
+                continue
+            poller.unregister(fd)
+            child.reap()
+            yield child
+        yield None
+
+
+def results(children: Sequence[Child]) -> list[Any]:
+    """What each returned, all of which have; gives back what they took here."""
+    returned = [child.returned for child in children]
+    for child in children:
+        child.close()
+    return returned
+
+
+def died(child: Child) -> RunFailed:
+    """The error of a rank that ended and could tell nothing."""
+    status = child.status or 0
+    if status < 0:
+        name = signal.Signals(-status).name
+        why = "the system was probably out of memory" if name == "SIGKILL" else f"the process got {name}"
+        what = f"Rank {child.place.rank} was killed ({name})."
+    else:
+        what = f"Rank {child.place.rank} ended with exit code {status}."
+        why = "it left before its work was done" if status == 0 else ""
+    tail = _tail(child.place.log)
+    words = [why] if why else []
+    words += [f"its last words: {tail}"] if tail else []
+    return RunFailed(what, why="; ".join(words), do="run the same command to resume")
+
+
+def _tail(log: Path | None) -> str:
+    if log is None or not log.exists():
+        return ""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else ""

@@ -1,0 +1,409 @@
+"""Supervisor of the ranks of one machine: restarts a rank that dies, hangs or is stopped in place if the others can
+stay (`in_place_restart`), else ends all ranks and starts a new attempt from the newest good state. After Acme (arXiv
+2403.07648), section 6.1.
+
+Where we deviate: there are no idle spare processes. This process has torch imported and forks the ranks, so it is the
+warm spare of every rank itself. Each attempt has keys of its own, so no key of a dead one can be found. Policy and
+detection are `resilience`'s; here they are carried out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from espalier.checkpoint import shared_memory, young_daly
+from espalier.checkpoint.shared_memory import SharedMemory
+from espalier.errors import Diverged, EspalierError, Interrupted, RunFailed, UserError
+from espalier.launch import in_place_restart, local, postmortem, store_server
+from espalier.launch import rank_process as ranks
+from espalier.launch.base import Entrypoint, RankSpec
+from espalier.launch.process_stats import GONE, vital
+from espalier.launch.rank_process import Child
+from espalier.launch.resize import Reshaping, Resizer, RunShape
+from espalier.resilience import stack_dump
+from espalier.resilience.acme import restart_advice
+from espalier.resilience.base import KINDS, Budget, Decision, Failure, kind_of
+from espalier.resilience.hang_detector import Stall, Watcher
+from espalier.resilience.heartbeat import Pulses
+from espalier.resilience.straggler import Stragglers
+
+_HEARING_SECONDS = 1.0
+"""How long to wait for the cause when a rank only knows that it lost another."""
+_LOOKS = 2  # at every rank, between two heartbeats
+_COMPARED = 10  # looks between two comparisons of the ranks
+
+
+@dataclass(frozen=True)
+class RestartOptions:
+    """How a run is looked after.
+
+    Attributes:
+        restarts: see `resilience.base.Budget`.
+        heartbeat: seconds between two signs of life of a rank.
+        memory: bytes that copies of the state may take in this machine's memory; 0: there are none, None: a quarter of
+            what is free once the run has begun.
+        tell: called as `tell(event, **fields)` with incidents and recoveries, as the run log has them.
+        stays: why ranks that are left after a failure may stay as they are: all hold the same state (`alike`), or
+            replicas agree by `rounds`. Empty: they may not.
+        continues: whether the run goes on with another phase after these ranks; a signal that they are too late to hear
+            then ends it.
+        shapes: who plans the run anew where a place is lost or stays slow; None: it keeps its ranks.
+    """
+
+    restarts: int | None = None
+    heartbeat: float = 1.0
+    memory: int | None = 0
+    tell: Callable[..., Any] = field(default=lambda event, **fields: None)
+    shapes: Resizer | None = None
+    stays: Literal["", "alike", "rounds"] = ""
+    continues: bool = False
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Why an attempt is over: for the policy, for people, and when it went wrong (seconds of `time.monotonic`)."""
+
+    failure: Failure
+    error: EspalierError
+    at: float
+    found: restart_advice.Ruling | None = None
+    """The diagnosis, where it came before the ranks were released."""
+
+
+def run(task: Entrypoint, places: Sequence[RankSpec], care: RestartOptions) -> list[Any]:
+    """Runs `task` in one process per place until all have returned, starting them again after what can be survived;
+    what each returned, in order.
+
+    Raises the error that ended the run: `UserError` or `RunFailed` of the first rank that failed where another attempt
+    is not worth while, `Interrupted` when stopped by Ctrl-C, SIGTERM or SIGUSR1.
+    """
+    warm()
+    # Replicas that go on meet where they met before, also when the first of them is gone.
+    with store_server.served(care.stays == "rounds") as port, local.passing_on_signals() as signals:
+        places = [replace(place, port=port) for place in places]
+        slots = shared_memory.slots(len(places))
+        refuges = shared_memory.build(len(places), care.memory, slots) if care.memory != 0 else []
+        own: Sequence[SharedMemory | None] = refuges or [None] * len(places)
+        try:
+            found = Supervisor(task, list(zip(places, own, strict=True)), care, signals).run()
+        finally:
+            shared_memory.release(refuges)
+        if care.continues and signals.seen:  # it came too late for the ranks to hear of it
+            raise Interrupted(
+                "Stopped between two phases; the state is saved.", do="run the same command again to go on"
+            )
+        return found
+
+
+def warm() -> None:
+    """Loads what ranks would each load."""
+    if "torch" in sys.modules:
+        # The first optimizer imports it: more than a second, in every rank of every attempt, or once here.
+        importlib.import_module("torch._dynamo")
+
+
+Seat = tuple[RankSpec, SharedMemory | None]
+
+
+class Supervisor:
+    """One supervised run. Has state: the attempt's ranks and signs of life, and what was spent on restarts."""
+
+    def __init__(self, task: Entrypoint, seats: Sequence[Seat], care: RestartOptions, signals: local.Signals) -> None:
+        self.task, self.seats, self.care, self.signals = task, seats, care, signals
+        self.began = time.monotonic()
+        self.budget = Budget(care.restarts)
+        self.reshaping = Reshaping(care.shapes, care.tell)
+        self.next: RunShape | None = None
+        self.spins = any(place.device.startswith("cuda") for place, _ in seats)  # waits of NCCL take CPU time
+        self.attempt, self.patience, self.hung_at = 0, 1.0, -1
+        self.trouble: Ended | None = None
+        """What the run has not made good yet."""
+
+    def run(self) -> list[Any]:
+        """See the function."""
+        children = self._start()
+        while True:
+            gone: list[int] = []
+            try:
+                ended = self._watch(children)
+                if ended is None:
+                    self._recovered(finished=True)
+                    return ranks.results(children)
+                ended, again = self._first_thought(ended)
+                gone = self._gone(ended, children) if again else []
+                if gone:
+                    decision = self._decide(ended, gone)
+                    if self._stay(decision):
+                        children = self._replace(children, gone)
+                        continue
+            except BaseException:
+                self._end(children, 0.0)
+                raise
+            self._end(children, 0.0 if again else local.GRACE_SECONDS)
+            if not gone:
+                decision = self._decide(ended)
+            if not decision.restart:
+                raise self._last(ended, children, decision)
+            self._rest(decision.wait)
+            if self.next is not None:
+                self._take(self.next)
+            children = self._start()
+
+    def _start(self) -> list[Child]:
+        places = self._begin()
+        try:
+            for child in ranks.start(self.task, places):
+                self.signals.add(child)
+        except BaseException:
+            local.end(self.signals.children, 0.0)
+            raise
+        return list(self.signals.children)
+
+    def _gone(self, ended: Ended, children: Sequence[Child]) -> list[int]:
+        """Which ranks have to be replaced where the others stay; none: all begin anew."""
+        return in_place_restart.gone(ended.failure, children, self.pulses.read()) if self.care.stays else []
+
+    def _replace(self, children: Sequence[Child], gone: Sequence[int]) -> list[Child]:
+        """The ranks of another attempt, those that are left among them."""
+        after = in_place_restart.replaced(self.task, children, self._begin(self.pulses), gone)
+        for child in after:
+            self.signals.add(child)
+        return after
+
+    def _begin(self, pulses: Pulses | None = None) -> list[RankSpec]:
+        """The places of a new attempt, of which nothing is known yet. `pulses`: of ranks that stay."""
+        self.pulses = pulses or Pulses(len(self.seats), self.care.heartbeat)
+        self.pulses.begin()
+        self.signals.children.clear()
+        self.logs = {place.rank: (place.log, postmortem.size(place.log)) for place, _ in self.seats}
+        between = young_daly.between_failures(time.monotonic() - self.began, self.attempt)
+        return [
+            replace(
+                place,
+                attempt=place.attempt + self.attempt,
+                pulse=self.pulses.of(index),
+                refuge=own and replace(own, between_failures=between),
+            )
+            for index, (place, own) in enumerate(self.seats)
+        ]
+
+    def _end(self, children: Sequence[Child], grace: float) -> None:
+        local.end(children, grace)
+
+    def _watch(self, children: Sequence[Child]) -> Ended | None:
+        """Waits until all have ended well (None) or one has not, or none goes on."""
+        self.watcher = Watcher(self.care.heartbeat, self.patience, self.spins)
+        self.stragglers = Stragglers()
+        self.reshaping.begin(time.monotonic(), [place for place, _ in self.seats])
+        every = self.care.heartbeat / _LOOKS
+        looked, looks = 0.0, 0
+        for child in ranks.endings(children, every):
+            if child is not None and child.failed:
+                self._recovered(finished=False)
+                return self._death(child, children)
+            now = time.monotonic()
+            if child is None and now - looked >= every:
+                looked, looks = now, looks + 1
+                self._recovered(finished=False)
+                if looks % _COMPARED == 0:
+                    self._compare(now)
+                finding = self._look(now, children)
+                if finding is not None:
+                    return self._stuck(finding, children)
+        return None
+
+    def _look(self, now: float, children: Sequence[Child]) -> Stall | None:
+        vitals = [vital(one.pid) if one.status is None else GONE for one in children]
+        return self.watcher.look(now, self.pulses.read(), vitals)
+
+    def _dumps(self, children: Sequence[Child]) -> dict[int, str]:
+        return postmortem.dumps(children)
+
+    def _compare(self, now: float) -> None:
+        """Names ranks that hold the others up, and asks all to save and end where another plan pays."""
+        signs = self.pulses.read()
+        if not all(sign.usual for sign in signs):
+            return
+        restart_advice.ready()  # a tenth of a second, while nothing waits for it
+        if len(signs) < 2:
+            return
+        for rank, score in self.stragglers.look([max(0.0, sign.usual - sign.waited) for sign in signs]):
+            self.care.tell(
+                "incident",
+                kind="slow",
+                what=f"Rank {rank} holds the others up: its own part of a step takes {score:.1f} times theirs.",
+                rank=rank,
+                step=signs[rank].step,
+                action="watched; the run is planned anew if it stays so and that pays" if self.care.shapes else "none",
+            )
+        if not self.signals.seen and self.reshaping.compared(now, signs) is not None:
+            self.signals.ask()
+
+    def _step(self) -> int:
+        return max(sign.step for sign in self.pulses.read())
+
+    def _death(self, first: Child, children: Sequence[Child]) -> Ended:
+        """Waits a little for the cause where `first` does not know it."""
+        at = time.monotonic()
+        deadline = at + _HEARING_SECONDS
+        while (known := postmortem.cause(first, children)) is None and time.monotonic() < deadline:
+            for child in (one for one in children if one.status is None):
+                child.reap(block=False)
+            time.sleep(0.01)
+        cause, turn = known or first, self.reshaping.turn
+        if turn is not None and isinstance(cause.error, Interrupted):
+            failure = Failure("replanned", -1, f"Ranks were ended to go on as {turn.shape.says}.", step=self._step())
+            return Ended(failure, cause.error, turn.at)
+        failure = self._failure(cause)
+        at = min(at, max(sign.moved for sign in self.pulses.read())) if failure.kind == "lost" else at
+        return Ended(failure, cause.error or ranks.died(cause), at)
+
+    def _failure(self, child: Child) -> Failure:
+        error, step, rank = child.error, self._step(), child.place.rank
+        if error is None:
+            what = ranks.died(child)
+            return Failure("exit" if (child.status or 0) >= 0 else "killed", rank, what.what, what.why, step)
+        if isinstance(error, Interrupted):
+            asked = [(sign.asked, rank) for rank, sign in enumerate(self.pulses.read()) if sign.asked]
+            rank = min(asked, default=(0.0, rank))[1]
+            return Failure("signal", rank, f"Somebody asked rank {rank} to stop, not the run.", "", step)
+        if child.raised:
+            return Failure(
+                kind_of(child.raised, max(step, self.budget.furthest)), rank, error.what, error.why, step, child.raised
+            )
+        rank = -1 if isinstance(error, Diverged) else rank
+        return Failure(KINDS.get(type(error), "exception"), rank, error.what, error.why, step)
+
+    def _stuck(self, finding: Stall, children: Sequence[Child]) -> Ended:
+        """Of ranks that do not go on. They write down where they are before they are ended."""
+        rank, why = finding.rank, finding.why
+        if finding.kind == "stopped":
+            what = f"Rank {rank} was stopped (SIGSTOP)."
+        else:
+            found = stack_dump.culprit(self._dumps(children))
+            rank = found.rank if found else -1
+            what = f"Rank {rank} hangs." if found else "The run hangs."
+            why += f"; it is at {found.where}" if found else ""
+            logs = next((child.place.log for child in children if child.place.log is not None), None)
+            why += f"; where each rank was is in {logs.parent}" if logs else ""
+        error = RunFailed(what, why=why, do="run the same command to resume")
+        at = max(sign.moved for sign in self.pulses.read())
+        return Ended(Failure(finding.kind, rank, what, why, self._step()), error, at)
+
+    def _first_thought(self, ended: Ended) -> tuple[Ended, bool]:
+        """Whether the ranks can be released at once to start again; only where not, the diagnosis comes first."""
+        if self.signals.seen:
+            return ended, False
+        if self.budget.permits(ended.failure):
+            return ended, True
+        found = self._examined(ended.failure)
+        return replace(ended, found=found), self.budget.permits(_named(ended.failure, found))
+
+    def _stay(self, decision: Decision) -> bool:
+        return decision.restart and not decision.wait and self.next is None
+
+    def _decide(self, ended: Ended, gone: Sequence[int] = ()) -> Decision:
+        failure = ended.failure
+        if self.signals.seen:
+            return Decision(False, 0.0, "the run was asked to stop")
+        found = ended.found or self._examined(failure)
+        failure = _named(failure, found)
+        ended = replace(ended, failure=failure)
+        decision, self.next, told = self._answer(failure)
+        action = "start again from the newest good state" if decision.restart else "stop"
+        if gone and self._stay(decision):
+            action = f"replace {' and '.join(f'rank {rank}' for rank in gone)}, the others stay"
+        self.care.tell(
+            "incident",
+            kind=failure.kind,
+            what=failure.what,
+            why=failure.why,
+            rank=failure.rank,
+            step=failure.step,
+            attempt=self.attempt,
+            action=f"{action} ({decision.why})",
+            **told,
+            category=found.category,
+            reason=found.reason,
+            calls_for=found.action,
+            suspect=found.suspect,
+            root=found.root,
+        )
+        if failure.kind == "hang":
+            self.patience = 2 * self.patience if failure.step <= self.hung_at else 1.0
+            self.hung_at = max(self.hung_at, failure.step)
+        self.trouble = replace(ended, at=min(ended.at, self.trouble.at)) if self.trouble else ended
+        self.attempt += 1
+        return decision
+
+    def _answer(self, failure: Failure) -> tuple[Decision, RunShape | None, dict[str, float]]:
+        """What to do after `failure`, as which shape (None: the same), and what that is about in numbers."""
+        turn = self.reshaping.turn
+        if failure.kind == "replanned" and turn is not None:
+            return Decision(True, 0.0, str(turn.verdict)), turn.shape, turn.told
+        return *self.reshaping.after(failure, self.budget.decide(failure)), {}
+
+    def _take(self, shape: RunShape) -> None:
+        """The next attempt is of this shape. Copies in memory go on where they serve it."""
+        before, self.next = self.seats, None
+        if not shape.copies:
+            shared_memory.clear(own for _, own in before if own is not None)
+        self.task = shape.task
+        self.seats = [
+            (replace(place, seat=before[rank][0].seat), before[rank][1])
+            for place, rank in zip(shape.places, shape.kept, strict=True)
+        ]
+        self.budget = Budget(self.care.restarts)
+        self.reshaping.took(shape)
+
+    def _examined(self, failure: Failure) -> restart_advice.Ruling:
+        """What the failed rank's error, and what it wrote in this attempt, say of starting again."""
+        if failure.kind == "replanned":
+            return restart_advice.NOTHING
+        return restart_advice.of(failure, *self.logs.get(failure.rank, (None, 0)), nccl=self.spins)
+
+    def _last(self, ended: Ended, children: Sequence[Child], decision: Decision) -> EspalierError:
+        """The error that ends the run."""
+        if self.signals.seen:
+            return local.cause(next((child for child in children if child.failed), children[0]), children, True)
+        error = ended.error
+        if isinstance(error, UserError) or self.attempt == 1:  # nothing was tried
+            return error
+        return type(error)(error.what, why="; ".join(filter(None, (error.why, decision.why))), do=error.do)
+
+    def _recovered(self, finished: bool) -> None:
+        """Tells how long the last trouble took, once every rank has made a step since."""
+        trouble, signs = self.trouble, self.pulses.read()
+        if trouble is None or not (finished or all(sign.first for sign in signs)):
+            return
+        self.trouble = None
+        resumed = signs[0].resumed
+        self.care.tell(
+            "recovered",
+            kind=trouble.failure.kind,
+            category=trouble.failure.category,
+            reason=trouble.failure.reason,
+            rank=trouble.failure.rank,
+            step=resumed,
+            attempt=self.attempt,
+            seconds=max((sign.first for sign in signs if sign.first), default=time.monotonic()) - trouble.at,
+            lost_steps=max(0, trouble.failure.step - resumed),
+            source="memory" if signs[0].memory else "disk" if resumed else "the beginning",
+        )
+
+    def _rest(self, seconds: float) -> None:
+        """Waits before the next attempt, unless somebody asks to stop."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self.signals.seen:
+            time.sleep(0.05)
+        if self.signals.seen:
+            raise Interrupted("Stopped between two attempts; the newest checkpoint is kept.")
+
+
+def _named(failure: Failure, found: restart_advice.Ruling) -> Failure:
+    return replace(failure, category=found.category, reason=found.reason, ground=found.ground)

@@ -1,0 +1,120 @@
+"""Builds a plan from the search's best option: ranks, units and stages. No torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from espalier.plan import collective_time, explain
+from espalier.plan.base import Plan, Predicted, Rank, Stage, Unit, exchanges
+from espalier.plan.calibrate import DATASHEET, Calibration
+from espalier.plan.collective_time import seats
+from espalier.plan.estimate import estimate
+from espalier.plan.request import Request
+from espalier.plan.search import Found, Option
+
+
+def executable(option: Option) -> bool:
+    """True when `espalier train` runs it today."""
+    return not explain.missing(option.layout)
+
+
+# --- the plan ----------------------------------------------------------------------------------------------------
+
+
+def make(request: Request, found: Found, option: Option, calibration: Calibration = DATASHEET) -> Plan:
+    """The plan of an option, with reasons and what the others lose."""
+    predicted = predict(request, option, calibration)
+    layout = option.layout
+    # Of the first ranks; other groups are alike, `tp` apart. Muon's matrices stay whole.
+    sizes = {"params": layout.params, "grads": layout.grads, "optimizer": layout.optimizer}
+    groups = {name: tuple(range(0, size * layout.tp, layout.tp)) if size > 1 else () for name, size in sizes.items()}
+    return Plan(
+        planner="search",
+        ranks=_ranks(request, option),
+        units=(
+            Unit(
+                params=groups["params"],
+                grads=groups["grads"],
+                optimizer=groups["optimizer"],
+                whole=request.optimizer == "muon" and layout.optimizer > 1,
+            ),
+        ),
+        stages=_stages(request, option),
+        exchanges=exchanges(request.crossings) if layout.shards > 1 else (),
+        algorithm=layout.algorithm,
+        micro_batch=int(min(layout.micro_batch, max(_samples(request, option)))),
+        recompute=layout.recompute,
+        precision=request.precision,
+        compile=request.compile,
+        predicted=predicted,
+        executable=executable(option),
+        missing=explain.missing(layout),
+        why=tuple(explain.why(request, found, option, predicted)),
+        runners_up=tuple(explain.runners_up(request, found, option)),
+    )
+
+
+def predict(request: Request, option: Option, calibration: Calibration) -> Predicted:
+    """What the option should cost, in full."""
+    shares = option.shares
+    predicted = estimate(request, option.cluster, option.layout, calibration.factors, shares)
+    return msgspec.structs.replace(
+        predicted, spread=calibration.spread, sources={**predicted.sources, "coefficients": calibration.source}
+    )
+
+
+def _samples(request: Request, option: Option) -> list[int]:
+    """Samples of each replica, in order; they add up to the batch."""
+    layout, batch = option.layout, request.global_batch
+    if option.shares is None:
+        each, over = divmod(batch, layout.dp)
+        return [each + (index < over) for index in range(layout.dp)]
+    kinds = collective_time.kinds(seats(option.cluster, int(layout.world)))
+    share = dict(zip(dict.fromkeys(kinds), option.shares, strict=True))
+    most = [share[kind] for kind in kinds]
+    spare = sum(most) - batch  # shares are rounded up; the last ranks (the slowest) give back one each, then again
+    index = len(most) - 1
+    while spare > 0:
+        most[index] -= 1
+        spare -= 1
+        index = index - 1 if index else len(most) - 1
+    return most
+
+
+def _ranks(request: Request, option: Option) -> tuple[Rank, ...]:
+    layout, at, cuts = option.layout, 0, []
+    for samples in _samples(request, option):
+        cuts.append((at, at + samples))
+        at += samples
+    replica = layout.tp * layout.sp
+    places = seats(option.cluster, int(layout.world))
+    return tuple(
+        Rank(
+            device="cpu" if place.table.device.kind == "cpu" else f"cuda:{place.slot}",
+            node=option.nodes[place.node] if option.nodes else place.node,
+            threads=layout.threads,
+            share=cuts[index // replica % layout.dp],
+        )
+        for index, place in enumerate(places)
+    )
+
+
+def _stages(request: Request, option: Option) -> tuple[Stage, ...]:
+    layout = option.layout
+    each = layout.dp * layout.tp * layout.sp
+    few, over = divmod(request.layers, layout.pp)
+    most = max(_samples(request, option))
+    made, first = [], 0
+    for index in range(layout.pp):
+        last = first + few + (index >= layout.pp - over)
+        made.append(
+            Stage(
+                ranks=tuple(range(index * each, (index + 1) * each)),
+                layers=(first, last),
+                micro_batches=-(-most // min(layout.micro_batch, most)),
+                tensor=layout.tp,
+                sequence=layout.sp,
+            )
+        )
+        first = last
+    return tuple(made)

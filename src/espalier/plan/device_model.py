@@ -1,0 +1,175 @@
+"""Device model: seconds of products, attention and memory traffic, from measurements or a datasheet.
+
+Measured devices: FLOP/s between the measured shapes and settings by inverse-distance weights in log space, so that a
+measured shape gives its measured time. Devices of the catalogue: a share of the peak that grows with the product.
+Both take NumPy arrays. Loads no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from espalier import cluster as clusters
+from espalier.cluster import Device
+from espalier.cost import Number, Product
+from espalier.errors import UserError, nearest
+from espalier.plan.factors import PLAIN, CostFactors
+
+PRODUCT_SHARE = 0.8
+"""Share of a datasheet's peak that a large product reaches: cuBLAS on an A100 gives about 250 of 312 TFLOP/s."""
+PRODUCT_STARTUP = 25e-6
+"""Seconds that each product takes beyond that: filling and draining the device, as seen in the public table of measured
+GPT iterations on A100s (vTrain, arXiv 2312.12391). Both are assumptions until probed or calibrated."""
+COPY_SHARE = 0.8
+"""Share of a datasheet's memory bandwidth in elementwise work. Assumed until probed."""
+
+# Share of the bf16 peak that FlashAttention-2 reaches on an A100 is 73 % forward and 63 % backward at best (Dao, arXiv
+# 2307.08691, section 4); shorter sequences reach less. Processors: half of their product rate. Assumed until probed.
+ATTENTION_SHARE = {"cuda": 0.6, "cpu": 0.5}
+ATTENTION_BACKWARD = 2.5
+"""FLOP of the attention core's backward over its forward (recomputes the scores; same paper)."""
+
+LAUNCH = {"cuda": 10e-6, "cpu": 4e-6}
+"""Seconds to issue one eager operation where it was not measured: a PyTorch dispatch with autograd's
+bookkeeping, and on GPUs the kernel's launch."""
+
+SETTING_WEIGHT = 4.0
+"""A factor of two in threads or processes is as far as a factor of sixteen in a size."""
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """How a device is used: `processes` ranks of `threads` threads each (a GPU: one of one). `cores`: what there is."""
+
+    threads: int = 1
+    processes: int = 1
+    cores: int = 1
+
+    @property
+    def share(self) -> float:
+        """What is left of each thread when there are more threads than cores."""
+        return min(1.0, max(1, self.cores) / (self.threads * self.processes))
+
+
+def product_seconds(
+    device: Device, precision: str, product: Product, setting: DeviceUse, factors: CostFactors = PLAIN
+) -> Number:
+    """Seconds of all `count` products on one rank."""
+    one = 2.0 * np.asarray(product.rows, dtype=float) * product.inner * product.columns
+    if any(rate.what == "product" for rate in device.rates):
+        sizes = (product.rows, product.inner, product.columns)
+        each = factors.product * one / _measured(device, "product", precision, sizes, setting)
+    elif device.peak and device.kind == "cuda":
+        each = (
+            factors.product * one / (_peak(device, precision) * share(device, "product"))
+            + factors.startup * PRODUCT_STARTUP
+        )
+    else:
+        each = factors.product * one / (_peak(device, precision) / _ranks(device, setting))
+    return np.where(one > 0, each * product.count, 0.0)[()]
+
+
+def backward(product: Product) -> tuple[Product, Product]:
+    """The two products that backward does for one of forward: of the input's gradient and of the weight's."""
+    return (
+        Product(product.rows, product.columns, product.inner, product.count),
+        Product(product.inner, product.rows, product.columns, product.count),
+    )
+
+
+def attention_seconds(
+    device: Device, precision: str, flop: Number, setting: DeviceUse, factors: CostFactors = PLAIN
+) -> Number:
+    """Seconds of `flop` FLOP in the attention core, forward."""
+    rows = [rate for rate in device.rates if rate.what == "attention"]
+    if rows:
+        sizes = [[rate.rows, rate.inner, rate.columns] for rate in rows]
+        rows_, inner, columns = np.exp2(np.log2(sizes).mean(axis=0))
+        speed = _measured(device, "attention", precision, (rows_, inner, columns), setting)
+    else:
+        speed = _peak(device, precision) * share(device, "attention") / _ranks(device, setting)
+    return factors.attention * flop / speed
+
+
+def moved_seconds(device: Device, moved: Number, setting: DeviceUse, factors: CostFactors = PLAIN) -> Number:
+    """Seconds of reading and writing `moved` bytes of memory, on one rank."""
+    if device.copies:
+        points = np.array([[c.threads, c.processes] for c in device.copies], dtype=float)
+        values = np.array([c.bandwidth for c in device.copies])
+        rate = _between(np.log2(points), np.log2(values), np.log2([setting.threads, setting.processes])) * setting.share
+    else:
+        rate = device.memory_bandwidth * COPY_SHARE / max(1, setting.processes)
+    return factors.memory * moved / rate
+
+
+def share(device: Device, what: str) -> float:
+    """The share of its peak that a catalogue's device sustains in a large `product`, or in `attention`."""
+    assumed = PRODUCT_SHARE if what == "product" else ATTENTION_SHARE[device.kind]
+    return device.sustained.get(what, assumed)
+
+
+def issue_seconds(device: Device) -> float:
+    """Seconds the host needs to issue one eager operation."""
+    return device.dispatch or LAUNCH[device.kind]
+
+
+def peak(device: Device, precision: str) -> float:
+    """The FLOP/s that count for MFU: the vendor's peak where the device is known, else the best measured."""
+    if device.peak or device.kind == "cpu" or device.name not in clusters.known_devices():
+        return _peak(device, precision)
+    return _peak(clusters.device(device.name), precision)
+
+
+def describe(device: Device) -> str:
+    """Where this device's speeds come from."""
+    if device.rates:
+        return f"{device.source}; between measured shapes by inverse distance in log space"
+    sustained = f"{share(device, 'product'):g} of the peak"
+    return f"{device.source}; {sustained} and {PRODUCT_STARTUP * 1e6:g} µs for each product, assumed"
+
+
+def _peak(device: Device, precision: str) -> float:
+    if precision in device.flops:
+        return device.flops[precision]
+    near = nearest(precision, device.flops) or "fp32"
+    raise UserError(
+        f"{device.name} has no rate for {precision}.",
+        why="its precisions are " + ", ".join(sorted(device.flops)),
+        do=f'train.precision = "{near if near in ("fp32", "bf16", "fp64") else "fp32"}"',
+    )
+
+
+def _ranks(device: Device, setting: DeviceUse) -> float:
+    """How many ranks' worth the whole device is: the inverse of one rank's share of a processor."""
+    if device.kind == "cuda":
+        return 1.0
+    return max(1, setting.cores) / setting.threads / setting.share
+
+
+def _measured(
+    device: Device, what: str, precision: str, sizes: tuple[Number, Number, Number], setting: DeviceUse
+) -> Number:
+    """FLOP/s of one rank, between the measurements of that precision (of fp32, scaled, when it has none)."""
+    kept = [rate for rate in device.rates if rate.what == what]
+    base = precision if any(rate.precision == precision for rate in kept) else kept[0].precision
+    scale = 1.0 if base == precision else _peak(device, precision) / _peak(device, base)
+    rows = [rate for rate in kept if rate.precision == base]
+    points = np.log2([[r.rows, r.inner, r.columns, r.threads, r.processes] for r in rows])
+    low, high = points[:, :3].min(axis=0), points[:, :3].max(axis=0)
+    asked = np.broadcast_arrays(*(np.log2(np.maximum(np.asarray(size, dtype=float), 1.0)) for size in sizes))
+    inside = np.clip(np.stack(asked, axis=-1), low, high)
+    used = np.broadcast_to(np.log2([setting.threads, setting.processes]), (*inside.shape[:-1], 2))
+    stretch = np.array([1.0, 1.0, 1.0, SETTING_WEIGHT, SETTING_WEIGHT])
+    per_thread = np.log2([r.flops / r.threads for r in rows])
+    found = _between(points * stretch, per_thread, np.concatenate([inside, used], axis=-1) * stretch)
+    return found * setting.threads * setting.share * scale
+
+
+def _between(points: Any, values: Any, asked: Any) -> Number:
+    """2 to the power of `values` [n] at `points` [n, d], averaged with weights 1/distance⁴ at `asked` [..., d]."""
+    squares = ((asked[..., None, :] - points) ** 2).sum(axis=-1)
+    weights = 1.0 / (squares + 1e-9) ** 2
+    return 2.0 ** ((weights * values).sum(axis=-1) / weights.sum(axis=-1))

@@ -1,0 +1,128 @@
+"""Memory model: bytes on one rank, by kind. NumPy arrays price many layouts at once; no torch.
+
+Two ends of a pipeline can be the fullest: the first stage holds the activations of as many micro-batches as there are
+stages, the last one the head. After Buff (arXiv 2401.09149) and Korthikanti et al. (arXiv 2205.05198); deviations: what
+the allocator and the optimizer need for a moment, and gathered layers, are kinds of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from espalier.cost import Anatomy, Number
+from espalier.plan.collective_time import DeviceGroup, Fleet
+from espalier.plan.layouts import Layouts
+from espalier.plan.request import Request
+from espalier.plan.step import Step
+
+CUDA_RUNTIME = 2 * 2**30
+"""Bytes of context and libraries on a GPU, and the share of memory to be used: AMSP's rule 0.92 M - 2 GiB."""
+CUDA_MEMORY = 0.92
+CPU_RUNTIME = 256 * 2**20
+"""Bytes of a process with PyTorch and Espalier loaded: 201 MiB of its own were measured; the rest is for its data."""
+CPU_MEMORY = 0.9
+ROOMY = 0.5
+"""Share of a processor's memory up to which larger micro-batches are preferred among equals: fewer passes."""
+SLACK = {"cuda": 0.1, "cpu": 0.0}
+"""Of what a model holds on a device, the share that the allocator keeps in pieces nobody can use. Assumed: published
+FSDP peaks of about 27 bytes per parameter are 16 of states, 8 of AdamW's temporaries, and the rest this."""
+COMMUNICATION = 2**28
+"""Bytes of buffers that NCCL holds for each kind of group a rank is in. Assumed."""
+
+
+def limit(kind: DeviceGroup, request: Request) -> float:
+    """Bytes that a rank of this kind may hold: what the device allows, or less on demand."""
+    device = kind.table.device
+    share = CUDA_MEMORY if device.kind == "cuda" else CPU_MEMORY
+    usable = (share if request.headroom else 1.0) * device.memory / kind.setting.processes
+    return min(usable, math.inf if request.memory is None else request.memory)
+
+
+def held(step: Step, size: Number, in_flight: Number) -> dict[str, Number]:
+    """Bytes by kind on the fullest stage; their sum is the peak.
+
+    Args:
+        size: samples of a micro-batch.
+        in_flight: micro-batches per step.
+    """
+    first, last = ends(step, size, in_flight)
+    fuller = sum(first.values()) >= sum(last.values())
+    return first if last is first else {name: np.where(fuller, first[name], last[name]) for name in first}
+
+
+def ends(step: Step, size: Number, in_flight: Number) -> tuple[dict[str, Number], dict[str, Number]]:
+    """Bytes by kind on the first stage and on the last; the same object where no layout has more than one."""
+    anatomy = step.request.anatomy(size, step.layouts.recompute, step.request.precision, step.cut)
+    first = _stage(step, anatomy, in_flight, is_first=True)
+    if np.all(np.asarray(step.layouts.pp) == 1):
+        return first, first
+    return first, _stage(step, anatomy, in_flight, is_first=False)
+
+
+def _stage(step: Step, anatomy: Anatomy, micro_batches: Number, is_first: bool) -> dict[str, Number]:
+    """Of the first stage (or the last), with so many micro-batches in a step."""
+    request, layouts, factors = step.request, step.layouts, step.on.factors
+    pp, device, storage = np.asarray(layouts.pp), step.kind.table.device, step.storage
+    found = dict(step.held)
+    frozen = request.parameters - request.trainable
+    found["params"] = found["params"] + storage.params * frozen / layouts.tp / pp
+    # 1F1B: the first stage holds as many micro-batches as there are stages; in chunks, a little more (arXiv 2104.04473)
+    chunks = np.asarray(layouts.chunks)
+    first = np.where(chunks > 1, pp + (pp - 1) / chunks, pp)
+    waiting = np.minimum(first if is_first else 1, micro_batches)
+    has_head = (pp == 1) | (not is_first)
+    kept = waiting * step.stage_layers * anatomy.layer.kept + has_head * anatomy.rest.kept
+    transient = np.maximum(anatomy.layer.transient, has_head * anatomy.rest.transient)
+    update = np.maximum(orthogonal_bytes(request), request.temporaries * step.stage_parameters / layouts.optimizer)
+    found["activations"] = factors.held * kept
+    # The worst moment is in backward, or in the optimizer's step when no activation is held any more.
+    found["transient"] = np.maximum(factors.held * transient, update - factors.held * kept)
+    found["slack"] = factors.held * SLACK[device.kind] * sum(found.values())
+    found["runtime"] = _runtime(device.runtime, step.on, layouts)
+    zero = 0.0 * np.asarray(micro_batches)
+    return {name: value + zero for name, value in found.items()}
+
+
+def _runtime(measured: int, on: Fleet, layouts: Layouts) -> Number:
+    if not on.cuda:
+        return float(max(measured, CPU_RUNTIME))
+    axes = [layouts.tp, layouts.sp, layouts.dp, layouts.pp]
+    return (measured or CUDA_RUNTIME) + COMMUNICATION * sum(np.asarray(axis) > 1 for axis in axes)
+
+
+def orthogonal_bytes(request: Request) -> int:
+    """Bytes Muon needs beside its state: the matrices it takes at once, the old and the new of two products."""
+    if request.optimizer != "muon":
+        return 0
+    from espalier.optim.muon import LARGEST_BATCH
+
+    at_once = (
+        rows * columns * min(count, max(1, LARGEST_BATCH // (rows * columns)))
+        for rows, columns, count in request.matrix_shapes
+        if rows * columns
+    )
+    return 4 * request.bytes_each * max(at_once, default=0)
+
+
+def sources(request: Request, on: Fleet) -> Mapping[str, str]:
+    """Where each kind's number comes from."""
+    device, width = on.kinds[0].table.device, request.bytes_each
+    low = " + 2 bytes of bf16 copies (sharded: bf16, masters with the optimizer)" if request.low else ""
+    found: dict[str, Any] = {
+        "params": f"{width} bytes per parameter{low}",
+        "grads": f"{width} bytes per trainable parameter",
+        "optimizer_state": f"{2 * width} bytes per AdamW parameter, {width} per Muon parameter",
+        "activations": "the workload's formula, for as many micro-batches as wait in the pipeline",
+        "gathered": "two layers gathered at a time where parameters or gradients are sharded",
+        "slack": f"{SLACK[device.kind]:.0%} for the allocator (assumed)",
+        "runtime": "measured"
+        if device.runtime > (0 if device.kind == "cuda" else CPU_RUNTIME)
+        else "assumed (AMSP's 2 GiB)"
+        if device.kind == "cuda"
+        else "a process with PyTorch and Espalier loaded",
+    }
+    return found

@@ -1,0 +1,216 @@
+"""Re-planning: plans a run anew on the places of its plan, without some of them or at the speeds they showed. No torch.
+
+After FlashFlex (arXiv 2409.01143), which plans for unequal devices, and Acme (arXiv 2403.07648), section 6.1. The
+search and the cost model are those of any plan: each rank becomes a device of its own, slowed by what was measured.
+Where we deviate: only data-parallel ranks of one machine; what slowness has nothing to do with (micro-batch,
+recomputation, whether states are whole) stays as it was where that fits, so that only what was measured decides.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import msgspec
+
+from espalier import units
+from espalier.cluster import Cluster, Node, Place
+from espalier.compose import Claim
+from espalier.config import EveryStep, Pin, Recompute, Shard
+from espalier.errors import UserError
+from espalier.plan import base as plans
+from espalier.plan import collective_time, device_model
+from espalier.plan.base import Plan
+from espalier.plan.calibrate import Calibration
+from espalier.plan.decide import decide
+from espalier.plan.estimate import price
+from espalier.plan.layouts import of_view
+from espalier.plan.request import Request
+
+CLAIM = Claim(
+    "replan",
+    question="replan",
+    forbids=frozenset({"replicas differ between rounds", "the model is cut", "several machines"}),
+)
+"""A run on fewer ranks, or on others, goes on from the same state: its ranks hold whole models, on one machine."""
+
+NOISE = 1.2
+"""A rank whose samples take at most this many times as long as the others' (or the inverse) counts as equal."""
+FEWER = 3
+"""So many of the slowest are left out at most, one after the other; and all but one, and the slower half."""
+_FITTED, _MOST = 40, 1e6  # halvings of a factor between 1 and this
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What ranks showed while they ran.
+
+    `slower`: by rank, how many times as long a sample takes there as on the rank in the middle; `link`: how many times
+    as long exchanges take as planned.
+    """
+
+    slower: tuple[float, ...]
+    link: float = 1.0
+
+    def of(self, kept: Sequence[int]) -> Speeds:
+        """Of some of the ranks, in that order."""
+        return Speeds(tuple(self.slower[rank] for rank in kept), self.link)
+
+
+@dataclass(frozen=True)
+class Replan:
+    """Another plan: which ranks of the one before it keeps, and its step as a multiple of that one's (both by the cost
+    model, at the same measured speeds)."""
+
+    plan: Plan
+    kept: tuple[int, ...]
+    ratio: float
+
+
+def equal(plan: Plan) -> Speeds:
+    """All as planned."""
+    return Speeds((1.0,) * len(plan.ranks))
+
+
+def speeds(plan: Plan, own: Sequence[float]) -> Speeds:
+    """Of ranks that spend `own` seconds a step on their samples."""
+    each = [seconds / (rank.share[1] - rank.share[0]) for seconds, rank in zip(own, plan.ranks, strict=True)]
+    middle = statistics.median_low(each)
+    ratios = [one / middle if middle > 0 else 1.0 for one in each]
+    return Speeds(tuple(1.0 if 1 / NOISE <= ratio <= NOISE else ratio for ratio in ratios))
+
+
+def with_link(request: Request, cluster: Cluster, plan: Plan, found: Speeds, excess: float) -> Speeds:
+    """`found` with the factor on links that makes the plan's step `excess` seconds longer (0 or less: 1)."""
+    target = seconds(request, cluster, plan, found) + excess
+    if excess <= 0 or len(plan.ranks) == 1:
+        return found
+    low, high = 1.0, _MOST
+    for _ in range(_FITTED):
+        middle = (low * high) ** 0.5
+        slower = seconds(request, cluster, plan, replace(found, link=middle)) > target
+        low, high = (low, middle) if slower else (middle, high)
+    return replace(found, link=low)
+
+
+def seconds(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> float:
+    """Of a step of `plan` with the shares it has, by the cost model at the speeds `found`: its slowest rank's."""
+    threads = plan.ranks[0].threads
+    on = collective_time.fleet(measured(cluster, plan.ranks, found), len(plan.ranks), threads)
+    shares = [rank.share[1] - rank.share[0] for rank in plan.ranks]
+    layout = replace(of_view(plan.layout), threads=threads)
+    costs = price(request, replace(on, factors=request.factors), layout, shares)
+    return max(float(one.step) for one in costs)
+
+
+def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int], found: Speeds) -> Plan:
+    """The best plan for the places of the ranks `kept` (of `plan`, in order), at the speeds `found` of all its ranks.
+
+    Raises UserError where they cannot hold the run or share its batch.
+    """
+    if not kept or len(kept) > request.global_batch:
+        raise UserError(
+            f"A batch of {request.global_batch} samples cannot be shared by {len(kept)} ranks.",
+            do="train.batch_tokens as it is, on at least one rank",
+        )
+    ranks = [plan.ranks[rank] for rank in kept]
+    there = measured(cluster, ranks, found.of(kept))
+    pinned = Pin(
+        ranks=len(kept),
+        threads=ranks[0].threads,
+        algorithm="data",
+        pp=1,
+        micro_batch=min(plan.micro_batch, -(-request.global_batch // len(kept))),
+        recompute=cast("Recompute", plan.recompute),
+        shard=Shard(params=1, grads=1, optimizer=1) if plan.replicated else None,
+    )
+    freer = Pin(ranks=len(kept), threads=ranks[0].threads, algorithm="data", pp=1)
+    for pin in (pinned, freer):
+        decision = decide(replace(request, pin=pin, sync=EveryStep()), there, Calibration(factors=request.factors))
+        if decision.fits:
+            return _seated(decision.taken, ranks, request.global_batch)
+    closest = decision.found.closest
+    over = units.show_size(closest.over) if closest is not None else "some"
+    raise UserError(
+        f"{len(kept)} rank{'s' * (len(kept) > 1)} cannot hold this run: {over} of memory lack on each.",
+        do="mend the place that was lost and run the same command, or a smaller model or micro-batch",
+    )
+
+
+def options(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> list[Replan]:
+    """Plans for the same run on the same places or without the slowest, at the speeds `found`; the fastest first."""
+    there = len(plan.ranks)
+    now = seconds(request, cluster, plan, found)
+    slowest = sorted(range(there), key=lambda rank: (-found.slower[rank], -rank))
+    made = []
+    for count in sorted({*range(FEWER + 1), there // 2, there - 1}):
+        kept = tuple(sorted(slowest[count:]))
+        if not kept:
+            continue
+        try:
+            one = plan_on(request, cluster, plan, kept, found)
+        except UserError:
+            continue  # fewer cannot hold it
+        made.append(Replan(one, kept, seconds(request, cluster, one, found.of(kept)) / now))
+    return sorted(made, key=lambda one: one.ratio)
+
+
+def measured(cluster: Cluster, ranks: Sequence[plans.Rank], found: Speeds) -> Cluster:
+    """A cluster of one device for each of `ranks`, all in one machine, as slow as `found` (in the same order)."""
+    places = [_place(cluster, rank) for rank in ranks]
+    used = [place.rank for place in places]
+    inside = cluster.slowest(used, "inside")
+    inside = msgspec.structs.replace(
+        inside,
+        bandwidth=inside.bandwidth / found.link,
+        latency=inside.latency * found.link,
+        launch=inside.launch * found.link,
+    )
+    tables = [
+        _table(place.table, rank.threads, used.count(place.rank), slower)
+        for place, rank, slower in zip(places, ranks, found.slower, strict=True)
+    ]
+    return Cluster(
+        nodes=tuple(msgspec.structs.replace(table, inside=inside) for table in tables), machine=cluster.machine
+    )
+
+
+def _place(cluster: Cluster, rank: plans.Rank) -> Place:
+    """Where a rank of a plan sits."""
+    kind, _, slot = rank.device.partition(":")
+    fitting = [place for place in cluster.devices() if place.node == rank.node and place.table.device.kind == kind]
+    for place in fitting:
+        if kind == "cpu" or place.slot == int(slot):
+            return place
+    raise UserError(f"The cluster has no device {rank.device} on machine {rank.node}.", do="delete cluster.toml")
+
+
+def _table(table: Node, threads: int, ranks: int, slower: float) -> Node:
+    """One rank's part of a device that `ranks` ranks of `threads` threads use, `slower` times as slow."""
+    device, cores = table.device, max(1, table.cores)
+    cuda = device.kind == "cuda"
+    sharing = 1 if cuda else ranks
+    left = min(1.0, cores / (threads * ranks))
+    portion = 1.0 if cuda else threads * left / cores
+    slowed = msgspec.structs.replace(
+        device,
+        memory=device.memory // sharing,
+        memory_bandwidth=device.memory_bandwidth / sharing / slower,
+        flops={precision: rate * portion / slower for precision, rate in device.flops.items()},
+        dispatch=device_model.issue_seconds(device) * slower,
+        rates=tuple(msgspec.structs.replace(rate, flops=rate.flops * left / slower) for rate in device.rates),
+        copies=tuple(msgspec.structs.replace(copy, bandwidth=copy.bandwidth * left / slower) for copy in device.copies),
+    )
+    cores = table.cores // table.devices if cuda else threads
+    return msgspec.structs.replace(table, device=slowed, count=1, devices=1, cores=cores, name="here")
+
+
+def _seated(made: Plan, ranks: Sequence[plans.Rank], samples: int) -> Plan:
+    """The plan with its ranks on the devices that they have."""
+    seated = tuple(
+        msgspec.structs.replace(new, device=old.device, node=old.node, threads=old.threads)
+        for new, old in zip(made.ranks, ranks, strict=True)
+    )
+    return plans.check(msgspec.structs.replace(made, ranks=seated, runners_up=()), samples, "the new plan")

@@ -1,0 +1,111 @@
+"""Request: what the planner is asked, from a recipe or a bare module. Counts only, allocates nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from espalier import units, workload_registry
+from espalier.config import Muon, Recipe
+from espalier.cost import Anatomy, Cut, Product, Work
+from espalier.errors import UserError
+from espalier.plan.request import Request
+from espalier.shard.wrap_policy import running_of, sizes_of
+from espalier.workload import Workload
+from espalier.workload_row import tally
+
+if TYPE_CHECKING:
+    from espalier.config import Pin
+
+
+def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) -> Request:
+    """Of a resolved recipe. `workload` gives its workload; it is called only for kinds whose model depends on data."""
+    opened = workload or (lambda: workload_registry.open_workload(workload_registry.Resolved(recipe)))
+    profile = workload_registry.row(recipe).profile(recipe, opened)
+    train, options, counted = recipe.train, recipe.plan, profile.tally
+    for name in ("redundancy", "max_devices"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"plan.{name} = {value} is not possible.", do=f"plan.{name}=1 or more")
+    is_muon, sizes = isinstance(train.optimizer, Muon), counted.sizes
+    if train.precision == "fp64":  # else as the trainer keeps them: fp32 masters also under bf16
+        sizes = tuple(one._replace(element_bytes=8, kind=("torch.float64", False)) for one in sizes)
+    return Request(
+        parameters=counted.parameters,
+        trainable=counted.trainable,
+        tensors=counted.tensors,
+        global_batch=profile.global_batch,
+        tokens_per_sample=profile.tokens_per_sample,
+        anatomy=profile.anatomy,
+        layers=profile.layers,
+        outside=profile.outside,
+        tables=profile.tables,
+        heads=profile.heads,
+        kv_heads=profile.kv_heads,
+        width=profile.width,
+        kv_width=profile.kv_width,
+        remarks=profile.remarks,
+        tasks=profile.tasks,
+        optimizer="muon" if is_muon else "adamw",
+        matrix_parameters=sum(rows * columns * n for (rows, columns), n in counted.matrices.items()) if is_muon else 0,
+        matrix_shapes=tuple((rows, columns, count) for (rows, columns), count in sorted(counted.matrices.items())),
+        precision=train.precision,
+        compile=train.compile,
+        recompute=recipe.plan.pin.recompute or train.recompute,
+        pin=recipe.plan.pin,
+        bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"),
+        memory=None if options.memory is None else float(units.size(options.memory, "plan.memory")),
+        redundancy=options.redundancy,
+        max_devices=options.max_devices,
+        codec=recipe.comm.codec,
+        sync=recipe.sync,
+        saves=recipe.checkpoint.every,
+        copies="auto" if recipe.faults.memory == "auto" else units.size(recipe.faults.memory, "faults.memory"),
+        sizes=sizes,
+        running=_running_bytes(counted.running, train.precision),
+    )
+
+
+def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> Request:
+    """Of a bare module in somebody's own loop: what it does with a sample is not known, so two operations per parameter
+    are counted and no activations. Raises UserError when nothing in it is trainable."""
+    counted = tally(model, ())
+    if not counted.trainable:
+        raise UserError(f"{type(model).__name__} has no trainable parameter.", do="give the model that you train")
+
+    layers = _layers(model)
+
+    def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
+        zero = 0.0 * micro_batch
+        nothing = Work((), zero, zero, zero, zero, zero, micro_batch, micro_batch)
+        product = Product(micro_batch, counted.parameters / layers, 1)
+        return Anatomy(layers, dataclasses.replace(nothing, products=(product,)), nothing)
+
+    return Request(
+        parameters=counted.parameters,
+        trainable=counted.trainable,
+        tensors=counted.tensors,
+        sizes=sizes_of(model),
+        running=_running_bytes(running_of(model), precision),
+        layers=layers,
+        global_batch=batch,
+        tokens_per_sample=1.0,
+        anatomy=anatomy,
+        precision=precision,
+        pin=pin,
+    )
+
+
+def _running_bytes(counted: tuple[int, int], precision: str) -> int:
+    """Bytes of running statistics: so many floats and whole numbers."""
+    floats, whole = counted
+    return (8 if precision == "fp64" else 4) * floats + 8 * whole
+
+
+def _layers(model: torch.nn.Module) -> int:
+    """The length of the longest list of modules: what is gathered at once when parameters are sharded."""
+    lists = (torch.nn.ModuleList, torch.nn.Sequential)
+    return max((len(one) for one in model.modules() if isinstance(one, lists)), default=1) or 1

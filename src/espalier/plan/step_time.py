@@ -1,0 +1,326 @@
+"""Step time: seconds of one step on one rank, by part. NumPy arrays price many layouts at once; no torch.
+
+Compute per layer by device, exchanges per layer and per step by link, 1F1B's bubble: Buff (arXiv 2401.09149), AMSP
+(arXiv 2311.00257). Deviations: the host's price of each operation, a price for each launch, overlap that is neither
+complete nor free, and the optimizer's own time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from espalier.cost import Anatomy, Number, Product, Work
+from espalier.plan import collective_time, device_model
+from espalier.plan.step import Step
+from espalier.shard.cost import cost, volumes
+
+OPERATIONS = 6.0
+"""Operations issued per matrix product in an eager forward pass where the workload does not count them: a decoder block
+has 7 products among about 40 operations."""
+COMPILED = 1 / 3
+"""Share of them left when blocks are compiled. Assumed."""
+BACKWARD = 2.0
+"""Operations and bytes moved in backward over forward."""
+TOGETHER = 4.0
+"""A GPU and the host that feeds it work side by side: a pass takes (device^p + host^p)^(1/p), their maximum but where
+they are about equal. Assumed."""
+CLIP_BYTES = 12
+"""Per parameter: the norm reads a gradient, clipping reads and writes it."""
+ADAM_BYTES = 28
+"""Per parameter, fused: reads parameter, gradient and two moments, writes all but the gradient."""
+MUON_BYTES = 36
+"""Per parameter beside its products: momentum, normalising, the update."""
+NEWTON_SCHULZ = 5
+INTERFERENCE = {"cuda": 0.2, "cpu": 1.0, "cpu between": 0.3}
+"""Seconds of compute lost per hidden second of communication. GPUs: Buff (arXiv 2401.09149). Processors: inside a
+machine the same cores do the copying; over a network TCP slows two cores to 0.62-0.80 on a saturated 100 Mbit/s."""
+UNHIDDEN = {"cuda": 0.2, "cpu": 0.0}
+"""Share of computation's time in which nothing can be hidden: AMSP's overlap efficiency of 0.8."""
+STALL = 200e-6
+"""Seconds a stage loses at each hand-over beside the transfer: the host waits before it can issue more. Assumed."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one micro-batch in one layer, or in everything else: by part, exchanges included."""
+
+    forward: Number
+    backward: Number
+    recompute: Number
+    launch: Number
+    tensor: Number = 0.0
+    sequence: Number = 0.0
+    weights: Number = 0.0
+
+    @property
+    def total(self) -> Number:
+        """All of them."""
+        return sum(vars(self).values())
+
+
+def step_seconds(step: Step, samples: Number) -> dict[str, Number]:
+    """Seconds by part of a step in which each replica has `samples` samples; they add up to the whole."""
+    layouts = step.layouts
+    size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
+    full, rest = samples // size, samples % size
+    whole, stage = _passes(step, size)
+    terms = {name: full * value for name, value in stage.items()}
+    last = stage
+    if np.any(rest > 0):
+        _, part = _passes(step, np.maximum(rest, 1))
+        terms = {name: value + (rest > 0) * part[name] for name, value in terms.items()}
+        last = {name: np.where(rest > 0, part[name], stage[name]) for name in stage}
+    micro_batches = full + (rest > 0)
+    terms |= _pipeline(step, size, micro_batches, whole)
+    terms |= _once(step, last)
+    return terms
+
+
+# --- one micro-batch ---------------------------------------------------------------------------------------------
+
+
+def _passes(step: Step, size: Number) -> tuple[Pass, dict[str, Number]]:
+    """One layer's pass, and the seconds by part of a micro-batch in the stage that has all the rest too."""
+    request, layouts = step.request, step.layouts
+    anatomy = request.anatomy(size, layouts.recompute, request.precision, step.cut)
+    layer = _together(step, _exchanged(step, compute(step, anatomy.layer), anatomy))
+    rest = _together(step, compute(step, anatomy.rest))
+    layers = step.stage_layers
+    return layer, {name: layers * value + getattr(rest, name) for name, value in vars(layer).items()}
+
+
+def compute(step: Step, work: Work) -> Pass:
+    """Seconds of forward, backward and recomputation of `work`, alone on its device."""
+    device, setting, precision = step.kind.table.device, step.kind.setting, step.request.precision
+    factors = step.on.factors
+
+    def products(chosen: Sequence[Product]) -> Number:
+        return sum((device_model.product_seconds(device, precision, one, setting, factors) for one in chosen), 0.0)
+
+    moved = device_model.moved_seconds(device, work.moved, setting, factors)
+    attention = device_model.attention_seconds(device, precision, work.attention, setting, factors)
+    dense = products(work.products) + attention
+    forward = dense + moved
+    both = [product for one in work.products for product in device_model.backward(one)]
+    backward = products(both) + device_model.ATTENTION_BACKWARD * attention + BACKWARD * moved
+    again = work.again * dense + (work.again if work.moved_again is None else work.moved_again) * moved
+    count = work.issued or OPERATIONS * sum((product.count for product in work.products), 0.0)
+    count = count * (COMPILED if step.request.compile else 1.0) * (1 + BACKWARD + work.again)
+    return Pass(forward, backward, again, factors.issue * count * device_model.issue_seconds(device))
+
+
+def _together(step: Step, one: Pass) -> Pass:
+    """`one` with the host's time beside the device's: on a GPU the host runs ahead, also of exchanges, so only what the
+    device waits for counts."""
+    if not step.cuda:
+        return one
+    busy = one.total - one.launch
+    return replace(one, launch=(busy**TOGETHER + one.launch**TOGETHER) ** (1 / TOGETHER) - busy)
+
+
+def _exchanged(step: Step, layer: Pass, anatomy: Anatomy) -> Pass:
+    """A layer's pass with what its tensor, sequence and state groups exchange in it."""
+    request, layouts = step.request, step.layouts
+    again = np.asarray(anatomy.layer.again) > 0.4
+    stream = anatomy.layer.tokens * request.width * request.compute
+    tensor = sequence = 0.0 * np.asarray(layer.forward)
+    if np.any(np.asarray(layouts.tp) > 1):
+        tensor = tensor_seconds(step, stream, again)
+    if np.any(np.asarray(layouts.sp) > 1):
+        sequence = sequence_seconds(step, stream / layouts.tp, again)
+    gathers = weights(step, request.layer_parameters / layouts.tp)
+    ahead = _awaited(step, gathers["all_gather"], layer.forward)
+    behind = _awaited(step, gathers["all_gather"] + gathers["reduce_scatter"], layer.backward + layer.recompute)
+    return replace(layer, tensor=tensor, sequence=sequence, weights=ahead + behind)
+
+
+def tensor_seconds(step: Step, stream: Number, again: Number) -> Number:
+    """Seconds that a layer's tensor ranks exchange: all-gathers and reduce-scatters of `stream` bytes, 4 forward and as
+    many backward, 4 more with recomputation and 2 more for FSP (Buff, section 2.5); without sequence parallelism half
+    as many all-reduces."""
+    layouts = step.layouts
+
+    def one(operation: collective_time.Operation) -> Number:
+        return collective_time.seconds(operation, stream, layouts.tp, 1, step.on)
+
+    if not step.request.sequence_parallel:
+        return (4 + 2 * again) * one("all_reduce")
+    pairs = 4 + 2 * again + (1 if layouts.algorithm == "fsp" else 0)
+    return pairs * (one("all_gather") + one("reduce_scatter"))
+
+
+def sequence_seconds(step: Step, stream: Number, again: Number) -> Number:
+    """Seconds of a layer's all-to-alls: query, key, value and the result, forward and backward (and once more)."""
+    request, layouts = step.request, step.layouts
+    spread = np.maximum(1.0, layouts.sp / max(1, request.kv_heads))
+    shared = request.kv_width / request.width * spread
+
+    def one(bytes_: Number) -> Number:
+        return collective_time.seconds("all_to_all", bytes_, layouts.sp, layouts.tp, step.on)
+
+    return (2 + again) * 2 * (one(stream) + one(stream * shared))
+
+
+def weights(step: Step, parameters: Number) -> Mapping[str, Number]:
+    """Seconds of gathering `parameters` parameters of one layer once, and of scattering their gradients, in every
+    micro-batch."""
+    one = replace(step.states, sizes=(), elements=parameters, layers=1, layer=0, outside=0, largest=0)
+    found = cost(one, step.division, wire=step.wire).seconds
+    scatter, layouts = found["scatter"], step.layouts
+    if step.request.refresh == "broadcast":
+        tensors = step.request.tensors / max(1, step.request.layers)
+        scatter = _owner_by_owner(step, step.storage.grads * parameters, layouts.grads, layouts.tp, tensors)
+    return {"all_gather": found["gather"] / 2, "reduce_scatter": scatter}
+
+
+def _owner_by_owner(step: Step, size: Number, ranks: Number, stride: Number, tensors: float) -> Number:
+    """Seconds of `size` bytes that come from their owners by a broadcast each, or go to them by a reduction each:
+    tensors are owned whole, so that there are no more owners than tensors."""
+    owners = np.minimum(ranks, max(1.0, tensors))
+    one = collective_time.seconds("broadcast", size / owners, ranks, stride, step.on)
+    return owners * (one + collective_time.chained(ranks, step.on))
+
+
+def _exposed(step: Step, taken: Number, window: Number, pieces: Number = 1) -> Number:
+    """Seconds a step gets longer by exchanges of `taken` seconds in all, in equal pieces that become ready evenly over
+    `window` seconds of computation and go one after the other. What is hidden still costs something."""
+    unhidden = np.minimum(1.0, UNHIDDEN["cuda" if step.cuda else "cpu"] * step.on.factors.exposed)
+    usable = (1 - unhidden) * window
+    piece = taken / pieces
+    kind = "cuda" if step.cuda else "cpu between" if step.on.between is not None else "cpu"
+    return exposed(piece, pieces, usable, INTERFERENCE[kind])
+
+
+def _awaited(step: Step, taken: Number, window: Number) -> Number:
+    """The same for what computation itself waits for, block by block. On processors none of it counts as hidden: a
+    gather moves on only between blocks, and its copies take the cores that compute. So counted, five layouts on slow
+    links come in the order in which they were measured (bench/amsp.py)."""
+    return _exposed(step, taken, window) if step.cuda else taken + 0.0 * window
+
+
+def exposed(piece: Number, pieces: Number, window: Number, interference: float) -> Number:
+    """Of `pieces` exchanges of `piece` seconds, what `window` seconds of computation cannot hide, and the loss by what
+    is hidden. A single exchange may run from the window's beginning; of several the last starts at its end."""
+    whole = piece * pieces
+    late = np.where(np.asarray(pieces) > 1, np.maximum(piece, window / pieces + whole - window), whole - window)
+    shown = np.where(whole > 0, np.clip(late, 0.0, whole), 0.0)
+    return shown + interference * (whole - shown)
+
+
+# --- once a step -------------------------------------------------------------------------------------------------
+
+
+def _pipeline(step: Step, size: Number, micro_batches: Number, layer: Pass) -> dict[str, Number]:
+    """The bubble, and the hand-overs between stages: (min(pp, m) + m - 1 + min(pp, m)) sends (Buff, section 2.5)."""
+    layouts, request = step.layouts, step.request
+    pp, chunks = np.asarray(layouts.pp), np.asarray(layouts.chunks)
+    if np.all(pp == 1):
+        return {"pipeline": 0.0 * size, "send": 0.0 * size}
+    tokens = size * request.tokens_per_sample / layouts.sp
+    bytes_ = tokens * request.width * request.compute / np.where(request.sequence_parallel, layouts.tp, 1)
+    stride = layouts.tp * layouts.sp * layouts.dp
+    one = collective_time.seconds("send", bytes_, 1, stride, step.on) + step.on.factors.stall * STALL
+    times = hand_overs(pp, micro_batches) * chunks * (pp > 1)
+    bubble = (pp - 1) * step.stage_layers * layer.total / chunks
+    return {"pipeline": bubble + 0.0 * size, "send": times * one}
+
+
+def hand_overs(stages: Number, micro_batches: Number) -> Number:
+    """Transfers on the critical path of 1F1B."""
+    return np.minimum(stages, micro_batches) + (micro_batches - 1) + np.minimum(stages, micro_batches)
+
+
+def _once(step: Step, last: Mapping[str, Number]) -> dict[str, Number]:
+    """Gradients, optimizer and refreshed parameters: what happens once a step, on the last micro-batch."""
+    backward = last["backward"] + last["recompute"]
+    found = gradients(step)
+    reduce = _exposed(step, found["seconds"], backward, np.maximum(1, found["units"]))
+    return {
+        "all_reduce": reduce,
+        "refresh": _awaited(step, refresh(step), last["forward"]),
+        "optimizer": _optimizer(step) + 0.0 * reduce,
+    }
+
+
+def gradients(step: Step) -> dict[str, Number]:
+    """Seconds of summing a step's gradients, and the units in which they become ready (AMSP, section 2.5): scattered
+    from the gradients' shards to the optimizer's, then summed over that shard's replicas."""
+    layouts = step.layouts
+    if step.request.refresh != "broadcast":
+        units = sum(one.units for one in volumes(step.states, step.division))
+        return {"seconds": step.exchanged.seconds["reduce"], "units": units}
+    size = step.storage.grads * step.stage_parameters / layouts.grads
+    units = np.maximum(1, np.ceil(size / max(1, step.request.bucket_bytes)))
+    replicas = layouts.shards // np.asarray(layouts.grads)
+    whole = step.wire("all_reduce", size / units, replicas, layouts.tp * layouts.grads, "gradients")
+    return {"seconds": units * whole, "units": units}
+
+
+def refresh(step: Step) -> Number:
+    """Seconds of bringing updated parameters back from the optimizer's shards to the parameters'."""
+    layouts = step.layouts
+    if step.request.refresh != "broadcast":
+        return step.exchanged.seconds["refresh"]
+    size = step.storage.params * step.stage_parameters / layouts.params
+    ranks = layouts.optimizer // np.asarray(layouts.params)
+    return _owner_by_owner(step, size, ranks, layouts.tp * layouts.params, step.request.tensors)
+
+
+def _optimizer(step: Step) -> Number:
+    """Seconds of the optimizer step on a rank's shard, clipping included."""
+    request, device, setting = step.request, step.kind.table.device, step.kind.setting
+    muon = request.matrix_parameters / max(1, request.trainable) if request.optimizer == "muon" else 0.0
+    each = ADAM_BYTES * (1 - muon) + MUON_BYTES * muon
+    owned = step.stage_parameters / step.layouts.optimizer
+    moved = request.bytes_each / 4 * (each + CLIP_BYTES) * owned
+    taken = device_model.moved_seconds(device, moved, setting, step.on.factors)
+    if request.optimizer == "muon":
+        share = owned / max(1, request.trainable)
+        taken = taken + share * sum(_orthogonal(step, shape) for shape in request.matrix_shapes)
+    return taken
+
+
+def _orthogonal(step: Step, shape: tuple[int, int, int]) -> float:
+    """Seconds of Newton-Schulz on `count` matrices: three products an iteration, on the smaller side."""
+    device, (rows, columns, count) = step.kind.table.device, shape
+    small, large = min(rows, columns), max(rows, columns)
+    times = count * NEWTON_SCHULZ
+    wanted = step.request.precision
+    precision = "bf16" if device.kind == "cuda" and "bf16" in device.flops else wanted
+    if precision not in device.flops or device.kind == "cpu":
+        precision = "fp64" if wanted == "fp64" else "fp32"
+    sizes = [(small, large, small), (small, small, small), (small, small, large)]
+    products = [Product(*size, times) for size in sizes]
+    setting: Any = step.kind.setting
+    return float(
+        sum(device_model.product_seconds(device, precision, one, setting, step.on.factors) for one in products)
+    )
+
+
+def sources(step: Step) -> dict[str, str]:
+    """Where each part's number comes from."""
+    device, on = step.kind.table.device, step.on
+    links = [("inside", on.inside)] + ([("between", on.between)] if on.between is not None else [])
+    told = "; ".join(f"{n}: {k.bandwidth:.3g} bytes/s, {k.latency:.2g} s per hop ({k.source})" for n, k in links)
+    return {
+        "forward": f"products, attention and memory traffic on {device.name}: {device_model.describe(device)}",
+        "backward": f"two products for each, attention x{device_model.ATTENTION_BACKWARD}, "
+        f"traffic x{BACKWARD:g} (assumed)",
+        "recompute": "the share of forward that the workload repeats",
+        "launch": f"operations counted by the workload, or {OPERATIONS:g} per product (assumed), "
+        f"{device_model.issue_seconds(device) * 1e6:.1f} µs each; on a GPU only what the device waits for",
+        "tensor": "all-gathers and reduce-scatters of each layer's activations (Buff, arXiv 2401.09149)",
+        "sequence": "all-to-alls of queries, keys, values and results (Buff, arXiv 2401.09149)",
+        "weights": "gathers of sharded parameters and scatters of gradients in every micro-batch, less what is hidden",
+        "pipeline": "(stages - 1) micro-batches of one stage (1F1B), divided by its chunks",
+        "send": f"activations from stage to stage, and {STALL * 1e6:g} µs for each hand-over (assumed)",
+        "all_reduce": "launch + hops x latency + 2(n-1)/n bytes/bandwidth per bucket, less what backward "
+        f"hides; {told}",
+        "refresh": "gathers of updated parameters, on GPUs less what the next forward hides",
+        "optimizer": f"memory traffic: {ADAM_BYTES} bytes per AdamW parameter, {MUON_BYTES} per Muon parameter and its "
+        f"{NEWTON_SCHULZ} iterations of 3 products, {CLIP_BYTES} for clipping",
+    }

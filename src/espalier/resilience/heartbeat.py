@@ -1,0 +1,185 @@
+"""Heartbeats: each rank writes into shared memory that it lives and at which step it is; its launcher reads them.
+
+Nothing is sent and nobody is waited for, so signs of life do not depend on any collective or its timeout, and a rank
+that was killed in the middle of anything leaves them readable. Times are `time.monotonic`, the same in all processes of
+a machine. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Doing = Literal["starting", "stepping", "validating", "elsewhere", "saving", "storing", "leaving", "standing"]
+"""elsewhere: it waits for data · validating: and sampling · saving: and restoring, in a folder · storing: the same
+across a network."""
+_DOING: tuple[Doing, ...] = get_args(Doing)
+_BEAT, _MOVED, _DOES, _USUAL, _STEP, _RESUMED, _FIRST, _ASKED, _MEMORY, _WAITED = range(10)
+_CELLS = 16  # of 8 bytes: cache lines of its own for each rank
+
+_KEPT = 0.9
+"""How much of the usual step stays at each new one: it is a mean over about ten."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What one rank showed last. Times in seconds of `time.monotonic`, 0 for never.
+
+    Attributes:
+        beat: when its thread last beat; moved: when it last made a step or changed what it does.
+        doing: what it does; usual: seconds of its recent steps on average, the first left out.
+        step: steps done; resumed: steps done when it began; first: when its first step was done.
+        asked: when it was asked to stop; memory: whether it began from a copy in memory.
+        waited: seconds of a usual step that it waits for others.
+    """
+
+    beat: float
+    moved: float
+    doing: Doing
+    usual: float
+    step: int
+    resumed: int
+    first: float
+    asked: float
+    memory: bool = False
+    waited: float = 0.0
+
+
+class Pulse:
+    """One rank's signs of life. Has state: its cells, and a thread that beats. Without cells it does nothing.
+
+    Args:
+        cells: numbers of eight bytes that the launcher reads too.
+        every: seconds between two beats.
+    """
+
+    def __init__(self, cells: memoryview | None = None, every: float = 1.0) -> None:
+        self._cells, self._every = cells, every
+
+    def beat(self) -> None:
+        """Begins to beat, from a thread, to the end of the process."""
+        if self._cells is None:
+            return
+        self._cells[_BEAT] = self._cells[_MOVED] = time.monotonic_ns()
+        threading.Thread(target=self._beat, args=(self._cells,), name="pulse", daemon=True).start()
+
+    def _beat(self, cells: memoryview) -> None:
+        while True:
+            time.sleep(self._every)
+            cells[_BEAT] = time.monotonic_ns()
+
+    def stands(self) -> None:
+        """This rank has lost another, and waits to begin anew with all of them."""
+        if self._cells is not None:
+            _begin(self._cells, "standing")
+
+    def starts(self) -> None:
+        """This rank begins anew."""
+        if self._cells is not None:
+            _begin(self._cells, "starting")
+
+    def leaves(self) -> None:
+        """This rank has done its part; it waits for nobody any more."""
+        if self._cells is not None:
+            self._cells[_DOES] = _DOING.index("leaving")
+
+    def begins(self, step: int, memory: bool = False) -> None:
+        """The state of `step` steps was taken up, from a copy in memory or from the disk."""
+        if self._cells is not None:
+            self._cells[_MEMORY] = memory
+            self._cells[_STEP] = self._cells[_RESUMED] = step
+            self._cells[_MOVED] = time.monotonic_ns()
+
+    def stepped(self, step: int, waited: float = 0.0) -> None:
+        """The run has done `step` steps; in the last one this rank waited for others for `waited` seconds."""
+        if self._cells is None:
+            return
+        now, cells = time.monotonic_ns(), self._cells
+        if cells[_FIRST]:
+            known = cells[_USUAL] > 0
+            for cell, took in ((_USUAL, now - cells[_MOVED]), (_WAITED, round(1e9 * waited))):
+                cells[cell] = round(_KEPT * cells[cell] + (1 - _KEPT) * took) if known else took
+        else:
+            cells[_FIRST] = now
+        cells[_STEP], cells[_DOES], cells[_MOVED] = step, _DOING.index("stepping"), now
+
+    @contextlib.contextmanager
+    def elsewhere(self, doing: Doing = "elsewhere") -> Iterator[None]:
+        """What is done inside (waiting for data, where nothing else is said) makes no steps."""
+        if self._cells is None:
+            yield
+            return
+        before = self._cells[_DOES]
+        self._cells[_DOES], self._cells[_MOVED] = _DOING.index(doing), time.monotonic_ns()
+        yield
+        self._cells[_DOES], self._cells[_MOVED] = before, time.monotonic_ns()
+
+    def asked(self) -> None:
+        """Somebody asked this rank to stop."""
+        if self._cells is not None and not self._cells[_ASKED]:
+            self._cells[_ASKED] = time.monotonic_ns()
+
+
+SILENT = Pulse()
+"""Of ranks that nobody watches."""
+
+
+class Pulses:
+    """The signs of life of all ranks of one attempt. Has state: the shared memory. Made before the ranks are forked."""
+
+    def __init__(self, world: int, every: float) -> None:
+        self._every = every
+        self._memory = mmap.mmap(-1, 8 * _CELLS * world)
+        self._all = memoryview(self._memory).cast("q")
+        self._world = world
+
+    def of(self, rank: int) -> Pulse:
+        """The part that `rank` writes."""
+        return Pulse(self._all[rank * _CELLS : (rank + 1) * _CELLS], self._every)
+
+    def read(self) -> list[Sign]:
+        """What each rank showed last."""
+        return [self._sign(self._all[rank * _CELLS : (rank + 1) * _CELLS].tolist()) for rank in range(self._world)]
+
+    def begin(self) -> None:
+        """An attempt does, of ranks that are new and of ranks that stay."""
+        for rank in range(self._world):
+            _begin(self._all[rank * _CELLS : (rank + 1) * _CELLS], "starting")
+
+    def show(self, rank: int, sign: Sign) -> None:
+        """What `rank` showed elsewhere, its times by the clock here."""
+        cells = self._all[rank * _CELLS : (rank + 1) * _CELLS]
+        for cell, seconds in (
+            (_BEAT, sign.beat), (_MOVED, sign.moved), (_USUAL, sign.usual), (_FIRST, sign.first), (_ASKED, sign.asked),
+            (_WAITED, sign.waited),
+        ):  # fmt: skip
+            cells[cell] = round(1e9 * seconds)
+        cells[_DOES], cells[_STEP], cells[_RESUMED] = _DOING.index(sign.doing), sign.step, sign.resumed
+        cells[_MEMORY] = sign.memory
+
+    def _sign(self, cells: list[int]) -> Sign:
+        return Sign(
+            beat=cells[_BEAT] / 1e9,
+            moved=cells[_MOVED] / 1e9,
+            doing=_DOING[cells[_DOES]],
+            usual=cells[_USUAL] / 1e9,
+            step=cells[_STEP],
+            resumed=cells[_RESUMED],
+            first=cells[_FIRST] / 1e9,
+            asked=cells[_ASKED] / 1e9,
+            memory=bool(cells[_MEMORY]),
+            waited=cells[_WAITED] / 1e9,
+        )
+
+
+def _begin(cells: memoryview, doing: Doing) -> None:
+    """Nothing is known of an attempt that starts, except how far the run was."""
+    for cell in (_FIRST, _USUAL, _WAITED, _ASKED):
+        cells[cell] = 0
+    cells[_DOES] = _DOING.index(doing)
+    cells[_MOVED] = cells[_BEAT] = time.monotonic_ns()

@@ -1,0 +1,43 @@
+"""Stragglers: finds the ranks that hold the others up, by step time less the time spent waiting for others. Pure, no
+torch.
+
+After MegaScale (arXiv 2402.15627), section 5, which finds stragglers by comparing ranks' own compute times. Where we
+deviate: one factor for all, since the planner gave every rank work for the same time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+FACTOR = 1.5
+"""A rank is slow when its own time is this many times the (lower) median's."""
+LEAST = 0.005
+"""Seconds by which it must be slower: less than that is nobody's wait."""
+LOOKS = 3
+"""Times in a row that it must be so."""
+
+
+def scores(own: Sequence[float]) -> list[float]:
+    """Each rank's own seconds a step as a multiple of the lower median; 1 where nothing is known."""
+    middle = statistics.median_low(own)
+    return [value / middle if middle > 0 else 1.0 for value in own]
+
+
+class Stragglers:
+    """Looks now and then. Has state: how often each rank was slow in a row, and who was named already."""
+
+    def __init__(self) -> None:
+        self._row: dict[int, int] = {}
+        self._named: set[int] = set()
+
+    def look(self, own: Sequence[float]) -> list[tuple[int, float]]:
+        """Ranks that are found slow now, each once, with their score. `own`: seconds a step without waits, by rank."""
+        found, middle = [], statistics.median_low(own)
+        for rank, score in enumerate(scores(own)):
+            slow = score >= FACTOR and own[rank] - middle >= LEAST
+            self._row[rank] = self._row.get(rank, 0) + 1 if slow else 0
+            if self._row[rank] >= LOOKS and rank not in self._named:
+                self._named.add(rank)
+                found.append((rank, score))
+        return found

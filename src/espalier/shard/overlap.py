@@ -1,0 +1,100 @@
+"""Overlap: collectives that follow one another, unit by unit, while the processor computes. Has no thread of its own.
+
+A chain is what one unit exchanges: first along one axis of the mesh, then along the next. Ranks match collectives of a
+group by the order in which they are launched, so chains move in step: a chain begins its next stage only after every
+chain before it has. That order is the same on all ranks whatever the timing, and while the first stage of one chain
+crosses the machine, the second stage of another crosses the network.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Stage = Callable[[], Any]
+"""Launches one collective and returns its Work, or does something local and returns None."""
+
+
+class Chain:
+    """One unit's stages. Has state: how many of them have ended, and the one under way."""
+
+    __slots__ = ("_work", "ended", "stages")
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = stages
+        self.ended = 0
+        self._work: Any = None
+
+    @property
+    def complete(self) -> bool:
+        """Nothing is left to do."""
+        return self.ended >= len(self.stages)
+
+    def launch(self) -> None:
+        """Begins the next stage, if there is one."""
+        if not self.complete:
+            self._work = self.stages[self.ended]()
+
+    def arrived(self) -> bool:
+        """Whether the stage under way would end at once."""
+        return self._work is None or self._work.is_completed()
+
+    def end_stage(self) -> None:
+        """Waits for the stage under way and launches what follows."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self.ended += 1
+        self.launch()
+
+
+class Exchanges:
+    """Chains under way, in the order in which they began on every rank. Has state.
+
+    Attributes:
+        waited: seconds spent standing still in `finish` so far.
+    """
+
+    def __init__(self) -> None:
+        self._chains: list[Chain] = []
+        self.waited = 0.0
+
+    def begin(self, stages: Sequence[Stage]) -> Chain:
+        """Launches the first stage of a new chain."""
+        self.advance()
+        chain = Chain(stages)
+        self._chains.append(chain)
+        chain.launch()
+        return chain
+
+    def advance(self) -> None:
+        """Moves on whatever can be moved on without waiting."""
+        ceiling: float = float("inf")
+        for chain in self._chains:
+            while not chain.complete and chain.ended < ceiling and chain.arrived():
+                chain.end_stage()
+            if not chain.complete:
+                ceiling = min(ceiling, chain.ended)
+        self._forget()
+
+    def finish(self, chain: Chain | None = None) -> None:
+        """Waits until `chain` (default: every chain) is complete; of chains before it only as far as its turn asks."""
+        if chain is not None and chain.complete:
+            return
+        begun = time.perf_counter()
+        upto = self._chains if chain is None else self._chains[: self._chains.index(chain) + 1]
+        while left := [one for one in upto if not one.complete]:
+            stage = min(one.ended for one in left)
+            foremost = next(one for one in left if one.ended == stage)
+            if chain is not None and chain.ended + 1 == len(chain.stages):
+                foremost = chain  # it has nothing more to launch, so it is in nobody's way
+            foremost.end_stage()
+            if chain is not None and chain.complete:
+                break
+        self._forget()
+        self.waited += time.perf_counter() - begun
+
+    def _forget(self) -> None:
+        while self._chains and self._chains[0].complete:
+            self._chains.pop(0)

@@ -1,0 +1,221 @@
+"""SpMM kernels: sums of rows of a dense matrix, for CSR and CBM.
+
+A row of the result is summed in vector registers, up to 8 vectors of 64 bytes at a time, by LLVM code written here:
+numba's own loops would write the sum back to memory after every addition. The order of additions is that of the list,
+whatever the width and the number of threads.
+"""
+
+# ruff: noqa: PLR0913, PLR0917  (kernels take their arrays one by one)
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numba
+import numpy as np
+from numba.core import cgutils, types
+
+from espalier.kernels import simd64
+from espalier.kernels.numba_compile import intrinsic, jit
+from espalier.kernels.simd64 import INT64, VECTOR, Vectors
+
+SIZES = (8, 4, 2, 1)
+"""Vectors summed at once: 8 hide the latency of additions; 16 were a tenth slower at 500 columns."""
+
+
+def _row(weighted: str) -> Any:
+    """The intrinsic y[row] = (above[parent], nothing if -1) + x[plus[first:last]] - x[minus[start:end]], tile by tile.
+
+    `weighted`: "" not at all, "entry" by `weights[entry]`, "column" by `weights[ids[entry]]`. All of it is one piece of
+    LLVM code: a function called with arrays would count their references, which costs more than a short row's sum.
+    """
+
+    @intrinsic
+    def row(typing, y, row, above, parent, x, plus, first, last, minus, start, end, weights, tiles):  # type: ignore[no-untyped-def]
+        signature = types.void(y, row, above, parent, x, plus, first, last, minus, start, end, weights, tiles)
+
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            def data(at: int) -> Any:
+                return context.make_array(signature.args[at])(context, builder, given[at])
+
+            ids = ((data(5).data, given[6], given[7], "+"), (data(8).data, given[9], given[10], "-"))
+            factors, table = data(11).data, data(12)
+
+            def weight(entry: Any, column: Any) -> Any:
+                return builder.load(builder.gep(factors, [entry if weighted == "entry" else column]))
+
+            def tile(count: int, masked: bool, column: Any, live: Any) -> None:
+                lanes = Vectors(context, builder, x.dtype, count)
+                mask = lanes.mask(live) if masked else None
+                out, source = lanes.base(y, given[0], column), lanes.base(x, given[4], column)
+                begin = lanes.row(lanes.base(above, given[2], column), given[3])
+                lanes.begin(begin, builder.icmp_signed(">=", given[3], INT64(0)), mask)
+                for entries in ids:
+                    lanes.add(entries, source, weight if weighted else None, mask)
+                lanes.end(lanes.row(out, given[1]), mask)
+
+            count = cgutils.unpack_tuple(builder, table.shape)[0]
+            with cgutils.for_range(builder, count, intp=INT64) as loop:
+                place = builder.mul(loop.index, INT64(3))
+                column, vectors, live = (
+                    builder.load(builder.gep(table.data, [builder.add(place, INT64(k))])) for k in range(3)
+                )
+                for size in (*SIZES, 0):
+                    with builder.if_then(builder.icmp_signed("==", vectors, INT64(size))):
+                        tile(size or 1, size == 0, column, live)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return row
+
+
+_ROW, _ROW_BY_ENTRY, _ROW_BY_COLUMN = _row(""), _row("entry"), _row("column")
+
+
+@functools.lru_cache(maxsize=256)
+def tiles(width: int, element_bytes: int) -> Any:
+    """How a row of `width` values is covered: int64 [tiles, 3] of first column, vectors, and live lanes.
+
+    The last tile ends with the row and may overlap the one before, which does no harm: it writes the same values. Only
+    a row shorter than a vector is masked (0 vectors, then its live lanes).
+    """
+    lanes = VECTOR // element_bytes
+    if width < lanes:
+        return np.array([[0, 0, width]], dtype=np.int64)
+    found, column = [], 0
+    while column < width:
+        left = width - column
+        closing = [size for size in SIZES if size * lanes >= left and size * lanes <= width]
+        size = min(closing) if closing else max(size for size in SIZES if size * lanes <= left)
+        column = min(column, width - size * lanes)
+        found.append([column, size, 0])
+        column += size * lanes
+    return np.array(found, dtype=np.int64)
+
+
+def pieces(indptr: Any, count: int) -> Any:
+    """Row numbers int64 [at most count + 1] that cut the rows into pieces of about as many entries."""
+    total = indptr[-1] + len(indptr) - 1
+    cuts = np.searchsorted(indptr + np.arange(len(indptr)), np.linspace(0, total, count + 1)[1:-1])
+    return np.unique(np.concatenate([[0], cuts, [len(indptr) - 1]])).astype(np.int64)
+
+
+_KINDS = ("float32", "float64")
+
+
+@jit(
+    *(
+        f"({kind}[:, ::1], int64[::1], int32[::1], {kind}[:, ::1], {kind}[:, ::1], int64, int64[::1], int64[:, ::1])"
+        for kind in _KINDS
+    ),
+    parallel=True,
+    uses=(simd64,),
+)
+def add_rows(y, indptr, indices, x, start, step, cuts, tiles):  # type: ignore[no-untyped-def]
+    """y = A·x for a binary A, row i added to start[i · step] where step is not negative.
+
+    Rows `cuts[p]` to `cuts[p + 1]` are one piece of work.
+    """
+    zero = np.int64(0)
+    for piece in numba.prange(len(cuts) - 1):
+        for i in range(cuts[piece], cuts[piece + 1]):
+            _ROW(
+                y,
+                i,
+                start,
+                step if step < 0 else i * step,
+                x,
+                indices,
+                indptr[i],
+                indptr[i + 1],
+                indices,
+                zero,
+                zero,
+                indices,
+                tiles,
+            )
+
+
+@jit(
+    *(
+        f"({kind}[:, ::1], int64[::1], int32[::1], {kind}[::1], {kind}[:, ::1], {kind}[:, ::1], int64, int64[::1],"
+        " int64[:, ::1])"
+        for kind in _KINDS
+    ),
+    parallel=True,
+    uses=(simd64,),
+)
+def add_weighted_rows(y, indptr, indices, values, x, start, step, cuts, tiles):  # type: ignore[no-untyped-def]
+    """`add_rows` for an A with `values`."""
+    zero = np.int64(0)
+    for piece in numba.prange(len(cuts) - 1):
+        for i in range(cuts[piece], cuts[piece + 1]):
+            _ROW_BY_ENTRY(
+                y,
+                i,
+                start,
+                step if step < 0 else i * step,
+                x,
+                indices,
+                indptr[i],
+                indptr[i + 1],
+                indices,
+                zero,
+                zero,
+                values,
+                tiles,
+            )
+
+
+@jit(
+    "(float32[:, ::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], float32[::1],"
+    " float32[:, ::1], int64[::1], int64[:, ::1])",
+    "(float64[:, ::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], float64[::1],"
+    " float64[:, ::1], int64[::1], int64[:, ::1])",
+    parallel=True,
+    uses=(simd64,),
+)
+def add_differences(y, order, parent, plus_ptr, plus, minus_ptr, minus, left, x, cuts, tiles):  # type: ignore[no-untyped-def]
+    """y = diag(left)·A·x for a binary A kept as differences (CBM); an empty `left` stands for ones.
+
+    Row order[p] is y[parent[p]] (nothing if -1) plus the rows of x in its list `plus`, less those in `minus`. Places
+    `cuts[p]` to `cuts[p + 1]` are whole branches of the tree; `left` is applied once a piece is done.
+    """
+    for piece in numba.prange(len(cuts) - 1):
+        for p in range(cuts[piece], cuts[piece + 1]):
+            row, above = np.int64(order[p]), np.int64(parent[p])
+            first, last = np.int64(plus_ptr[p]), np.int64(plus_ptr[p + 1])
+            start, end = np.int64(minus_ptr[p]), np.int64(minus_ptr[p + 1])
+            _ROW(y, row, y, above, x, plus, first, last, minus, start, end, left, tiles)
+        if len(left):
+            for p in range(cuts[piece], cuts[piece + 1]):
+                factor = left[order[p]]
+                for f in range(y.shape[1]):
+                    y[order[p], f] *= factor
+
+
+@jit(
+    "(float32[:, ::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], float32[::1],"
+    " float32[::1], float32[:, ::1], int64[::1], int64[:, ::1])",
+    "(float64[:, ::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], int32[::1], float64[::1],"
+    " float64[::1], float64[:, ::1], int64[::1], int64[:, ::1])",
+    parallel=True,
+    uses=(simd64,),
+)
+def add_scaled_differences(  # type: ignore[no-untyped-def]
+    y, order, parent, plus_ptr, plus, minus_ptr, minus, left, right, x, cuts, tiles
+):
+    """`add_differences` of diag(left)·A·diag(right)."""
+    for piece in numba.prange(len(cuts) - 1):
+        for p in range(cuts[piece], cuts[piece + 1]):
+            row, above = np.int64(order[p]), np.int64(parent[p])
+            first, last = np.int64(plus_ptr[p]), np.int64(plus_ptr[p + 1])
+            start, end = np.int64(minus_ptr[p]), np.int64(minus_ptr[p + 1])
+            _ROW_BY_COLUMN(y, row, y, above, x, plus, first, last, minus, start, end, right, tiles)
+        if len(left):
+            for p in range(cuts[piece], cuts[piece + 1]):
+                factor = left[order[p]]
+                for f in range(y.shape[1]):
+                    y[order[p], f] *= factor

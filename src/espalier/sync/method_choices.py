@@ -1,0 +1,97 @@
+"""The five choices that define an outer method, and the published methods as points of them. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from espalier.errors import UserError
+
+Penalty = Literal["none", "norm", "per_tensor", "constant"]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How replicas that take steps of their own become one again, round by round.
+
+    Attributes:
+        average: what travels: the `parameters`, or their `differences` to the round's beginning (lossy codecs take only
+            these).
+        delay: rounds between a fragment's departure and its use: 0, its link waits; 1, it travels while the next round
+            computes and that round's own progress comes a round later; between, the rest of the round is computed with
+            what is there, and `mixing` says how much of that progress stays.
+        fragments: parts of the model that depart at different steps of a round.
+        rate, momentum, nesterov: the outer optimizer: m <- momentum m + D, x <- x - rate m.
+        clip: bound on every element of m as it is applied; 0: none. In units of D.
+        scaled: D is divided by the inner learning rate and the step multiplied by it (SlowMo's and CO2's form).
+        penalty: what divides a late D: `norm`, `per_tensor`, `constant` or nothing. See `outer_optimizer.Update`.
+        constant: that constant, at least 1.
+        mixing: share of its own progress that a replica keeps when the outer parameters come; delay below 1 only.
+        eager: with a delay of one round, a replica goes on from its own progress while that travels, and the others'
+            comes a round later, instead of going back to the outer parameters each time (arXiv 2502.12996).
+        codec: of what travels, as `comm.codec` reads it, with error feedback.
+    """
+
+    average: Literal["parameters", "differences"] = "differences"
+    delay: float = 1.0
+    fragments: int = 1
+    rate: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+    clip: float = 0.0
+    scaled: bool = False
+    penalty: Penalty = "none"
+    constant: float = 1.0
+    mixing: float = 0.0
+    eager: bool = False
+    codec: str = "exact"
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("delay", 0.0, 1.0), ("momentum", 0.0, 1.0), ("mixing", 0.0, 1.0)):
+            value = getattr(self, name)
+            if not low <= value <= high or (name == "momentum" and value == high):
+                raise UserError(f"sync.{name} = {value}.", why="it lies between 0 and 1", do=f"sync.{name}=0")
+        if self.fragments < 1:
+            raise UserError(f"sync.fragments = {self.fragments}.", do="sync.fragments=1")
+        if self.rate <= 0:
+            raise UserError(f"sync.rate = {self.rate} moves nothing.", do="sync.rate=1")
+        if self.clip < 0:
+            raise UserError(f"sync.clip = {self.clip}.", do="sync.clip=0 for none")
+        if self.constant < 1:
+            raise UserError(f"sync.constant = {self.constant}.", why="a late step is divided by it, never enlarged")
+        if self.mixing and self.delay == 1:
+            raise UserError(
+                f"sync.mixing = {self.mixing} with sync.delay = 1.",
+                why="a whole round late, a replica's own progress is under way and would count twice",
+                do="sync.mixing=0, or sync.delay below 1",
+            )
+        if self.eager and (self.delay != 1 or self.average != "differences"):
+            raise UserError(
+                f"sync.eager = true with sync.delay = {self.delay} and sync.average = {self.average!r}.",
+                why="a replica keeps its own difference for the round in which the mean of all travels",
+                do="sync.delay=1 and sync.average='differences', or sync.eager=false",
+            )
+        if self.average == "parameters" and self.codec not in ("exact", "split", "mpc"):
+            raise UserError(
+                f"sync.codec = {self.codec!r} with sync.average = 'parameters'.",
+                why="rounding errors of parameters are as large as a round's progress",
+                do="sync.average='differences'",
+            )
+
+
+METHODS = {
+    "local_sgd": Choices(delay=0.0),
+    "slowmo": Choices(delay=0.0, momentum=0.5, scaled=True),
+    "diloco": Choices(delay=0.0, rate=0.7, momentum=0.9, nesterov=True),
+    "streaming_diloco": Choices(
+        delay=0.25, fragments=4, rate=0.7, momentum=0.9, nesterov=True, mixing=0.5, codec="int4"
+    ),
+    "co2": Choices(delay=1.0, momentum=0.2, scaled=True),
+    "eager": Choices(delay=1.0, eager=True),
+}
+"""Local SGD (Stich, arXiv 1805.09767), SlowMo (1910.00643), DiLoCo (2311.08105), Streaming DiLoCo (2501.18512; it too
+keeps half of a replica's progress and rounds what travels to 4 bits) and CO2 (2401.16265; its authors' momentum for
+small clusters is 0 to 0.2). `eager` is CO2 whose replicas keep their own progress until its mean is there, an idea of
+Kale et al. (2502.12996), with the outer optimizer of Local SGD. Why: where a round goes the share c of the way to where
+it leads, CO2's x_(t+1) = x_t - c x_(t-1) has roots of size sqrt(c), so it swings for c near 1, and momentum makes that
+grow; replicas that keep their own progress contract by 1 - c."""

@@ -1,0 +1,101 @@
+"""Outer optimizer of one fragment: momentum, clip and staleness penalty over flat tensors. Knows no ranks.
+
+After CO2, arXiv 2401.16265, algorithm 1; SlowMo, 1910.00643; DiLoCo, 2311.08105. The penalty's normaliser is not
+published: here it is that of gap-aware staleness mitigation (Barkai, Hakimi, Schuster, ICLR 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espalier.sync.method_choices import Choices
+
+Sum = Callable[[Tensor], Tensor]
+"""Adds a small tensor over the ranks that hold the other shards of a replica, in place; returns it."""
+
+
+class Update:
+    """Moves outer parameters. Has state: the momentum, how far the last update moved, and the penalty's scale C.
+
+    With D the mean difference of the replicas to the outer parameters (divided by the inner learning rate g where
+    `scaled`): m <- b m + D / L; x <- x - a g clip(m), with b m + D / L in the place of m where `nesterov`.
+
+    The penalty L is 1 for `none`; `norm`: 1 + |x_t - x_(t-1)| / C, C the largest |D| so far (before division by g);
+    `per_tensor`: the same of every tensor by itself; `constant`: the constant.
+
+    Args:
+        x: [n] the outer parameters, changed in place.
+        choices: see there.
+        cuts: where tensors begin in x, and the end.
+        total: for norms over all shards of a replica; default: x is whole.
+    """
+
+    def __init__(self, x: Tensor, choices: Choices, cuts: Sequence[int] = (), total: Sum | None = None) -> None:
+        self.x, self.choices = x, choices
+        self.cuts = [0, x.numel()] if choices.penalty != "per_tensor" else list(cuts)
+        self.total: Sum = total or (lambda values: values)
+        self.momentum = torch.zeros_like(x) if choices.momentum else None
+        self.moved = torch.zeros(len(self.cuts) - 1, dtype=torch.float64)
+        self.scale = torch.zeros_like(self.moved)
+
+    def apply(self, difference: Tensor, rate: float) -> Tensor:
+        """One update by the mean `difference` [n], which is overwritten; `rate`: the inner learning rate.
+
+        Returns the penalty L by tensor (one number unless `per_tensor`).
+        """
+        choices = self.choices
+        gap = self._gap(difference)
+        if choices.scaled:
+            difference.div_(rate)
+        self._divide(difference, gap)
+        step = difference
+        if self.momentum is not None:
+            self.momentum.mul_(choices.momentum).add_(difference)
+            step = difference.add_(self.momentum, alpha=choices.momentum) if choices.nesterov else self.momentum
+        if choices.clip:
+            step = step.clamp(-choices.clip, choices.clip)
+        factor = choices.rate * (rate if choices.scaled else 1.0)
+        self.x.sub_(step, alpha=factor)
+        if choices.penalty in ("norm", "per_tensor"):
+            self.moved = self._norms(step) * factor
+        return gap
+
+    def _gap(self, difference: Tensor) -> Tensor:
+        if self.choices.penalty == "none":
+            return torch.ones(1, dtype=torch.float64)
+        if self.choices.penalty == "constant":
+            return torch.tensor([self.choices.constant], dtype=torch.float64)
+        self.scale = torch.maximum(self.scale, self._norms(difference))
+        return 1 + torch.where(self.scale > 0, self.moved / self.scale, 0.0)
+
+    def _divide(self, difference: Tensor, gap: Tensor) -> None:
+        if self.choices.penalty == "none":
+            return
+        if len(gap) == 1:
+            difference.div_(float(gap))
+            return
+        for part, one in zip(self._parts(difference), gap.tolist(), strict=True):
+            part.div_(one)
+
+    def _norms(self, values: Tensor) -> Tensor:
+        squares = torch.stack([part.double().square().sum() for part in self._parts(values)]).cpu()
+        return self.total(squares).sqrt()
+
+    def _parts(self, values: Tensor) -> list[Tensor]:
+        return [values[a:b] for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but x."""
+        found = {"moved": self.moved, "scale": self.scale}
+        return found if self.momentum is None else {**found, "momentum": self.momentum}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+        self.moved.copy_(state["moved"])
+        self.scale.copy_(state["scale"])
+        if self.momentum is not None:
+            self.momentum.copy_(state["momentum"])

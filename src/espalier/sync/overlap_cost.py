@@ -1,0 +1,67 @@
+"""Overlap cost: how long a round must be to hide its exchange, and what rounds cost. Formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from espalier.cluster import Link
+from espalier.comm import compressed_collectives
+from espalier.comm.codecs import codec as codec_of
+from espalier.cost import Cost, Number, ring_bytes
+
+MARGIN = 1.1
+"""Rounds are planned this much longer than a flight."""
+COPIES = 4
+"""Copies of what a rank moves that an outer engine holds: the outer parameters, momentum, what was sent, its sum; and
+one of what a lossy codec keeps back."""
+
+
+def flight_seconds(size: Number, replicas: Number, link: Link, ratio: Number = 1.0) -> Number:
+    """Seconds of one exchange of `size` bytes of parameters among `replicas`, encoded `ratio` times smaller: a direct
+    exchange, two phases of (G-1)/G of the bytes from each."""
+    sent = 2 * size * (replicas - 1) / replicas / ratio
+    return link.launch + 2 * link.latency + sent / link.bandwidth
+
+
+def least_steps(flight: float, step: float) -> int:
+    """Local steps of a round that hide a flight: ceil(1.1 * flight / step)."""
+    return max(1, math.ceil(MARGIN * flight / step))
+
+
+class Round(NamedTuple):
+    """What a rank gives in a round of so many steps: elements of each fragment, of `width` bytes each."""
+
+    fragments: Sequence[Number]
+    steps: Number
+    codec: str = "exact"
+    width: int = 4
+
+
+def cost(given: Round, replicas: int, link: Link) -> Cost:
+    """What outer rounds add to each step of a rank.
+
+    `sent`: `outer_step`, the ledger's bytes of a round's exchange over its steps, of the first replica, which sends
+    most: headers included, at most that for codecs without fixed length. `seconds`: `outer`, the flight's share of a
+    step, hidden or not; `held`: `outer`.
+    """
+    chosen, size = codec_of(given.codec), given.width * sum(given.fragments)
+    sent = sum(
+        compressed_collectives.sent_bytes(chosen, "all_reduce", one, (0, replicas), given.width)
+        for one in given.fragments
+    )
+    exact = 2 * size * (replicas - 1) / replicas
+    return Cost(
+        seconds={"outer": flight_seconds(size, replicas, link, exact / sent) / given.steps},
+        sent={"outer_step": sent / given.steps},
+        held={"outer": (COPIES + (not chosen.lossless)) * size},
+        sources={"outer": "2(G-1)/G bytes / bandwidth, once in a round (sync.hiding)"},
+    )
+
+
+def steering_bytes(shards: int, fragments: int, penalty: str, adapt: bool) -> float:
+    """Bytes that a rank sends to the other shards of its replica in a round: what each wishes of the next one's length,
+    and parts of the two norms that a penalty takes of every fragment's update."""
+    norms = 2 * fragments if penalty == "norm" else 0
+    return float(ring_bytes("all_reduce", 8 * (norms + adapt * shards), shards))

@@ -1,0 +1,110 @@
+"""Live report of a running run, for browsers on this machine only."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import sys
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TextIO
+
+from espalier.errors import EspalierError, UserError
+from espalier.terminal import say
+from espalier.track.report import render
+from espalier.track.run_tables import open_run
+
+_HOST = "127.0.0.1"
+
+
+class Live(ThreadingHTTPServer):
+    """Serves the report of one run folder on loopback, to whoever was told its address: other users of this machine
+    do not know its token. Has state: the last page, kept while the log is the same."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, folder: str | Path, port: int = 0) -> None:
+        self.folder = Path(folder)
+        open_run(self.folder)
+        self._lock = threading.Lock()
+        self._seen: tuple[int, int] | None = None
+        self._page = b""
+        self.path = f"/{secrets.token_urlsafe(16)}/"
+        try:
+            super().__init__((_HOST, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise UserError(
+                f"Port {port} cannot be used: {error}.",
+                why="another program may be listening on it",
+                do=f"--port {_free_port()}, which is free",
+            ) from None
+
+    @property
+    def url(self) -> str:
+        """Where it is served."""
+        return f"http://{_HOST}:{self.server_port}{self.path}"
+
+    def page(self) -> bytes:
+        """The report as it is now."""
+        with self._lock:
+            log = self.folder / "events.jsonl"
+            stat = log.stat() if log.is_file() else None
+            seen = (stat.st_size, stat.st_mtime_ns) if stat else (0, 0)
+            if seen != self._seen or not self._page:
+                self._page = render(open_run(self.folder), live=True).encode()
+                self._seen = seen
+            return self._page
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Live
+
+    def do_GET(self) -> None:
+        # A page elsewhere could point a name of its own at 127.0.0.1; only our own names are answered.
+        host = (self.headers.get("Host") or "").rpartition(":")[0]
+        if host not in (_HOST, "localhost"):
+            self.send_error(HTTPStatus.FORBIDDEN, "only for this machine")
+        elif not hmac.compare_digest(self.path.encode(), self.server.path.encode()):
+            self.send_error(HTTPStatus.NOT_FOUND)
+        else:
+            self._answer()
+
+    def _answer(self) -> None:
+        try:
+            body = self.server.page()
+        except EspalierError as error:
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=error.what)
+            return
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """One line per request is nothing anybody reads."""
+
+
+def serve(folder: str | Path, port: int = 0, out: TextIO | None = None) -> None:
+    """Serves the run in `folder` until Ctrl-C. Port 0 takes a free one.
+
+    Raises UserError when there is no run in `folder`, or the port is in use (naming a free one).
+    """
+    with Live(folder, port) as server:
+        out = out if out is not None else sys.stdout
+        say(f"{server.folder} is live at {server.url} (Ctrl-C ends it)", file=out, flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            out.write("\n")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,290 @@
+"""Run tables: `espalier.open("runs/x").steps["loss"]`. Imports no torch.
+
+A run may have been taken up several times; what a later attempt did anew replaces what an earlier one had done.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+import json
+import os
+import socket
+import time
+import tomllib
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from espalier.errors import UserError, nearest
+from espalier.track.events import Event, read
+from espalier.track.goodput import Account, GoodputMeter
+from espalier.units import show_count, show_seconds, show_size
+
+Table = dict[str, NDArray[Any]]
+
+_BY_STEP = ("step", "validation", "sample", "rule")
+_NAMES = {
+    "steps": "step",
+    "validations": "validation",
+    "checkpoints": "checkpoint",
+    "incidents": "incident",
+    "samples": "sample",
+    "rules": "rule",
+    "evals": "eval",
+}
+_QUIET = 60.0
+"""Seconds without an event, beyond ten steps' time, after which a run counts as silent."""
+
+
+class Run:
+    """What a run folder holds. Made by `open_run`.
+
+    Tables are dicts of equally long NumPy arrays: numbers as float64 (`step` as int64; what an event lacks is NaN),
+    the rest as objects. Fields that are tables themselves become `bytes.gradients` and the like. A table without rows
+    has the column `step` alone.
+
+    Attributes:
+        folder: the run folder.
+        recipe: run.toml; plan: plan.json; both empty when the file is not there yet.
+        start: the latest `run` event; finish: the `end` event after it, or empty while there is none.
+    """
+
+    def __init__(self, folder: Path, events: Iterable[Event]) -> None:
+        self.folder = folder
+        self.recipe = _toml(folder / "run.toml")
+        self.plan = _json(folder / "plan.json")
+        self.start: Event = {}
+        self.finish: Event = {}
+        self.attempts = 0
+        self.last_time = 0.0
+        self._reached = 0
+        self._ledger = GoodputMeter()
+        self._rows: dict[str, list[Event]] = {kind: [] for kind in _NAMES.values()}
+        self._tables: dict[str, Table] = {}
+        for event in events:
+            self._take(event)
+
+    @property
+    def steps(self) -> Table:
+        """One row per step: step, loss, tokens, seconds, mfu, learning_rate, gradient_norm, memory, bytes.CLASS …"""
+        return self.table("steps")
+
+    @property
+    def validations(self) -> Table:
+        """One row per validation: step, loss, bits_per_byte …"""
+        return self.table("validations")
+
+    @property
+    def checkpoints(self) -> Table:
+        """One row per checkpoint: step, seconds, blocked, bytes, path."""
+        return self.table("checkpoints")
+
+    @property
+    def incidents(self) -> Table:
+        """One row per incident, of all attempts: kind, what, rank, step, action."""
+        return self.table("incidents")
+
+    @property
+    def samples(self) -> Table:
+        """One row per sample: step, kind, text, and image or rows."""
+        return self.table("samples")
+
+    @property
+    def evals(self) -> Table:
+        """One row per figure of a checkpoint's evaluation: step, task, metric, value, records, seconds."""
+        return self.table("evals")
+
+    @property
+    def latest(self) -> Event:
+        """The newest step event; empty before the first step."""
+        rows = self._rows["step"]
+        return dict(rows[-1]) if rows else {}
+
+    @property
+    def state(self) -> str:
+        """`waiting` (no step yet), `running`, `silent` (no sign of life), or how it ended: `finished` …"""
+        if self.finish:
+            return str(self.finish.get("reason", "finished"))
+        if self._silent():
+            return "silent"
+        return "running" if self._rows["step"] else "waiting"
+
+    def table(self, name: str) -> Table:
+        """The table `name`: steps, validations, checkpoints, incidents, samples, rules or evals."""
+        if name not in _NAMES:
+            near = nearest(name, _NAMES)
+            raise UserError(f"A run has no table {name!r}.", do=f"ask for {near!r}" if near else ", ".join(_NAMES))
+        if name not in self._tables:
+            self._tables[name] = _columns(self._rows[_NAMES[name]]) or {"step": np.empty(0, np.int64)}
+        return self._tables[name]
+
+    def frame(self, name: str) -> Any:
+        """The table `name` as a pandas DataFrame. Raises UserError when pandas is not installed."""
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError:
+            raise UserError(
+                "Run.frame needs pandas, which is not installed.", do="pip install pandas, or use Run.table(name)"
+            ) from None
+        return pandas.DataFrame(self.table(name))
+
+    @property
+    def account(self) -> Account:
+        """What failures cost: goodput, work done again, time to recover, by cause."""
+        return self._ledger.account()
+
+    def speed(self, last: int = 50) -> float:
+        """Tokens per second over the `last` steps; 0 before the first."""
+        rows = self._rows["step"][-last:]
+        seconds = sum(row.get("seconds") or 0.0 for row in rows)
+        return sum(row.get("tokens") or 0 for row in rows) / seconds if seconds else 0.0
+
+    def seconds(self) -> float:
+        """Seconds of work in the steps that count."""
+        return float(sum(row.get("seconds") or 0.0 for row in self._rows["step"]))
+
+    def __repr__(self) -> str:
+        return f"<Run {self.folder}: {', '.join(f'{key} {value}' for key, value in self._headline())}>"
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><td>{html.escape(key)}</td><td style='text-align:right'>{html.escape(value)}</td></tr>"
+            for key, value in self._headline()
+        )
+        return f"<table><caption>{html.escape(str(self.folder))}</caption>{cells}</table>"
+
+    def _headline(self) -> list[tuple[str, str]]:
+        latest, rows = self.latest, [("state", self.state), ("step", f"{self.latest.get('step', 0):,}")]
+        if latest.get("loss") is not None:
+            rows.append(("loss", f"{latest['loss']:.4g}"))
+        if self._rows["validation"]:
+            last = self._rows["validation"][-1]
+            rows += [(key.replace("_", " "), f"{last[key]:.4g}") for key in ("bits_per_byte",) if key in last]
+        if latest.get("tokens"):
+            rows.append(("speed", f"{show_count(self.speed())} tokens/s"))
+        if latest.get("memory"):
+            rows.append(("memory", show_size(latest["memory"])))
+        return [*rows, ("time", show_seconds(self.seconds()))]
+
+    def _take(self, event: Event) -> None:
+        kind = event["event"]
+        self._ledger.take(event)
+        self.last_time = max(self.last_time, event.get("time") or 0.0)
+        if kind == "run":
+            self.start, self.finish = event, {}
+            self.attempts += 1
+            self._forget(event.get("step", None), after=True)
+            kept = [row for row in self._rows["eval"] if row["step"] <= (event.get("step") or 0)]
+            self._rows["eval"] = kept  # in the order of their evaluation, not by step
+        elif kind == "end":
+            self.finish = event
+        elif kind in self._rows:
+            if kind == "step":
+                if event["step"] <= self._reached:
+                    self._forget(event["step"], after=False)
+                self._reached = event["step"]
+            self._rows[kind].append(event)
+
+    def _forget(self, step: int | None, after: bool) -> None:
+        """Drops what an earlier attempt did from `step` on (after it: a step's own validation came after it)."""
+        if step is None:
+            return
+        for kind in _BY_STEP:
+            rows = self._rows[kind]
+            while rows and (rows[-1].get("step") or 0) >= step + after:
+                rows.pop()
+
+    def _silent(self) -> bool:
+        if not self.last_time:
+            return False
+        alive = _alive(self.start)
+        if alive is not None:
+            return not alive
+        usual = float(np.median([row.get("seconds") or 0.0 for row in self._rows["step"][-50:]] or [0.0]))
+        return time.time() - self.last_time > _QUIET + 10 * usual
+
+
+def open_run(folder: str | Path) -> Run:
+    """The run in `folder`. Raises UserError when there is no such folder, or no run in it."""
+    path = Path(folder)
+    if not path.is_dir():
+        near = nearest(path.name, _siblings(path))
+        hint = f"did you mean {path.parent / near}?" if near else "name the folder of a run, such as runs/language"
+        raise UserError(f"No folder {path}.", do=hint)
+    if not (path / "events.jsonl").is_file() and not (path / "run.toml").is_file():
+        raise UserError(f"{path} is not a run folder: it has no events.jsonl.", do="espalier train RECIPE makes one")
+    log = path / "events.jsonl"
+    return Run(path, read(log) if log.is_file() else ())
+
+
+def _siblings(path: Path) -> list[str]:
+    try:
+        return [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+    except OSError:
+        return []
+
+
+def _columns(rows: list[Event]) -> Table:
+    names = dict.fromkeys(chain.from_iterable(rows))
+    names.pop("event", None)
+    table: Table = {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        if isinstance(_first(values), dict):
+            tables = [value if isinstance(value, dict) else {} for value in values]
+            table.update({f"{name}.{key}": column for key, column in _columns(tables).items()})
+        else:
+            table[name] = _array(name, values)
+    return table
+
+
+def _array(name: str, values: list[Any]) -> NDArray[Any]:
+    if isinstance(_first(values), int | float):
+        try:
+            return np.array(values, np.int64 if name == "step" and None not in values else np.float64)
+        except (TypeError, ValueError):
+            pass  # numbers and other things under one name
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
+
+
+def _first(values: list[Any]) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _alive(start: Event) -> bool | None:
+    """Whether the run's process lives, or None when that cannot be told from here."""
+    host = (start.get("host") or {}).get("name")
+    if "pid" not in start or host != socket.gethostname():
+        return None
+    try:
+        os.kill(int(start["pid"]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    return _parsed(path, tomllib.loads)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return _parsed(path, json.loads)
+
+
+def _parsed(path: Path, parse: Any) -> dict[str, Any]:
+    try:
+        table = parse(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"{path} is damaged.", why=str(error), do="restore it from a backup") from None
+    return table if isinstance(table, dict) else {}

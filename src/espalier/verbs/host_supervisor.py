@@ -1,0 +1,219 @@
+"""Host supervisor of `train --hosts`: started once on each host, forks that host's ranks.
+
+Ranks measure the hosts together, the first supervisor plans, and then all ranks train under `launch.leader`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from espalier import cache_dir, config, plain_collectives, units, worker
+from espalier import cluster as clusters
+from espalier import run as runs
+from espalier.config import load
+from espalier.errors import EspalierError, PeerLost
+from espalier.hardware import multihost_probe, probe, resource_limits
+from espalier.launch import leader, rank_assignment, store_server, supervisor_protocol
+from espalier.launch.base import RankSpec
+from espalier.launch.host_agent import Launcher, Told
+from espalier.launch.host_map import HostMap
+from espalier.launch.message_auth import seal, unseal
+from espalier.launch.supervisor import RestartOptions
+from espalier.launch.supervisor_protocol import Meeting
+from espalier.launch.version_check import identity
+from espalier.plan import base as plans
+from espalier.verbs import prepare, train
+
+PROBING = 300.0
+"""Longest wait of one host for another while they are measured (seconds)."""
+_POLL = 0.1  # seconds
+_DECIDED = "espalier/decided"
+"""Where the first supervisor tells what it has decided."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What the first supervisor tells the others: the plan, the machines, the host of each rank; or that there is
+    nothing to do; or what went wrong (`error`)."""
+
+    plan: str = ""
+    cluster: str = ""
+    hosts: tuple[int, ...] = ()
+    finished: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Post:
+    """One supervisor's place among them.
+
+    Attributes:
+        team: the hosts, with the ranks as the launcher counts them.
+        store: a connection to the store that supervisors and ranks meet at, of this process alone.
+        patience: seconds to wait for what the first decides.
+    """
+
+    team: HostMap
+    store: Any
+    patience: float = train.WAIT
+
+    def doing(self, topic: str, heartbeat: float = 1.0, ranks: Sequence[int] | None = None) -> HostMap:
+        """The team at one of the things that it does together, with keys of its own."""
+        line = replace(self.team.line, topic=topic, heartbeat=heartbeat)
+        return replace(self.team, line=line, hosts=self.team.hosts if ranks is None else tuple(ranks))
+
+
+def opened(place: RankSpec, asked: Told) -> train.OpenedRun:
+    """Opens the data on this host."""
+    torch.set_num_threads(1)  # ranks are forked from here; see launch.local
+    resolved = prepare.settle(load.from_table(asked["recipe"], asked["origin"]), Path(asked["beside"]))
+    resolved = replace(resolved, trust=asked["trust"])
+    if place.rank:
+        return train.joining(resolved, asked["run"])
+    return train.asked(resolved, asked["run"], asked["quiet"])
+
+
+def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: train.OpenedRun) -> Told:
+    """Says what data was `given`, and once all hosts agree measures, plans and trains. `place` is this host's among the
+    hosts. One that was started in place of another (`life`) finds the plan where the others have left it."""
+    recipe, first = given.resolved.recipe, place.rank == 0
+    own = identity(data=given.workload.fingerprint(), recipe=cache_dir.hashed(load.to_table(recipe)))
+    launcher.tell("ready", identity={key: own[key] for key in ("data", "recipe")})
+    launcher.hear()
+    token, here = asked["token"], store_server.near(place, asked["token"])
+    line = Meeting(
+        place.rank, len(asked["names"]), here.host, here.port, "", life=asked.get("life", 0), token=token,
+        gate=None if first else (place.host, place.port),
+    )  # fmt: skip
+    absence = units.seconds(recipe.comm.timeout, "comm.timeout")
+    team = HostMap(line, tuple(asked["names"]), tuple(asked["nodes"]), absence)
+    post = Post(team, supervisor_protocol.opened(here.host, here.port))
+    if first:
+        return {"code": _lead(post, given, asked["quiet"])}
+    launcher.led = absence
+    return {"code": _follow(post, given, lambda: launcher.tell("joined"))}
+
+
+def _lead(post: Post, given: train.OpenedRun, as_json: bool) -> int:
+    try:
+        cluster, machines = _measured(post, given.resolved.recipe)
+        nodes = list(post.team.hosts)
+        job = train.decided(given, lambda: cluster, len(nodes), nodes)
+        try:
+            order = rank_assignment.numbered(machines, [one.node for one in job.plan.ranks])
+            ranks = [nodes[process] for process in order]
+            finished = job.finished
+            _say(post, Decided(plans.dumps(job.plan), clusters.dumps(cluster), tuple(ranks), finished))
+            return train.carry_out(job, as_json, lambda life, care: _train(post, job, ranks, care))
+        finally:
+            job.folder.release()
+    except EspalierError as error:
+        _say(post, Decided(error=error.what))
+        raise
+
+
+def _say(post: Post, decided: Decided) -> None:
+    if _decision(post) is None:
+        post.store.set(_DECIDED, seal(post.team.line.token, _DECIDED, msgspec.json.encode(decided)))
+
+
+def _follow(post: Post, given: train.OpenedRun, joined: Callable[[], None]) -> int:
+    recipe = given.resolved.recipe
+    team = post.doing("measuring")
+    if not team.line.life and leader.run(_measuring(recipe), team, RestartOptions(0), _threads(team)) is None:
+        return 1  # the first says why
+    decided = _heard(post)
+    joined()
+    if decided.finished:
+        return 0
+    job = train.RunStart(
+        given.resolved, given.workload, clusters.loads(decided.cluster), plans.loads(decided.plan), 0,
+        runs.RunFolder(given.path), True,
+    )  # fmt: skip
+    return 0 if _train(post, job, decided.hosts, train.care_of(recipe)) is not None else 1
+
+
+def _heard(post: Post) -> Decided:
+    """What the first supervisor has decided, once it has: it may have to measure, and to try."""
+    deadline = time.monotonic() + post.patience
+    while (said := _decision(post)) is None:
+        if time.monotonic() > deadline:
+            raise PeerLost(f"Host {post.team.names[0]} did not decide on a plan within {post.patience:.0f} s.")
+        time.sleep(_POLL)
+    decided = msgspec.json.decode(said, type=Decided)
+    if decided.error:
+        raise PeerLost(f"Host {post.team.names[0]} could not start: {decided.error}")
+    return decided
+
+
+def _decision(post: Post) -> bytes | None:
+    """What the first supervisor wrote; None where nothing of it is there."""
+    if not post.store.check([_DECIDED]):
+        return None
+    return unseal(post.team.line.token, _DECIDED, post.store.get(_DECIDED))
+
+
+def _train(post: Post, job: train.RunStart, ranks: Sequence[int], care: RestartOptions) -> list[Any] | None:
+    recipe, life = job.resolved.recipe, train.life(job)
+    team = post.doing("training", care.heartbeat, ranks)
+    return leader.run(lambda place: life(seated(place, recipe)), team, care, _threads(team))
+
+
+# --- measuring ---------------------------------------------------------------------------------------------------
+
+
+def _measured(post: Post, recipe: config.Recipe) -> tuple[clusters.Cluster, list[str]]:
+    """The hosts as they are, and the machine of each rank as the launcher counts them."""
+    team = post.doing("measuring")
+    found = leader.run(_measuring(recipe), team, RestartOptions(0), _threads(team))
+    assert found is not None  # the leader has it, or raised
+    text, machines = found[0]
+    return clusters.loads(text), machines
+
+
+def _measuring(recipe: config.Recipe) -> Callable[[RankSpec], tuple[str, list[str]]]:
+    def life(place: RankSpec) -> tuple[str, list[str]]:
+        with place.pulse.elsewhere("storing"), worker.joined(seated(place, recipe), PROBING) as channel:
+            machines = [multihost_probe.host()]
+            if channel is not None:
+                machines = plain_collectives.all_gather(multihost_probe.host(), channel)
+            return clusters.dumps(machines_of(channel, place, recipe)), machines
+
+    return life
+
+
+def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: config.Recipe) -> clusters.Cluster:
+    """The recipe's cluster file as the first host has it, else the hosts as they were measured together, once."""
+    if channel is None:
+        return prepare.machines(recipe)
+    key = multihost_probe.key(channel)
+    known: str | None = None
+    if place.rank == 0:
+        found = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else multihost_probe.kept(key)
+        known = clusters.dumps(found) if found is not None else None
+        if found is None:
+            prepare.say("Measuring the hosts and the links between them (once).")
+    known = plain_collectives.broadcast(known, channel)
+    if known is not None:
+        return clusters.loads(known)
+    measured = multihost_probe.probe_ranks(channel, place.local_rank, lambda: probe.ready(say=prepare.say))
+    multihost_probe.keep(measured, key)
+    return measured
+
+
+def _threads(team: HostMap) -> int:
+    return max(1, resource_limits.cores() // max(1, len(team.own)))
+
+
+def seated(place: RankSpec, recipe: config.Recipe) -> RankSpec:
+    """With the device it computes on, and the threads that the recipe pins. In the rank: who asks a GPU cannot fork."""
+    device = f"cuda:{place.local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    return replace(place, device=device, threads=recipe.plan.pin.threads or place.threads)

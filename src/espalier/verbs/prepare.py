@@ -1,0 +1,86 @@
+"""Prepares a recipe for the verbs: resolves it, opens its data, probes its machines, asks for its plan."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from espalier import cluster as clusters
+from espalier import terminal, workload_registry
+from espalier.config import Recipe, load
+from espalier.hardware import probe
+from espalier.plan import request_from_recipe
+from espalier.plan.calibrate import DATASHEET, Calibration
+from espalier.plan.request import Request
+from espalier.track.progress import Waiting
+from espalier.workload import Workload
+
+Resolved = workload_registry.Resolved
+
+
+def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False) -> Resolved:
+    """Reads a recipe and derives what it leaves open. `trust`: who made the run that is taken up again is trusted."""
+    found = workload_registry.settle(load.load(path, overrides), Path(path).absolute().parent, waiting)
+    return replace(found, trust=trust)
+
+
+def settle(recipe: Recipe, folder: Path | None) -> Resolved:
+    """Derives what a recipe leaves open; `folder`: where its file lies."""
+    return workload_registry.settle(recipe, folder, waiting)
+
+
+def open_workload(resolved: Resolved) -> Workload:
+    """The workload of a resolved recipe, its data opened (built on first use, with a progress bar)."""
+    return workload_registry.open_workload(resolved, waiting)
+
+
+def machines(recipe: Recipe, cluster: str | None = None) -> clusters.Cluster:
+    """The cluster file that was named, else this machine (probed once, then from the cache)."""
+    named = cluster or recipe.plan.cluster
+    if named is not None:
+        return clusters.read(named)
+    return probe.ready(say=say)
+
+
+def say(text: str) -> None:
+    """A line of progress on standard error."""
+    terminal.say(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows `what` on standard error once it has taken two seconds; called with (done, total)."""
+    with Waiting(what, total=0, out=sys.stderr) as bar:
+
+        def update(done: float, total: float) -> None:
+            bar.total = total
+            bar.advance(done - bar.done)
+
+        yield update
+
+
+def parameters(recipe: Recipe, workload: Workload) -> int:
+    """How many parameters the recipe's model has."""
+    return workload_registry.row(recipe).profile(recipe, lambda: workload).tally.parameters
+
+
+def request(resolved: Resolved, ranks: int | None = None, workload: Workload | None = None) -> Request:
+    """What the planner is asked; allocates nothing and opens data only where the model depends on it."""
+    asked = request_from_recipe.of_recipe(resolved.recipe, lambda: workload or open_workload(resolved))
+    pin = asked.pin if ranks is None else msgspec.structs.replace(asked.pin, ranks=ranks)
+    return replace(asked, pin=pin)
+
+
+def calibration(recipe: Recipe, path: str | None = None) -> Calibration:
+    """What measured runs say of the planner's coefficients: of `path`, else of `plan.calibration`, else nothing."""
+    named = path or recipe.plan.calibration
+    if named is None:
+        return DATASHEET
+    from espalier.verbs.measurements import calibrated
+
+    return calibrated(named)

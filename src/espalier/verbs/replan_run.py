@@ -1,0 +1,130 @@
+"""Re-plans a running run: the same recipe and batch, on fewer places or at measured speeds. For `train`.
+
+After Acme (arXiv 2403.07648), section 6.1. What a launcher needs is `launch.resize.Resizer`; here it is answered by the
+planner and the run's folder. `plan.json` becomes the new plan, so that the same command goes on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from espalier import mechanisms
+from espalier.errors import UserError
+from espalier.launch import base as launch
+from espalier.launch.resize import RunShape
+from espalier.plan import codecs, replan
+from espalier.plan.base import Plan
+from espalier.plan.request import Request
+from espalier.resilience.slowdown import Evidence
+from espalier.track import events
+from espalier.verbs import prepare, run_plan
+
+if TYPE_CHECKING:
+    from espalier.verbs.train import RunStart
+
+Start = Callable[["RunStart"], launch.Entrypoint]
+"""The task of a run's ranks."""
+
+
+class Reshaper:
+    """Answers for one run. Has state: its plan as it is now, and the shapes it has offered.
+
+    Args:
+        job: the run as it was begun.
+        start: makes its ranks' task.
+    """
+
+    def __init__(self, job: RunStart, start: Start) -> None:
+        self.job, self._start = job, start
+        self._offered: list[tuple[RunShape, Plan]] = []
+
+    @property
+    def steps(self) -> int:
+        """See `Shapes.steps`."""
+        return self.job.resolved.recipe.train.steps or 0
+
+    @property
+    def plan(self) -> str:
+        """See `Shapes.plan`."""
+        return _key(self.job.plan)
+
+    @property
+    def planned_wait(self) -> float | None:
+        """See `Shapes.planned_wait`. Of states that are whole: others are waited for elsewhere too."""
+        predicted = self.job.plan.predicted
+        return predicted.terms.get("all_reduce") if predicted is not None and self.job.plan.replicated else None
+
+    def without(self, ranks: Collection[int]) -> RunShape:
+        """See `Shapes.without`: without further ranks, the last first, where the batch or the memory wants it so."""
+        plan, request = self.job.plan, self._request()
+        mechanisms.require_beside(self.job.resolved.recipe, plan, replan.CLAIM)
+        kept = [rank for rank in range(len(plan.ranks)) if rank not in ranks]
+        speeds, refusal = replan.equal(plan), UserError("The run has no other rank.", do="run the same command again")
+        for count in range(len(kept), 0, -1):
+            try:
+                made = replan.plan_on(request, self.job.cluster, plan, kept[:count], speeds)
+            except UserError as error:
+                refusal = error
+                continue
+            now, then = (replan.seconds(request, self.job.cluster, one, replan.equal(one)) for one in (plan, made))
+            return self._offer(replan.Replan(made, tuple(kept[:count]), then / now))
+        raise refusal
+
+    def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
+        """See `Shapes.faster`. Ranks that the recipe asks for by number are all kept."""
+        plan, request, cluster = self.job.plan, self._request(), self.job.cluster
+        mechanisms.require_beside(self.job.resolved.recipe, plan, replan.CLAIM)
+        found = replan.speeds(plan, evidence.own)
+        if evidence.link and self.planned_wait is not None:
+            found = replan.with_link(request, cluster, plan, found, evidence.wait - self.planned_wait)
+        self._offered.clear()
+        pinned = self.job.resolved.recipe.plan.pin.ranks is not None
+        made = replan.options(request, cluster, plan, found)
+        shapes = [self._offer(one) for one in made if not pinned or len(one.kept) == len(plan.ranks)]
+        return shapes, dict(enumerate(found.slower))
+
+    def saving(self) -> float:
+        """See `Shapes.saving`."""
+        took = 0.0
+        for event in events.read(self.job.folder.events):
+            if event["event"] == "checkpoint":
+                took = float(event.get("seconds") or 0.0)
+        return took
+
+    def adopt(self, shape: RunShape) -> None:
+        """See `Shapes.adopt`."""
+        plan = next(plan for offered, plan in self._offered if offered is shape)
+        self.job = replace(self.job, plan=plan)
+        self.job.folder.write(self.job.resolved.recipe, self.job.cluster, plan)
+        self._offered.clear()
+
+    def _offer(self, option: replan.Replan) -> RunShape:
+        made, before = option.plan, len(self.job.plan.ranks)
+        shares = ", ".join(str(rank.share[1] - rank.share[0]) for rank in made.ranks)
+        count = f"{len(made.ranks)} of {before}" if len(made.ranks) < before else f"all {before}"
+        run_plan.refuse_elsewhere(made, None)
+        shape = RunShape(
+            task=self._start(replace(self.job, plan=made)),
+            places=launch.places(made, self.job.folder.logs),
+            kept=option.kept,
+            copies=made.replicated and self.job.plan.replicated,
+            ratio=option.ratio,
+            plan=_key(made),
+            says=f"{count} ranks with {shares} samples each step; by estimate a step takes {option.ratio:.2g} times as "
+            "long",
+        )
+        self._offered.append((shape, made))
+        return shape
+
+    def _request(self) -> Request:
+        """What the planner is asked, as when the run was planned."""
+        job = self.job
+        asked = prepare.request(job.resolved, None, job.workload)
+        asked, _ = codecs.encoded(asked, job.cluster)
+        return replace(asked, factors=prepare.calibration(job.resolved.recipe).factors)
+
+
+def _key(plan: Plan) -> str:
+    return " ".join(f"{rank.share[0]}-{rank.share[1]}" for rank in plan.ranks)

@@ -1,0 +1,181 @@
+"""The plan that a run begins or goes on with: the one in its folder while it still holds, else a new one.
+
+A new one is decided by `plan.decide`, with trials of real steps in real ranks on a processor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from espalier import cache_dir, data_hash, phases, serialization, workload_registry
+from espalier import cluster as clusters
+from espalier import run as runs
+from espalier.config import Recipe
+from espalier.errors import UserError
+from espalier.launch import rank_assignment
+from espalier.plan import base as plans
+from espalier.plan.decide import decide
+from espalier.plan.trials import Trials
+from espalier.track import events
+from espalier.verbs import prepare
+from espalier.workload import Workload
+
+TRIAL_SECONDS = 0.6
+"""How long each candidate runs in each round, warm-up not counted."""
+
+
+def entered(workload: Workload, recipe: Recipe, folder: runs.RunFolder, world: int | None) -> Workload:
+    """The workload of the phase that the run is in. Raises UserError where it has several and ranks are there."""
+    if len(workload.phases()) == 1:
+        return workload
+    if world is not None:
+        raise UserError(
+            f"The run has {len(workload.phases())} phases, and its ranks were started already.",
+            why="each phase is planned anew, and may want other ranks",
+            do="espalier train on one machine",
+        )
+    return phases.enter(recipe, workload, phases.checkpoints(recipe, str(folder.checkpoints)))
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the data of a run is now, and what is to be said of it. `changed`: since the run was begun, and accepted."""
+
+    hashes: Mapping[str, str]
+    changed: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    def keep(self, folder: runs.RunFolder) -> None:
+        """Into the run folder, and what changed into the run log."""
+        cache_dir.replace(folder.data, json.dumps(self.hashes, indent=1))
+        if self.changed:
+            with events.Log(folder.events) as log:
+                log.write("data", changed=list(self.changed), action="accepted, as faults.changed_data says")
+
+
+def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> Data:
+    """The run's data. Raises UserError where it is not what the run was begun with, unless the recipe accepts that:
+    then the plan is made anew, as the batch may be another."""
+    now = workload_registry.row(recipe).contents(recipe, workload)
+    if not folder.exists():
+        return Data(now)
+    try:
+        before = serialization.from_json(folder.data.read_bytes(), dict[str, str])
+    except FileNotFoundError:
+        return Data(now, notes=[f"{folder.path} does not say what data the run was begun with: it is taken as it is"])
+    except msgspec.DecodeError as error:
+        raise UserError(
+            f"{folder.data} is damaged: {error}.", do="remove it; the data is then taken as it is"
+        ) from None
+    changed = data_hash.differences(before, now)
+    if not changed:
+        return Data(now)
+    first, more = changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+    if recipe.faults.changed_data == "refuse":
+        raise UserError(
+            f"{first}{more} since {folder.path} was begun.",
+            why="a run that goes on with other data is neither the one nor the other",
+            do="bring the data back, --run FOLDER for a new run, or faults.changed_data=accept to go on with it",
+        )
+    folder.plan.unlink(missing_ok=True)
+    return Data(now, changed, [f"the data is not what the run was begun with: {first}{more}"])
+
+
+def planned(
+    folder: runs.RunFolder,
+    resolved: prepare.Resolved,
+    workload: Workload,
+    cluster: clusters.Cluster,
+    world: int | None,
+) -> plans.Plan:
+    """The plan that the folder has, while it still holds; else a new one."""
+    plan = _resumed_plan(folder, resolved, cluster, workload)
+    if plan is None or (world is not None and len(plan.ranks) != world):
+        plan = choose(resolved, workload, cluster, world)
+    refuse_elsewhere(plan, world)
+    return plan
+
+
+def on_hosts(nodes: Sequence[int], plan: plans.Plan, cluster: clusters.Cluster) -> plans.Plan:
+    """The plan with its ranks on the machines where they are, if those are the cluster's and ranks cannot be numbered
+    as the plan has them (`numbering`)."""
+    nodes_of = [one.node for one in plan.ranks]
+    if cluster.machines != len(set(nodes)) or rank_assignment.follows(nodes, nodes_of):
+        return plan
+    ranks = (msgspec.structs.replace(one, node=node) for one, node in zip(plan.ranks, nodes, strict=True))
+    return msgspec.structs.replace(plan, ranks=tuple(ranks))
+
+
+def _phase_begun(folder: runs.RunFolder) -> int | None:
+    """The first step of the phase that the run's plan is of, where it has several."""
+    begun = [event["step"] for event in events.read(folder.events) if event["event"] == "phase"]
+    return begun[-1] if begun else None
+
+
+def _resumed_plan(
+    folder: runs.RunFolder, resolved: prepare.Resolved, cluster: clusters.Cluster, workload: Workload
+) -> plans.Plan | None:
+    """The plan already in the run folder (perhaps edited), while recipe and machines still ask for the same."""
+    if not folder.exists() or not folder.plan.exists() or not folder.cluster.exists():
+        return None
+    samples = workload.global_batch
+    if folder.events.exists() and _phase_begun(folder) not in (None, workload.phases()[0].start):
+        return None
+    before = folder.read()
+    plan = plans.check(plans.read(folder.plan), samples, str(folder.plan))
+    same_recipe = before.plan == resolved.recipe.plan and before.train.compile == resolved.recipe.train.compile
+    same_machines = folder.cluster.read_text() == clusters.dumps(cluster)
+    return plan if same_recipe and same_machines else None
+
+
+def choose(
+    resolved: prepare.Resolved, workload: Workload, cluster: clusters.Cluster, world: int | None = None
+) -> plans.Plan:
+    """The plan for this recipe on these machines; with `world`, for exactly that many ranks. Raises UserError."""
+    pinned = resolved.recipe.plan.pin.ranks
+    if world is not None and pinned not in (None, world):
+        raise UserError(
+            f"plan.pin.ranks = {pinned}, but {world} ranks were started.",
+            do=f"start {pinned} ranks, or leave plan.pin.ranks out",
+        )
+
+    def run(plan: plans.Plan) -> float:
+        return _seconds(plan, resolved, workload)
+
+    phase = workload.phases()[0].start
+    trials = Trials(resolved.recipe, cluster, run, phase) if world is None else None
+    request = prepare.request(resolved, world, workload)
+    return decide(request, cluster, prepare.calibration(resolved.recipe), trials).taken
+
+
+def _seconds(plan: plans.Plan, resolved: prepare.Resolved, workload: Workload) -> float:
+    """Seconds per step of `plan`, from real steps in real ranks. What it takes is loaded here: `plan` does without."""
+    from espalier import trainer, worker
+    from espalier.launch import base as launch
+    from espalier.launch import local
+
+    def task(place: launch.RankSpec) -> float:
+        return worker.trial(trainer.RankSetup(resolved.recipe, plan, workload, place), TRIAL_SECONDS)
+
+    return max(local.run(task, launch.places(plan)))
+
+
+def refuse_elsewhere(plan: plans.Plan, world: int | None) -> None:
+    """Raises UserError when this machine has not what `plan` needs. With `world`, its ranks are started by others."""
+    if not plan.executable:
+        raise UserError(
+            f"`train` cannot run this plan: {plan.missing}.", do="espalier plan answers for it all the same"
+        )
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = {rank.device for rank in plan.ranks if rank.device.startswith("cuda")}
+    elsewhere = max(rank.node for rank in plan.ranks) if world is None else 0
+    if elsewhere or (world is None and len(wanted) > here) or (wanted and not here):
+        raise UserError(
+            f"The plan is for other machines: {elsewhere + 1} with {len(wanted)} GPUs each; this one has {here}.",
+            do="leave plan.cluster out to train here, or start the ranks there with torchrun",
+        )

@@ -1,0 +1,65 @@
+"""Workload registry: looks up a recipe's kind of model. The only place where kinds are looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from espalier.config import Recipe, derive, model_kinds
+from espalier.config.base import Kind
+from espalier.workload import Progress, Workload
+from espalier.workload_row import Row
+
+Waiting = Callable[[str], AbstractContextManager[Progress]]
+"""Shows what is waited for."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe with nothing left open, and why each derived value is what it is."""
+
+    recipe: Recipe
+    derivations: Sequence[derive.Derivation] = ()
+    folder: Path | None = None
+    """Where the recipe's file lies: a foreign module may lie beside it."""
+    data: Any = None
+    """What was opened to derive it."""
+    trust: bool = False
+    """The user trusts who made the run: what can run code is read too (`--trust`)."""
+
+
+def silently(what: str) -> AbstractContextManager[Progress]:
+    """Waits without a word."""
+    return nullcontext(lambda done, total: None)
+
+
+def row(recipe: Recipe) -> Row:
+    """The row of the recipe's kind of model, imported now."""
+    return row_of(model_kinds.of(recipe.model))
+
+
+def row_of(kind: Kind) -> Row:
+    """The row of a kind of model, imported now."""
+    found = import_module(kind.row).ROW
+    assert isinstance(found, Row)
+    return found
+
+
+def settle(recipe: Recipe, folder: Path | None, waiting: Waiting = silently) -> Resolved:
+    """Derives what a recipe leaves open; `folder`: where its file lies."""
+    kind = row(recipe)
+    with waiting(kind.reading) as progress:
+        prepared = kind.prepare(recipe, progress)
+    resolved, derivations = derive.resolve(prepared.recipe, vocabulary=prepared.vocabulary)
+    return Resolved(resolved, derivations, folder, prepared.data)
+
+
+def open_workload(resolved: Resolved, waiting: Waiting = silently) -> Workload:
+    """The workload of a resolved recipe, its data opened (built on first use)."""
+    kind = row(resolved.recipe)
+    with waiting(kind.reading) as progress:
+        return kind.open(resolved.recipe, resolved.folder, progress, resolved.data)

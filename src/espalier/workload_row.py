@@ -1,0 +1,145 @@
+"""One row of the workload registry: how a kind of model opens its data, and what the planner and the verbs may ask."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from espalier.config import Recipe
+from espalier.cost import Anatomy, Cut
+from espalier.workload import Progress, Workload
+
+
+class Prepared(NamedTuple):
+    """A recipe whose data has been looked at as far as its options depend on it.
+
+    `vocabulary`: the tokenizer's tokens, where they are known. `data`: what was opened, for `Row.open`.
+    """
+
+    recipe: Recipe
+    vocabulary: int | None = None
+    data: Any = None
+
+
+@dataclass(frozen=True)
+class Tally:
+    """A model counted: parameters, trainable ones, their tensors, and hidden matrices by (rows, columns)."""
+
+    parameters: int
+    trainable: int
+    tensors: int
+    matrices: Counter[tuple[int, int]]
+    sizes: Sequence[Any] = ()
+    """`shard.wrap_policy.Sized` of the trainable ones, in order; empty: not known."""
+    running: tuple[int, int] = (0, 0)
+    """Floating-point and whole numbers in buffers that every step moves."""
+
+    def with_more(self, other: Tally, times: int) -> Tally:
+        """This model grown `times` times by what `other` has beyond it."""
+        return Tally(
+            self.parameters + times * (other.parameters - self.parameters),
+            self.trainable + times * (other.trainable - self.trainable),
+            self.tensors + times * (other.tensors - self.tensors),
+            Counter({s: self.matrices[s] + times * (n - self.matrices[s]) for s, n in other.matrices.items()}),
+        )
+
+
+def tally(model: nn.Module, embeddings: Iterable[nn.Parameter]) -> Tally:
+    """Counts `model`; a tied parameter is counted once."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    outside = set(embeddings)
+    matrices = (p for p in trainable if p.ndim == 2 and p not in outside)
+    return Tally(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trainable=sum(parameter.numel() for parameter in trainable),
+        tensors=len(trainable),
+        matrices=Counter((matrix.shape[0], matrix.shape[1]) for matrix in matrices),
+    )
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the planner is told of a model and its data.
+
+    Attributes:
+        tally: the model counted.
+        global_batch: samples per step; tokens_per_sample: tokens (nodes, rays) in one.
+        anatomy: (micro_batch, recompute, precision, cut) -> Anatomy; micro_batch and cut may hold NumPy arrays.
+        layers: equal blocks of the model; outside: trainable parameters outside them, in `tables` tables.
+        heads, kv_heads, width, kv_width: of a decoder; 0: a model that cannot be cut.
+        remarks: what was decided of the data already, in sentences.
+        tasks: trained together.
+    """
+
+    tally: Tally
+    global_batch: int
+    tokens_per_sample: float
+    anatomy: Callable[[Any, str, str, Cut], Anatomy]
+    layers: int = 1
+    outside: int = 0
+    tables: int = 1
+    heads: int = 0
+    kv_heads: int = 0
+    width: int = 0
+    kv_width: int = 0
+    remarks: Sequence[str] = ()
+    tasks: int = 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How text is drawn from a model."""
+
+    tokens: int = 200
+    temperature: float = 0.0
+    top_k: int | None = None
+    seed: int = 0
+
+
+class Answer(NamedTuple):
+    """What a model says to an input: `text` as it is made, or (not both) `record` for programs."""
+
+    text: Iterator[str]
+    record: Callable[[], Mapping[str, Any]]
+
+
+def _fingerprint(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
+    """All data as one."""
+    return {"the data": workload.fingerprint()}
+
+
+def _as_it_is(recipe: Recipe, progress: Progress) -> Prepared:
+    """No option depends on the data."""
+    return Prepared(recipe)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the planner and the verbs do with one kind of model.
+
+    Attributes:
+        open: (resolved recipe, its folder, progress, `Prepared.data`) -> the workload, its data opened.
+        profile: of a resolved recipe; it opens the workload only if it has to.
+        reading: what is said while data is read.
+        prepare: looks at the data as far as options depend on it.
+        answer: (workload, model, input, sampling) -> Answer. None: nobody knows what an input is.
+        exports: format -> (workload, model, folder), which writes the model there and says how to load it.
+        contents: name -> hash of the data's files, compared when a run is taken up again.
+        tokenizer: of the workload, for tasks that ask questions in text.
+        usage: how people ask a trained model, as (word, what follows `espalier predict RUN`).
+    """
+
+    open: Callable[[Recipe, Path | None, Progress, Any], Workload]
+    profile: Callable[[Recipe, Callable[[], Workload]], Profile]
+    reading: str = "Reading the data"
+    prepare: Callable[[Recipe, Progress], Prepared] = _as_it_is
+    answer: Callable[[Workload, nn.Module, str | None, Sampling], Answer] | None = None
+    exports: Mapping[str, Callable[[Workload, nn.Module, Path], str]] = field(default_factory=dict)
+    contents: Callable[[Recipe, Workload], Mapping[str, str]] = _fingerprint
+    tokenizer: Callable[[Workload], Any] | None = None
+    usage: tuple[str, str] = ("answers", "")

@@ -1,0 +1,71 @@
+"""Through host memory: the same results as without, whatever the operation. (The host plays the GPU here.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from espalier import comm
+from espalier.comm.host_staging import Staged
+from espalier.comm.rendezvous import INNER
+from espalier.plan.base import Plan, Rank
+from espalier.shard.amsp import Amsp
+from espalier.shard.placement import ShardFactors
+from espalier.shard.placement_plan import Spread
+from espalier.testing import forks, same
+
+
+def _both(channel: comm.Channel) -> Any:
+    """Every operation a sharded step uses, on two groups: plain, and with all tensors staged."""
+    plain = channel._inner["cpu"]
+    results = []
+    for inner in (plain, Staged(plain)):
+        channel._inner = {"cpu": inner, "cuda": inner}
+        channel._alone = inner
+        rank, n = channel.rank(), channel.size()
+        found = [torch.arange(8.0) + rank, torch.zeros(2), torch.zeros(8), torch.zeros(8)]
+        torch.distributed.all_reduce(found[0], group=channel)
+        torch.distributed.reduce_scatter_single(found[1], torch.arange(2.0 * n) * (rank + 1), group=channel)
+        torch.distributed.all_gather_single(found[2], torch.full((8 // n,), float(rank)), group=channel)
+        torch.distributed.all_to_all_single(found[3], torch.arange(8.0) + 10 * rank, group=channel)
+        torch.distributed.broadcast(found[0][:4], 1, group=channel)
+        results.append([one.clone() for one in found])
+    return results
+
+
+def test_staged_operations_give_what_plain_ones_give() -> None:
+    for plain, staged in forks(4, _both):
+        same(staged, plain, bitwise=True)
+
+
+def _trained(channel: comm.Channel, staged: bool, factors: ShardFactors) -> Any:
+    if staged:
+        plain = INNER["gloo"]
+        INNER["gloo"] = lambda asked: {kind: Staged(one) for kind, one in plain(asked).items()}
+    torch.manual_seed(5)
+    model = nn.Sequential(*(nn.Linear(7, 7) for _ in range(3)))
+    sharding = Amsp(model, channel, Spread(factors=[("*", factors)]))
+    optimizer = torch.optim.SGD([one.tensor for one in sharding.owned], lr=0.1)
+    for step in range(3):
+        sharding.clear()
+        with sharding.accumulate(last=True):
+            model(torch.full((2, 7), step + channel.rank() + 1.0)).square().mean().backward()
+        sharding.wait()
+        optimizer.step()
+        sharding.refresh()
+    sharding.detach()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("factors", [ShardFactors(), ShardFactors(1, 2, 4), ShardFactors(4, 4, 4)])
+def test_a_sharded_model_trains_the_same_through_host_memory(factors: ShardFactors) -> None:
+    for plain, staged in zip(forks(4, _trained, False, factors), forks(4, _trained, True, factors), strict=True):
+        same(staged, plain, bitwise=True)
+
+
+def test_a_plan_of_both_kinds_says_so() -> None:
+    assert Plan(ranks=(Rank(device="cpu"), Rank(device="cuda:0"))).mixed
+    assert not Plan(ranks=(Rank(device="cuda:1"), Rank(device="cuda:0"))).mixed

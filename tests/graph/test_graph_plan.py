@@ -1,0 +1,73 @@
+"""Order and format: chosen from counts, said in sentences, and without any effect on what is learned but rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from espalier.config import derive, load
+from espalier.graph import graph_plan
+from espalier.graph.data import Graph, Parts
+from espalier.graph.workload import GraphWorkload
+from espalier.plan import request_from_recipe
+from espalier.workload import Shard
+
+
+def cliques(count=30, size=12) -> Graph:
+    nodes = count * size
+    pairs = np.array(np.triu_indices(size, 1))
+    ends = np.concatenate([pairs + at * size for at in range(count)], 1)
+    order = np.random.default_rng(0).permutation(nodes)
+    parts = Parts(*np.array_split(np.arange(nodes), 3))
+    labels = np.arange(nodes) % 3
+    features = np.random.default_rng(1).normal(size=(nodes, 16))
+    return Graph.from_edges(*order[ends], features=features, undirected=True, labels=labels, parts=parts)
+
+
+def workload_of(graph, **options):
+    table = {"model": {"kind": "gcn", "dropout": 0.0}, "data": {"path": "x"}, "graph": options}
+    return GraphWorkload(derive.resolve(load.from_table(table))[0], graph)
+
+
+def loss_of(workload):
+    model = workload.build(torch.device("cpu"), torch.float32)
+    count = workload.global_batch
+    (batch,) = workload.batches(0, Shard(0, count, count))
+    return float(workload.loss(model, batch)[0].detach())
+
+
+def test_cliques_are_compressed_and_nothing_else_changes():
+    graph = cliques(9, 40)
+    auto, plain = workload_of(graph), workload_of(graph, format="csr")
+    assert any(sentence.startswith("Format: CBM") for sentence in auto.decisions())
+    assert any(sentence.startswith("Format: CSR") for sentence in plain.decisions())
+    assert loss_of(auto) == pytest.approx(loss_of(plain), rel=1e-5)
+
+
+def test_short_rows_stay_plain_however_alike_they_are():
+    said = workload_of(cliques(30, 6)).decisions()
+    assert any(sentence.startswith("Format: CSR") for sentence in said)
+
+
+def test_every_layer_is_said_and_the_planner_is_told():
+    workload = workload_of(cliques())
+    said = workload.decisions()
+    assert [sentence for sentence in said if sentence.startswith("Layer")] == [
+        "Layer 1 aggregates 16 columns once and keeps the sums, for its rows are the same at every step, "
+        "then maps them to 64.",
+        "Layer 2 maps 64 columns to 3, then aggregates those.",
+    ]
+    assert request_from_recipe.of_recipe(workload.recipe, lambda: workload).remarks == said
+
+
+@pytest.mark.parametrize("wanted", ["none", "rcmpp", "clusters", "auto"])
+def test_an_order_renames_nodes_and_nothing_else(wanted):
+    if wanted == "clusters":
+        pytest.importorskip("pymetis")
+    graph = cliques()
+    other, sentence = graph_plan.ordered(graph, wanted)
+    assert sentence.startswith("Order: ")
+    assert loss_of(workload_of(other)) == pytest.approx(loss_of(workload_of(graph)), rel=1e-5)
+    assert graph.called(other.find("7")) in {f"node {at}" for at in range(graph.nodes)}
+    np.testing.assert_array_equal(other.features[other.find("7")], graph.features[7])

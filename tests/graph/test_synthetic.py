@@ -1,0 +1,62 @@
+"""Generated graphs: seeded, simple and undirected, the same whatever the chunk they are made in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from espalier.graph import synthetic
+
+
+def edges_of(graph):
+    return list(zip(graph.targets().tolist(), graph.indices.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("text", ["rmat:scale=9,degree=6,features=4", "planted:nodes=300,degree=8,features=4"])
+def test_graphs_are_simple_undirected_and_seeded(tmp_path, text, monkeypatch):
+    graph = synthetic.load(text, tmp_path / "one")
+    pairs = edges_of(graph)
+    assert pairs == sorted(set(pairs))
+    assert {(b, a) for a, b in pairs} == set(pairs)
+    assert all(a != b for a, b in pairs)
+    assert sum(len(ids) for _, ids in graph.parts.named()) == graph.nodes
+    monkeypatch.setattr(synthetic, "_ROWS", 64)  # many pieces to put in order
+    again = synthetic.load(text, tmp_path / "two")
+    assert edges_of(again) == pairs
+    assert np.array_equal(again.features, graph.features)
+    assert graph.fingerprint() == again.fingerprint()
+    other = synthetic.load(f"{text},seed=2", tmp_path / "one")
+    assert other.fingerprint() != graph.fingerprint()
+    assert edges_of(other) != pairs
+
+
+def test_groups_meet_their_own_and_features_tell_them(tmp_path):
+    graph = synthetic.load("planted:nodes=4000,degree=12,classes=4,homophily=0.7,signal=3", tmp_path)
+    same = (graph.labels[graph.indices] == graph.labels[graph.targets()]).mean()
+    assert 0.7 + 0.3 / 4 - 0.03 < same < 0.7 + 0.3 / 4 + 0.03
+    means = np.stack([graph.features[graph.labels == at].mean(0) for at in range(4)])
+    np.testing.assert_allclose(np.linalg.norm(means, axis=1), 3, rtol=0.1)
+    assert graph.degrees().max() > 5 * graph.degrees().mean()
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 40))
+def test_scrambling_is_a_permutation(scale):
+    ids = np.unique(np.random.default_rng(scale).integers(0, 1 << scale, 200))
+    scrambled = synthetic._scrambled(ids, scale)
+    assert len(np.unique(scrambled)) == len(ids)
+    assert np.array_equal(synthetic._unscrambled(scrambled, scale), ids)
+
+
+def test_what_was_begun_and_not_ended_is_no_graph(tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(synthetic, "_write_nodes", fail)
+        with pytest.raises(KeyboardInterrupt):
+            synthetic.load("rmat:scale=5", tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert synthetic.load("rmat:scale=5", tmp_path).nodes == 32

@@ -1,0 +1,82 @@
+"""What counts as memory: anonymous and shared pages, never those of files."""
+
+import mmap
+import os
+
+import pytest
+import torch
+
+from espalier.hardware.peak_memory import held, memory_of, peak_memory
+
+MIB = 2**20
+CPU = torch.device("cpu")
+
+
+def in_fork(what):
+    """What `what` returns in a process of its own, in MiB; its peak is its own too."""
+    reader, writer = os.pipe()
+    if not os.fork():
+        code = 1
+        try:
+            os.write(writer, repr([one / MIB for one in what()]).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+    return [float(one) for one in text.strip("[]").split(",")]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus"
+    path.write_bytes(os.urandom(MIB) * 96)
+    return path
+
+
+def test_reading_a_mapped_file_adds_nothing_to_memory(corpus):
+    def life():
+        before, cached = peak_memory(CPU), memory_of(CPU)["page_cache"]
+        with corpus.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+            total = sum(pages[:: mmap.PAGESIZE])
+            yield from (peak_memory(CPU) - before, memory_of(CPU)["page_cache"] - cached)
+        assert total
+
+    grown, cached = in_fork(life)
+    assert grown < 8
+    assert cached > 90
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_pages_of_its_own_and_shared_ones_count(shared):
+    def life():
+        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+        before = peak_memory(CPU), held()
+        with mmap.mmap(-1, 96 * MIB, flags=flags | mmap.MAP_ANONYMOUS) as pages:
+            pages.write(b"x" * len(pages))
+            yield held() - before[1]
+            peak_memory(CPU)
+        yield held() - before[1]
+        yield peak_memory(CPU) - before[0]
+
+    during, after, most = in_fork(life)
+    assert during > 95
+    assert after < 10
+    assert most > 95
+
+
+def test_what_rose_and_fell_between_two_looks_counts_and_mapped_files_beside_it_do_not(corpus):
+    def life():
+        before = peak_memory(CPU)
+        with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+            pages.write(b"x" * 64 * MIB)
+        yield peak_memory(CPU) - before
+        with corpus.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+            assert sum(pages[:: mmap.PAGESIZE])
+            yield peak_memory(CPU) - before
+
+    risen, then = in_fork(life)
+    assert 55 < risen < 140  # the 64 MiB that are written from lie beside them
+    assert then < risen + 8

@@ -1,0 +1,114 @@
+"""Measured shapes take their measured time, and more of anything never makes a declared device slower."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from espalier import cluster as clusters
+from espalier.cluster import Copy, Device, Rate
+from espalier.cost import Product
+from espalier.errors import UserError
+from espalier.plan import device_model
+from espalier.plan.device_model import DeviceUse
+
+RATES = (
+    Rate("product", "fp32", 64, 64, 64, 1, 1, 10e9),
+    Rate("product", "fp32", 1024, 256, 512, 1, 1, 40e9),
+    Rate("product", "fp32", 64, 64, 64, 2, 1, 12e9),
+    Rate("product", "fp32", 1024, 256, 512, 2, 1, 78e9),
+    Rate("product", "bf16", 64, 64, 64, 1, 1, 5e9),
+    Rate("attention", "fp32", 256, 64, 256, 1, 1, 7e9),
+)
+MEASURED = Device(
+    name="mine", kind="cpu", memory=2**33, memory_bandwidth=1e10, flops={"fp32": 78e9, "bf16": 5e9, "fp64": 39e9},
+    peak=False, rates=RATES, copies=(Copy(1, 1, 6e9), Copy(2, 1, 9e9)), dispatch=1e-6,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rate", [rate for rate in RATES if rate.what == "product"])
+def test_a_measured_shape_takes_its_measured_time(rate: Rate) -> None:
+    product = Product(rate.rows, rate.inner, rate.columns, 3)
+    setting = DeviceUse(rate.threads, rate.processes, cores=2)
+    seconds = device_model.product_seconds(MEASURED, rate.precision, product, setting)
+    assert seconds == pytest.approx(product.flops / rate.flops, rel=1e-6)
+
+
+@given(st.integers(1, 10**5), st.integers(1, 10**4), st.integers(1, 10**4), st.sampled_from([1, 2]))
+def test_between_and_beyond_measurements_rates_stay_within_them(
+    rows: int, inner: int, columns: int, threads: int
+) -> None:
+    product = Product(rows, inner, columns)
+    rate = product.flops / device_model.product_seconds(MEASURED, "fp32", product, DeviceUse(threads, 1, 2))
+    assert 0.99 * 6e9 * threads <= rate <= 1.01 * 40e9 * threads
+
+
+def test_a_precision_not_measured_is_scaled_by_its_rate() -> None:
+    product = Product(64, 64, 64)
+    ratio = device_model.product_seconds(MEASURED, "fp64", product, DeviceUse()) / device_model.product_seconds(
+        MEASURED, "fp32", product, DeviceUse()
+    )
+    assert ratio == pytest.approx(2.0)
+
+
+def test_more_threads_than_cores_take_turns() -> None:
+    one = device_model.product_seconds(MEASURED, "fp32", Product(64, 64, 64), DeviceUse(2, 1, cores=2))
+    crowded = device_model.product_seconds(MEASURED, "fp32", Product(64, 64, 64), DeviceUse(2, 1, cores=1))
+    assert crowded == pytest.approx(2 * one)
+
+
+def test_attention_and_copies_go_at_their_measured_rate() -> None:
+    assert device_model.attention_seconds(MEASURED, "fp32", 7e9, DeviceUse()) == pytest.approx(1.0)
+    assert device_model.moved_seconds(MEASURED, 6e9, DeviceUse(1, 1, 2)) == pytest.approx(1.0, rel=1e-6)
+    assert device_model.moved_seconds(MEASURED, 9e9, DeviceUse(2, 1, 2)) == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", clusters.known_devices())
+@given(
+    st.tuples(st.integers(1, 10**5), st.integers(1, 10**4), st.integers(1, 10**4)), st.integers(0, 2), st.integers(2, 9)
+)
+def test_a_larger_product_is_never_faster(name: str, sizes: tuple[int, int, int], which: int, factor: int) -> None:
+    device = clusters.device(name, cores=4, memory=2**33)
+    larger = list(sizes)
+    larger[which] *= factor
+    setting = DeviceUse(cores=4)
+    small = device_model.product_seconds(device, "fp32", Product(*sizes), setting)
+    assert device_model.product_seconds(device, "fp32", Product(*larger), setting) >= small
+
+
+def test_large_products_reach_nearly_the_peak_and_none_exceeds_it() -> None:
+    device = clusters.device("A100-80GB")
+    for rows in (16, 1024, 65536):
+        product = Product(rows, 8192, 8192)
+        rate = product.flops / device_model.product_seconds(device, "bf16", product, DeviceUse())
+        assert rate <= 312e12
+    assert rate == pytest.approx(0.8 * 312e12, rel=0.01)
+
+
+@pytest.mark.parametrize("device", [MEASURED, clusters.device("T4")], ids=["measured", "declared"])
+def test_arrays_give_what_numbers_give(device: Device) -> None:
+    rows = np.array([0, 64, 300, 5000])
+    together = device_model.product_seconds(device, "fp32", Product(rows, 64, 64, 2), DeviceUse())
+    alone = [device_model.product_seconds(device, "fp32", Product(int(r), 64, 64, 2), DeviceUse()) for r in rows]
+    assert together == pytest.approx(alone)
+    assert together[0] == 0
+
+
+def test_backward_does_each_product_twice() -> None:
+    product = Product(100, 20, 30, 4)
+    assert sum(one.flops for one in device_model.backward(product)) == 2 * product.flops
+
+
+def test_a_precision_the_device_lacks_is_refused() -> None:
+    with pytest.raises(UserError, match=r"T4 has no rate for bf16[\s\S]*train.precision"):
+        device_model.peak(clusters.device("T4"), "bf16")
+
+
+def test_mfu_counts_the_vendor_s_peak_of_a_measured_gpu() -> None:
+    measured = Device(
+        name="H100", kind="cuda", memory=1, memory_bandwidth=1.0, flops={"bf16": 7e14}, peak=False, rates=RATES
+    )
+    assert device_model.peak(measured, "bf16") == 989.4e12
+    assert device_model.peak(MEASURED, "fp32") == 78e9

@@ -1,0 +1,100 @@
+"""A run planned again: fewer places, measured speeds. The batch is always shared whole and in order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from espalier import cluster as clusters
+from espalier.config import Pin, derive, load
+from espalier.errors import UserError
+from espalier.plan import base as plans
+from espalier.plan import build_plan, replan, request_from_recipe, search
+from espalier.plan.request import Request
+
+
+def request(samples: int = 32, **more: object) -> Request:
+    table = {
+        "model": {"depth": 2, "width": 128, "heads": 4, "vocabulary": 512},
+        "train": {"steps": 10, "sequence": 64, "batch_tokens": 64 * samples},
+    }
+    return replace(request_from_recipe.of_recipe(derive.resolve(load.from_table(table))[0]), **more)  # type: ignore[arg-type]
+
+
+def machine(cores: int = 4, gpus: int = 0) -> clusters.Cluster:
+    if gpus:
+        return clusters.loads(
+            f'[[nodes]]\ndevice = "A100-80GB"\ndevices = {gpus}\ncores = 64\nmemory = "512GiB"\ninside = "300GB/s"'
+        )
+    return clusters.loads(f'[[nodes]]\ndevice = "cpu"\ncores = {cores}\nmemory = "8GiB"')
+
+
+def planned(asked: Request, cluster: clusters.Cluster, ranks: int) -> plans.Plan:
+    asked = replace(asked, pin=Pin(ranks=ranks, threads=1))
+    found = search.search(asked, cluster)
+    option = found.best(lambda one: build_plan.executable(one) and one.layout.optimizer == 1)
+    assert option is not None
+    return build_plan.make(asked, found, option)
+
+
+def shares(plan: plans.Plan) -> list[int]:
+    return [rank.share[1] - rank.share[0] for rank in plan.ranks]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(2, 5), st.integers(5, 40), st.booleans(), st.data())
+def test_the_batch_stays_whole_and_in_order_on_any_places_that_are_left(ranks, samples, on_gpus, data):
+    asked, cluster = request(samples), machine(gpus=6 if on_gpus else 0)
+    plan = planned(asked, cluster, ranks)
+    slower = tuple(data.draw(st.lists(st.sampled_from([1.0, 1.0, 2.0, 5.0]), min_size=ranks, max_size=ranks)))
+    kept = sorted(data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)))
+    made = replan.plan_on(asked, cluster, plan, kept, replan.Speeds(slower))
+    plans.check(made, samples)
+    assert [rank.device for rank in made.ranks] == [plan.ranks[rank].device for rank in kept]
+    assert (made.micro_batch, made.recompute) == (min(plan.micro_batch, max(shares(made))), plan.recompute)
+
+
+def test_a_slow_rank_gets_less_and_the_step_shorter_by_the_model():
+    asked, cluster = request(), machine()
+    plan = planned(asked, cluster, 4)
+    found = replan.speeds(plan, [0.1, 0.1, 0.4, 0.11])
+    assert found.slower == pytest.approx((1.0, 1.0, 4.0, 1.0))
+    best = replan.options(asked, cluster, plan, found)[0]
+    given = dict(zip(best.kept, shares(best.plan), strict=True))
+    assert given.get(2, 0) < 4 < given[0]
+    assert best.ratio < 0.5
+    assert replan.seconds(asked, cluster, plan, found) > 2 * replan.seconds(asked, cluster, plan, replan.equal(plan))
+
+
+def test_a_rank_that_hardly_goes_on_is_left_out():
+    asked, cluster = request(8), machine()
+    plan = planned(asked, cluster, 4)
+    best = replan.options(asked, cluster, plan, replan.Speeds((1.0, 50.0, 1.0, 1.0)))[0]
+    assert best.kept == (0, 2, 3)
+
+
+def test_where_nothing_is_slow_no_plan_is_much_faster():
+    asked, cluster = request(), machine(gpus=4)
+    plan = planned(asked, cluster, 4)
+    assert all(one.ratio > 0.97 for one in replan.options(asked, cluster, plan, replan.equal(plan)))
+
+
+def test_a_link_that_has_become_slow_leads_to_fewer_ranks():
+    asked, cluster = request(), machine(gpus=4)
+    plan = planned(asked, cluster, 4)
+    now = replan.seconds(asked, cluster, plan, replan.equal(plan))
+    found = replan.with_link(asked, cluster, plan, replan.equal(plan), 20 * now)
+    assert replan.seconds(asked, cluster, plan, found) == pytest.approx(21 * now, rel=0.01)
+    assert replan.options(asked, cluster, plan, found)[0].kept == (0,)
+
+
+def test_what_fewer_cannot_hold_or_share_is_refused_by_name():
+    asked, cluster = request(), machine()
+    plan = planned(asked, cluster, 4)
+    with pytest.raises(UserError, match="3 ranks cannot hold this run"):
+        replan.plan_on(replace(asked, memory=1e5), cluster, plan, [0, 1, 2], replan.equal(plan))
+    with pytest.raises(UserError, match="cannot be shared by 0 ranks"):
+        replan.plan_on(asked, cluster, plan, [], replan.equal(plan))

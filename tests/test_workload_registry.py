@@ -1,0 +1,137 @@
+"""The table of kinds of model: a recipe's row says how it is opened, planned and asked; no other kind is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from espalier import cluster, make_plan, workload_registry
+from espalier.config import load, model_kinds
+from espalier.language import tokens
+from espalier.plan import request_from_recipe
+from espalier.workload import Shard
+from espalier.workload_row import Row
+
+MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n'
+
+THEIRS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def build():
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+    def loss(model, batch):
+        return ((model(batch[0]) - batch[1]) ** 2).sum(), torch.tensor(len(batch[0]))
+    return nn.Linear(8, 1), data, loss
+"""
+
+
+def corpus(folder: Path) -> Path:
+    text = folder / "text"
+    text.mkdir()
+    for number in range(40):
+        (text / f"{number}.txt").write_text(f"document {number}: " + "the same words again and again. " * 40)
+    return text
+
+
+def recipe_file(folder: Path, text: str) -> Path:
+    file = folder / "recipe.toml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("tag", [tag for kind in model_kinds.KINDS for tag in kind.tags])
+def test_every_kind_of_model_has_its_row(tag: str) -> None:
+    build = {"build": "a:b"} if tag in ("module", "messages") else {}
+    recipe = load.from_table({"model": {"kind": tag, **build}})
+    assert model_kinds.of(recipe.model) is model_kinds.tagged(tag)
+    assert isinstance(workload_registry.row(recipe), Row)
+
+
+def test_a_language_run_imports_no_graphs(tmp_path: Path) -> None:
+    file = recipe_file(
+        tmp_path, f'[model]\ndepth = 1\n[data]\npath = "{corpus(tmp_path)}"\ncache = "{tmp_path}/cache"\n'
+    )
+    script = f"""
+import sys
+from espalier.verbs import predict, prepare, train
+resolved = prepare.resolve({str(file)!r}, [])
+prepare.request(resolved, workload=prepare.open_workload(resolved))
+found = [name for name in sys.modules if name.startswith(("espalier.graph", "espalier.sparse", "espalier.module"))]
+assert not found, found
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_a_corpus_is_opened_once(tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"path": str(corpus(tmp_path)), "cache": str(tmp_path / "cache"), "tokenizer": tokenizer}
+    opened = []
+    build_all = tokens.build_all
+
+    def counted(*given, **named):  # type: ignore[no-untyped-def]
+        opened.append(given)
+        return build_all(*given, **named)
+
+    monkeypatch.setattr(tokens, "build_all", counted)
+    recipe = load.from_table({"model": {"depth": 1}, "data": [table]})
+    resolved = workload_registry.settle(recipe, tmp_path)
+    workload = workload_registry.open_workload(resolved)
+    assert len(opened) == 1
+    assert workload.global_batch == request_from_recipe.of_recipe(resolved.recipe).global_batch
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[model]\nkind = "module"\nbuild = "theirs:build"\n[train]\nbatch_tokens = 16\n',
+        '[model]\nkind = "gcn"\n[data]\npath = "python:imports"\n',
+        '[model]\ndepth = 1\n[data]\npath = "{text}"\ntokenizer = "bpe:300"\n',
+    ],
+    ids=["module", "graph", "language"],
+)
+def test_make_plan_answers_for_a_recipe_of_every_kind(text: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(THEIRS)
+    file = recipe_file(tmp_path, text.format(text=corpus(tmp_path)))
+    plan = make_plan(file, cluster.loads(MACHINE))
+    resolved = workload_registry.settle(load.load(file), tmp_path)
+    workload = workload_registry.open_workload(resolved)
+    layout = plan.layout
+    assert layout is not None
+    assert layout.dp * layout.micro_batch * layout.accumulate >= workload.global_batch
+
+
+@pytest.mark.parametrize("kind", ["gpt", "moe"])
+def test_the_pieces_of_a_decoder_are_its_forward(kind: str, tmp_path: Path) -> None:
+    table = {"path": str(corpus(tmp_path)), "cache": str(tmp_path / "cache")}
+    recipe = load.from_table({"model": {"kind": kind, "depth": 3, "width": 32, "heads": 2}, "data": [table]})
+    workload = workload_registry.open_workload(workload_registry.settle(recipe, tmp_path))
+    model = workload.build(torch.device("cpu"), torch.float32)
+    pieces = workload.pieces(model)
+    assert pieces is not None
+    assert len(pieces.blocks) == 3
+    (batch,) = workload.batches(0, Shard(0, 2, 2))
+    assert torch.equal(pieces((batch.tokens, batch.where)), model(batch.tokens, where=batch.where))
+    gradients = [torch.autograd.grad(given.square().sum(), list(model.parameters())) for given in (
+        pieces((batch.tokens, batch.where)), model(batch.tokens, where=batch.where)
+    )]  # fmt: skip
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_sequential_module_is_in_pieces_and_others_are_whole(tmp_path: Path) -> None:
+    layers = "nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))"
+    (tmp_path / "in_pieces.py").write_text(THEIRS.replace("nn.Linear(8, 1)", layers))
+    file = recipe_file(tmp_path, '[model]\nkind = "module"\nbuild = "in_pieces:build"\n')
+    workload = workload_registry.open_workload(workload_registry.settle(load.load(file), tmp_path))
+    model = workload.build(torch.device("cpu"), torch.float32)
+    pieces = workload.pieces(model)
+    assert pieces is not None
+    assert torch.equal(pieces(torch.ones(2, 8)), model(torch.ones(2, 8)))
+    assert workload.pieces(model[0]) is None  # type: ignore[index]

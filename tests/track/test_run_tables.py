@@ -1,0 +1,118 @@
+"""A run folder as tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import made
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from espalier.errors import UserError
+from espalier.track.run_tables import Run, open_run
+
+
+def events(*rows: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"time": 1.0, **row} for row in rows]
+
+
+def test_columns_hold_what_the_steps_said(tmp_path: Path) -> None:
+    run = open_run(made.make(tmp_path, 40))
+    assert run.steps["step"].tolist() == list(range(1, 41))
+    assert run.steps["step"].dtype == np.int64
+    assert run.steps["bytes.gradients"].tolist() == [7_649_280.0] * 40
+    assert run.latest["step"] == 40
+    assert run.recipe["train"]["steps"] == 2000
+    assert run.plan["planner"] == "uniform"
+    assert run.state == "finished"
+
+
+@given(
+    attempts=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=5),
+    said=st.booleans(),
+)
+def test_each_step_counts_once_with_the_last_attempts_value(attempts: list[tuple[int, int]], said: bool) -> None:
+    log: list[dict[str, Any]] = []
+    truth: dict[int, int] = {}
+    for number, (start, count) in enumerate(attempts):
+        first = min(start, max(truth, default=0))
+        log.append({"event": "run", **({"step": first} if said else {})})
+        if said or count:
+            truth = {step: value for step, value in truth.items() if step <= first}
+        for step in range(first + 1, first + 1 + count):
+            log.append({"event": "step", "step": step, "loss": float(number)})
+            log.append({"event": "validation", "step": step, "loss": float(number)})
+            truth[step] = number
+    run = Run(Path("."), events(*log))
+    steps = run.steps
+    assert (
+        dict(zip(steps.get("step", np.empty(0)).tolist(), steps.get("loss", np.empty(0)).tolist(), strict=True))
+        == truth
+    )
+    assert len(run.validations.get("step", ())) == len(truth)
+
+
+def test_missing_and_strange_fields_keep_columns_equally_long() -> None:
+    run = Run(
+        Path("."),
+        events(
+            {"event": "step", "step": 1, "loss": 1.0},
+            {"event": "step", "step": 2, "loss": float("nan"), "bytes": {"a": 1}},
+            {"event": "step", "step": 3, "loss": "what", "new": "text"},
+        ),
+    )
+    assert {len(column) for column in run.steps.values()} == {3}
+    assert np.isnan(run.steps["bytes.a"][0])
+    assert run.steps["new"].tolist() == [None, None, "text"]
+
+
+def test_state_tells_a_living_run_from_a_dead_one() -> None:
+    start = {"event": "run", "step": 0, "host": {"name": socket.gethostname()}}
+    step = {"event": "step", "step": 1, "loss": 1.0}
+    assert Run(Path("."), events({**start, "pid": os.getpid()}, step)).state == "running"
+    assert Run(Path("."), events({**start, "pid": os.getpid()})).state == "waiting"
+    assert Run(Path("."), events({**start, "pid": 2**22 + 1}, step)).state == "silent"
+    assert Run(Path("."), events(start, step)).state == "silent"  # the last sign of life is from 1970
+    assert Run(Path("."), events(start, step, {"event": "end", "reason": "failed"})).state == "failed"
+    assert (
+        Run(Path("."), events(start, {"event": "end", "reason": "failed"}, {**start, "pid": os.getpid()})).state
+        == "waiting"
+    )
+
+
+def test_no_folder_and_no_run_are_the_users_errors(tmp_path: Path) -> None:
+    (tmp_path / "language").mkdir()
+    with pytest.raises(UserError, match=r"did you mean .*language"):
+        open_run(tmp_path / "langauge")
+    with pytest.raises(UserError, match="not a run folder"):
+        open_run(tmp_path / "language")
+    (tmp_path / "language" / "run.toml").write_text("= broken")
+    with pytest.raises(UserError, match="damaged"):
+        open_run(tmp_path / "language")
+
+
+def test_an_unknown_table_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="steps"):
+        open_run(made.make(tmp_path, 1)).table("step")
+
+
+def test_a_notebook_shows_it_escaped(tmp_path: Path) -> None:
+    folder = made.make(tmp_path / "<b>x", 3)
+    run = open_run(folder)
+    assert "&lt;b&gt;x" in run._repr_html_()
+    assert "step 3" in repr(run)
+
+
+def test_frame_gives_pandas_or_says_how(tmp_path: Path) -> None:
+    run = open_run(made.make(tmp_path, 3))
+    if importlib.util.find_spec("pandas"):
+        assert run.frame("steps")["step"].tolist() == [1, 2, 3]
+    else:
+        with pytest.raises(UserError, match="pip install pandas"):
+            run.frame("steps")

@@ -1,0 +1,28 @@
+"""What a started process does first: it goes to its folder, or says that there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from espalier.errors import UserError
+from espalier.launch.base import RankSpec
+from espalier.verbs import host_worker
+
+
+def test_a_host_that_lacks_the_launchers_folder_says_so(tmp_path) -> None:
+    asked = {"folder": str(tmp_path / "none")}
+    with pytest.raises(UserError, match="corpus") as caught, host_worker._naming_the_folder(asked):
+        raise UserError("There is nothing at corpus.", why="it is not there")
+    assert f"no folder {tmp_path}/none" in caught.value.why
+    with pytest.raises(UserError) as caught, host_worker._naming_the_folder({"folder": str(tmp_path)}):
+        raise UserError("There is nothing at corpus.", why="it is not there")
+    assert caught.value.why == "it is not there"
+
+
+def test_the_first_host_needs_the_folder_unless_the_run_has_a_place_of_its_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    away = {"folder": str(tmp_path / "none"), "absolute": False}
+    with pytest.raises(UserError, match="no folder"):
+        host_worker._enter(RankSpec(), away)
+    host_worker._enter(RankSpec(), {**away, "absolute": True})
+    host_worker._enter(RankSpec(rank=1), away)

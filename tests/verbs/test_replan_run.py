@@ -1,0 +1,132 @@
+"""`train` itself goes on with fewer ranks, and by another plan; the batch and the losses stay what they were."""
+
+import argparse
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+from struck import recipe_of, write_corpus
+
+from espalier import worker
+from espalier.config import load
+from espalier.plan import base as plans
+from espalier.resilience.slowdown import Evidence
+from espalier.verbs import replan_run, train
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("reshaped") / "corpus")
+
+
+@pytest.fixture
+def job(corpus, tmp_path):
+    """A run about to begin, with as many ranks and options as asked for."""
+    torch.set_num_threads(1)
+    jobs = []
+
+    def make(ranks, **tables):
+        (tmp_path / "cluster.toml").write_text('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"')
+        tables["plan"] = {
+            "cluster": str(tmp_path / "cluster.toml"),
+            "trial": False,
+            "pin": {"ranks": ranks, "threads": 1},
+        }
+        recipe = recipe_of(corpus, **tables)
+        path = tmp_path / "recipe.toml"
+        path.write_text(load.dump(recipe))
+        arguments = argparse.Namespace(
+            recipe=path, overrides=[], run=str(tmp_path / f"run-{len(jobs)}"), json=True, trust=False
+        )
+        jobs.append(train._prepare(arguments))
+        return jobs[-1]
+
+    yield make
+    for one in jobs:
+        one.folder.release()
+
+
+def struck(monkeypatch, job, happens):
+    """Calls `happens(seat, step, samples)` in each forward pass of the job's ranks; the run's events."""
+    plain = worker.train
+
+    def armed(setting, identity):
+        loss, begun = setting.workload.loss, worker.Trainer.train_step
+        now = [0]
+
+        def train_step(trainer, batches):
+            now[0] = trainer.step + 1
+            return begun(trainer, batches)
+
+        def struck(model, batch):
+            if model.training:
+                happens(setting.place.seat, now[0], len(batch.tokens))
+            return loss(model, batch)
+
+        worker.Trainer.train_step, setting.workload.loss = train_step, struck
+        return plain(setting, identity)
+
+    monkeypatch.setattr(train.worker, "train", armed)
+    train._carry_out(job, as_json=True)
+    return [json.loads(line) for line in job.folder.events.read_text().splitlines()]
+
+
+def losses(events):
+    return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+
+
+def all_of(events, name):
+    return [event for event in events if event["event"] == name]
+
+
+@pytest.mark.slow
+def test_a_place_that_always_dies_is_left_out_by_the_planner_and_the_losses_meet_rounding(monkeypatch, job):
+    def dies(seat, step, samples):
+        if seat == 0 and step >= 5:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    begun = job(3, faults={"restarts": 1})
+    events = struck(monkeypatch, begun, dies)
+    action = all_of(events, "incident")[-1]["action"]
+    assert "place 0" in action
+    assert "2 of 3 ranks with 4, 4 samples each step; by estimate a step takes" in action
+    assert len(plans.read(begun.folder.plan).ranks) == 2, "the same command goes on with it"
+    assert all_of(events, "run")[-1]["ranks"] == 2
+    whole = struck(monkeypatch, job(3), lambda *_: None)
+    assert losses(events) == pytest.approx(losses(whole), rel=1e-4)
+    assert set(losses(events)) == set(range(1, 9))
+
+
+@pytest.mark.slow
+def test_a_rank_that_stays_slow_is_planned_round_and_the_losses_meet_rounding(monkeypatch, job):
+    begun = job(2, train={"steps": 120}, faults={"heartbeat": "0.1s"})
+    events = struck(monkeypatch, begun, lambda seat, step, samples: time.sleep(0.03 * samples * seat))
+    (switch,) = [event for event in all_of(events, "incident") if event["kind"] == "replanned"]
+    assert switch["gain"] > 0
+    assert switch["predicted"] < 0.9 * switch["before"]
+    (recovered,) = all_of(events, "recovered")
+    assert (recovered["kind"], recovered["lost_steps"]) == ("replanned", 0)
+    after = [event["seconds"] for event in all_of(events, "step") if event["step"] > switch["step"] + 5]
+    assert sorted(after)[len(after) // 2] < 0.9 * switch["before"]
+    whole = struck(monkeypatch, job(2, train={"steps": 120}), lambda *_: None)
+    assert losses(events) == pytest.approx(losses(whole), rel=1e-3)
+
+
+def test_what_is_offered_names_shares_and_can_be_adopted(job):
+    begun = job(2)
+    begun.folder.events.write_text('{"event": "checkpoint", "time": 0, "seconds": 1.5}\n')
+    offers = replan_run.Reshaper(begun, lambda job: len)
+    before = offers.plan
+    found, speeds = offers.faster(Evidence((0.1, 0.4), 0.4, 0.0, (1,), False))
+    assert speeds == pytest.approx({0: 1.0, 1: 4.0})
+    assert found == sorted(found, key=lambda one: one.ratio)
+    assert found[0].ratio < 1
+    offers.adopt(found[0])
+    assert offers.plan == found[0].plan != before
+    assert offers.saving() == 1.5
+    assert all(len(one.kept) == 2 for one in found), "ranks that were asked for are kept"
+    assert [one.rank for one in found[0].places] == list(range(len(found[0].kept)))
