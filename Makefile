@@ -46,6 +46,7 @@ check: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(BIN)/python .ci/lines.py
 
 bench: setup-dev
 	$(BIN)/python bench/language.py $(ARGS)
