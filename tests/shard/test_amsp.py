@@ -220,6 +220,37 @@ def test_a_step_that_failed_before_its_exchange_can_be_run_again(factors: ShardF
         same(torch.cat(grads), torch.full((9 if factors.optimizer == 1 else len(torch.cat(grads)),), 2.0))
 
 
+class _Ended(Exception):
+    """Others are gone."""
+
+
+def _wrapped_again(channel: Channel) -> Any:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    for layer in model:
+        nn.init.constant_(layer.weight, 0.1)
+    first = Amsp(model, channel, every(ShardFactors()))
+
+    def ended(_: Tensor) -> None:
+        raise _Ended
+
+    broken = model[0].weight.register_post_accumulate_grad_hook(ended)  # of the last one to get its gradient
+    with pytest.raises(_Ended), first.accumulate(last=True):
+        model(torch.ones(1, 3)).sum().backward()
+    broken.remove()
+    second = Amsp(model, channel, every(ShardFactors()))
+    for _ in range(2):
+        second.clear()
+        with second.accumulate(last=True):
+            model(torch.ones(1, 3)).sum().backward()
+        second.wait()
+    return [one.tensor.grad.flatten() for one in second.owned]
+
+
+def test_a_model_whose_backward_was_broken_off_can_be_wrapped_again() -> None:
+    for grads in ranks(2, _wrapped_again):
+        same(grads[-1], torch.full((9,), 0.6))
+
+
 def _overlap(channel: Channel) -> list[str]:
     """The order of launches and of gradients arriving."""
     model = nn.Sequential(*[nn.Linear(9, 9, bias=False) for _ in range(4)])

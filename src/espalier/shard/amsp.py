@@ -170,7 +170,11 @@ class Amsp:
         self._ended = None  # an error inside leaves no half step to wait for
         self._seen.check(self.model)
         self.begin_round(last)
-        yield
+        try:
+            yield
+        except BaseException:
+            self._armed = None  # the model may be wrapped anew: these hooks are to take no gradient any more
+            raise
         self.end_round()
         self._ended = last
 
