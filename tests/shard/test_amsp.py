@@ -233,7 +233,7 @@ def _wrapped_again(channel: Channel) -> Any:
     def ended(_: Tensor) -> None:
         raise _Ended
 
-    broken = model[0].weight.register_post_accumulate_grad_hook(ended)  # of the last one to get its gradient
+    broken = model[1].weight.register_post_accumulate_grad_hook(ended)  # the first one to get its gradient
     with pytest.raises(_Ended), first.accumulate(last=True):
         model(torch.ones(1, 3)).sum().backward()
     broken.remove()
