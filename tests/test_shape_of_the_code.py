@@ -34,6 +34,43 @@ ENVIRONMENT = re.compile(
     r"|(OMPI_COMM|MV2_COMM|PMI|MPI)_\w+"
 )
 
+# Imports that close a cycle between modules. Remove a line by breaking its cycle; none may be added.
+CYCLES = {
+    ("espalier.comm.channel", "espalier.comm.rendezvous"),
+    ("espalier.config.base", "espalier.config"),
+    ("espalier.config.base", "espalier.config.recipe_draft"),
+    ("espalier.config.decoder_shapes", "espalier.config"),
+    ("espalier.config.decoders", "espalier.config"),
+    ("espalier.config.graphs", "espalier.config"),
+    ("espalier.config.recipe_draft", "espalier.config"),
+    ("espalier.launch.base", "espalier.launch.rejoin_signal"),
+    ("espalier.launch.host_rejoin", "espalier.launch.ssh"),
+    ("espalier.rollback", "espalier.trainer"),
+    ("espalier.shard.error_feedback", "espalier.shard.amsp"),
+    ("espalier.shard.sharded_state_dict", "espalier.shard.amsp"),
+    ("espalier.sparse.cbm.build", "espalier.sparse.spmm"),
+    ("espalier.sparse.csr", "espalier.sparse.spmm"),
+    ("espalier.sparse.spmm", "espalier.sparse.cbm"),
+    ("espalier.sync.rejoin", "espalier.sync.membership"),
+    ("espalier.verbs.measurements", "espalier.verbs.load_run"),
+    ("espalier.verbs.measurements", "espalier.verbs.prepare"),
+    ("espalier.verbs.replan_run", "espalier.verbs.train"),
+}
+
+# Files under 80 lines that only one neighbour imports. Remove a line by merging the two; none may be added.
+SATELLITES = {
+    "espalier.comm.host_staging",
+    "espalier.evaluate.evaluation",
+    "espalier.launch.remote_rank",
+    "espalier.prefetch",
+    "espalier.shard.buffer_sync",
+    "espalier.shard.control_message",
+    "espalier.sync.commit_vote",
+    "espalier.sync.member_heartbeat",
+}
+TABLES = {"espalier.comm.codecs"}
+"""Modules that list the answers to one Protocol; an answer keeps the file that bears its name."""
+
 COMPILED = {"jit", "njit", "vectorize", "guvectorize", "intrinsic", "overload"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -49,6 +86,42 @@ def tree(path: Path) -> ast.Module:
 
 def shown(path: Path) -> str:
     return str(path.relative_to(ROOT))
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+@cache
+def imports() -> dict[str, dict[str, bool]]:
+    """Module -> modules of the package it imports, wherever the import stands -> whether only inside functions."""
+    modules = {module_of(path): path for path in python_files("src")}
+    found: dict[str, dict[str, bool]] = {name: {} for name in modules}
+    for name, path in modules.items():
+        lazy = {
+            id(node)
+            for function in ast.walk(tree(path))
+            if isinstance(function, Function)
+            for node in ast.walk(function)
+        }
+        for node in ast.walk(tree(path)):
+            named: list[str] = []
+            if isinstance(node, ast.Import):
+                named = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                full = [f"{node.module}.{alias.name}" for alias in node.names]
+                named = [one if one in modules else str(node.module) for one in full]
+            for other in {other for other in named if other in modules and other != name}:
+                found[name][other] = found[name].get(other, True) and id(node) in lazy
+    return found
+
+
+def reaches(start: str, goal: str, graph: dict[str, set[str]]) -> bool:
+    seen, front = set[str](), {start}
+    while front:
+        seen |= front
+        front = {following for one in front for following in graph[one]} - seen
+    return goal in seen
 
 
 def functions(path: Path) -> Iterator[Function]:
@@ -127,6 +200,35 @@ def test_every_module_has_its_line_in_the_contract() -> None:
     names = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
     modules = {name for name in names if [*(PACKAGE / name).glob("*.py")] or (PACKAGE / f"{name}.py").is_file()}
     assert not modules - named - {"__init__", "testing"}
+
+
+def test_modules_import_one_another_in_no_circle() -> None:
+    """Imports for type checkers and inside functions count too: who reads a file should not need its readers."""
+    graph = {name: set(others) for name, others in imports().items()}
+    closing = {(name, other) for name, other in CYCLES if other in graph.get(name, ()) and reaches(other, name, graph)}
+    assert closing == CYCLES, "these circles are broken: remove them from CYCLES"
+    for name, other in CYCLES:
+        graph[name].discard(other)
+    circles = {(name, other) for name, others in graph.items() for other in others if reaches(other, name, graph)}
+    assert not circles, "what both need belongs into a module below both"
+
+
+def test_a_small_file_serves_more_than_one_neighbour() -> None:
+    """What only its neighbour reads belongs into that neighbour, unless it is loaded when first used (compiled
+    kernels), is a question (`base`), or one of several answers that a table or a package's face lists."""
+    found = set()
+    for path in python_files("src"):
+        name = module_of(path)
+        readers = {
+            reader: lazy for reader, others in imports().items() for other, lazy in others.items() if other == name
+        }
+        if path.stem in ("__init__", "base") or lines(path) >= 80 or len(readers) != 1:
+            continue
+        ((reader, lazy),) = readers.items()
+        if reader.rpartition(".")[0] == name.rpartition(".")[0] and not lazy and reader not in TABLES:
+            found.add(name)
+    assert not found - SATELLITES, "merge it into the file that imports it"
+    assert found == SATELLITES, "these are merged: remove them from SATELLITES"
 
 
 def test_what_must_be_light_loads_no_torch() -> None:

@@ -14,11 +14,6 @@ import torch
 from espalier.serialization import Placeholder
 
 
-def is_pickled(blob: bytes) -> bool:
-    """Whether `blob` is torch's archive of a pickled skeleton."""
-    return blob[:4] == b"PK\x03\x04"
-
-
 def skeleton(blob: bytes) -> Any:
     """The skeleton in `blob`."""
     pickled = torch.load(io.BytesIO(blob), weights_only=True)

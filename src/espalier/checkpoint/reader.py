@@ -16,12 +16,15 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from espalier import serialization
-from espalier.checkpoint import dcp_metadata, legacy_pickle, state_tree
+from espalier.checkpoint import dcp_metadata, state_tree
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.dcp_planners import LoadPlanner, Slice
 from espalier.checkpoint.manifest import File
 from espalier.checkpoint.storage import Storage
 from espalier.errors import EspalierError, UserError
+
+PICKLED = b"PK\x03\x04"
+"""How torch's archive of a pickled skeleton begins (format 1)."""
 
 
 def restore(
@@ -63,9 +66,11 @@ def _skeletons(reader: StorageReader, metadata: Metadata, present: list[str], pa
 
 
 def _skeleton(blob: bytes, part: str, path: str, trust: bool) -> Any:
-    if not legacy_pickle.is_pickled(blob):
+    if not blob.startswith(PICKLED):
         return serialization.loads(blob, f"The state of {part!r} in {path}")
     if trust:
+        from espalier.checkpoint import legacy_pickle
+
         return legacy_pickle.skeleton(blob)
     raise UserError(
         f"The checkpoint {path} is of the older format and is not read.",
