@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier import config
-from espalier.config import decoder_shapes, derive, load
+from espalier.config import decoders, derive, load
 from espalier.errors import UserError
 
 pytestmark = pytest.mark.quick
@@ -74,9 +74,9 @@ def test_neither_depth_nor_shape_means_depth_4():
     assert derive.resolve(recipe())[0].model.depth == 4
 
 
-@pytest.mark.parametrize("name", list(decoder_shapes.SHAPES))
+@pytest.mark.parametrize("name", list(decoders.SHAPES))
 def test_a_shape_gives_what_the_recipe_does_not(name):
-    published = decoder_shapes.SHAPES[name]
+    published = decoders.SHAPES[name]
     resolved = derive.resolve(recipe(config.Gpt(shape=name, vocabulary=1000)))[0].model
     assert (resolved.depth, resolved.width, resolved.kv_heads) == (published.depth, published.width, published.kv_heads)
     assert resolved.vocabulary == 1000
@@ -252,7 +252,7 @@ def test_any_numbers_either_resolve_or_are_refused(numbers):
         resolved, _ = derive.resolve(recipe(config.Gpt(**numbers)))
     except UserError:
         return
-    size = decoder_shapes.sizes(resolved.model)
+    size = decoders.sizes(resolved.model)
     assert size.head_size * size.heads == size.width
     assert size.head_size % 2 == 0
     assert size.heads % size.kv_heads == 0

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from espalier import config
-from espalier.config import decoder_shapes, derive
+from espalier.config import decoders, derive
 from espalier.cost import Cut
 from espalier.language import gpt
 from espalier.language.operation_counts import DecoderLoad
@@ -39,7 +39,7 @@ def request(chosen: config.Gpt) -> Request:
     parameters = derive.parameter_count(chosen)
 
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Any:
-        return gpt.work(DecoderLoad(decoder_shapes.sizes(chosen), SEQUENCE, micro_batch, recompute, precision, cut))
+        return gpt.work(DecoderLoad(decoders.sizes(chosen), SEQUENCE, micro_batch, recompute, precision, cut))
 
     return Request(parameters, parameters, chosen.depth or 0, BATCH, SEQUENCE, anatomy, optimizer="adamw")
 

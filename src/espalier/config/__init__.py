@@ -6,304 +6,61 @@ A field that defaults to None is *derived*: `config.derive` fills it in and says
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Union
+from typing import TYPE_CHECKING, Union
 
-from espalier.config.base import Choice as Choice
-from espalier.config.base import Options as Options
 from espalier.config.decoders import Decoder as Decoder
 from espalier.config.decoders import Gpt as Gpt
 from espalier.config.decoders import Moe as Moe
 from espalier.config.graphs import Gat as Gat
 from espalier.config.graphs import Gcn as Gcn
 from espalier.config.graphs import Gin as Gin
-from espalier.config.graphs import Graph as Graph
 from espalier.config.graphs import Messages as Messages
 from espalier.config.graphs import Network as Network
 from espalier.config.graphs import Sage as Sage
 from espalier.config.model_kinds import KINDS
 from espalier.config.modules import Module as Module
+from espalier.config.sections import Adamw as Adamw
+from espalier.config.sections import Auto as Auto
+from espalier.config.sections import ByRounds as ByRounds
+from espalier.config.sections import Checkpoint as Checkpoint
+from espalier.config.sections import Choice as Choice
+from espalier.config.sections import Co2 as Co2
+from espalier.config.sections import Comm as Comm
+from espalier.config.sections import Constant as Constant
+from espalier.config.sections import Cosine as Cosine
+from espalier.config.sections import Data as Data
+from espalier.config.sections import DiLoCo as DiLoCo
+from espalier.config.sections import Eager as Eager
+from espalier.config.sections import EveryStep as EveryStep
+from espalier.config.sections import Faults as Faults
+from espalier.config.sections import Graph as Graph
+from espalier.config.sections import Launch as Launch
+from espalier.config.sections import LocalSgd as LocalSgd
+from espalier.config.sections import Muon as Muon
+from espalier.config.sections import Options as Options
+from espalier.config.sections import Pin as Pin
+from espalier.config.sections import Planning as Planning
+from espalier.config.sections import Precision as Precision
+from espalier.config.sections import RecipeBase as RecipeBase
+from espalier.config.sections import Recompute as Recompute
+from espalier.config.sections import Shard as Shard
+from espalier.config.sections import SlowMo as SlowMo
+from espalier.config.sections import Stable as Stable
+from espalier.config.sections import StreamingDiLoCo as StreamingDiLoCo
+from espalier.config.sections import Sync as Sync
+from espalier.config.sections import Track as Track
+from espalier.config.sections import Train as Train
 
 if TYPE_CHECKING:
-    from espalier.config.base import Model as Model
+    from espalier.config.sections import Model as Model
 else:  # msgspec reads the annotation: the options of all kinds
     Model = Union[tuple(one for kind in KINDS for one in kind.options)]  # noqa: UP007
 
-Precision = Literal["fp32", "bf16", "fp64"]
-Recompute = Literal["none", "selective", "block"]
 
-
-# --- [data] ------------------------------------------------------------------------------------------------------
-
-
-class Data(Options, frozen=True):
-    """One source of training data; several `[[data]]` tables make a weighted mixture."""
-
-    path: str
-    weight: float = 1.0
-    field: str = "text"
-    split: str = "train"
-    tokenizer: str = "bytes"
-    validation: float = 0.01
-    cache: str | None = None
-
-
-# --- [train] -----------------------------------------------------------------------------------------------------
-
-
-class Adamw(Choice, frozen=True, tag="adamw"):
-    """AdamW (fused) on every parameter; `coupled`: Adam, the decay a part of the gradient (L2)."""
-
-    learning_rate: float | None = None
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    coupled: bool = False
-
-
-class Muon(Choice, frozen=True, tag="muon"):
-    """Muon on the hidden matrices, AdamW on embeddings, norms and the head."""
-
-    learning_rate: float | None = None
-    momentum: float = 0.95
-    weight_decay: float = 0.1
-    iterations: int = 5
-    adamw: Adamw = Adamw(weight_decay=0.0)
-
-
-class Stable(Choice, frozen=True, tag="stable"):
-    """Warmup, stable, decay (WSD): linear up, constant, linear down to `floor`. Shares of all steps."""
-
-    warmup: float = 0.02
-    decay: float = 0.4
-    floor: float = 0.0
-
-
-class Cosine(Choice, frozen=True, tag="cosine"):
-    """Linear warmup, then half a cosine down to `floor`. Shares of all steps."""
-
-    warmup: float = 0.02
-    floor: float = 0.1
-
-
-class Constant(Choice, frozen=True, tag="constant"):
-    """The same rate at every step."""
-
-
-class Train(Options, frozen=True):
-    """How long, with what batch, at which precision."""
-
-    steps: int | None = None
-    sequence: int | None = None
-    batch_tokens: int | None = None
-    seed: int = 1
-    precision: Precision = "fp32"
-    compile: bool = False
-    recompute: Recompute | None = None
-    optimizer: Muon | Adamw = Muon()
-    schedule: Stable | Cosine | Constant = Stable()
-    clip: float = 1.0
-    validate_every: int | None = None
-    validate_tokens: int = 65_536
-
-
-# --- [plan] ------------------------------------------------------------------------------------------------------
-
-
-class Shard(Options, frozen=True):
-    """Over how many ranks each state is split; None leaves it to the planner."""
-
-    params: int | None = None
-    grads: int | None = None
-    optimizer: int | None = None
-
-
-class Pin(Options, frozen=True):
-    """Decisions taken out of the planner's hands: the names of a plan's `layout`, and how ranks are made."""
-
-    ranks: int | None = None
-    threads: int | None = None
-    dp: int | None = None
-    tp: int | None = None
-    sp: int | None = None
-    pp: int | None = None
-    algorithm: Literal["data", "megatron", "fsp", "isp"] | None = None
-    shard: Shard | None = None
-    micro_batch: int | None = None
-    accumulate: int | None = None
-    recompute: Recompute | None = None
-
-
-class Planning(Options, frozen=True):
-    """Where the plan comes from, and what it must obey.
-
-    `memory`: bytes a rank may hold ("60GiB"); `redundancy`: ranks that hold each shard of the optimizer's state;
-    `max_devices`: devices to use at most; `calibration`: measured runs (a file, or a run's folder) to learn from.
-    """
-
-    cluster: str | None = None
-    trial: bool = True
-    memory: str | int | None = None
-    redundancy: int = 1
-    max_devices: int | None = None
-    calibration: str | None = None
-    pin: Pin = Pin()
-
-
-# --- the rest ----------------------------------------------------------------------------------------------------
-
-
-class Checkpoint(Options, frozen=True):
-    """When the state is saved, and where. `target` is a folder or any fsspec URL.
-
-    `every`: steps, or `"auto"`: from what saves are measured to cost and how often something fails.
-    """
-
-    every: int | Literal["auto"] = "auto"
-    keep: int = 2
-    keep_best: bool = True
-    target: str | None = None
-
-
-class Comm(Options, frozen=True):
-    """What every exchange obeys.
-
-    `codec`: what crosses links between machines, `"auto"` (as measured), `"exact"`, a policy (`"naive"`, `"mzhybrid"`,
-    `"zhybrid"`) or the codec of gradients (`"int8"`, `"zfp:8"` …), which on one machine is used there.
-    `nonfinite`: what becomes of NaN and infinity in what is encoded: `"pass"` (they arrive as they are), `"stop"` (the
-    run ends, and names the rank).
-    """
-
-    timeout: str = "60s"
-    bucket: str = "25MiB"
-    codec: str = "auto"
-    nonfinite: Literal["pass", "stop"] = "pass"
-
-
-class Launch(Options, frozen=True):
-    """How ranks are started on the hosts of `--hosts`, and where they meet.
-
-    `command`: what runs `{command}` (one line of shell) on `{host}`; `interface`: a network interface (`"eth1"`), an
-    address or a network (`"10.8.0.0/24"`) that all traffic stays on (default: the one on the way to the first host);
-    `port`: where the ranks meet on the first host (0: any free one); `python`: the interpreter that has Espalier
-    there (default: the path of the one here).
-    """
-
-    command: str = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 {host} {command}"
-    interface: str | None = None
-    port: int = 0
-    python: str | None = None
-
-
-# --- [faults] --------------------------------------------------------------------------------------------------------
-
-
-class Faults(Options, frozen=True):
-    """What becomes of a run when something breaks (docs/faults.md).
-
-    `restarts`: how often one cause may be answered by starting again without the run getting further (`"auto"`: never
-    where an unchanged run cannot succeed, once where code raised, else three times); `heartbeat`: between two signs of
-    life of a rank; `memory`: what copies of the state may take of a machine's memory (`"auto"`: a quarter of what is
-    free; 0: there are none, and a restart goes back to the newest checkpoint); `rollback`: steps in which a loss that
-    rose may come back by itself before the run is put back and the batches are left out, or `"never"`; `plateau`: steps
-    in which a loss is expected to fall while the learning rate is high; that it did not is reported, no more;
-    `changed_data`: whether a run is taken up again on data that is not what it was begun with.
-    """
-
-    restarts: Literal["auto"] | int = "auto"
-    heartbeat: str = "1s"
-    memory: str | int = "auto"
-    rollback: Literal["never"] | int = 50
-    plateau: Literal["never"] | int = "never"
-    changed_data: Literal["refuse", "accept"] = "refuse"
-
-
-# --- [sync] ------------------------------------------------------------------------------------------------------
-
-
-class Auto(Choice, frozen=True, tag="auto"):
-    """At every step, or by rounds where the links between machines are so slow that little else would happen."""
-
-
-class EveryStep(Choice, frozen=True, tag="every_step"):
-    """Replicas agree at every step: plain data parallel."""
-
-
-class ByRounds(Choice, frozen=True):
-    """Replicas take `steps` steps of their own in a round, then agree. What is left out is the method's own, the number
-    of steps and the codec what the links ask for; see `sync.method_choices`.
-
-    `replicas`: in how many parts the ranks are cut (as many as machines). `adapt`: rounds follow the measured waits;
-    a run's folder: they are as long as they were there, and beyond its end as measured.
-    """
-
-    replicas: int | None = None
-    steps: int | None = None
-    adapt: bool | str = True
-    codec: str | None = None
-    average: Literal["parameters", "differences"] | None = None
-    delay: float | None = None
-    fragments: int | None = None
-    rate: float | None = None
-    momentum: float | None = None
-    nesterov: bool | None = None
-    clip: float | None = None
-    scaled: bool | None = None
-    penalty: Literal["none", "norm", "per_tensor", "constant"] | None = None
-    constant: float | None = None
-    mixing: float | None = None
-    eager: bool | None = None
-
-
-class LocalSgd(ByRounds, frozen=True, tag="local_sgd"):
-    """The mean of the replicas after each round (arXiv 1805.09767)."""
-
-
-class SlowMo(ByRounds, frozen=True, tag="slowmo"):
-    """With momentum between rounds (arXiv 1910.00643)."""
-
-
-class DiLoCo(ByRounds, frozen=True, tag="diloco"):
-    """With Nesterov momentum between rounds (arXiv 2311.08105)."""
-
-
-class StreamingDiLoCo(ByRounds, frozen=True, tag="streaming_diloco"):
-    """In fragments, behind the next steps, in four bits (arXiv 2501.18512)."""
-
-
-class Co2(ByRounds, frozen=True, tag="co2"):
-    """One round late, so that the exchange is hidden behind it (arXiv 2401.16265)."""
-
-
-class Eager(ByRounds, frozen=True, tag="eager"):
-    """As CO2, but a replica goes on from its own progress while that travels (arXiv 2502.12996)."""
-
-
-Sync = Auto | EveryStep | LocalSgd | SlowMo | DiLoCo | StreamingDiLoCo | Co2 | Eager
-
-
-class Track(Options, frozen=True):
-    """What is recorded beside the run log. `profile = [from, to]` writes a Chrome trace of those steps."""
-
-    tensorboard: bool = False
-    profile: tuple[int, int] | None = None
-    sample: str | None = None
-
-
-class Recipe(Options, frozen=True):
-    """One recipe. `[[data]]` may repeat; one `[data]` table is a mixture of one."""
+class Recipe(RecipeBase, frozen=True):
+    """One recipe; `model` is of one of the kinds in `config.model_kinds`."""
 
     model: Model
-    data: tuple[Data, ...] = ()
-    graph: Graph | None = None
-    name: str = "run"
-    train: Train = Train()
-    plan: Planning = Planning()
-    checkpoint: Checkpoint = Checkpoint()
-    comm: Comm = Comm()
-    faults: Faults = Faults()
-    sync: Sync = Auto()
-    launch: Launch = Launch()
-    track: Track = Track()
 
 
 # Keys that may differ when an existing run folder is taken up again: they say how the run is carried out, not what

@@ -1,31 +1,65 @@
-"""What option structs have in common, and what a kind of model says of its own. Imports no torch."""
+"""Kind of model: what each says of its own options, and the `Draft` of a recipe that it fills. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 
-if TYPE_CHECKING:
-    from espalier.config import Recipe
-    from espalier.config.recipe_draft import Draft
+from espalier.config.sections import Model, RecipeBase
+
+__all__ = ["Derivation", "Draft", "Kind", "Model", "RecipeBase"]
 
 
-class Options(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all option structs: frozen, keyword only, unknown keys are errors."""
+class Derivation(Struct, frozen=True):
+    """One option the recipe left open: its dotted key, the value it got, and why."""
+
+    key: str
+    value: bool | int | float | str
+    reason: str
 
 
-class Choice(Options, frozen=True, tag_field="kind"):
-    """Base of the alternatives of a tagged union; the key `kind` says which one is meant."""
+class Draft:
+    """A recipe being filled. Has state: the recipe so far and what was derived. `vocabulary`: the tokenizer's tokens,
+    where they are known."""
+
+    def __init__(self, recipe: RecipeBase, vocabulary: int | None = None) -> None:
+        self.recipe = recipe
+        self.vocabulary = vocabulary
+        self.found: list[Derivation] = []
+
+    def get(self, key: str) -> Any:
+        """The value at a dotted key."""
+        value: Any = self.recipe
+        for name in key.split("."):
+            value = getattr(value, name)
+        return value
+
+    def fill(self, key: str, value: bool | int | float | str, reason: str) -> None:
+        """Sets `key` where it is None, and notes why."""
+        if self.get(key) is None:
+            self.recipe = _replaced(self.recipe, key.split("."), value)
+            self.found.append(Derivation(key, value, reason))
+
+    def rates(self, adamw: float, reason: str) -> None:
+        """The learning rates of either optimizer."""
+        if self.get("train.optimizer").__struct_config__.tag == "adamw":
+            self.fill("train.optimizer.learning_rate", adamw, reason)
+            return
+        muon = "Muon's steps have the same size at every width: 0.02 (its author's)"
+        self.fill("train.optimizer.learning_rate", 0.02, muon)
+        self.fill("train.optimizer.adamw.learning_rate", adamw, reason)
 
 
-class Model(Choice, frozen=True):
-    """Base of what `[model]` may be: one struct for each `model.kind`."""
+def _replaced(struct: Any, path: list[str], value: Any) -> Any:
+    name, *rest = path
+    return msgspec.structs.replace(struct, **{name: _replaced(getattr(struct, name), rest, value) if rest else value})
 
 
-def _nothing(recipe: Recipe) -> None:
+def _nothing(recipe: RecipeBase) -> None:
     """Refuses nothing."""
 
 
@@ -49,10 +83,10 @@ class Kind:
     options: tuple[type[Model], ...]
     row: str
     fill: Callable[[Draft], None]
-    check: Callable[[Recipe], None] = _nothing
+    check: Callable[[RecipeBase], None] = _nothing
     section: str | None = None
     usual: Callable[[dict[str, Any]], dict[str, Any]] = dict
-    validation: Callable[[Recipe], float] = lambda recipe: 0.0
+    validation: Callable[[RecipeBase], float] = lambda recipe: 0.0
     unit: str = "samples"
 
     @property

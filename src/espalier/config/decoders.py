@@ -1,4 +1,4 @@
-"""The language decoders: their options, what a recipe leaves open of them, and what they refuse. Imports no torch.
+"""Language decoders: their options, published shapes by name, what a recipe leaves open, what is refused. No torch.
 
 One dial, `model.depth`, sets the rest (after nanochat's `--depth`): width, heads, sequence, batch, rates and steps.
 """
@@ -6,17 +6,13 @@ One dial, `model.depth`, sets the rest (after nanochat's `--depth`): width, head
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
-from espalier.config import decoder_shapes
-from espalier.config.base import Kind, Model
-from espalier.config.recipe_draft import Draft
-from espalier.errors import UserError
-
-if TYPE_CHECKING:
-    from espalier.config import Recipe
+from espalier.config.base import Draft, Kind, Model, RecipeBase
+from espalier.errors import UserError, nearest
 
 DEPTH = 4
 """Layers when neither depth nor shape is given: about 3 M parameters, minutes on a laptop."""
@@ -55,6 +51,95 @@ class Moe(Decoder, frozen=True, tag="moe"):
     balance: float = 0.01
 
 
+# --- published shapes ----------------------------------------------------------------------------------------------
+
+# The shapes of GPT-2 and GPT-3 are taken over into this decoder (RMSNorm, rotary positions, SwiGLU, no bias). Their
+# feed-forward has two matrices of 4 x width; SwiGLU has three, so 8/3 x width keeps the number of parameters (Shazeer,
+# "GLU Variants Improve Transformer", arXiv 2002.05202, section 3).
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One published decoder: `source` says where its numbers come from."""
+
+    depth: int
+    width: int
+    heads: int
+    kv_heads: int
+    feed_forward: int
+    vocabulary: int
+    context: int
+    tied: bool
+    source: str
+
+
+_GPT2 = "GPT-2 small, 12 layers x 768 (Radford et al. 2019, table 2; heads and vocabulary as in its release)"
+_GPT3 = "GPT-3 175B (arXiv 2005.14165, table 2.1; vocabulary of GPT-2)"
+_LLAMA = "Llama 2 (arXiv 2307.09288, table 1; width, heads and feed-forward as in its released params.json)"
+
+SHAPES: dict[str, Shape] = {
+    "gpt2-124m": Shape(12, 768, 12, 12, 2048, 50257, 1024, True, _GPT2),
+    "llama-7b": Shape(32, 4096, 32, 32, 11008, 32000, 4096, False, _LLAMA),
+    "llama-13b": Shape(40, 5120, 40, 40, 13824, 32000, 4096, False, _LLAMA),
+    "llama-70b": Shape(80, 8192, 64, 8, 28672, 32000, 4096, False, _LLAMA),
+    "gpt3-175b": Shape(96, 12288, 96, 96, 32768, 50257, 2048, True, _GPT3),
+}
+
+
+def published(name: str) -> Shape:
+    """The published shape called `name`. Raises UserError naming the nearest one."""
+    if name not in SHAPES:
+        near = nearest(name, SHAPES)
+        raise UserError(
+            f'model.shape = "{name}" is not a known shape.',
+            why=f"the shapes are {', '.join(SHAPES)}",
+            do=f'model.shape = "{near}"' if near else "give model.depth instead",
+        )
+    return SHAPES[name]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A decoder in plain integers. `experts` = `active` = 1 for a dense model; `balance` is then 0."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    feed_forward: int
+    vocabulary: int
+    context: int
+    tied: bool
+    rope_theta: float
+    norm_epsilon: float
+    experts: int = 1
+    active: int = 1
+    balance: float = 0.0
+
+    @property
+    def head_size(self) -> int:
+        """Columns of one attention head."""
+        return self.width // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        """Columns of all keys (or all values) of one token."""
+        return self.kv_heads * self.head_size
+
+
+def sizes(model: Gpt | Moe) -> Sizes:
+    """The sizes of a resolved decoder. An option still None is our bug: `config.derive.resolve` comes first."""
+    names = ("depth", "width", "heads", "kv_heads", "feed_forward", "vocabulary", "context", "tied")
+    values: dict[str, Any] = {name: getattr(model, name) for name in names}
+    unset = [name for name, value in values.items() if value is None]
+    assert not unset, f"model options not resolved: {', '.join(unset)}"
+    layers = values.pop("depth")
+    dense = Sizes(layers=layers, rope_theta=model.rope_theta, norm_epsilon=model.norm_epsilon, **values)
+    if not isinstance(model, Moe):
+        return dense
+    return replace(dense, experts=model.experts, active=model.active, balance=model.balance)
+
+
 # --- what is left open ----------------------------------------------------------------------------------------------
 
 
@@ -72,12 +157,12 @@ def _fill(draft: Draft) -> None:
     draft.fill("train.steps", steps, f"20 tokens for each of {parameters:,} parameters (Chinchilla, arXiv 2203.15556)")
 
 
-def _decoder(recipe: Recipe) -> Gpt | Moe:
+def _decoder(recipe: RecipeBase) -> Gpt | Moe:
     assert isinstance(recipe.model, Gpt | Moe)
     return recipe.model
 
 
-def _validation(recipe: Recipe) -> float:
+def _validation(recipe: RecipeBase) -> float:
     """Forward only, which costs a third of training on as many tokens."""
     batch = recipe.train.batch_tokens
     return recipe.train.validate_tokens / 3 / batch if batch else 0.0
@@ -85,15 +170,15 @@ def _validation(recipe: Recipe) -> float:
 
 def parameter_count(model: Gpt | Moe) -> int:
     """Parameters of a resolved decoder (tied embeddings counted once)."""
-    return _count(decoder_shapes.sizes(model), every_expert=True)
+    return _count(sizes(model), every_expert=True)
 
 
 def active_parameter_count(model: Gpt | Moe) -> int:
     """Parameters one token passes through: `active` of the experts, everything else."""
-    return _count(decoder_shapes.sizes(model), every_expert=False)
+    return _count(sizes(model), every_expert=False)
 
 
-def _count(size: decoder_shapes.Sizes, every_expert: bool) -> int:
+def _count(size: Sizes, every_expert: bool) -> int:
     attention = size.width * (2 * size.width + 2 * size.kv_width)
     experts = size.experts if every_expert else size.active
     router = size.experts * size.width if size.experts > 1 else 0
@@ -130,7 +215,7 @@ def _model(draft: Draft) -> None:
 
 
 def _shape(draft: Draft, name: str) -> None:
-    shape = decoder_shapes.shape(name)
+    shape = published(name)
     for field in ("depth", "width", "heads", "kv_heads", "feed_forward"):
         given, own = draft.get(f"model.{field}"), getattr(shape, field)
         if given not in (None, own):
@@ -186,7 +271,7 @@ def _batch(draft: Draft, parameters: int) -> None:
 # --- what cannot be -------------------------------------------------------------------------------------------------
 
 
-def _check(recipe: Recipe) -> None:
+def _check(recipe: RecipeBase) -> None:
     model = _decoder(recipe)
     if model.width and model.heads and model.width % model.heads:
         why = f"model.width = {model.width} is not a multiple of it"

@@ -10,8 +10,8 @@ import math
 
 from espalier import config
 from espalier.config import model_kinds
+from espalier.config.base import Derivation, Draft
 from espalier.config.decoders import active_parameter_count, parameter_count
-from espalier.config.recipe_draft import Derivation, Draft
 from espalier.config.validation import check
 
 __all__ = ["Derivation", "active_parameter_count", "parameter_count", "resolve"]
@@ -36,5 +36,6 @@ def resolve(recipe: config.Recipe, vocabulary: int | None = None) -> tuple[confi
         bound = f", for at most {VALIDATION_SHARE:.0%} of the time" if cost else ""
         draft.fill("train.validate_every", every, f"ten times a run or at least every 1000 steps{bound}")
     resolved = draft.recipe
+    assert isinstance(resolved, config.Recipe)
     check(resolved)
     return resolved, draft.found

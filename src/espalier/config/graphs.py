@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import field
 
-from espalier.config.base import Kind, Model, Options
-from espalier.config.recipe_draft import Draft
+from espalier.config.base import Draft, Kind, Model, RecipeBase
+from espalier.config.sections import Graph
 from espalier.errors import UserError
-
-if TYPE_CHECKING:
-    from espalier.config import Recipe
 
 
 class Network(Model, frozen=True):
@@ -52,29 +49,6 @@ class Messages(Model, frozen=True, tag="messages"):
 
     build: str
     arguments: dict[str, bool | int | float | str] = field(default_factory=dict)
-
-
-# --- [graph] ---------------------------------------------------------------------------------------------------------
-
-
-class Graph(Options, frozen=True):
-    """What is asked of a graph, and how it is read.
-
-    `fanout` neighbours are drawn at each layer, the one next to the targets first (-1: all of them); empty trains on
-    the whole graph. `split` are the shares of training, validation and test where the data brings none.
-    `inductive` hides held-out nodes while training; `undirected` lets messages flow both ways along each edge;
-    `negatives` are drawn for each true link; `pickle` allows files whose loading may run code.
-    """
-
-    task: Literal["node", "link", "graph"] = "node"
-    fanout: tuple[int, ...] = ()
-    split: tuple[float, float, float] = (0.6, 0.2, 0.2)
-    inductive: bool = False
-    undirected: bool = True
-    negatives: int = 1
-    pickle: bool = False
-    order: Literal["auto", "none", "rcmpp", "clusters"] = "auto"
-    format: Literal["auto", "csr", "cbm"] = "auto"
 
 
 # --- what is left open ----------------------------------------------------------------------------------------------
@@ -130,7 +104,7 @@ def _network(draft: Draft, kind: Any, graph: Graph) -> None:
 # --- limits ------------------------------------------------------------------------------------------------------
 
 
-def _check(recipe: Recipe) -> None:
+def _check(recipe: RecipeBase) -> None:
     model, graph = recipe.model, recipe.graph
     if isinstance(model, Network):
         _width(model)

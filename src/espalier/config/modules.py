@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from msgspec import field
 
-from espalier.config.base import Kind, Model
-from espalier.config.recipe_draft import Draft
+from espalier.config.base import Draft, Kind, Model
 
 
 class Module(Model, frozen=True, tag="module"):
