@@ -29,8 +29,9 @@ from espalier.hardware.peak_memory import held, peak_memory
 from espalier.language.workload import open_language
 from espalier.launch.base import RankSpec
 from espalier.plan.base import Plan, Rank
+from espalier.rank_setup import RankSetup
 from espalier.testing import forks
-from espalier.trainer import RankSetup, Trainer
+from espalier.trainer import Trainer
 from espalier.worker import saving_group
 from table import Row, compare
 

@@ -39,6 +39,7 @@ from espalier.graph.data import Graph, Parts
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
 from espalier.hardware.peak_memory import peak_memory
+from espalier.rank_setup import RankSetup
 from espalier.workload import Shard
 from table import Row, arguments, compare, publish
 
@@ -187,7 +188,7 @@ def trained(workload: GraphWorkload) -> float:
 
     count = workload.global_batch
     plan = plans.Plan(ranks=(plans.Rank(share=(0, count)),), micro_batch=count, precision="fp32")
-    one = trainer.Trainer(trainer.RankSetup(workload.recipe, plan, workload, launch.places(plan)[0]), None)
+    one = trainer.Trainer(RankSetup(workload.recipe, plan, workload, launch.places(plan)[0]), None)
     for step in range(workload.recipe.train.steps or 0):
         one.train_step(workload.batches(step, Shard(0, count, count)))
     model = one.built.model.eval()

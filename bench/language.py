@@ -35,6 +35,7 @@ from espalier.errors import Interrupted
 from espalier.hardware.peak_memory import peak_memory
 from espalier.launch import base as launch
 from espalier.launch import local
+from espalier.rank_setup import RankSetup
 from espalier.verbs import prepare, run_plan
 from table import Row, arguments, compare, publish, within
 
@@ -124,7 +125,7 @@ def ours(case: Case, steps: int) -> Measured:
             if event == "step":
                 seconds.append(fields["seconds"])
 
-        setting = trainer.RankSetup(case.resolved.recipe, plan, case.workload, place, emit=emit, stop_after=steps)
+        setting = RankSetup(case.resolved.recipe, plan, case.workload, place, emit=emit, stop_after=steps)
         with worker.joined(place, 60.0) as channel:
             one = trainer.Trainer(setting, channel)
             with contextlib.suppress(Interrupted):

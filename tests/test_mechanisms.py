@@ -31,6 +31,7 @@ from espalier.launch import local
 from espalier.mechanism import Mechanism
 from espalier.plan import base as plans
 from espalier.plan import replan
+from espalier.rank_setup import RankSetup
 
 TOYS = Path(__file__).parent / "toys"
 STEPS = 4
@@ -79,7 +80,7 @@ def train(workload: Any, recipe: Any, plan: plans.Plan, *toys: Any) -> list[tupl
                 seen.append((fields["loss"], fields.get("gradient_norm", 0.0)))
 
         with worker.joined(place, 20.0) as channel:
-            setting = trainer.RankSetup(recipe, plan, workload, place, emit=emit)
+            setting = RankSetup(recipe, plan, workload, place, emit=emit)
             trainer.Trainer(setting, channel, (*mechanisms.TABLE, *toys)).run()
         return seen
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from programs import forked
 
-from espalier import phases, trainer, worker, workload_registry
+from espalier import phases, worker, workload_registry
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import load
 from espalier.errors import UserError
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
+from espalier.rank_setup import RankSetup
 from espalier.track.run_tables import open_run
 from espalier.verbs import load_run
 
@@ -166,7 +167,7 @@ def test_what_kept_its_shape_keeps_its_value_and_its_optimizer_state(home: Path)
     whole = workload_registry.open_workload(resolved)
     first, second = whole.phases()
     plan = plans.Plan(ranks=(plans.Rank(share=(0, 8)),), micro_batch=8)
-    setting = lambda place: trainer.RankSetup(resolved.recipe, plan, whole.at(first), place, home)  # noqa: E731
+    setting = lambda place: RankSetup(resolved.recipe, plan, whole.at(first), place, home)  # noqa: E731
     local.run(lambda place: worker.train(setting(place), {})["step"], launch.places(plan))
     saved = Checkpoints(home / "checkpoints")
     old, optimizer = phases._made(resolved.recipe, whole.at(first))

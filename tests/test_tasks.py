@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from espalier import cluster as clusters
-from espalier import trainer, worker, workload_registry
+from espalier import worker, workload_registry
 from espalier.config import load
 from espalier.errors import UserError
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
+from espalier.rank_setup import RankSetup
 from espalier.verbs import run_plan
 from espalier.workload import Shard, Tagged
 
@@ -76,7 +77,7 @@ def run(resolved: workload_registry.Resolved, plan: plans.Plan) -> list[dict[str
         def emit(event: str, **fields: Any) -> None:
             told.append({"event": event, **fields})
 
-        worker.train(trainer.RankSetup(resolved.recipe, plan, workload, place, emit=emit), {})
+        worker.train(RankSetup(resolved.recipe, plan, workload, place, emit=emit), {})
         return told
 
     found: list[dict[str, Any]] = local.run(life, launch.places(plan))[0]

@@ -21,6 +21,7 @@ from espalier.launch import local
 from espalier.plan import base as plans
 from espalier.plan.estimate import estimate
 from espalier.plan.layouts import Layouts
+from espalier.rank_setup import RankSetup
 from espalier.verbs import prepare
 
 STEPS = 6
@@ -62,7 +63,7 @@ def train(recipe, plan, folder=None, stop_after=None):
             if event == "step":
                 losses.append(fields["loss"])
 
-        setting = trainer.RankSetup(recipe, plan, workload, place, folder, emit, stop_after=stop_after)
+        setting = RankSetup(recipe, plan, workload, place, folder, emit, stop_after=stop_after)
         saved = None
         with worker.joined(place, 20.0) as channel:
             one = trainer.Trainer(setting, channel)
@@ -177,7 +178,7 @@ def test_a_loss_that_is_not_finite_names_step_rank_and_documents(corpus, tmp_pat
 
     def life(place):
         with worker.joined(place, 20.0) as channel:
-            trainer.Trainer(trainer.RankSetup(recipe, plan, workload, place), channel).run()
+            trainer.Trainer(RankSetup(recipe, plan, workload, place), channel).run()
 
     with pytest.raises(RunFailed, match=r"The loss is not finite in step 3 on rank 1") as caught:
         local.run(life, launch.places(plan))
@@ -200,7 +201,7 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
                 sent.append(fields["bytes"])
 
         with worker.joined(place, 20.0) as channel:
-            one = trainer.Trainer(trainer.RankSetup(recipe, plan, workload, place, emit=emit), channel)
+            one = trainer.Trainer(RankSetup(recipe, plan, workload, place, emit=emit), channel)
             one.run()
         return sent, [p.numel() for p in one.built.model.parameters()]
 
@@ -231,7 +232,7 @@ def test_the_plans_bytes_of_sharded_states_are_the_ledgers(corpus, tmp_path, kin
             train = msgspec.structs.replace(recipe.train, steps=steps)
             longer = msgspec.structs.replace(recipe, train=train)
             with worker.joined(place, 20.0) as channel:
-                trainer.Trainer(trainer.RankSetup(longer, plan, open_language(longer), place), channel).run()
+                trainer.Trainer(RankSetup(longer, plan, open_language(longer), place), channel).run()
                 return channel.ledger.by_class()
 
         # Six steps less four: parameters may still travel when a step is told.
@@ -279,7 +280,7 @@ def test_a_killed_rank_is_named_though_its_peer_only_saw_it_go(corpus, tmp_path)
                 os.kill(os.getpid(), signal.SIGKILL)
 
         with worker.joined(place, 20.0) as channel:
-            trainer.Trainer(trainer.RankSetup(recipe, plan, workload, place, emit=emit), channel).run()
+            trainer.Trainer(RankSetup(recipe, plan, workload, place, emit=emit), channel).run()
 
     with pytest.raises(RunFailed, match=r"Rank 1 was killed \(SIGKILL\)"):
         local.run(life, launch.places(plan))

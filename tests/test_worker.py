@@ -10,13 +10,14 @@ from typing import Any
 import psutil
 import pytest
 
-from espalier import config, mechanisms, trainer, worker
+from espalier import config, mechanisms, worker
 from espalier.config import derive, load
 from espalier.errors import RunFailed, UserError
 from espalier.language.workload import open_language
 from espalier.launch import base as launch
 from espalier.launch import local, network_interface
 from espalier.plan import base as plans
+from espalier.rank_setup import RankSetup
 
 MIB = 2**20
 
@@ -45,7 +46,7 @@ def test_a_rank_that_runs_out_of_memory_says_what_it_held_and_what_would_fit(tmp
     def life(place: launch.RankSpec) -> Any:
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + 700 * MIB, now + 700 * MIB))
-        return worker.train(trainer.RankSetup(recipe, plan, workload, place), {})
+        return worker.train(RankSetup(recipe, plan, workload, place), {})
 
     with pytest.raises(RunFailed, match="Rank 0 ran out of memory at") as caught:
         local.run(life, launch.places(plan))
@@ -92,7 +93,7 @@ def test_ranks_of_other_roles_run_their_own_program_beside_the_trainers(tmp_path
                     losses.append(fields["loss"])
 
             spare = {"spare": lambda setting, channel: {"spare": channel.size()}}
-            setting = trainer.RankSetup(recipe, plan, workload, place, tmp_path / f"run{len(ranks)}", emit)
+            setting = RankSetup(recipe, plan, workload, place, tmp_path / f"run{len(ranks)}", emit)
             return worker.train(setting, {}, {**worker.PROGRAMS, **spare}), losses
 
         return local.run(life, launch.places(plan))
@@ -107,7 +108,7 @@ def test_ranks_of_other_roles_run_their_own_program_beside_the_trainers(tmp_path
 def test_a_role_without_a_program_is_refused_by_name(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path)
     plan = plans.Plan(ranks=(plans.Rank(role="optimizer"),))
-    setting = trainer.RankSetup(recipe, plan, open_language(recipe), launch.places(plan)[0])
+    setting = RankSetup(recipe, plan, open_language(recipe), launch.places(plan)[0])
     with pytest.raises(UserError, match="Rank 0 is planned as 'optimizer'"):
         worker.train(setting, {})
 

@@ -8,21 +8,19 @@ ends, and whoever started it starts it again.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.errors import Anomaly
 from espalier.parallel.mesh import REPLICA
+from espalier.rank_setup import RankSetup
 from espalier.resilience.acme import skip_list
 from espalier.resilience.acme.anomaly import Course, Verdict
 from espalier.resilience.acme.plateau import Fall, Plateau
 from espalier.resilience.acme.skip_list import Skips
 from espalier.sync.base import Agreed
-
-if TYPE_CHECKING:
-    from espalier.trainer import RankSetup
 
 _HIGH = 0.5
 """Of the learning rate: below it, in a schedule's tail or warmup, a loss may well stand still."""

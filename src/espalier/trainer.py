@@ -10,9 +10,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,26 +23,22 @@ from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.in_memory import Memory, take_up
 from espalier.checkpoint.save_interval import Pace
 from espalier.comm.base import Meter, Traffic, traffic
-from espalier.config import Recipe
 from espalier.errors import Anomaly, Interrupted, PeerLost
 from espalier.hardware import malloc_trim
 from espalier.hardware.peak_memory import memory_of
-from espalier.launch import base as launch
 from espalier.mechanism import Build, Choose
 from espalier.mechanisms import TABLE, ordered
 from espalier.optim import schedules
 from espalier.optim.base import Optimizer
-from espalier.parallel.mesh import REPLICA, Mesh, ProcessMesh, of_plan
-from espalier.plan.base import Plan
+from espalier.parallel.mesh import REPLICA, ProcessMesh
 from espalier.prefetch import ahead, hearing_signals, seed_step
+from espalier.rank_setup import RankSetup
 from espalier.rollback import Healing, numbered
 from espalier.shard.base import Sharding
 from espalier.stages import whole
 from espalier.stages.base import Schedule
 from espalier.sync.base import Agreed, Agreement
-from espalier.workload import Shard, Workload, to_device
-
-Emit = Callable[..., Any]
+from espalier.workload import Shard, to_device
 
 
 class Built(NamedTuple):
@@ -64,46 +57,6 @@ class Built(NamedTuple):
         for mechanism in self.context.mechanisms:
             parts = mechanism.state(self.context, parts)
         return parts
-
-
-@dataclass
-class RankSetup:
-    """What one rank needs to know to train: the run's recipe and plan, its own place, and where things go."""
-
-    recipe: Recipe
-    plan: Plan
-    workload: Workload
-    place: launch.RankSpec
-    folder: Path | None = None
-    """None: nothing is written (a trial, a test)."""
-    emit: Emit = field(default=lambda event, **fields: None)
-    stop_after: int | None = None
-    """Ends the run after this step as if it had been interrupted."""
-    about: Mapping[str, Any] = field(default_factory=dict)
-    """What the run's first event says of it besides the step it starts from."""
-    flops_per_second: float = 0.0
-    """Peak (or best measured) of all devices together, for MFU."""
-    trust: bool = False
-    """See `Checkpoints.trust`."""
-    new: bool = False
-    """Whether all ranks know that there is no state to take up, and need not look for one."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return torch.device(self.place.device)
-
-    @cached_property
-    def mesh(self) -> Mesh:
-        """How the plan's ranks stand to one another."""
-        return of_plan(self.plan)
-
-    @property
-    def shard(self) -> Shard:
-        """This rank's part of every global batch, in as many micro-batches as on every rank where that matters."""
-        start, stop = self.plan.ranks[self.place.rank].share
-        slot = self.mesh.sequence_part(self.place.rank)
-        return Shard(start, stop, self.plan.micro_batch, slot.number, slot.total, rounds=self.plan.rounds)
 
 
 def build(setting: RankSetup, mesh: ProcessMesh, table: Sequence[Choose] = TABLE) -> Built:

@@ -35,10 +35,11 @@ from espalier.launch.rejoin_signal import is_loss
 from espalier.mechanisms import recovery
 from espalier.plan import checkpoint_cost
 from espalier.plan.oom_advice import exhausted, is_exhausted
+from espalier.rank_setup import RankSetup
 from espalier.rollback import Healing
 from espalier.track import events
 from espalier.track.decision_log import Recorded, recorded
-from espalier.trainer import RankSetup, Trainer
+from espalier.trainer import Trainer
 from espalier.workload import to_device
 
 SAVING = timedelta(minutes=30)

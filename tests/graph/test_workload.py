@@ -18,6 +18,7 @@ from espalier.kernels.dropout import activated
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
+from espalier.rank_setup import RankSetup
 from espalier.workload import Shard
 
 from .conftest import made
@@ -55,7 +56,7 @@ def train(recipe, graph, ranks=1, micro_batch=None):
                 losses.append(fields["loss"])
 
         with worker.joined(place, 20.0) as channel:
-            trainer.Trainer(trainer.RankSetup(recipe, plan, workload, place, emit=emit), channel).run()
+            trainer.Trainer(RankSetup(recipe, plan, workload, place, emit=emit), channel).run()
         return losses
 
     places = launch.places(plan)

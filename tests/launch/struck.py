@@ -21,6 +21,7 @@ from espalier.launch import base as launch
 from espalier.launch import supervisor as supervise
 from espalier.launch.resize import RunShape
 from espalier.plan import base as plans
+from espalier.rank_setup import RankSetup
 from espalier.testing.faults import Fault, strike
 from espalier.track.events import Log
 
@@ -110,7 +111,7 @@ class Struck:
             log = Log(self.folder / "events.jsonl") if place.rank == 0 else None
             self._arm(workload, place)
             emit = log.write if log else _mute
-            setting = trainer.RankSetup(self.recipe, plan, workload, place, self.folder, emit, self.stop_after)
+            setting = RankSetup(self.recipe, plan, workload, place, self.folder, emit, self.stop_after)
             with worker.joined(place, self.timeout) as channel:
                 one = trainer.Trainer(setting, channel)
                 self.trainer = one

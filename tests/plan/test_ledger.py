@@ -22,6 +22,7 @@ from espalier.config import Recipe, load
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan.base import Plan
+from espalier.rank_setup import RankSetup
 
 FEW, MORE = 4, 2
 THEIRS = """
@@ -99,7 +100,7 @@ def sent(recipe: Recipe, plan: Plan, lengths: Sequence[int]) -> list[list[dict[s
                 longer = msgspec.structs.replace(resolved.recipe, train=train)
                 opened = workload_registry.open_workload(replace(resolved, recipe=longer))
                 before = channel.ledger.by_class()
-                trainer.Trainer(trainer.RankSetup(longer, plan, opened, place), channel).run()
+                trainer.Trainer(RankSetup(longer, plan, opened, place), channel).run()
                 after = channel.ledger.by_class()
                 found.append({kind: size - before.get(kind, 0.0) for kind, size in after.items()})
         return found

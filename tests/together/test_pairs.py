@@ -20,6 +20,7 @@ from espalier.language.workload import open_language
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
+from espalier.rank_setup import RankSetup
 
 STEPS = 4
 SETTLED = {
@@ -137,7 +138,7 @@ def curve(recipe, micro_batch=8, recompute="none", ranks=1, cuts=None, shard=(),
                 losses.append(fields["loss"])
 
         with worker.joined(place, 20.0) as channel:
-            trainer.Trainer(trainer.RankSetup(recipe, plan, workload, place, emit=emit), channel).run()
+            trainer.Trainer(RankSetup(recipe, plan, workload, place, emit=emit), channel).run()
         return losses
 
     return local.run(life, launch.places(plan))[0]

@@ -19,6 +19,7 @@ from espalier.language.workload import open_language
 from espalier.launch import base as launch
 from espalier.launch import local
 from espalier.plan import base as plans
+from espalier.rank_setup import RankSetup
 
 STEPS = 14
 METHODS = ("local_sgd", "slowmo", "diloco", "streaming_diloco", "co2", "eager")
@@ -72,7 +73,7 @@ def train(recipe, plan, folder=None, stop_after=None):
             if event == "step":
                 steps.append(fields["step"])
 
-        setting = trainer.RankSetup(recipe, plan, workload, place, folder, emit, stop_after=stop_after)
+        setting = RankSetup(recipe, plan, workload, place, folder, emit, stop_after=stop_after)
         saved = None
         with worker.joined(place, 20.0) as channel:
             one = trainer.Trainer(setting, channel)

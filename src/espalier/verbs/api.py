@@ -14,7 +14,7 @@ from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.decide import decide
 from espalier.plan.library_request import asked, cluster_of
 from espalier.plan.trials import Trials
-from espalier.verbs import prepare
+from espalier.verbs import measurements
 
 
 def make_plan(
@@ -50,7 +50,7 @@ def make_plan(
     request, recipe = asked(model, batch, precision, pins)
     if sync is not None:
         request = dataclasses.replace(request, sync=_sync(sync))
-    known = calibration or (DATASHEET if recipe is None else prepare.calibration(recipe))
+    known = calibration or (DATASHEET if recipe is None else measurements.calibration(recipe))
     found = decide(request, where, known, None if recipe is None else Trials(recipe, where))
     if not found.fits:
         raise found.refusal()

@@ -15,7 +15,7 @@ import msgspec
 from espalier import cache_dir
 from espalier import cluster as clusters
 from espalier import run as runs
-from espalier.config import derive
+from espalier.config import Recipe, derive
 from espalier.errors import UserError
 from espalier.plan import base as plans
 from espalier.plan.calibrate import DATASHEET, Calibration, Measurement, calibrate
@@ -46,6 +46,12 @@ def _read(path: str | Path) -> Table:
     found = tables.read(path)
     scoring.check_units(found)
     return found
+
+
+def calibration(recipe: Recipe, path: str | None = None) -> Calibration:
+    """What measured runs say of the planner's coefficients: of `path`, else of `plan.calibration`, else nothing."""
+    named = path or recipe.plan.calibration
+    return DATASHEET if named is None else calibrated(named)
 
 
 def calibrated(path: str | Path) -> Calibration:

@@ -19,7 +19,7 @@ from espalier.plan.decide import Decision, decide
 from espalier.plan.layouts import view
 from espalier.plan.trials import Trials
 from espalier.terminal import say
-from espalier.verbs import prepare, printing
+from espalier.verbs import measurements, prepare, printing
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,8 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
         for name, value in beside.items():
             if value:
                 raise UserError(f"--score takes no {name.removeprefix('a ')}.", do="give one or the other")
-        from espalier.verbs import measurements
-
         return measurements.run(arguments.score, arguments.calibrate_on, arguments.out, arguments.json)
     if arguments.recipe is None:
         raise UserError("espalier plan needs a recipe.", do="espalier plan recipe.toml, or --score FILE")
@@ -48,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _decide(resolved: prepare.Resolved, cluster: clusters.Cluster, calibrate_on: str | None) -> Decision:
-    known = prepare.calibration(resolved.recipe, calibrate_on)
+    known = measurements.calibration(resolved.recipe, calibrate_on)
     return decide(prepare.request(resolved), cluster, known, Trials(resolved.recipe, cluster))
 
 

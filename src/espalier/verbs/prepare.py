@@ -15,7 +15,6 @@ from espalier import terminal, workload_registry
 from espalier.config import Recipe, load
 from espalier.hardware import probe
 from espalier.plan import request_from_recipe
-from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.request import Request
 from espalier.track.progress import Waiting
 from espalier.workload import Workload
@@ -74,13 +73,3 @@ def request(resolved: Resolved, ranks: int | None = None, workload: Workload | N
     asked = request_from_recipe.of_recipe(resolved.recipe, lambda: workload or open_workload(resolved))
     pin = asked.pin if ranks is None else msgspec.structs.replace(asked.pin, ranks=ranks)
     return replace(asked, pin=pin)
-
-
-def calibration(recipe: Recipe, path: str | None = None) -> Calibration:
-    """What measured runs say of the planner's coefficients: of `path`, else of `plan.calibration`, else nothing."""
-    named = path or recipe.plan.calibration
-    if named is None:
-        return DATASHEET
-    from espalier.verbs.measurements import calibrated
-
-    return calibrated(named)

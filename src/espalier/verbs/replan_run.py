@@ -19,7 +19,7 @@ from espalier.plan.base import Plan
 from espalier.plan.request import Request
 from espalier.resilience.slowdown import Evidence
 from espalier.track import events
-from espalier.verbs import prepare, run_plan
+from espalier.verbs import measurements, prepare, run_plan
 
 if TYPE_CHECKING:
     from espalier.verbs.train import RunStart
@@ -123,7 +123,7 @@ class Reshaper:
         job = self.job
         asked = prepare.request(job.resolved, None, job.workload)
         asked, _ = codecs.encoded(asked, job.cluster)
-        return replace(asked, factors=prepare.calibration(job.resolved.recipe).factors)
+        return replace(asked, factors=measurements.calibration(job.resolved.recipe).factors)
 
 
 def _key(plan: Plan) -> str:

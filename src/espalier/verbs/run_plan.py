@@ -21,8 +21,9 @@ from espalier.launch import rank_assignment
 from espalier.plan import base as plans
 from espalier.plan.decide import decide
 from espalier.plan.trials import Trials
+from espalier.rank_setup import RankSetup
 from espalier.track import events
-from espalier.verbs import prepare
+from espalier.verbs import measurements, prepare
 from espalier.workload import Workload
 
 TRIAL_SECONDS = 0.6
@@ -150,17 +151,17 @@ def choose(
     phase = workload.phases()[0].start
     trials = Trials(resolved.recipe, cluster, run, phase) if world is None else None
     request = prepare.request(resolved, world, workload)
-    return decide(request, cluster, prepare.calibration(resolved.recipe), trials).taken
+    return decide(request, cluster, measurements.calibration(resolved.recipe), trials).taken
 
 
 def _seconds(plan: plans.Plan, resolved: prepare.Resolved, workload: Workload) -> float:
     """Seconds per step of `plan`, from real steps in real ranks. What it takes is loaded here: `plan` does without."""
-    from espalier import trainer, worker
+    from espalier import worker
     from espalier.launch import base as launch
     from espalier.launch import local
 
     def task(place: launch.RankSpec) -> float:
-        return worker.trial(trainer.RankSetup(resolved.recipe, plan, workload, place), TRIAL_SECONDS)
+        return worker.trial(RankSetup(resolved.recipe, plan, workload, place), TRIAL_SECONDS)
 
     return max(local.run(task, launch.places(plan)))
 

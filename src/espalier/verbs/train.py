@@ -18,7 +18,7 @@ from typing import Any, TextIO, cast
 
 import torch
 
-from espalier import cache_dir, config, mechanisms, phases, trainer, units, worker
+from espalier import cache_dir, config, mechanisms, phases, units, worker
 from espalier import cluster as clusters
 from espalier import run as runs
 from espalier.checkpoint.sharded import Checkpoints
@@ -38,6 +38,7 @@ from espalier.launch import (
 )
 from espalier.plan import base as plans
 from espalier.plan.collective_time import peak_flops
+from espalier.rank_setup import RankSetup
 from espalier.run import RunFolder
 from espalier.terminal import say
 from espalier.track import report
@@ -74,11 +75,11 @@ class RunStart:
         """The workload with all its phases."""
         return self.opened or self.workload
 
-    def setting(self, place: launch.RankSpec) -> trainer.RankSetup:
+    def setting(self, place: launch.RankSpec) -> RankSetup:
         """What the rank at `place` needs to know."""
         recipe = self.resolved.recipe
         peak = peak_flops(self.cluster, len(self.plan.ranks), recipe.train.precision)
-        return trainer.RankSetup(
+        return RankSetup(
             recipe, self.plan, self.workload, place, self.folder.path, about=_about(self), flops_per_second=peak,
             trust=self.resolved.trust,
         )  # fmt: skip
