@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -249,6 +251,46 @@ def _wrapped_again(channel: Channel) -> Any:
 def test_a_model_whose_backward_was_broken_off_can_be_wrapped_again() -> None:
     for grads in ranks(2, _wrapped_again):
         same(grads[-1], torch.full((9,), 0.6))
+
+
+def _buffers_after_wrapping_again(channel: Channel, factors: ShardFactors) -> tuple[int, int]:
+    """How many buffers of the first wrapping were alive before and after the second, with gradients there."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    first = Amsp(model, channel, every(factors))
+    first.clear()
+    with first.accumulate(last=True):
+        model(torch.ones(1, 8)).sum().backward()
+    first.wait()
+    first.refresh()
+    first.settle()
+    state = {name: one.clone() for name, one in _values(first).items()}
+    held = [ref(flat) for flat in first.flats]
+    held += [ref(one.untyped_storage()) for flat in first.flats for one in (flat.full, flat.part, flat.summed)]
+    del first
+    gc.collect()
+    before = sum(one() is not None for one in held)
+    for name, parameter in model.named_parameters():  # as after a restart, from a copy
+        parameter.data = state[name]
+    second = Amsp(model, channel, every(factors))
+    gc.collect()
+    assert second.flats
+    return before, sum(one() is not None for one in held)
+
+
+def _values(sharding: Amsp) -> dict[str, Tensor]:
+    return {
+        slot.name: values[slot.span.start : slot.span.stop].view(slot.shape)
+        for flat in sharding.flats
+        for values in [sharding.whole(flat, flat.own)]
+        for slot in flat.slots
+    }
+
+
+@pytest.mark.parametrize("factors", triples(2), ids=str)
+def test_buffers_of_a_wrapping_die_when_the_model_is_wrapped_again(factors: ShardFactors) -> None:
+    for before, after in forks(2, _buffers_after_wrapping_again, factors):
+        assert before > 0
+        assert after == 0
 
 
 def _overlap(channel: Channel) -> list[str]:

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -69,12 +70,16 @@ RECORD = Record(
     state="works",
 )
 
+_WRAPPINGS: WeakKeyDictionary[nn.Module, ref[Amsp]] = WeakKeyDictionary()
+"""The last wrapping of each model that has hooks on it."""
+
 
 class Amsp:
     """See `Sharding`. Has state: the units, hooks, and the exchanges under way.
 
     Args:
-        model: changed in place: its parameters and buffers become rank 0's, its parameters views of units.
+        model: changed in place: its parameters and buffers become rank 0's, its parameters views of units. An earlier
+            wrapping ends: after a rank was lost, the same process wraps the model again.
         channel: the ranks (a Channel, or any process group); None, or a group of one rank, adds nothing.
         spread: how it is to lie on them.
 
@@ -83,6 +88,9 @@ class Amsp:
     """
 
     def __init__(self, model: nn.Module, channel: dist.ProcessGroup | None, spread: Spread | None = None) -> None:
+        earlier = _WRAPPINGS.pop(model, None)
+        if earlier is not None and (ended := earlier()) is not None:
+            ended.unhook()
         self.model = model
         self.spread = spread or Spread()
         self._channel = channel if channel is not None and channel.size() > 1 else None
@@ -111,6 +119,7 @@ class Amsp:
                 self._hooks.append(hook)
         self._seen = Seen(model)
         self._windows = GatherHooks(model, self._member, self.flats, self._moving)
+        _WRAPPINGS[model] = ref(self)
 
     # --- making the units --------------------------------------------------------------------------------------------
 
@@ -370,16 +379,21 @@ class Amsp:
         """See `Sharding.detach`."""
         if self._channel is None:
             return
-        self._windows.detach()
         for flat in self.flats:
             values = self.whole(flat, flat.own)
             for slot in flat.slots:
                 slot.parameter.data = values[slot.span.start : slot.span.stop].view(slot.shape).clone()
-                slot.parameter.grad = None
+        self.unhook()
+        self.flats, self.owned, self._channel, self.together = [], owned_by(self.model), None, False
+
+    def unhook(self) -> None:
+        """Takes off every hook, and the gradients: with them go the buffers of a wrapping that nobody else holds."""
+        self._windows.detach()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.flats, self.owned, self._channel, self.together = [], owned_by(self.model), None, False
+        for flat in self.flats:
+            flat.clear()
 
 
 def _host(channel: dist.ProcessGroup, slots: Sequence[ParameterSlot]) -> torch.device:
