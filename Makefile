@@ -1,4 +1,4 @@
-# make setup | train | test | check | bench | docs
+# make setup | train | test | check | bench | docs | pictures
 #
 #   make setup TORCH=keep   uses the PyTorch that is already installed (vendor containers)
 #   make train RECIPE=my.toml ARGS="train.steps=50"
@@ -17,7 +17,11 @@ VENV_FLAGS :=
 PIP_FLAGS  := -c constraints.txt
 endif
 
-.PHONY: setup setup-dev train test check bench docs clean
+BROWSER ?= chromium
+RUN     ?= runs/language
+PICTURE := $(BROWSER) --headless --no-sandbox --hide-scrollbars --force-device-scale-factor=1
+
+.PHONY: setup setup-dev train test check bench docs pictures clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -55,6 +59,12 @@ bench: setup-dev
 
 docs: setup-dev
 	$(BIN)/python bench/systems.py > docs/systems.md
+
+pictures: setup
+	$(BIN)/espalier report $(RUN)
+	$(PICTURE) --window-size=1000,1050 --screenshot=docs/images/report.png file://$(abspath $(RUN))/report.html
+	$(BIN)/espalier plan examples/llama-7b.toml --cluster examples/a100.toml --html $(abspath $(RUN))/plan.html
+	$(PICTURE) --window-size=1000,1015 --screenshot=docs/images/plan.png file://$(abspath $(RUN))/plan.html
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -25,5 +25,5 @@ def test_the_table_is_what_was_measured() -> None:
 
 def test_the_questions_shown_are_questions(tmp_path: Path) -> None:
     path = tmp_path / "shown.jsonl"
-    path.write_text("\n".join(re.findall(r"^    (\{.*\})$", TEXT, re.MULTILINE)))
+    path.write_text("\n".join(re.findall(r"^(\{.*\})$", TEXT, re.MULTILINE)))
     assert [question.right for question in read(path, "shown")] == [1, 1]

@@ -6,7 +6,6 @@ import ast
 import importlib
 import inspect
 import re
-import shlex
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from espalier import cli, cluster, units
+from espalier import cluster, units
 from espalier.plan import (
     collective_time,
     device_model,
@@ -142,20 +141,10 @@ def test_the_measurement_files_shown_are_read(tmp_path: Path) -> None:
         assert int(found.rows[0].measurement.layout.world) == 8
 
 
-def test_every_command_shown_is_understood() -> None:
-    lines = re.findall(r"^    (espalier .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(lines) >= 6
-    for line in lines:
-        words = shlex.split(line.partition(">")[0], comments=True)[1:]
-        assert cli.parser().parse_args(words)
-
-
 def test_the_calls_shown_answer_for_the_recipe_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,), (recipe,) = fenced("python"), fenced("toml")
+    (code,), (recipe, machines) = fenced("python"), fenced("toml")
     (tmp_path / "recipe.toml").write_text(recipe, encoding="utf-8")
-    (tmp_path / "cluster.toml").write_text(
-        '[[nodes]]\ndevice = "A100-80GB"\ncount = 2\ndevices = 8\n[links]\nbetween = "800Gbit/s"', encoding="utf-8"
-    )
+    (tmp_path / "cluster.toml").write_text(machines, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     shown: list[Any] = []
     exec(code, {"print": lambda *said: shown.extend(said)})
