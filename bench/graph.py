@@ -35,7 +35,7 @@ from beside_dgl import of_dgl, sampler
 from espalier import config
 from espalier.config import derive, load
 from espalier.graph import pyg, sources, synthetic
-from espalier.graph.data import Graph, Parts
+from espalier.graph.data import DataSplit, Graph
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload
 from espalier.hardware.peak_memory import peak_memory
@@ -262,7 +262,7 @@ def cliquish(nodes: int) -> Graph:
 
     matrix = cliques(nodes, 60, 200, 0.05, 2).tocoo()
     draw = np.random.default_rng(0)
-    parts = Parts(*np.array_split(np.arange(nodes), 3))
+    parts = DataSplit(*np.array_split(np.arange(nodes), 3))
     known: dict[str, Any] = {"labels": draw.integers(0, 10, nodes), "parts": parts}
     return Graph.from_edges(matrix.col, matrix.row, features=draw.normal(size=(nodes, 64)), **known)
 

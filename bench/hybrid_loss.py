@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from espalier import worker
-from espalier.comm import Traffic, hybrid, traffic
+from espalier.comm import Traffic, hybrid_compression, traffic
 from espalier.comm.base import feedback
 from espalier.comm.codecs import codec
 from espalier.config import Adamw, Recipe, derive, load
@@ -67,7 +67,7 @@ class Scheme:
 def schemes() -> dict[str, Scheme]:
     """The paper's, and ours."""
     found = {"uncompressed": Scheme(), "int8 with feedback": Scheme("int8", feedback=True)}
-    for name, policy in hybrid.POLICIES.items():
+    for name, policy in hybrid_compression.POLICIES.items():
         found[name] = Scheme(policy[Traffic.GRADIENTS], policy[Traffic.PARAMETERS])
     return found
 

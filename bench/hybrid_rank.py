@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from espalier.cluster import machine_order
-from espalier.comm import Traffic, connect, ddp_hook, disconnect, hybrid, mpi, traffic
+from espalier.comm import Traffic, connect, ddp_hook, disconnect, hybrid_compression, mpi, traffic
 from espalier.comm.codecs import codec
 from espalier.hardware import link
 from espalier.launch import detect_launcher
@@ -95,9 +95,12 @@ def chosen_here() -> tuple[str, str]:
     ranks = dist.get_world_size()
     bandwidth = 2 * (ranks - 1) / ranks * x.nbytes / float(took)
     told: list[Any] = [None] * ranks
-    dist.all_gather_object(told, {name: tuple(rate) for name, rate in hybrid.measure().items()})
-    slowest = {name: hybrid.CodecRate(*map(min, zip(*(one[name] for one in told), strict=True))) for name in told[0]}
-    chosen = hybrid.choose("auto", bandwidth, slowest)
+    dist.all_gather_object(told, {name: tuple(rate) for name, rate in hybrid_compression.measure().items()})
+    slowest = {
+        name: hybrid_compression.CodecRate(*map(min, zip(*(one[name] for one in told), strict=True)))
+        for name in told[0]
+    }
+    chosen = hybrid_compression.choose("auto", bandwidth, slowest)
     return chosen.codecs.get(Traffic.GRADIENTS, "exact"), chosen.why
 
 
@@ -146,7 +149,7 @@ def progress(task: dict[str, Any]) -> dict[str, Any]:
         for label in ("plain", "progress"):
             dist.barrier()
             products = 0
-            with mpi.Progress(comm) if label == "progress" else contextlib.nullcontext():
+            with mpi.MpiProgress(comm) if label == "progress" else contextlib.nullcontext():
                 request = comm.Iallreduce(MPI.IN_PLACE, values.numpy())
                 end = time.perf_counter() + task["seconds"]
                 while time.perf_counter() < end:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from espalier.config import ByRounds, load
-from espalier.sync.method_choices import METHODS
+from espalier.sync.diloco_slowmo import METHODS
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "rounds.md").read_text(encoding="utf-8")

@@ -65,7 +65,7 @@ def test_no_text_does_more_than_be_refused(tmp_path: Path, name: str, text: str)
 @pytest.mark.parametrize("file", ["../../secret", "/dev/zero", "part/../../secret"])
 def test_a_checkpoint_has_no_files_elsewhere(tmp_path: Path, file: str) -> None:
     """Reading /dev/zero to its end would never end."""
-    known = {file: manifest.File(4, "0" * 32)}
+    known = {file: manifest.FileHash(4, "0" * 32)}
     made = manifest.Manifest(step=4, loss=None, ranks=1, time=0.0, meta={}, files=known)
     (tmp_path / "step-00000004").mkdir()
     (tmp_path / "step-00000004" / manifest.NAME).write_bytes(manifest.dumps(made))

@@ -23,7 +23,7 @@ from espalier.comm import codecs
 from espalier.compose import Claim
 from espalier.config import derive, load
 from espalier.errors import UserError
-from espalier.graph.data import Graph, Parts
+from espalier.graph.data import DataSplit, Graph
 from espalier.graph.workload import GraphWorkload
 from espalier.language.workload import open_language
 from espalier.launch import base as launch
@@ -164,7 +164,7 @@ def test_a_route_is_one_row(corpus: Path) -> None:
 def test_an_aggregation_is_one_row() -> None:
     random = np.random.default_rng(0)
     labels = random.integers(0, 3, 60)
-    parts = Parts(np.arange(30), np.arange(30, 45), np.arange(45, 60))
+    parts = DataSplit(np.arange(30), np.arange(30, 45), np.arange(45, 60))
     graph = Graph.from_edges(
         *random.integers(0, 60, (2, 240)), features=np.eye(3, 5)[labels], labels=labels, parts=parts, undirected=True
     )

@@ -20,7 +20,7 @@ from espalier.plan.base import Plan
 from espalier.shard.amsp import Amsp
 from espalier.shard.broadcast_init import same_start
 from espalier.shard.placement_plan import Spread, codecs, factors
-from espalier.shard.sharded_optimizer import Pieces
+from espalier.shard.sharded_optimizer import OptimizerPieces
 from espalier.shard.user_loop import Follow, refuse_split
 from espalier.sync.by_rounds import engine
 from espalier.sync.co2 import refuse_statistics
@@ -109,7 +109,7 @@ def _shard(plan: Plan, mesh: ProcessMesh, model: nn.Module, optimizer: torch.opt
     except UserError:
         sharding.detach()
         raise
-    Pieces(optimizer, sharding, channel)
+    OptimizerPieces(optimizer, sharding, channel)
     follow = Follow(sharding, optimizer, _weight(plan, ranks, mesh.rank), channel)
     _clear_with(optimizer, follow)
     return sharding

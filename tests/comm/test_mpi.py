@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_refused_by_name(call: Any, message: str) -> None:
 
 def test_without_mpi4py_the_extra_is_named(monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    for call in (lambda: mpi.allreduce(Alone(2), drawn(0, 5)), lambda: mpi.Progress(Alone(2))):
+    for call in (lambda: mpi.allreduce(Alone(2), drawn(0, 5)), lambda: mpi.MpiProgress(Alone(2))):
         with pytest.raises(UserError, match=r"espalier\[mpi\]"):
             call()
 
@@ -114,7 +114,7 @@ def disagreeing(comm: Any) -> str:
 
 def exposed(comm: Any, in_place: Any) -> bool:
     """Whether a large sum is there at once after computing beside it for a while, longer where the machine is busy."""
-    with mpi.Progress(comm):
+    with mpi.MpiProgress(comm):
         for seconds in (0.5, 2.0, 6.0):
             array = np.ones(2**22, np.float32)
             request = comm.Iallreduce(in_place, array)

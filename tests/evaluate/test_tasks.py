@@ -10,7 +10,7 @@ import torch
 
 from espalier.config import derive, load
 from espalier.evaluate.tasks import HeldOut, means
-from espalier.graph.data import Graph, Parts
+from espalier.graph.data import DataSplit, Graph
 from espalier.graph.workload import GraphWorkload
 from espalier.language.workload import open_language
 from espalier.workload import Shard, Workload
@@ -30,7 +30,7 @@ def text(folder: Path) -> Workload:
 
 def graph(folder: Path) -> Workload:
     draw = np.random.default_rng(0)
-    parts = Parts(np.arange(20), np.arange(20, 40), np.arange(40, 60))
+    parts = DataSplit(np.arange(20), np.arange(20, 40), np.arange(40, 60))
     made = Graph.from_edges(
         *draw.integers(0, 60, (2, 200)), features=draw.normal(size=(60, 5)), labels=draw.integers(0, 3, 60), parts=parts
     )

@@ -8,7 +8,7 @@ import pytest
 from espalier import config
 from espalier.config import Data
 from espalier.graph import sources
-from espalier.graph.data import Graph, Parts
+from espalier.graph.data import DataSplit, Graph
 
 
 def load(path, **options) -> Graph:
@@ -23,7 +23,7 @@ def made(nodes: int = 60, edges: int = 240, seed: int = 0, **known) -> Graph:
     features = random.normal(size=(nodes, 5)) + 2 * np.eye(3, 5)[labels]
     order = random.permutation(nodes)
     thirds = np.sort(order[: nodes // 2]), np.sort(order[nodes // 2 : 3 * nodes // 4]), np.sort(order[3 * nodes // 4 :])
-    known = {"labels": labels, "parts": Parts(*thirds), "undirected": True, **known}
+    known = {"labels": labels, "parts": DataSplit(*thirds), "undirected": True, **known}
     return Graph.from_edges(*random.integers(0, nodes, (2, edges)), features=features, **known)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.errors import UserError
-from espalier.graph.data import Graph, Parts, divided, relabelled, seen_in_training, without_edges
+from espalier.graph.data import DataSplit, Graph, divided, relabelled, seen_in_training, without_edges
 
 ONES = np.ones((3, 2))
 
@@ -71,8 +71,8 @@ def test_a_graph_without_edges_is_a_graph():
         ({"labels": np.array([0, 1, 7]), "classes": ("a", "b")}, "A label has the id 7"),
         ({"weights": [1, 2]}, "2 rows of weights for 1 edges"),
         ({"weights": [np.inf]}, "weights hold NaN"),
-        ({"parts": Parts(np.array([0]), np.array([0]), np.array([1]))}, "two parts at once"),
-        ({"parts": Parts(np.array([5]), np.array([0]), np.array([1]))}, "The train part has the id 5"),
+        ({"parts": DataSplit(np.array([0]), np.array([0]), np.array([1]))}, "two parts at once"),
+        ({"parts": DataSplit(np.array([5]), np.array([0]), np.array([1]))}, "The train part has the id 5"),
     ],
 )
 def test_what_cannot_be_is_named(changes, says):

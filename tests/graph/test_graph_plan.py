@@ -8,7 +8,7 @@ import torch
 
 from espalier.config import derive, load
 from espalier.graph import graph_plan
-from espalier.graph.data import Graph, Parts
+from espalier.graph.data import DataSplit, Graph
 from espalier.graph.workload import GraphWorkload
 from espalier.plan import request_from_recipe
 from espalier.workload import Shard
@@ -19,7 +19,7 @@ def cliques(count=30, size=12) -> Graph:
     pairs = np.array(np.triu_indices(size, 1))
     ends = np.concatenate([pairs + at * size for at in range(count)], 1)
     order = np.random.default_rng(0).permutation(nodes)
-    parts = Parts(*np.array_split(np.arange(nodes), 3))
+    parts = DataSplit(*np.array_split(np.arange(nodes), 3))
     labels = np.arange(nodes) % 3
     features = np.random.default_rng(1).normal(size=(nodes, 16))
     return Graph.from_edges(*order[ends], features=features, undirected=True, labels=labels, parts=parts)

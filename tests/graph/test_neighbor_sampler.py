@@ -20,13 +20,13 @@ from .conftest import made
 NETWORKS = {"gcn": config.Gcn, "sage": config.Sage, "gat": config.Gat, "gin": config.Gin}
 
 
-def network(kind: str, **options) -> gnn.Network:
+def network(kind: str, **options) -> gnn.Gnn:
     torch.manual_seed(1)
     values = {"depth": 2, "width": 8, "activation": "relu", "dropout": 0.0, **options}
-    return gnn.Network(NETWORKS[kind](**values), 5, 3).double().eval()
+    return gnn.Gnn(NETWORKS[kind](**values), 5, 3).double().eval()
 
 
-def style(model: gnn.Network) -> Style:
+def style(model: gnn.Gnn) -> Style:
     return Style(model.layers[0].loops, model.layers[0].scale)
 
 

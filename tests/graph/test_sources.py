@@ -278,7 +278,7 @@ x = "import quoted"
 
 
 def test_imports_are_read_as_python_means_them():
-    module = python_imports.Module("pack.sub.mine", "", "pack", False)
+    module = python_imports.SourceModule("pack.sub.mine", "", "pack", False)
     found = set(python_imports._imported(module, SOURCE))
     assert {
         "os",
@@ -291,7 +291,7 @@ def test_imports_are_read_as_python_means_them():
         "pack.inner.four",
     } <= found
     assert "commented" not in found
-    package = python_imports.Module("pack.sub", "", "pack", True)
+    package = python_imports.SourceModule("pack.sub", "", "pack", True)
     assert "pack.sub.beside" in set(python_imports._imported(package, SOURCE))
 
 

@@ -11,7 +11,7 @@ from espalier.cluster import Cluster
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
-from espalier.shard.cost import Division, StateSizes, Storage, cost
+from espalier.shard.cost import Division, StateBytes, StateSizes, cost
 
 KEPT = {"none": 16.0, "selective": 12.0, "block": 1.0}
 AGAIN = {"none": 0.0, "selective": 0.9, "block": 1.0}
@@ -66,7 +66,7 @@ def plain(ranks: int, threads: int = 1, micro_batch: Any = 1, recompute: str = "
     return Layouts(dp=ranks, threads=threads, micro_batch=micro_batch, recompute=recompute)
 
 
-def states(parameters: float, storage: Storage, layouts: Layouts) -> dict[str, Any]:
+def states(parameters: float, storage: StateBytes, layouts: Layouts) -> dict[str, Any]:
     """Bytes of the three states of so many parameters."""
     ranks = np.maximum(layouts.shards, layouts.optimizer)
     division = Division(layouts.params, layouts.grads, layouts.optimizer, ranks)

@@ -23,7 +23,7 @@ from espalier.plan.layouts import MODES, Layouts, chains
 from espalier.plan.reference_models import FULL, MIXED
 from espalier.plan.request import Request
 from espalier.plan.step import Step
-from espalier.shard.cost import Storage
+from espalier.shard.cost import StateBytes
 
 BATCH, SEQUENCE, VOCABULARY = 4, 128, 512
 
@@ -80,16 +80,16 @@ def test_activations_are_within_5_per_cent_of_the_memory_tracker_s(mode: str, ch
 
 
 @given(
-    st.integers(1, 10**6), st.sampled_from([FULL, MIXED, Storage(2, 4, 12)]), st.sampled_from([1, 2, 8]),
+    st.integers(1, 10**6), st.sampled_from([FULL, MIXED, StateBytes(2, 4, 12)]), st.sampled_from([1, 2, 8]),
     st.sampled_from([1, 4]),
 )  # fmt: skip
-def test_shards_of_one_rank_are_plain_data_parallelism(parameters: int, each: Storage, dp: int, micro: int) -> None:
+def test_shards_of_one_rank_are_plain_data_parallelism(parameters: int, each: StateBytes, dp: int, micro: int) -> None:
     found = states(parameters, each, Layouts(dp=dp, micro_batch=micro))
     assert sum(found.values()) == pytest.approx(sum(each) * parameters)
 
 
 @pytest.mark.parametrize("storage", [FULL, MIXED])
-def test_every_shard_of_a_group_together_is_the_whole(storage: Storage) -> None:
+def test_every_shard_of_a_group_together_is_the_whole(storage: StateBytes) -> None:
     params, grads, optimizer = chains(64, 8).T
     found = states(2**20, storage, Layouts(dp=64, params=params, grads=grads, optimizer=optimizer))
     assert found["params"] * params == pytest.approx(storage.params * 2**20)

@@ -6,7 +6,7 @@ from torch import nn
 
 from espalier.comm.base import Traffic
 from espalier.shard.amsp import Amsp
-from espalier.shard.buffer_sync import Running
+from espalier.shard.buffer_sync import BufferSync
 from espalier.testing import forks
 
 
@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 def stepped(channel, steps, sampleless=()):
     net = Net()
-    running = Running(net, channel)
+    running = BufferSync(net, channel)
     alone = Net()
     for step in range(steps):
         generator = torch.Generator().manual_seed(10 * step + channel.rank())

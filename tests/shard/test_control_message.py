@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.shard.control_message import Control
+from espalier.shard.control_message import ControlMessage
 from espalier.shard.placement_plan import control_values, flags_per_value
 from espalier.testing import ranks
 
@@ -20,7 +20,7 @@ def test_flags_totals_and_squares_are_summed_exactly(world: int, tensors: int, d
     def sums(channel):
         rank = channel.rank()
         totals = torch.tensor([float(numbers[rank]), 1.0], dtype=torch.float64)
-        control = Control(channel, totals, used[rank], torch.device("cpu"))
+        control = ControlMessage(channel, totals, used[rank], torch.device("cpu"))
         control.launch(square=float(rank))
         return control.wait(), totals.tolist()
 

@@ -9,7 +9,7 @@ import pytest
 from nets import TWO_NODES, Odd, every, one_step, spread, triples
 
 from espalier.comm import Channel
-from espalier.shard.cost import Division, StateSizes, Storage, cost
+from espalier.shard.cost import Division, StateBytes, StateSizes, cost
 from espalier.shard.placement import ShardFactors
 from espalier.shard.placement_plan import Spread
 from espalier.shard.wrap_policy import Sized, sizes_of
@@ -38,7 +38,7 @@ def _division(factors: ShardFactors, nodes: Any) -> Division:
 def test_bytes_sent_and_held_are_the_formulas(factors: ShardFactors, nodes: Any, accumulate: int) -> None:
     """To the byte; of the optimizer's states no rank has more."""
     sizes = sizes_of(Odd())
-    states = StateSizes(Storage(8, 8, 16), sizes=sizes, width=8, bucket_bytes=1000)
+    states = StateSizes(StateBytes(8, 8, 16), sizes=sizes, width=8, bucket_bytes=1000)
     predicted = cost(states, _division(factors, tuple(nodes) or (0,) * 4), rounds=accumulate)
     found = ranks(4, _accounts, every(factors, nodes=nodes, bucket_bytes=1000), accumulate)
     for sent, held, moments in found:
@@ -54,7 +54,7 @@ def test_bytes_sent_and_held_are_the_formulas(factors: ShardFactors, nodes: Any,
 def test_bytes_are_those_of_one_flat_collective_whatever_the_machines() -> None:
     """AMSP's formulas, for sizes that need no padding."""
     sizes = [Sized(4096, 4, block, ("torch.float32", True), False) for block in (0, 1, None)]
-    states = StateSizes(Storage(4, 4, 8), sizes=sizes)
+    states = StateSizes(StateBytes(4, 4, 8), sizes=sizes)
     for nodes in ((0,) * 16, tuple(rank // 4 for rank in range(16)), tuple(rank // 8 for rank in range(16))):
         sent = cost(states, _division(ShardFactors(2, 4, 8), nodes), rounds=3).sent
         size = 3 * 4096 * 4
@@ -69,7 +69,7 @@ def test_many_layouts_at_once_cost_what_each_does() -> None:
     sizes = sizes_of(Odd())
     factors = np.array(triples(16)).T
     for whole in (False, True):
-        states = StateSizes(Storage(8, 8, 16), sizes=sizes, width=8, bucket_bytes=1000, whole=whole)
+        states = StateSizes(StateBytes(8, 8, 16), sizes=sizes, width=8, bucket_bytes=1000, whole=whole)
         together = cost(states, Division(*factors, 16, machine=8), rounds=2)
         for index, one in enumerate(factors.T):
             alone = cost(states, Division(*map(int, one), 16, machine=8), rounds=2)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from espalier.comm.codecs import codec
+from espalier.sync.diloco_slowmo import OuterMethod
 from espalier.sync.membership import MemberGroup, Members
-from espalier.sync.method_choices import Choices
 from espalier.sync.outer_loop import OuterSync
 from espalier.sync.round_length import Rounds
 
@@ -53,7 +53,7 @@ def together(count: int, run: Callable[[int, Callable[..., OuterSync]], Any], **
     def one(member: int) -> None:
         lives = itertools.count()
 
-        def make(replica: Replica, choices: Choices, rounds: Rounds, **more: Any) -> OuterSync:
+        def make(replica: Replica, choices: OuterMethod, rounds: Rounds, **more: Any) -> OuterSync:
             life = PrefixStore(f"life{next(lives)}", store)
             place = MemberGroup(life, member, tuple(range(count)), **{"timeout": 20.0, "grace": 1.0, **crew})
             engines.append(OuterSync(replica.live, choices, Members(place, codec(choices.codec)), rounds, **more))
@@ -77,7 +77,7 @@ def together(count: int, run: Callable[[int, Callable[..., OuterSync]], Any], **
     return results
 
 
-def simulated(count: int, choices: Choices, steps: int, rounds: int) -> list[Tensor]:
+def simulated(count: int, choices: OuterMethod, steps: int, rounds: int) -> list[Tensor]:
     """x after every round by the paper's recurrence, in one process, means in rank order. CO2 with delay 1, SlowMo with
     delay 0, eager where asked; no penalty, no codec, one fragment."""
     replicas = [Replica(member) for member in range(count)]
@@ -109,7 +109,7 @@ def simulated(count: int, choices: Choices, steps: int, rounds: int) -> list[Ten
     return found
 
 
-def _difference(choices: Choices, starts: list[Tensor], ends: list[Tensor]) -> Tensor:
+def _difference(choices: OuterMethod, starts: list[Tensor], ends: list[Tensor]) -> Tensor:
     """The mean in rank order of what travelled."""
     if choices.average == "parameters":
         return starts[0] - torch.stack(ends).sum(0) / len(ends)

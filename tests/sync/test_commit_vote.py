@@ -7,14 +7,14 @@ import time
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from espalier.sync.commit_vote import Outcome
+from espalier.sync.commit_vote import CommitVote
 
 pytestmark = pytest.mark.quick
 
 
-def two() -> tuple[Outcome, Outcome]:
+def two() -> tuple[CommitVote, CommitVote]:
     store = HashStore()
-    return Outcome(store, 1, 2, 30.0), Outcome(store, 1, 2, 30.0)
+    return CommitVote(store, 1, 2, 30.0), CommitVote(store, 1, 2, 30.0)
 
 
 def test_it_is_done_when_the_last_has_done_it() -> None:
@@ -42,6 +42,6 @@ def test_a_failure_stands_and_the_others_learn_who_lives() -> None:
 
 
 def test_a_store_that_no_longer_answers_is_not_waited_for() -> None:
-    gone = Outcome(HashStore(), 1, 2, limit=-1.0)
+    gone = CommitVote(HashStore(), 1, 2, limit=-1.0)
     with pytest.raises(TimeoutError, match="store has not answered"):
         gone.wait(lambda: 0.0)

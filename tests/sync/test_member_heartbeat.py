@@ -11,12 +11,12 @@ from torch._C._distributed_c10d import HashStore
 
 from espalier import store_client
 from espalier.launch.store_server import served
-from espalier.sync.member_heartbeat import Beats
+from espalier.sync.member_heartbeat import MemberHeartbeats
 
 SILENCE = 0.4
 
 
-def watched(beats: Beats, ranks: list[int], seconds: float) -> tuple[list[int], float]:
+def watched(beats: MemberHeartbeats, ranks: list[int], seconds: float) -> tuple[list[int], float]:
     """Who is silent first, looking all the while, and after how long."""
     began = time.monotonic()
     while time.monotonic() < began + seconds:
@@ -32,14 +32,14 @@ def store() -> HashStore:
 
 
 def test_who_counts_is_alive(store: HashStore) -> None:
-    mine, other = Beats(store, 0, SILENCE), Beats(store, 1, SILENCE)
+    mine, other = MemberHeartbeats(store, 0, SILENCE), MemberHeartbeats(store, 1, SILENCE)
     assert watched(mine, [1], 3 * SILENCE)[0] == []
     other.close()
     mine.close()
 
 
 def test_who_has_ended_is_dead_at_once(store: HashStore) -> None:
-    mine, other = Beats(store, 0, 60.0), Beats(store, 1, 60.0)
+    mine, other = MemberHeartbeats(store, 0, 60.0), MemberHeartbeats(store, 1, 60.0)
     assert mine.silent([1]) == []
     other.close()
     assert mine.silent([1]) == [1]
@@ -47,7 +47,7 @@ def test_who_has_ended_is_dead_at_once(store: HashStore) -> None:
 
 
 def test_who_was_never_heard_is_dead_after_the_silence(store: HashStore) -> None:
-    mine = Beats(store, 0, SILENCE)
+    mine = MemberHeartbeats(store, 0, SILENCE)
     found, took = watched(mine, [1, 2], 10 * SILENCE)
     assert found == [1, 2]
     assert took >= SILENCE
@@ -55,7 +55,7 @@ def test_who_was_never_heard_is_dead_after_the_silence(store: HashStore) -> None
 
 
 def test_what_happened_while_nobody_looked_is_held_against_nobody(store: HashStore) -> None:
-    mine = Beats(store, 0, SILENCE)
+    mine = MemberHeartbeats(store, 0, SILENCE)
     store.set("outer/alive/1", b"7")
     assert mine.silent([1]) == []
     time.sleep(1.5 * SILENCE)  # as when this process was stopped itself
@@ -67,11 +67,11 @@ def test_a_stopped_process_is_silent_and_one_that_goes_on_is_not() -> None:
     with served(True) as port:
         child = os.fork()
         if child == 0:
-            Beats(store_client.connect("127.0.0.1", port, 20.0), 1, SILENCE)
+            MemberHeartbeats(store_client.connect("127.0.0.1", port, 20.0), 1, SILENCE)
             time.sleep(60)
             os._exit(0)
         store = store_client.connect("127.0.0.1", port, 20.0)
-        mine = Beats(store_client.clone(store), 0, SILENCE)
+        mine = MemberHeartbeats(store_client.clone(store), 0, SILENCE)
         try:
             store.get("outer/alive/1")
             assert watched(mine, [1], 2 * SILENCE)[0] == []

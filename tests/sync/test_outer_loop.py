@@ -17,18 +17,18 @@ from crews import RATE, SIZES, Replica, simulated, together
 from torch import Tensor
 
 from espalier.errors import UserError
+from espalier.sync.diloco_slowmo import METHODS, OuterMethod
 from espalier.sync.fragment import split
-from espalier.sync.method_choices import METHODS, Choices
 from espalier.sync.outer_loop import OuterSync
 from espalier.sync.round_length import Rounds
 
 Make = Callable[..., OuterSync]
 FORMS = {
-    "co2": Choices(momentum=0.5, scaled=True),
-    "co2, parameters": Choices(average="parameters", momentum=0.2, scaled=True),
-    "co2, plain form, clip": Choices(momentum=0.6, clip=0.05),
+    "co2": OuterMethod(momentum=0.5, scaled=True),
+    "co2, parameters": OuterMethod(average="parameters", momentum=0.2, scaled=True),
+    "co2, plain form, clip": OuterMethod(momentum=0.6, clip=0.05),
     "eager": METHODS["eager"],
-    "eager, momentum": Choices(eager=True, momentum=0.5, scaled=True),
+    "eager, momentum": OuterMethod(eager=True, momentum=0.5, scaled=True),
     "slowmo": METHODS["slowmo"],
     "diloco": METHODS["diloco"],
     "local sgd": METHODS["local_sgd"],
@@ -91,7 +91,7 @@ def test_what_travels_is_a_copy() -> None:
 
         def run(member: int, make: Make, average: Any = average) -> Tensor:
             replica = Replica(member, torch.float32)
-            engine = make(replica, Choices(average=average), Rounds(2))
+            engine = make(replica, OuterMethod(average=average), Rounds(2))
             train(replica, engine, 1)
             kept = [tensor.clone() for tensor in replica.live]
             for tensor in replica.live:
@@ -107,7 +107,7 @@ def test_what_travels_is_a_copy() -> None:
 
 
 def test_the_clip_binds() -> None:
-    choices, clip = Choices(momentum=0.5, clip=0.01, scaled=True, rate=0.7), 0.01
+    choices, clip = OuterMethod(momentum=0.5, clip=0.01, scaled=True, rate=0.7), 0.01
 
     def run(member: int, make: Make) -> list[Tensor]:
         replica = Replica(member)
@@ -121,12 +121,12 @@ def test_the_clip_binds() -> None:
 
 @pytest.mark.parametrize("penalty", ["norm", "per_tensor", "constant"])
 def test_a_penalty_is_at_least_one_and_exactly_one_for_a_model_that_rests(penalty: Any) -> None:
-    from espalier.sync.outer_optimizer import Update
+    from espalier.sync.outer_optimizer import OuterUpdate
 
     x = torch.randn(sum(SIZES), dtype=torch.float64)
-    choices = Choices(momentum=0.3, penalty=penalty, constant=2.0 if penalty == "constant" else 1.0)
+    choices = OuterMethod(momentum=0.3, penalty=penalty, constant=2.0 if penalty == "constant" else 1.0)
     cuts = [0, *itertools.accumulate(SIZES)]
-    update = Update(x, choices, cuts)
+    update = OuterUpdate(x, choices, cuts)
     first = update.apply(torch.randn_like(x), RATE)
     assert (first == (2 if penalty == "constant" else 1)).all(), "it had not moved before the first"
     for _ in range(5):
@@ -140,7 +140,7 @@ def test_a_penalty_is_at_least_one_and_exactly_one_for_a_model_that_rests(penalt
             torch.testing.assert_close(float(gap), 1 + float(moved) / max(size, float(scale)))
             assert float(gap) > 1
             torch.testing.assert_close(float(update.moved), float((x - before).norm()))
-    resting = Update(x, replace(choices, momentum=0.0, constant=1.0), cuts)
+    resting = OuterUpdate(x, replace(choices, momentum=0.0, constant=1.0), cuts)
     for _ in range(3):
         assert (resting.apply(torch.zeros_like(x), RATE) == 1).all()
 
@@ -150,7 +150,7 @@ def test_a_constant_gradient_gives_the_analytic_path() -> None:
 
     def run(member: int, make: Make) -> list[Tensor]:
         replica = Replica(0)
-        engine, found = make(replica, Choices(), Rounds(3)), [replica.flat()]
+        engine, found = make(replica, OuterMethod(), Rounds(3)), [replica.flat()]
         for _ in range(30):
             for tensor in replica.live:
                 tensor.sub_(RATE)
@@ -242,7 +242,7 @@ def test_four_bits_with_feedback_stay_close_and_equal_on_all() -> None:
         replica.live = [torch.zeros(3000), torch.zeros(5000)]
         replica.target = [torch.randn(3000, generator=replica.draw), torch.randn(5000, generator=replica.draw)]
         replica.heavy, replica.momentum = [torch.zeros(3000), torch.zeros(5000)], 0.0
-        return train(replica, make(replica, Choices(momentum=0.2, codec=name), Rounds(4)), 25)[-1]
+        return train(replica, make(replica, OuterMethod(momentum=0.2, codec=name), Rounds(4)), 25)[-1]
 
     exact = together(2, lambda member, make: run(member, make, "exact"))
     rough = together(2, lambda member, make: run(member, make, "int4"))
@@ -253,7 +253,7 @@ def test_four_bits_with_feedback_stay_close_and_equal_on_all() -> None:
 def test_rounds_grow_until_flights_are_hidden_and_all_change_at_once() -> None:
     def run(member: int, make: Make) -> list[int]:
         replica = Replica(member)
-        engine, steps = make(replica, Choices(), Rounds(1, adapt=True)), []
+        engine, steps = make(replica, OuterMethod(), Rounds(1, adapt=True)), []
         for _ in range(60):
             replica.step()
             time.sleep(0.001 * (1 + member))
@@ -269,14 +269,14 @@ def test_rounds_grow_until_flights_are_hidden_and_all_change_at_once() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     for wrong, name in (
-        (lambda: Choices(delay=1.5), "sync.delay"),
-        (lambda: Choices(momentum=1.0), "sync.momentum"),
-        (lambda: Choices(fragments=0), "sync.fragments"),
-        (lambda: Choices(rate=0.0), "sync.rate"),
-        (lambda: Choices(clip=-1.0), "sync.clip"),
-        (lambda: Choices(mixing=0.5), "sync.mixing"),
-        (lambda: Choices(average="parameters", codec="int4"), "sync.codec"),
-        (lambda: Choices(penalty="constant", constant=0.5), "sync.constant"),
+        (lambda: OuterMethod(delay=1.5), "sync.delay"),
+        (lambda: OuterMethod(momentum=1.0), "sync.momentum"),
+        (lambda: OuterMethod(fragments=0), "sync.fragments"),
+        (lambda: OuterMethod(rate=0.0), "sync.rate"),
+        (lambda: OuterMethod(clip=-1.0), "sync.clip"),
+        (lambda: OuterMethod(mixing=0.5), "sync.mixing"),
+        (lambda: OuterMethod(average="parameters", codec="int4"), "sync.codec"),
+        (lambda: OuterMethod(penalty="constant", constant=0.5), "sync.constant"),
         (lambda: Rounds(0), "sync.steps"),
         (lambda: Rounds(4, pace=0.0), "pace"),
         (lambda: split([torch.zeros(3)], 2), "sync.fragments"),

@@ -12,9 +12,9 @@ import torch
 from crews import RATE, SIZES, Replica, together
 from torch import Tensor
 
-from espalier.sync.commit_vote import Outcome
+from espalier.sync.commit_vote import CommitVote
+from espalier.sync.diloco_slowmo import METHODS, OuterMethod
 from espalier.sync.membership import Members
-from espalier.sync.method_choices import METHODS, Choices
 from espalier.sync.outer_loop import OuterSync
 from espalier.sync.round_length import Length, Rounds
 from espalier.track.decision_log import Recorded
@@ -206,7 +206,7 @@ def _alone(members: Members) -> Any:
     """Flights count when this shard's ranks have them: there are no others here."""
     plain = type(members)._together
 
-    def together(*arguments: Any) -> Outcome:
+    def together(*arguments: Any) -> CommitVote:
         crew = members.crew
         members.crew = crew._replace(shards=1)
         try:
@@ -221,7 +221,7 @@ def _alone(members: Members) -> Any:
 def test_recorded_lengths_are_followed_and_no_flight_is_lost(method: str) -> None:
     """Also where a round is shorter than what is left of a flight's way."""
     lengths = {0: 8, 8: 8, 16: 2, 18: 5, 23: 1, 24: 8}
-    choices = METHODS[method] if method != "streaming_diloco" else Choices(delay=0.9, fragments=4, mixing=0.5)
+    choices = METHODS[method] if method != "streaming_diloco" else OuterMethod(delay=0.9, fragments=4, mixing=0.5)
 
     def run(member: int, make: Make) -> Any:
         replica = Replica(member)
@@ -297,7 +297,7 @@ def test_what_a_codec_kept_back_counts_once_where_a_flight_is_flown_again() -> N
         replica.live = [torch.zeros(size) for size in wide]
         replica.target = [torch.randn(size, generator=draw) for size in wide]
         replica.heavy = [torch.zeros(size) for size in wide]
-        engine = make(replica, Choices(delay=0.0, codec="int4"), Rounds(2))
+        engine = make(replica, OuterMethod(delay=0.0, codec="int4"), Rounds(2))
         for step in range(12):
             if fails and member == 1 and step == 5:
                 _fail_once(engine)
@@ -316,7 +316,7 @@ def _fail_once(engine: OuterSync) -> None:
     assert members is not None
     plain = members._together
 
-    def failing(coded: Any, number: int, act: Any, book: Any) -> Outcome:
+    def failing(coded: Any, number: int, act: Any, book: Any) -> CommitVote:
         def broken(job: Any) -> None:
             act(job)
             raise RuntimeError("cut off")

@@ -11,7 +11,7 @@ import pytest
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
 from espalier.plan import base as plans
-from espalier.sync.method_choices import METHODS
+from espalier.sync.diloco_slowmo import METHODS
 from espalier.testing.faults import Fault
 
 STEPS = 16

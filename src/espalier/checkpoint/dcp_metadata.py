@@ -54,7 +54,7 @@ def read(data: bytes, files: Mapping[str, int], name: str) -> Metadata:
     Raises UserError for what torch.distributed.checkpoint does not write; the message has the refused name.
     """
     try:
-        return _metadata(_Reader(io.BytesIO(data)).load(), files)
+        return _metadata(_MetadataUnpickler(io.BytesIO(data)).load(), files)
     except _Refused as refused:
         why = f"it names {refused}; unpickling that may run any code"
         raise UserError(f"{name} is not read.", why=why, do="do not use this checkpoint") from None
@@ -83,7 +83,7 @@ class _Record:
         self.state = state
 
 
-class _Reader(pickle._Unpickler):  # the one in Python: its table of opcodes can be cut down
+class _MetadataUnpickler(pickle._Unpickler):  # the one in Python: its table of opcodes can be cut down
     dispatch: ClassVar = {code: load for code, load in pickle._Unpickler.dispatch.items() if code in _CODES}
 
     def __init__(self, file: io.BytesIO) -> None:

@@ -17,10 +17,10 @@ from espalier.serialization import Placeholder
 def skeleton(blob: bytes) -> Any:
     """The skeleton in `blob`."""
     pickled = torch.load(io.BytesIO(blob), weights_only=True)
-    return _Reader(io.BytesIO(pickled)).load()
+    return _SkeletonUnpickler(io.BytesIO(pickled)).load()
 
 
-class _Reader(pickle.Unpickler):
+class _SkeletonUnpickler(pickle.Unpickler):
     """Knows what took the place of the class that stood for a tensor."""
 
     def find_class(self, module: str, name: str) -> Any:

@@ -21,7 +21,7 @@ class Bad(Exception):
     """A checkpoint that cannot be used, and why."""
 
 
-class File(msgspec.Struct, frozen=True):
+class FileHash(msgspec.Struct, frozen=True):
     """One file: its bytes and its XXH3-128 in hex."""
 
     bytes: int
@@ -37,7 +37,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     time: float
     meta: dict[str, Any]
-    files: dict[str, File]
+    files: dict[str, FileHash]
     seal: str = ""
 
     @property
@@ -79,16 +79,16 @@ def loads(text: bytes) -> Manifest:
     return manifest
 
 
-def digest(file: IO[bytes]) -> File:
+def digest(file: IO[bytes]) -> FileHash:
     """Size and hash of an open file, read to its end."""
     state, count = xxhash.xxh3_128(), 0
     while block := file.read(1 << 22):
         state.update(block)
         count += len(block)
-    return File(count, state.hexdigest())
+    return FileHash(count, state.hexdigest())
 
 
-def digest_path(path: Path) -> File:
+def digest_path(path: Path) -> FileHash:
     """Size and hash of the file at `path`."""
     with path.open("rb") as file:
         return digest(file)

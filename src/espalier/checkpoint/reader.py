@@ -19,7 +19,7 @@ from espalier import serialization
 from espalier.checkpoint import dcp_metadata, state_tree
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.dcp_planners import LoadPlanner, Slice
-from espalier.checkpoint.manifest import File
+from espalier.checkpoint.manifest import FileHash
 from espalier.checkpoint.storage import Storage
 from espalier.errors import EspalierError, UserError
 
@@ -28,7 +28,7 @@ PICKLED = b"PK\x03\x04"
 
 
 def restore(
-    place: Storage, name: str, files: Mapping[str, File], parts: Mapping[str, Stateful], trust: bool = False
+    place: Storage, name: str, files: Mapping[str, FileHash], parts: Mapping[str, Stateful], trust: bool = False
 ) -> list[str]:
     """Reads checkpoint `name`, which has these `files`, into `parts`; names of the parts it does not have. This rank's
     share only, no waiting. `trust`: pickled skeletons, of the older format, are read too.

@@ -79,7 +79,7 @@ class Write:
             self._writer().finish(self._metadata, [_write_results(rows) for rows, _ in shares])
             files = self._publish([METADATA])
             for _, written in shares:
-                files.update({name: manifest.File(*file) for name, file in written.items()})
+                files.update({name: manifest.FileHash(*file) for name, file in written.items()})
             content = manifest.Manifest(
                 step=self.job.step,
                 loss=self.job.loss,
@@ -98,7 +98,7 @@ class Write:
         writer.set_up_storage_writer(self.team.rank == 0)
         return writer
 
-    def _publish(self, files: list[str]) -> dict[str, manifest.File]:
+    def _publish(self, files: list[str]) -> dict[str, manifest.FileHash]:
         assert self._folder is not None, "files are written before they are published"
         digests = {file: manifest.digest_path(self._folder / file) for file in files}
         self.place.publish(self.name, files)

@@ -12,7 +12,7 @@ from espalier.comm.codecs import codec as codec
 from espalier.comm.ddp import ddp_hook as ddp_hook
 from espalier.comm.exact import EXACT as EXACT
 from espalier.comm.exact import Exact as Exact
-from espalier.comm.hierarchical import Hierarchy as Hierarchy
+from espalier.comm.hierarchical_all_reduce import Hierarchy as Hierarchy
 from espalier.comm.rendezvous import connect as connect
 from espalier.comm.rendezvous import disconnect as disconnect
 from espalier.comm.rendezvous import phase as phase

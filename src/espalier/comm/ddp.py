@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllreduceOptions, GradBucket
 
-from espalier.comm import hybrid
+from espalier.comm import hybrid_compression
 from espalier.comm.base import Codec, Spent, Traffic, sent_bytes
 from espalier.comm.c10d_arguments import residual_like
 from espalier.comm.codecs import codec as codec_of
@@ -60,7 +60,7 @@ def ddp_hook(
     through = coded(chosen, found, Traffic.GRADIENTS, timeout)
     if auto:
         through.close()  # it was there to ask whether all ranks say so
-        through = coded(codec_of(hybrid.AUTO[Traffic.GRADIENTS]), found, Traffic.GRADIENTS, timeout)
+        through = coded(codec_of(hybrid_compression.AUTO[Traffic.GRADIENTS]), found, Traffic.GRADIENTS, timeout)
     if isinstance(chosen, Exact) and not (auto and pays(*_tried(through, found, feedback))):
         through.close()
         return Hook(None, found, feedback)
@@ -75,7 +75,7 @@ class _Auto(Exact):
 
 def pays(plain: float, encoded: float) -> bool:
     """Whether sums that take `plain` seconds as they are and `encoded` seconds encoded are to be encoded."""
-    return plain > hybrid.MARGIN * encoded
+    return plain > hybrid_compression.MARGIN * encoded
 
 
 def _tried(through: Coded, group: Any, feedback: bool) -> tuple[float, float]:

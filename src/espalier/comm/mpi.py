@@ -90,7 +90,7 @@ def _run(comm: Any, codec: str | Codec, start: Callable[[Coded], Any]) -> None:
         through = Coded(chosen, None, place, "mpi", (0,), _limit)
         start(through)(_unbooked).wait()
         return
-    inner = Messages(comm)
+    inner = MpiMessages(comm)
     through = Coded(chosen, inner, place, "mpi", tuple(range(ranks)), _limit)
     try:
         start(through)(_unbooked).wait()
@@ -98,23 +98,23 @@ def _run(comm: Any, codec: str | Codec, start: Callable[[Coded], Any]) -> None:
         through.close()
 
 
-class Messages:
+class MpiMessages:
     """The messages of a communicator with the methods of a Gloo group. Has state: what is under way, and the thread
     that makes MPI move it."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = _apart(comm)
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Request:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> MpiRequest:
         """Begins to send one tensor of bytes or values."""
-        return Request(self._comm.Isend(_bytes(tensors[0]), dest=peer, tag=tag), peer, tensors[0])
+        return MpiRequest(self._comm.Isend(_bytes(tensors[0]), dest=peer, tag=tag), peer, tensors[0])
 
-    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Request:
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> MpiRequest:
         """Begins to receive one tensor."""
-        return Request(self._comm.Irecv(_bytes(tensors[0]), source=peer, tag=tag), peer, tensors[0])
+        return MpiRequest(self._comm.Irecv(_bytes(tensors[0]), source=peer, tag=tag), peer, tensors[0])
 
 
-class Request:
+class MpiRequest:
     """A message under way; holds its tensor. Has state: whether it is done."""
 
     def __init__(self, request: Any, peer: int, tensor: Tensor) -> None:
@@ -133,7 +133,7 @@ class Request:
         return True
 
 
-class Progress:
+class MpiProgress:
     """Keeps MPI moving while the block computes: with many MPIs a large message begins only when somebody looks.
 
     Used once. Raises UserError where mpi4py is not installed or MPI was started for one thread. Has state: its thread.
@@ -149,7 +149,7 @@ class Progress:
         self._comm, self._stop = comm, Event()
         self._thread = Thread(target=self._run, name="espalier-mpi", daemon=True)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> MpiProgress:
         self._thread.start()
         return self
 

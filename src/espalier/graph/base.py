@@ -28,7 +28,7 @@ class Forms:
         return self.known[name]
 
 
-class Block(NamedTuple):
+class MessageBlock(NamedTuple):
     """The edges of one layer, by target: target t hears from `indices[indptr[t]:indptr[t + 1]]`.
 
     Targets are the first `len(indptr) - 1` of the `sources` nodes. The matrix is diag(left) W diag(right), each part
@@ -110,20 +110,20 @@ class Aggregate(Protocol):
     """(block, rows of its sources [sources, width]) -> the weighted sums of its targets [targets, width], added to
     `start` [width] or [targets, width]."""
 
-    def __call__(self, block: Block, rows: Rows, start: Tensor | None = None) -> Tensor:
+    def __call__(self, block: MessageBlock, rows: Rows, start: Tensor | None = None) -> Tensor:
         """Differentiable in `rows` and `start`."""
         ...
 
 
-class Attend(Protocol):
+class GraphAttend(Protocol):
     """Graph attention over a block: see `attend`."""
 
-    def __call__(self, block: Block, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
+    def __call__(self, block: MessageBlock, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
         """Differentiable in `rows` and `scores`."""
         ...
 
 
-def aggregate(block: Block, rows: Rows, start: Tensor | None = None) -> Tensor:
+def aggregate(block: MessageBlock, rows: Rows, start: Tensor | None = None) -> Tensor:
     """The plain form: diag(left) W diag(right) rows + start, by gather and `index_add`."""
     x = dense(rows)
     if block.right is not None:
@@ -140,7 +140,7 @@ NEGATIVE_SLOPE = 0.2
 """Of the LeakyReLU in attention scores (arXiv 1710.10903, section 2.1)."""
 
 
-def attend(block: Block, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
+def attend(block: MessageBlock, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
     """The plain form of graph attention: a softmax over each target's edges, by head.
 
     Args:

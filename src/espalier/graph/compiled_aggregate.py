@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from espalier.graph import base
-from espalier.graph.base import Block, Kept, Rows
-from espalier.graph.gnn import Layer, Network
+from espalier.graph.base import Kept, MessageBlock, Rows
+from espalier.graph.gnn import Gnn, Layer
 from espalier.kernels import rtopk
 from espalier.kernels.dropout import activated
 from espalier.kernels.tall_matmul import tall_product
@@ -24,7 +24,7 @@ SPARSE = 4
 
 def equip(model: nn.Module) -> nn.Module:
     """`model` with the kernels in the fields of its seam; foreign modules are left alone."""
-    if isinstance(model, Network):
+    if isinstance(model, Gnn):
         for layer in model.layers:
             assert isinstance(layer, Layer)
             layer.aggregate, layer.attend, layer.project = aggregate, attend, project
@@ -32,7 +32,7 @@ def equip(model: nn.Module) -> nn.Module:
     return model
 
 
-def matrix(block: Block) -> CSR:
+def matrix(block: MessageBlock) -> CSR:
     """The block as a matrix by rows, its scales multiplied out; kept with the block."""
 
     def make() -> CSR:
@@ -50,13 +50,13 @@ def matrix(block: Block) -> CSR:
     return made
 
 
-def pattern(block: Block) -> CSR:
+def pattern(block: MessageBlock) -> CSR:
     """The block's edges without weights."""
     made: CSR = block.forms.get("pattern", matrix(block).binary)
     return made
 
 
-def aggregate(block: Block, rows: Rows, start: Tensor | None = None) -> Tensor:
+def aggregate(block: MessageBlock, rows: Rows, start: Tensor | None = None) -> Tensor:
     """See `base.aggregate`; of rows that are the same at every step, once."""
     if block.indptr.device.type != "cpu":
         return base.aggregate(block, rows, start)
@@ -70,7 +70,7 @@ def aggregate(block: Block, rows: Rows, start: Tensor | None = None) -> Tensor:
     return _once(block, rows, lambda: matmul(chosen, rows))
 
 
-def _once(block: Block, rows: Tensor, make: Callable[[], Tensor]) -> Tensor:
+def _once(block: MessageBlock, rows: Tensor, make: Callable[[], Tensor]) -> Tensor:
     """What `make` makes of `rows`, kept with the block from the second time on that the very same rows are aggregated:
     features that no dropout changes are."""
     seen = block.forms.known.get("aggregated")
@@ -103,7 +103,7 @@ def project(rows: Rows, weight: Tensor, start: Tensor | None = None) -> Tensor:
     return found if start is None or start.dim() == 1 else found + start
 
 
-def attend(block: Block, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
+def attend(block: MessageBlock, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
     """See `base.attend`."""
     if block.indptr.device.type != "cpu":
         return base.attend(block, rows, scores, dropout)

@@ -24,7 +24,7 @@ IGNORED = -1
 
 
 @dataclass(frozen=True)
-class Parts:
+class DataSplit:
     """Which nodes (or graphs) train, validate and test: ascending int64 ids. They may leave nodes out."""
 
     train: Array
@@ -57,7 +57,7 @@ class Graph:
     indices: Array
     features: Array
     labels: Array | None = None
-    parts: Parts | None = None
+    parts: DataSplit | None = None
     weights: Array | None = None
     edge_features: Array | None = None
     starts: Array | None = None
@@ -342,12 +342,12 @@ def divided(graph: Graph, shares: tuple[float, float, float], seed: int) -> Grap
     return replace(graph, parts=parted(ids, shares, seed))
 
 
-def parted(ids: Array, shares: tuple[float, float, float], seed: int) -> Parts:
+def parted(ids: Array, shares: tuple[float, float, float], seed: int) -> DataSplit:
     """`ids` dealt out by `shares`, seeded; each part ascending."""
     order = np.random.default_rng([seed, 0x5B11]).permutation(ids)
     cuts = [round(len(ids) * shares[0]), round(len(ids) * (shares[0] + shares[1]))]
     train, validation, test = (np.sort(part) for part in np.split(order, cuts))
-    return Parts(train, validation, test)
+    return DataSplit(train, validation, test)
 
 
 def without_edges(graph: Graph, gone: Array) -> Graph:
@@ -375,7 +375,7 @@ def relabelled(graph: Graph, permutation: Array) -> Graph:
         indices=sources[order].astype(graph.indices.dtype),
         features=np.ascontiguousarray(graph.features[permutation]),
         labels=None if labels is None else np.ascontiguousarray(labels[permutation]),
-        parts=None if parts is None else Parts(*(np.sort(inverse[ids]) for _, ids in parts.named())),
+        parts=None if parts is None else DataSplit(*(np.sort(inverse[ids]) for _, ids in parts.named())),
         weights=None if graph.weights is None else graph.weights[order],
         edge_features=None if graph.edge_features is None else graph.edge_features[order],
         names=[graph.names[at] for at in permutation] if len(graph.names) else (),

@@ -15,7 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from espalier import config
-from espalier.graph.base import Aggregate, Attend, Block, Kept, Project, Rows, aggregate, attend, dense, project
+from espalier.graph.base import (
+    Aggregate,
+    GraphAttend,
+    Kept,
+    MessageBlock,
+    Project,
+    Rows,
+    aggregate,
+    attend,
+    dense,
+    project,
+)
 from espalier.kernels.dropout import activated
 
 
@@ -32,20 +43,20 @@ class Layer(nn.Module):
         super().__init__()
         self.inputs, self.outputs = inputs, outputs
         self.aggregate: Aggregate = aggregate
-        self.attend: Attend = attend
+        self.attend: GraphAttend = attend
         self.project: Project = project
 
     def aggregated_first(self, rows: Rows) -> bool:
         """Whether the neighbours are summed before the linear map: the cheaper order of the two."""
         return isinstance(rows, Kept) or self.inputs <= self.outputs
 
-    def mapped(self, block: Block, rows: Rows, weight: Tensor, start: Tensor | None = None) -> Tensor:
+    def mapped(self, block: MessageBlock, rows: Rows, weight: Tensor, start: Tensor | None = None) -> Tensor:
         """The aggregate of `rows` through `weight`, in the cheaper order, added to `start`."""
         if self.aggregated_first(rows):
             return self.project(self.aggregate(block, rows), weight, start)
         return self.aggregate(block, self.project(rows, weight), start)
 
-    def forward(self, block: Block, rows: Rows) -> Tensor:
+    def forward(self, block: MessageBlock, rows: Rows) -> Tensor:
         """[sources, inputs] -> [targets, outputs]; each kind of layer has its own."""
         return self.aggregate(block, rows)
 
@@ -61,7 +72,7 @@ class Convolution(Layer):
         self.weight = _matrix(inputs, outputs)
         self.bias = nn.Parameter(torch.zeros(outputs))
 
-    def forward(self, block: Block, rows: Rows) -> Tensor:
+    def forward(self, block: MessageBlock, rows: Rows) -> Tensor:
         """The normalised sum of the neighbours and the node itself."""
         return self.mapped(block, rows, self.weight.weight, self.bias)
 
@@ -78,7 +89,7 @@ class Mean(Layer):
         nn.init.xavier_uniform_(self.own.weight)
         nn.init.zeros_(self.own.bias)
 
-    def forward(self, block: Block, rows: Rows) -> Tensor:
+    def forward(self, block: MessageBlock, rows: Rows) -> Tensor:
         """The node itself and the mean of its neighbours (zero where it has none)."""
         own = self.project(_first(rows, block.targets), self.own.weight, self.own.bias)
         return self.mapped(block, rows, self.weight.weight, own)
@@ -92,7 +103,7 @@ class Isomorphism(Layer):
         self.epsilon = nn.Parameter(torch.zeros(1))
         self.first, self.second = nn.Linear(inputs, outputs), nn.Linear(outputs, outputs)
 
-    def forward(self, block: Block, rows: Rows) -> Tensor:
+    def forward(self, block: MessageBlock, rows: Rows) -> Tensor:
         """The perceptron of the sum; its first matrix before the sum where that is narrower."""
         sums = self.mapped(block, rows, self.first.weight)
         own = self.project(_first(rows, block.targets), self.first.weight)
@@ -100,7 +111,7 @@ class Isomorphism(Layer):
         return self.second(hidden)
 
 
-class Attention(Layer):
+class GraphAttention(Layer):
     """GAT: a softmax over the neighbours and the node itself. `joined`: heads side by side, else their mean."""
 
     loops = True
@@ -119,7 +130,7 @@ class Attention(Layer):
         """Never: scores are made of mapped rows."""
         return False
 
-    def forward(self, block: Block, rows: Rows) -> Tensor:
+    def forward(self, block: MessageBlock, rows: Rows) -> Tensor:
         """The attended neighbours, heads joined or averaged."""
         x = self.project(rows, self.weight.weight).view(-1, self.heads, self.columns)
         scores = self.project(x.flatten(1), torch.cat([_by_head(self.target), _by_head(self.source)]))
@@ -155,7 +166,7 @@ def largest(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return found.values, found.indices
 
 
-class Network(nn.Module):
+class Gnn(nn.Module):
     """Layers with a nonlinearity and dropout between them: features [nodes, inputs] to outputs [targets, outputs]."""
 
     def __init__(self, options: config.Network, inputs: int, outputs: int) -> None:
@@ -184,14 +195,14 @@ class Network(nn.Module):
         first = self.layers[0]
         return not self.drops_features and isinstance(first, Layer) and first.aggregated_first(torch.empty(0))
 
-    def forward(self, features: Tensor, blocks: Sequence[Block]) -> Tensor:
+    def forward(self, features: Tensor, blocks: Sequence[MessageBlock]) -> Tensor:
         """One block for each layer, the one that reads `features` first."""
         rows: Rows = features
         for at, block in enumerate(blocks):
             rows = self.step(at, block, rows)
         return dense(rows)
 
-    def step(self, at: int, block: Block, rows: Rows) -> Rows:
+    def step(self, at: int, block: MessageBlock, rows: Rows) -> Rows:
         """Layer `at` with the nonlinearity and the dropout behind it; the last one's result is left as it is."""
         share = (self.options.dropout or 0.0) if self.training else 0.0
         if at == 0 and share and self.drops_features:
@@ -211,7 +222,7 @@ class Network(nn.Module):
 def _layer(options: config.Network, inputs: int, outputs: int, joined: bool) -> Layer:
     match options:
         case config.Gat():
-            return Attention(inputs, outputs, options.heads if joined else 1, joined, options.dropout or 0.0)
+            return GraphAttention(inputs, outputs, options.heads if joined else 1, joined, options.dropout or 0.0)
         case config.Gcn():
             return Convolution(inputs, outputs)
         case config.Sage():

@@ -19,7 +19,7 @@ from espalier.graph import metrics, neighbor_sampler
 from espalier.graph.data import Array, Graph
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.node_classification import summed_loss, told
-from espalier.graph.subgraphs import Batch, forward
+from espalier.graph.subgraphs import SubgraphBatch, forward
 from espalier.workload import Shard, to_device
 
 AT_ONCE = 256
@@ -54,15 +54,15 @@ class GraphTask:
         """The training graphs at `positions` of the global order."""
         return self.parts.train[positions]
 
-    def batch(self, ids: Array, step: int) -> Batch:
+    def batch(self, ids: Array, step: int) -> SubgraphBatch:
         """Those graphs side by side."""
         some, sizes = joined(self.graph, ids)
         block = neighbor_sampler.whole(some, self.style)
         members = torch.repeat_interleave(torch.arange(len(ids)), torch.from_numpy(sizes))
         features = torch.from_numpy(some.features)
-        return Batch(features, (block,) * max(1, self.depth), self.labels[ids], members=members)
+        return SubgraphBatch(features, (block,) * max(1, self.depth), self.labels[ids], members=members)
 
-    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+    def logits(self, model: nn.Module, batch: SubgraphBatch) -> Tensor:
         """[graphs, outputs]."""
         assert batch.members is not None
         rows = forward(model, batch.features, batch.blocks)
@@ -72,7 +72,7 @@ class GraphTask:
         sizes = torch.bincount(batch.members, minlength=len(batch.labels)).clamp(min=1)
         return found / sizes[:, None]
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
         """Sum over the graphs' known answers, and how many."""
         return summed_loss(self.logits(model, batch), batch.labels)
 

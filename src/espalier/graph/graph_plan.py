@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from espalier.errors import missing_extra
-from espalier.graph.base import Block
+from espalier.graph.base import MessageBlock
 from espalier.graph.compiled_aggregate import matrix
 from espalier.graph.data import Graph, relabelled
-from espalier.graph.gnn import Attention, Layer
+from espalier.graph.gnn import GraphAttention, Layer
 from espalier.sparse import CBM
 from espalier.sparse.cbm.matrix import pays
 from espalier.sparse.format_choice import cost
@@ -59,9 +59,9 @@ def _clustered(graph: Graph) -> Graph:
     return relabelled(graph, np.argsort(labels, kind="stable"))
 
 
-def formatted(block: Block, layers: Sequence[Layer], wanted: str, steps: int) -> str:
+def formatted(block: MessageBlock, layers: Sequence[Layer], wanted: str, steps: int) -> str:
     """Gives `block` its format: CSR, or CBM where that is predicted to repay its making in `steps`. A sentence."""
-    if isinstance(layers[0], Attention):
+    if isinstance(layers[0], GraphAttention):
         return "Format: CSR; attention weighs every edge anew."
     plain = matrix(block)
     width = max(min(layer.inputs, layer.outputs) for layer in layers)
@@ -94,7 +94,7 @@ def passes(layers: Sequence[Layer], k: int | None, once: bool) -> list[str]:
     for at, layer in enumerate(layers):
         if k is not None and at > 0:
             what = f"aggregates the {k} kept of {layer.inputs} columns (CBSR), then maps them to {layer.outputs}"
-        elif not isinstance(layer, Attention) and layer.inputs <= layer.outputs:
+        elif not isinstance(layer, GraphAttention) and layer.inputs <= layer.outputs:
             kept = " once and keeps the sums, for its rows are the same at every step" if once and at == 0 else ""
             what = f"aggregates {layer.inputs} columns{kept}, then maps them to {layer.outputs}"
         else:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from espalier.errors import UserError
 from espalier.graph import metrics
-from espalier.graph.data import Array, Graph, Parts, parted, without_edges
-from espalier.graph.subgraphs import Batch, View, forward, infer
+from espalier.graph.data import Array, DataSplit, Graph, parted, without_edges
+from espalier.graph.subgraphs import SubgraphBatch, View, forward, infer
 from espalier.workload import Shard
 
 RIVALS = 100
@@ -31,7 +31,7 @@ class Links:
     """The links of a graph, int64 [2, links], and which of them train, validate and test."""
 
     pairs: Array
-    parts: Parts
+    parts: DataSplit
     rest: Graph
     """The graph without the links held out."""
 
@@ -69,7 +69,7 @@ class LinkTask:
         """The training links at `positions` of the global order."""
         return self.parts.train[positions]
 
-    def batch(self, ids: Array, step: int) -> Batch:
+    def batch(self, ids: Array, step: int) -> SubgraphBatch:
         """Those links and as many drawn ones for each as `negatives` says, with what their nodes hear from."""
         heads, tails = self.links.pairs[:, ids]
         drawn = strangers(ids, heads, self.graph.nodes, self.negatives, (self.seed, step))
@@ -79,12 +79,12 @@ class LinkTask:
         labels = torch.zeros(pairs.shape[1])
         labels[: len(ids)] = 1
         if not self.fanout:
-            return Batch(*self.view.whole(), labels, pairs=torch.from_numpy(pairs))
+            return SubgraphBatch(*self.view.whole(), labels, pairs=torch.from_numpy(pairs))
         nodes, places = np.unique(pairs, return_inverse=True)
         features, around = self.view.around(nodes, self.fanout, self.seed, step)
-        return Batch(features, around.blocks, labels, pairs=torch.from_numpy(places.reshape(2, -1)))
+        return SubgraphBatch(features, around.blocks, labels, pairs=torch.from_numpy(places.reshape(2, -1)))
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
         """Sum of binary cross entropies over true and drawn links, and their number."""
         assert batch.pairs is not None
         found = scores(forward(model, batch.features, batch.blocks), batch.pairs)

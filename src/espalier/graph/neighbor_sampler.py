@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from espalier.graph.base import Block, Forms
+from espalier.graph.base import Forms, MessageBlock
 from espalier.graph.data import Array, Graph
 
 ALL = -1
@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
     """A neighbourhood: the global ids of its nodes (seeds first), and the blocks from features to seeds."""
 
     nodes: Array
-    blocks: tuple[Block, ...]
+    blocks: tuple[MessageBlock, ...]
 
 
 class _Hop(NamedTuple):
@@ -111,7 +111,7 @@ class Sampler:
         after = sampler_kernels.number(found, known, nodes, self._place)
         return _Hop(ptr, found, edges, int(after))
 
-    def _block(self, hop: _Hop, targets: int, nodes: Array) -> Block:
+    def _block(self, hop: _Hop, targets: int, nodes: Array) -> MessageBlock:
         graph = self.graph
         features = None
         if graph.edge_features is not None and not self.style.loops:
@@ -120,7 +120,7 @@ class Sampler:
         if self.style.scale == "mean" and graph.weights is None:
             counts = np.diff(hop.ptr)
             left = torch.from_numpy((1 / np.maximum(counts, 1)).astype(np.float32))
-        return Block(
+        return MessageBlock(
             torch.from_numpy(hop.ptr),
             torch.from_numpy(hop.sources),
             hop.known,
@@ -172,7 +172,7 @@ def symmetric_root(graph: Graph) -> Array:
     return np.where(total > 0, 1 / np.sqrt(np.maximum(total, 1e-30)), 0).astype(np.float32)
 
 
-def whole(graph: Graph, style: Style) -> Block:
+def whole(graph: Graph, style: Style) -> MessageBlock:
     """All edges of `graph` as one block of `nodes` targets and as many sources, rows ascending."""
     indptr, indices, weights = graph.indptr, graph.indices, graph.weights
     features = graph.edge_features
@@ -185,7 +185,7 @@ def whole(graph: Graph, style: Style) -> Block:
     elif style.scale == "mean":
         sums = np.diff(indptr).astype(np.float64) if weights is None else _row_sums(weights, indptr)
         left = torch.from_numpy((1 / np.where(sums == 0, 1, sums)).astype(np.float32))
-    return Block(
+    return MessageBlock(
         torch.from_numpy(np.ascontiguousarray(indptr, np.int64)),
         torch.from_numpy(np.asarray(indices)),
         graph.nodes,

@@ -15,7 +15,7 @@ from espalier.errors import UserError
 from espalier.graph import metrics
 from espalier.graph.data import Array, Graph
 from espalier.graph.neighbor_sampler import ALL
-from espalier.graph.subgraphs import Batch, View, forward, infer
+from espalier.graph.subgraphs import SubgraphBatch, View, forward, infer
 from espalier.kernels.cross_entropy import cross_entropy
 from espalier.workload import Shard
 
@@ -43,7 +43,7 @@ class NodeTask:
         self.labels = torch.from_numpy(np.asarray(graph.labels))
         self.items = len(self.parts.train)
         self.outputs = graph.outputs
-        self._fixed: dict[tuple[int, ...], Batch] = {}
+        self._fixed: dict[tuple[int, ...], SubgraphBatch] = {}
 
     @property
     def validation(self) -> int:
@@ -54,25 +54,25 @@ class NodeTask:
         """The training nodes at `positions` of the global order."""
         return self.parts.train[positions]
 
-    def batch(self, ids: Array, step: int) -> Batch:
+    def batch(self, ids: Array, step: int) -> SubgraphBatch:
         """Those nodes with what they hear from."""
         if self.fanout:
             features, drawn = self.train.around(ids, self.fanout, self.seed, step)
-            return Batch(features, drawn.blocks, self.labels[ids])
+            return SubgraphBatch(features, drawn.blocks, self.labels[ids])
         key = (len(ids), int(ids[0]), int(ids[-1])) if len(ids) else (0, 0, 0)
         if key not in self._fixed:
             self._fixed[key] = self._whole(ids)
         return self._fixed[key]
 
-    def _whole(self, ids: Array) -> Batch:
+    def _whole(self, ids: Array) -> SubgraphBatch:
         train = self.train
         if train.depth and sum(train.reach(ids)) <= WORTH * train.depth * train.graph.edges:
             features, drawn = train.around(ids, (ALL,) * train.depth)
-            return Batch(features, drawn.blocks, self.labels[ids])
+            return SubgraphBatch(features, drawn.blocks, self.labels[ids])
         chosen = None if len(ids) == train.graph.nodes else torch.from_numpy(ids)
-        return Batch(*train.whole(), self.labels[ids], chosen=chosen)
+        return SubgraphBatch(*train.whole(), self.labels[ids], chosen=chosen)
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
         """Sum of cross entropies over the labelled nodes asked for (binary ones: over known answers), their number."""
         logits = forward(model, batch.features, batch.blocks)
         return summed_loss(logits, batch.labels, batch.chosen)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from espalier.errors import UserError
-from espalier.graph.data import IGNORED, Array, Graph, Parts
+from espalier.graph.data import IGNORED, Array, DataSplit, Graph
 
 VALIDATION = 500
 """Nodes after the training nodes that validate (arXiv 1603.08861 and GCN, arXiv 1609.02907, section 5.1)."""
@@ -83,7 +83,7 @@ def load(folder: Path, name: str, *, undirected: bool) -> Graph:
     features[: len(seen)], features[order] = seen, tested
     labels[: len(seen)], labels[order] = known.argmax(1), answers.argmax(1)
     training = len(_pickled(folder, name, "y"))
-    parts = Parts(np.arange(training), np.arange(training, training + VALIDATION), np.sort(order))
+    parts = DataSplit(np.arange(training), np.arange(training, training + VALIDATION), np.sort(order))
     targets = np.repeat(np.fromiter(links, np.int64), [len(near) for near in links.values()])
     sources = np.concatenate([np.asarray(near, np.int64) for near in links.values()])
     absent = count - len(seen) - len(order)

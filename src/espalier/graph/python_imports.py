@@ -40,7 +40,7 @@ _WORD = re.compile(rb"[A-Za-z_]\w{2,}")
 _NAME = re.compile(rb"[A-Za-z_][\w.]*")
 
 
-class Module(NamedTuple):
+class SourceModule(NamedTuple):
     """One source file: its dotted name, where it lies, and the distribution it belongs to."""
 
     name: str
@@ -77,9 +77,9 @@ def load(progress: Progress | None = None) -> Graph:
     )
 
 
-def installed() -> list[Module]:
+def installed() -> list[SourceModule]:
     """The modules of the standard library and of every distribution on the path, by name, each once."""
-    found: dict[str, Module] = {}
+    found: dict[str, SourceModule] = {}
     for root, owners in _roots():
         for path in _sources(root, set() if owners else _ELSEWHERE):
             parts = path[len(root) + 1 : -3].split(os.sep)
@@ -88,7 +88,7 @@ def installed() -> list[Module]:
             package = parts[-1] == "__init__"
             name = ".".join(parts[:-1] if package else parts)
             if name and name not in found:
-                found[name] = Module(name, path, owners.get(parts[0], "") if owners else "python", package)
+                found[name] = SourceModule(name, path, owners.get(parts[0], "") if owners else "python", package)
     return [found[name] for name in sorted(found)]
 
 
@@ -115,7 +115,7 @@ def _roots() -> Iterator[tuple[str, dict[str, str]]]:
             yield place, owners
 
 
-def _state(modules: list[Module]) -> str:
+def _state(modules: list[SourceModule]) -> str:
     digest = xxhash.xxh3_128(f"{sys.version} {COLUMNS} {READ}".encode())
     for one in modules:
         status = os.stat(one.path)
@@ -123,7 +123,7 @@ def _state(modules: list[Module]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _labels(modules: list[Module]) -> tuple[Array, tuple[str, ...]]:
+def _labels(modules: list[SourceModule]) -> tuple[Array, tuple[str, ...]]:
     owners = np.array([one.owner for one in modules])
     names, counts = np.unique(owners, return_counts=True)
     classes = [str(name) for name, count in zip(names, counts, strict=True) if count >= FEWEST and name]
@@ -135,7 +135,7 @@ def _labels(modules: list[Module]) -> tuple[Array, tuple[str, ...]]:
     return np.array([known.get(owner, IGNORED) for owner in owners], np.int64), tuple(classes)
 
 
-def _read(modules: list[Module], progress: Progress | None) -> dict[str, Array]:
+def _read(modules: list[SourceModule], progress: Progress | None) -> dict[str, Array]:
     known = {one.name: at for at, one in enumerate(modules)}
     counted = np.zeros((len(modules), COLUMNS), np.float32)
     sources: list[int] = []
@@ -158,7 +158,7 @@ def _read(modules: list[Module], progress: Progress | None) -> dict[str, Array]:
     return {**ends, "features": _weighted(counted)}
 
 
-def _imported(module: Module, text: bytes) -> Iterator[str]:
+def _imported(module: SourceModule, text: bytes) -> Iterator[str]:
     """Dotted names a source imports, relative ones resolved; of `from a import b` also `a.b`, if there is one."""
     for plain, base, names in _IMPORT.findall(text):
         if plain:
@@ -172,7 +172,7 @@ def _imported(module: Module, text: bytes) -> Iterator[str]:
             yield from (f"{start}.{match.decode()}".lstrip(".") for match in _NAME.findall(part)[:1])
 
 
-def _absolute(module: Module, base: str) -> str | None:
+def _absolute(module: SourceModule, base: str) -> str | None:
     rest = base.lstrip(".")
     level = len(base) - len(rest)
     if not level:

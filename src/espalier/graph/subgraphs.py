@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from espalier.errors import UserError
 from espalier.graph import neighbor_sampler
-from espalier.graph.base import Block, Kept, Rows, dense
+from espalier.graph.base import Kept, MessageBlock, Rows, dense
 from espalier.graph.data import Array, Graph
-from espalier.graph.gnn import Layer, Network
+from espalier.graph.gnn import Gnn, Layer
 from espalier.graph.neighbor_sampler import ALL, Drawn, Sampler, Style
 
 MOST = 1 << 31
 """Bytes of messages that inference makes at once; larger graphs go through a layer in pieces."""
 
 
-class Batch(NamedTuple):
+class SubgraphBatch(NamedTuple):
     """What `batches` yields.
 
     Attributes:
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     """
 
     features: Tensor
-    blocks: tuple[Block, ...]
+    blocks: tuple[MessageBlock, ...]
     labels: Tensor
     chosen: Tensor | None = None
     pairs: Tensor | None = None
@@ -48,7 +48,7 @@ class View:
         self.graph, self.style, self.depth = graph, style, depth
 
     @cached_property
-    def block(self) -> Block:
+    def block(self) -> MessageBlock:
         """All edges."""
         return neighbor_sampler.whole(self.graph, self.style)
 
@@ -62,7 +62,7 @@ class View:
         """For parts of it."""
         return Sampler(self.graph, self.style)
 
-    def whole(self) -> tuple[Tensor, tuple[Block, ...]]:
+    def whole(self) -> tuple[Tensor, tuple[MessageBlock, ...]]:
         """All features, and the same block for every layer."""
         return self.features, (self.block,) * max(1, self.depth)
 
@@ -84,9 +84,9 @@ class View:
         return tuple(found)
 
 
-def forward(model: nn.Module, features: Tensor, blocks: tuple[Block, ...]) -> Tensor:
+def forward(model: nn.Module, features: Tensor, blocks: tuple[MessageBlock, ...]) -> Tensor:
     """What `model` says of the last block's targets. A foreign network gets the first block's edges."""
-    if isinstance(model, Network):
+    if isinstance(model, Gnn):
         return model(features, blocks)
     first = blocks[0]
     found = model(features, edge_index(first), *_edge_values(model, first))
@@ -100,7 +100,7 @@ def forward(model: nn.Module, features: Tensor, blocks: tuple[Block, ...]) -> Te
     return found[: blocks[-1].targets]
 
 
-def edge_index(block: Block) -> Tensor:
+def edge_index(block: MessageBlock) -> Tensor:
     """int64 [2, edges] as PyG wants it: sources, then targets."""
 
     def make() -> Tensor:
@@ -110,7 +110,7 @@ def edge_index(block: Block) -> Tensor:
     return made
 
 
-def _edge_values(model: nn.Module, block: Block) -> tuple[Tensor, ...]:
+def _edge_values(model: nn.Module, block: MessageBlock) -> tuple[Tensor, ...]:
     """The edges' weights or features, for a network whose forward takes a third argument."""
     import inspect
 
@@ -127,7 +127,7 @@ def infer(model: nn.Module, view: View) -> Tensor:
     """[nodes, outputs] for all nodes with all their neighbours, layer by layer, in pieces where memory is scarce."""
     parameter = next(model.parameters())
     placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
-    if not isinstance(model, Network):
+    if not isinstance(model, Gnn):
         features, blocks = view.whole()
         return forward(model, features.to(**placed), tuple(_placed(block, placed) for block in blocks[:1]))
     rows: Rows = view.features
@@ -140,7 +140,7 @@ def infer(model: nn.Module, view: View) -> Tensor:
     return dense(rows)
 
 
-def _in_pieces(model: Network, at: int, view: View, rows: Rows) -> Rows:
+def _in_pieces(model: Gnn, at: int, view: View, rows: Rows) -> Rows:
     layer = model.layers[at]
     assert isinstance(layer, Layer)
     parameter = next(model.parameters())
@@ -178,8 +178,8 @@ def _joined(pieces: Sequence[Rows]) -> Rows:
     return torch.cat([dense(piece) for piece in pieces])
 
 
-def _placed(block: Block, placed: dict[str, Any]) -> Block:
+def _placed(block: MessageBlock, placed: dict[str, Any]) -> MessageBlock:
     from espalier.workload import to_device
 
-    moved: Block = to_device(block, placed["device"], placed["dtype"])
+    moved: MessageBlock = to_device(block, placed["device"], placed["dtype"])
     return moved

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from espalier.errors import UserError, nearest
-from espalier.graph.data import Array, Graph, Parts
+from espalier.graph.data import Array, DataSplit, Graph
 
 Progress = Callable[[int, int], None]
 Edges = tuple[Array, Array]
@@ -157,7 +157,7 @@ def opened(folder: Path) -> Graph:
         array("indices"),
         array("features"),
         labels=array("labels"),
-        parts=Parts(array("train"), array("validation"), array("test")),
+        parts=DataSplit(array("train"), array("validation"), array("test")),
         classes=tuple(str(at) for at in range(about["classes"])),
         origin=about["made"],
         identity=about["identity"],

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from espalier.errors import UserError, missing_extra
-from espalier.graph.data import IGNORED, Array, Graph, Parts
+from espalier.graph.data import IGNORED, Array, DataSplit, Graph
 
 SUFFIXES = (".csv", ".npz", ".parquet")
 
@@ -217,14 +217,14 @@ def _labels(column: Array | None) -> tuple[Array | None, tuple[str, ...]]:
     return np.array([known.get(word, IGNORED) for word in words], np.int64), tuple(classes)
 
 
-def _named_parts(column: Array | None, file: Path) -> Parts | None:
+def _named_parts(column: Array | None, file: Path) -> DataSplit | None:
     if column is None:
         return None
     words = np.array(["" if word in _MISSING else word for word in _words(column)])
     strange = set(words.tolist()) - {"train", "validation", "test", ""}
     if strange:
         raise UserError(f"{file}: part = {min(strange)!r} is not possible.", do="train, validation, test, or empty")
-    return Parts(*(np.flatnonzero(words == name) for name in ("train", "validation", "test")))
+    return DataSplit(*(np.flatnonzero(words == name) for name in ("train", "validation", "test")))
 
 
 _WORDS = {
@@ -303,7 +303,7 @@ def matrix_labels(values: Array) -> Array:
     return np.where(values == IGNORED, np.nan, values).astype(np.float32)
 
 
-def masked_parts(masks: Sequence[Any], nodes: int) -> Parts | None:
+def masked_parts(masks: Sequence[Any], nodes: int) -> DataSplit | None:
     """The split that masks of training, validation and test give; one left out is empty, None without any.
 
     Raises UserError for a mask that is not of all `nodes`.
@@ -318,7 +318,7 @@ def masked_parts(masks: Sequence[Any], nodes: int) -> Parts | None:
                 f"The mask of the {name} part has the shape {list(one.shape)}, and there are {nodes} nodes.",
                 do="true or false for each node",
             )
-    return Parts(*(np.zeros(0, np.int64) if one is None else np.flatnonzero(one) for one in given))
+    return DataSplit(*(np.zeros(0, np.int64) if one is None else np.flatnonzero(one) for one in given))
 
 
 def both_ends(edges: Any, origin: str) -> tuple[Any, Any]:
@@ -375,11 +375,11 @@ def _ogb(raw: Path, name: str, kind: Any) -> Array:
         raise UserError(f"{file} cannot be read: {error}.", do="unpack the data set anew") from None
 
 
-def _ogb_parts(folder: Path) -> Parts | None:
+def _ogb_parts(folder: Path) -> DataSplit | None:
     splits = sorted(folder.glob("split/*/train.csv.gz"))
     if not splits:
         return None
     place = splits[0].parent
-    return Parts(
+    return DataSplit(
         *(np.sort(np.loadtxt(place / f"{name}.csv.gz", dtype=np.int64, ndmin=1)) for name in ("train", "valid", "test"))
     )

@@ -18,12 +18,12 @@ from espalier.cost import Anatomy, Cut, Number, Product, Work
 from espalier.errors import UserError
 from espalier.graph import compiled_aggregate, data, graph_plan, link_prediction, metrics, sources
 from espalier.graph.data import Array, Graph
-from espalier.graph.gnn import Attention, Isomorphism, Layer, Mean, Network
+from espalier.graph.gnn import Gnn, GraphAttention, Isomorphism, Layer, Mean
 from espalier.graph.graph_classification import GraphTask
 from espalier.graph.link_prediction import LinkTask
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.node_classification import NodeTask
-from espalier.graph.subgraphs import Batch, View
+from espalier.graph.subgraphs import SubgraphBatch, View
 from espalier.import_function import function
 from espalier.workload import Plain, Progress, Shard, to_device
 
@@ -56,7 +56,7 @@ class GraphWorkload(Plain):
             self.nominal_weight *= 1 + recipe.graph.negatives
         self._dtype, self._device = torch.float32, torch.device("cpu")
         self._epoch, self._order = -1, np.zeros(0, np.int64)
-        self._moved: dict[tuple[int, int, int, int | None], list[Batch]] = {}
+        self._moved: dict[tuple[int, int, int, int | None], list[SubgraphBatch]] = {}
         self._reach: list[Reach] | None = None
         self._said = tuple(said)
         self._format: str | None = None
@@ -77,7 +77,7 @@ class GraphWorkload(Plain):
             if isinstance(options, config.Messages):
                 return built(options, inputs, self._outputs(), self.folder)
             assert isinstance(options, config.Network)
-            return Network(options, inputs, self._outputs())
+            return Gnn(options, inputs, self._outputs())
 
     def _outputs(self) -> int:
         """Columns of the network's answer: classes or tasks; for links, an embedding as wide as the layers."""
@@ -88,11 +88,11 @@ class GraphWorkload(Plain):
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The layers; a foreign network is one."""
-        return list(model.layers) if isinstance(model, Network) else [model]
+        return list(model.layers) if isinstance(model, Gnn) else [model]
 
     def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """The matrices of the first layer and of the last: what Muon leaves to AdamW."""
-        if isinstance(model, Network):
+        if isinstance(model, Gnn):
             return [parameter for at in (0, -1) for parameter in model.layers[at].parameters() if parameter.ndim == 2]
         matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
         return [*matrices[:1], *matrices[-1:]]
@@ -104,13 +104,13 @@ class GraphWorkload(Plain):
 
     # --- the data ------------------------------------------------------------------------------------------------
 
-    def batches(self, step: int, shard: Shard) -> list[Batch]:
+    def batches(self, step: int, shard: Shard) -> list[SubgraphBatch]:
         """Targets of a seeded permutation per epoch, with what they hear from; the whole graph's stay as they are."""
         if isinstance(self.task, NodeTask) and not self.task.fanout:
             return self._standing(shard)
         return [to_device(self.task.batch(ids, step), self._device, self._dtype) for ids in self._cut(step, shard)]
 
-    def _standing(self, shard: Shard) -> list[Batch]:
+    def _standing(self, shard: Shard) -> list[SubgraphBatch]:
         """On the whole graph every step is the same: its batches are made, and moved to the device, once."""
         key = (shard.start, shard.stop, shard.micro_batch, shard.rounds)
         if key not in self._moved:
@@ -145,7 +145,7 @@ class GraphWorkload(Plain):
         """Names of the targets."""
         return [self.task.name(int(item)) for item in self.task.ids(self._positions(step, shard))]
 
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
         """The task's sum of losses, and how many answers it is of."""
         return self.task.loss(model, batch)
 
@@ -195,7 +195,7 @@ class GraphWorkload(Plain):
     def decisions(self) -> tuple[str, ...]:
         """What was decided of the graph, in sentences; makes the format on first use."""
         model = self.bare()
-        if not isinstance(model, Network):
+        if not isinstance(model, Gnn):
             return ()
         layers = [layer for layer in model.layers if isinstance(layer, Layer)]
         assert self.recipe.graph is not None
@@ -213,7 +213,7 @@ class GraphWorkload(Plain):
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
         """By layer from its reach: of the whole graph, or of one step's drawn neighbourhood, per target."""
         bare = self.bare()
-        if not isinstance(bare, Network):
+        if not isinstance(bare, Gnn):
             return self._foreign_work(bare, micro_batch)
         return layer_work(bare, self.reach(), micro_batch, precision, self._each)
 
@@ -312,7 +312,7 @@ class Reach:
     edges: Number
 
 
-def layer_work(network: Network, reach: Sequence[Reach], micro_batch: Any, precision: str, each: bool) -> Work:
+def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision: str, each: bool) -> Work:
     """The work of a micro-batch of `micro_batch` targets (arrays allowed).
 
     Args:
@@ -329,7 +329,7 @@ def layer_work(network: Network, reach: Sequence[Reach], micro_batch: Any, preci
         sources, targets, edges = one.sources * times, one.targets * times, one.edges * times
         if at == 0 and not each and network.aggregates_once:
             edges = edges * 0
-        first = layer.inputs <= layer.outputs and not isinstance(layer, Attention)
+        first = layer.inputs <= layer.outputs and not isinstance(layer, GraphAttention)
         rows = targets if first else sources
         narrow = layer.inputs if first else layer.outputs
         products.append(Product(rows, layer.inputs, layer.outputs))

@@ -21,7 +21,7 @@ COLDEST = 1e-6
 """Temperatures below are 0: logits divided by them would overflow, and the likeliest token is all that is left."""
 
 
-class Sampling(TypedDict, total=False):
+class SamplingOptions(TypedDict, total=False):
     """How `generate` picks tokens; every key may be left out."""
 
     temperature: float
@@ -34,7 +34,9 @@ class Sampling(TypedDict, total=False):
     """Ends before this token."""
 
 
-def generate(model: GPT, prompt: Sequence[int] | Tensor, *, tokens: int, **sampling: Unpack[Sampling]) -> Iterator[int]:
+def generate(
+    model: GPT, prompt: Sequence[int] | Tensor, *, tokens: int, **sampling: Unpack[SamplingOptions]
+) -> Iterator[int]:
     """Yields up to `tokens` token ids that follow `prompt` (ids, not empty; its last `context` count).
 
     Raises UserError before the first token for values that mean nothing.
@@ -100,7 +102,7 @@ def _check_prompt(model: GPT, ids: list[int]) -> None:
         )
 
 
-def _check(tokens: int, sampling: Sampling) -> None:
+def _check(tokens: int, sampling: SamplingOptions) -> None:
     temperature, top_k, seed = sampling.get("temperature", 0.0), sampling.get("top_k"), sampling.get("seed")
     if tokens < 1:
         raise UserError(f"tokens = {tokens} is not possible.", do="1 or more")

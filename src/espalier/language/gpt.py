@@ -91,7 +91,7 @@ class Rotation(nn.Module):
         return self
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
     """Causal self-attention with `kv_heads` keys and values shared by groups of query heads (arXiv 2305.13245)."""
 
     seams: ClassVar = {"attend": ("attend",)}
@@ -137,13 +137,13 @@ class FeedForward(nn.Module):
         return self.down(swiglu(self.gate(x), self.up(x)))
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """One layer: attention, then feed-forward, each on the normalised residual stream and added to it."""
 
     def __init__(self, size: Sizes, feed_forward: nn.Module | None = None) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(size.width, size.norm_epsilon)
-        self.attention = Attention(size)
+        self.attention = CausalAttention(size)
         self.feed_forward_norm = RMSNorm(size.width, size.norm_epsilon)
         self.feed_forward = feed_forward or FeedForward(size)
 
@@ -178,9 +178,9 @@ class GPT(nn.Module):
         self.head = None if size.tied else nn.Linear(size.width, size.vocabulary, bias=False)
         self.through: Through = plainly
 
-    def block(self) -> Block:
+    def block(self) -> DecoderBlock:
         """A new layer."""
-        return Block(self.size)
+        return DecoderBlock(self.size)
 
     def forward(
         self, tokens: Int[Tensor, "batch seq"], cache: Cache | None = None, where: Where | None = None

@@ -51,7 +51,7 @@ _THEIRS = dict(_NAMES)
 _OURS = {theirs: ours for ours, theirs in _NAMES}
 
 
-class Tokenizer(Protocol):
+class SavedTokenizer(Protocol):
     """What of a tokenizer an export needs."""
 
     def save(self, folder: Path) -> None:
@@ -62,7 +62,7 @@ class Tokenizer(Protocol):
 # --- out ---------------------------------------------------------------------------------------------------------
 
 
-def export(model: GPT, tokenizer: Tokenizer, folder: str | Path) -> None:
+def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
     """Writes `model` as a folder that `transformers` loads, reloads it and compares every tensor bit for bit.
 
     An earlier export in `folder` is replaced. Raises UserError when the folder holds something else or cannot be

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from espalier.errors import UserError
-from espalier.language.tokens import Split
+from espalier.language.tokens import TokenSplit
 
 Int64 = NDArray[np.int64]
 _Word = NDArray[np.uint64]
@@ -113,7 +113,7 @@ def permute(place: Int64, size: int, key: _Word) -> Int64:
     return word.astype(np.int64)
 
 
-def read_windows(splits: Sequence[Split], order: SampleOrder, start: int, stop: int) -> Int64:
+def read_windows(splits: Sequence[TokenSplit], order: SampleOrder, start: int, stop: int) -> Int64:
     """Tokens of samples `[start, stop)`, int64 [samples, sequence + 1]: inputs are `[:, :-1]`, targets `[:, 1:]`."""
     chosen = order.samples(start, stop)
     out = np.empty((stop - start, order.sequence + 1), np.int64)
@@ -122,7 +122,7 @@ def read_windows(splits: Sequence[Split], order: SampleOrder, start: int, stop: 
     return out
 
 
-def documents(splits: Sequence[Split], order: SampleOrder, start: int, stop: int) -> list[str]:
+def documents(splits: Sequence[TokenSplit], order: SampleOrder, start: int, stop: int) -> list[str]:
     """Names of the documents in samples `[start, stop)`, each once, in order; of a mixture, with their source."""
     chosen = order.samples(start, stop)
     found: dict[str, None] = {}
@@ -133,7 +133,7 @@ def documents(splits: Sequence[Split], order: SampleOrder, start: int, stop: int
     return list(found)
 
 
-def held_out(split: Split, sequence: int, limit: int, name: str = "data.path") -> Int64:
+def held_out(split: TokenSplit, sequence: int, limit: int, name: str = "data.path") -> Int64:
     """Starts of the validation windows, int64 [windows]: disjoint, evenly spread over `split`, at most `limit` tokens
     (at least one window). Each is read as `split.read(start, sequence + 1)`.
 

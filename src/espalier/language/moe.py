@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from espalier.cost import Anatomy, Product
 from espalier.experts.base import Route
 from espalier.experts.local import local
-from espalier.language.gpt import GPT, IGNORED, Block, FeedForward, Rotary, cross_entropy_sum
+from espalier.language.gpt import GPT, IGNORED, DecoderBlock, FeedForward, Rotary, cross_entropy_sum
 from espalier.language.kv_cache import Cache, Past
 from espalier.language.operation_counts import DecoderLoad, Feed, decoder_work
 
@@ -61,7 +61,7 @@ def imbalance(
     return experts * (shares * scores.softmax(-1).mean(1)).sum(-1)
 
 
-class MoeBlock(Block):
+class MoeBlock(DecoderBlock):
     """One layer with experts. Gives the residual stream and the layer's imbalance `[batch]`."""
 
     def __init__(self, size: Sizes) -> None:
@@ -79,7 +79,7 @@ class MoeBlock(Block):
 class MOE(GPT):
     """The decoder of resolved `config.Moe` options."""
 
-    def block(self) -> Block:
+    def block(self) -> DecoderBlock:
         """A new layer."""
         return MoeBlock(self.size)
 

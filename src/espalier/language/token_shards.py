@@ -39,7 +39,7 @@ BUILDING = ".building"
 INDEX = "index.json"
 
 
-class File(Struct, frozen=True):
+class TokenFile(Struct, frozen=True):
     """One file of a store: its name, size in bytes and xxh3-128 hash."""
 
     name: str
@@ -54,13 +54,13 @@ class SplitIndex(Struct, frozen=True):
     tokens: int
     documents: int
     bytes: int
-    shards: tuple[File, ...]
-    starts: File
-    names: File
-    ends: File
+    shards: tuple[TokenFile, ...]
+    starts: TokenFile
+    names: TokenFile
+    ends: TokenFile
 
     @property
-    def files(self) -> tuple[File, ...]:
+    def files(self) -> tuple[TokenFile, ...]:
         """All files of the split."""
         return (*self.shards, self.starts, self.names, self.ends)
 
@@ -91,7 +91,7 @@ class SplitWriter:
         self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
         self._dtype = tokenizer.dtype.newbyteorder("<")
         self._boundary = np.array([tokenizer.boundary], self._dtype)
-        self._shards: list[File] = []
+        self._shards: list[TokenFile] = []
         self._shard: _Hashed | None = None
         self._room = 0
         self._starts = _Hashed(folder / f"{name}.starts")
@@ -150,11 +150,11 @@ class _Hashed:
         self._hash.update(content)
         self.bytes += len(content) if isinstance(content, bytes) else content.nbytes
 
-    def finish(self) -> File:
+    def finish(self) -> TokenFile:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return File(self._path.name, self.bytes, self._hash.hexdigest())
+        return TokenFile(self._path.name, self.bytes, self._hash.hexdigest())
 
     def close(self) -> None:
         with suppress(OSError):  # a full disk refuses the buffered rest, which is not wanted any more

@@ -37,7 +37,7 @@ _SKIPPED_KEPT = 1000
 _HASHES = 1 << 64
 
 
-class Split:
+class TokenSplit:
     """One side of a store, read through memory maps.
 
     `tokens` and `documents` count, `bytes` is the size of the documents' text; `fingerprint` hashes the tokens.
@@ -86,8 +86,8 @@ class TokenStore:
     path: Path
     origin: str
     tokenizer: Tokenizer
-    train: Split
-    validation: Split
+    train: TokenSplit
+    validation: TokenSplit
     fingerprint: str
     skipped: tuple[tuple[str, str], ...]
     skipped_documents: int
@@ -135,7 +135,7 @@ def build(
             damage = str(found)
         note = (f"The token shards were damaged ({damage}) and were built again.",) if final.exists() else ()
         with token_shards.placed(final) as folder:
-            _write(_Job(data, listed, tokenizer, note, _paced(progress, alive)), folder)
+            _write(_TokenizeJob(data, listed, tokenizer, note, _paced(progress, alive)), folder)
         return _open(final, data.path, tokenizer)
 
 
@@ -170,7 +170,7 @@ def _open(folder: Path, origin: str, tokenizer: Tokenizer) -> TokenStore:
     try:
         token_shards.check(folder, index, hashes=size <= CHECKED_AT_OPEN)
         train, validation = (
-            Split(folder, split, index.dtype, index.shard_tokens) for split in (index.train, index.validation)
+            TokenSplit(folder, split, index.dtype, index.shard_tokens) for split in (index.train, index.validation)
         )
     except (OSError, ValueError) as error:  # swapped by another process between two looks
         raise Damaged(str(error)) from None
@@ -187,7 +187,7 @@ def _map(path: Path, dtype: str) -> NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _TokenizeJob:
     data: Data
     listed: text_sources.Listing
     tokenizer: Tokenizer
@@ -198,7 +198,7 @@ class _Job:
 Sided = Iterator[tuple[bool, text_sources.Document]]
 
 
-def _write(job: _Job, folder: Path) -> None:
+def _write(job: _TokenizeJob, folder: Path) -> None:
     """Writes both splits and the index into `folder`."""
     threshold, note = _threshold(job)
     skipped: text_sources.Skipped = []
@@ -232,7 +232,7 @@ def _write(job: _Job, folder: Path) -> None:
     job.progress(job.listed.bytes, job.listed.bytes)
 
 
-def _write_splits(job: _Job, folder: Path, sided: Sided) -> tuple[SplitIndex, SplitIndex]:
+def _write_splits(job: _TokenizeJob, folder: Path, sided: Sided) -> tuple[SplitIndex, SplitIndex]:
     writers = [
         token_shards.SplitWriter(folder, name, job.tokenizer, token_shards.SHARD_TOKENS)
         for name in ("train", "validation")
@@ -262,7 +262,7 @@ def _batches(sided: Sided) -> Iterator[list[tuple[bool, text_sources.Document]]]
         yield batch
 
 
-def _threshold(job: _Job) -> tuple[int | None, tuple[str, ...]]:
+def _threshold(job: _TokenizeJob) -> tuple[int | None, tuple[str, ...]]:
     """The content hash below which a document is held out, or None for a single document, and what to say of it.
 
     Reads only until both sides are known to have a document.
@@ -309,7 +309,7 @@ def _starts_character(text: bytes, place: int) -> bool:
     return place < len(text) and text[place] & 0xC0 != 0x80
 
 
-def _changed(job: _Job) -> UserError:
+def _changed(job: _TokenizeJob) -> UserError:
     return UserError(
         f"The files of data.path = {job.data.path!r} changed while they were read.",
         do="start again when nothing writes to them, or copy them elsewhere first",

@@ -53,7 +53,7 @@ class LanguageWorkload(Plain):
         names = [source.path for source in recipe.data]
         counts = [split.tokens for split in self.splits]
         self.order = mixture.SampleOrder(counts, weights, self.sequence, recipe.train.seed, names)
-        self.held_out: list[tuple[tokens.Split, int]] = []
+        self.held_out: list[tuple[tokens.TokenSplit, int]] = []
         """(split, first token) of every held-out window, each corpus by its weight."""
         for store, name, weight in zip(stores, names, weights, strict=True):
             limit = round(recipe.train.validate_tokens * weight / sum(weights))

@@ -28,8 +28,8 @@ from espalier.shard.cost import owned, refreshed
 from espalier.shard.placement import ShardFactors
 from espalier.sync import overlap_cost
 from espalier.sync.co2 import chosen_of, refuse_pieces
+from espalier.sync.diloco_slowmo import METHODS
 from espalier.sync.fragment import cut as cut_sizes
-from espalier.sync.method_choices import METHODS
 
 SLOW, ALONE = 3.0, 0.9
 """With sync.kind = "auto", rounds are chosen where the best that agrees at every step takes so many times as long as a

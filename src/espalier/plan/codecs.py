@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from espalier.cluster import Cluster, Coding
-from espalier.comm import compressed_collectives, hybrid
+from espalier.comm import compressed_collectives, hybrid_compression
 from espalier.comm.base import Traffic
 from espalier.comm.codecs import codec
 from espalier.plan.collective_time import gpus
@@ -30,7 +30,7 @@ def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]
     devices = list(range(len(cluster.devices())))
     bandwidth = cluster.slowest(devices, "between").bandwidth if several and not gpus(cluster) else None
     rates = _rates(cluster)
-    chosen = hybrid.choose(request.codec, bandwidth, rates)
+    chosen = hybrid_compression.choose(request.codec, bandwidth, rates)
     found = []
     for kind in TRAINED:
         name = chosen.codecs.get(kind)
@@ -38,7 +38,7 @@ def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]
             continue
         if kind is Traffic.PARAMETERS and not codec(name).lossless:
             name = LOSSLESS
-        rate = rates.get(name) or hybrid.CodecRate(
+        rate = rates.get(name) or hybrid_compression.CodecRate(
             compressed_collectives.ratio(codec(name)), float("inf"), float("inf")
         )  # coding is free
         lossy = not codec(name).lossless
@@ -49,7 +49,7 @@ def encoded(request: Request, cluster: Cluster) -> tuple[Request, Sequence[str]]
 
 def measured(cluster: Cluster) -> Cluster:
     """A probed machine with the codecs of its processor, measured now."""
-    found = tuple(Coding(name, *rate) for name, rate in hybrid.measure().items())
+    found = tuple(Coding(name, *rate) for name, rate in hybrid_compression.measure().items())
     tables = [
         msgspec.structs.replace(one, device=msgspec.structs.replace(one.device, codecs=found))
         if one.device.kind == "cpu"
@@ -59,7 +59,7 @@ def measured(cluster: Cluster) -> Cluster:
     return msgspec.structs.replace(cluster, nodes=tuple(tables))
 
 
-def _rates(cluster: Cluster) -> dict[str, hybrid.CodecRate]:
+def _rates(cluster: Cluster) -> dict[str, hybrid_compression.CodecRate]:
     """Of the slowest device, codec by codec; a codec that some device has not measured is left out."""
     tables = [one.device.codecs for one in cluster.nodes]
     names = set.intersection(*({one.codec for one in table} for table in tables))
@@ -67,5 +67,5 @@ def _rates(cluster: Cluster) -> dict[str, hybrid.CodecRate]:
     for name in sorted(names):
         here = [one for table in tables for one in table if one.codec == name]
         least = (min(getattr(one, what) for one in here) for what in ("ratio", "encode", "decode"))
-        found[name] = hybrid.CodecRate(*least)
+        found[name] = hybrid_compression.CodecRate(*least)
     return found

@@ -12,13 +12,13 @@ from typing import Any
 from espalier.config.decoders import Sizes
 from espalier.cost import Anatomy, Cut, Number, Product, Work
 from espalier.plan.request import Request
-from espalier.shard.cost import Storage
+from espalier.shard.cost import StateBytes
 
-MIXED = Storage(2, 2, 12)
-MEGATRON = Storage(2, 4, 12)
+MIXED = StateBytes(2, 2, 12)
+MEGATRON = StateBytes(2, 4, 12)
 """Megatron-LM sums gradients in fp32."""
-FULL = Storage(4, 4, 8)
-DOUBLE = Storage(8, 8, 16)
+FULL = StateBytes(4, 4, 8)
+DOUBLE = StateBytes(8, 8, 16)
 FOREACH = 8
 """Bytes per parameter of torch's foreach AdamW beside its state: two fp32 values of each element it updates."""
 

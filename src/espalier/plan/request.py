@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from espalier.config import EveryStep, Pin, Sync
 from espalier.cost import WHOLE, Anatomy, Cut
 from espalier.plan.factors import PLAIN, CostFactors
-from espalier.shard.cost import Storage
+from espalier.shard.cost import StateBytes
 
 if TYPE_CHECKING:
     from espalier.shard.wrap_policy import Sized
 
 
 class Crossing(NamedTuple):
-    """How one class of traffic crosses the links of one level: see `comm.hybrid`.
+    """How one class of traffic crosses the links of one level: see `comm.hybrid_compression`.
 
     Attributes:
         traffic, level, codec: as in a plan's `Exchange`.
@@ -88,7 +88,7 @@ class Request:
     kv_heads: int = 0
     width: int = 0
     kv_width: int = 0
-    storage: Storage | None = None
+    storage: StateBytes | None = None
     temporaries: float = 0.0
     memory: float | None = None
     redundancy: int = 1

@@ -13,7 +13,7 @@ from espalier.plan import collective_time
 from espalier.plan.collective_time import DeviceGroup, Fleet
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
-from espalier.shard.cost import Division, StateSizes, Storage, cost
+from espalier.shard.cost import Division, StateBytes, StateSizes, cost
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Step:
         return Cut(self.layouts.tp, self.layouts.sp, self.layouts.algorithm != "fsp")
 
     @cached_property
-    def storage(self) -> Storage:
+    def storage(self) -> StateBytes:
         """Bytes per parameter. Under bf16 today's trainer (replicated) keeps fp32 parameters and a copy; a sharded one
         keeps bf16 parameters and the masters with the optimizer."""
         request, layouts = self.request, self.layouts
@@ -39,9 +39,9 @@ class Step:
             return request.storage
         width, low, moments = request.bytes_each, request.low, self._moments
         if not low:
-            return Storage(width, width, moments)
+            return StateBytes(width, width, moments)
         plain = (layouts.optimizer == 1) & (layouts.tp == 1) & (layouts.sp == 1) & (layouts.pp == 1)
-        return Storage(
+        return StateBytes(
             np.where(plain, width + low, low), np.where(plain, width, low), np.where(plain, 0, width) + moments
         )
 
@@ -80,7 +80,7 @@ class Step:
         crossing = request.crossing("gradients")
         return StateSizes(
             storage=self.storage,
-            exact=Storage(request.bytes_each, request.bytes_each, self._moments) if keeps else None,
+            exact=StateBytes(request.bytes_each, request.bytes_each, self._moments) if keeps else None,
             sizes=request.sizes if request.storage is None else (),
             whole=muon,
             elements=self.stage_parameters,

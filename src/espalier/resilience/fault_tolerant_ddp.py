@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from espalier.comm.codecs import codec
 from espalier.errors import UserError
-from espalier.sync.membership import MemberGroup, Members, Note
+from espalier.sync.membership import MemberGroup, MemberReport, Members
 
 GRACE = 0.5
 """Seconds after the first sign of a death in which survivors report; over slow links give the crew more."""
@@ -90,7 +90,7 @@ class Guard:
         if member is not None:
             self.members.take_in(member, self._state)
         flat = self._gradients()
-        arrived = self.members.arrive(self.members.launch(flat, None, Note()))
+        arrived = self.members.arrive(self.members.launch(flat, None, MemberReport()))
         total = arrived.total
         count = len(self.parameters)
         there, sums = total[-count:].tolist(), total[:-count].div_(arrived.weight)

@@ -30,12 +30,12 @@ from espalier.optim.base import Optimizer, Owned, names_of, owned_by
 from espalier.records import Record
 from espalier.shard.axis_groups import AxisGroups, Codecs, Groups
 from espalier.shard.broadcast_init import same_start
-from espalier.shard.buffer_sync import Running
-from espalier.shard.control_message import Control
+from espalier.shard.buffer_sync import BufferSync
+from espalier.shard.control_message import ControlMessage
 from espalier.shard.flat_layout import Piece
 from espalier.shard.flat_parameter import Flat, ParameterSlot
 from espalier.shard.gather_hooks import GatherHooks
-from espalier.shard.model_signature import Seen, twice
+from espalier.shard.model_signature import ModelSignature, twice
 from espalier.shard.overlap import Exchanges
 from espalier.shard.placement import place
 from espalier.shard.placement_plan import Spread, groups, units
@@ -108,7 +108,7 @@ class Amsp:
             self.owned: Sequence[Owned] = owned_by(model)
             return
         same_start(model, self._channel)
-        self._running = Running(model, self._channel)
+        self._running = BufferSync(model, self._channel)
         self._reducing, self._moving = Exchanges(), Exchanges()
         self.flats = self._units(self._channel)
         self.owned = [moved.owned for flat in self.flats for moved in flat.moved]
@@ -117,7 +117,7 @@ class Amsp:
             for slot in flat.slots:
                 hook = slot.parameter.register_post_accumulate_grad_hook(self._arrival(flat, slot))
                 self._hooks.append(hook)
-        self._seen = Seen(model)
+        self._seen = ModelSignature(model)
         self._windows = GatherHooks(model, self._member, self.flats, self._moving)
         _WRAPPINGS[model] = ref(self)
 
@@ -272,7 +272,7 @@ class Amsp:
         """
         assert self._channel is not None
         slots = sorted((slot for flat in self.flats for slot in flat.slots), key=lambda slot: slot.number)
-        control = Control(self._channel, totals, [slot.used for slot in slots], _host(self._channel, slots))
+        control = ControlMessage(self._channel, totals, [slot.used for slot in slots], _host(self._channel, slots))
         sharded = any(flat.optimizer.length < flat.length for flat in self.flats)
         if not sharded:
             control.launch()

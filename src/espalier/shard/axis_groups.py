@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Reduc
 from espalier.comm import Channel
 from espalier.comm.base import Codec, Traffic, feedback, traffic
 from espalier.comm.codecs import codec
-from espalier.comm.hierarchical import level
+from espalier.comm.hierarchical_all_reduce import level
 from espalier.errors import UserError
 from espalier.shard.overlap import Stage
 from espalier.shard.placement import Axis, Placement, Span

@@ -15,7 +15,7 @@ from espalier.comm.base import Traffic, traffic
 from espalier.shard.broadcast_init import hashed
 
 
-class Running:
+class BufferSync:
     """The moving buffers of `model`. Has state: which they are, once a step was made.
 
     Args:

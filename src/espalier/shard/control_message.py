@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Control:
+class ControlMessage:
     """One step's sum. Has state: the vector under way.
 
     Args:

@@ -30,16 +30,16 @@ Wire = Callable[[Any, Number, Number, Number, str], Number]
 """(operation, bytes of the whole tensor, ranks, their distance, class of traffic) -> seconds of a collective."""
 
 
-class Storage(NamedTuple):
+class StateBytes(NamedTuple):
     """Bytes of each parameter by state: as computed with, its gradient, and what the optimizer keeps (masters too)."""
 
     params: Number
     grads: Number
     optimizer: Number
 
-    def times(self, factor: float) -> Storage:
+    def times(self, factor: float) -> StateBytes:
         """Of values that are wider or narrower by a factor."""
-        return self if factor == 1 else Storage(*(value * factor for value in self))
+        return self if factor == 1 else StateBytes(*(value * factor for value in self))
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class StateSizes:
         lossy: the level (`inside`, `between`, `all`) at which sums of gradients are rounded; empty: at none.
     """
 
-    storage: Storage
-    exact: Storage | None = None
+    storage: StateBytes
+    exact: StateBytes | None = None
     sizes: Sequence[Sized] = ()
     whole: bool = False
     elements: Number = 0
@@ -116,7 +116,7 @@ class Volume(NamedTuple):
         staying, staying_units: of those that stay from forward to backward where parameters are gathered.
     """
 
-    storage: Storage
+    storage: StateBytes
     elements: Number
     units: Number
     staying: Number = 0

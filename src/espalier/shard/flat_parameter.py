@@ -20,7 +20,7 @@ from espalier.shard.axis_groups import AxisGroups
 from espalier.shard.flat_layout import Arranged
 from espalier.shard.overlap import Chain, Stage
 from espalier.shard.placement import Span
-from espalier.shard.sharded_gradient import Elsewhere
+from espalier.shard.sharded_gradient import ShardedGradient
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class ParameterSlot:
     def take(self) -> None:
         """Moves a fresh gradient into the unit, while it is still in the processor's cache."""
         grad = self.parameter.grad
-        if isinstance(grad, Elsewhere):
+        if isinstance(grad, ShardedGradient):
             grad = grad.fresh
         if grad is not None and grad is not self.view:
             assert self.view is not None
@@ -54,7 +54,7 @@ class ParameterSlot:
         self.fresh = self.used = True
 
 
-class Moved(NamedTuple):
+class MovedPiece(NamedTuple):
     """A piece of a parameter that this rank's optimizer moves, and where it lies in the unit."""
 
     slot: ParameterSlot
@@ -156,7 +156,7 @@ class Flat:
 
     # --- what the optimizer moves ------------------------------------------------------------------------------------
 
-    def _moved(self) -> list[Moved]:
+    def _moved(self) -> list[MovedPiece]:
         found = []
         for slot in self.slots:
             start, stop = max(slot.span.start, self.optimizer.start), min(slot.span.stop, self.optimizer.stop)
@@ -168,7 +168,7 @@ class Flat:
                     piece = self.own[span.within(self.optimizer)]
                     tensor = nn.Parameter(piece.view(slot.shape) if span == slot.span else piece)
                 owned = Owned(slot.name, tensor, slot.shape, span.start - slot.span.start)
-                found.append(Moved(slot, owned, span))
+                found.append(MovedPiece(slot, owned, span))
         return found
 
     # --- gradients ---------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Flat:
             if self.scattered:
                 if not slot.fresh:
                     slot.view.zero_()
-            elif slot.parameter.grad is None or isinstance(slot.parameter.grad, Elsewhere):
+            elif slot.parameter.grad is None or isinstance(slot.parameter.grad, ShardedGradient):
                 slot.view.zero_()
                 slot.used = slot.parameter.grad is not None
             else:
@@ -246,7 +246,7 @@ class Flat:
         """The summed gradient of each piece that this rank's optimizer moves; zeros for what no rank used."""
         return [self._piece(moved) for moved in self.moved if moved.owned.tensor.numel()]
 
-    def _piece(self, moved: Moved) -> Tensor:
+    def _piece(self, moved: MovedPiece) -> Tensor:
         tensor = moved.owned.tensor
         piece = self.result()[moved.span.within(self.optimizer)].view(tensor.shape)
         return piece if self.masters is None else piece.to(tensor.dtype)

@@ -18,7 +18,7 @@ from espalier.shard.overlap import Exchanges
 from espalier.shard.wrap_policy import Membership
 
 
-class Window:
+class GatherWindow:
     """One block (or, for `module` the model itself, all that lies outside the blocks) and its units. Has state."""
 
     def __init__(self, module: nn.Module, flats: Sequence[Flat]) -> None:
@@ -35,13 +35,13 @@ class GatherHooks:
         self._flats = flats
         used = [{member.of(slot.parameter) for slot in flat.slots} for flat in flats]
 
-        def of(module: nn.Module, block: int | None) -> Window:
-            return Window(module, [flat for flat, blocks in zip(flats, used, strict=True) if block in blocks])
+        def of(module: nn.Module, block: int | None) -> GatherWindow:
+            return GatherWindow(module, [flat for flat, blocks in zip(flats, used, strict=True) if block in blocks])
 
         self._root = of(model, None)
         self._blocks = [of(block, index) for index, block in enumerate(member.blocks)]
         self._order = [one for one in self._blocks if one.sharded]  # as far as is known; corrected by every pass
-        self._seen: list[Window] = []
+        self._seen: list[GatherWindow] = []
         self._hooks = [
             model.register_forward_pre_hook(self._enter_model, prepend=True),
             model.register_forward_hook(self._leave_model),
@@ -50,7 +50,7 @@ class GatherHooks:
             if window.flats:
                 self._hooks += self._watch(window)
 
-    def _watch(self, window: Window) -> list[Any]:
+    def _watch(self, window: GatherWindow) -> list[Any]:
         def enter(module: nn.Module, args: Any) -> None:
             self._enter(window)
 
@@ -85,7 +85,7 @@ class GatherHooks:
 
     # --- gathering ---------------------------------------------------------------------------------------------------
 
-    def _launch(self, window: Window, ahead: bool = False) -> None:
+    def _launch(self, window: GatherWindow, ahead: bool = False) -> None:
         """Begins the gathers of a window; `ahead` of its turn only as far as that needs no waiting."""
         for flat in window.sharded:
             if not flat.here and flat.gathering is None:
@@ -94,7 +94,7 @@ class GatherHooks:
                 self._refreshed(flat)
                 flat.gathering = self._exchanges.begin(flat.gather())
 
-    def _need(self, window: Window) -> None:
+    def _need(self, window: GatherWindow) -> None:
         self._launch(window)
         for flat in window.flats:
             self._refreshed(flat)
@@ -103,12 +103,12 @@ class GatherHooks:
                 self._exchanges.finish(flat.gathering)
                 flat.attach()
 
-    def _release(self, window: Window) -> None:
+    def _release(self, window: GatherWindow) -> None:
         for flat in window.sharded:
             if flat.here:
                 flat.release()
 
-    def _beside(self, window: Window, offset: int) -> Window | None:
+    def _beside(self, window: GatherWindow, offset: int) -> GatherWindow | None:
         """The block that runs `offset` after this one, as far as is known."""
         if window not in self._order:
             return None
@@ -131,7 +131,7 @@ class GatherHooks:
             if leaves:
                 torch.autograd.graph.register_multi_grad_hook(leaves, lambda _: self._need(self._root), mode="any")
 
-    def _enter(self, window: Window) -> None:
+    def _enter(self, window: GatherWindow) -> None:
         self._exchanges.advance()
         if window.sharded and not window.in_backward and window not in self._seen:
             self._seen.append(window)
@@ -141,7 +141,7 @@ class GatherHooks:
             self._launch(following, ahead=True)
         self._need(window)
 
-    def _leave(self, window: Window, output: Any) -> None:
+    def _leave(self, window: GatherWindow, output: Any) -> None:
         if window.in_backward:  # recomputation
             return
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -150,13 +150,13 @@ class GatherHooks:
         if not (outputs and self._is_last(window)):
             self._release(window)
 
-    def _is_last(self, window: Window) -> bool:
+    def _is_last(self, window: GatherWindow) -> bool:
         """Its backward comes next: letting go would only cost a gather."""
         return window is self._order[-1]
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def _backward(self, window: Window) -> None:
+    def _backward(self, window: GatherWindow) -> None:
         window.in_backward = True
         self._launch(window)
         preceding = self._beside(window, -1)

@@ -8,7 +8,7 @@ from torch import nn
 from espalier.errors import UserError
 
 
-class Seen:
+class ModelSignature:
     """A model's modules and parameters as they are now."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -40,7 +40,7 @@ TOGETHER = {
 """The same for lists of gradients."""
 
 
-class Elsewhere(torch.Tensor):
+class ShardedGradient(torch.Tensor):
     """Stands in `parameter.grad` for a gradient in shards.
 
     Attributes:
@@ -53,14 +53,16 @@ class Elsewhere(torch.Tensor):
     fresh: Tensor | None
 
     @staticmethod
-    def __new__(cls, like: Tensor, name: str, holder: Holder) -> Elsewhere:
+    def __new__(cls, like: Tensor, name: str, holder: Holder) -> ShardedGradient:
         """Of the shape, dtype and device of `like`."""
-        made: Elsewhere = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=like.device
+        )
         made.path, made.holder, made.fresh = name, holder, None
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Elsewhere({self.path!r}, {tuple(self.shape)})"
+        return f"ShardedGradient({self.path!r}, {tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from espalier import plain_collectives
 from espalier.comm.base import Traffic, traffic
 from espalier.shard.amsp import Amsp
-from espalier.shard.flat_parameter import Flat, Moved, ParameterSlot
+from espalier.shard.flat_parameter import Flat, MovedPiece, ParameterSlot
 
 
-class Pieces:
+class OptimizerPieces:
     """Between an optimizer's whole state and this rank's part of it. Has state: the optimizer's parameters as given.
 
     Args:
@@ -105,7 +105,7 @@ class Pieces:
                 shaped = whole is not None and isinstance(value, torch.dtype)
                 state[kind] = _part(whole, slot) if whole is not None and shaped else value
 
-    def _lay(self, own: Tensor, flat: Flat, moved: Moved, kind: str) -> None:
+    def _lay(self, own: Tensor, flat: Flat, moved: MovedPiece, kind: str) -> None:
         value = self.optimizer.state.get(moved.owned.tensor, {}).get(kind)
         if isinstance(value, Tensor) and value.shape == moved.owned.tensor.shape:
             own[moved.span.within(flat.optimizer)].copy_(value.reshape(-1))

@@ -21,8 +21,8 @@ from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
 from espalier.shard.amsp import Amsp
 from espalier.shard.flat_parameter import Flat
-from espalier.shard.model_signature import Seen, changed
-from espalier.shard.sharded_gradient import Elsewhere
+from espalier.shard.model_signature import ModelSignature, changed
+from espalier.shard.sharded_gradient import ShardedGradient
 from espalier.shard.sharded_state_dict import ModelState, fill
 
 ELEMENTWISE = frozenset(
@@ -59,7 +59,7 @@ class Follow:
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
         optimizer.register_step_post_hook(lambda *_: self._moved())
         model = sharding.model
-        self._seen = Seen(model)
+        self._seen = ModelSignature(model)
         model.register_forward_pre_hook(lambda *_: self._forward(), prepend=True)
         model.register_state_dict_post_hook(partial(self._whole_model))  # torch writes on it
         model.register_load_state_dict_pre_hook(self._before_loading)
@@ -92,7 +92,7 @@ class Follow:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._norms.clear()
         for flat in self.sharding.flats:
-            kept = any(isinstance(slot.parameter.grad, Elsewhere) for slot in flat.slots)
+            kept = any(isinstance(slot.parameter.grad, ShardedGradient) for slot in flat.slots)
             if not kept:
                 self._carried.pop(flat, None)
                 flat.rounds = 0
@@ -123,7 +123,7 @@ class Follow:
         for flat in self.sharding.flats:
             for slot in flat.slots:
                 if (flat.scattered or not self._pending) and slot.used and not self._direct[flat]:
-                    slot.parameter.grad = Elsewhere(slot.parameter, slot.name, self)
+                    slot.parameter.grad = ShardedGradient(slot.parameter, slot.name, self)
 
     # --- the optimizer -----------------------------------------------------------------------------------------------
 

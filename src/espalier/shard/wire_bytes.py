@@ -9,7 +9,7 @@ import numpy as np
 
 from espalier.comm import compressed_collectives
 from espalier.comm.codecs import codec
-from espalier.comm.hierarchical import level
+from espalier.comm.hierarchical_all_reduce import level
 from espalier.cost import ring_bytes
 from espalier.shard.cost import GRADIENTS, PARAMETERS, StateSizes, lengths, placed
 from espalier.shard.placement import ShardFactors

@@ -31,7 +31,7 @@ bench/cbm.py on a 2.5 GHz Xeon, the slower end."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class FormatChoice:
     """What won, what it is made of, and the seconds measured for each candidate (forward and backward together)."""
 
     name: Literal["csr", "cbm", "cbsr"]
@@ -39,7 +39,7 @@ class Choice:
     seconds: dict[str, float]
 
 
-def best_format(adjacency: CSR, width: int) -> Choice:
+def best_format(adjacency: CSR, width: int) -> FormatChoice:
     """CSR or CBM for products with [columns, width] matrices in training, by the time both took on this machine.
 
     A weighted matrix without a `scale` is CSR, since nothing else can hold it. Raises UserError: `width` below 1.
@@ -47,7 +47,7 @@ def best_format(adjacency: CSR, width: int) -> Choice:
     return _measured(adjacency, width, {})
 
 
-def best_aggregation(adjacency: CSR, width: int, k: int) -> Choice:
+def best_aggregation(adjacency: CSR, width: int, k: int) -> FormatChoice:
     """As `best_format`, for features of which each row keeps k values: CBSR aggregation is a candidate too.
 
     Raises UserError: `k` outside 1 to `width`.
@@ -60,7 +60,7 @@ def best_aggregation(adjacency: CSR, width: int, k: int) -> Choice:
     return _measured(adjacency, width, {"cbsr": lambda: cbsr_aggregate(adjacency, values, indices, width)})
 
 
-def _measured(adjacency: CSR, width: int, others: dict[str, Callable[[], Tensor]]) -> Choice:
+def _measured(adjacency: CSR, width: int, others: dict[str, Callable[[], Tensor]]) -> FormatChoice:
     if width < 1:
         raise UserError(f"width = {width}.", why="a product needs at least one column", do="width = x.shape[1]")
     matrices: dict[str, CSR | CBM] = {"csr": adjacency}
@@ -69,12 +69,12 @@ def _measured(adjacency: CSR, width: int, others: dict[str, Callable[[], Tensor]
         if compressed.deltas is not None:
             matrices["cbm"] = compressed
     if not others and len(matrices) == 1:
-        return Choice("csr", adjacency, {})
+        return FormatChoice("csr", adjacency, {})
     x = torch.rand(adjacency.shape[1], width, generator=torch.Generator().manual_seed(0)).requires_grad_()
     runs: dict[str, Callable[[], Tensor]] = {name: _product(matrix, x) for name, matrix in matrices.items()}
     seconds = _interleaved({**runs, **others})
     name: Any = min(seconds, key=lambda one: seconds[one] * (1.0 if one == "csr" else MARGIN))
-    return Choice(name, matrices.get(name, adjacency), seconds)
+    return FormatChoice(name, matrices.get(name, adjacency), seconds)
 
 
 def _product(matrix: CSR | CBM, x: Tensor) -> Callable[[], Tensor]:

@@ -109,7 +109,7 @@ class Agreement(Protocol):
         """After the last step: makes all replicas one."""
         ...
 
-    def follow(self, launcher: Launcher) -> None:
+    def follow(self, launcher: LauncherNews) -> None:
         """Learns from the launcher which ranks were lost, and when a replacement waits to be met."""
         ...
 
@@ -128,7 +128,7 @@ class Agreement(Protocol):
         ...
 
 
-class Launcher(Protocol):
+class LauncherNews(Protocol):
     """What an agreement hears from whoever started the ranks (see `launch.rejoin_signal.Recall`)."""
 
     gone: frozenset[int]

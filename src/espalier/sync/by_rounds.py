@@ -22,7 +22,7 @@ from espalier.errors import UserError
 from espalier.mechanism import Build, Mechanism
 from espalier.parallel.mesh import ProcessMesh
 from espalier.sync import every_step, overlap_cost
-from espalier.sync.base import Agreed, Agreement, Launcher
+from espalier.sync.base import Agreed, Agreement, LauncherNews
 from espalier.sync.co2 import CLAIM, chosen_of, refuse_pieces
 from espalier.sync.membership import MemberGroup, Members
 from espalier.sync.outer_loop import Decided, OuterSync
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from espalier.plan.base import Outer, Plan
 
 
-class Moved(Protocol):
+class RefreshedSharding(Protocol):
     """What is needed of a sharding (see `shard.base.Sharding`)."""
 
     def settle(self) -> None:
@@ -61,7 +61,7 @@ class ByRounds:
         self,
         inner: Agreement,
         engine: OuterSync,
-        sharding: Moved,
+        sharding: RefreshedSharding,
         rate: float,
         replicas: Sequence[tuple[int, ...]] = (),
     ) -> None:
@@ -119,7 +119,7 @@ class ByRounds:
         """Makes all replicas one."""
         self.engine.finish(learning_rate * self.rate)
 
-    def follow(self, launcher: Launcher) -> None:
+    def follow(self, launcher: LauncherNews) -> None:
         """See `Agreement.follow`: the mean goes on without the replicas of lost ranks."""
         self.engine.summoned = launcher.called.is_set
         if self.engine.members is not None:

@@ -18,8 +18,8 @@ from espalier.comm.codecs import codec
 from espalier.compose import Claim
 from espalier.errors import UserError
 from espalier.records import Record
+from espalier.sync.diloco_slowmo import METHODS, OuterMethod
 from espalier.sync.membership import MemberGroup, Members
-from espalier.sync.method_choices import METHODS, Choices
 from espalier.sync.outer_loop import OuterSync
 from espalier.sync.round_length import Rounds
 
@@ -70,11 +70,11 @@ class CO2:
         model: on every rank; rank 0's parameters go to all.
         optimizer: of its parameters, any kind; keeps its own state through rounds.
         steps: local steps of a round; None: begins at 8 and follows the measured waits, for all ranks alike.
-        method: a key of `sync.method_choices.METHODS`.
+        method: a key of `sync.diloco_slowmo.METHODS`.
         group: the ranks; None: torch's default group. A `Crew` for ranks that met in a store of their own; a replica
             that was lost comes back by one with `returns=True`, at the end of a round, with the others' outer
             parameters and an optimizer that begins anew.
-        choices: settings of `sync.method_choices.Choices` other than the method's.
+        choices: settings of `sync.diloco_slowmo.OuterMethod` other than the method's.
 
     Raises:
         UserError: an unknown method or setting, a model that cannot be averaged, no process group.
@@ -141,11 +141,11 @@ class CO2:
         self.engine.close()
 
 
-def chosen_of(method: str, settings: dict[str, Any]) -> Choices:
+def chosen_of(method: str, settings: dict[str, Any]) -> OuterMethod:
     """The choices of a method with some set otherwise. Raises UserError for a name that is none."""
     if method not in METHODS:
         raise UserError(f"sync.kind = {method!r} is unknown.", do=f"one of {', '.join(METHODS)}")
-    known = {one.name for one in fields(Choices)}
+    known = {one.name for one in fields(OuterMethod)}
     wrong = sorted(set(settings) - known)
     if wrong:
         raise UserError(
@@ -154,7 +154,7 @@ def chosen_of(method: str, settings: dict[str, Any]) -> Choices:
     return replace(METHODS[method], **settings)
 
 
-def refuse_pieces(choices: Choices, shards: int) -> None:
+def refuse_pieces(choices: OuterMethod, shards: int) -> None:
     """Raises UserError for a penalty by tensors where a replica's ranks hold pieces of them."""
     if choices.penalty == "per_tensor" and shards > 1:
         raise UserError(

@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclass
-class Outcome:
+class CommitVote:
     """Whether all ranks of all members have done something. Has state: the answer, once there is one."""
 
     space: Any

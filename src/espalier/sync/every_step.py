@@ -14,7 +14,7 @@ from torch import Tensor
 from espalier.compose import Claim
 from espalier.mechanism import Build, Mechanism
 from espalier.optim.base import Optimizer
-from espalier.sync.base import TOTALS, Agreed, Gradients, Launcher, task_totals
+from espalier.sync.base import TOTALS, Agreed, Gradients, LauncherNews, task_totals
 from espalier.workload import Outcome
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class EveryStep:
     def finish(self, learning_rate: float) -> None:
         """See `Agreement.finish`: they are."""
 
-    def follow(self, launcher: Launcher) -> None:
+    def follow(self, launcher: LauncherNews) -> None:
         """See `Agreement.follow`: a lost rank ends the step."""
 
     def replay(self, recorded: Sequence[Recorded], tell: Callable[[int, int], None]) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from espalier.errors import UserError
-from espalier.sync.membership import Arrived, Flight, Note
-from espalier.sync.method_choices import Choices
-from espalier.sync.outer_optimizer import Sum, Update
+from espalier.sync.diloco_slowmo import OuterMethod
+from espalier.sync.membership import MemberReport, OuterSum, PendingSum
+from espalier.sync.outer_optimizer import OuterUpdate, Sum
 
 
 @dataclass
@@ -33,11 +33,11 @@ class Fragment:
     live: list[Tensor]
     x: Tensor
     views: list[Tensor]
-    update: Update
+    update: OuterUpdate
     residual: Tensor | None
     base: Tensor | None = None
-    flight: Flight | None = None
-    arrived: Arrived | None = None
+    flight: PendingSum | None = None
+    arrived: OuterSum | None = None
     due: int | None = None
     age: int = 0
     own: Tensor | None = None
@@ -59,8 +59,10 @@ class Fragment:
         self.base = self.flight = self.arrived = None
         if "total" in part:
             # Who asked to stop, or was called, was so in the attempt that is over.
-            notes = {int(one): Note(*note)._replace(stop=0.0, called=0.0) for one, note in part["notes"].items()}
-            self.arrived = Arrived(part["total"].clone(), notes, 0.0)
+            notes = {
+                int(one): MemberReport(*note)._replace(stop=0.0, called=0.0) for one, note in part["notes"].items()
+            }
+            self.arrived = OuterSum(part["total"].clone(), notes, 0.0)
             self.base = part["base"].clone() if "base" in part else None
 
     def own_state(self, live: bool) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def cut(sizes: Sequence[int], fragments: int) -> list[list[int]]:
     return parts
 
 
-def fragment_of(live: list[Tensor], choices: Choices, lossy: bool, total: Sum | None) -> Fragment:
+def fragment_of(live: list[Tensor], choices: OuterMethod, lossy: bool, total: Sum | None) -> Fragment:
     """A fragment at rest, its outer parameters the live ones. Raises UserError: tensors of several kinds."""
     kinds = {(tensor.dtype, tensor.device) for tensor in live}
     if len(kinds) > 1:
@@ -119,7 +121,7 @@ def fragment_of(live: list[Tensor], choices: Choices, lossy: bool, total: Sum | 
         cuts.append(cuts[-1] + tensor.numel())
     residual = torch.zeros_like(x) if lossy else None
     return Fragment(
-        [tensor.detach() for tensor in live], x, views_of(x, live), Update(x, choices, cuts, total), residual
+        [tensor.detach() for tensor in live], x, views_of(x, live), OuterUpdate(x, choices, cuts, total), residual
     )
 
 

@@ -17,7 +17,7 @@ SHARE = 8
 _GONE = b"gone"
 
 
-class Beats:
+class MemberHeartbeats:
     """This rank's signs of life, and what it sees of the others'. Has state: a thread, and when each was last heard.
 
     Args:

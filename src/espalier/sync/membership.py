@@ -29,8 +29,8 @@ from espalier.comm.comm_thread import QueuedWork
 from espalier.comm.compressed_collectives import Coded
 from espalier.errors import PeerLost
 from espalier.sync import rejoin
-from espalier.sync.commit_vote import Outcome
-from espalier.sync.member_heartbeat import Beats
+from espalier.sync.commit_vote import CommitVote
+from espalier.sync.member_heartbeat import MemberHeartbeats
 
 GRACE = 3.0
 """Seconds after the first sign of a failure in which survivors report."""
@@ -38,7 +38,7 @@ LOOK = 0.02
 """Seconds between looks into the store while something is under way."""
 
 
-class Note(NamedTuple):
+class MemberReport(NamedTuple):
     """What a member says of its round.
 
     Attributes:
@@ -58,11 +58,11 @@ class Note(NamedTuple):
     called: float = 0.0
 
 
-class Arrived(NamedTuple):
+class OuterSum(NamedTuple):
     """A flight that every member has: the sum, who is in it with what to say, and how long it took."""
 
     total: Tensor
-    notes: dict[int, Note]
+    notes: dict[int, MemberReport]
     seconds: float
 
     @property
@@ -110,21 +110,21 @@ class Attempt:
 
     total: Tensor
     residual: Tensor | None
-    notes: dict[int, Note] = field(default_factory=dict)
+    notes: dict[int, MemberReport] = field(default_factory=dict)
     seconds: float = 0.0
 
 
 @dataclass
-class Flight:
+class PendingSum:
     """One sum under way. Has state: what it needs to be flown again."""
 
     sent: Tensor
     """[n] this member's contribution, unchanged until the flight has ended."""
     residual: Tensor | None
-    note: Note
+    note: MemberReport
     number: int
     attempt: Attempt = field(init=False)
-    outcome: Outcome = field(init=False)
+    outcome: CommitVote = field(init=False)
     epoch: int = field(init=False, default=0)
     """Of the members among whom it flies."""
 
@@ -148,13 +148,15 @@ class Members:
     ) -> None:
         self.crew, self.codec, self.on_change = crew, codec, on_change
         self.store = store_client.clone(crew.store)
-        self._beats = Beats(store_client.clone(crew.store), self.rank, crew.silence) if crew.silence else None
+        self._beats = (
+            MemberHeartbeats(store_client.clone(crew.store), self.rank, crew.silence) if crew.silence else None
+        )
         entry = rejoin.ask(crew._replace(store=self.store)) if crew.returns else rejoin.RejoinPoint(0, crew.members)
         self.epoch, self.members, self._number = entry
         self._closed = False
         self._heard = 0.0  # when the store last answered, by the monotonic clock
         self._past: list[Any] = []  # groups with messages under way, which must not be taken apart
-        self._waiting: queue.SimpleQueue[tuple[Outcome, QueuedWork] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[CommitVote, QueuedWork] | None] = queue.SimpleQueue()
         rejoin.announce(self.store, self.epoch)
         self._coded = self._joined()
         if self._coded is not None:
@@ -206,17 +208,17 @@ class Members:
 
     # --- flights -------------------------------------------------------------------------------------------------
 
-    def launch(self, values: Tensor, residual: Tensor | None, note: Note) -> Flight:
+    def launch(self, values: Tensor, residual: Tensor | None, note: MemberReport) -> PendingSum:
         """Begins the sum of all members' `values` [n], which must not change any more. All launch in one order.
 
         `residual` [n]: error feedback of lossy codecs.
         """
         self._number += 1
-        flight = Flight(values, residual, note, self._number)
+        flight = PendingSum(values, residual, note, self._number)
         self._fly(flight)
         return flight
 
-    def _fly(self, flight: Flight) -> None:
+    def _fly(self, flight: PendingSum) -> None:
         coded, members = self._coded, self.members
         if coded is None:
             return
@@ -226,7 +228,7 @@ class Members:
             begun = time.perf_counter()
             job.all_reduce(attempt.total, attempt.residual, False)
             there = coded.everyone(torch.tensor(flight.note, dtype=torch.float64))
-            attempt.notes = {member: Note(*row.tolist()) for member, row in zip(members, there, strict=True)}
+            attempt.notes = {member: MemberReport(*row.tolist()) for member, row in zip(members, there, strict=True)}
             attempt.seconds = time.perf_counter() - begun
 
         flight.epoch = self.epoch
@@ -234,9 +236,9 @@ class Members:
 
     def _together(
         self, coded: Coded, number: int, act: Callable[[Any], None], book: Callable[[Spent], None]
-    ) -> Outcome:
+    ) -> CommitVote:
         """Launches `act`, which counts when all ranks of all members have done it."""
-        outcome = Outcome(self._space(), number, len(self.members) * self.crew.shards, self.crew.timeout)
+        outcome = CommitVote(self._space(), number, len(self.members) * self.crew.shards, self.crew.timeout)
 
         def run(job: Any) -> None:
             try:
@@ -256,7 +258,7 @@ class Members:
         if self.crew.ledger is not None:
             self.crew.ledger.add_encoded(Traffic.OUTER_STEP._value_, "all_reduce", spent)
 
-    def arrive(self, flight: Flight) -> Arrived:
+    def arrive(self, flight: PendingSum) -> OuterSum:
         """Waits for a flight, if need be among fewer members.
 
         Raises PeerLost: this member was given up by the others, or reaches none of those that live, or not the store.
@@ -267,14 +269,14 @@ class Members:
                 attempt = flight.attempt
                 if flight.residual is not None and attempt.residual is not None:
                     flight.residual.copy_(attempt.residual)
-                return Arrived(attempt.total, attempt.notes, attempt.seconds)
+                return OuterSum(attempt.total, attempt.notes, attempt.seconds)
             except TimeoutError as error:
                 raise self._alone(error) from None
             except Exception as error:
                 if flight.epoch == self.epoch:  # else those that are left have found one another since
                     self._regroup(error)
             self._fly(flight)
-        return Arrived(flight.sent.clone(), {self.crew.member: flight.note}, 0.0)
+        return OuterSum(flight.sent.clone(), {self.crew.member: flight.note}, 0.0)
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
         """Gives the first member's `tensors` to all, in place. Before any flight."""

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from espalier.sync.diloco_slowmo import OuterMethod
 from espalier.sync.fragment import Fragment, fragment_of, split, views_of
-from espalier.sync.membership import Arrived, Members, Note
-from espalier.sync.method_choices import Choices
+from espalier.sync.membership import MemberReport, Members, OuterSum
 from espalier.sync.outer_optimizer import Sum
 from espalier.sync.round_length import Length, Rounds
 from espalier.track.decision_log import Recorded
@@ -51,7 +51,7 @@ class OuterSync:
     def __init__(
         self,
         live: Sequence[Tensor],
-        choices: Choices,
+        choices: OuterMethod,
         members: Members | None,
         rounds: Rounds,
         total: Sum | None = None,
@@ -206,10 +206,10 @@ class OuterSync:
     def _launch(self, fragment: Fragment, weighted: tuple[Tensor, float], base: Tensor | None, rate: float) -> None:
         sent, weight = weighted
         step = (time.perf_counter() - self._begun - self._still) / max(1, self.clock)
-        note = Note(weight, self.length.wish, float(self._asked), step, rate, float(self.summoned()))
+        note = MemberReport(weight, self.length.wish, float(self._asked), step, rate, float(self.summoned()))
         fragment.base, fragment.age = base, 0
         if self.members is None:
-            fragment.arrived = Arrived(sent, {0: note}, 0.0)
+            fragment.arrived = OuterSum(sent, {0: note}, 0.0)
         else:
             fragment.flight = self.members.launch(sent, fragment.residual, note)
 
@@ -228,7 +228,7 @@ class OuterSync:
         if fragment is self.fragments[-1]:
             self._listen(arrived.notes)
 
-    def _arrive(self, fragment: Fragment) -> Arrived | None:
+    def _arrive(self, fragment: Fragment) -> OuterSum | None:
         if fragment.flight is not None and self.members is not None:
             begun = time.perf_counter()
             fragment.arrived = self.members.arrive(fragment.flight)
@@ -239,7 +239,7 @@ class OuterSync:
             fragment.flight = None
         return fragment.arrived
 
-    def _listen(self, notes: Mapping[int, Note]) -> None:
+    def _listen(self, notes: Mapping[int, MemberReport]) -> None:
         """What all members take from the same flight in the same round."""
         self.stopping = self.stopping or any(note.stop for note in notes.values())
         self.leaving = self.leaving or any(note.called for note in notes.values())

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.sync.method_choices import Choices
+from espalier.sync.diloco_slowmo import OuterMethod
 
 Sum = Callable[[Tensor], Tensor]
 """Adds a small tensor over the ranks that hold the other shards of a replica, in place; returns it."""
 
 
-class Update:
+class OuterUpdate:
     """Moves outer parameters. Has state: the momentum, how far the last update moved, and the penalty's scale C.
 
     With D the mean difference of the replicas to the outer parameters (divided by the inner learning rate g where
@@ -34,7 +34,7 @@ class Update:
         total: for norms over all shards of a replica; default: x is whole.
     """
 
-    def __init__(self, x: Tensor, choices: Choices, cuts: Sequence[int] = (), total: Sum | None = None) -> None:
+    def __init__(self, x: Tensor, choices: OuterMethod, cuts: Sequence[int] = (), total: Sum | None = None) -> None:
         self.x, self.choices = x, choices
         self.cuts = [0, x.numel()] if choices.penalty != "per_tensor" else list(cuts)
         self.total: Sum = total or (lambda values: values)

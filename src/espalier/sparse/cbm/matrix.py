@@ -335,11 +335,11 @@ def branch_by_branch(matrix: CBM, x: Tensor) -> Tensor:
     """By the kernels of `rows`: branches in parallel, each row in one pass; backward by the transposed matrix."""
     if not needs_gradient(x):
         return _product(matrix, x.contiguous())
-    result: Tensor = _Product.apply(matrix, x)
+    result: Tensor = _CbmProduct.apply(matrix, x)
     return result
 
 
-class _Product(torch.autograd.Function):
+class _CbmProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: CBM, x: Tensor) -> Tensor:
         ctx.matrix = matrix

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.comm import Traffic, hybrid
+from espalier.comm import Traffic, hybrid_compression
 from espalier.comm.codecs import codec
-from espalier.comm.hybrid import CodecRate, choose
+from espalier.comm.hybrid_compression import CodecRate, choose
 from espalier.errors import UserError
 
 FAST = {"int8": CodecRate(3.94, 4e9, 6e9), "split": CodecRate(1.19, 3e8, 4e8)}
@@ -16,7 +16,7 @@ SLOW_LINK, FAST_LINK = 12.5e6, 12.5e9
 
 
 def test_the_papers_schemes() -> None:
-    for name, policy in hybrid.POLICIES.items():
+    for name, policy in hybrid_compression.POLICIES.items():
         chosen = choose(name, FAST_LINK, {}).codecs
         assert chosen == policy
         assert chosen[Traffic.GRADIENTS] == "zfp:8"
@@ -47,8 +47,8 @@ def test_what_auto_takes_is_never_slower_than_raw(bandwidth: float, encode: floa
     """By the rule itself: one thread encodes and decodes while pieces are sent; the slower of both sets the pace."""
     rate = CodecRate(ratio, encode, decode)
     taken = choose("auto", bandwidth, {"int8": rate}).codecs
-    assert bool(taken) == (rate.over(bandwidth) > hybrid.MARGIN * bandwidth)
-    if 1 / (1 / encode + 1 / decode) <= hybrid.MARGIN * bandwidth:
+    assert bool(taken) == (rate.over(bandwidth) > hybrid_compression.MARGIN * bandwidth)
+    if 1 / (1 / encode + 1 / decode) <= hybrid_compression.MARGIN * bandwidth:
         assert not taken
 
 
@@ -65,6 +65,6 @@ def test_a_slip_is_answered_with_the_nearest(option: str, near: str) -> None:
 
 
 def test_codecs_are_measured_here() -> None:
-    found = hybrid.measure(["int8", "mpc"], seconds=0.02)
+    found = hybrid_compression.measure(["int8", "mpc"], seconds=0.02)
     assert found["int8"].ratio == pytest.approx(32 / 8.125)
     assert all(rate.encode > 1e6 and rate.decode > 1e6 for rate in found.values())

@@ -1,4 +1,4 @@
-"""The five choices that define an outer method, and the published methods as points of them. No torch."""
+"""DiLoCo, SlowMo, CO2, Local SGD, Streaming DiLoCo: points of five choices that define an outer method. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Penalty = Literal["none", "norm", "per_tensor", "constant"]
 
 
 @dataclass(frozen=True)
-class Choices:
+class OuterMethod:
     """How replicas that take steps of their own become one again, round by round.
 
     Attributes:
@@ -80,14 +80,14 @@ class Choices:
 
 
 METHODS = {
-    "local_sgd": Choices(delay=0.0),
-    "slowmo": Choices(delay=0.0, momentum=0.5, scaled=True),
-    "diloco": Choices(delay=0.0, rate=0.7, momentum=0.9, nesterov=True),
-    "streaming_diloco": Choices(
+    "local_sgd": OuterMethod(delay=0.0),
+    "slowmo": OuterMethod(delay=0.0, momentum=0.5, scaled=True),
+    "diloco": OuterMethod(delay=0.0, rate=0.7, momentum=0.9, nesterov=True),
+    "streaming_diloco": OuterMethod(
         delay=0.25, fragments=4, rate=0.7, momentum=0.9, nesterov=True, mixing=0.5, codec="int4"
     ),
-    "co2": Choices(delay=1.0, momentum=0.2, scaled=True),
-    "eager": Choices(delay=1.0, eager=True),
+    "co2": OuterMethod(delay=1.0, momentum=0.2, scaled=True),
+    "eager": OuterMethod(delay=1.0, eager=True),
 }
 """Local SGD (Stich, arXiv 1805.09767), SlowMo (1910.00643), DiLoCo (2311.08105), Streaming DiLoCo (2501.18512; it too
 keeps half of a replica's progress and rounds what travels to 4 bits) and CO2 (2401.16265; its authors' momentum for

@@ -36,7 +36,7 @@ RECORD = Record(
     paper="Xu, Anthony, Zhou et al., CCGrid, arXiv 2409.02423",
     question="What crosses the wire?",
     files=(
-        "comm/hybrid.py",
+        "comm/hybrid_compression.py",
         "comm/compressed_collectives.py",
         "comm/lowbit.py",
         "comm/zfp.py",
