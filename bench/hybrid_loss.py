@@ -35,7 +35,7 @@ from espalier.comm.base import feedback
 from espalier.comm.codecs import codec
 from espalier.config import Adamw, Recipe, derive, load
 from espalier.language.workload import LanguageWorkload, open_language
-from espalier.launch import local
+from espalier.launch import agent
 from espalier.launch.base import RankSpec
 from espalier.workload import Shard
 from table import Row, compare, publish
@@ -193,7 +193,7 @@ def losses(asked: dict[str, Scheme], seeds: Sequence[int], size: str) -> dict[st
         workload = open_language(recipe)
         for name, scheme in asked.items():
             places = [RankSpec(rank=one, world=RANKS, local_rank=one) for one in range(RANKS)]
-            loss = local.run(partial(trained, workload=workload, recipe=recipe, scheme=scheme), places)[0]
+            loss = agent.run(partial(trained, workload=workload, recipe=recipe, scheme=scheme), places)[0]
             found[name].append(loss)
             print(f"seed {seed}, {name}: {loss:.4f}", file=sys.stderr, flush=True)
     return found

@@ -33,8 +33,8 @@ from espalier import trainer, worker
 from espalier.config import derive, load
 from espalier.errors import Interrupted
 from espalier.hardware.peak_memory import peak_memory
+from espalier.launch import agent
 from espalier.launch import base as launch
-from espalier.launch import local
 from espalier.rank_setup import RankSetup
 from espalier.verbs import prepare, run_plan
 from table import Row, arguments, compare, publish, within
@@ -132,7 +132,7 @@ def ours(case: Case, steps: int) -> Measured:
                 one.run()
         return seconds, peak_memory(torch.device("cpu"))
 
-    return _summary(case, local.run(life, launch.places(plan)))
+    return _summary(case, agent.run(life, launch.places(plan)))
 
 
 def plain_ddp(case: Case, steps: int) -> Measured:
@@ -196,7 +196,7 @@ def _loop(case: Case, steps: int, world: int, threads: int, wrap: Callable[..., 
         return seconds, peak_memory(torch.device("cpu"))
 
     places = [launch.RankSpec(rank=index, world=world, local_rank=index, threads=threads) for index in range(world)]
-    return _summary(case, local.run(life, places))
+    return _summary(case, agent.run(life, places))
 
 
 def plain_loop(case: Case, steps: int) -> Measured:

@@ -26,8 +26,8 @@ from espalier.errors import UserError
 from espalier.graph.data import DataSplit, Graph
 from espalier.graph.workload import GraphWorkload
 from espalier.language.workload import open_language
+from espalier.launch import agent
 from espalier.launch import base as launch
-from espalier.launch import local
 from espalier.mechanism import Mechanism
 from espalier.plan import base as plans
 from espalier.plan import replan
@@ -85,7 +85,7 @@ def train(workload: Any, recipe: Any, plan: plans.Plan, *toys: Any) -> list[tupl
         return seen
 
     places = launch.places(plan)
-    return local.run(life, places)[0] if len(places) > 1 else life(places[0])
+    return agent.run(life, places)[0] if len(places) > 1 else life(places[0])
 
 
 def near(found: list[tuple[float, float]], wanted: list[tuple[float, float]], tolerance: float = 1e-9) -> None:

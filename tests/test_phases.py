@@ -15,8 +15,8 @@ from espalier import phases, worker, workload_registry
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import load
 from espalier.errors import UserError
+from espalier.launch import agent
 from espalier.launch import base as launch
-from espalier.launch import local
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
 from espalier.track.run_tables import open_run
@@ -168,7 +168,7 @@ def test_what_kept_its_shape_keeps_its_value_and_its_optimizer_state(home: Path)
     first, second = whole.phases()
     plan = plans.Plan(ranks=(plans.Rank(share=(0, 8)),), micro_batch=8)
     setting = lambda place: RankSetup(resolved.recipe, plan, whole.at(first), place, home)  # noqa: E731
-    local.run(lambda place: worker.train(setting(place), {})["step"], launch.places(plan))
+    agent.run(lambda place: worker.train(setting(place), {})["step"], launch.places(plan))
     saved = Checkpoints(home / "checkpoints")
     old, optimizer = phases._made(resolved.recipe, whole.at(first))
     assert saved.load({"model": old, "optimizer": optimizer}) is not None

@@ -14,8 +14,8 @@ from espalier import cluster as clusters
 from espalier import worker, workload_registry
 from espalier.config import load
 from espalier.errors import UserError
+from espalier.launch import agent
 from espalier.launch import base as launch
-from espalier.launch import local
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
 from espalier.verbs import run_plan
@@ -80,7 +80,7 @@ def run(resolved: workload_registry.Resolved, plan: plans.Plan) -> list[dict[str
         worker.train(RankSetup(resolved.recipe, plan, workload, place, emit=emit), {})
         return told
 
-    found: list[dict[str, Any]] = local.run(life, launch.places(plan))[0]
+    found: list[dict[str, Any]] = agent.run(life, launch.places(plan))[0]
     return found
 
 

@@ -16,8 +16,8 @@ from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import derive, load
 from espalier.errors import Interrupted, RunFailed, UserError
 from espalier.language.workload import open_language
+from espalier.launch import agent
 from espalier.launch import base as launch
-from espalier.launch import local
 from espalier.plan import base as plans
 from espalier.plan.estimate import estimate
 from espalier.plan.layouts import Layouts
@@ -76,7 +76,7 @@ def train(recipe, plan, folder=None, stop_after=None):
                 assert stop_after is not None
             return losses, {name: value.clone() for name, value in one.built.model.state_dict().items()}
 
-    return local.run(life, launch.places(plan))[0]
+    return agent.run(life, launch.places(plan))[0]
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-4)])
@@ -181,7 +181,7 @@ def test_a_loss_that_is_not_finite_names_step_rank_and_documents(corpus, tmp_pat
             trainer.Trainer(RankSetup(recipe, plan, workload, place), channel).run()
 
     with pytest.raises(RunFailed, match=r"The loss is not finite in step 3 on rank 1") as caught:
-        local.run(life, launch.places(plan))
+        agent.run(life, launch.places(plan))
     assert ".py" in caught.value.why
 
 
@@ -205,7 +205,7 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
             one.run()
         return sent, [p.numel() for p in one.built.model.parameters()]
 
-    for sent, sizes in local.run(life, launch.places(plan)):
+    for sent, sizes in agent.run(life, launch.places(plan)):
         # A ring all-reduce of every fp32 gradient.
         assert {step["gradients"] for step in sent} == {2 * 3 / 4 * 4 * sum(sizes)}
         # In float64: the step's loss, weight and stop flag, one not-a-number flag per rank, the square of a norm, and
@@ -236,7 +236,7 @@ def test_the_plans_bytes_of_sharded_states_are_the_ledgers(corpus, tmp_path, kin
                 return channel.ledger.by_class()
 
         # Six steps less four: parameters may still travel when a step is told.
-        few, more = (local.run(partial(life, steps=steps), launch.places(plan)) for steps in (4, 6))
+        few, more = (agent.run(partial(life, steps=steps), launch.places(plan)) for steps in (4, 6))
         for before, after in zip(few, more, strict=True):
             assert {kind: (after[kind] - before[kind]) / 2 for kind in predicted} == predicted
 
@@ -283,4 +283,4 @@ def test_a_killed_rank_is_named_though_its_peer_only_saw_it_go(corpus, tmp_path)
             trainer.Trainer(RankSetup(recipe, plan, workload, place, emit=emit), channel).run()
 
     with pytest.raises(RunFailed, match=r"Rank 1 was killed \(SIGKILL\)"):
-        local.run(life, launch.places(plan))
+        agent.run(life, launch.places(plan))

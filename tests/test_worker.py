@@ -14,8 +14,8 @@ from espalier import config, mechanisms, worker
 from espalier.config import derive, load
 from espalier.errors import RunFailed, UserError
 from espalier.language.workload import open_language
+from espalier.launch import agent, network_interface
 from espalier.launch import base as launch
-from espalier.launch import local, network_interface
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
 
@@ -49,7 +49,7 @@ def test_a_rank_that_runs_out_of_memory_says_what_it_held_and_what_would_fit(tmp
         return worker.train(RankSetup(recipe, plan, workload, place), {})
 
     with pytest.raises(RunFailed, match="Rank 0 ran out of memory at") as caught:
-        local.run(life, launch.places(plan))
+        agent.run(life, launch.places(plan))
     assert "parameters not known, 5" in caught.value.why
     assert "plan.pin.micro_batch=256" in caught.value.do
 
@@ -96,7 +96,7 @@ def test_ranks_of_other_roles_run_their_own_program_beside_the_trainers(tmp_path
             setting = RankSetup(recipe, plan, workload, place, tmp_path / f"run{len(ranks)}", emit)
             return worker.train(setting, {}, {**worker.PROGRAMS, **spare}), losses
 
-        return local.run(life, launch.places(plan))
+        return agent.run(life, launch.places(plan))
 
     (first, losses), (beside, nothing), (_, others) = run(three)
     assert beside == {"spare": 3}
@@ -127,5 +127,5 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(monkeypatch) -> None:
         return [os.environ["GLOO_SOCKET_IFNAME"], *found]
 
     assert (
-        local.run(life, [launch.RankSpec(rank=index, world=2) for index in range(2)]) == [[loopback, "127.0.0.1"]] * 2
+        agent.run(life, [launch.RankSpec(rank=index, world=2) for index in range(2)]) == [[loopback, "127.0.0.1"]] * 2
     )

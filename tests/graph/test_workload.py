@@ -15,8 +15,8 @@ from espalier.graph.data import Graph, divided
 from espalier.graph.gnn import largest
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.kernels.dropout import activated
+from espalier.launch import agent
 from espalier.launch import base as launch
-from espalier.launch import local
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
 from espalier.workload import Shard
@@ -60,7 +60,7 @@ def train(recipe, graph, ranks=1, micro_batch=None):
         return losses
 
     places = launch.places(plan)
-    return local.run(life, places)[0] if ranks > 1 else life(places[0])
+    return agent.run(life, places)[0] if ranks > 1 else life(places[0])
 
 
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gin"])

@@ -9,7 +9,7 @@ from espalier.launch.store_server import served
 @pytest.fixture
 def port():
     """Where a store is served for as long as the test takes."""
-    with served(True) as port:
+    with served() as port:
         yield port
 
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from espalier.errors import HostLost
-from espalier.launch import local
+from espalier.launch.agent import LocalAgent, Signals, passing_on_signals
 from espalier.launch.follower import Follower
 from espalier.launch.host_map import HostMap
 from espalier.launch.supervisor import RestartOptions
 from espalier.launch.supervisor_protocol import Command, ControlLink, Meeting, Report
 
 
-def follower(line: Meeting, task: Any, signals: local.Signals) -> Follower:
+def follower(line: Meeting, task: Any, signals: Signals) -> Follower:
     team = HostMap(line, ("a", "b"), (0, 1))
-    return Follower(task, [team.place(1)], team, RestartOptions(heartbeat=line.heartbeat), signals)
+    return Follower([team.place(1)], team, RestartOptions(heartbeat=line.heartbeat), LocalAgent(task, signals))
 
 
 def said(leader: ControlLink, holds: Any, within: float = 20.0) -> Report:
@@ -47,7 +47,7 @@ def test_it_forks_reports_and_ends_its_ranks_as_it_is_told(port: int) -> None:
     thread = threading.Thread(target=lead)
     thread.start()
     seat = Meeting(1, 2, line.address, line.port, "it", 0.2)
-    with local.passing_on_signals() as signals:
+    with passing_on_signals() as signals:
         task = lambda place: time.sleep(30.0 if place.attempt == 0 else 0.0) or 10 * place.rank  # noqa: E731
         returned = follower(seat, task, signals).run()
     thread.join(20)
@@ -60,7 +60,7 @@ def test_it_forks_reports_and_ends_its_ranks_as_it_is_told(port: int) -> None:
 def test_a_leader_whose_store_is_gone_is_given_up_in_three_heartbeats() -> None:
     seat = Meeting(1, 2, "127.0.0.1", 1, "it", 0.2)  # nobody listens at port 1
     begun = time.monotonic()
-    with local.passing_on_signals() as signals, pytest.raises(HostLost, match="Host a, which leads the run"):
+    with passing_on_signals() as signals, pytest.raises(HostLost, match="Host a, which leads the run"):
         follower(seat, lambda place: None, signals).run()
     assert 0.6 <= time.monotonic() - begun < 15
 
@@ -79,7 +79,7 @@ def test_a_supervisor_in_place_of_another_begins_with_the_attempt_after_the_one_
     thread = threading.Thread(target=lead)
     thread.start()
     seat = Meeting(1, 2, line.address, line.port, "it", 0.2, life=1)
-    with local.passing_on_signals() as signals:
+    with passing_on_signals() as signals:
         returned = follower(seat, lambda place: place.attempt, signals).run()
     thread.join(20)
     leader.close()
@@ -91,6 +91,6 @@ def test_a_supervisor_whose_place_was_taken_leaves(port: int) -> None:
     line = Meeting(0, 2, "127.0.0.1", port, "it", 0.2)
     leader = ControlLink(line, Report).begin(Command(2, run=True, lives=(0, 2)))
     seat = Meeting(1, 2, line.address, line.port, "it", 0.2, life=1)
-    with local.passing_on_signals() as signals, pytest.raises(HostLost, match="taken the place of this one on host b"):
+    with passing_on_signals() as signals, pytest.raises(HostLost, match="taken the place of this one on host b"):
         follower(seat, lambda place: None, signals).run()
     leader.close()

@@ -83,20 +83,20 @@ def part(channel, port, how):
 
 @pytest.mark.parametrize("how", [{}, {2: "corrupts", 5: "refuses"}])
 def test_real_groups_find_who_corrupts_and_who_refuses(how):
-    with served(True) as port:
+    with served() as port:
         found = outcomes(7, part, port, how, timeout=60.0)[0]
     assert found.faulty == tuple(sorted(how)), found
 
 
 @pytest.mark.soak
 def test_real_groups_find_who_sleeps():
-    with served(True) as port:
+    with served() as port:
         found = outcomes(5, part, port, {3: "sleeps"}, timeout=100.0)[0]
     assert found.faulty == (3,), found
 
 
 def test_who_is_slow_to_start_is_waited_for_and_spoils_no_others_test():
-    with served(True) as port:
+    with served() as port:
         found = outcomes(3, part, port, {2: "late"}, timeout=60.0)[0]
     assert (found.faulty, found.waves) == ((), 1), found
 

@@ -19,8 +19,8 @@ from asked import processor
 import espalier
 from espalier import trainer, worker, workload_registry
 from espalier.config import Recipe, load
+from espalier.launch import agent
 from espalier.launch import base as launch
-from espalier.launch import local
 from espalier.plan.base import Plan
 from espalier.rank_setup import RankSetup
 
@@ -105,7 +105,7 @@ def sent(recipe: Recipe, plan: Plan, lengths: Sequence[int]) -> list[list[dict[s
                 found.append({kind: size - before.get(kind, 0.0) for kind, size in after.items()})
         return found
 
-    return local.run(life, launch.places(plan))
+    return agent.run(life, launch.places(plan))
 
 
 def compared(recipe: Recipe, plan: Plan) -> tuple[dict[str, float], dict[str, float]]:

@@ -98,7 +98,7 @@ class Replica:
 
 @contextmanager
 def replicas(count: int) -> Iterator[list[Replica]]:
-    with served(True) as port:
+    with served() as port:
         found = [Replica(port, member, count) for member in range(count)]
         try:
             yield found

@@ -108,7 +108,7 @@ def test_a_rank_that_stays_shows_that_it_waits_and_then_that_it_begins() -> None
     pulses.of(1).starts()
     assert pulses.read()[1].doing == "starting"
     assert pulses.read()[0].doing == "stepping"
-    pulses.begin()
+    pulses.begin(time.monotonic())
     assert [(sign.doing, sign.first, sign.waited) for sign in pulses.read()] == [("starting", 0.0, 0.0)] * 2
     SILENT.stands()
     SILENT.starts()

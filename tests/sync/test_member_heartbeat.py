@@ -64,7 +64,7 @@ def test_what_happened_while_nobody_looked_is_held_against_nobody(store: HashSto
 
 
 def test_a_stopped_process_is_silent_and_one_that_goes_on_is_not() -> None:
-    with served(True) as port:
+    with served() as port:
         child = os.fork()
         if child == 0:
             MemberHeartbeats(store_client.connect("127.0.0.1", port, 20.0), 1, SILENCE)

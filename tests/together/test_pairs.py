@@ -17,8 +17,8 @@ from espalier import compose, mechanisms, trainer, worker
 from espalier.config import derive, load
 from espalier.errors import UserError
 from espalier.language.workload import open_language
+from espalier.launch import agent
 from espalier.launch import base as launch
-from espalier.launch import local
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
 
@@ -141,7 +141,7 @@ def curve(recipe, micro_batch=8, recompute="none", ranks=1, cuts=None, shard=(),
             trainer.Trainer(RankSetup(recipe, plan, workload, place, emit=emit), channel).run()
         return losses
 
-    return local.run(life, launch.places(plan))[0]
+    return agent.run(life, launch.places(plan))[0]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=" x ".join)

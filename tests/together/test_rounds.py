@@ -16,8 +16,8 @@ from espalier.checkpoint.sharded import Checkpoints
 from espalier.config import derive, load
 from espalier.errors import Interrupted, UserError
 from espalier.language.workload import open_language
+from espalier.launch import agent
 from espalier.launch import base as launch
-from espalier.launch import local
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
 
@@ -87,7 +87,7 @@ def train(recipe, plan, folder=None, stop_after=None):
             one.built.sharding.summon()
             return found, {n: v.clone() for n, v in one.built.model.state_dict().items()}, steps
 
-    return local.run(life, launch.places(plan))
+    return agent.run(life, launch.places(plan))
 
 
 def close(ours, theirs, tolerance):

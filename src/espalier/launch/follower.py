@@ -6,18 +6,15 @@ It decides one thing alone: a leader that is not heard for too long is given up,
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from espalier.errors import HostLost
-from espalier.launch import host_check, in_place_restart, local, postmortem
-from espalier.launch import rank_process as ranks
-from espalier.launch.base import Entrypoint, RankSpec
+from espalier.launch import host_check, postmortem
+from espalier.launch.agent import Attempt, LocalAgent
+from espalier.launch.base import RankSpec
 from espalier.launch.host_map import HostMap
-from espalier.launch.process_stats import GONE, vital
 from espalier.launch.rank_process import Child
 from espalier.launch.supervisor import RestartOptions
 from espalier.launch.supervisor_protocol import Command, ControlLink, End, Report, aged
@@ -33,16 +30,21 @@ class Follower:
     """One host's ranks, led from elsewhere. Has state: the attempt, its ranks, and what was reported."""
 
     def __init__(
-        self, task: Entrypoint, places: Sequence[RankSpec], team: HostMap, care: RestartOptions, signals: local.Signals
+        self,
+        places: Sequence[RankSpec],
+        team: HostMap,
+        care: RestartOptions,
+        agent: LocalAgent,
+        link: type[ControlLink] = ControlLink,
     ) -> None:
-        self.task, self.places, self.team, self.care, self.signals = task, places, team, care, signals
+        self.places, self.team, self.care, self.agent = places, team, care, agent
+        self.signals, self.clock = agent.signals, agent.clock
         self.attempt = 0
-        self.children: list[Child] = []
         self.pulses = Pulses(len(places), care.heartbeat)
         self.stacks: dict[int, str] | None = None
         self.test: tuple[int, Child | None] = (0, None)
         """The number of the last test of hosts, and who does this one's part while it lasts."""
-        self.exchange = ControlLink(team.line, Command)
+        self.exchange = link(team.line, Command)
         self._reported = self._looked = 0.0
         self._ends = 0
 
@@ -56,10 +58,11 @@ class Follower:
                 self._report()
                 self._mind_the_leader()
                 self.exchange.wait(_POLL)
-            well = bool(self.children) and all(one.status is not None and not one.failed for one in self.children)
-            return [child.returned for child in self.children] if well else None
+            children = self.agent.children
+            well = bool(children) and all(one.status is not None and not one.failed for one in children)
+            return [child.returned for child in children] if well else None
         finally:
-            local.end(self.children, 0.0)
+            self.agent.end(0.0)
             self._test(0)
             self.exchange.tell(Report(self.attempt, left=True, life=self.team.line.life))
             self.exchange.close()
@@ -73,19 +76,19 @@ class Follower:
         return found
 
     def _obey(self, order: Command) -> None:
-        if order.attempt != self.attempt or (not order.run and self.children):
-            stays = order.replaced is not None and order.attempt == self.attempt + 1 and self.children
+        if order.attempt != self.attempt or (not order.run and self.agent.children):
+            stays = order.replaced is not None and order.attempt == self.attempt + 1 and self.agent.children
             if not stays:
-                local.end(self.children, 0.0)
-                self.children = []
+                self.agent.end(0.0)
+                self.agent.children.clear()
             self.stacks, self._reported = None, 0.0
             if order.run:
                 self._start(order)
             self.attempt = order.attempt
         self._test(order.testing)
         if order.stacks and self.stacks is None:
-            self.stacks = postmortem.dumps(self.children)
-            write(self.stacks)
+            self.stacks = self.agent.stack_dumps()
+            postmortem.write(self.stacks)
             self._reported = 0.0
 
     def _test(self, number: int) -> None:
@@ -98,11 +101,11 @@ class Follower:
 
     def _start(self, order: Command) -> None:
         """The ranks of another attempt, those that stay among them."""
-        if not self.children:
+        stays = bool(self.agent.children)
+        if not stays:
             self.pulses = Pulses(len(self.places), self.care.heartbeat)
-        self.pulses.begin()
-        self.signals.children.clear()
-        seats = [
+        self.pulses.begin(self.clock.monotonic())
+        specs = [
             replace(
                 place,
                 attempt=order.attempt - 1,
@@ -111,37 +114,31 @@ class Follower:
             )
             for index, place in enumerate(self.places)
         ]
-        if self.children:
-            gone = order.replaced or ()
-            self.children = in_place_restart.summoned(self.task, self.children, seats, gone, order.later)
+        attempt = Attempt(order.attempt - 1, specs, self.pulses, order.between_failures, order.later)
+        if stays:
+            self.agent.replace(attempt, order.replaced or ())
         else:
-            patience = in_place_restart.PATIENCE if order.later else 0.0
-            self.children = [ranks.fork(self.task, replace(seat, patience=patience)) for seat in seats]
-        for child in self.children:
-            self.signals.add(child)
+            self.agent.start(attempt)
 
     def _reap(self) -> None:
-        for child in self.children:
-            if child.status is None:
-                child.receive()
-                child.reap(block=False)
-        ended = sum(child.status is not None for child in self.children)
+        self.agent.reap()
+        ended = sum(child.status is not None for child in self.agent.children)
         if ended != self._ends:
             self._ends, self._reported = ended, 0.0
 
     def _report(self) -> None:
         """Four times a heartbeat, and at once when something has changed."""
-        now = time.monotonic()
+        now = self.clock.monotonic()
         if now - self._reported < self.care.heartbeat / 4:
             return
         self._reported = now
         self.exchange.tell(
             Report(
                 attempt=self.attempt,
-                living=bool(self.children),
-                signs=tuple(aged(sign, now) for sign in self.pulses.read()) if self.children else (),
-                vitals=tuple(vital(one.pid) if one.status is None else GONE for one in self.children),
-                ends=tuple(End.of(child) for child in self.children if child.status is not None),
+                living=bool(self.agent.children),
+                signs=tuple(aged(sign, now) for sign in self.pulses.read()) if self.agent.children else (),
+                vitals=tuple(self.agent.vitals()),
+                ends=tuple(End.of(child) for child in self.agent.children if child.status is not None),
                 stacks=self.stacks,
                 asked=bool(self.signals.seen),
                 life=self.team.line.life,
@@ -149,7 +146,7 @@ class Follower:
         )
 
     def _mind_the_leader(self) -> None:
-        now = time.monotonic()
+        now = self.clock.monotonic()
         if now - self._looked > 2 * self.care.heartbeat + 1.0:
             self.exchange.excuse()  # this process itself did not look
         self._looked = now
@@ -161,10 +158,3 @@ class Follower:
                 why="its supervisor has ended" if gone else "its link is cut, or it or its supervisor has stopped",
                 do="run the same command to resume",
             )
-
-
-def write(stacks: Mapping[int, str]) -> None:
-    """Writes where ranks were to this host's standard error, which the log of all hosts keeps."""
-    for rank, text in stacks.items():
-        sys.stderr.write(f"Rank {rank} was here:\n{text}\n")
-    sys.stderr.flush()

@@ -13,9 +13,9 @@ from typing import Any
 
 from espalier.launch import rank_process as ranks
 from espalier.launch import supervisor_protocol
+from espalier.launch.agent import Signals
 from espalier.launch.base import RankSpec
 from espalier.launch.host_map import HostMap
-from espalier.launch.local import Signals
 from espalier.launch.rank_process import Child
 from espalier.ops import faulty_host_search
 from espalier.ops.faulty_host_search import Located

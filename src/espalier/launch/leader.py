@@ -12,27 +12,27 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from espalier.checkpoint import shared_memory, young_daly
+from espalier.checkpoint import shared_memory
 from espalier.errors import HostLost, Interrupted, PeerLost
-from espalier.launch import follower, host_check, in_place_restart, local, postmortem, remote_rank, supervisor
-from espalier.launch import rank_process as ranks
+from espalier.launch import follower, host_check, postmortem, remote_rank, supervisor
+from espalier.launch.agent import Attempt, LocalAgent, passing_on_signals
 from espalier.launch.base import Entrypoint, RankSpec
 from espalier.launch.host_map import HostMap
-from espalier.launch.process_stats import GONE, vital
+from espalier.launch.postmortem import Ended
+from espalier.launch.process_stats import GONE
 from espalier.launch.rank_process import Child
 from espalier.launch.remote_rank import Distant
-from espalier.launch.supervisor import Ended, RestartOptions, Supervisor
+from espalier.launch.supervisor import RestartOptions, Supervisor
 from espalier.launch.supervisor_protocol import Command, ControlLink, End, Report, dated
 from espalier.resilience.acme import restart_advice
-from espalier.resilience.acme.restart_advice import Ruling
-from espalier.resilience.base import Decision, Failure
-from espalier.resilience.hang_detector import Stall, Vital, Watcher
+from espalier.resilience.base import Failure
+from espalier.resilience.hang_detector import Vital
+from espalier.resilience.heartbeat import Pulses
 
 BEATS = 3.0
 """Heartbeats of silence after which a host is said not to be heard."""
@@ -55,32 +55,56 @@ def run(task: Entrypoint, team: HostMap, care: RestartOptions, threads: int = 1)
     supervisor.warm()
     places = [team.place(rank, threads) for rank in range(len(team.hosts))]
     own = team.own
-    with local.passing_on_signals() as signals:
+    with passing_on_signals() as signals:
         files = [os.memfd_create(f"espalier-stacks-{rank}") for rank in own]
         refuges = shared_memory.build(len(own), care.memory, 2 * shared_memory.SLOTS) if care.memory != 0 else []
         for index, rank in enumerate(own):
             places[rank] = replace(places[rank], stacks=files[index], refuge=refuges[index] if refuges else None)
+        here = LocalAgent(task, signals)
         try:
             if team.line.host:
-                return follower.Follower(task, [places[rank] for rank in own], team, care, signals).run()
-            return Leader(task, places, team, care, signals).lead()
+                return follower.Follower([places[rank] for rank in own], team, care, here).run()
+            return lead(places, team, care, here)
         finally:
             shared_memory.release(refuges)
             for file in files:
                 os.close(file)
 
 
-class Leader(Supervisor):
-    """The supervisor that decides for all hosts. Has state: what each other host said last, and who is not heard."""
+def lead(
+    places: Sequence[RankSpec],
+    team: HostMap,
+    care: RestartOptions,
+    here: LocalAgent,
+    link: type[ControlLink] = ControlLink,
+) -> list[Any]:
+    """Runs all attempts of the run as the first host; what the ranks of this host returned. `link`: to the others."""
+    hosts = HostAgents(here, team, care, link)
+    seats = [(replace(place, refuge=None), place.refuge) for place in places]
+    with hosts.listening():
+        returned = Supervisor(seats, care, hosts, here.clock).run()
+        return [returned[rank] for rank in team.own]
 
-    def __init__(
-        self, task: Entrypoint, places: Sequence[RankSpec], team: HostMap, care: RestartOptions, signals: local.Signals
-    ) -> None:
-        super().__init__(task, [(replace(place, refuge=None), place.refuge) for place in places], care, signals)
-        self.team, self.distant = team, dict[int, Distant]()
+
+class HostAgents:
+    """The agents of all hosts as one: this host's, and the others over the control link. Has state: what each other
+    host said last, and who is not heard.
+
+    Args:
+        here: the agent of this host.
+        team: the hosts; care: see `supervisor.run`.
+        link: what carries commands to the other hosts.
+    """
+
+    def __init__(self, here: LocalAgent, team: HostMap, care: RestartOptions, link: type[ControlLink]) -> None:
+        self.here, self.team, self.care = here, team, care
+        self.signals, self.clock = here.signals, here.clock
+        self.distant = dict[int, Distant]()
+        self.children: list[Child] = []
+        self.attempt = Attempt(0, (), Pulses(len(team.hosts), care.heartbeat))
         self.others = list(range(1, team.line.hosts))
         self.away: dict[int, float] = {}
-        """Hosts that are not heard, and since when (seconds of `time.monotonic`)."""
+        """Hosts that are not heard, and since when (seconds of the clock)."""
         self.lost: dict[int, float] = {}
         """Hosts whose supervisor of this attempt is gone and another is there, and when the former was last heard."""
         self.lives = [0] * team.line.hosts
@@ -89,19 +113,39 @@ class Leader(Supervisor):
         self.heard: dict[int, float] = {}
         self.ordered = 0
         """The attempt that all hosts were last told of."""
+        self.over = True
+        """Whether the attempt is over, and another may follow."""
         self.quiet_until = self.listened = self.asked = 0.0
-        self.exchange = ControlLink(team.line, Report, self._news)
+        self.exchange = link(team.line, Report, self._news)
 
-    def lead(self) -> list[Any]:
-        """Runs all attempts; what the ranks of this host returned."""
+    @property
+    def task(self) -> Entrypoint:
+        """What each rank runs."""
+        return self.here.task
+
+    @task.setter
+    def task(self, task: Entrypoint) -> None:
+        self.here.task = task
+
+    @property
+    def current(self) -> bool:
+        """Whether all hosts are heard."""
+        return not self.away
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Commands the other hosts inside; afterwards the run is over for them."""
         self.exchange.begin(Command())
         try:
-            returned = self.run()
-            return [returned[rank] for rank in self.team.own]
+            yield
         finally:
             self._tell(over=True)
             self._leave()
             self.exchange.close()
+
+    def host(self, rank: int) -> str:
+        """The name of the rank's host."""
+        return self.team.names[self.team.hosts[rank]]
 
     def _tell(self, **what: Any) -> None:
         """Gives an order for the present attempt."""
@@ -109,8 +153,8 @@ class Leader(Supervisor):
 
     def _leave(self) -> None:
         """Lets the others hear that the run is over, those that are heard."""
-        deadline = time.monotonic() + 2 * self.care.heartbeat
-        while time.monotonic() < deadline:
+        deadline = self.clock.monotonic() + 2 * self.care.heartbeat
+        while self.clock.monotonic() < deadline:
             if all(host in self.away or _left(self.exchange.said(host)) for host in self.others):
                 return
             self.exchange.wait(_POLL)
@@ -120,9 +164,9 @@ class Leader(Supervisor):
     def _news(self, host: int, said: Report) -> None:
         if said.attempt != self.ordered or said.life != self.meant[host]:
             return
-        now = time.monotonic()
+        now = self.clock.monotonic()
         for rank, sign in zip(self._on(host), said.signs, strict=False):
-            self.pulses.show(rank, dated(sign, now))
+            self.attempt.pulses.show(rank, dated(sign, now))
         for end in said.ends:
             if (one := self.distant.get(end.rank)) is not None:
                 one.hear(end)
@@ -132,76 +176,75 @@ class Leader(Supervisor):
 
     # --- one attempt -------------------------------------------------------------------------------------------------
 
-    def _start(self) -> list[Child]:
+    def start(self, attempt: Attempt) -> None:
+        """See `Agent.start`. Waits until the ranks of the last attempt are gone on every host."""
         self._until_idle()
         if self.away and self.signals.seen:
             raise Interrupted("Stopped while a host was waited for; the newest checkpoint is kept.")
-        self._counts_on_all()
-        places = self._begin()
-        own = self.team.own
-        self.distant = {place.rank: remote_rank.expected(place) for place in places if place.rank not in own}
-        between = young_daly.between_failures(time.monotonic() - self.began, self.attempt)
-        self._tell(run=True, between_failures=between)
-        children: list[Child] = []
+        self._counts_on_all(attempt)
+        self.distant = {
+            spec.rank: remote_rank.expected(spec) for spec in attempt.specs if spec.rank not in self.team.own
+        }
+        self._tell(run=True, between_failures=attempt.between_failures)
         try:
-            for place in places:
-                children.append(self.distant.get(place.rank) or ranks.fork(self.task, place))
-                if place.rank in own:
-                    self.signals.add(children[-1])
+            self.here.start(self._part(attempt))
         except BaseException:
-            self._end(children, 0.0)
+            self.end(0.0)
             raise
-        return children
+        self._gather()
 
-    def _counts_on_all(self) -> None:
-        """The next attempt is of the supervisors that are there."""
-        self.ordered, self.meant = self.attempt + 1, tuple(self.lives)
-        self.lost.clear()
-
-    def _gone(self, ended: Ended, children: Sequence[Child]) -> list[int]:
-        if self.away:
-            return []  # who is not heard does not hear
-        for one in self.distant.values():
-            one.reap()
-        # To the others it is as if its ranks were killed: its supervisor, another one, starts them.
-        of_host = bool(self.lost) and ended.failure.kind == "lost"
-        return super()._gone(
-            replace(ended, failure=replace(ended.failure, kind="killed")) if of_host else ended, children
-        )
-
-    def _replace(self, children: Sequence[Child], gone: Sequence[int]) -> list[Child]:
-        self._counts_on_all()
-        places = self._begin(self.pulses)
-        between = young_daly.between_failures(time.monotonic() - self.began, self.attempt)
-        later = self.care.stays == "rounds"
-        self._tell(run=True, replaced=tuple(gone), later=later, between_failures=between)
-        own = [index for index, child in enumerate(children) if not isinstance(child, Distant)]
-        mine, seats = [children[index] for index in own], [places[index] for index in own]
-        here = in_place_restart.summoned(self.task, mine, seats, gone, later)
-        after = list(children)
-        for index, child in zip(own, here, strict=True):
-            after[index] = child
-            self.signals.add(child)
+    def replace(self, attempt: Attempt, gone: Sequence[int]) -> None:
+        """See `Agent.replace`."""
+        self._counts_on_all(attempt)
+        between = attempt.between_failures
+        self._tell(run=True, replaced=tuple(gone), later=attempt.later, between_failures=between)
+        self.here.replace(self._part(attempt), gone)
         for rank, one in self.distant.items():
-            one.place = places[rank]
+            one.place = attempt.specs[rank]
             if rank in gone:
                 one.close()
-                after[rank] = self.distant[rank] = remote_rank.expected(places[rank])
-        return after
+                self.distant[rank] = remote_rank.expected(one.place)
+        self._gather()
 
-    def _watch(self, children: Sequence[Child]) -> Ended | None:
-        ended = super()._watch(children)
-        for host in [] if ended else list(self.away):
+    def _part(self, attempt: Attempt) -> Attempt:
+        """This host's part of it."""
+        return replace(attempt, specs=[attempt.specs[rank] for rank in self.team.own])
+
+    def _gather(self) -> None:
+        """The ranks of all hosts, in order."""
+        own = {child.place.rank: child for child in self.here.children}
+        self.children = [child for _, child in sorted({**own, **self.distant}.items())]
+
+    def _counts_on_all(self, attempt: Attempt) -> None:
+        """The next attempt is of the supervisors that are there."""
+        self.attempt, self.over = attempt, False
+        self.ordered, self.meant = attempt.number + 1, tuple(self.lives)
+        self.lost.clear()
+
+    def told_to_stay(self, ended: Ended) -> Failure | None:
+        """See `Agent`. To the others a lost host is as if its ranks were killed: its supervisor, another one, starts
+        them. A host that is not heard does not hear."""
+        if self.away:
+            return None
+        for one in self.distant.values():
+            one.reap()
+        of_host = bool(self.lost) and ended.failure.kind == "lost"
+        return replace(ended.failure, kind="killed") if of_host else ended.failure
+
+    def endings(self, every: float) -> Iterator[Child | None]:
+        """See `Agent.endings`."""
+        yield from self.here.endings(every, self.children)
+        for host in list(self.away):
             if self.exchange.age(host) < self.care.heartbeat:  # its ranks' good end is the first that is heard of it
-                self._comes(host, time.monotonic())
-        return ended
+                self._comes(host, self.clock.monotonic())
 
-    def _end(self, children: Sequence[Child], grace: float) -> None:
+    def end(self, grace: float) -> None:
         """Ends the attempt on all hosts, and waits until it is."""
-        deadline = time.monotonic() + grace
-        local.end([child for child in children if not isinstance(child, Distant)], grace)
-        while time.monotonic() < deadline and any(one.told is None for one in self.distant.values()):
-            time.sleep(_POLL)
+        self.over = True
+        deadline = self.clock.monotonic() + grace
+        self.here.end(grace)
+        while self.clock.monotonic() < deadline and any(one.told is None for one in self.distant.values()):
+            self.clock.sleep(_POLL)
         self._tell()
         try:
             self._until_idle()
@@ -214,7 +257,7 @@ class Leader(Supervisor):
         """Waits until the ranks of the last attempt are gone everywhere. Raises HostLost naming a host that is silent
         for too long. Once the run is asked to stop, nobody waits for a host that is not heard."""
         while not all(self._idle(host) for host in self.others) and len(self.signals.seen) < 2:
-            self._listen(time.monotonic())
+            self._listen(self.clock.monotonic())
             self.exchange.wait(_POLL)
 
     def _idle(self, host: int) -> bool:
@@ -226,25 +269,21 @@ class Leader(Supervisor):
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
-    def _look(self, now: float, children: Sequence[Child]) -> Stall | None:
+    def listen(self, now: float) -> bool:
+        """See `Agent.listen`: what is not known of ranks elsewhere is no idleness."""
         self._listen(now)
         late = any(self.exchange.age(host) >= self.care.heartbeat for host in self.others)
-        if late or self.away or now < self.quiet_until:
-            return None  # what is not known of ranks elsewhere is no idleness
-        return self.watcher.look(now, self.pulses.read(), [self._vital(child) for child in children])
+        return not (late or self.away or now < self.quiet_until)
+
+    def vitals(self) -> list[Vital]:
+        """See `Agent.vitals`."""
+        own = dict(zip(self.team.own, self.here.vitals(), strict=True))
+        return [own[rank] if rank in own else self._vital(child) for rank, child in enumerate(self.children)]
 
     def _vital(self, child: Child) -> Vital:
-        if child.status is not None:
-            return GONE
-        if not isinstance(child, Distant):
-            return vital(child.pid)
         said = self.exchange.said(self.team.hosts[child.place.rank])
-        current = said is not None and said.attempt == self.ordered and said.vitals
+        current = child.status is None and said is not None and said.attempt == self.ordered and said.vitals
         return said.vitals[child.place.local_rank] if current else GONE
-
-    def _compare(self, now: float) -> None:
-        if not self.away:  # else what is known of some ranks is old
-            super()._compare(now)
 
     def _listen(self, now: float) -> None:
         """Notices hosts that are not heard, are heard again, or were asked to stop."""
@@ -290,7 +329,7 @@ class Leader(Supervisor):
             why="its link is cut, or it or its supervisor has stopped",
             rank=self._on(host)[0],
             step=self._step() if self.ordered else 0,
-            attempt=self.attempt,
+            attempt=self.attempt.number,
             action=f"wait for it, {self.team.absence:.0f} s in all",
         )
 
@@ -298,28 +337,31 @@ class Leader(Supervisor):
         """Its ranks may take as long again to notice: TCP tries again ever more seldom (RFC 6298, section 5.5)."""
         seconds = now - self.away.pop(host)
         self.quiet_until = max(self.quiet_until, now + seconds)
-        self.watcher = Watcher(self.care.heartbeat, self.patience, self.spins)
-        if self.trouble is not None or not self.distant:
-            return  # another attempt follows, and says when the run goes on
+        started = not self.attempt.number or all(sign.first for sign in self.attempt.pulses.read())
+        if self.over or not self.distant or not started:
+            return  # the supervisor says when the run goes on
         self.care.tell(
             "recovered",
             kind="lost",
             rank=self._on(host)[0],
             step=self._step(),
-            attempt=self.attempt,
+            attempt=self.attempt.number,
             seconds=seconds,
             lost_steps=0,
             source="place",
         )
 
-    def _dumps(self, children: Sequence[Child]) -> dict[int, str]:
+    def _step(self) -> int:
+        return max(sign.step for sign in self.attempt.pulses.read())
+
+    def stack_dumps(self) -> dict[int, str]:
         """Where the ranks of all hosts are; also in what this host writes."""
         self._tell(run=True, stacks=True)
-        found = postmortem.dumps([child for child in children if not isinstance(child, Distant)])
-        follower.write(found)
-        deadline = time.monotonic() + STACKS_SECONDS
+        found = self.here.stack_dumps()
+        postmortem.write(found)
+        deadline = self.clock.monotonic() + STACKS_SECONDS
         told: dict[int, dict[int, str]] = {}
-        while len(told) < len(self.others) and time.monotonic() < deadline:
+        while len(told) < len(self.others) and self.clock.monotonic() < deadline:
             self.exchange.wait(_POLL)
             said = {host: self.exchange.said(host) for host in self.others}
             told = {host: one.stacks for host, one in said.items() if one is not None and one.stacks is not None}
@@ -329,21 +371,23 @@ class Leader(Supervisor):
 
     # --- saying where ------------------------------------------------------------------------------------------------
 
-    def _death(self, first: Child, children: Sequence[Child]) -> Ended:
-        ended = super()._death(first, children)
-        self._listen(time.monotonic())
+    def located(self, ended: Ended) -> Ended:
+        """See `Agent.located`."""
+        self.over = True
+        self._listen(self.clock.monotonic())
         found = self._of_host(ended)
         return found if found is not ended else self._placed(ended)
 
-    def _decide(self, ended: Ended, gone: Sequence[int] = ()) -> Decision:
+    def examined(self, ended: Ended) -> Ended:
+        """See `Agent.examined`: where ranks only know that they lost others, hosts are tested."""
         found = self._of_host(ended)  # some are known to be lost only when they are back
         nobodys = found.failure.kind == "lost" and found.found is None
         tests = nobodys and self.others and not (self.away or self.signals.seen)
-        return super()._decide(self._tested(found) if tests else found, gone)
+        return self._tested(found) if tests else found
 
     def _tested(self, ended: Ended) -> Ended:
-        """With what a test of the hosts says, where ranks only know that they lost others. No rank lives then."""
-        number, failure = self.attempt + 1, ended.failure
+        """With what a test of the hosts says. No rank lives then."""
+        number, failure = self.attempt.number + 1, ended.failure
         self._tell(testing=number)
         what, hosts = host_check.said(host_check.hosts(self.team, number, self.signals), self.team.names)
         self._tell()
@@ -363,30 +407,20 @@ class Leader(Supervisor):
             return ended
         host = self.team.hosts[failure.rank] if own else next(iter(absent))
         since = absent[host]
-        what = f"Host {self.team.names[host]} was not heard for {time.monotonic() - since:.1f} s."
+        what = f"Host {self.team.names[host]} was not heard for {self.clock.monotonic() - since:.1f} s."
         why = "its supervisor ended, and another is there" if host in self.lost else ended.error.what
         error = PeerLost(what, why=why, do=ended.error.do)
         failure = replace(failure, kind="lost", rank=self._on(host)[0], what=what, why=why)
         return Ended(failure, error, min(since, ended.at), restart_advice.named("Node Failure", self.team.names[host]))
-
-    def _stuck(self, finding: Stall, children: Sequence[Child]) -> Ended:
-        return self._placed(super()._stuck(finding, children))
-
-    def _examined(self, failure: Failure) -> Ruling:
-        found = super()._examined(failure)
-        if found.suspect != socket.gethostname() or failure.rank < 0:
-            return found
-        return replace(found, suspect=self.team.names[self.team.hosts[failure.rank]])
 
     def _placed(self, ended: Ended) -> Ended:
         """With the host, where the rank is known."""
         failure, error = ended.failure, ended.error
         if failure.rank < 0 or isinstance(error, Interrupted):
             return ended
-        host = self.team.names[self.team.hosts[failure.rank]]
-        what = f"On host {host}: {failure.what}"
+        host = self.host(failure.rank)
         placed = type(error)(f"On host {host}: {error.what}", why=error.why, do=error.do)
-        return Ended(replace(failure, what=what), placed, ended.at)
+        return Ended(replace(failure, what=f"On host {host}: {failure.what}"), placed, ended.at)
 
 
 def _left(said: Report | None) -> bool:

@@ -8,9 +8,7 @@ reaches this process, which passes it on, so that each rank hears it exactly onc
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
-import gc
 import os
 import select
 import signal
@@ -20,16 +18,16 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from espalier import errors, serialization, store_client
 from espalier.errors import EspalierError, Interrupted, RunFailed, UserError
+from espalier.launch import fork as forks
 from espalier.launch import rejoin_signal
 from espalier.launch.base import Entrypoint, RankSpec
 from espalier.launch.rejoin_signal import Recall
-
-_PR_SET_PDEATHSIG = 1  # prctl(2): the kernel kills a rank whose launcher is gone
 
 STACKS = signal.SIGUSR2
 """Makes a rank write where each of its threads is to its log, whatever it is doing."""
@@ -94,10 +92,14 @@ class Child:
                 while data := os.read(self.pipe, 1 << 20):
                     self.received += data
 
+    def signal(self, number: int) -> None:
+        """Sends it that signal, if it lives."""
+        if self.status is None:
+            os.kill(self.pid, number)
+
     def kill(self) -> None:
         """Ends it at once, if it lives, also where it is stopped."""
-        if self.status is None:
-            os.kill(self.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
 
     def close(self) -> None:
         """Ends it if need be and gives back what it took here."""
@@ -109,64 +111,42 @@ class Child:
         os.close(self.calls)
 
 
-def start(task: Entrypoint, places: Sequence[RankSpec]) -> Iterator[Child]:
-    """One process per place; they meet at a store of their own, which the first one serves, or where places say."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if places[0].port:
-        yield from (fork(task, place) for place in places)
-        return
-    with listening() as listener:
-        host, port = listener.getsockname()
-        for index, place in enumerate(places):
-            serves = index == 0 and len(places) > 1
-            listen_fd = listener.fileno() if serves else -1
-            yield fork(task, replace(place, host=host, port=port, serves=serves, listen_fd=listen_fd))
-
-
 @contextmanager
-def listening() -> Iterator[socket.socket]:
-    """A socket at a free port of this machine, for a store that is served by a rank."""
+def meeting(specs: Sequence[RankSpec], server: int) -> Iterator[Sequence[RankSpec]]:
+    """`specs` with the store at which the ranks meet: as they say, or one at a free port of this machine that the rank
+    of spec number `server` serves."""
+    if specs[0].port or len(specs) == 1:
+        yield specs
+        return
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1024)
-        yield listener
+        host, port = listener.getsockname()
+        met = [replace(spec, host=host, port=port) for spec in specs]
+        met[server] = replace(met[server], serves=True, listen_fd=listener.fileno())
+        yield met
 
 
 def fork(task: Entrypoint, place: RankSpec) -> Child:
     """One process at `place`, which says where its store is."""
     reader, writer = os.pipe()
     heard, calls = os.pipe()
-    launcher = os.getpid()
-    pid = os.fork()
-    if pid:
-        os.close(writer)
-        os.close(heard)
-        os.set_blocking(reader, False)
-        return Child(place, pid, os.pidfd_open(pid), reader, calls=calls)
-    os.close(reader)
-    os.close(calls)
-    gc.freeze()  # groups that the launcher has left behind would be taken apart here, where their threads are not
-    code = 1
-    try:
-        code = _live(task, replace(place, recall=Recall(heard)), writer, launcher)
-    finally:
-        # Not sys.exit: the parent's exit handlers and buffers are not this process's to run.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    spec = replace(place, recall=Recall(heard))
+    pid = forks.fork(partial(_live, task, spec, writer, (reader, calls)))
+    os.close(writer)
+    os.close(heard)
+    os.set_blocking(reader, False)
+    return Child(place, pid, os.pidfd_open(pid), reader, calls=calls)
 
 
-def _live(task: Entrypoint, place: RankSpec, writer: int, launcher: int) -> int:
-    """The life of one rank: join its process group, run, send back what came of it. Returns the exit code."""
-    os.setpgid(0, 0)
+def _live(task: Entrypoint, place: RankSpec, writer: int, parents: Sequence[int]) -> int:
+    """The life of one rank: join its process group, run, send back what came of it. Returns the exit code. `parents`:
+    descriptors that are the parent's alone."""
+    for descriptor in parents:
+        os.close(descriptor)
     store_client.own_process()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
-        return 1  # it died before the line above
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
     if place.log is not None:
         _redirect(place.log, place.rank)
     faulthandler.register(STACKS, file=2 if place.stacks < 0 else place.stacks, all_threads=True)

@@ -5,7 +5,6 @@ forks ranks has none of its threads, whose locks a fork would copy and never rel
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import signal
@@ -16,8 +15,8 @@ from dataclasses import replace
 from espalier import store_client
 from espalier.launch import store_gate
 from espalier.launch.base import RankSpec
+from espalier.launch.fork import fork
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # prctl(2)
 _NAME = b"espalier-store"
 """Of the process, as `ps -o comm` shows it."""
 
@@ -33,7 +32,7 @@ class _Beside:
     def __init__(self, live: Callable[[socket.socket], None]) -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
             self.port = int(listener.getsockname()[1])
-            self.pid = _fork(lambda: live(listener))
+            self.pid = fork(lambda: live(listener), _NAME)
 
     def close(self) -> None:
         """Ends it."""
@@ -74,11 +73,8 @@ def near(place: RankSpec, token: str) -> RankSpec:
 
 
 @contextlib.contextmanager
-def served(wanted: bool) -> Iterator[int]:
-    """The port on this machine where a store is served inside; 0 where none is `wanted`."""
-    if not wanted:
-        yield 0
-        return
+def served() -> Iterator[int]:
+    """The port on this machine where a store is served inside."""
     one = Served()
     try:
         yield one.port
@@ -86,27 +82,9 @@ def served(wanted: bool) -> Iterator[int]:
         one.close()
 
 
-def _fork(live: Callable[[], None]) -> int:
-    asker = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        os.setpgid(0, 0)  # Ctrl-C is for who asked
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(_PR_SET_NAME, _NAME)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection of another host takes three
-        if os.getppid() == asker:
-            live()
-    finally:
-        os._exit(1)
-
-
 def _serve(listener: socket.socket, door: int, token: str) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection of another host takes three
     host, port = listener.getsockname()
     kept = store_client.connect(host, port, 60.0, is_master=True, master_listen_fd=listener.detach())
     store_client.ask_nobody()

@@ -10,19 +10,23 @@ detection are `resilience`'s; here they are carried out.
 from __future__ import annotations
 
 import importlib
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from espalier.checkpoint import shared_memory, young_daly
 from espalier.checkpoint.shared_memory import SharedMemory
 from espalier.errors import Diverged, EspalierError, Interrupted, RunFailed, UserError
-from espalier.launch import in_place_restart, local, postmortem, store_server
+from espalier.launch import agent as agents
+from espalier.launch import in_place_restart, postmortem, store_server
 from espalier.launch import rank_process as ranks
+from espalier.launch.agent import Agent, Attempt, Clock, LocalAgent
 from espalier.launch.base import Entrypoint, RankSpec
-from espalier.launch.process_stats import GONE, vital
+from espalier.launch.postmortem import Ended
 from espalier.launch.rank_process import Child
 from espalier.launch.resize import Reshaping, Resizer, RunShape
 from espalier.resilience import stack_dump
@@ -64,17 +68,6 @@ class RestartOptions:
     continues: bool = False
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Why an attempt is over: for the policy, for people, and when it went wrong (seconds of `time.monotonic`)."""
-
-    failure: Failure
-    error: EspalierError
-    at: float
-    found: restart_advice.Ruling | None = None
-    """The diagnosis, where it came before the ranks were released."""
-
-
 def run(task: Entrypoint, places: Sequence[RankSpec], care: RestartOptions) -> list[Any]:
     """Runs `task` in one process per place until all have returned, starting them again after what can be survived;
     what each returned, in order.
@@ -84,13 +77,14 @@ def run(task: Entrypoint, places: Sequence[RankSpec], care: RestartOptions) -> l
     """
     warm()
     # Replicas that go on meet where they met before, also when the first of them is gone.
-    with store_server.served(care.stays == "rounds") as port, local.passing_on_signals() as signals:
+    met = store_server.served() if care.stays == "rounds" else nullcontext(0)
+    with met as port, agents.passing_on_signals() as signals:
         places = [replace(place, port=port) for place in places]
         slots = shared_memory.slots(len(places))
         refuges = shared_memory.build(len(places), care.memory, slots) if care.memory != 0 else []
         own: Sequence[SharedMemory | None] = refuges or [None] * len(places)
         try:
-            found = Supervisor(task, list(zip(places, own, strict=True)), care, signals).run()
+            found = Supervisor(list(zip(places, own, strict=True)), care, LocalAgent(task, signals)).run()
         finally:
             shared_memory.release(refuges)
         if care.continues and signals.seen:  # it came too late for the ranks to hear of it
@@ -111,11 +105,20 @@ Seat = tuple[RankSpec, SharedMemory | None]
 
 
 class Supervisor:
-    """One supervised run. Has state: the attempt's ranks and signs of life, and what was spent on restarts."""
+    """One supervised run: decides when an attempt is over and what follows. Has state: the attempt's signs of life, and
+    what was spent on restarts.
 
-    def __init__(self, task: Entrypoint, seats: Sequence[Seat], care: RestartOptions, signals: local.Signals) -> None:
-        self.task, self.seats, self.care, self.signals = task, seats, care, signals
-        self.began = time.monotonic()
+    Args:
+        seats: the ranks' specs, and where their copies in memory are.
+        care: see `RestartOptions`.
+        agent: who starts, watches and ends the ranks.
+        clock: see `agent.Clock`.
+    """
+
+    def __init__(self, seats: Sequence[Seat], care: RestartOptions, agent: Agent, clock: Clock = time) -> None:
+        self.seats, self.care, self.agent, self.clock = seats, care, agent, clock
+        self.signals = agent.signals
+        self.began = clock.monotonic()
         self.budget = Budget(care.restarts)
         self.reshaping = Reshaping(care.shapes, care.tell)
         self.next: RunShape | None = None
@@ -126,25 +129,26 @@ class Supervisor:
 
     def run(self) -> list[Any]:
         """See the function."""
-        children = self._start()
+        self.agent.start(self._begin())
         while True:
             gone: list[int] = []
             try:
-                ended = self._watch(children)
+                ended = self._watch()
                 if ended is None:
                     self._recovered(finished=True)
-                    return ranks.results(children)
+                    return ranks.results(self.agent.children)
                 ended, again = self._first_thought(ended)
-                gone = self._gone(ended, children) if again else []
+                gone = self._gone(ended) if again else []
                 if gone:
                     decision = self._decide(ended, gone)
                     if self._stay(decision):
-                        children = self._replace(children, gone)
+                        self.agent.replace(self._begin(self.pulses), gone)
                         continue
             except BaseException:
-                self._end(children, 0.0)
+                self.agent.end(0.0)
                 raise
-            self._end(children, 0.0 if again else local.GRACE_SECONDS)
+            children = list(self.agent.children)
+            self.agent.end(0.0 if again else agents.GRACE_SECONDS)
             if not gone:
                 decision = self._decide(ended)
             if not decision.restart:
@@ -152,37 +156,21 @@ class Supervisor:
             self._rest(decision.wait)
             if self.next is not None:
                 self._take(self.next)
-            children = self._start()
+            self.agent.start(self._begin())
 
-    def _start(self) -> list[Child]:
-        places = self._begin()
-        try:
-            for child in ranks.start(self.task, places):
-                self.signals.add(child)
-        except BaseException:
-            local.end(self.signals.children, 0.0)
-            raise
-        return list(self.signals.children)
-
-    def _gone(self, ended: Ended, children: Sequence[Child]) -> list[int]:
+    def _gone(self, ended: Ended) -> list[int]:
         """Which ranks have to be replaced where the others stay; none: all begin anew."""
-        return in_place_restart.gone(ended.failure, children, self.pulses.read()) if self.care.stays else []
+        failure = self.agent.told_to_stay(ended) if self.care.stays else None
+        return in_place_restart.gone(failure, self.agent.children, self.pulses.read()) if failure is not None else []
 
-    def _replace(self, children: Sequence[Child], gone: Sequence[int]) -> list[Child]:
-        """The ranks of another attempt, those that are left among them."""
-        after = in_place_restart.replaced(self.task, children, self._begin(self.pulses), gone)
-        for child in after:
-            self.signals.add(child)
-        return after
-
-    def _begin(self, pulses: Pulses | None = None) -> list[RankSpec]:
-        """The places of a new attempt, of which nothing is known yet. `pulses`: of ranks that stay."""
+    def _begin(self, pulses: Pulses | None = None) -> Attempt:
+        """A new attempt, of which nothing is known yet. `pulses`: of ranks that stay."""
+        now = self.clock.monotonic()
         self.pulses = pulses or Pulses(len(self.seats), self.care.heartbeat)
-        self.pulses.begin()
-        self.signals.children.clear()
+        self.pulses.begin(now)
         self.logs = {place.rank: (place.log, postmortem.size(place.log)) for place, _ in self.seats}
-        between = young_daly.between_failures(time.monotonic() - self.began, self.attempt)
-        return [
+        between = young_daly.between_failures(now - self.began, self.attempt)
+        specs = [
             replace(
                 place,
                 attempt=place.attempt + self.attempt,
@@ -191,38 +179,36 @@ class Supervisor:
             )
             for index, (place, own) in enumerate(self.seats)
         ]
+        later = pulses is not None and self.care.stays == "rounds"
+        return Attempt(self.attempt, specs, self.pulses, between, later)
 
-    def _end(self, children: Sequence[Child], grace: float) -> None:
-        local.end(children, grace)
-
-    def _watch(self, children: Sequence[Child]) -> Ended | None:
+    def _watch(self) -> Ended | None:
         """Waits until all have ended well (None) or one has not, or none goes on."""
         self.watcher = Watcher(self.care.heartbeat, self.patience, self.spins)
         self.stragglers = Stragglers()
-        self.reshaping.begin(time.monotonic(), [place for place, _ in self.seats])
+        self.reshaping.begin(self.clock.monotonic(), [place for place, _ in self.seats])
         every = self.care.heartbeat / _LOOKS
         looked, looks = 0.0, 0
-        for child in ranks.endings(children, every):
+        for child in self.agent.endings(every):
             if child is not None and child.failed:
                 self._recovered(finished=False)
-                return self._death(child, children)
-            now = time.monotonic()
+                return self._death(child)
+            now = self.clock.monotonic()
             if child is None and now - looked >= every:
                 looked, looks = now, looks + 1
                 self._recovered(finished=False)
-                if looks % _COMPARED == 0:
+                if looks % _COMPARED == 0 and self.agent.current:
                     self._compare(now)
-                finding = self._look(now, children)
+                finding = self._look(now)
                 if finding is not None:
-                    return self._stuck(finding, children)
+                    return self._stuck(finding)
         return None
 
-    def _look(self, now: float, children: Sequence[Child]) -> Stall | None:
-        vitals = [vital(one.pid) if one.status is None else GONE for one in children]
-        return self.watcher.look(now, self.pulses.read(), vitals)
-
-    def _dumps(self, children: Sequence[Child]) -> dict[int, str]:
-        return postmortem.dumps(children)
+    def _look(self, now: float) -> Stall | None:
+        known, current = self.agent.current, self.agent.listen(now)
+        if self.agent.current and not known:
+            self.watcher = Watcher(self.care.heartbeat, self.patience, self.spins)
+        return self.watcher.look(now, self.pulses.read(), self.agent.vitals()) if current else None
 
     def _compare(self, now: float) -> None:
         """Names ranks that hold the others up, and asks all to save and end where another plan pays."""
@@ -247,21 +233,21 @@ class Supervisor:
     def _step(self) -> int:
         return max(sign.step for sign in self.pulses.read())
 
-    def _death(self, first: Child, children: Sequence[Child]) -> Ended:
+    def _death(self, first: Child) -> Ended:
         """Waits a little for the cause where `first` does not know it."""
-        at = time.monotonic()
+        at, children = self.clock.monotonic(), self.agent.children
         deadline = at + _HEARING_SECONDS
-        while (known := postmortem.cause(first, children)) is None and time.monotonic() < deadline:
+        while (known := postmortem.cause(first, children)) is None and self.clock.monotonic() < deadline:
             for child in (one for one in children if one.status is None):
                 child.reap(block=False)
-            time.sleep(0.01)
+            self.clock.sleep(0.01)
         cause, turn = known or first, self.reshaping.turn
         if turn is not None and isinstance(cause.error, Interrupted):
             failure = Failure("replanned", -1, f"Ranks were ended to go on as {turn.shape.says}.", step=self._step())
             return Ended(failure, cause.error, turn.at)
         failure = self._failure(cause)
         at = min(at, max(sign.moved for sign in self.pulses.read())) if failure.kind == "lost" else at
-        return Ended(failure, cause.error or ranks.died(cause), at)
+        return self.agent.located(Ended(failure, cause.error or ranks.died(cause), at))
 
     def _failure(self, child: Child) -> Failure:
         error, step, rank = child.error, self._step(), child.place.rank
@@ -279,21 +265,21 @@ class Supervisor:
         rank = -1 if isinstance(error, Diverged) else rank
         return Failure(KINDS.get(type(error), "exception"), rank, error.what, error.why, step)
 
-    def _stuck(self, finding: Stall, children: Sequence[Child]) -> Ended:
+    def _stuck(self, finding: Stall) -> Ended:
         """Of ranks that do not go on. They write down where they are before they are ended."""
         rank, why = finding.rank, finding.why
         if finding.kind == "stopped":
             what = f"Rank {rank} was stopped (SIGSTOP)."
         else:
-            found = stack_dump.culprit(self._dumps(children))
+            found = stack_dump.culprit(self.agent.stack_dumps())
             rank = found.rank if found else -1
             what = f"Rank {rank} hangs." if found else "The run hangs."
             why += f"; it is at {found.where}" if found else ""
-            logs = next((child.place.log for child in children if child.place.log is not None), None)
+            logs = next((child.place.log for child in self.agent.children if child.place.log is not None), None)
             why += f"; where each rank was is in {logs.parent}" if logs else ""
         error = RunFailed(what, why=why, do="run the same command to resume")
         at = max(sign.moved for sign in self.pulses.read())
-        return Ended(Failure(finding.kind, rank, what, why, self._step()), error, at)
+        return self.agent.located(Ended(Failure(finding.kind, rank, what, why, self._step()), error, at))
 
     def _first_thought(self, ended: Ended) -> tuple[Ended, bool]:
         """Whether the ranks can be released at once to start again; only where not, the diagnosis comes first."""
@@ -308,9 +294,10 @@ class Supervisor:
         return decision.restart and not decision.wait and self.next is None
 
     def _decide(self, ended: Ended, gone: Sequence[int] = ()) -> Decision:
-        failure = ended.failure
         if self.signals.seen:
             return Decision(False, 0.0, "the run was asked to stop")
+        ended = self.agent.examined(ended)
+        failure = ended.failure
         found = ended.found or self._examined(failure)
         failure = _named(failure, found)
         ended = replace(ended, failure=failure)
@@ -353,7 +340,7 @@ class Supervisor:
         before, self.next = self.seats, None
         if not shape.copies:
             shared_memory.clear(own for _, own in before if own is not None)
-        self.task = shape.task
+        self.agent.task = shape.task
         self.seats = [
             (replace(place, seat=before[rank][0].seat), before[rank][1])
             for place, rank in zip(shape.places, shape.kept, strict=True)
@@ -365,12 +352,14 @@ class Supervisor:
         """What the failed rank's error, and what it wrote in this attempt, say of starting again."""
         if failure.kind == "replanned":
             return restart_advice.NOTHING
-        return restart_advice.of(failure, *self.logs.get(failure.rank, (None, 0)), nccl=self.spins)
+        found = restart_advice.of(failure, *self.logs.get(failure.rank, (None, 0)), nccl=self.spins)
+        host = self.agent.host(failure.rank) if found.suspect == socket.gethostname() and failure.rank >= 0 else ""
+        return replace(found, suspect=host) if host else found
 
     def _last(self, ended: Ended, children: Sequence[Child], decision: Decision) -> EspalierError:
         """The error that ends the run."""
         if self.signals.seen:
-            return local.cause(next((child for child in children if child.failed), children[0]), children, True)
+            return postmortem.error(next((child for child in children if child.failed), children[0]), children, True)
         error = ended.error
         if isinstance(error, UserError) or self.attempt == 1:  # nothing was tried
             return error
@@ -391,16 +380,16 @@ class Supervisor:
             rank=trouble.failure.rank,
             step=resumed,
             attempt=self.attempt,
-            seconds=max((sign.first for sign in signs if sign.first), default=time.monotonic()) - trouble.at,
+            seconds=max((sign.first for sign in signs if sign.first), default=self.clock.monotonic()) - trouble.at,
             lost_steps=max(0, trouble.failure.step - resumed),
             source="memory" if signs[0].memory else "disk" if resumed else "the beginning",
         )
 
     def _rest(self, seconds: float) -> None:
         """Waits before the next attempt, unless somebody asks to stop."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not self.signals.seen:
-            time.sleep(0.05)
+        deadline = self.clock.monotonic() + seconds
+        while self.clock.monotonic() < deadline and not self.signals.seen:
+            self.clock.sleep(0.05)
         if self.signals.seen:
             raise Interrupted("Stopped between two attempts; the newest checkpoint is kept.")
 

@@ -76,12 +76,12 @@ class Pulse:
     def stands(self) -> None:
         """This rank has lost another, and waits to begin anew with all of them."""
         if self._cells is not None:
-            _begin(self._cells, "standing")
+            _begin(self._cells, "standing", time.monotonic_ns())
 
     def starts(self) -> None:
         """This rank begins anew."""
         if self._cells is not None:
-            _begin(self._cells, "starting")
+            _begin(self._cells, "starting", time.monotonic_ns())
 
     def leaves(self) -> None:
         """This rank has done its part; it waits for nobody any more."""
@@ -146,10 +146,10 @@ class Pulses:
         """What each rank showed last."""
         return [self._sign(self._all[rank * _CELLS : (rank + 1) * _CELLS].tolist()) for rank in range(self._world)]
 
-    def begin(self) -> None:
-        """An attempt does, of ranks that are new and of ranks that stay."""
+    def begin(self, now: float) -> None:
+        """An attempt does at `now`, of ranks that are new and of ranks that stay."""
         for rank in range(self._world):
-            _begin(self._all[rank * _CELLS : (rank + 1) * _CELLS], "starting")
+            _begin(self._all[rank * _CELLS : (rank + 1) * _CELLS], "starting", round(1e9 * now))
 
     def show(self, rank: int, sign: Sign) -> None:
         """What `rank` showed elsewhere, its times by the clock here."""
@@ -177,9 +177,9 @@ class Pulses:
         )
 
 
-def _begin(cells: memoryview, doing: Doing) -> None:
+def _begin(cells: memoryview, doing: Doing, now: int) -> None:
     """Nothing is known of an attempt that starts, except how far the run was."""
     for cell in (_FIRST, _USUAL, _WAITED, _ASKED):
         cells[cell] = 0
     cells[_DOES] = _DOING.index(doing)
-    cells[_MOVED] = cells[_BEAT] = time.monotonic_ns()
+    cells[_MOVED] = cells[_BEAT] = now

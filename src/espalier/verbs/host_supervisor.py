@@ -73,7 +73,7 @@ class Post:
 
 def opened(place: RankSpec, asked: Told) -> train.OpenedRun:
     """Opens the data on this host."""
-    torch.set_num_threads(1)  # ranks are forked from here; see launch.local
+    torch.set_num_threads(1)  # ranks are forked from here; see launch.agent
     resolved = prepare.settle(load.from_table(asked["recipe"], asked["origin"]), Path(asked["beside"]))
     resolved = replace(resolved, trust=asked["trust"])
     if place.rank:

@@ -157,13 +157,13 @@ def choose(
 def _seconds(plan: plans.Plan, resolved: prepare.Resolved, workload: Workload) -> float:
     """Seconds per step of `plan`, from real steps in real ranks. What it takes is loaded here: `plan` does without."""
     from espalier import worker
+    from espalier.launch import agent
     from espalier.launch import base as launch
-    from espalier.launch import local
 
     def task(place: launch.RankSpec) -> float:
         return worker.trial(RankSetup(resolved.recipe, plan, workload, place), TRIAL_SECONDS)
 
-    return max(local.run(task, launch.places(plan)))
+    return max(agent.run(task, launch.places(plan)))
 
 
 def refuse_elsewhere(plan: plans.Plan, world: int | None) -> None:

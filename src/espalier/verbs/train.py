@@ -92,7 +92,7 @@ class RunStart:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains to the end, or to Ctrl-C (exit code 130, state saved)."""
-    torch.set_num_threads(1)  # ranks are forked from here; see launch.local
+    torch.set_num_threads(1)  # ranks are forked from here; see launch.agent
     sys.stdout = cast("TextIO", Forgiving(sys.stdout))
     place = detect_launcher.place()
     if place is not None:

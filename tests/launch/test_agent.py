@@ -8,7 +8,7 @@ import time
 import pytest
 
 from espalier.errors import Interrupted, PeerLost, RunFailed, UserError
-from espalier.launch import base, local
+from espalier.launch import agent, base
 
 
 def places(count, tmp_path):
@@ -24,7 +24,7 @@ def alive(pid):
 
 
 def test_results_come_back_in_rank_order(tmp_path):
-    assert local.run(lambda place: (place.rank, "x" * 300_000), places(3, tmp_path)) == [
+    assert agent.run(lambda place: (place.rank, "x" * 300_000), places(3, tmp_path)) == [
         (rank, "x" * 300_000) for rank in range(3)
     ]
 
@@ -39,7 +39,7 @@ def test_ranks_meet_at_the_store(tmp_path):
             store.wait([f"bye{rank}" for rank in range(place.world)])
         return found
 
-    assert local.run(task, places(3, tmp_path)) == [["0", "1", "2"]] * 3
+    assert agent.run(task, places(3, tmp_path)) == [["0", "1", "2"]] * 3
 
 
 def test_a_killed_rank_ends_the_run_at_once_and_is_named(tmp_path):
@@ -52,7 +52,7 @@ def test_a_killed_rank_ends_the_run_at_once_and_is_named(tmp_path):
 
     begun = time.monotonic()
     with pytest.raises(RunFailed, match=r"Rank 1 was killed \(SIGKILL\)"):
-        local.run(task, places(3, tmp_path))
+        agent.run(task, places(3, tmp_path))
     assert time.monotonic() - begun < 50, "the others would take 60"
     assert not any(alive(int((tmp_path / f"pid{rank}").read_text())) for rank in range(3))
 
@@ -65,7 +65,7 @@ def test_a_ranks_own_error_is_shown_before_a_lost_peer(tmp_path):
         raise UserError("the real cause")
 
     with pytest.raises(UserError, match="the real cause"):
-        local.run(task, places(2, tmp_path))
+        agent.run(task, places(2, tmp_path))
 
 
 def test_an_exception_names_rank_type_place_and_log(tmp_path):
@@ -73,8 +73,8 @@ def test_an_exception_names_rank_type_place_and_log(tmp_path):
         raise ValueError("no such thing")
 
     with pytest.raises(RunFailed, match="Rank 0 failed: ValueError: no such thing") as caught:
-        local.run(task, places(1, tmp_path))
-    assert "test_local.py" in caught.value.why
+        agent.run(task, places(1, tmp_path))
+    assert "test_agent.py" in caught.value.why
     assert "Traceback" in (tmp_path / "rank-0.log").read_text()
 
 
@@ -82,7 +82,7 @@ PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
 from espalier.errors import Interrupted, EspalierError
-from espalier.launch import base, local
+from espalier.launch import agent, base
 folder = Path(sys.argv[1])
 def task(place):
     stop = []
@@ -94,7 +94,7 @@ def task(place):
         raise Interrupted("saved")
     time.sleep(60)
 try:
-    local.run(task, [base.RankSpec(rank=i, world=2) for i in range(2)])
+    agent.run(task, [base.RankSpec(rank=i, world=2) for i in range(2)])
 except EspalierError as error:
     print(error)
     sys.exit(error.exit_code)
