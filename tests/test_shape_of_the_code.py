@@ -52,7 +52,6 @@ CYCLES = {
 SATELLITES = {
     "espalier.comm.host_staging",
     "espalier.evaluate.evaluation",
-    "espalier.launch.remote_rank",
     "espalier.prefetch",
     "espalier.shard.buffer_sync",
     "espalier.shard.control_message",

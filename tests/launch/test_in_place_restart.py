@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from struck import Struck, plan_of, recipe_of, same
 
 from espalier.checkpoint import shared_memory
-from espalier.launch import in_place_restart
+from espalier.launch import supervisor
 from espalier.launch.base import RankSpec
 from espalier.launch.rank_process import Child
 from espalier.plan.base import Outer
@@ -109,38 +109,38 @@ def ranks(*ended):
 
 def test_the_dead_and_the_culprit_are_replaced():
     children, pulses = ranks(1)
-    assert in_place_restart.gone(Failure("killed", 1, ""), children, pulses.read()) == [1]
-    assert in_place_restart.gone(Failure("hang", 2, ""), children, pulses.read()) == [1, 2]
+    assert supervisor.ranks_to_replace(Failure("killed", 1, ""), children, pulses.read()) == [1]
+    assert supervisor.ranks_to_replace(Failure("hang", 2, ""), children, pulses.read()) == [1, 2]
 
 
 @pytest.mark.parametrize("kind", ["user", "lost", "anomaly", "signal", "replanned"])
 def test_what_concerns_all_ranks_begins_all_anew(kind):
     children, pulses = ranks(1)
-    assert in_place_restart.gone(Failure(kind, 1, ""), children, pulses.read()) == []
+    assert supervisor.ranks_to_replace(Failure(kind, 1, ""), children, pulses.read()) == []
 
 
 def test_a_hang_of_nobody_knows_whom_begins_all_anew():
     children, pulses = ranks()
-    assert in_place_restart.gone(Failure("hang", -1, ""), children, pulses.read()) == []
+    assert supervisor.ranks_to_replace(Failure("hang", -1, ""), children, pulses.read()) == []
 
 
 def test_ranks_that_still_meet_cannot_be_called():
     children, pulses = ranks(1)
     pulses.of(2).starts()
-    assert in_place_restart.gone(Failure("killed", 1, ""), children, pulses.read()) == []
+    assert supervisor.ranks_to_replace(Failure("killed", 1, ""), children, pulses.read()) == []
     pulses.of(2).stands()
-    assert in_place_restart.gone(Failure("killed", 1, ""), children, pulses.read()) == [1]
+    assert supervisor.ranks_to_replace(Failure("killed", 1, ""), children, pulses.read()) == [1]
 
 
 def test_nobody_is_left():
     children, pulses = ranks(0, 1, 2)
-    assert in_place_restart.gone(Failure("killed", 1, ""), children, pulses.read()) == []
+    assert supervisor.ranks_to_replace(Failure("killed", 1, ""), children, pulses.read()) == []
 
 
 def test_what_has_done_its_part_does_not_come_back():
     children, pulses = ranks(1)
     children[0].status, children[0].received = 0, b"done"
-    assert in_place_restart.gone(Failure("killed", 1, ""), children, pulses.read()) == []
+    assert supervisor.ranks_to_replace(Failure("killed", 1, ""), children, pulses.read()) == []
 
 
 def test_without_room_for_copies_all_begin_anew(corpus, unbroken, tmp_path):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from espalier import serialization
 from espalier.errors import RunFailed, UserError, words_of
-from espalier.launch import rank_process, remote_rank
+from espalier.launch import leader, rank_process
 from espalier.launch.base import RankSpec
 from espalier.launch.supervisor_protocol import End
 
 
-def polled(one: remote_rank.Distant) -> list[object]:
+def polled(one: leader.Distant) -> list[object]:
     return [found for found in rank_process.endings([one], 0.05) if found is not None]
 
 
 def test_its_end_wakes_who_polls_and_is_that_of_a_child() -> None:
-    one = remote_rank.expected(RankSpec(rank=3))
+    one = leader.expected(RankSpec(rank=3))
     assert (one.failed, one.error, one.returned) == (False, None, None)
     one.reap(block=False)
     assert one.status is None
@@ -32,7 +32,7 @@ def test_what_it_raised_is_raised_here() -> None:
         words = words_of(error)
         told = ("crashed", words, raised) if raised else ("raised", words)
         there = rank_process.Child(RankSpec(rank=1), -1, -1, -1, serialization.dumps(told), 1)
-        one = remote_rank.expected(RankSpec(rank=1))
+        one = leader.expected(RankSpec(rank=1))
         one.hear(End.of(there))
         one.reap()
         assert (type(one.error), str(one.error), one.raised) == (type(error), str(error), raised)
@@ -43,7 +43,7 @@ def test_a_rank_that_did_its_work_has_not_failed() -> None:
     there = rank_process.Child(RankSpec(rank=1), -1, -1, -1, serialization.dumps(("returned", 5)), 0)
     left = rank_process.Child(RankSpec(rank=1), -1, -1, -1, b"", 0)  # by os._exit(0), without a word
     for child_, failed in ((there, False), (left, True)):
-        one = remote_rank.expected(RankSpec(rank=1))
+        one = leader.expected(RankSpec(rank=1))
         one.hear(End.of(child_))
         one.reap()
         assert one.failed is failed

@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from espalier.checkpoint import shared_memory
-from espalier.errors import HostLost, Interrupted, PeerLost
-from espalier.launch import follower, host_check, postmortem, remote_rank, supervisor
+from espalier.errors import EspalierError, HostLost, Interrupted, PeerLost
+from espalier.launch import follower, host_check, postmortem, supervisor
 from espalier.launch.agent import Attempt, LocalAgent, passing_on_signals
 from espalier.launch.base import Entrypoint, RankSpec
 from espalier.launch.host_map import HostMap
 from espalier.launch.postmortem import Ended
 from espalier.launch.process_stats import GONE
 from espalier.launch.rank_process import Child
-from espalier.launch.remote_rank import Distant
 from espalier.launch.supervisor import RestartOptions, Supervisor
 from espalier.launch.supervisor_protocol import Command, ControlLink, End, Report, dated
 from espalier.resilience.acme import restart_advice
@@ -84,6 +84,68 @@ def lead(
     with hosts.listening():
         returned = Supervisor(seats, care, hosts, here.clock).run()
         return [returned[rank] for rank in team.own]
+
+
+@dataclass
+class Distant(Child):
+    """Proxy for a rank on another host: its status comes from that host's supervisor, and `kill` does nothing.
+
+    Has state: how it ended, as told by the thread that hears of it.
+    """
+
+    told: End | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    closed: bool = False
+
+    def hear(self, end: End) -> None:
+        """It ended; whoever polls for it wakes. Called in the thread that hears of it."""
+        with self.lock:
+            if self.told is None and not self.closed:
+                self.told = end
+                os.eventfd_write(self.pidfd, 1)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended without having done its part."""
+        return self.status is not None and self.told is not None and not self.told.well
+
+    @property
+    def returned(self) -> Any:
+        """Nothing: what it returned stays on its host."""
+        return None
+
+    @property
+    def error(self) -> EspalierError | None:
+        """What it raised, if it could tell."""
+        return self.told.rebuilt() if self.told is not None else None
+
+    @property
+    def raised(self) -> str:
+        """The type's name where it raised what is not an EspalierError."""
+        return self.told.raised if self.told is not None else ""
+
+    def reap(self, block: bool = True) -> None:
+        """Learns how it ended, if that was told."""
+        if self.told is not None:
+            self.status = self.told.status
+
+    def kill(self) -> None:
+        """Its own supervisor does that."""
+
+    def close(self) -> None:
+        """Gives back what it took here."""
+        with self.lock:
+            self.closed = True
+            os.close(self.pidfd)
+            os.close(self.pipe)
+
+
+def expected(place: RankSpec) -> Distant:
+    """The rank at `place`, of which nothing was heard yet."""
+    reader, writer = os.pipe()
+    os.close(writer)
+    os.set_blocking(reader, False)
+    return Distant(place, -1, os.eventfd(0), reader)
 
 
 class HostAgents:
@@ -182,9 +244,7 @@ class HostAgents:
         if self.away and self.signals.seen:
             raise Interrupted("Stopped while a host was waited for; the newest checkpoint is kept.")
         self._counts_on_all(attempt)
-        self.distant = {
-            spec.rank: remote_rank.expected(spec) for spec in attempt.specs if spec.rank not in self.team.own
-        }
+        self.distant = {spec.rank: expected(spec) for spec in attempt.specs if spec.rank not in self.team.own}
         self._tell(run=True, between_failures=attempt.between_failures)
         try:
             self.here.start(self._part(attempt))
@@ -203,7 +263,7 @@ class HostAgents:
             one.place = attempt.specs[rank]
             if rank in gone:
                 one.close()
-                self.distant[rank] = remote_rank.expected(one.place)
+                self.distant[rank] = expected(one.place)
         self._gather()
 
     def _part(self, attempt: Attempt) -> Attempt:

@@ -1,5 +1,5 @@
 """Supervisor of the ranks of one machine: restarts a rank that dies, hangs or is stopped in place if the others can
-stay (`in_place_restart`), else ends all ranks and starts a new attempt from the newest good state. After Acme (arXiv
+stay (`ranks_to_replace`), else ends all ranks and starts a new attempt from the newest good state. After Acme (arXiv
 2403.07648), section 6.1.
 
 Where we deviate: there are no idle spare processes. This process has torch imported and forks the ranks, so it is the
@@ -22,7 +22,7 @@ from espalier.checkpoint import shared_memory, young_daly
 from espalier.checkpoint.shared_memory import SharedMemory
 from espalier.errors import Diverged, EspalierError, Interrupted, RunFailed, UserError
 from espalier.launch import agent as agents
-from espalier.launch import in_place_restart, postmortem, store_server
+from espalier.launch import postmortem, store_server
 from espalier.launch import rank_process as ranks
 from espalier.launch.agent import Agent, Attempt, Clock, LocalAgent
 from espalier.launch.base import Entrypoint, RankSpec
@@ -33,13 +33,15 @@ from espalier.resilience import stack_dump
 from espalier.resilience.acme import restart_advice
 from espalier.resilience.base import KINDS, Budget, Decision, Failure, kind_of
 from espalier.resilience.hang_detector import Stall, Watcher
-from espalier.resilience.heartbeat import Pulses
+from espalier.resilience.heartbeat import Pulses, Sign
 from espalier.resilience.straggler import Stragglers
 
 _HEARING_SECONDS = 1.0
 """How long to wait for the cause when a rank only knows that it lost another."""
 _LOOKS = 2  # at every rank, between two heartbeats
 _COMPARED = 10  # looks between two comparisons of the ranks
+_OF_ONE = frozenset({"killed", "exit", "exception", "stopped", "hang"})
+"""Kinds of failure that are one rank's, and leave the others as they were."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class Supervisor:
     def _gone(self, ended: Ended) -> list[int]:
         """Which ranks have to be replaced where the others stay; none: all begin anew."""
         failure = self.agent.told_to_stay(ended) if self.care.stays else None
-        return in_place_restart.gone(failure, self.agent.children, self.pulses.read()) if failure is not None else []
+        return ranks_to_replace(failure, self.agent.children, self.pulses.read()) if failure is not None else []
 
     def _begin(self, pulses: Pulses | None = None) -> Attempt:
         """A new attempt, of which nothing is known yet. `pulses`: of ranks that stay."""
@@ -396,3 +398,29 @@ class Supervisor:
 
 def _named(failure: Failure, found: restart_advice.Ruling) -> Failure:
     return replace(failure, category=found.category, reason=found.reason, ground=found.ground)
+
+
+def ranks_to_replace(failure: Failure, children: Sequence[Child], signs: Sequence[Sign]) -> list[int]:
+    """Which ranks have to be replaced for the others to go on in place; none: these cannot, and all begin anew.
+
+    Where every rank holds the whole state, one that is left has lost nothing, and who takes the place of the dead is
+    sent what the others hold (`checkpoint.in_memory`). Replicas that agree by rounds go on among themselves, and let
+    the new one in at the end of a round.
+
+    Args:
+        failure: what ended the attempt.
+        children, signs: of each rank.
+    """
+    if failure.kind not in _OF_ONE or failure.rank < 0:
+        return []
+    found = sorted({failure.rank, *(child.place.rank for child in children if child.status is not None)})
+    left = [child.place.rank for child in children if child.place.rank not in found]
+    if not left or any(child.status is not None and not child.failed for child in children):
+        return []  # what has done its part does not come back
+    return found if all(_ready(signs[rank]) for rank in left) else []
+
+
+def _ready(sign: Sign) -> bool:
+    """Whether a rank can be called: it has made a step in this attempt, or waits for a call. Not while it still meets
+    the others, for which it would wait in vain."""
+    return sign.doing == "standing" or (sign.first > 0 and sign.doing not in ("starting", "leaving"))
