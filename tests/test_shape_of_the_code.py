@@ -36,27 +36,18 @@ ENVIRONMENT = re.compile(
 
 # Imports that close a cycle between modules. Remove a line by breaking its cycle; none may be added.
 CYCLES = {
-    ("espalier.comm.channel", "espalier.comm.rendezvous"),
     ("espalier.launch.base", "espalier.launch.rejoin_signal"),
     ("espalier.launch.host_rejoin", "espalier.launch.ssh"),
-    ("espalier.shard.error_feedback", "espalier.shard.amsp"),
-    ("espalier.shard.sharded_state_dict", "espalier.shard.amsp"),
     ("espalier.sparse.cbm.build", "espalier.sparse.spmm"),
     ("espalier.sparse.csr", "espalier.sparse.spmm"),
     ("espalier.sparse.spmm", "espalier.sparse.cbm"),
-    ("espalier.sync.rejoin", "espalier.sync.membership"),
     ("espalier.verbs.replan_run", "espalier.verbs.train"),
 }
 
 # Files under 80 lines that only one neighbour imports. Remove a line by merging the two; none may be added.
 SATELLITES = {
-    "espalier.comm.host_staging",
     "espalier.evaluate.evaluation",
     "espalier.prefetch",
-    "espalier.shard.buffer_sync",
-    "espalier.shard.control_message",
-    "espalier.sync.commit_vote",
-    "espalier.sync.member_heartbeat",
 }
 TABLES = {"espalier.comm.codecs"}
 """Modules that list the answers to one Protocol; an answer keeps the file that bears its name."""

@@ -18,7 +18,7 @@ from espalier.launch import detect_launcher
 from espalier.parallel.mesh import REPLICA, ProcessMesh, of_plan
 from espalier.plan.base import Plan
 from espalier.shard.amsp import Amsp
-from espalier.shard.broadcast_init import same_start
+from espalier.shard.broadcast import same_start
 from espalier.shard.placement_plan import Spread, codecs, factors
 from espalier.shard.sharded_optimizer import OptimizerPieces
 from espalier.shard.user_loop import Follow, refuse_split

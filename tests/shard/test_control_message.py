@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.shard.control_message import ControlMessage
+from espalier.shard.amsp import ControlMessage
 from espalier.shard.placement_plan import control_values, flags_per_value
 from espalier.testing import ranks
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from espalier.sync.commit_vote import CommitVote
+from espalier.sync.membership import CommitVote
 
 pytestmark = pytest.mark.quick
 

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 
 from espalier import store_client
 from espalier.launch.store_server import served
-from espalier.sync.member_heartbeat import MemberHeartbeats
+from espalier.sync.membership import MemberHeartbeats
 
 SILENCE = 0.4
 

@@ -96,7 +96,7 @@ def test_in_ones_own_loop() -> None:
 
 def test_nobody_lets_it_in(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerLost, match="nobody let it in for"):
-        rejoin.ask(MemberGroup(HashStore(), 1, (0, 1), returns=True), wait=0.1)
+        rejoin.ask(HashStore(), 1, wait=0.1)
 
 
 def test_a_damaged_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

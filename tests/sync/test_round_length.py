@@ -12,9 +12,8 @@ import torch
 from crews import RATE, SIZES, Replica, together
 from torch import Tensor
 
-from espalier.sync.commit_vote import CommitVote
 from espalier.sync.diloco_slowmo import METHODS, OuterMethod
-from espalier.sync.membership import Members
+from espalier.sync.membership import CommitVote, Members
 from espalier.sync.outer_loop import OuterSync
 from espalier.sync.round_length import Length, Rounds
 from espalier.track.decision_log import Recorded

@@ -18,8 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions, Store
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    PrefixStore,
+    ReduceScatterOptions,
+    Store,
+)
 
+from espalier.comm.backends import INNER, GroupRequest
 from espalier.comm.base import Carrying, Codec, Ledger, Traffic, current_traffic, sent_bytes
 from espalier.comm.c10d_arguments import (
     REDUCTIONS,
@@ -49,19 +57,7 @@ class SharedRecords:
     ledger: Ledger
     watch: FlightRecorder
     inner: str
-    """A name in `rendezvous.INNER`: how the groups inside the Channels are made."""
-
-
-@dataclass(frozen=True)
-class GroupRequest:
-    """What one group is made from, and the global ranks in it."""
-
-    store: Store
-    rank: int
-    size: int
-    timeout: timedelta
-    members: tuple[int, ...]
-    name: str
+    """A name in `backends.INNER`: how the groups inside the Channels are made."""
 
 
 # Torch's stubs type every overload of every method; a trampoline takes only the forms that torch itself calls.
@@ -114,12 +110,18 @@ class Channel(_ProcessGroup):
             self._carriers |= {(kind, inner): codec.carrier(inner) for inner in self._inner.values()}
         elif self._size > 1:
             self._codecs.pop(kind, None)
-            from espalier.comm.rendezvous import apart
-
             place, reach = (self._rank, self._size), self.line.watch.reach
-            coded = Coded(codec, apart(self, kind), place, kind._value_, self.members, lambda: reach(self.timeout))
+            coded = Coded(codec, self._beside(kind), place, kind._value_, self.members, lambda: reach(self.timeout))
             weakref.finalize(self, coded.lane.close)
             self._coded[kind] = coded
+
+    def _beside(self, kind: Traffic) -> Any:
+        """A group of the same ranks for host tensors, for the encoded messages of one class: what has several phases in
+        a thread of its own must not mix with what torch launches."""
+        made = INNER["gloo" if self.line.inner in ("nccl", "mpi", "staged") else self.line.inner]
+        name, reach = f"{self.group_name} {kind._value_}", self.line.watch.reach(self.timeout)
+        store = PrefixStore(f"coded {kind._value_}", self._store)
+        return made(GroupRequest(store, self._rank, self._size, reach, self.members, name))["cpu"]
 
     def _coding(self, tensors: Sequence[Tensor], operation: Any = None, parts: bool = False) -> Coded | None:
         """What encodes these `tensors`, reduced by `operation` if by any; None: they go as they are. Of `parts`, which

@@ -6,7 +6,7 @@ first one. `init_process_group("espalier", ...)` by foreign code works as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -15,64 +15,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
+from espalier.comm.backends import INNER, GroupRequest
 from espalier.comm.base import Ledger, Traffic
-from espalier.comm.channel import Channel, GroupRequest, SharedRecords
+from espalier.comm.channel import Channel, SharedRecords
 from espalier.comm.flight_recorder import FlightRecorder
-from espalier.comm.host_staging import Staged
 from espalier.errors import PeerLost, UserError, nearest
 from espalier.units import show_seconds
-
-
-def _gloo(asked: GroupRequest) -> dict[str, Any]:
-    inner = ProcessGroupGloo(PrefixStore("gloo", asked.store), asked.rank, asked.size, asked.timeout)
-    return {"cpu": inner, "cuda": inner}
-
-
-def _nccl(asked: GroupRequest) -> dict[str, Any]:
-    if not (dist.is_nccl_available() and torch.cuda.is_available()):
-        raise UserError("inner = 'nccl' needs a CUDA device and a PyTorch with NCCL.", do="use inner = 'gloo'")
-    from torch.distributed import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = asked.timeout
-    options.global_ranks_in_group = list(asked.members)
-    options.group_name = dist.distributed_c10d.GroupName(asked.name)
-    inner = ProcessGroupNCCL(PrefixStore("nccl", asked.store), asked.rank, asked.size, options)
-    return {**_gloo(asked), "cuda": inner}
-
-
-def _staged(asked: GroupRequest) -> dict[str, Any]:
-    inner = _gloo(asked)["cpu"]
-    return {"cpu": inner, "cuda": Staged(inner)}
-
-
-def _mpi(asked: GroupRequest) -> dict[str, Any]:
-    if not dist.is_mpi_available():
-        raise UserError(
-            "inner = 'mpi' needs a PyTorch built with MPI.", do="use inner = 'gloo', or build PyTorch on the cluster"
-        )
-    from torch.distributed import ProcessGroupMPI
-
-    inner = ProcessGroupMPI.create(list(asked.members))
-    return {"cpu": inner, "cuda": inner}
-
-
-INNER: dict[str, Callable[[GroupRequest], dict[str, Any]]] = {
-    "gloo": _gloo,
-    "nccl": _nccl,
-    "mpi": _mpi,
-    "staged": _staged,
-}
-
-
-def apart(channel: Channel, kind: Traffic) -> Any:
-    """A group of the same ranks for host tensors, for the encoded messages of one class: what has several phases in a
-    thread of its own must not mix with what torch launches."""
-    made = INNER["gloo" if channel.line.inner in ("nccl", "mpi", "staged") else channel.line.inner]
-    store = PrefixStore(f"coded {kind._value_}", channel.get_group_store())
-    name, reach = f"{channel.group_name} {kind._value_}", channel.line.watch.reach(channel.timeout)
-    members = channel.members
-    return made(GroupRequest(store, channel.rank(), channel.size(), reach, members, name))["cpu"]
 
 
 def beside(group: dist.ProcessGroup, kind: Traffic, limit: timedelta) -> ProcessGroupGloo:

@@ -131,8 +131,8 @@ def sent(step: Step, rounds: int, nodes: Sequence[int]) -> dict[str, float]:
     rank that sends most, by the mechanisms' own formulas. Empty classes are left out, but for gradients.
 
     Beside the gradients, ranks tell each other at every step which tensors they used, the loss, and their part of the
-    norm, in one exchange (`shard.control_message`); the first gives the others its running statistics
-    (`shard.buffer_sync`).
+    norm, in one exchange (`shard.amsp.ControlMessage`); the first gives the others its running statistics
+    (`shard.broadcast`).
     """
     request, layout = step.request, step.layouts
     found = dict(cost(step.states, step.division, rounds=rounds).sent)

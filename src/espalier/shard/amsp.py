@@ -17,32 +17,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import AllreduceOptions
 
 from espalier.checkpoint.base import Stateful
+from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
 from espalier.optim.base import Optimizer, Owned, names_of, owned_by
 from espalier.records import Record
 from espalier.shard.axis_groups import AxisGroups, Codecs, Groups
-from espalier.shard.broadcast_init import same_start
-from espalier.shard.buffer_sync import BufferSync
-from espalier.shard.control_message import ControlMessage
+from espalier.shard.broadcast import BufferSync, same_start
 from espalier.shard.flat_layout import Piece
 from espalier.shard.flat_parameter import Flat, ParameterSlot
 from espalier.shard.gather_hooks import GatherHooks
 from espalier.shard.model_signature import ModelSignature, twice
 from espalier.shard.overlap import Exchanges
 from espalier.shard.placement import place
-from espalier.shard.placement_plan import Spread, groups, units
+from espalier.shard.placement_plan import Spread, flags_per_value, groups, units
+from espalier.shard.sharded_state_dict import Kinds, ModelState, OptimizerState, Residuals
 from espalier.shard.wrap_policy import Membership, blocks_of, norms_of
-
-if TYPE_CHECKING:
-    from espalier.shard.sharded_state_dict import Kinds
 
 RECORD = Record(
     name="amsp",
@@ -355,9 +354,6 @@ class Amsp:
 
     def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
         """See `Sharding.parts`."""
-        from espalier.shard.error_feedback import Residuals
-        from espalier.shard.sharded_state_dict import ModelState, OptimizerState
-
         if self._channel is None:
             return {"model": self.model, "optimizer": optimizer}
         parts: dict[str, Stateful] = {
@@ -394,6 +390,50 @@ class Amsp:
         self._hooks.clear()
         for flat in self.flats:
             flat.clear()
+
+
+class ControlMessage:
+    """The one small all-reduce of a step: totals, used-parameter flags, the squared gradient norm.
+
+    Has state: the vector under way.
+
+    Args:
+        channel: the ranks.
+        totals: float64, summed in place; None: nothing.
+        used: whether this rank used each trainable parameter.
+        device: where the vector lies.
+    """
+
+    def __init__(
+        self, channel: dist.ProcessGroup, totals: Tensor | None, used: Sequence[bool], device: torch.device
+    ) -> None:
+        self._channel, self._totals, self._count, self._device = channel, totals, len(used), device
+        per = int(flags_per_value(channel.size()))
+        self._digits = np.int64(channel.size() + 1) ** np.arange(per, dtype=np.int64)
+        flags = np.zeros(-(-len(used) // per) * per, dtype=np.int64)
+        flags[: len(used)] = used
+        self._counts = torch.from_numpy(flags.reshape(-1, per) @ self._digits).double()
+        self._vector = torch.empty(0)
+        self._work: Any = None
+
+    def launch(self, square: float = 0.0) -> None:
+        """Begins the sum. `square`: this rank's part of a squared norm."""
+        parts = [torch.tensor([square], dtype=torch.float64), self._counts]
+        if self._totals is not None:
+            parts.append(self._totals)
+        self._vector = torch.cat(parts).to(self._device)
+        with traffic(Traffic.CONTROL):
+            self._work = self._channel.allreduce([self._vector], AllreduceOptions())
+
+    def wait(self) -> tuple[list[bool], float]:
+        """Whether any rank used each parameter, and the summed square; the totals are summed in place."""
+        self._work.wait()
+        summed = self._vector.cpu()
+        counts = summed[1 : 1 + len(self._counts)].numpy().astype(np.int64)
+        if self._totals is not None:
+            self._totals.copy_(summed[1 + len(self._counts) :])
+        used = (counts[:, None] // self._digits % (self._channel.size() + 1) > 0).reshape(-1)[: self._count]
+        return used.tolist(), float(summed[0])
 
 
 def _host(channel: dist.ProcessGroup, slots: Sequence[ParameterSlot]) -> torch.device:

@@ -1,4 +1,4 @@
-"""Sharded state dict: a model and its optimizer as whole tensors by name; each rank writes and reads its own share.
+"""Sharded state dict: model, optimizer and error feedback by name; each rank writes and reads its own share.
 
 Names and shapes are those of the model as its author wrote it, so a checkpoint resumes under any other sharding, on any
 number of ranks, or in plain PyTorch.
@@ -6,30 +6,55 @@ number of ranks, or in plain PyTorch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from espalier import plain_collectives
-from espalier.checkpoint.dcp_planners import Slice
+from espalier.checkpoint.dcp_planners import RankRow, Rows, Slice
 from espalier.comm.base import Traffic, traffic
 from espalier.optim.base import Optimizer
 
 if TYPE_CHECKING:
-    from espalier.shard.amsp import Amsp
+    from torch import nn
+
     from espalier.shard.flat_parameter import Flat, ParameterSlot
+    from espalier.shard.placement_plan import Spread
 
 
 Kinds = dict[str, dict[str, tuple[torch.dtype, bool]]]
 """Parameter -> kind of state -> its dtype, and whether it is a single number."""
 
 
+class UnitSharding(Protocol):
+    """What a checkpoint needs of a sharding whose parameters lie in units."""
+
+    model: nn.Module
+    flats: list[Flat]
+    kinds: Kinds | None
+    """What states each parameter has, on all ranks; None while that may still change."""
+
+    @property
+    def spread(self) -> Spread:
+        """How the units lie on the ranks."""
+        ...
+
+    def settle(self) -> None:
+        """Returns when every parameter that lives here is up to date."""
+        ...
+
+    def adopt(self) -> None:
+        """Takes what was written into what is owned for everybody's parameters."""
+        ...
+
+
 class ModelState:
     """Parameters (the masters, where there are any) and buffers by name. Stateful."""
 
-    def __init__(self, sharding: Amsp) -> None:
+    def __init__(self, sharding: UnitSharding) -> None:
         self._sharding = sharding
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,7 +75,7 @@ class ModelState:
 class OptimizerState:
     """The optimizer's state by `name/kind`. Stateful; all ranks call it together."""
 
-    def __init__(self, sharding: Amsp, optimizer: Optimizer, channel: dist.ProcessGroup) -> None:
+    def __init__(self, sharding: UnitSharding, optimizer: Optimizer, channel: dist.ProcessGroup) -> None:
         self._sharding, self._optimizer, self._channel = sharding, optimizer, channel
         self._kinds: Kinds | None = sharding.kinds
 
@@ -93,6 +118,63 @@ class OptimizerState:
         return self._kinds
 
 
+class Residuals:
+    """Error feedback: what lossy codecs have not sent yet, by parameter, saved in a row per rank. Stateful.
+
+    A rank's residual is an error of its own contribution, so a run goes on to the bit only where each rank has its own
+    again. On other ranks or shards only the sum of all counts: there the rank that moves a parameter takes it. Saving
+    reads and changes nothing, for when a run saves depends on what its saves and steps have taken.
+    """
+
+    def __init__(self, sharding: UnitSharding, channel: dist.ProcessGroup) -> None:
+        self._sharding, self._channel = sharding, channel
+        self._flats = [flat for flat in sharding.flats if flat.residual is not None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's row of each parameter, and the layout under which it has a meaning."""
+        rank, ranks = self._channel.rank(), self._channel.size()
+        rows = {}
+        for flat in self._flats:
+            assert flat.residual is not None
+            for slot in flat.slots:
+                part = flat.residual[slot.span.start : slot.span.stop]
+                rows[slot.name] = RankRow.of_rank(part, slot.shape, rank, ranks)
+        return {"layout": self._layout(), "rows": rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave; all ranks call it. What was saved without, by another codec, begins with
+        nothing."""
+        own = self.state_dict()
+        alike = state["layout"] == own["layout"]
+        saved = {name: value for name, value in state["rows"].items() if name in own["rows"]}
+        rows = {name: own["rows"][name] for name in saved}
+        fill(rows, {name: _summed(value, rows[name]) for name, value in saved.items()})
+        if not alike:
+            for flat in self._flats:
+                self._hand_over(flat)
+
+    def _layout(self) -> str:
+        """Names where each rank adds its residual to what it sends."""
+        flats = [
+            (flat.mesh.placement, flat.length, [(slot.name, slot.span) for slot in flat.slots]) for flat in self._flats
+        ]
+        spread = self._sharding.spread
+        told = repr((flats, list(spread.nodes), sorted(spread.codecs.items())))
+        return xxhash.xxh3_128_hexdigest(told.encode())
+
+    def _hand_over(self, flat: Flat) -> None:
+        """The sum over ranks becomes the residual of the first rank that moves it."""
+        assert flat.residual is not None
+        total = flat.residual.to("cpu", copy=True)
+        with traffic(Traffic.CONTROL):
+            dist.all_reduce(total, group=self._channel)
+        flat.residual.zero_()
+        replicas = flat.mesh.placement.along("replicas")
+        if all(axis.coordinate(flat.mesh.rank) == 0 for axis in replicas):
+            mine = slice(flat.optimizer.start, flat.optimizer.stop)
+            flat.residual[mine] = total[mine].to(flat.residual.device)
+
+
 def piece(flat: Flat, own: Tensor, slot: ParameterSlot) -> Slice:
     """This rank's part of a parameter, with the values in `own` [optimizer span]."""
     for moved in flat.moved:
@@ -119,3 +201,10 @@ def fill(table: dict[str, Any], state: dict[str, Any]) -> None:
             else:  # a whole tensor, from somewhere else
                 part = source.reshape(-1)[target.start : target.start + target.local.numel()]
                 target.local.copy_(part)
+
+
+def _summed(saved: Slice, own: RankRow) -> Slice:
+    """One row of all the saved ones that this rank has read."""
+    if not isinstance(saved, Rows):
+        return saved
+    return own.of(saved.local.view(len(saved.rows), own.local.numel()).sum(0))

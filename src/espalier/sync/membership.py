@@ -10,10 +10,11 @@ on, and the flight is flown again among them from what each had sent; its weight
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -29,13 +30,14 @@ from espalier.comm.comm_thread import QueuedWork
 from espalier.comm.compressed_collectives import Coded
 from espalier.errors import PeerLost
 from espalier.sync import rejoin
-from espalier.sync.commit_vote import CommitVote
-from espalier.sync.member_heartbeat import MemberHeartbeats
 
 GRACE = 3.0
 """Seconds after the first sign of a failure in which survivors report."""
 LOOK = 0.02
 """Seconds between looks into the store while something is under way."""
+BEATS = 8
+"""Heartbeats in the time after which silence is death: a busy machine may delay some of them."""
+_GONE = b"gone"
 
 
 class MemberReport(NamedTuple):
@@ -83,7 +85,7 @@ class MemberGroup(NamedTuple):
         ledger: books what is sent; may be None.
         returns: this replica was lost, or takes the place of one that was, and asks the others to let it in.
         lost: asked who is known to be gone, by rank among all of all members; None: nobody knows more than they do.
-        silence: seconds without a sign of life (`member_heartbeat`) after which a rank counts as dead; 0: it is dead
+        silence: seconds without a sign of life (`MemberHeartbeats`) after which a rank counts as dead; 0: it is dead
             when its connections close, or when a message does not come within `timeout`.
     """
 
@@ -129,6 +131,120 @@ class PendingSum:
     """Of the members among whom it flies."""
 
 
+@dataclass
+class CommitVote:
+    """Whether all ranks of all members have done something, as one word in the store that is never replaced. The last
+    to have done it says so, the first to fail says the opposite. Has state: the answer, once there is one."""
+
+    space: Any
+    number: int
+    ranks: int
+    limit: float
+    known: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    done_at: float = math.inf
+    begun: float = field(default_factory=time.monotonic)
+
+    def here(self) -> None:
+        """This rank has done it."""
+        if self.space.add(f"arrived/{self.number}", 1) == self.ranks:
+            self.space.compare_set(f"verdict/{self.number}", "", "all")
+        self.done_at = time.monotonic()
+
+    def failed(self, error: BaseException) -> None:
+        """This rank has not, and nobody has."""
+        self.error = self.error or error
+        self.space.compare_set(f"verdict/{self.number}", "", "failed")
+
+    def look(self, rank: int) -> bool:
+        """Whether there is an answer; of a failure the others learn at once that this rank is alive."""
+        if time.monotonic() > self.done_at + self.limit:
+            self.failed(RuntimeError(f"the others did not finish exchange {self.number} in {self.limit:g} s"))
+        word = f"verdict/{self.number}"
+        if not self.space.check([word]):
+            return False
+        if self.space.get(word) != b"all":
+            self.space.set(f"left/{rank}", "")
+            self.error = self.error or RuntimeError(f"exchange {self.number} did not reach every member")
+        self.known.set()
+        return True
+
+    def wait(self, heard: Callable[[], float]) -> None:
+        """Returns when all have done it. Raises what went wrong; TimeoutError when the store, last `heard` from then
+        (monotonic seconds), does not answer any more: a question to a server that was cut off never returns."""
+        while not self.known.wait(1.0):
+            silent = time.monotonic() - max(heard(), self.begun)
+            if silent > self.limit + 1.0:
+                raise TimeoutError(f"the store has not answered for {silent:.0f} s")
+        if self.error is not None:
+            raise self.error
+
+
+class MemberHeartbeats:
+    """This rank's signs of life, and what it sees of the others'. Has state: a thread, and when each was last heard.
+
+    A stopped process sends no message and closes no connection, so its peers would wait for as long as a message may
+    take. A thread counts in the store for as long as its process runs and its main thread lives; who waits for the
+    others looks whether they still count. Seconds are those of the clock of who looks, so no two clocks are compared.
+
+    Args:
+        store: a connection of its own, as a thread writes to it.
+        rank: this rank's number among all ranks of all members.
+        silence: seconds after which a rank that gives no sign counts as dead.
+    """
+
+    def __init__(self, store: Any, rank: int, silence: float) -> None:
+        self.silence = silence
+        self._store, self._rank = store, rank
+        self._ended = threading.Event()
+        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._looked = 0.0
+        self._beat(b"0")
+        # No daemon: one that is in the store when the interpreter ends would bring the process down.
+        threading.Thread(target=self._live, name="espalier-beats").start()
+
+    def silent(self, ranks: Iterable[int]) -> list[int]:
+        """Those of `ranks` that have ended, or gave no sign for `silence` seconds. Call it again and again while they
+        are waited for: what happened between two calls far apart is not held against them."""
+        now = time.monotonic()
+        fresh, self._looked = now - self._looked < self.silence, now
+        found = []
+        for rank in ranks:
+            count = self._store.get(_key(rank)) if self._store.check([_key(rank)]) else b""
+            before, since = self._heard.get(rank, (None, now))
+            if count != before or not fresh:
+                self._heard[rank] = count, now
+            elif now - since > self.silence:
+                found.append(rank)
+            if count == _GONE:
+                found.append(rank)
+        return found
+
+    def close(self) -> None:
+        """Says that this rank has ended."""
+        self._ended.set()
+        self._beat(_GONE)
+
+    def _live(self) -> None:
+        count = 0
+        while not self._ended.wait(self.silence / BEATS):
+            if not threading.main_thread().is_alive():  # it raised, and the process is on its way out
+                self.close()
+                return
+            count += 1
+            self._beat(str(count).encode())
+
+    def _beat(self, word: bytes) -> None:
+        try:
+            self._store.set(_key(self._rank), word)
+        except RuntimeError:  # the store is gone: whoever waits finds out by itself
+            self._ended.set()
+
+
+def _key(rank: int) -> str:
+    return f"outer/alive/{rank}"
+
+
 class Members:
     """The living members as this rank sees them, and their flights. Has state.
 
@@ -151,7 +267,7 @@ class Members:
         self._beats = (
             MemberHeartbeats(store_client.clone(crew.store), self.rank, crew.silence) if crew.silence else None
         )
-        entry = rejoin.ask(crew._replace(store=self.store)) if crew.returns else rejoin.RejoinPoint(0, crew.members)
+        entry = rejoin.ask(self.store, crew.member, crew.shard) if crew.returns else rejoin.RejoinPoint(0, crew.members)
         self.epoch, self.members, self._number = entry
         self._closed = False
         self._heard = 0.0  # when the store last answered, by the monotonic clock
@@ -345,7 +461,7 @@ class Members:
         absent = [member for member in self.crew.members if member not in self.members]
         if not absent:
             return None
-        return rejoin.coming(self._space(), self.crew, absent, self._number + 1, every)
+        return rejoin.coming(self._space(), self.crew.shards, absent, self._number + 1, every)
 
     def take_in(self, member: int, state: Callable[[], dict[str, Any]]) -> None:
         """Makes `member` one of them; the first of the living sends it what `state` gives. All call it alike, with no

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from torch._C._distributed_c10d import PrefixStore
 
 from espalier import serialization
 from espalier.errors import PeerLost
-
-if TYPE_CHECKING:
-    from espalier.sync.membership import MemberGroup
 
 WAIT = 600.0
 """Seconds for which it asks: rounds over slow links take minutes."""
@@ -49,32 +46,32 @@ def announce(store: Any, epoch: int) -> None:
     store.set("outer/epoch", str(epoch))
 
 
-def ask(crew: MemberGroup, wait: float = WAIT) -> RejoinPoint:
+def ask(store: Any, member: int, shard: int = 0, wait: float = WAIT) -> RejoinPoint:
     """Asks to be a member again, and waits for the others' answer: until the end of a round of theirs.
 
     Raises PeerLost: nobody answered in `wait` seconds.
     """
     until, asked = time.monotonic() + wait, -1
     while time.monotonic() < until:
-        if crew.store.check(["outer/epoch"]):
-            epoch = int(crew.store.get("outer/epoch"))
-            space = space_of(crew.store, epoch)
+        if store.check(["outer/epoch"]):
+            epoch = int(store.get("outer/epoch"))
+            space = space_of(store, epoch)
             if epoch != asked:
-                space.set(f"asks/{crew.member}/{crew.shard}", "")
+                space.set(f"asks/{member}/{shard}", "")
                 asked = epoch
             if space.check(["admitted"]):
                 following, members, number = json.loads(space.get("admitted"))
-                if crew.member in members:
+                if member in members:
                     return RejoinPoint(following, tuple(members), number)
         time.sleep(LOOK)
     raise PeerLost(
-        f"Replica {crew.member} asked to come back, and nobody let it in for {wait:g} s.",
+        f"Replica {member} asked to come back, and nobody let it in for {wait:g} s.",
         why="the others have ended, have not missed it yet, or their round is longer",
         do="a longer wait, or run all of them again: they resume from the last checkpoint",
     )
 
 
-def coming(space: Any, crew: MemberGroup, absent: Sequence[int], number: int, every: int) -> int | None:
+def coming(space: Any, shards: int, absent: Sequence[int], number: int, every: int) -> int | None:
     """Who joins before exchange `number`, as all ranks of all members agree; None: nobody.
 
     Called before exchanges that lie `every` apart. The first that finds somebody asking names the next but one: by then
@@ -82,7 +79,7 @@ def coming(space: Any, crew: MemberGroup, absent: Sequence[int], number: int, ev
     """
     if not space.check(["joins"]):
         waiting = [
-            member for member in absent if all(space.check([f"asks/{member}/{shard}"]) for shard in range(crew.shards))
+            member for member in absent if all(space.check([f"asks/{member}/{shard}"]) for shard in range(shards))
         ]
         if not waiting:
             return None

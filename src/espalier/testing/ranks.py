@@ -22,8 +22,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import Work
 
 from espalier import comm
-from espalier.comm.channel import GroupRequest
-from espalier.comm.rendezvous import INNER
+from espalier.comm.backends import INNER, GroupRequest
 
 ReduceOp = dist.ReduceOp
 _DEFAULT = timedelta(0)

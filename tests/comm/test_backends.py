@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from espalier import comm
-from espalier.comm.host_staging import Staged
-from espalier.comm.rendezvous import INNER
+from espalier.comm.backends import INNER, Staged
 from espalier.plan.base import Plan, Rank
 from espalier.shard.amsp import Amsp
 from espalier.shard.placement import ShardFactors

@@ -6,7 +6,7 @@ from torch import nn
 
 from espalier.comm.base import Traffic
 from espalier.shard.amsp import Amsp
-from espalier.shard.buffer_sync import BufferSync
+from espalier.shard.broadcast import BufferSync
 from espalier.testing import forks
 
 

@@ -1,0 +1,131 @@
+"""Backends of a Channel: Gloo, NCCL, MPI, and host staging for ranks that compute on different kinds of device.
+
+Gloo carries host tensors for all operations and GPU tensors for few, and NCCL has no CPUs. So where CPUs and GPUs are
+in one group, a GPU's tensors are copied to the host, sent, and copied back when they are waited for; ranks on CPUs send
+theirs as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import Work
+from torch.utils._pytree import tree_map
+
+from espalier.errors import UserError
+
+_DEFAULT = timedelta(0)
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """What one group is made from, and the global ranks in it."""
+
+    store: Store
+    rank: int
+    size: int
+    timeout: timedelta
+    members: tuple[int, ...]
+    name: str
+
+
+class Staged:
+    """The collective methods of `inner` (a Gloo group) for tensors on any device."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation = getattr(self._inner, name)
+
+        def staged(*arguments: Any) -> Any:
+            copies: list[tuple[Tensor, Tensor]] = []
+
+            def host(value: Any) -> Any:
+                if not isinstance(value, torch.Tensor):
+                    return value
+                copy = value.detach().to("cpu", copy=True)
+                copies.append((value, copy))
+                return copy
+
+            result = operation(*tree_map(host, arguments))
+            return _Copied(result, copies) if isinstance(result, Work) else result
+
+        return staged
+
+
+class _Copied(Work):
+    """A Work whose results are on the host until it is waited for. Has state: the copies to be made."""
+
+    def __init__(self, work: Work, copies: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self._work, self._copies = work, copies
+
+    def wait(self, timeout: timedelta = _DEFAULT) -> bool:
+        """Waits for the host's result and copies it to the device."""
+        done = self._work.wait(timeout) if timeout else self._work.wait()
+        for device, host in self._copies:
+            device.detach().copy_(host)
+        self._copies = []
+        return done
+
+    def is_completed(self) -> bool:
+        """Whether a wait would only copy."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether it ended without error."""
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        """The error of the host's operation, if any."""
+        return self._work.exception()
+
+
+def _gloo(asked: GroupRequest) -> dict[str, Any]:
+    inner = ProcessGroupGloo(PrefixStore("gloo", asked.store), asked.rank, asked.size, asked.timeout)
+    return {"cpu": inner, "cuda": inner}
+
+
+def _nccl(asked: GroupRequest) -> dict[str, Any]:
+    if not (dist.is_nccl_available() and torch.cuda.is_available()):
+        raise UserError("inner = 'nccl' needs a CUDA device and a PyTorch with NCCL.", do="use inner = 'gloo'")
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = asked.timeout
+    options.global_ranks_in_group = list(asked.members)
+    options.group_name = dist.distributed_c10d.GroupName(asked.name)
+    inner = ProcessGroupNCCL(PrefixStore("nccl", asked.store), asked.rank, asked.size, options)
+    return {**_gloo(asked), "cuda": inner}
+
+
+def _staged(asked: GroupRequest) -> dict[str, Any]:
+    inner = _gloo(asked)["cpu"]
+    return {"cpu": inner, "cuda": Staged(inner)}
+
+
+def _mpi(asked: GroupRequest) -> dict[str, Any]:
+    if not dist.is_mpi_available():
+        raise UserError(
+            "inner = 'mpi' needs a PyTorch built with MPI.", do="use inner = 'gloo', or build PyTorch on the cluster"
+        )
+    from torch.distributed import ProcessGroupMPI
+
+    inner = ProcessGroupMPI.create(list(asked.members))
+    return {"cpu": inner, "cuda": inner}
+
+
+INNER: dict[str, Callable[[GroupRequest], dict[str, Any]]] = {
+    "gloo": _gloo,
+    "nccl": _nccl,
+    "mpi": _mpi,
+    "staged": _staged,
+}
