@@ -11,6 +11,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from espalier.cost import ring_bytes
+from espalier.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +59,8 @@ _RESIDUAL: ContextVar[Tensor | None] = ContextVar("residual", default=None)
 @contextmanager
 def feedback(residual: Tensor | None) -> Iterator[None]:
     """Error feedback for what is launched inside the block: what a lossy codec loses stays in `residual` and is added
-    to what is sent next (arXiv 1901.09847). Exact and lossless codecs leave it alone.
+    to what is sent next (arXiv 1901.09847). Exact and lossless codecs leave it alone; the exchange raises UserError for
+    a codec that is no contraction (`check_feedback`).
 
     Args:
         residual: as many elements as the tensor that is reduced, in the order of its elements; float32, or float64 for
@@ -124,6 +126,32 @@ class Resident(Protocol):
 
     def runs_on(self, device: str) -> bool:
         """Whether it does on devices of this type (`cuda`)."""
+
+
+@runtime_checkable
+class FeedbackBound(Protocol):
+    """A codec family of which only some members are contractions: ||x - C(x)||^2 <= (1 - d) ||x||^2 for some d > 0.
+
+    Error feedback needs that (arXiv 1901.09847): otherwise what is carried over may grow from step to step.
+    """
+
+    @property
+    def name(self) -> str:
+        """As of every codec."""
+
+    @property
+    def for_feedback(self) -> str:
+        """This codec's name where it is a contraction; else that of the nearest member that is."""
+
+
+def check_feedback(codec: Codec) -> None:
+    """Raises UserError for a codec that is no contraction."""
+    if isinstance(codec, FeedbackBound) and codec.for_feedback != codec.name:
+        raise UserError(
+            f"Error feedback with the codec {codec.name!r} diverges.",
+            why="the codec may lose more than it is given (||x - C(x)|| > ||x||), so what is carried over grows",
+            do=f"{codec.for_feedback}, or int4",
+        )
 
 
 def stays(codec: Codec, device: str) -> bool:

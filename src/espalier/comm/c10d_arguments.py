@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from espalier.comm.base import Codec, current_residual, stays
+from espalier.comm.base import Codec, check_feedback, current_residual, stays
 
 ReduceOp = dist.ReduceOp
 
@@ -35,7 +35,10 @@ def residual_of(tensors: Sequence[Tensor]) -> Tensor | None:
 
 def residual_like(tensor: Tensor, codecs: Iterable[Codec]) -> Tensor:
     """Zeros [n] for what is lost of a tensor of n values: float32 (float64 for float64), on its device where one of
-    `codecs` encodes it there, else on the host."""
+    `codecs` encodes it there, else on the host. Raises UserError for a codec with which feedback diverges."""
+    codecs = list(codecs)
+    for codec in codecs:
+        check_feedback(codec)
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     there = any(stays(codec, tensor.device.type) for codec in codecs)
     return torch.zeros(tensor.numel(), dtype=dtype, device=tensor.device if there else "cpu")

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from espalier.comm import wire_format
-from espalier.comm.base import Codec, Spent, stays
+from espalier.comm.base import Codec, Spent, check_feedback, stays
 from espalier.comm.comm_thread import CommThread, QueuedWork
 from espalier.comm.wire_format import Bucket
 from espalier.errors import UserError
@@ -145,11 +145,17 @@ class Coded:
         return tensor.is_floating_point() and tensor.element_size() in (2, 4, 8)
 
     def all_reduce(self, tensor: Tensor, residual: Tensor | None, average: bool) -> Start:
-        """The sum (or mean) of all ranks' `tensor` [n], in place, with the same bits on all."""
+        """The sum (or mean) of all ranks' `tensor` [n], in place, with the same bits on all.
+
+        Raises UserError: a residual, and a codec with which feedback diverges."""
+        self._check(residual)
         return lambda booked: self.launch(lambda job: job.all_reduce(tensor, residual, average), booked)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, residual: Tensor | None, average: bool) -> Start:
-        """Rank r gets the sum (or mean) of all ranks' r-th part of `input` [ranks * m], in `output` [m]."""
+        """Rank r gets the sum (or mean) of all ranks' r-th part of `input` [ranks * m], in `output` [m].
+
+        Raises UserError as `all_reduce`."""
+        self._check(residual)
         return lambda booked: self.launch(lambda job: job.reduce_scatter(output, input, residual, average), booked)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Start:
@@ -184,6 +190,10 @@ class Coded:
             tensor.detach().copy_(found.view(tensor.shape))
 
         return work, finish
+
+    def _check(self, residual: Tensor | None) -> None:
+        if residual is not None:
+            check_feedback(self.codec)
 
     def everyone(self, told: Tensor) -> list[Tensor]:
         """Every rank's `told` (of one shape and dtype), as it is. Only inside a job of the lane."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from espalier.comm.base import Codec, stays
+from espalier.comm.base import Codec, FeedbackBound, stays
 
 MARK = "!"
 
@@ -19,6 +19,7 @@ class Strict:
         self.inner = codec
         self.name = codec.name + MARK
         self.lossless, self.fixed = codec.lossless, codec.fixed
+        self.for_feedback = (codec.for_feedback if isinstance(codec, FeedbackBound) else codec.name) + MARK
 
     def encode(self, tensor: Tensor) -> Tensor | None:
         """As the codec; None where a value is not finite, of lossless codecs too."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from espalier.comm import wire_format
-from espalier.comm.base import Traffic
+from espalier.comm.base import Traffic, check_feedback
 from espalier.comm.codecs import FAMILIES, codec
 from espalier.comm.compressed_collectives import PIECE
 from espalier.cost import in_turn
@@ -117,7 +117,7 @@ def choose(option: str, bandwidth: float | None, rates: Mapping[str, CodecRate])
         rates: measured, by codec; what is missing `auto` does not choose.
 
     Raises:
-        UserError: there is no such policy or codec.
+        UserError: there is no such policy or codec, or error feedback diverges with it.
     """
     if option in POLICIES:
         return ChosenCodecs(POLICIES[option], f"comm.codec = {option}: the paper's scheme")
@@ -127,6 +127,7 @@ def choose(option: str, bandwidth: float | None, rates: Mapping[str, CodecRate])
             near = nearest(family, [*POLICIES, *FAMILIES, "auto"])
             why = f"policies are auto, {', '.join(POLICIES)}; codecs {', '.join(FAMILIES)}"
             raise UserError(f"comm.codec = {option!r} is unknown.", why=why, do=f"comm.codec={near or 'auto'}")
+        check_feedback(codec(option))
         name = codec(option).name
         return ChosenCodecs({} if name == "exact" else {Traffic.GRADIENTS: name}, f"comm.codec = {name}")
     if bandwidth is None:

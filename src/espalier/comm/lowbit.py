@@ -23,7 +23,8 @@ class Lowbit:
     Args:
         bits: 8, 4 or 1. 8.125, 4.125 and 1.125 bits per value cross the wire.
         stochastic: rounds up or down at random, so that the mean of many roundings is the value: no error feedback is
-            needed. Random numbers are a hash of seed, contents and index, so a run repeats itself, resumed or not.
+            needed (and of one bit none is possible, as a value becomes the largest of its block, up or down). Random
+            numbers are a hash of seed, contents and index, so a run repeats itself, resumed or not.
         seed: of those.
 
     Raises:
@@ -39,6 +40,7 @@ class Lowbit:
             raise UserError(f"A lowbit codec has {bits} bits.", why="8, 4 and 1 are packed", do=f"'int{near}'")
         self.bits, self.stochastic, self.seed = bits, stochastic, seed
         self.name = f"int{bits}" + (":stochastic" if stochastic else "")
+        self.for_feedback = "int1" if self.name == "int1:stochastic" else self.name
 
     def encode(self, tensor: Tensor) -> Tensor | None:
         """[n] to bytes: float32 scales, then codes. None where a value is not finite.

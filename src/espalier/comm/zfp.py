@@ -15,12 +15,17 @@ from espalier.comm.codec_input import check_length, floats, shaped
 from espalier.errors import UserError
 from espalier.kernels import zfp as kernels
 
+CONTRACTION = 6.0
+"""Lowest rate at which no block loses more than it holds. Below it some blocks leave their range and come back with
+another sign. Worst squared errors that a search found, over the block's squared norm: 4.6 at 5.75, 0.74 at 6."""
+
 
 class Zfp:
     """`zfp:rate`. Takes float32, bfloat16, float16 and float64.
 
     Args:
-        rate: bits per value, from 2.25 (a block's exponent and nothing else) to 32; rounded to a quarter.
+        rate: bits per value, from 2.25 (a block's exponent and nothing else) to 32; rounded to a quarter. Below 6 not
+            with error feedback.
 
     Raises:
         UserError: another rate.
@@ -37,6 +42,7 @@ class Zfp:
             )
         self.rate = float(rate)
         self.name = f"zfp:{rate:g}"
+        self.for_feedback = self.name if rate >= CONTRACTION else f"zfp:{CONTRACTION:g}"
 
     def encode(self, tensor: Tensor) -> Tensor | None:
         """[n] to the bytes of zfp's stream without header; None where a value is not finite.

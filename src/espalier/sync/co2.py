@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from espalier.comm.base import check_feedback
 from espalier.comm.codecs import codec
 from espalier.compose import Claim
 from espalier.errors import UserError
@@ -142,7 +143,8 @@ class CO2:
 
 
 def chosen_of(method: str, settings: dict[str, Any]) -> OuterMethod:
-    """The choices of a method with some set otherwise. Raises UserError for a name that is none."""
+    """The choices of a method with some set otherwise. Raises UserError for a name that is none, and for a codec
+    with which error feedback diverges."""
     if method not in METHODS:
         raise UserError(f"sync.kind = {method!r} is unknown.", do=f"one of {', '.join(METHODS)}")
     known = {one.name for one in fields(OuterMethod)}
@@ -151,7 +153,9 @@ def chosen_of(method: str, settings: dict[str, Any]) -> OuterMethod:
         raise UserError(
             f"{wrong[0]!r} is no setting of an outer agreement.", why=f"there are {', '.join(sorted(known))}"
         )
-    return replace(METHODS[method], **settings)
+    chosen = replace(METHODS[method], **settings)
+    check_feedback(codec(chosen.codec))
+    return chosen
 
 
 def refuse_pieces(choices: OuterMethod, shards: int) -> None:
