@@ -104,7 +104,9 @@ def test_a_link_carries_what_coding_and_the_codecs_ratio_let_through() -> None:
 
 
 def test_a_probed_machine_gets_the_speed_of_its_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecs.hybrid, "measure", lambda: {"int8": codecs.hybrid.CodecRate(3.9, 2e9, 3e9)})
+    monkeypatch.setattr(
+        codecs.hybrid_compression, "measure", lambda: {"int8": codecs.hybrid_compression.CodecRate(3.9, 2e9, 3e9)}
+    )
     found = codecs.measured(machines("1Gbit/s", codecs=""))
     assert [one.codec for table in found.nodes for one in table.device.codecs] == ["int8", "int8"]
     assert clusters.loads(clusters.dumps(found)) == found
