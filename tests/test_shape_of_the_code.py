@@ -38,9 +38,7 @@ ENVIRONMENT = re.compile(
 CYCLES = {
     ("espalier.launch.base", "espalier.launch.rejoin_signal"),
     ("espalier.launch.host_rejoin", "espalier.launch.ssh"),
-    ("espalier.sparse.cbm.build", "espalier.sparse.spmm"),
     ("espalier.sparse.csr", "espalier.sparse.spmm"),
-    ("espalier.sparse.spmm", "espalier.sparse.cbm"),
     ("espalier.verbs.replan_run", "espalier.verbs.train"),
 }
 

@@ -14,8 +14,8 @@ from espalier.errors import UserError
 from espalier.sparse.partition import by_metis, by_sweeps, clusters, cut, symmetric
 from espalier.sparse.rcmpp.ordering import trace
 from espalier.sparse.rcmpp.pattern import Pattern
+from espalier.sparse.rcmpp.pattern_passes import touched
 from espalier.sparse.reordering import PURPOSES, order
-from espalier.sparse.reuse_stats import touched
 
 
 def mesh(side: int) -> sparse.csr_array:

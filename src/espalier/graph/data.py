@@ -7,15 +7,18 @@ and an edge from a node to itself is dropped: networks that want one (GCN, GAT) 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from espalier.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from espalier.workload import Shard
 
 Array = NDArray[Any]
 
@@ -30,6 +33,14 @@ class DataSplit:
     train: Array
     validation: Array
     test: Array
+
+    def held_out(self, shard: Shard) -> Iterator[tuple[str, Array, Array]]:
+        """For validation ("") and test ("test_"): the prefix of its figures, all its ids, and those of a share of them
+        as large as `shard` is of what validates."""
+        total = max(1, len(self.validation))
+        for prefix, ids in (("", self.validation), ("test_", self.test)):
+            first, last = (len(ids) * one // total for one in (shard.start, shard.stop))
+            yield prefix, ids, ids[first:last]
 
     def named(self) -> tuple[tuple[str, Array], ...]:
         """The three with their names."""

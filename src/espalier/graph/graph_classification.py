@@ -18,7 +18,7 @@ from espalier.errors import UserError
 from espalier.graph import metrics, neighbor_sampler
 from espalier.graph.data import Array, Graph
 from espalier.graph.neighbor_sampler import Style
-from espalier.graph.node_classification import summed_loss, told
+from espalier.graph.node_classification import held_out_figures, summed_loss, told
 from espalier.graph.subgraphs import SubgraphBatch, forward
 from espalier.workload import Shard, to_device
 
@@ -78,19 +78,7 @@ class GraphTask:
 
     def evaluate(self, model: nn.Module, shard: Shard) -> metrics.Sums:
         """Figures of the shard's validation graphs, and of as large a share of the test graphs."""
-        found: dict[str, tuple[float, float]] = {}
-        total = max(1, self.validation)
-        for prefix, ids in (("", self.parts.validation), ("test_", self.parts.test)):
-            cuts = [len(ids) * one // total for one in (shard.start, shard.stop)]
-            own = ids[cuts[0] : cuts[1]]
-            logits, labels = self.infer(model, own), self.labels[own]
-            figures = metrics.marked(logits, labels) if labels.ndim == 2 else metrics.classified(logits, labels)
-            found |= {prefix + name: value for name, value in figures.items()}
-            if self.labels.ndim == 2 or self.outputs == 2:  # no sum over graphs: the first shard sees to all of it
-                first = shard.start == 0
-                value = metrics.areas(self.infer(model, ids), self.labels[ids]) if first else 0.0
-                found[f"{prefix}auc"] = (value, float(first))
-        return found
+        return held_out_figures(self, shard, lambda ids: self.infer(model, ids))
 
     @torch.no_grad()
     def infer(self, model: nn.Module, ids: Array) -> Tensor:

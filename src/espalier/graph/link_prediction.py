@@ -95,11 +95,8 @@ class LinkTask:
         """Loss and ranks of the shard's validation links, and of as large a share of the test links."""
         embedded = infer(model, self.view).cpu()
         found: dict[str, tuple[float, float]] = {}
-        total = max(1, self.validation)
-        for prefix, ids in (("", self.parts.validation), ("test_", self.parts.test)):
-            cuts = [len(ids) * one // total for one in (shard.start, shard.stop)]
-            for name, value in self._figures(embedded, ids[cuts[0] : cuts[1]]).items():
-                found[prefix + name] = value
+        for prefix, _, own in self.parts.held_out(shard):
+            found |= {prefix + name: value for name, value in self._figures(embedded, own).items()}
         return found
 
     def _figures(self, embedded: Tensor, ids: Array) -> metrics.Sums:

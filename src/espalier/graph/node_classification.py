@@ -3,8 +3,8 @@ sampled neighbourhoods."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from espalier.errors import UserError
 from espalier.graph import metrics
-from espalier.graph.data import Array, Graph
+from espalier.graph.data import Array, DataSplit, Graph
 from espalier.graph.neighbor_sampler import ALL
 from espalier.graph.subgraphs import SubgraphBatch, View, forward, infer
 from espalier.kernels.cross_entropy import cross_entropy
@@ -80,19 +80,7 @@ class NodeTask:
     def evaluate(self, model: nn.Module, shard: Shard) -> metrics.Sums:
         """Figures of the shard's validation nodes, and of as large a share of the test nodes under `test_`."""
         logits = infer(model, self.held).cpu()
-        found: dict[str, tuple[float, float]] = {}
-        total = max(1, self.validation)
-        for prefix, ids in (("", self.parts.validation), ("test_", self.parts.test)):
-            cuts = [len(ids) * one // total for one in (shard.start, shard.stop)]
-            own = ids[cuts[0] : cuts[1]]
-            found |= {prefix + name: value for name, value in self._figures(logits[own], self.labels[own]).items()}
-            if self.labels.ndim == 2 or self.outputs == 2:  # no sum over nodes: the first shard sees to all of it
-                value = metrics.areas(logits[ids], self.labels[ids]) if shard.start == 0 else 0.0
-                found[f"{prefix}auc"] = (value, float(shard.start == 0))
-        return found
-
-    def _figures(self, logits: Tensor, labels: Tensor) -> metrics.Sums:
-        return metrics.marked(logits, labels) if labels.ndim == 2 else metrics.classified(logits, labels)
+        return held_out_figures(self, shard, lambda ids: logits[ids])
 
     def name(self, item: int) -> str:
         """Of a node, for people."""
@@ -101,6 +89,28 @@ class NodeTask:
     def answers(self, model: nn.Module, items: Sequence[int]) -> list[dict[str, Any]]:
         """What the model says of these nodes."""
         return told(infer(model, self.held).cpu()[list(items)], self.graph, [self.name(one) for one in items])
+
+
+class LabelledTask(Protocol):
+    """What is asked of a task whose items have labels."""
+
+    parts: DataSplit
+    labels: Tensor
+    outputs: int
+
+
+def held_out_figures(task: LabelledTask, shard: Shard, logits_of: Callable[[Array], Tensor]) -> metrics.Sums:
+    """Figures of the shard's validation items, and of as large a share of the test items under `test_`."""
+    found: dict[str, tuple[float, float]] = {}
+    several = task.labels.ndim == 2
+    for prefix, ids, own in task.parts.held_out(shard):
+        figures = (metrics.marked if several else metrics.classified)(logits_of(own), task.labels[own])
+        found |= {prefix + name: value for name, value in figures.items()}
+        if several or task.outputs == 2:  # no sum over items: the first shard sees to all of it
+            first = shard.start == 0
+            value = metrics.areas(logits_of(ids), task.labels[ids]) if first else 0.0
+            found[f"{prefix}auc"] = (value, float(first))
+    return found
 
 
 def summed_loss(logits: Tensor, labels: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -94,7 +94,6 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, adjacency: CSR, features: Tensor, target: Tensor, source: Tensor, how: Any) -> Tensor:
         from espalier.sparse import sddmm_kernels
-        from espalier.sparse.spmm import piece_cuts
 
         features, target, source = features.contiguous(), target.contiguous(), source.contiguous()
         slope, keep = how
@@ -102,7 +101,7 @@ class _Attention(torch.autograd.Function):
         kept = features.new_empty(0) if keep is None else keep.contiguous()
         out = BUFFERS.empty((adjacency.shape[0], *features.shape[1:]), features.dtype)
         logs = target.new_empty(target.shape)
-        where = (adjacency.indptr, adjacency.indices, piece_cuts(adjacency))
+        where = (adjacency.indptr, adjacency.indices, adjacency.cuts)
         scores = (target.view(-1), source.view(-1), kept.view(-1))
         sddmm_kernels.attend(out.flatten(1), logs, *where, features.flatten(1), *scores, ctx.slope)
         ctx.save_for_backward(features, target, source, kept, out, logs)
@@ -112,7 +111,6 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
         from espalier.sparse import sddmm_kernels
-        from espalier.sparse.spmm import piece_cuts
 
         features, target, source, kept, out, logs = ctx.saved_tensors
         gradient = gradients[0].contiguous()
@@ -120,10 +118,10 @@ class _Attention(torch.autograd.Function):
         weighted = (gradient * out).sum(-1)  # Σ share·dshare of a row, as one dot product
         dfeatures, dsource = BUFFERS.empty(tuple(features.shape), features.dtype), torch.empty_like(source)
         dscores = BUFFERS.empty((ctx.adjacency.entries, target.shape[1]), target.dtype)
-        where = (pattern.indptr, pattern.indices, order, piece_cuts(pattern))
+        where = (pattern.indptr, pattern.indices, order, pattern.cuts)
         known = (one.view(-1) for one in (target, source, kept, logs, weighted, gradient))
         made = (dfeatures.flatten(1), dsource.view(-1), dscores.view(-1))
         sddmm_kernels.attend_backward(*made, *where, features.flatten(1), *known, ctx.slope)
         dtarget = torch.empty_like(target)
-        sddmm_kernels.sum_segments(dtarget, dscores, ctx.adjacency.indptr, piece_cuts(ctx.adjacency))
+        sddmm_kernels.sum_segments(dtarget, dscores, ctx.adjacency.indptr, ctx.adjacency.cuts)
         return None, dfeatures, dtarget, dsource, None

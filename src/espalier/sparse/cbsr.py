@@ -16,7 +16,7 @@ from espalier.errors import UserError
 from espalier.kernels.base import operation
 from espalier.kernels.buffer_pool import BUFFERS
 from espalier.sparse.csr import CSR
-from espalier.sparse.spmm import matmul, piece_cuts, product, turned
+from espalier.sparse.spmm import matmul, product, turned
 
 NARROW, NARROWER = 6, 12
 """The compiled forms run where width / k is at least this, forward and backward: below, the dense product was as fast
@@ -85,7 +85,7 @@ class _Aggregate(torch.autograd.Function):
         y = BUFFERS.empty((adjacency.shape[0], width), values.dtype)
         weights = _weights(adjacency, values)
         where = (adjacency.indptr, adjacency.indices, weights)
-        cbsr_kernels.scatter_rows(y, *where, values.contiguous(), columns, piece_cuts(adjacency))
+        cbsr_kernels.scatter_rows(y, *where, values.contiguous(), columns, adjacency.cuts)
         return y
 
     @staticmethod

@@ -20,6 +20,8 @@ _LARGEST = 2**31 - 1
 """Column ids are int32."""
 _SORTED = 2**16
 """Entries below which sorting is quick enough, and no kernel need be loaded."""
+PIECES = 64
+"""Pieces of work of a product: enough for 16 threads to finish together, whatever the rows' lengths."""
 
 
 class Scale(NamedTuple):
@@ -153,7 +155,7 @@ class CSR:
         if self.entries < _SORTED or self.indices.device.type != "cpu":
             order = torch.argsort(self.indices, stable=True)
             return self.rows[order].int(), order
-        from espalier.sparse.transpose import turn
+        from espalier.sparse.spmm_kernels import turn
 
         rows, order = torch.empty(self.entries, dtype=torch.int32), torch.empty(self.entries, dtype=torch.int64)
         turn(self.indptr, self.indices, starts[:-1].clone(), rows, order)
@@ -228,6 +230,15 @@ class CSR:
                 )
             values = values if diagonal is None else values * diagonal[ids]
         return CSR(self.indptr, self.indices, self.shape, values, scale)
+
+    @cached_property
+    def cuts(self) -> Any:
+        """int64 [at most PIECES + 1]: rows that cut the matrix into pieces of work with about as many entries."""
+        indptr = self.indptr.numpy()
+        before = indptr + np.arange(len(indptr))
+        wanted = np.linspace(0, before[-1], PIECES + 1)[1:-1]
+        cuts = np.searchsorted(before, wanted)
+        return np.unique(np.concatenate([[0], cuts, [self.shape[0]]])).astype(np.int64)
 
     def bytes(self) -> int:
         """Of offsets, indices and values; offsets counted as the 4 bytes they need below 2^31 entries."""

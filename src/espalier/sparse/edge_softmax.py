@@ -61,10 +61,9 @@ class _Shares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, adjacency: CSR, scores: Tensor) -> Tensor:
         from espalier.sparse import sddmm_kernels
-        from espalier.sparse.spmm import piece_cuts
 
         shares = torch.empty_like(scores, memory_format=torch.contiguous_format)
-        sddmm_kernels.softmax(shares, scores.contiguous(), adjacency.indptr, piece_cuts(adjacency))
+        sddmm_kernels.softmax(shares, scores.contiguous(), adjacency.indptr, adjacency.cuts)
         ctx.adjacency = adjacency
         ctx.save_for_backward(shares)
         return shares

@@ -109,7 +109,7 @@ def predicted(pattern: Pattern, before: int, after: int, for_: str) -> float:
 
 
 def _count(pattern: Pattern, permutation: np.ndarray, purpose: Purpose) -> int:
-    from espalier.sparse.reuse_stats import touched
+    from espalier.sparse.rcmpp.pattern_passes import touched
 
     new = positions(permutation, pattern.nodes)
     return int(touched(pattern.indptr, pattern.indices, permutation, new, purpose.window, purpose.page))

@@ -6,7 +6,7 @@ The compiled form sums in the order of the entries, so the result does not depen
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,15 +16,25 @@ from espalier.kernels.base import operation
 from espalier.kernels.buffer_pool import BUFFERS
 from espalier.sparse.csr import CSR
 
-if TYPE_CHECKING:
-    from espalier.sparse.cbm import CBM
-
 KERNEL_TYPES = (torch.float32, torch.float64)
-PIECES = 64
-"""Pieces of work of a product: enough for 16 threads to finish together, whatever the rows' lengths."""
 
 
-def matmul(adjacency: CSR | CBM, x: Tensor, values: Tensor | None = None, start: Tensor | None = None) -> Tensor:
+class CompressedMatrix(Protocol):
+    """A binary matrix in a format of its own, such as `CBM`."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        ...
+
+    def product(self, x: Tensor) -> Tensor:
+        """A·X."""
+        ...
+
+
+def matmul(
+    adjacency: CSR | CompressedMatrix, x: Tensor, values: Tensor | None = None, start: Tensor | None = None
+) -> Tensor:
     """A·X + start: row i of A·X is the (weighted) sum of the rows of X that row i of A names. Twice differentiable.
 
     Args:
@@ -146,7 +156,7 @@ class _Dots(torch.autograd.Function):
         ctx.adjacency = adjacency
         ctx.save_for_backward(left, right)
         values = left.new_empty(adjacency.entries)
-        cuts = piece_cuts(adjacency)
+        cuts = adjacency.cuts
         sddmm_kernels.dot_rows(values, adjacency.indptr, adjacency.indices, left.contiguous(), right.contiguous(), cuts)
         return values
 
@@ -175,19 +185,9 @@ def product(adjacency: CSR, x: Tensor, values: Tensor | None, start: Tensor | No
     tiles = spmm_kernels.tiles(x.shape[1], x.element_size())
     indptr, indices = adjacency.arrays
     begin = x if start is None else start.reshape(-1, x.shape[1]).contiguous()
-    rest = (x, begin, -1 if start is None else start.dim() - 1, piece_cuts(adjacency), tiles)
+    rest = (x, begin, -1 if start is None else start.dim() - 1, adjacency.cuts, tiles)
     if values is None:
         spmm_kernels.add_rows(y, indptr, indices, *rest)
     else:
         spmm_kernels.add_weighted_rows(y, indptr, indices, values.contiguous(), *rest)
     return y
-
-
-def piece_cuts(adjacency: CSR) -> Any:
-    """Where the rows are cut into pieces of work; kept with the matrix."""
-    from espalier.sparse import spmm_kernels
-
-    kept = adjacency.__dict__.get("_cuts")
-    if kept is None:
-        kept = adjacency.__dict__["_cuts"] = spmm_kernels.pieces(adjacency.indptr.numpy(), PIECES)
-    return kept

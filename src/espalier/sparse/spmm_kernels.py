@@ -1,4 +1,4 @@
-"""SpMM kernels: sums of rows of a dense matrix, for CSR and CBM.
+"""SpMM kernels: sums of rows of a dense matrix, for CSR and CBM; transpose by counting.
 
 A row of the result is summed in vector registers, up to 8 vectors of 64 bytes at a time, by LLVM code written here:
 numba's own loops would write the sum back to memory after every addition. The order of additions is that of the list,
@@ -95,13 +95,6 @@ def tiles(width: int, element_bytes: int) -> Any:
     return np.array(found, dtype=np.int64)
 
 
-def pieces(indptr: Any, count: int) -> Any:
-    """Row numbers int64 [at most count + 1] that cut the rows into pieces of about as many entries."""
-    total = indptr[-1] + len(indptr) - 1
-    cuts = np.searchsorted(indptr + np.arange(len(indptr)), np.linspace(0, total, count + 1)[1:-1])
-    return np.unique(np.concatenate([[0], cuts, [len(indptr) - 1]])).astype(np.int64)
-
-
 _KINDS = ("float32", "float64")
 
 
@@ -121,21 +114,8 @@ def add_rows(y, indptr, indices, x, start, step, cuts, tiles):  # type: ignore[n
     zero = np.int64(0)
     for piece in numba.prange(len(cuts) - 1):
         for i in range(cuts[piece], cuts[piece + 1]):
-            _ROW(
-                y,
-                i,
-                start,
-                step if step < 0 else i * step,
-                x,
-                indices,
-                indptr[i],
-                indptr[i + 1],
-                indices,
-                zero,
-                zero,
-                indices,
-                tiles,
-            )
+            above = step if step < 0 else i * step
+            _ROW(y, i, start, above, x, indices, indptr[i], indptr[i + 1], indices, zero, zero, indices, tiles)
 
 
 @jit(
@@ -152,21 +132,8 @@ def add_weighted_rows(y, indptr, indices, values, x, start, step, cuts, tiles): 
     zero = np.int64(0)
     for piece in numba.prange(len(cuts) - 1):
         for i in range(cuts[piece], cuts[piece + 1]):
-            _ROW_BY_ENTRY(
-                y,
-                i,
-                start,
-                step if step < 0 else i * step,
-                x,
-                indices,
-                indptr[i],
-                indptr[i + 1],
-                indices,
-                zero,
-                zero,
-                values,
-                tiles,
-            )
+            above = step if step < 0 else i * step
+            _ROW_BY_ENTRY(y, i, start, above, x, indices, indptr[i], indptr[i + 1], indices, zero, zero, values, tiles)
 
 
 @jit(
@@ -219,3 +186,18 @@ def add_scaled_differences(  # type: ignore[no-untyped-def]
                 factor = left[order[p]]
                 for f in range(y.shape[1]):
                     y[order[p], f] *= factor
+
+
+@jit("(int64[::1], int32[::1], int64[::1], int32[::1], int64[::1])")
+def turn(indptr: Any, indices: Any, free: Any, rows: Any, order: Any) -> Any:
+    """The row of each entry, and where it stood, column by column; in a column in the order they stood in.
+
+    `free` [columns]: the offset of each column, which ends as that of the next; `rows`, `order` [entries] are filled.
+    """
+    for row in range(len(indptr) - 1):
+        for entry in range(indptr[row], indptr[row + 1]):
+            column = indices[entry]
+            at = free[column]
+            free[column] = at + 1
+            rows[at] = row
+            order[at] = entry

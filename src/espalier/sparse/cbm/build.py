@@ -174,9 +174,7 @@ def near(matrix: CSR, alpha: int) -> Pairs:
 
 def _shared_out(look: Any, matrix: CSR) -> Pairs:
     """`look(first row, last row)` of pieces of the matrix, by as many threads as torch uses."""
-    from espalier.sparse.spmm import piece_cuts
-
-    cuts = piece_cuts(matrix).tolist()
+    cuts = matrix.cuts.tolist()
     if len(cuts) == 1:  # no rows
         return Pairs(*(np.empty(0, dtype=np.int32) for _ in Pairs._fields))
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
