@@ -204,7 +204,7 @@ def right(logits: Tensor, graph: Graph) -> float:
 
 def accuracy(data: Path, name: str, kind: str, seeds: int) -> Row:
     """Both sides: Adam, L2 5e-4, the authors' rate, constant, no clipping."""
-    graph = sources.load(config.Data(path=str(data / "planetoid" / name)), config.Graph())
+    graph = sources.load(config.Data(path=str(data / "planetoid" / name)), config.GraphOptions())
     rate, steps = (0.005, 400) if kind == "gat" else (0.01, 200)
     edges = forms_of(graph)["edge_index"]
     pairs = []

@@ -80,7 +80,7 @@ class Recompute(Mechanism):
         context.workload.recompute(context.model, self.mode)
 
 
-class Bf16(Mechanism):
+class Autocast(Mechanism):
     """Forward and backward compute in bfloat16 where that is safe (autocast)."""
 
     claim = BF16
@@ -176,7 +176,7 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
 TABLE: tuple[Choose, ...] = (
     lambda recipe, plan: BuildModel(plan.precision),
     lambda recipe, plan: Recompute(plan.recompute) if plan.recompute != "none" else None,
-    lambda recipe, plan: Bf16() if plan.precision == "bf16" else None,
+    lambda recipe, plan: Autocast() if plan.precision == "bf16" else None,
     lambda recipe, plan: Compile() if plan.compile else None,
     muon.choose_matrices,
     muon.choose,

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +33,6 @@ from espalier.mechanisms import TABLE, ordered
 from espalier.optim import schedules
 from espalier.optim.base import Optimizer
 from espalier.parallel.mesh import REPLICA, ProcessMesh
-from espalier.prefetch import ahead, hearing_signals, seed_step
 from espalier.rank_setup import RankSetup
 from espalier.rollback import Healing, numbered
 from espalier.shard.base import Sharding
@@ -295,9 +296,9 @@ class Trainer:
         if wanted is None or folder is None or self.setting.place.rank != 0:
             yield lambda: None
             return
-        from espalier.track.trace import Profile
+        from espalier.track.trace import StepProfiler
 
-        with Profile(*wanted, folder / "trace.json", first_step=self.step) as profile:
+        with StepProfiler(*wanted, folder / "trace.json", first_step=self.step) as profile:
             yield profile.step
 
     def _interrupted(self, saved: checkpoints.Checkpoints | None) -> Interrupted:
@@ -346,3 +347,58 @@ def _ranks_with_bad_gradients(trainer: Trainer, batches: Sequence[Any]) -> tuple
     flags[0 if group is None else group.rank()] = float(not torch.isfinite(norm))
     trainer.sum(flags, group)
     return tuple(int(rank) for rank in flags.nonzero().flatten())
+
+
+# --- batches ahead, signals, seeds ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ahead(
+    numbers: Iterator[int],
+    make: Callable[[int], Any],
+    finish: Callable[[Any], Any],
+    waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Iterator[Iterator[tuple[Any, float]]]:
+    """Gives an iterator of (`finish(make(n))`, seconds waited) for each of `numbers`, made one ahead in a thread.
+
+    The next of `numbers` is asked for once the one before is ready, `finish` runs in the caller's thread. Waits take
+    place inside `waiting()`.
+    """
+
+    def all_of_them(pool: ThreadPoolExecutor) -> Iterator[tuple[Any, float]]:
+        number = next(numbers, None)
+        under_way = None if number is None else pool.submit(make, number)
+        while under_way is not None:
+            begun = time.perf_counter()
+            with waiting():
+                made = finish(under_way.result())
+            waited = time.perf_counter() - begun
+            number = next(numbers, None)
+            under_way = None if number is None else pool.submit(make, number)
+            yield made, waited
+
+    with ThreadPoolExecutor(1, thread_name_prefix="feed") as pool:
+        yield all_of_them(pool)
+
+
+@contextlib.contextmanager
+def hearing_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Calls `stop` on Ctrl-C, SIGTERM and SIGUSR1 instead of ending the process."""
+
+    def hear(number: int, frame: Any) -> None:
+        stop()
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def seed_step(device: torch.device, seed: int) -> None:
+    """Seeds the generators a step can draw from. `torch.manual_seed` would, without a GPU in use, queue a call with its
+    stack trace for later at every step."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)

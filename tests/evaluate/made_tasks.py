@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from espalier.checkpoint.sharded import Checkpoints
-from espalier.evaluate.evaluation import Result, evaluate
 from espalier.evaluate.shared_model import SharedModel, Source
-from espalier.evaluate.worker_pool import SILENT, Opened, Workers
+from espalier.evaluate.worker_pool import SILENT, Opened, Result, Workers, evaluate
 
 CPU = [torch.device("cpu")]
 

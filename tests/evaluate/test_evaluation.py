@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_tasks import Made
 
-from espalier.evaluate.evaluation import PARTS, split
 from espalier.evaluate.tasks import means
+from espalier.evaluate.worker_pool import PARTS, split
 
 TASKS = st.lists(st.tuples(st.integers(1, 300), st.floats(1e-6, 2.0)), min_size=1, max_size=12)
 

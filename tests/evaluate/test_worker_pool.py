@@ -14,8 +14,7 @@ import pytest
 from made_tasks import CPU, Made, always, die, evaluated, fail, once, shared, slow, stop, workers
 
 from espalier.errors import RunFailed
-from espalier.evaluate.evaluation import Result, evaluate
-from espalier.evaluate.worker_pool import Workers
+from espalier.evaluate.worker_pool import Result, Workers, evaluate
 
 
 def made(folder: Path, **acts) -> list[Made]:

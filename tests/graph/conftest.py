@@ -13,7 +13,7 @@ from espalier.graph.data import DataSplit, Graph
 
 def load(path, **options) -> Graph:
     """The graph at `path`, with settings of `[graph]`."""
-    return sources.load(Data(path=str(path)), config.Graph(**options))
+    return sources.load(Data(path=str(path)), config.GraphOptions(**options))
 
 
 def made(nodes: int = 60, edges: int = 240, seed: int = 0, **known) -> Graph:

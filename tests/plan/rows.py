@@ -16,7 +16,7 @@ from espalier.config.decoders import Sizes
 from espalier.plan.calibrate import Batch, Measurement
 from espalier.plan.factors import PLAIN, CostFactors
 from espalier.plan.layouts import Layouts
-from espalier.plan.reference_models import Decoder
+from espalier.plan.reference_models import ReferenceDecoder
 
 HEAD = "gpus,global_batch,micro_batch,hidden,heads,layers,seq,tp,dp,pp,iter_ms"
 LINE = "8,32,2,2048,16,24,1024,2,2,2,900.5"
@@ -58,7 +58,7 @@ def unmeasured() -> list[Measurement]:
     """Layouts of a small decoder on one machine and of a large one on two, with tensor, data and pipeline ranks."""
     found = []
     for width, layers, machines in ((1024, 12, 1), (4096, 24, 2)):
-        request = Decoder(sizes(width, layers), 1024, gated=False).request(64, "fp16")
+        request = ReferenceDecoder(sizes(width, layers), 1024, gated=False).request(64, "fp16")
         cluster, ranks = gpus(count=machines), 8 * machines
         for tp, pp, micro_batch in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4)):
             if tp * pp <= ranks:

@@ -10,7 +10,7 @@ import pytest
 
 from espalier import cluster as clusters
 from espalier.cluster import Cluster, Link
-from espalier.config import Auto, ByRounds, Co2, DiLoCo, EveryStep, LocalSgd, Shard, derive, load
+from espalier.config import Auto, ByRounds, Co2, DiLoCo, EveryStep, LocalSgd, ShardPin, derive, load
 from espalier.errors import UserError
 from espalier.plan import co2, request_from_recipe
 from espalier.plan.base import Plan, dumps, loads
@@ -133,7 +133,7 @@ def test_steps_by_hand_say_what_stays_in_view() -> None:
 def test_settings_are_those_that_differ() -> None:
     assert co2.settings_of(Co2(momentum=0.2, clip=0.5), "exact") == {"clip": 0.5}
     assert co2.method_of(DiLoCo()) == "diloco"
-    assert Shard(params=1, grads=1, optimizer=2) == co2.sharded(asked(EveryStep()), 2).pin.shard
+    assert ShardPin(params=1, grads=1, optimizer=2) == co2.sharded(asked(EveryStep()), 2).pin.shard
 
 
 def test_a_penalty_by_tensors_is_refused_where_ranks_hold_pieces_of_them() -> None:

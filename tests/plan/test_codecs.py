@@ -9,7 +9,7 @@ import pytest
 from espalier import cluster as clusters
 from espalier.comm.codecs import codec
 from espalier.comm.compressed_collectives import sent_bytes
-from espalier.config import Pin, Shard, derive, load
+from espalier.config import Pin, ShardPin, derive, load
 from espalier.errors import UserError
 from espalier.plan import codecs, collective_time, request_from_recipe
 from espalier.plan.base import Plan
@@ -37,7 +37,7 @@ def machines(between: str, codecs: str = CODECS, hosts: int = 2) -> clusters.Clu
 
 
 def decided(cluster: clusters.Cluster, codec: str, ranks: int = 2) -> Plan:
-    shard = Shard(params=1, grads=1, optimizer=1)
+    shard = ShardPin(params=1, grads=1, optimizer=1)
     asked = replace(request(pin=Pin(ranks=ranks, threads=1, shard=shard)), codec=codec)
     return decide(asked, cluster).taken
 

@@ -17,8 +17,8 @@ from espalier import cost
 from espalier.cluster import Link
 from espalier.plan import collective_time, step_time
 from espalier.plan.collective_time import Fleet, Operation
+from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
-from espalier.plan.step import Step
 from espalier.shard.placement import ShardFactors, place
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
@@ -174,7 +174,7 @@ def test_processors_exchange_machine_by_machine_as_the_engine_does(factors: tupl
     on = replace(collective_time.fleet(processor(count=2), 4), inside=near, between=far)
     params, grads, optimizer = factors
     layouts = Layouts(dp=4, threads=1, params=params, grads=grads, optimizer=optimizer)
-    step = Step(request, on, on.kinds[0], layouts)
+    step = CostInputs(request, on, on.kinds[0], layouts)
     weights = step_time.weights(step, request.trainable)
     wanted = along_the_axes(4.0 * request.trainable, factors, near, far)
     assert float(step_time.gradients(step)["seconds"] + weights["reduce_scatter"]) == pytest.approx(wanted["reduce"])

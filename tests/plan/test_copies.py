@@ -9,15 +9,15 @@ import pytest
 from asked import decoder, gpus, processor
 
 from espalier import config
-from espalier.config import Pin, Shard, derive
+from espalier.config import Pin, ShardPin, derive
 from espalier.plan import checkpoint_cost, request_from_recipe
 from espalier.plan.base import Plan
-from espalier.plan.decide import Decision, decide
+from espalier.plan.decide import PlanDecision, decide
 
 pytestmark = pytest.mark.quick
 
 
-def decided(given: int | str, ranks: int = 1, **more: object) -> Decision:
+def decided(given: int | str, ranks: int = 1, **more: object) -> PlanDecision:
     pin = Pin(ranks=ranks, threads=1, micro_batch=1)
     return decide(decoder(copies=given, pin=pin, saves=7, **more), processor(cores=2))
 
@@ -68,10 +68,10 @@ def test_copies_beside_a_gpu_are_named_and_take_none_of_its_memory() -> None:
 
 def test_a_rank_keeps_another_machine_s_part_where_states_are_cut() -> None:
     machines = processor(count=2)
-    asked = decoder(saves=7, copies="auto", pin=Pin(ranks=2, threads=2, shard=Shard(params=1, grads=1, optimizer=2)))
+    asked = decoder(saves=7, copies="auto", pin=Pin(ranks=2, threads=2, shard=ShardPin(params=1, grads=1, optimizer=2)))
     cut = held(decide(asked, machines).plan)
     assert cut["copies"] == 4 * (cut["params"] + cut["optimizer"])
-    replicated = msgspec.structs.replace(asked.pin, shard=Shard(params=1, grads=1, optimizer=1))
+    replicated = msgspec.structs.replace(asked.pin, shard=ShardPin(params=1, grads=1, optimizer=1))
     whole = held(decide(replace(asked, pin=replicated), machines).plan)
     assert whole["copies"] == 2 * (whole["params"] + whole["optimizer"])
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from espalier import cluster as clusters
-from espalier.config import EveryStep, Pin, Shard, derive, load
+from espalier.config import EveryStep, Pin, ShardPin, derive, load
 from espalier.plan import request_from_recipe, search
 from espalier.plan.calibrate import DATASHEET, Calibration
-from espalier.plan.decide import Decision, decide
+from espalier.plan.decide import PlanDecision, decide
 from espalier.plan.factors import CostFactors
 from espalier.plan.request import Request
 
@@ -31,7 +31,9 @@ def processors(count: int, between: str = "1Gbit/s", cores: int = 2) -> clusters
     )
 
 
-def decided(cluster: clusters.Cluster, calibration: Calibration = DATASHEET, asked: Request | None = None) -> Decision:
+def decided(
+    cluster: clusters.Cluster, calibration: Calibration = DATASHEET, asked: Request | None = None
+) -> PlanDecision:
     return decide(asked or request(), cluster, calibration)
 
 
@@ -98,7 +100,7 @@ def test_replicas_on_processors_of_different_speed_keep_their_samples_by_speed()
         "memory = 8589934592\nmemory_bandwidth = {0}e10\nflops = {{ fp32 = {0}e10 }}\n"
     )
     links = '[links]\nbetween = { bandwidth = "10Gbit/s", latency = "50us" }'
-    pinned = request(pin=Pin(ranks=2, shard=Shard(params=1, grads=1, optimizer=1)))
+    pinned = request(pin=Pin(ranks=2, shard=ShardPin(params=1, grads=1, optimizer=1)))
     taken = decided(clusters.loads(host.format(4) + host.format(1) + links), asked=pinned).taken
     assert taken is not None
     first, second = (rank.share[1] - rank.share[0] for rank in taken.ranks)

@@ -19,10 +19,10 @@ from espalier.cost import Cut
 from espalier.language import gpt
 from espalier.language.operation_counts import DecoderLoad
 from espalier.plan import collective_time, memory_model
+from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import MODES, Layouts, chains
 from espalier.plan.reference_models import FULL, MIXED
 from espalier.plan.request import Request
-from espalier.plan.step import Step
 from espalier.shard.cost import StateBytes
 
 BATCH, SEQUENCE, VOCABULARY = 4, 128, 512
@@ -46,7 +46,7 @@ def request(chosen: config.Gpt) -> Request:
 
 def held(asked: Request, layout: Layouts, nodes: int = 1, size: int = BATCH, in_flight: int = 1) -> dict[str, float]:
     on = collective_time.fleet(gpus(count=nodes), 8 * nodes)
-    found = memory_model.held(Step(asked, on, on.kinds[0], layout), size, in_flight)
+    found = memory_model.held(CostInputs(asked, on, on.kinds[0], layout), size, in_flight)
     return {name: float(value) for name, value in found.items()}
 
 

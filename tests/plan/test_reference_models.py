@@ -24,7 +24,7 @@ from espalier.plan.collective_time import Fleet
 from espalier.plan.estimate import Priced, grid, price
 from espalier.plan.factors import PLAIN, CostFactors
 from espalier.plan.layouts import Layouts, chains
-from espalier.plan.reference_models import Decoder
+from espalier.plan.reference_models import ReferenceDecoder
 from espalier.plan.request import Request
 
 # --- Megatron-LM on Selene ---------------------------------------------------------------------------------------
@@ -46,16 +46,16 @@ RECOMPUTED = [
 SEQUENCE, VOCABULARY = 2048, 51200
 
 
-def gpt(heads: int, width: int, layers: int, sequence_parallel: bool = False) -> Decoder:
+def gpt(heads: int, width: int, layers: int, sequence_parallel: bool = False) -> ReferenceDecoder:
     """Megatron-LM's GPT of that time: two matrices in the feed-forward, attention that writes its scores."""
     size = Sizes(
         layers=layers, width=width, heads=heads, kv_heads=heads, feed_forward=4 * width, vocabulary=VOCABULARY,
         context=SEQUENCE, tied=True, rope_theta=1e4, norm_epsilon=1e-5,
     )  # fmt: skip
-    return Decoder(size, SEQUENCE, gated=False, fused=False, sequence_parallel=sequence_parallel)
+    return ReferenceDecoder(size, SEQUENCE, gated=False, fused=False, sequence_parallel=sequence_parallel)
 
 
-def predicted(decoder: Decoder, ranks: int, samples: int, layout: Layouts) -> Priced:
+def predicted(decoder: ReferenceDecoder, ranks: int, samples: int, layout: Layouts) -> Priced:
     request = decoder.request(samples, "fp16", bucket_bytes=2**40)
     on = collective_time.fleet(gpus(count=ranks // 8, between="1600Gbit/s"), ranks)
     return price(request, on, layout)[0]
@@ -151,7 +151,7 @@ def internlm(ranks: int, refresh: str = "broadcast") -> Request:
         rope_theta=1e4, norm_epsilon=1e-5,
     )  # fmt: skip
     more: dict[str, Any] = {"refresh": refresh, "bucket_bytes": 2**30, "temporaries": 0, "tensors": 5 * 32 + 2}
-    return Decoder(size, 2048, sequence_parallel=False).request(8 * ranks, "bf16", **more)
+    return ReferenceDecoder(size, 2048, sequence_parallel=False).request(8 * ranks, "bf16", **more)
 
 
 def layout(ranks: int, tp: int, where: str) -> Layouts:

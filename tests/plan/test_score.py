@@ -15,14 +15,14 @@ from espalier.errors import UserError
 from espalier.plan.calibrate import DATASHEET, Calibration, calibrate
 from espalier.plan.factors import PLAIN
 from espalier.plan.measurements import score
-from espalier.plan.measurements.table import Row, Table, read
+from espalier.plan.measurements.table import MeasuredRow, MeasuredTable, read
 from espalier.verbs import measurements as verb
 
 LAYOUTS = ("1,8,1", "2,4,1", "4,2,1", "2,2,2", "1,2,4")
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> list[Row]:
+def rows(tmp_path: Path) -> list[MeasuredRow]:
     """Five layouts of each of two batches, measured exactly as predicted."""
     body = [f"8,{batch},1,2048,16,24,1024,{layout},1" for batch in (16, 32) for layout in LAYOUTS]
     found = read(table(tmp_path, *body)).rows
@@ -30,17 +30,19 @@ def rows(tmp_path: Path) -> list[Row]:
     return [measured(row, seconds) for row, seconds in zip(found, taken, strict=True)]
 
 
-def measured(row: Row, seconds: float | None, out_of_memory: bool | None = None, peak: float | None = None) -> Row:
+def measured(
+    row: MeasuredRow, seconds: float | None, out_of_memory: bool | None = None, peak: float | None = None
+) -> MeasuredRow:
     one = replace(row.measurement, step_seconds=seconds, out_of_memory=out_of_memory, peak_bytes=peak)
     return replace(row, measurement=one)
 
 
-def seconds(row: Row) -> float:
+def seconds(row: MeasuredRow) -> float:
     assert row.measurement.step_seconds is not None
     return row.measurement.step_seconds
 
 
-def test_perfect_predictions_have_no_error_and_no_regret(rows: list[Row]) -> None:
+def test_perfect_predictions_have_no_error_and_no_regret(rows: list[MeasuredRow]) -> None:
     found = score.score(rows, DATASHEET)
     assert found.mape == pytest.approx(0)
     assert found.spearman == pytest.approx(1)
@@ -48,7 +50,7 @@ def test_perfect_predictions_have_no_error_and_no_regret(rows: list[Row]) -> Non
     assert found.regret_interval == (0, 0)
 
 
-def test_slow_machines_are_an_error_of_time_not_of_choice(rows: list[Row]) -> None:
+def test_slow_machines_are_an_error_of_time_not_of_choice(rows: list[MeasuredRow]) -> None:
     found = score.score([measured(row, 2 * seconds(row)) for row in rows], DATASHEET)
     assert found.mape == pytest.approx(0.5)
     assert found.bias == pytest.approx(-0.5)
@@ -56,7 +58,7 @@ def test_slow_machines_are_an_error_of_time_not_of_choice(rows: list[Row]) -> No
     assert found.mean_regret == 0
 
 
-def test_regret_is_what_the_chosen_layout_loses_to_the_best(rows: list[Row]) -> None:
+def test_regret_is_what_the_chosen_layout_loses_to_the_best(rows: list[MeasuredRow]) -> None:
     """In one group the predicted best takes three times as long as it should; in the other all is as predicted."""
     group = [row for row in rows if row.group == rows[0].group]
     best = min(group, key=seconds)
@@ -70,21 +72,21 @@ def test_regret_is_what_the_chosen_layout_loses_to_the_best(rows: list[Row]) -> 
     assert low == 0 < high <= found.largest_regret
 
 
-def test_groups_of_two_count_in_the_mean_but_not_in_the_interval(rows: list[Row]) -> None:
+def test_groups_of_two_count_in_the_mean_but_not_in_the_interval(rows: list[MeasuredRow]) -> None:
     found = score.score(rows[:2] + rows[5:], DATASHEET)
     assert (found.groups, found.groups_of_three) == (2, 1)
     alone = score.score(rows[:1], DATASHEET)
     assert (alone.groups, alone.mean_regret, alone.regret_interval, alone.spearman) == (0, None, None, None)
 
 
-def test_the_order_of_rows_does_not_matter(rows: list[Row]) -> None:
+def test_the_order_of_rows_does_not_matter(rows: list[MeasuredRow]) -> None:
     noisy = [measured(row, seconds(row) * (1 + 0.3 * (at % 3))) for at, row in enumerate(rows)]
     left, right = score.score(noisy, DATASHEET), score.score(noisy[::-1], DATASHEET)
     assert left.mape == pytest.approx(right.mape)
     assert (left.spearman, left.largest_regret) == pytest.approx((right.spearman, right.largest_regret))
 
 
-def test_rows_out_of_memory_count_only_where_memory_is_asked(rows: list[Row]) -> None:
+def test_rows_out_of_memory_count_only_where_memory_is_asked(rows: list[MeasuredRow]) -> None:
     best = min(rows, key=seconds)
     broken = [measured(row, None, out_of_memory=True) if row is best else row for row in rows]
     found = score.score(broken, DATASHEET)
@@ -92,20 +94,20 @@ def test_rows_out_of_memory_count_only_where_memory_is_asked(rows: list[Row]) ->
     assert (found.false_fits, found.false_misfits, found.chosen_out_of_memory) == (1, 0, 1)
 
 
-def test_a_layout_that_ran_though_predicted_not_to_fit_is_counted(rows: list[Row]) -> None:
+def test_a_layout_that_ran_though_predicted_not_to_fit_is_counted(rows: list[MeasuredRow]) -> None:
     predictions = [one._replace(over=1.0) for one in score.predict([row.measurement for row in rows])]
     found = score.score(rows, DATASHEET, predictions)
     assert (found.false_fits, found.false_misfits, found.chosen_out_of_memory) == (0, 10, 0)
 
 
-def test_memory_is_scored_where_it_was_measured(rows: list[Row]) -> None:
+def test_memory_is_scored_where_it_was_measured(rows: list[MeasuredRow]) -> None:
     peaks = [one.peak for one in score.predict([row.measurement for row in rows])]
     full = [measured(row, 1.0, peak=1.25 * peak) for row, peak in zip(rows[:3], peaks, strict=False)] + rows[3:]
     found = score.score(full, DATASHEET)
     assert (found.memory_rows, found.memory_mape) == (3, pytest.approx(0.2))
 
 
-def test_terms_add_up_and_the_slowest_device_decides(rows: list[Row]) -> None:
+def test_terms_add_up_and_the_slowest_device_decides(rows: list[MeasuredRow]) -> None:
     for one in score.predict([row.measurement for row in rows]):
         assert sum(one.terms.values()) == pytest.approx(one.seconds)
 
@@ -121,7 +123,7 @@ def test_the_interval_holds_the_mean_and_is_the_same_twice() -> None:
 # --- the file beside ---------------------------------------------------------------------------------------------
 
 
-def written(found: Table, calibration: Calibration = DATASHEET) -> str:
+def written(found: MeasuredTable, calibration: Calibration = DATASHEET) -> str:
     return score.beside(found, score.predict(found.measurements, calibration.factors), calibration)
 
 
@@ -162,7 +164,7 @@ def test_scoring_what_was_scored_changes_nothing(tmp_path: Path, form: str) -> N
 @pytest.mark.parametrize(("factor", "hint"), [(1000, "divide"), (0.001, "multiply")])
 @pytest.mark.parametrize("form", ["csv", "jsonl"])
 def test_other_units_are_refused_before_anything_is_written(
-    tmp_path: Path, rows: list[Row], form: str, factor: float, hint: str
+    tmp_path: Path, rows: list[MeasuredRow], form: str, factor: float, hint: str
 ) -> None:
     if form == "csv":
         taken = score.predict([row.measurement for row in rows])[0].seconds * 1000 * factor

@@ -13,7 +13,7 @@ import pytest
 from asked import decoder, gpus, processor
 
 from espalier.cluster import Cluster
-from espalier.config import Pin, Shard
+from espalier.config import Pin, ShardPin
 from espalier.errors import UserError
 from espalier.plan import base, build_plan, collective_time, explain, pins, search
 from espalier.plan.estimate import grid
@@ -175,7 +175,7 @@ def test_demands_on_memory_and_devices_are_obeyed() -> None:
 
 
 def test_pins_bind() -> None:
-    pin = Pin(tp=2, pp=2, shard=Shard(optimizer=4), micro_batch=2, recompute="block")
+    pin = Pin(tp=2, pp=2, shard=ShardPin(optimizer=4), micro_batch=2, recompute="block")
     found = search.search(decoder(1024, 8, batch=64, pin=pin), gpus(count=2))
     assert found.options
     for one in found.options:
@@ -189,7 +189,7 @@ def test_pins_bind() -> None:
     [
         (Pin(tp=3), "plan.pin.tp = 3", "plan.pin.tp=2"),
         (Pin(pp=9), "plan.pin.pp = 9", "8 or less"),
-        (Pin(shard=Shard(params=4, optimizer=6)), "plan.pin.shard.params = 4", "plan.pin.shard.params=3"),
+        (Pin(shard=ShardPin(params=4, optimizer=6)), "plan.pin.shard.params = 4", "plan.pin.shard.params=3"),
         (Pin(algorithm="isp", tp=2), "isp", "sp instead"),
         (Pin(dp=128), "plan.pin.dp = 128", "16"),
         (Pin(tp=0), "plan.pin.tp = 0", "tp=1"),
@@ -241,7 +241,7 @@ def test_mixed_devices_get_shares_by_speed() -> None:
     fast, slow = gpus("H100", devices=1), gpus("T4", devices=1)
     mixed = msgspec.structs.replace(fast, nodes=(*fast.nodes, *slow.nodes))
     request = decoder(
-        2048, 2, 1024, 64, precision="fp16", pin=Pin(ranks=2, shard=Shard(params=1, grads=1, optimizer=1))
+        2048, 2, 1024, 64, precision="fp16", pin=Pin(ranks=2, shard=ShardPin(params=1, grads=1, optimizer=1))
     )
     found = search.search(request, mixed)
     best = found.best()

@@ -20,12 +20,12 @@ from espalier.config.decoders import Sizes
 from espalier.cost import Cut
 from espalier.plan import collective_time, memory_model, step_time
 from espalier.plan.collective_time import Fleet
+from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.estimate import price
 from espalier.plan.factors import PLAIN, CostFactors
 from espalier.plan.layouts import Layouts
-from espalier.plan.reference_models import MIXED, Decoder
+from espalier.plan.reference_models import MIXED, ReferenceDecoder
 from espalier.plan.request import Request
-from espalier.plan.step import Step
 
 GIB = 2**30
 SIZE = Sizes(
@@ -45,12 +45,12 @@ def fleet() -> Fleet:
 
 def asked(samples: int = 32, **more: Any) -> Request:
     """The model's request; gradients in one piece, as in the example."""
-    return Decoder(SIZE, SEQUENCE).request(samples, "bf16", **{"bucket_bytes": 2**60, **more})
+    return ReferenceDecoder(SIZE, SEQUENCE).request(samples, "bf16", **{"bucket_bytes": 2**60, **more})
 
 
-def step(layouts: dict[str, Any], request: Request | None = None) -> Step:
+def step(layouts: dict[str, Any], request: Request | None = None) -> CostInputs:
     on = fleet()
-    return Step(request or asked(), on, on.kinds[0], Layouts(**layouts))
+    return CostInputs(request or asked(), on, on.kinds[0], Layouts(**layouts))
 
 
 def milliseconds(found: Any) -> float:
@@ -64,7 +64,7 @@ def test_states_of_the_13b_model() -> None:
     """ISP keeps 4 of the embedding's 16 bytes per sequence rank; its optimizer states are halved when dp > 1."""
     blocks = states(40 * BLOCK, MIXED, Layouts())
     tables = states(2 * TABLE / 4, MIXED, Layouts(optimizer=2))
-    assert Decoder(SIZE, SEQUENCE).layer_parameters == BLOCK
+    assert ReferenceDecoder(SIZE, SEQUENCE).layer_parameters == BLOCK
     held = {name: round((blocks[name] + tables[name]) / GIB, 2) for name in blocks}
     assert round((blocks["params"] + blocks["grads"] + tables["params"] + tables["grads"]) / GIB, 2) == 47.75
     assert held["optimizer"] == 142.52
@@ -74,7 +74,7 @@ def kept(cut: Cut, recompute: str = "none") -> float:
     """Bytes that all blocks keep, with a feed-forward of exactly 8/3 of the width as in the example."""
     columns: Any = 8 * 5120 / 3
     exact = replace(SIZE, feed_forward=columns)
-    decoder = Decoder(exact, SEQUENCE, keeps_shards=False)  # Buff's MSP keeps what it gathers
+    decoder = ReferenceDecoder(exact, SEQUENCE, keeps_shards=False)  # Buff's MSP keeps what it gathers
     return 40 * float(decoder.anatomy(1, recompute, "bf16", cut).layer.kept)
 
 
@@ -87,7 +87,7 @@ def test_activations_of_the_13b_model() -> None:
 
 def test_the_head_and_the_last_norm_of_the_13b_model() -> None:
     """0.62 GiB of the norm and 3.07 of logits. The example's 0.31 for the head's input is the norm's output here."""
-    rest = Decoder(SIZE, SEQUENCE).anatomy(1, "none", "bf16", Cut(sequence=4)).rest
+    rest = ReferenceDecoder(SIZE, SEQUENCE).anatomy(1, "none", "bf16", Cut(sequence=4)).rest
     logits = 2 * SEQUENCE * 50256 / 4
     assert round(logits / GIB, 2) == 3.07
     assert rest.kept == pytest.approx(4 * SEQUENCE * 5120 / 4 + logits)
@@ -252,7 +252,7 @@ def test_80_gib_with_25_of_activations_ask_for_sharded_gradients_or_states_beyon
 
 def test_the_optimizer_s_step_is_the_peak_of_5_3_of_its_states_where_little_is_kept() -> None:
     """AMSP and Buff: parameters, gradients and 5/3 of the optimizer's 12 bytes."""
-    request = Decoder(replace(SIZE, context=8), 8).request(1, "bf16")
+    request = ReferenceDecoder(replace(SIZE, context=8), 8).request(1, "bf16")
     held = memory_model.held(step({"dp": 1}, request), 1, 1)
     states = sum(float(held[name]) for name in ("params", "grads")) + 5 / 3 * float(held["optimizer"])
     found = sum(float(held[name]) for name in ("params", "grads", "optimizer", "activations", "transient"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from espalier.errors import UserError
-from espalier.track.trace import Profile
+from espalier.track.trace import StepProfiler
 
 
 def names(path: Path) -> set[str]:
@@ -22,7 +22,7 @@ def names(path: Path) -> set[str]:
 )
 def test_the_steps_asked_for_are_traced(tmp_path: Path, first: int, last: int, wanted: set[str]) -> None:
     path = tmp_path / "trace.json"
-    with Profile(3, last, path, first_step=first) as profile:
+    with StepProfiler(3, last, path, first_step=first) as profile:
         for _ in range(first, 5):
             assert path.exists() == (profile.done >= last > first)
             torch.ones(4, 4) @ torch.ones(4, 4)
@@ -32,7 +32,10 @@ def test_the_steps_asked_for_are_traced(tmp_path: Path, first: int, last: int, w
 
 def test_an_empty_range_and_an_unwritable_place_are_the_users_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"track\.profile"):
-        Profile(4, 3, tmp_path)
+        StepProfiler(4, 3, tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="Cannot write"), Profile(1, 1, tmp_path / "file" / "trace.json") as profile:
+    with (
+        pytest.raises(UserError, match="Cannot write"),
+        StepProfiler(1, 1, tmp_path / "file" / "trace.json") as profile,
+    ):
         profile.step()

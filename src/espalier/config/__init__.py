@@ -33,7 +33,7 @@ from espalier.config.sections import DiLoCo as DiLoCo
 from espalier.config.sections import Eager as Eager
 from espalier.config.sections import EveryStep as EveryStep
 from espalier.config.sections import Faults as Faults
-from espalier.config.sections import Graph as Graph
+from espalier.config.sections import GraphOptions as GraphOptions
 from espalier.config.sections import Launch as Launch
 from espalier.config.sections import LocalSgd as LocalSgd
 from espalier.config.sections import Muon as Muon
@@ -43,7 +43,7 @@ from espalier.config.sections import Planning as Planning
 from espalier.config.sections import Precision as Precision
 from espalier.config.sections import RecipeBase as RecipeBase
 from espalier.config.sections import Recompute as Recompute
-from espalier.config.sections import Shard as Shard
+from espalier.config.sections import ShardPin as ShardPin
 from espalier.config.sections import SlowMo as SlowMo
 from espalier.config.sections import Stable as Stable
 from espalier.config.sections import StreamingDiLoCo as StreamingDiLoCo

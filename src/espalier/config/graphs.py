@@ -8,7 +8,7 @@ import msgspec
 from msgspec import field
 
 from espalier.config.base import Draft, Kind, Model, RecipeBase
-from espalier.config.sections import Graph
+from espalier.config.sections import GraphOptions
 from espalier.errors import UserError
 
 
@@ -73,7 +73,7 @@ _SOURCES = {
 def _fill(draft: Draft) -> None:
     """Sizes, steps and rates of a graph network."""
     if draft.recipe.graph is None:
-        draft.recipe = msgspec.structs.replace(draft.recipe, graph=Graph())
+        draft.recipe = msgspec.structs.replace(draft.recipe, graph=GraphOptions())
     graph, model = draft.recipe.graph, draft.recipe.model
     assert graph is not None
     if isinstance(model, Network):
@@ -87,7 +87,7 @@ def _fill(draft: Draft) -> None:
     draft.rates(0.01, "the rate of GCN's authors (arXiv 1609.02907, section 5.2)")
 
 
-def _network(draft: Draft, kind: Any, graph: Graph) -> None:
+def _network(draft: Draft, kind: Any, graph: GraphOptions) -> None:
     depth, width, activation, dropout = _PAPERS[kind]
     source = _SOURCES[kind]
     if graph.fanout:
@@ -141,7 +141,7 @@ def _width(model: Network) -> None:
             )
 
 
-def _graph(graph: Graph, model: Model) -> None:
+def _graph(graph: GraphOptions, model: Model) -> None:
     if any(one < 1 and one != -1 for one in graph.fanout):
         raise UserError(
             f"graph.fanout = {list(graph.fanout)} is not possible.",

@@ -41,7 +41,7 @@ class Data(Options, frozen=True):
 # --- [graph] ---------------------------------------------------------------------------------------------------------
 
 
-class Graph(Options, frozen=True):
+class GraphOptions(Options, frozen=True):
     """What is asked of a graph, and how it is read.
 
     `fanout` neighbours are drawn at each layer, the one next to the targets first (-1: all of them); empty trains on
@@ -123,7 +123,7 @@ class Train(Options, frozen=True):
 # --- [plan] ------------------------------------------------------------------------------------------------------
 
 
-class Shard(Options, frozen=True):
+class ShardPin(Options, frozen=True):
     """Over how many ranks each state is split; None leaves it to the planner."""
 
     params: int | None = None
@@ -141,7 +141,7 @@ class Pin(Options, frozen=True):
     sp: int | None = None
     pp: int | None = None
     algorithm: Literal["data", "megatron", "fsp", "isp"] | None = None
-    shard: Shard | None = None
+    shard: ShardPin | None = None
     micro_batch: int | None = None
     accumulate: int | None = None
     recompute: Recompute | None = None
@@ -308,7 +308,7 @@ class RecipeBase(Options, frozen=True):
 
     model: Model
     data: tuple[Data, ...] = ()
-    graph: Graph | None = None
+    graph: GraphOptions | None = None
     name: str = "run"
     train: Train = Train()
     plan: Planning = Planning()

@@ -24,10 +24,9 @@ from espalier.checkpoint.sharded import Checkpoints
 from espalier.checkpoint.storage import Folder, Storage, folder_name, step_of
 from espalier.errors import EspalierError, RunFailed, UserError
 from espalier.evaluate.eval_history import EvalHistory, Key
-from espalier.evaluate.evaluation import Result, evaluate
 from espalier.evaluate.shared_model import SharedModel
 from espalier.evaluate.tasks import Task
-from espalier.evaluate.worker_pool import Workers
+from espalier.evaluate.worker_pool import Result, Workers, evaluate
 from espalier.track import events
 
 POLL = 0.5

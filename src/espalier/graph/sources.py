@@ -22,7 +22,7 @@ _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:")
 Progress = Callable[[int, int], None]
 
 
-def load(data: Data, options: config.Graph, progress: Progress | None = None) -> Graph:
+def load(data: Data, options: config.GraphOptions, progress: Progress | None = None) -> Graph:
     """The graph that `data.path` names. Raises UserError naming what is wrong with it."""
     path = data.path
     both = options.undirected

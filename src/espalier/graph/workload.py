@@ -274,7 +274,7 @@ def _style(model: config.Model) -> Style:
     return Style(loops=False, scale="mean" if isinstance(model, config.Sage) else "none")
 
 
-def _depth(model: config.Model, options: config.Graph) -> int:
+def _depth(model: config.Model, options: config.GraphOptions) -> int:
     if isinstance(model, config.Network):
         assert model.depth is not None
         return model.depth

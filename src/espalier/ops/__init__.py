@@ -4,6 +4,6 @@ Loads no torch.
 """
 
 from espalier.ops.diagnosis import diagnose
-from espalier.ops.taxonomy import Diagnosis, Evidence, restart_helps
+from espalier.ops.taxonomy import Diagnosis, EvidenceLine, restart_helps
 
-__all__ = ["Diagnosis", "Evidence", "diagnose", "restart_helps"]
+__all__ = ["Diagnosis", "EvidenceLine", "diagnose", "restart_helps"]

@@ -24,7 +24,7 @@ from espalier.ops.log_scan import line_labels, scan
 from espalier.ops.log_scan.line_labels import Line
 from espalier.ops.log_scan.scan import Loss, Scanned
 from espalier.ops.rules import Rule, own
-from espalier.ops.taxonomy import LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Diagnosis, Evidence, called
+from espalier.ops.taxonomy import LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Diagnosis, EvidenceLine, called
 
 LINES = 8000
 """Kept lines that the rules are asked about, the last ones: enough for a second of work, and a log keeps hundreds."""
@@ -257,9 +257,9 @@ def departure(losses: Sequence[Loss]) -> Loss | None:
 def _of_loss(scanned: Scanned, odd: Loss) -> Diagnosis:
     before = [loss for loss in scanned.losses if loss.number < odd.number][-2:]
     after = [loss for loss in scanned.losses if loss.number > odd.number][:2]
-    evidence = [Evidence(odd.number, _cut(odd.text), "the loss leaves its course")]
-    evidence += [Evidence(loss.number, _cut(loss.text), "before") for loss in before]
-    evidence += [Evidence(loss.number, _cut(loss.text), "after: it does not come back") for loss in after]
+    evidence = [EvidenceLine(odd.number, _cut(odd.text), "the loss leaves its course")]
+    evidence += [EvidenceLine(loss.number, _cut(loss.text), "before") for loss in before]
+    evidence += [EvidenceLine(loss.number, _cut(loss.text), "after: it does not come back") for loss in after]
     return called(scanned.file, LOSS_ANOMALY, root_line=odd.number, evidence=tuple(evidence), source="losses")
 
 
@@ -271,7 +271,7 @@ def _healthy(scanned: Scanned, parsed: Sequence[Line]) -> Diagnosis:
     if last is None:
         advice = "the log is empty: look at the launcher's or the scheduler's own"
         return called(scanned.file, UNKNOWN, advice=advice, source="nothing")
-    evidence = Evidence(last.number, _cut(last.raw), "the last line; none before it tells of a failure")
+    evidence = EvidenceLine(last.number, _cut(last.raw), "the last line; none before it tells of a failure")
     return called(scanned.file, NO_FAILURE, evidence=(evidence,))
 
 
@@ -284,14 +284,14 @@ def _of_cause(file: str, cause: Cause, parsed: Sequence[Line]) -> Diagnosis:
     action = named.rule.action or REASONS[reason].action
     rank = _rank(cause, parsed)
     node = _node(cause, parsed, rank) if action == "isolate" else None
-    shown = [Evidence(root.line.number, _cut(root.line.raw), f"the cause ({root.rule.id})")]
+    shown = [EvidenceLine(root.line.number, _cut(root.line.raw), f"the cause ({root.rule.id})")]
     if named is not root:
-        shown.append(Evidence(named.line.number, _cut(named.line.raw), f"names it ({named.rule.id})"))
+        shown.append(EvidenceLine(named.line.number, _cut(named.line.raw), f"names it ({named.rule.id})"))
     seen, told = {one.line for one in shown}, {root.rule.id, named.rule.id}
     for one in cause.others:
         if one.line.number not in seen and one.rule.id not in told and len(shown) <= SHOWN:
             says = "follows" if one.line.number > root.line.number else "stands before"
-            shown.append(Evidence(one.line.number, _cut(one.line.raw), f"{says} ({one.rule.id})"))
+            shown.append(EvidenceLine(one.line.number, _cut(one.line.raw), f"{says} ({one.rule.id})"))
             told.add(one.rule.id)
     return called(
         file, reason, root_line=root.line.number, first_failing_rank=rank, suspect_node=node, action=action,

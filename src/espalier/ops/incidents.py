@@ -18,7 +18,7 @@ from pathlib import Path
 
 from espalier.errors import UserError
 from espalier.ops.rules import one_of
-from espalier.ops.taxonomy import REASONS, Diagnosis, Evidence
+from espalier.ops.taxonomy import REASONS, Diagnosis, EvidenceLine
 
 ALIKE = 0.5
 """Share of an incident that a log must hold to be said to be alike: half of its words, and those in their order."""
@@ -57,7 +57,7 @@ def with_incident(told: Diagnosis, lines: Mapping[int, str], known: Sequence[Inc
     if one is None:
         return told
     kind = REASONS[one.reason]
-    note = Evidence(told.root_line or 0, one.text.strip().splitlines()[0], "a past incident that reads alike")
+    note = EvidenceLine(told.root_line or 0, one.text.strip().splitlines()[0], "a past incident that reads alike")
     return replace(
         told, category=kind.category, reason=one.reason, advice=one.advice or kind.advice, source="incidents",
         action="retry" if kind.action == "stop" else kind.action, evidence=(*told.evidence, note),

@@ -20,7 +20,7 @@ INFRASTRUCTURE, FRAMEWORK, SCRIPT, OTHER = "Infrastructure", "Framework", "Scrip
 UNKNOWN, NO_FAILURE, LOSS_ANOMALY, HANG = "Unknown", "No Failure", "Loss Anomaly", "Hang"
 
 
-class Kind(NamedTuple):
+class ReasonInfo(NamedTuple):
     """What is known of a reason: its category, what to do about it unless a rule says otherwise, in one word and in
     a sentence."""
 
@@ -88,13 +88,13 @@ _ADVICE: dict[tuple[str, Action], dict[str, str]] = {
 }  # fmt: skip
 """By category and action: what to do about each reason, in a sentence."""
 REASONS = {
-    name: Kind(category, action, advice)
+    name: ReasonInfo(category, action, advice)
     for (category, action), reasons in _ADVICE.items()
     for name, advice in reasons.items()
 }
 
 
-class Evidence(NamedTuple):
+class EvidenceLine(NamedTuple):
     """One line that speaks for a diagnosis: its number (from 1), its text, and what it shows."""
 
     line: int
@@ -124,7 +124,7 @@ class Diagnosis:
     first_failing_rank: int | None
     suspect_node: str | None
     action: Action
-    evidence: tuple[Evidence, ...] = ()
+    evidence: tuple[EvidenceLine, ...] = ()
     advice: str = ""
     source: str = "rules"
 

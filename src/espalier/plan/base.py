@@ -6,9 +6,8 @@ the shorthand people read, derived from the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -69,30 +68,6 @@ class Exchange(PlanStruct, frozen=True):
     agreement: str = "every_step"
 
 
-class Crossing(Protocol):
-    """What is read of a request's crossings."""
-
-    @property
-    def traffic(self) -> str:
-        """Its class."""
-
-    @property
-    def level(self) -> Any:
-        """Of the links."""
-
-    @property
-    def codec(self) -> str:
-        """What it is encoded with."""
-
-
-def exchanges(crossings: Iterable[Crossing]) -> tuple[Exchange, ...]:
-    """Gradients, and whatever else is encoded."""
-    found = tuple(Exchange(traffic=one.traffic, level=one.level, codec=one.codec) for one in crossings)
-    if any(one.traffic == "gradients" for one in found):
-        return found
-    return (Exchange(traffic="gradients"), *found)
-
-
 class Outer(PlanStruct, frozen=True):
     """Replicas that agree round by round: which ranks make each, and how they do.
 
@@ -111,7 +86,7 @@ class Outer(PlanStruct, frozen=True):
     paces: tuple[float, ...] = ()
 
 
-class Rule(PlanStruct, frozen=True):
+class AdaptiveRule(PlanStruct, frozen=True):
     """A value that may change while running: where it starts, its bounds, and the signal that moves it."""
 
     name: str
@@ -185,7 +160,7 @@ class Plan(PlanStruct, frozen=True):
     stages: tuple[Stage, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     outer: Outer | None = None
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[AdaptiveRule, ...] = ()
     algorithm: str = "data"
     """What tensor and sequence ranks do: see `plan.layouts.ALGORITHMS`."""
     micro_batch: int = 1

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from espalier.plan import collective_time, explain
-from espalier.plan.base import Plan, Predicted, Rank, Stage, Unit, exchanges
+from espalier.plan.base import Plan, Predicted, Rank, Stage, Unit
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.collective_time import seats
 from espalier.plan.estimate import estimate
-from espalier.plan.request import Request
+from espalier.plan.request import Request, exchanges
 from espalier.plan.search import Found, Option
 
 

@@ -15,7 +15,7 @@ import msgspec
 from espalier import units
 from espalier.checkpoint import save_interval, shared_memory, young_daly
 from espalier.cluster import Cluster
-from espalier.plan.base import Plan, Predicted, Rule
+from espalier.plan.base import AdaptiveRule, Plan, Predicted
 from espalier.plan.collective_time import gpus
 
 NAME = "checkpoint.every"
@@ -40,7 +40,7 @@ def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster) -> 
         f"{units.show_seconds(seconds)}, a step {units.show_seconds(step)}, and with one failure an hour sqrt(2 s M) "
         f"is {units.show_seconds(young_daly.optimal(seconds, young_daly.ASSUMED))}; what saves really cost corrects it."
     )
-    rule = Rule(name=NAME, start=float(found.steps), low=LEAST, high=MOST, signal="cost of a save, failures")
+    rule = AdaptiveRule(name=NAME, start=float(found.steps), low=LEAST, high=MOST, signal="cost of a save, failures")
     return msgspec.structs.replace(plan, rules=(*plan.rules, rule), why=(*plan.why, why))
 
 

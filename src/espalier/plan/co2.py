@@ -17,13 +17,13 @@ from espalier import units
 from espalier.cluster import Cluster, Link
 from espalier.comm import compressed_collectives
 from espalier.comm.codecs import codec
-from espalier.config import ByRounds, Eager, EveryStep, Shard
+from espalier.config import ByRounds, Eager, EveryStep, ShardPin
 from espalier.errors import UserError
 from espalier.plan import collective_time
-from espalier.plan.base import Exchange, Outer, Plan, Predicted, Rank, Rule
+from espalier.plan.base import AdaptiveRule, Exchange, Outer, Plan, Predicted, Rank
+from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import of_view
 from espalier.plan.request import Request
-from espalier.plan.step import Step
 from espalier.shard.cost import owned, refreshed
 from espalier.shard.placement import ShardFactors
 from espalier.sync import overlap_cost
@@ -112,7 +112,7 @@ def _machines(cluster: Cluster, count: int) -> list[Cluster]:
 
 def sharded(request: Request, ranks: int) -> Request:
     """`request` with the optimizer's state cut among all `ranks`."""
-    shard = Shard(params=1, grads=1, optimizer=ranks)
+    shard = ShardPin(params=1, grads=1, optimizer=ranks)
     return replace(request, pin=msgspec.structs.replace(request.pin, ranks=ranks, shard=shard))
 
 
@@ -230,7 +230,10 @@ def join(parts: Sequence[Plan], made: Replicas, chosen: RoundChoice, options: By
         ranks=tuple(ranks),
         outer=outer,
         exchanges=(*first.exchanges, Exchange(traffic="outer_step", codec=chosen.codec, agreement=outer.method)),
-        rules=(*first.rules, Rule(name="sync.steps", start=chosen.steps, low=1, high=MOST, signal="wait of a round")),
+        rules=(
+            *first.rules,
+            AdaptiveRule(name="sync.steps", start=chosen.steps, low=1, high=MOST, signal="wait of a round"),
+        ),
         predicted=_predicted(first, made, chosen, outer),
         why=(*chosen.why, *first.why),
         runners_up=(),
@@ -245,7 +248,7 @@ def settings_of(options: ByRounds, codec_name: str) -> dict[str, float | str | b
     return {key: value for key, value in given.items() if value != getattr(own, key)}
 
 
-def _fragments(step: Step, nodes: Sequence[int], count: int) -> Sequence[Sequence[float]]:
+def _fragments(step: CostInputs, nodes: Sequence[int], count: int) -> Sequence[Sequence[float]]:
     """Elements that the first rank of a replica moves, fragment by fragment and tensor by tensor."""
     states, division = step.states, step.division
     if not states.sizes:
@@ -263,7 +266,7 @@ def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: Outer) ->
     exposed = max(0.0, chosen.flight - hidden) / chosen.steps
     choices, shards = chosen_of(outer.method, dict(outer.settings)), len(outer.replicas[0])
     on = collective_time.fleet(made.clusters[0], shards, part.ranks[0].threads)
-    step = Step(made.request, on, on.kinds[0], of_view(part.layout))
+    step = CostInputs(made.request, on, on.kinds[0], of_view(part.layout))
     nodes = [rank.node if rank.device == "cpu" else 0 for rank in part.ranks]
     fragments = _fragments(step, nodes, choices.fragments)
     given = overlap_cost.Round([sum(one) for one in fragments], chosen.steps, chosen.codec, made.request.bytes_each)

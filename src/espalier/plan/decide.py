@@ -16,7 +16,7 @@ import msgspec
 from espalier import cluster as clusters
 from espalier import units
 from espalier.cluster import Cluster
-from espalier.config import Auto, ByRounds, Eager, Shard
+from espalier.config import Auto, ByRounds, Eager, ShardPin
 from espalier.errors import UserError
 from espalier.plan import build_plan, checkpoint_cost, co2, codecs, explain, memory_model, pins, search, trials
 from espalier.plan.base import Plan
@@ -34,11 +34,11 @@ SIZES = (0.5, 2, 4)
 
 Trials = Callable[[Sequence[Plan]], trials.Measured]
 """Seconds of a step of each plan, measured; empty where nothing was."""
-WHOLE = Shard(params=1, grads=1, optimizer=1)
+WHOLE = ShardPin(params=1, grads=1, optimizer=1)
 
 
 @dataclass(frozen=True)
-class Decision:
+class PlanDecision:
     """What the search found, and the plan: the best that `espalier train` runs today, else the best of all.
 
     It does not fit either when `fits` is False: it is then the one that lacks the fewest bytes.
@@ -66,7 +66,7 @@ class Decision:
 
 def decide(
     request: Request, cluster: Cluster, calibration: Calibration = DATASHEET, trials: Trials | None = None
-) -> Decision:
+) -> PlanDecision:
     """The plan of `request` on `cluster`.
 
     Args:
@@ -74,7 +74,7 @@ def decide(
         trials: on one machine without GPUs, what settles ranks, threads and micro-batch; None: estimates do.
 
     Raises:
-        UserError: pins that cannot be met. (That nothing fits is said by `Decision.taken`.)
+        UserError: pins that cannot be met. (That nothing fits is said by `PlanDecision.taken`.)
     """
     if isinstance(request.sync, ByRounds):
         found = _by_rounds(request, cluster, calibration, request.sync)
@@ -89,7 +89,7 @@ def decide(
 # --- rounds ------------------------------------------------------------------------------------------------------
 
 
-def _if_rounds_pay(found: Decision, request: Request, cluster: Cluster, calibration: Calibration) -> Decision:
+def _if_rounds_pay(found: PlanDecision, request: Request, cluster: Cluster, calibration: Calibration) -> PlanDecision:
     """Rounds instead, where the links between machines leave little else; where they cannot be had, the plan says why:
     they were not asked for."""
     try:
@@ -120,7 +120,7 @@ def _alone(request: Request, cluster: Cluster, calibration: Calibration) -> Plan
     return _every_step(co2.sharded(request, len(plan.ranks)), cluster, calibration).taken
 
 
-def _by_rounds(request: Request, cluster: Cluster, calibration: Calibration, options: ByRounds) -> Decision:
+def _by_rounds(request: Request, cluster: Cluster, calibration: Calibration, options: ByRounds) -> PlanDecision:
     made = co2.cut(request, cluster, options)
     parts = _apart(made, calibration)
     counts = sorted({len(part.ranks) for part in parts})
@@ -133,13 +133,15 @@ def _by_rounds(request: Request, cluster: Cluster, calibration: Calibration, opt
     step = min(part.predicted.step_seconds if part.predicted else 1.0 for part in parts)
     rounds = co2.round_of(options, made, step, 4.0 * request.trainable)
     plan = co2.join(parts, made, rounds, options)
-    return Decision(request, cluster, Found((), None, 0, 0.0), plan)
+    return PlanDecision(request, cluster, Found((), None, 0, 0.0), plan)
 
 
 # --- at every step -----------------------------------------------------------------------------------------------
 
 
-def _every_step(request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None = None) -> Decision:
+def _every_step(
+    request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None = None
+) -> PlanDecision:
     request, told = codecs.encoded(request, cluster)
     request = replace(request, factors=calibration.factors)
     found = _searched(request, cluster, calibration, trials)
@@ -148,7 +150,7 @@ def _every_step(request: Request, cluster: Cluster, calibration: Calibration, tr
     return replace(found, plan=msgspec.structs.replace(found.plan, why=why))
 
 
-def _searched(request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None) -> Decision:
+def _searched(request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None) -> PlanDecision:
     pins.check(request, cluster)
     found = search.search(request, cluster, calibration)
     option = found.best(build_plan.executable) or found.best()
@@ -159,17 +161,17 @@ def _searched(request: Request, cluster: Cluster, calibration: Calibration, tria
         whole = replace(request, pin=msgspec.structs.replace(request.pin, shard=WHOLE))
         kept = search.search(whole, cluster, calibration)
         if kept.options:
-            return Decision(request, cluster, found, _whole(request, found, kept, calibration, trials))
-    return Decision(request, cluster, found, build_plan.make(request, found, option, calibration))
+            return PlanDecision(request, cluster, found, _whole(request, found, kept, calibration, trials))
+    return PlanDecision(request, cluster, found, build_plan.make(request, found, option, calibration))
 
 
-def _closest(request: Request, cluster: Cluster, found: Found, calibration: Calibration) -> Decision:
+def _closest(request: Request, cluster: Cluster, found: Found, calibration: Calibration) -> PlanDecision:
     """The plan that lacks the fewest bytes."""
     if found.closest is None:
         raise explain.refusal(request, cluster, found)
     plan = build_plan.make(request, found, found.closest, calibration)
     lacks = f"{units.show_size(found.closest.over)} of memory per rank"
-    return Decision(request, cluster, found, msgspec.structs.replace(plan, executable=False, missing=lacks), False)
+    return PlanDecision(request, cluster, found, msgspec.structs.replace(plan, executable=False, missing=lacks), False)
 
 
 # --- one processor -----------------------------------------------------------------------------------------------

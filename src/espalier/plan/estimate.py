@@ -16,12 +16,12 @@ import numpy as np
 from espalier.cluster import Cluster
 from espalier.cost import Number, ring_bytes
 from espalier.plan import collective_time, memory_model, step_time
-from espalier.plan.base import Predicted, exchanges
+from espalier.plan.base import Predicted
 from espalier.plan.collective_time import Fleet, devices, peak_flops, seats
+from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.factors import CostFactors
 from espalier.plan.layouts import Layouts
-from espalier.plan.request import Request
-from espalier.plan.step import Step
+from espalier.plan.request import Request, exchanges
 from espalier.shard import placement_plan
 from espalier.shard.cost import cost
 from espalier.shard.placement import ShardFactors as Shards
@@ -73,7 +73,7 @@ def price(request: Request, on: Fleet, layouts: Layouts, shares: Any = None) -> 
     found = []
     for index, kind in enumerate(on.kinds):
         samples = samples_each(request, layouts) if shares is None else np.asarray(shares[index])
-        step = Step(request, on, kind, layouts)
+        step = CostInputs(request, on, kind, layouts)
         size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
         held = memory_model.held(step, size, -(-samples // size))
         found.append(Priced(step_time.step_seconds(step, samples), held, memory_model.limit(kind, request)))
@@ -93,7 +93,7 @@ def grid(request: Request, on: Fleet, layouts: Layouts) -> Grid:
 def slowest(request: Request, on: Fleet, layouts: Layouts) -> Number:
     """Seconds of a step on the slowest kind of rank, without the bytes."""
     samples = samples_each(request, layouts)
-    steps = (step_time.step_seconds(Step(request, on, kind, layouts), samples) for kind in on.kinds)
+    steps = (step_time.step_seconds(CostInputs(request, on, kind, layouts), samples) for kind in on.kinds)
     return np.max([sum(terms.values()) for terms in steps], axis=0)
 
 
@@ -110,7 +110,7 @@ def estimate(
     kinds = {name: float(value) for name, value in tight.held.items()}
     step = sum(terms.values())
     tokens = request.global_batch * request.tokens_per_sample
-    made = Step(request, on, on.kinds[slow], layout)
+    made = CostInputs(request, on, on.kinds[slow], layout)
     most = int(samples_each(request, layout)) if shares is None else int(np.max(shares))
     nodes = [0 if on.cuda else place.node for place in seats(cluster, ranks)]
     return Predicted(
@@ -126,7 +126,7 @@ def estimate(
     )
 
 
-def sent(step: Step, rounds: int, nodes: Sequence[int]) -> dict[str, float]:
+def sent(step: CostInputs, rounds: int, nodes: Sequence[int]) -> dict[str, float]:
     """Payload bytes that a rank sends in a step of one layout of `rounds` micro-batches: what goes on the ledger of the
     rank that sends most, by the mechanisms' own formulas. Empty classes are left out, but for gradients.
 

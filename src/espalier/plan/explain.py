@@ -19,11 +19,11 @@ from espalier.plan import collective_time, memory_model, pins, search
 from espalier.plan import layouts as space
 from espalier.plan.base import Plan, Predicted, RunnerUp
 from espalier.plan.collective_time import gpus, seats
+from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.estimate import estimate, samples_each
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
-from espalier.plan.step import Step
 
 RUNNERS_UP = 6
 """How many other plans are told, the best of each kind."""
@@ -319,7 +319,7 @@ def _fullest(request: Request, option: Option) -> int:
     on = collective_time.fleet(option.cluster, int(layout.world), layout.threads)
     samples = samples_each(request, layout)
     size = np.minimum(layout.micro_batch, samples)
-    first, last = memory_model.ends(Step(request, on, on.kinds[0], layout), size, -(-samples // size))
+    first, last = memory_model.ends(CostInputs(request, on, on.kinds[0], layout), size, -(-samples // size))
     return 0 if sum(first.values()) >= sum(last.values()) else int(layout.world) - int(layout.world) // layout.pp
 
 

@@ -17,7 +17,7 @@ from espalier.plan.base import Layout, Predicted
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.estimate import estimate as priced
 from espalier.plan.layouts import of_view
-from espalier.plan.reference_models import Decoder
+from espalier.plan.reference_models import ReferenceDecoder
 from espalier.plan.request import Request
 
 Estimate = Predicted
@@ -87,7 +87,7 @@ def asked(model: Any, batch: int | None, precision: str, pins: dict[str, Any]) -
         pin = pins_of(pins, request.pin)
     elif isinstance(model, Request):
         request = model
-    elif isinstance(model, Decoder):
+    elif isinstance(model, ReferenceDecoder):
         request = model.request(batch or 1, precision)
     elif isinstance(model, torch.nn.Module):
         if batch is None:

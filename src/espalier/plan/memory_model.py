@@ -15,9 +15,9 @@ import numpy as np
 
 from espalier.cost import Anatomy, Number
 from espalier.plan.collective_time import DeviceGroup, Fleet
+from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
-from espalier.plan.step import Step
 
 CUDA_RUNTIME = 2 * 2**30
 """Bytes of context and libraries on a GPU, and the share of memory to be used: AMSP's rule 0.92 M - 2 GiB."""
@@ -42,7 +42,7 @@ def limit(kind: DeviceGroup, request: Request) -> float:
     return min(usable, math.inf if request.memory is None else request.memory)
 
 
-def held(step: Step, size: Number, in_flight: Number) -> dict[str, Number]:
+def held(step: CostInputs, size: Number, in_flight: Number) -> dict[str, Number]:
     """Bytes by kind on the fullest stage; their sum is the peak.
 
     Args:
@@ -54,7 +54,7 @@ def held(step: Step, size: Number, in_flight: Number) -> dict[str, Number]:
     return first if last is first else {name: np.where(fuller, first[name], last[name]) for name in first}
 
 
-def ends(step: Step, size: Number, in_flight: Number) -> tuple[dict[str, Number], dict[str, Number]]:
+def ends(step: CostInputs, size: Number, in_flight: Number) -> tuple[dict[str, Number], dict[str, Number]]:
     """Bytes by kind on the first stage and on the last; the same object where no layout has more than one."""
     anatomy = step.request.anatomy(size, step.layouts.recompute, step.request.precision, step.cut)
     first = _stage(step, anatomy, in_flight, is_first=True)
@@ -63,7 +63,7 @@ def ends(step: Step, size: Number, in_flight: Number) -> tuple[dict[str, Number]
     return first, _stage(step, anatomy, in_flight, is_first=False)
 
 
-def _stage(step: Step, anatomy: Anatomy, micro_batches: Number, is_first: bool) -> dict[str, Number]:
+def _stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: bool) -> dict[str, Number]:
     """Of the first stage (or the last), with so many micro-batches in a step."""
     request, layouts, factors = step.request, step.layouts, step.on.factors
     pp, device, storage = np.asarray(layouts.pp), step.kind.table.device, step.storage

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from espalier.cluster import Cluster
-from espalier.config import Pin, Shard
+from espalier.config import Pin, ShardPin
 from espalier.errors import UserError
 from espalier.plan import device_model
 from espalier.plan.collective_time import gpus
@@ -73,7 +73,7 @@ def _check_degree(request: Request, name: str, value: int, there: int) -> None:
         _at_most(name, value, there, "devices of the cluster")
 
 
-def _check_chain(shard: Shard, there: int) -> None:
+def _check_chain(shard: ShardPin, there: int) -> None:
     chain = [(f"shard.{state}", value) for state, value in _states(shard)]
     for (inner, few), (outer, many) in itertools.pairwise(chain):
         if many % few:
@@ -113,13 +113,13 @@ def given(pin: Pin) -> Iterator[tuple[str, Any]]:
     """(name, value) of everything pinned that a layout has."""
     for name in Pin.__struct_fields__:
         value = getattr(pin, name)
-        if isinstance(value, Shard):
+        if isinstance(value, ShardPin):
             yield from ((f"shard.{state}", number) for state, number in _states(value))
         elif value is not None:
             yield name, value
 
 
-def _states(shard: Shard) -> list[tuple[str, int]]:
+def _states(shard: ShardPin) -> list[tuple[str, int]]:
     """(state, ranks) of what is pinned of the shards."""
-    named = ((state, getattr(shard, state)) for state in Shard.__struct_fields__)
+    named = ((state, getattr(shard, state)) for state in ShardPin.__struct_fields__)
     return [(state, number) for state, number in named if number is not None]

@@ -31,7 +31,7 @@ OPERATIONS = 45.0
 
 
 @dataclass(frozen=True)
-class Decoder:
+class ReferenceDecoder:
     """A published decoder and how its system computes it.
 
     `gated`: SwiGLU's three matrices instead of two. `fused`: attention that never writes its scores (FlashAttention).

@@ -18,7 +18,7 @@ import msgspec
 from espalier import units
 from espalier.cluster import Cluster, Node, Place
 from espalier.compose import Claim
-from espalier.config import EveryStep, Pin, Recompute, Shard
+from espalier.config import EveryStep, Pin, Recompute, ShardPin
 from espalier.errors import UserError
 from espalier.plan import base as plans
 from espalier.plan import collective_time, device_model
@@ -124,7 +124,7 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
         pp=1,
         micro_batch=min(plan.micro_batch, -(-request.global_batch // len(kept))),
         recompute=cast("Recompute", plan.recompute),
-        shard=Shard(params=1, grads=1, optimizer=1) if plan.replicated else None,
+        shard=ShardPin(params=1, grads=1, optimizer=1) if plan.replicated else None,
     )
     freer = Pin(ranks=len(kept), threads=ranks[0].threads, algorithm="data", pp=1)
     for pin in (pinned, freer):

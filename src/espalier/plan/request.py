@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from espalier.config import EveryStep, Pin, Sync
 from espalier.cost import WHOLE, Anatomy, Cut
+from espalier.plan.base import Exchange
 from espalier.plan.factors import PLAIN, CostFactors
 from espalier.shard.cost import StateBytes
 
@@ -32,6 +33,14 @@ class Crossing(NamedTuple):
     encode: float = float("inf")
     decode: float = float("inf")
     lossy: bool = False
+
+
+def exchanges(crossings: Iterable[Crossing]) -> tuple[Exchange, ...]:
+    """Gradients, and whatever else is encoded."""
+    found = tuple(Exchange(traffic=one.traffic, level=one.level, codec=one.codec) for one in crossings)
+    if any(one.traffic == "gradients" for one in found):
+        return found
+    return (Exchange(traffic="gradients"), *found)
 
 
 @dataclass(frozen=True)

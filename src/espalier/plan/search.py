@@ -26,10 +26,10 @@ from espalier.plan import collective_time, device_model, memory_model
 from espalier.plan import layouts as space
 from espalier.plan.calibrate import DATASHEET, LEAST, Calibration
 from espalier.plan.collective_time import gpus
+from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.estimate import grid, price, samples_each
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts, Limits
 from espalier.plan.request import Request
-from espalier.plan.step import Step
 from espalier.plan.step_time import compute
 from espalier.track.charts import Point
 
@@ -293,7 +293,7 @@ def _fullness(request: Request, on: collective_time.Fleet, batch: Layouts) -> tu
     size = np.minimum(batch.micro_batch, samples)
     peaks, overs = [], []
     for kind in on.kinds:
-        step = Step(request, on, kind, batch)
+        step = CostInputs(request, on, kind, batch)
         peak = sum(memory_model.held(step, size, -(-samples // size)).values())
         peaks.append(peak)
         overs.append(peak - memory_model.limit(kind, request))
@@ -321,7 +321,7 @@ def by_speed(request: Request, part: Cluster, on: collective_time.Fleet, layouts
     rates = []
     for kind in on.kinds:
         work = request.anatomy(size, layouts.recompute, request.precision, WHOLE).whole
-        one = compute(Step(request, on, kind, layouts), work)
+        one = compute(CostInputs(request, on, kind, layouts), work)
         rates.append(1.0 / (one.forward + one.backward + one.recompute))
     together = sum(rate * kind.ranks for rate, kind in zip(rates, on.kinds, strict=True))
     exact = np.array([request.global_batch * rate / together for rate in rates])
@@ -406,5 +406,5 @@ def _sample(request: Request, on: collective_time.Fleet, kind: collective_time.D
         return request.model_flops / request.global_batch / device_model.peak(device, request.precision)
     dense = replace(request.anatomy(1, "none", request.precision, WHOLE).whole, moved=0.0)
     factors = msgspec.structs.replace(on.factors, startup=0.0)
-    one = compute(Step(request, replace(on, factors=factors), kind, Layouts()), dense)
+    one = compute(CostInputs(request, replace(on, factors=factors), kind, Layouts()), dense)
     return float(one.forward + one.backward)

@@ -15,7 +15,7 @@ import numpy as np
 
 from espalier.cost import Anatomy, Number, Product, Work
 from espalier.plan import collective_time, device_model
-from espalier.plan.step import Step
+from espalier.plan.cost_inputs import CostInputs
 from espalier.shard.cost import cost, volumes
 
 OPERATIONS = 6.0
@@ -62,7 +62,7 @@ class Pass:
         return sum(vars(self).values())
 
 
-def step_seconds(step: Step, samples: Number) -> dict[str, Number]:
+def step_seconds(step: CostInputs, samples: Number) -> dict[str, Number]:
     """Seconds by part of a step in which each replica has `samples` samples; they add up to the whole."""
     layouts = step.layouts
     size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
@@ -83,7 +83,7 @@ def step_seconds(step: Step, samples: Number) -> dict[str, Number]:
 # --- one micro-batch ---------------------------------------------------------------------------------------------
 
 
-def _passes(step: Step, size: Number) -> tuple[Pass, dict[str, Number]]:
+def _passes(step: CostInputs, size: Number) -> tuple[Pass, dict[str, Number]]:
     """One layer's pass, and the seconds by part of a micro-batch in the stage that has all the rest too."""
     request, layouts = step.request, step.layouts
     anatomy = request.anatomy(size, layouts.recompute, request.precision, step.cut)
@@ -93,7 +93,7 @@ def _passes(step: Step, size: Number) -> tuple[Pass, dict[str, Number]]:
     return layer, {name: layers * value + getattr(rest, name) for name, value in vars(layer).items()}
 
 
-def compute(step: Step, work: Work) -> Pass:
+def compute(step: CostInputs, work: Work) -> Pass:
     """Seconds of forward, backward and recomputation of `work`, alone on its device."""
     device, setting, precision = step.kind.table.device, step.kind.setting, step.request.precision
     factors = step.on.factors
@@ -113,7 +113,7 @@ def compute(step: Step, work: Work) -> Pass:
     return Pass(forward, backward, again, factors.issue * count * device_model.issue_seconds(device))
 
 
-def _together(step: Step, one: Pass) -> Pass:
+def _together(step: CostInputs, one: Pass) -> Pass:
     """`one` with the host's time beside the device's: on a GPU the host runs ahead, also of exchanges, so only what the
     device waits for counts."""
     if not step.cuda:
@@ -122,7 +122,7 @@ def _together(step: Step, one: Pass) -> Pass:
     return replace(one, launch=(busy**TOGETHER + one.launch**TOGETHER) ** (1 / TOGETHER) - busy)
 
 
-def _exchanged(step: Step, layer: Pass, anatomy: Anatomy) -> Pass:
+def _exchanged(step: CostInputs, layer: Pass, anatomy: Anatomy) -> Pass:
     """A layer's pass with what its tensor, sequence and state groups exchange in it."""
     request, layouts = step.request, step.layouts
     again = np.asarray(anatomy.layer.again) > 0.4
@@ -138,7 +138,7 @@ def _exchanged(step: Step, layer: Pass, anatomy: Anatomy) -> Pass:
     return replace(layer, tensor=tensor, sequence=sequence, weights=ahead + behind)
 
 
-def tensor_seconds(step: Step, stream: Number, again: Number) -> Number:
+def tensor_seconds(step: CostInputs, stream: Number, again: Number) -> Number:
     """Seconds that a layer's tensor ranks exchange: all-gathers and reduce-scatters of `stream` bytes, 4 forward and as
     many backward, 4 more with recomputation and 2 more for FSP (Buff, section 2.5); without sequence parallelism half
     as many all-reduces."""
@@ -153,7 +153,7 @@ def tensor_seconds(step: Step, stream: Number, again: Number) -> Number:
     return pairs * (one("all_gather") + one("reduce_scatter"))
 
 
-def sequence_seconds(step: Step, stream: Number, again: Number) -> Number:
+def sequence_seconds(step: CostInputs, stream: Number, again: Number) -> Number:
     """Seconds of a layer's all-to-alls: query, key, value and the result, forward and backward (and once more)."""
     request, layouts = step.request, step.layouts
     spread = np.maximum(1.0, layouts.sp / max(1, request.kv_heads))
@@ -165,7 +165,7 @@ def sequence_seconds(step: Step, stream: Number, again: Number) -> Number:
     return (2 + again) * 2 * (one(stream) + one(stream * shared))
 
 
-def weights(step: Step, parameters: Number) -> Mapping[str, Number]:
+def weights(step: CostInputs, parameters: Number) -> Mapping[str, Number]:
     """Seconds of gathering `parameters` parameters of one layer once, and of scattering their gradients, in every
     micro-batch."""
     one = replace(step.states, sizes=(), elements=parameters, layers=1, layer=0, outside=0, largest=0)
@@ -177,7 +177,7 @@ def weights(step: Step, parameters: Number) -> Mapping[str, Number]:
     return {"all_gather": found["gather"] / 2, "reduce_scatter": scatter}
 
 
-def _owner_by_owner(step: Step, size: Number, ranks: Number, stride: Number, tensors: float) -> Number:
+def _owner_by_owner(step: CostInputs, size: Number, ranks: Number, stride: Number, tensors: float) -> Number:
     """Seconds of `size` bytes that come from their owners by a broadcast each, or go to them by a reduction each:
     tensors are owned whole, so that there are no more owners than tensors."""
     owners = np.minimum(ranks, max(1.0, tensors))
@@ -185,7 +185,7 @@ def _owner_by_owner(step: Step, size: Number, ranks: Number, stride: Number, ten
     return owners * (one + collective_time.chained(ranks, step.on))
 
 
-def _exposed(step: Step, taken: Number, window: Number, pieces: Number = 1) -> Number:
+def _exposed(step: CostInputs, taken: Number, window: Number, pieces: Number = 1) -> Number:
     """Seconds a step gets longer by exchanges of `taken` seconds in all, in equal pieces that become ready evenly over
     `window` seconds of computation and go one after the other. What is hidden still costs something."""
     unhidden = np.minimum(1.0, UNHIDDEN["cuda" if step.cuda else "cpu"] * step.on.factors.exposed)
@@ -195,7 +195,7 @@ def _exposed(step: Step, taken: Number, window: Number, pieces: Number = 1) -> N
     return exposed(piece, pieces, usable, INTERFERENCE[kind])
 
 
-def _awaited(step: Step, taken: Number, window: Number) -> Number:
+def _awaited(step: CostInputs, taken: Number, window: Number) -> Number:
     """The same for what computation itself waits for, block by block. On processors none of it counts as hidden: a
     gather moves on only between blocks, and its copies take the cores that compute. So counted, five layouts on slow
     links come in the order in which they were measured (bench/amsp.py)."""
@@ -214,7 +214,7 @@ def exposed(piece: Number, pieces: Number, window: Number, interference: float) 
 # --- once a step -------------------------------------------------------------------------------------------------
 
 
-def _pipeline(step: Step, size: Number, micro_batches: Number, layer: Pass) -> dict[str, Number]:
+def _pipeline(step: CostInputs, size: Number, micro_batches: Number, layer: Pass) -> dict[str, Number]:
     """The bubble, and the hand-overs between stages: (min(pp, m) + m - 1 + min(pp, m)) sends (Buff, section 2.5)."""
     layouts, request = step.layouts, step.request
     pp, chunks = np.asarray(layouts.pp), np.asarray(layouts.chunks)
@@ -234,7 +234,7 @@ def hand_overs(stages: Number, micro_batches: Number) -> Number:
     return np.minimum(stages, micro_batches) + (micro_batches - 1) + np.minimum(stages, micro_batches)
 
 
-def _once(step: Step, last: Mapping[str, Number]) -> dict[str, Number]:
+def _once(step: CostInputs, last: Mapping[str, Number]) -> dict[str, Number]:
     """Gradients, optimizer and refreshed parameters: what happens once a step, on the last micro-batch."""
     backward = last["backward"] + last["recompute"]
     found = gradients(step)
@@ -246,7 +246,7 @@ def _once(step: Step, last: Mapping[str, Number]) -> dict[str, Number]:
     }
 
 
-def gradients(step: Step) -> dict[str, Number]:
+def gradients(step: CostInputs) -> dict[str, Number]:
     """Seconds of summing a step's gradients, and the units in which they become ready (AMSP, section 2.5): scattered
     from the gradients' shards to the optimizer's, then summed over that shard's replicas."""
     layouts = step.layouts
@@ -260,7 +260,7 @@ def gradients(step: Step) -> dict[str, Number]:
     return {"seconds": units * whole, "units": units}
 
 
-def refresh(step: Step) -> Number:
+def refresh(step: CostInputs) -> Number:
     """Seconds of bringing updated parameters back from the optimizer's shards to the parameters'."""
     layouts = step.layouts
     if step.request.refresh != "broadcast":
@@ -270,7 +270,7 @@ def refresh(step: Step) -> Number:
     return _owner_by_owner(step, size, ranks, layouts.tp * layouts.params, step.request.tensors)
 
 
-def _optimizer(step: Step) -> Number:
+def _optimizer(step: CostInputs) -> Number:
     """Seconds of the optimizer step on a rank's shard, clipping included."""
     request, device, setting = step.request, step.kind.table.device, step.kind.setting
     muon = request.matrix_parameters / max(1, request.trainable) if request.optimizer == "muon" else 0.0
@@ -284,7 +284,7 @@ def _optimizer(step: Step) -> Number:
     return taken
 
 
-def _orthogonal(step: Step, shape: tuple[int, int, int]) -> float:
+def _orthogonal(step: CostInputs, shape: tuple[int, int, int]) -> float:
     """Seconds of Newton-Schulz on `count` matrices: three products an iteration, on the smaller side."""
     device, (rows, columns, count) = step.kind.table.device, shape
     small, large = min(rows, columns), max(rows, columns)
@@ -301,7 +301,7 @@ def _orthogonal(step: Step, shape: tuple[int, int, int]) -> float:
     )
 
 
-def sources(step: Step) -> dict[str, str]:
+def sources(step: CostInputs) -> dict[str, str]:
     """Where each part's number comes from."""
     device, on = step.kind.table.device, step.on
     links = [("inside", on.inside)] + ([("between", on.between)] if on.between is not None else [])

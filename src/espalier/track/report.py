@@ -18,7 +18,7 @@ from espalier.units import show_count, show_seconds, show_size
 NAME = "report.html"
 
 
-class Row(NamedTuple):
+class ComparedRow(NamedTuple):
     """One line of predicted beside measured. `error` is measured / predicted - 1, or None."""
 
     label: str
@@ -226,7 +226,7 @@ def _encoded(run: Run) -> list[tuple[str, float, float, float]]:
     return found
 
 
-def _compared(run: Run, predicted: Mapping[str, Any]) -> list[Row]:
+def _compared(run: Run, predicted: Mapping[str, Any]) -> list[ComparedRow]:
     steps = run.steps
     if not predicted or not len(steps.get("step", ())):
         return []
@@ -243,11 +243,11 @@ def _compared(run: Run, predicted: Mapping[str, Any]) -> list[Row]:
     ]
 
 
-def _row(label: str, predicted: float | None, measured: float, show: Any) -> Row:
+def _row(label: str, predicted: float | None, measured: float, show: Any) -> ComparedRow:
     if predicted is None or not math.isfinite(measured):
-        return Row(label, "–" if predicted is None else show(predicted), "–", None)
+        return ComparedRow(label, "–" if predicted is None else show(predicted), "–", None)
     error = measured / predicted - 1 if predicted else (0.0 if not measured else None)
-    return Row(label, show(predicted), show(measured), error)
+    return ComparedRow(label, show(predicted), show(measured), error)
 
 
 def _peak(run: Run) -> float:

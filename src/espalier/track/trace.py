@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.profiler import profile, record_function
 
 
-class Profile:
+class StepProfiler:
     """Traces steps `from_step` to `to_step`, both included, into `path`. Has state: the profiler while it runs.
 
     `with Profile(10, 12, "trace.json") as profile:` round the loop, `profile.step()` after every step; `first_step`
@@ -29,7 +29,7 @@ class Profile:
         self._profiler: profile | None = None
         self._mark: record_function | None = None
 
-    def __enter__(self) -> Profile:
+    def __enter__(self) -> StepProfiler:
         self._begin()
         return self
 

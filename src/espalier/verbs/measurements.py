@@ -23,7 +23,7 @@ from espalier.plan.layouts import of_view
 from espalier.plan.measurements import score as scoring
 from espalier.plan.measurements import table as tables
 from espalier.plan.measurements.score import Scores
-from espalier.plan.measurements.table import Table
+from espalier.plan.measurements.table import MeasuredTable
 from espalier.terminal import rows, say
 from espalier.track import events
 from espalier.verbs import prepare
@@ -42,7 +42,7 @@ def measurements(path: str | Path) -> list[Measurement]:
     return _read(path).measurements
 
 
-def _read(path: str | Path) -> Table:
+def _read(path: str | Path) -> MeasuredTable:
     found = tables.read(path)
     scoring.check_units(found)
     return found
@@ -149,7 +149,7 @@ def _doubts(score: str, calibrate_on: str | None) -> list[str]:
     return ["calibrated on the rows it is scored on: the errors are smaller than those of rows not seen"]
 
 
-def _tell(table: Table, found: Scores, calibration: Calibration) -> None:
+def _tell(table: MeasuredTable, found: Scores, calibration: Calibration) -> None:
     source = f"{calibration.source} ({calibration.rows} rows, scatter {calibration.spread:.1%})"
     say(f"{table.path}: {found.rows} rows; {source if calibration.rows else calibration.source}\n")
     rows(("score", "value", "of"), _lines(found))

@@ -15,7 +15,7 @@ from espalier.errors import UserError
 from espalier.plan import base as plans
 from espalier.plan import explain, search
 from espalier.plan.collective_time import gpus
-from espalier.plan.decide import Decision, decide
+from espalier.plan.decide import PlanDecision, decide
 from espalier.plan.layouts import view
 from espalier.plan.trials import Trials
 from espalier.terminal import say
@@ -45,20 +45,20 @@ def run(arguments: argparse.Namespace) -> int:
     return _tell(arguments.json, resolved, decision, changed)
 
 
-def _decide(resolved: prepare.Resolved, cluster: clusters.Cluster, calibrate_on: str | None) -> Decision:
+def _decide(resolved: prepare.Resolved, cluster: clusters.Cluster, calibrate_on: str | None) -> PlanDecision:
     known = measurements.calibration(resolved.recipe, calibrate_on)
     return decide(prepare.request(resolved), cluster, known, Trials(resolved.recipe, cluster))
 
 
 def _what_if(
     resolved: prepare.Resolved, cluster: clusters.Cluster, changes: Sequence[str], calibrate_on: str | None
-) -> Decision | None:
+) -> PlanDecision | None:
     if not changes:
         return None
     return _decide(resolved, whatif.changed(cluster, changes), calibrate_on)
 
 
-def _tell(as_json: bool, resolved: prepare.Resolved, decision: Decision, changed: Decision | None) -> int:
+def _tell(as_json: bool, resolved: prepare.Resolved, decision: PlanDecision, changed: PlanDecision | None) -> int:
     plan = decision.plan
     if as_json:
         beside = {"what_if": changed.plan} if changed is not None else {}
@@ -78,7 +78,7 @@ def _tell(as_json: bool, resolved: prepare.Resolved, decision: Decision, changed
     return refusal.exit_code
 
 
-def _page(path: str, decision: Decision, title: str) -> None:
+def _page(path: str, decision: PlanDecision, title: str) -> None:
     from espalier.verbs import plan_page
 
     layout = decision.plan.layout

@@ -44,7 +44,7 @@ def entered(workload: Workload, recipe: Recipe, folder: runs.RunFolder, world: i
 
 
 @dataclass(frozen=True)
-class Data:
+class DataHashes:
     """What the data of a run is now, and what is to be said of it. `changed`: since the run was begun, and accepted."""
 
     hashes: Mapping[str, str]
@@ -59,23 +59,25 @@ class Data:
                 log.write("data", changed=list(self.changed), action="accepted, as faults.changed_data says")
 
 
-def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> Data:
+def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> DataHashes:
     """The run's data. Raises UserError where it is not what the run was begun with, unless the recipe accepts that:
     then the plan is made anew, as the batch may be another."""
     now = workload_registry.row(recipe).contents(recipe, workload)
     if not folder.exists():
-        return Data(now)
+        return DataHashes(now)
     try:
         before = serialization.from_json(folder.data.read_bytes(), dict[str, str])
     except FileNotFoundError:
-        return Data(now, notes=[f"{folder.path} does not say what data the run was begun with: it is taken as it is"])
+        return DataHashes(
+            now, notes=[f"{folder.path} does not say what data the run was begun with: it is taken as it is"]
+        )
     except msgspec.DecodeError as error:
         raise UserError(
             f"{folder.data} is damaged: {error}.", do="remove it; the data is then taken as it is"
         ) from None
     changed = data_hash.differences(before, now)
     if not changed:
-        return Data(now)
+        return DataHashes(now)
     first, more = changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
     if recipe.faults.changed_data == "refuse":
         raise UserError(
@@ -84,7 +86,7 @@ def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> Data:
             do="bring the data back, --run FOLDER for a new run, or faults.changed_data=accept to go on with it",
         )
     folder.plan.unlink(missing_ok=True)
-    return Data(now, changed, [f"the data is not what the run was begun with: {first}{more}"])
+    return DataHashes(now, changed, [f"the data is not what the run was begun with: {first}{more}"])
 
 
 def planned(

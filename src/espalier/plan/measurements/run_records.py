@@ -28,7 +28,7 @@ from espalier.plan.base import Layout
 from espalier.plan.calibrate import Measurement
 from espalier.plan.collective_time import gpus
 from espalier.plan.layouts import ALGORITHMS, Layouts, of_view
-from espalier.plan.reference_models import DOUBLE, MEGATRON, Decoder
+from espalier.plan.reference_models import DOUBLE, MEGATRON, ReferenceDecoder
 from espalier.plan.request import Request
 
 PRECISIONS: Mapping[Any, str] = {
@@ -189,7 +189,7 @@ class Descriptions:
         fused = model.said.flag("fused", train.get("attention") != "eager")
         # Who says that nothing is compiled runs PyTorch's own operations; other systems bring fused kernels.
         eager = model.said.flag("eager", model.gated and "compile" in train and not compiled)
-        decoder = Decoder(model.size, sequence, gated=model.gated, fused=fused, eager=eager)
+        decoder = ReferenceDecoder(model.size, sequence, gated=model.gated, fused=fused, eager=eager)
         said = train.get("optimizer", "adamw")
         optimizer = _meant("train.optimizer", said.get("kind", "adamw") if isinstance(said, dict) else said, OPTIMIZERS)
         megatron = layouts.tp * layouts.pp > 1 and layouts.params == 1 and precision in ("fp16", "bf16")
@@ -278,7 +278,7 @@ def _check_possible(model: _Model, cluster: Cluster, layouts: Layouts, precision
         device_model.peak(node.device, precision)  # raises UserError where the device has no such precision
 
 
-def _with_muon(request: Request, decoder: Decoder) -> Request:
+def _with_muon(request: Request, decoder: ReferenceDecoder) -> Request:
     size, layers = decoder.size, decoder.size.layers
     found = (  # (rows, columns, count) of the hidden matrices, which Muon moves
         (size.width, size.width, 2 * layers),

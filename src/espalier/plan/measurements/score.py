@@ -19,7 +19,7 @@ from msgspec import Struct
 from espalier.plan.calibrate import Batch, Calibration, Measurement, refuse_other_units
 from espalier.plan.estimate import price
 from espalier.plan.factors import PLAIN, CostFactors
-from espalier.plan.measurements.table import PREDICTED, Row, Table
+from espalier.plan.measurements.table import PREDICTED, MeasuredRow, MeasuredTable
 
 RESAMPLES = 10_000
 SMALLEST_GROUP = 3
@@ -99,7 +99,7 @@ def predict(
     return [one for one in found if one is not None]
 
 
-def check_units(table: Table) -> None:
+def check_units(table: MeasuredTable) -> None:
     """Raises UserError when the file's times or peaks are a thousand times what the machines can do."""
     rows, predicted = table.measurements, predict(table.measurements)
     unit = "milliseconds" if table.form == "csv" else "seconds"
@@ -113,7 +113,9 @@ def check_units(table: Table) -> None:
             refuse_other_units(ours, theirs, f"{name} in {table.path}", unit_)
 
 
-def score(rows: Sequence[Row], calibration: Calibration, predictions: Sequence[Prediction] | None = None) -> Scores:
+def score(
+    rows: Sequence[MeasuredRow], calibration: Calibration, predictions: Sequence[Prediction] | None = None
+) -> Scores:
     """The predictions of `calibration` against what `rows` measured; `predictions` saves making them again."""
     runs = [row.measurement for row in rows]
     found = predict(runs, calibration.factors) if predictions is None else predictions
@@ -156,7 +158,7 @@ def _times(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, A
 # --- choices -----------------------------------------------------------------------------------------------------
 
 
-def _groups(rows: Sequence[Row]) -> list[list[int]]:
+def _groups(rows: Sequence[MeasuredRow]) -> list[list[int]]:
     """Indices of rows whose times can be compared."""
     found: dict[Any, list[int]] = {}
     for index, row in enumerate(rows):
@@ -164,7 +166,9 @@ def _groups(rows: Sequence[Row]) -> list[list[int]]:
     return list(found.values())
 
 
-def _regrets(rows: Sequence[Row], predictions: Sequence[Prediction], taken: Mapping[int, float]) -> dict[str, Any]:
+def _regrets(
+    rows: Sequence[MeasuredRow], predictions: Sequence[Prediction], taken: Mapping[int, float]
+) -> dict[str, Any]:
     all_, larger = [], []
     for group in _groups(rows):
         timed = [index for index in group if index in taken]
@@ -189,7 +193,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _chosen_out_of_memory(rows: Sequence[Row], predictions: Sequence[Prediction]) -> int:
+def _chosen_out_of_memory(rows: Sequence[MeasuredRow], predictions: Sequence[Prediction]) -> int:
     """Groups in which the fastest plan predicted to fit ran out of memory."""
     fitting = ([at for at in group if predictions[at].fits] for group in _groups(rows) if len(group) > 1)
     chosen = (min(group, key=lambda at: predictions[at].seconds) for group in fitting if group)
@@ -199,7 +203,7 @@ def _chosen_out_of_memory(rows: Sequence[Row], predictions: Sequence[Prediction]
 # --- writing -----------------------------------------------------------------------------------------------------
 
 
-def beside(table: Table, predictions: Sequence[Prediction], calibration: Calibration) -> str:
+def beside(table: MeasuredTable, predictions: Sequence[Prediction], calibration: Calibration) -> str:
     """The file's rows with their predictions added, in the file's own form. Older predictions are replaced."""
     pairs = list(zip(table.rows, predictions, strict=True))
     if table.form == "jsonl":

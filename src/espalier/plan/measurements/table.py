@@ -26,7 +26,7 @@ from espalier.errors import UserError, nearest
 from espalier.plan.calibrate import Measurement
 from espalier.plan.layouts import Layouts
 from espalier.plan.measurements.run_records import Descriptions
-from espalier.plan.reference_models import Decoder
+from espalier.plan.reference_models import ReferenceDecoder
 from espalier.plan.request import Request
 
 COLUMNS = ("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "seq", "tp", "dp", "pp")
@@ -43,7 +43,7 @@ NETWORK = "800Gbit/s"
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredRow:
     """One line of a file: as it was given, what it means, and with which rows its time may be compared (`group`)."""
 
     line: int
@@ -53,13 +53,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class MeasuredTable:
     """A file of measurements. `notes`: what was assumed or not understood, for people."""
 
     path: str
     form: Literal["csv", "jsonl"]
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[MeasuredRow, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -68,7 +68,7 @@ class Table:
         return [row.measurement for row in self.rows]
 
 
-def read(path: str | Path) -> Table:
+def read(path: str | Path) -> MeasuredTable:
     """The measurements in a file. Raises UserError naming file, line and key."""
     lines = [(n, one) for n, one in enumerate(_text(path).split("\n"), 1) if one.strip() and one.lstrip()[0] != "#"]
     if not lines:
@@ -104,7 +104,7 @@ def _at(path: str, line: int) -> Iterator[None]:
 # --- JSON lines --------------------------------------------------------------------------------------------------
 
 
-def _json_lines(path: str, lines: list[tuple[int, str]]) -> Table:
+def _json_lines(path: str, lines: list[tuple[int, str]]) -> MeasuredTable:
     rows, descriptions = [], Descriptions()
     for number, text in lines:
         with _at(path, number):
@@ -115,8 +115,8 @@ def _json_lines(path: str, lines: list[tuple[int, str]]) -> Table:
             if not isinstance(given, dict):
                 raise UserError("not a JSON object.", do='{"model": …, "cluster": …, "layout": …, "train": …}')
             measurement, group = descriptions.measurement(given, f"line {number}")
-            rows.append(Row(number, given, measurement, group))
-    return Table(path, "jsonl", (), tuple(rows), tuple(sorted(descriptions.notes)))
+            rows.append(MeasuredRow(number, given, measurement, group))
+    return MeasuredTable(path, "jsonl", (), tuple(rows), tuple(sorted(descriptions.notes)))
 
 
 # --- CSV ---------------------------------------------------------------------------------------------------------
@@ -137,12 +137,12 @@ class _Gpt(NamedTuple):
     pp: int
 
 
-def _csv(path: str, lines: list[tuple[int, str]]) -> Table:
+def _csv(path: str, lines: list[tuple[int, str]]) -> MeasuredTable:
     (head, text), *body = lines
     with _at(path, head):
         columns = [name.strip() for name in next(csv.reader([text]))]
         _check_columns(columns, text)
-    rows: list[Row] = []
+    rows: list[MeasuredRow] = []
     request, cluster = cache(_request), cache(_cluster)  # rows that ask the same share both
     for number, line in body:
         with _at(path, number):
@@ -156,10 +156,10 @@ def _csv(path: str, lines: list[tuple[int, str]]) -> Table:
             )  # fmt: skip
             taken, label = _seconds(given.get(MEASURED, "")), f"{path}, line {number}"
             run = Measurement(request(*key[1:]), cluster(at.gpus), layout, taken, label=label)
-            rows.append(Row(number, given, run, key))
+            rows.append(MeasuredRow(number, given, run, key))
     if not rows:
         raise UserError(f"{path} has columns but no rows.", do="one row per measured step")
-    return Table(path, "csv", tuple(columns), tuple(rows))
+    return MeasuredTable(path, "csv", tuple(columns), tuple(rows))
 
 
 def _check_columns(columns: list[str], text: str) -> None:
@@ -235,7 +235,7 @@ def _request(global_batch: int, hidden: int, heads: int, layers: int, seq: int) 
         layers=layers, width=hidden, heads=heads, kv_heads=heads, feed_forward=4 * hidden, vocabulary=VOCABULARY,
         context=seq, tied=True, rope_theta=1e4, norm_epsilon=1e-5,
     )  # fmt: skip
-    decoder = Decoder(size, seq, gated=False, fused=False, sequence_parallel=False)
+    decoder = ReferenceDecoder(size, seq, gated=False, fused=False, sequence_parallel=False)
     return decoder.request(global_batch, "fp16", bucket_bytes=2**40, temporaries=0.0)
 
 

@@ -17,7 +17,7 @@ from espalier.shard.cost import Division, StateBytes, StateSizes, cost
 
 
 @dataclass(frozen=True)
-class Step:
+class CostInputs:
     """What a price is of: request, fleet, the kind of rank at hand, and layouts."""
 
     request: Request
