@@ -158,8 +158,8 @@ def _changed(channel: Channel, change: str) -> None:
     [
         ("thawed", "changed at '0.bias'"),
         ("moved", "changed at '1.bias'"),
-        ("twice", "spread over the ranks already"),
-        ("grown", "A group was added"),
+        ("twice", "sharded already"),
+        ("grown", "A parameter group was added"),
     ],
 )
 def test_a_model_changed_after_it_was_applied_is_refused(change: str, said: str) -> None:
@@ -182,7 +182,7 @@ def _touched(channel: Channel) -> None:
 
 
 def test_a_gradient_in_shards_says_so_when_it_is_read() -> None:
-    with pytest.raises(UserError, match=r"The gradient of '.*' is not on this rank: it lies in shards"):
+    with pytest.raises(UserError, match=r"The gradient of '.*' is sharded"):
         forks(2, _touched)
 
 
@@ -201,7 +201,7 @@ def _muon(channel: Channel, whole: bool) -> Any:
 
 
 def test_an_optimizer_of_whole_matrices_is_refused_pieces_and_runs_where_they_are_whole() -> None:
-    with pytest.raises(UserError, match=r"Muon may need whole matrices, and the plan cuts '\d.weight'"):
+    with pytest.raises(UserError, match=r"Muon may need whole matrices, and the plan shards '\d.weight'"):
         forks(2, _muon, False)
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
     for number, parameter in enumerate(model.parameters()):
@@ -218,7 +218,7 @@ def test_an_optimizer_of_whole_matrices_is_refused_pieces_and_runs_where_they_ar
 def test_plans_for_others_are_refused_by_name() -> None:
     model = nn.Linear(3, 3)
     for plan, said in (
-        (plan_of(2), "The plan is for 2 ranks, and this process is alone"),
+        (plan_of(2), "The plan is for 2 ranks, and there is no process group"),
         (plan_of(1, executable=False, missing="pipeline stages"), "cannot be applied: pipeline stages"),
         (plan_of(1, recompute="block"), "recomputes activations"),
     ):
@@ -240,7 +240,7 @@ def _three(channel: Channel) -> None:
 
 
 def test_a_plan_for_fewer_ranks_is_refused() -> None:
-    with pytest.raises(UserError, match="The plan is for 2 ranks; here are 3"):
+    with pytest.raises(UserError, match="The plan is for 2 ranks; this process group has 3"):
         ranks(3, _three)
 
 

@@ -65,7 +65,7 @@ def apply(
     channel = _channel(ranks) if group is None else group
     if (1 if channel is None else channel.size()) != ranks:
         raise UserError(
-            f"The plan is for {ranks} ranks; here are {1 if channel is None else channel.size()}.",
+            f"The plan is for {ranks} ranks; this process group has {1 if channel is None else channel.size()}.",
             do="make_plan(…, ranks=the number you start), or start as many as the plan says",
         )
     _refuse(model, optimizer)
@@ -92,7 +92,7 @@ def refuse(plan: Plan) -> None:
     if not plan.executable or found is not None:
         raise UserError(
             f"This plan cannot be applied: {plan.missing if found is None else found.reason}.",
-            why="only states can be sharded around a model whose inside is not known",
+            why="espalier.apply shards states only, as it does not know the model's layers",
             do='make_plan(model, cluster, batch=…, tp=1, sp=1, pp=1, recompute="none")',
         )
 
@@ -150,7 +150,7 @@ def _nothing() -> None:
 def _refuse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raises UserError for what was applied before, and for an optimizer that moves more than the model."""
     if hasattr(model, "_spread_by_espalier"):
-        raise UserError("This model is spread over the ranks already.", do="call espalier.apply once")
+        raise UserError("This model is sharded already.", do="call espalier.apply once")
     inside = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -189,7 +189,7 @@ def _channel(ranks: int) -> Any:
     if place is None or place.world == 1:
         if ranks > 1:
             raise UserError(
-                f"The plan is for {ranks} ranks, and this process is alone.",
+                f"The plan is for {ranks} ranks, and there is no process group.",
                 do=f"torchrun --nproc-per-node {ranks} your_script.py",
             )
         return None
@@ -218,8 +218,8 @@ def _clear_with(optimizer: torch.optim.Optimizer, follow: Follow) -> None:
 
     def add_param_group(param_group: Any) -> None:
         raise UserError(
-            "A group was added to an optimizer whose parameters lie on several ranks.",
-            do="add all groups before espalier.apply; freeze with requires_grad_(False) what is to wait",
+            "A parameter group was added to a sharded optimizer.",
+            do="add all groups before espalier.apply; freeze those that train later with requires_grad_(False)",
         )
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

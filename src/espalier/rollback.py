@@ -110,8 +110,8 @@ class Healing:
     def _put_back(self, verdict: Verdict) -> None:
         self._keep(self.skips.without(verdict.first, verdict.last))
         raise Anomaly(
-            f"The {verdict.what} rose at step {verdict.first} and did not come back.",
-            why=f"{verdict}; the run is put back before that, and the batches of those steps are left out",
+            f"The {verdict.what} rose at step {verdict.first} and did not recover.",
+            why=f"{verdict}; the run rolls back to before that step and skips the batches of those steps",
             do='faults.rollback = "never" lets a run go on; a lower train.optimizer.learning_rate may prevent it',
         )
 

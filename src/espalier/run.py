@@ -137,7 +137,7 @@ def refuse_other_meaning(folder: RunFolder, recipe: config.Recipe) -> None:
         more = f" (and {len(changed) - 1} that follow from it)" if len(changed) > 1 else ""
         raise UserError(
             f"{folder.path} holds a run with {key} = {old!r}, not {new!r}{more}.",
-            why="taking it up again would mix two different runs",
+            why="resuming it would mix two different runs",
             do=f"name={folder.path.name}-2 or --run FOLDER for a new run, or set {key} back",
         )
     old_steps, new_steps = before.train.steps or 0, recipe.train.steps or 0

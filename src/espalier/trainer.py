@@ -155,7 +155,7 @@ class Trainer:
         `asked`: some rank asked to stop. Raises Interrupted; PeerLost where ranks are to meet anew."""
         recipe, pulse, agreement = self.setting.recipe, self.setting.place.pulse, self.built.agreement
         if agreement.leaving or (self.step == self.steps and not agreement.whole):
-            raise PeerLost(f"This rank leaves after step {self.step}, to meet all others anew.")
+            raise PeerLost(f"This rank stops after step {self.step} to re-initialize its process group.")
         if not (agreement.level and agreement.whole):
             return
         with pulse.elsewhere("validating"):

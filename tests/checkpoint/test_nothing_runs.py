@@ -108,7 +108,7 @@ def test_format_1_is_refused_by_name_and_read_where_it_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_format_1(tmp_path, {"weights": Hole("box/weights"), "steps": {0: (1, "a")}}, monkeypatch)
-    refused(tmp_path, r"step-00000004 is of the older format.*\n.*'box'.*pickled.*\n.*--trust")
+    refused(tmp_path, r"step-00000004 has the old format.*\n.*'box'.*pickled.*\n.*--trust")
     checkpoints, box = Checkpoints(tmp_path), Box()
     checkpoints.trust = True
     loaded = checkpoints.load({"box": box})
@@ -122,7 +122,7 @@ def test_format_1_is_refused_by_name_and_read_where_it_is_trusted(
 
 def test_a_pickled_skeleton_does_not_run(tmp_path: Path, mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_format_1(tmp_path / "run", {"weights": Evil(mark)}, monkeypatch)
-    refused(tmp_path / "run", "is of the older format")
+    refused(tmp_path / "run", "has the old format")
     assert not mark.exists()
 
 

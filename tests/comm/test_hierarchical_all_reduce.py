@@ -171,7 +171,7 @@ def _disagreeing(channel: Channel, nodes: tuple[str | None, str | None], names: 
         (("ab", None), ("int8", "int8"), r"disagree about nodes"),
         (("ab", "ab"), ("int8", "int4"), r"disagree about codec: rank 0 has int8, rank 1 has int4"),
         (("ab", "abc"), ("int8", "int8"), r"disagree about nodes"),
-        (("abc", "abc"), ("int8", "int8"), r"machines of 3 ranks, and there are 2"),
+        (("abc", "abc"), ("int8", "int8"), r"nodes has 3 entries for 2 ranks"),
         (("ab", "ab"), ("int9", "int9"), r"No codec is called 'int9'"),
         (("ab", "ab"), ("int8", "int9"), r"disagree about codec"),
     ],

@@ -218,7 +218,7 @@ def test_a_clip_of_0_is_allowed_and_turns_it_off():
         ("plan.pin.threads = 0", {"plan": config.Planning(pin=config.Pin(threads=0))}),
         ("track.profile = [0, 3]", {"track": config.Track(profile=(0, 3))}),
         ("track.profile = [5, 4]", {"track": config.Track(profile=(5, 4))}),
-        ("would die with the process", {"checkpoint": config.Checkpoint(target="memory://x")}),
+        ("would be lost with the process", {"checkpoint": config.Checkpoint(target="memory://x")}),
     ],
 )
 def test_what_else_cannot_be_is_refused_by_name(named, options):

@@ -280,7 +280,7 @@ def test_what_the_graph_lacks_is_named(model, graph, known, says):
     ("model", "graph", "says"),
     [
         ({"k": 0}, {}, "model.k = 0"),
-        ({"k": 9, "width": 8}, {}, "model.k = 9 is more than there is"),
+        ({"k": 9, "width": 8}, {}, "model.k = 9 is larger than the width"),
         ({"kind": "gat", "width": 12}, {}, "does not divide"),
         ({"kind": "gat", "activation": "maxk", "width": 16}, {}, "not possible with"),
         ({"depth": 3}, {"fanout": [5, 5]}, "2 entries for model.depth = 3"),

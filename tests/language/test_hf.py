@@ -184,7 +184,7 @@ def test_another_context_is_no_difference(tmp_path):
         ({"head_dim": 16}, "head_dim"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "llama3"),
         ({"hidden_size": None}, "hidden_size"),
-        ({"rope_parameters": 3}, "something odd"),
+        ({"rope_parameters": 3}, "an invalid value"),
     ],
 )
 def test_a_folder_this_decoder_cannot_take_over_is_refused_by_name(tmp_path, change, named):

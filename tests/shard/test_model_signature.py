@@ -29,7 +29,7 @@ def _changed(channel: Channel, change: str) -> None:
 
 @pytest.mark.parametrize(("change", "where"), [("replaced", "1.weight"), ("frozen", "1.bias"), ("grown", "Sequential")])
 def test_a_model_changed_after_wrapping_is_refused(change: str, where: str) -> None:
-    with pytest.raises(UserError, match=f"changed at '{where}' after it was spread"):
+    with pytest.raises(UserError, match=f"changed at '{where}' after it was sharded"):
         ranks(2, _changed, change)
 
 

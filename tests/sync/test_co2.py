@@ -106,7 +106,7 @@ def test_what_it_cannot_average_is_refused() -> None:
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     with pytest.raises(UserError, match="unknown"):
         CO2(plain, optimizer, steps=2, method="slow")
-    with pytest.raises(UserError, match="no setting"):
+    with pytest.raises(UserError, match="not an option of sync"):
         CO2(plain, optimizer, steps=2, tau=3)
     with pytest.raises(UserError, match=r"sync\.steps"):
         CO2(plain, optimizer, steps=-1)

@@ -52,4 +52,4 @@ def test_a_store_that_falls_silent_is_not_waited_for_for_ever() -> None:
         members[0].reach("round 5")
         os.kill(store.pid, signal.SIGSTOP)  # as where the link to its host is cut: no answer, and no end
         said = [one.last(code=7) for one in members]
-    assert all("lost the others, and the store" in line for line in said)
+    assert all("lost its connections to the other replicas and to the store" in line for line in said)

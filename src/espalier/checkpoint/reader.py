@@ -73,8 +73,8 @@ def _skeleton(blob: bytes, part: str, path: str, trust: bool) -> Any:
 
         return legacy_pickle.skeleton(blob)
     raise UserError(
-        f"The checkpoint {path} is of the older format and is not read.",
-        why=f"the state of {part!r} in it is pickled, and unpickling runs whatever its author put there",
+        f"The checkpoint {path} has the old format, which is not loaded.",
+        why=f"the state of {part!r} in it is pickled, and unpickling can execute arbitrary code",
         do="the same command with --trust (Checkpoints.trust = True) if you trust who wrote it; the next save is plain",
     )
 
@@ -102,7 +102,7 @@ def _room(metadata: Metadata, name: str, own: state_tree.Kept | None) -> state_t
     if isinstance(own, DTensor | Slice) and own.shape != saved.size:
         raise UserError(
             f"The checkpoint's {name} has shape {tuple(saved.size)}, the run's has {tuple(own.shape)}.",
-            do="resume with the recipe the run began with, or start anew with --run FOLDER",
+            do="resume with the recipe the run began with, or start a new run with --run FOLDER",
         )
     if own is not None and own.shape == saved.size and own.dtype == saved.properties.dtype:
         return own
@@ -120,5 +120,5 @@ def _give(part: Stateful, name: str, state: dict[str, Any], checkpoint: str) -> 
         raise UserError(
             f"The run's {name} does not take its state from {checkpoint}.",
             why=f"{type(error).__name__}: {error}",
-            do="resume with the recipe the run began with, or start anew with --run FOLDER",
+            do="resume with the recipe the run began with, or start a new run with --run FOLDER",
         ) from error

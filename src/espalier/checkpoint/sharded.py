@@ -326,5 +326,5 @@ def _nothing_good(skipped: list[tuple[str, str]], where: str) -> UserError:
     return UserError(
         f"No checkpoint at {where} can be used.",
         why="; ".join(f"{name}: {why}" for name, why in skipped),
-        do="restore the folder from a backup, or start anew in another one with --run FOLDER",
+        do="restore the folder from a backup, or start a new run with --run FOLDER",
     )

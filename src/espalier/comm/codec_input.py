@@ -56,7 +56,8 @@ def check_length(wire: Tensor, expected: int, codec: str) -> None:
     if wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() != expected:
         got = f"{wire.numel()} values of {str(wire.dtype).removeprefix('torch.')}"
         raise RunFailed(
-            f"Codec {codec!r} expected {expected} bytes and got {got}.", why="the message was cut, or is another one's"
+            f"Codec {codec!r} expected {expected} bytes and got {got}.",
+            why="the message is truncated, or belongs to another tensor",
         )
 
 

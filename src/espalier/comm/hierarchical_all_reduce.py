@@ -150,7 +150,7 @@ def _agreed(
             )
     if given is not None and len(given) != channel.size():
         raise UserError(
-            f"nodes names the machines of {len(given)} ranks, and there are {channel.size()}.",
+            f"nodes has {len(given)} entries for {channel.size()} ranks.",
             do="one name for each rank, in rank order, or none at all",
         )
     return given or [said[3] for said in told], codec_of(codec), f"hierarchy {told[0][4]}"

@@ -111,7 +111,7 @@ def _check(recipe: RecipeBase) -> None:
     if graph is not None:
         _graph(graph, model)
     if len(recipe.data) > 1:
-        raise UserError(f"A graph is read from one [data], and there are {len(recipe.data)}.", do="keep one of them")
+        raise UserError(f"A graph recipe has one [data] table; this one has {len(recipe.data)}.", do="keep one of them")
     if recipe.train.recompute not in (None, "none"):
         raise UserError(f"train.recompute = {recipe.train.recompute!r} is not possible for a graph.", do='"none"')
 
@@ -122,7 +122,9 @@ def _width(model: Network) -> None:
         raise UserError(f"model.k = {k} keeps nothing.", why="it has to be above 0", do="model.k = 8")
     if k is not None and width is not None and k > width:
         raise UserError(
-            f"model.k = {k} is more than there is.", why=f"model.width = {width}", do=f"model.k = {max(1, width // 8)}"
+            f"model.k = {k} is larger than the width.",
+            why=f"model.width = {width}",
+            do=f"model.k = {max(1, width // 8)}",
         )
     if k is not None and model.activation not in (None, "maxk"):
         raise UserError(
@@ -169,7 +171,7 @@ def _graph(graph: GraphOptions, model: Model) -> None:
             do="leave graph.fanout out",
         )
     if graph.task == "graph" and graph.inductive:
-        raise UserError("graph.inductive says nothing when whole graphs are held out.", do="leave it out")
+        raise UserError("graph.inductive has no effect when whole graphs are held out.", do="leave it out")
 
 
 def _usual(table: dict[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _start(name: str, launch: config.Launch) -> None:
     if "{command}" not in launch.command:
         raise UserError(
             f"launch.command = {launch.command!r} has no {{command}}.",
-            why="that is where the line of shell goes which starts a rank",
+            why="it stands for the shell command that starts a rank",
             do='launch.command = "ssh {host} {command}"',
         )
     python = launch.python
@@ -116,7 +116,7 @@ def _faults(faults: config.Faults) -> None:
     if isinstance(faults.plateau, int) and faults.plateau < _SHORTEST:
         raise UserError(
             f"faults.plateau = {faults.plateau} is not possible.",
-            why="in fewer steps a slow fall cannot be told from none",
+            why="a slow decrease cannot be detected in fewer steps",
             do=f'faults.plateau = {_SHORTEST} or more, or "never"',
         )
     if faults.memory != "auto":
@@ -125,7 +125,7 @@ def _faults(faults: config.Faults) -> None:
     if not 0.05 <= beat <= 3600:
         raise UserError(
             f"faults.heartbeat = {faults.heartbeat!r} is not possible.",
-            why="a rank is looked at twice in that time: at most every 25 ms, at least every half hour",
+            why="ranks are checked twice per heartbeat, at most every 25 ms and at least every half hour",
             do='faults.heartbeat = "1s"',
         )
 
@@ -141,7 +141,7 @@ def _places(recipe: config.Recipe) -> None:
     if target is not None and target.startswith("memory:"):
         raise UserError(
             f"checkpoint.target = {target!r} is not possible.",
-            why="the state would die with the process",
+            why="the checkpoint would be lost with the process",
             do="leave it out for the run folder, or name a folder",
         )
 

@@ -107,7 +107,7 @@ class CheckpointWatcher:
         raise UserError(
             f"The run in {self.path} has no checkpoint that can be evaluated.",
             why=f"looked in {self._saved.place.path('')}",
-            do="let it train on, or wait for one with --watch",
+            do="let it train longer, or wait for one with --watch",
         )
 
     def _all(self, workers: Workers) -> Iterator[Update]:

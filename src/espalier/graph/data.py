@@ -260,7 +260,7 @@ def checked(graph: Graph) -> Graph:
         if len(np.unique(joined)) != len(joined):
             raise UserError(
                 "The split has nodes in two parts at once.",
-                why="what was trained on would be measured",
+                why="training nodes would be evaluated",
                 do="give disjoint masks, or none and graph.split",
             )
     return graph
@@ -310,7 +310,7 @@ def _refuse_not_finite(array: Array | None, name: str) -> None:
             row = at + int(np.argwhere(~good)[0][0])
             raise UserError(
                 f"The graph's {name} hold NaN or infinity, first in row {row}.",
-                why="one such value reaches every node around it",
+                why="one such value spreads to all neighbouring nodes",
                 do="replace it before training (numpy.nan_to_num)",
             )
 

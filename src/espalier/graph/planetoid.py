@@ -110,4 +110,4 @@ def _pickled(folder: Path, name: str, part: str) -> Any:
         with open(file, "rb") as opened:
             return _Careful(opened, encoding="latin1").load()
     except Exception as error:  # a broken pickle raises anything
-        raise UserError(f"{file} cannot be read: {error}.", do="copy it anew from its source") from None
+        raise UserError(f"{file} cannot be read: {error}.", do="copy it again from its source") from None

@@ -92,7 +92,7 @@ def _shifted(item: Any, nodes: Array, origin: str) -> torch.Tensor:
     if len(strange):
         raise UserError(
             f"{origin} has an edge at {int(strange[0])}, outside its {count} nodes.",
-            why="it would lead into another graph",
+            why="it would connect two graphs",
             do="number the nodes of each graph from 0",
         )
     return edges + int(nodes[0])
@@ -105,7 +105,8 @@ def _joined(values: list[Any], origin: str) -> torch.Tensor | None:
         return None
     if without:
         raise UserError(
-            f"{origin}, item {without[0]} lacks what others know of edges.", do="give all of them it, or none"
+            f"{origin}, item {without[0]} lacks edge attributes that other items have.",
+            do="give all of them it, or none",
         )
     return torch.cat(values)
 
@@ -144,7 +145,7 @@ def load(path: Path, *, pickle: bool, undirected: bool) -> Graph:
             ) from None
         raise UserError(
             f"{path} is pickled, and is not read.",
-            why="unpickling may run any code that its author put there",
+            why="unpickling can execute arbitrary code",
             do="graph.pickle = true if you trust it; or torch.save(data.to_dict(), path), for a list one dict each",
         ) from None
     if isinstance(found, list) or (isinstance(found, tuple) and all(hasattr(one, "edge_index") for one in found)):
@@ -153,8 +154,8 @@ def load(path: Path, *, pickle: bool, undirected: bool) -> Graph:
         slices = found[1] if len(found) > 1 and isinstance(found[1], dict) else {}
         if (count := len(slices.get("edge_index", ())) - 1) > 1:
             raise UserError(
-                f"{path} holds {count} graphs laid over each other (data, slices).",
-                why="their edges would be taken for those of one graph",
+                f"{path} holds {count} collated graphs (data, slices).",
+                why="their edges would be read as those of one graph",
                 do="torch.save(list(dataset), path) with graph.pickle = true, or pyg:NAME",
             )
         found = found[0]

@@ -44,7 +44,7 @@ def load(data: Data, options: config.GraphOptions, progress: Progress | None = N
     if place.suffix in (".pkl", ".pickle"):
         raise UserError(
             f"data.path = {path!r} is a pickle, and is not read.",
-            why="unpickling may run any code that its author put there",
+            why="unpickling can execute arbitrary code",
             do="numpy.savez(file, edge_index=…, x=…, y=…), or torch.save(data.to_dict(), path)",
         )
     if place.suffix in tables.SUFFIXES:

@@ -93,7 +93,7 @@ def after_forgetting(window: list[int], context: int) -> list[int]:
 
 def _check_prompt(model: GPT, ids: list[int]) -> None:
     if not ids:
-        raise UserError("The prompt is empty.", do="give at least one token to go on from")
+        raise UserError("The prompt is empty.", do="give at least one token")
     outside = [token for token in ids if not 0 <= token < model.size.vocabulary]
     if outside:
         why = f"the model's vocabulary has {model.size.vocabulary} tokens"

@@ -239,7 +239,7 @@ def options(folder: str | Path) -> config.Gpt | config.Moe:
     except KeyError as missing:
         raise UserError(f"{folder}/{CONFIG} does not say {missing}.", do="download the folder again") from None
     except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{folder}/{CONFIG} holds something odd: {error}.", do="download the folder again") from None
+        raise UserError(f"{folder}/{CONFIG} has an invalid value: {error}.", do="download the folder again") from None
 
 
 def _rope(table: Mapping[str, Any]) -> Mapping[str, Any]:

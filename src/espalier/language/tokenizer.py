@@ -83,7 +83,7 @@ def open_tokenizer(spec: str, corpus: Corpus | None = None, cache: Path | None =
     near = nearest(spec, ["bytes", "bpe:8192"])
     hint = f"did you mean {near}? " if near else ""
     raise UserError(
-        f"data.tokenizer = {spec!r} is no tokenizer and no file.",
+        f"data.tokenizer = {spec!r} is neither a tokenizer nor a file.",
         do=hint + "known: bytes, bpe:SIZE (such as bpe:8192), a path to a tokenizer.json",
     )
 

@@ -152,7 +152,7 @@ def build_all(
     if len(specs) > 1:
         raise UserError(
             f"The [[data]] tables name different tokenizers: {', '.join(specs)}.",
-            why="one model reads them all, so ids must mean the same",
+            why="one model reads all of them, so token ids must have the same meaning",
             do=f"tokenizer = {data[0].tokenizer!r} in each",
         )
     tokenizer = _tokenizer(data, [text_sources.listing(table) for table in data], _root(data[0], cache))

@@ -105,7 +105,7 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
 def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
     assert isinstance(model, gpt.GPT)
     if text is None:
-        raise UserError("espalier predict needs a text to go on from.", do="espalier predict RUN 'def '")
+        raise UserError("espalier predict needs a prompt.", do="espalier predict RUN 'def '")
     tokenizer = _tokenizer(workload)
     ids = [tokenizer.boundary, *(int(token) for token in tokenizer.encode(text.encode()))]
     fresh = generate.generate(

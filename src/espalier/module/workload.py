@@ -89,7 +89,7 @@ class ModuleWorkload:
         """Only `none`: where a foreign module may be cut is its author's to say."""
         if mode != "none":
             raise UserError(
-                f"train.recompute = {mode!r} needs to know the model's blocks.",
+                f"train.recompute = {mode!r} needs the model's blocks.",
                 why=f"{self.author.build!r} builds a foreign module",
                 do='train.recompute = "none", and call torch.utils.checkpoint inside the module',
             )

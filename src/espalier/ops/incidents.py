@@ -32,7 +32,7 @@ _WORD = re.compile(r"[a-z_]{3,}")
 
 @dataclass(frozen=True)
 class Incident:
-    """One that is known: the lines that told of it, the reason it had, and what was done."""
+    """One that is known: the log lines of the incident, the reason it had, and what was done."""
 
     text: str
     reason: str
@@ -47,7 +47,7 @@ def read(path: str | Path) -> tuple[Incident, ...]:
 
 def _made(entry: object, place: str) -> Incident:
     if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
-        raise UserError(f"{place} has no text.", do="text = '''the lines that told of it'''")
+        raise UserError(f"{place} has no text.", do="text = '''the log lines of the incident'''")
     return Incident(entry["text"], one_of(entry, "reason", tuple(REASONS), place), str(entry.get("advice", "")))
 
 

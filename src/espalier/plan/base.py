@@ -240,7 +240,7 @@ def loads(text: str | bytes, origin: str = "plan.json") -> Plan:
             table = {key: value for key, value in table.items() if key not in ("layout", "what_if")}
         return msgspec.convert(table, Plan)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise UserError(f"{origin} is not a plan: {error}.", do=f"delete {origin}; it is planned anew") from None
+        raise UserError(f"{origin} is not a plan: {error}.", do=f"delete {origin}; it is then planned again") from None
 
 
 def check(plan: Plan, samples: int, origin: str = "plan.json") -> Plan:
@@ -288,7 +288,7 @@ def _cells(plan: Plan, origin: str) -> list[tuple[tuple[int, int], tuple[int, ..
 
 
 def _nonsense(origin: str, why: str) -> UserError:
-    return UserError(f"{origin} cannot be run: {why}.", do=f"delete {origin}; it is planned anew")
+    return UserError(f"{origin} cannot be run: {why}.", do=f"delete {origin}; it is then planned again")
 
 
 def read(path: str | Path) -> Plan:

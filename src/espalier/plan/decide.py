@@ -127,7 +127,7 @@ def _by_rounds(request: Request, cluster: Cluster, calibration: Calibration, opt
     if len(counts) > 1:
         raise UserError(
             f"Replicas of {' and '.join(map(str, counts))} ranks cannot agree by rounds.",
-            why="each rank sends what it owns to its like in the other replicas",
+            why="each rank exchanges its shard with the same rank of the other replicas",
             do=f"plan.pin.ranks={made.count * counts[0]}",
         )
     step = min(part.predicted.step_seconds if part.predicted else 1.0 for part in parts)

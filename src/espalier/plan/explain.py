@@ -294,7 +294,7 @@ def _no_layout(request: Request, cluster: Cluster) -> UserError:
             )
     told = ", ".join(f"plan.pin.{name}" for name, _ in pins.given(request.pin))
     return UserError(
-        "No layout is left to choose from.",
+        "No layout satisfies all constraints.",
         why="together the pins, the batch and the cluster allow none" + (f" ({told})" if told else ""),
         do="leave some of them out, or a train.batch_tokens that the ranks can share",
     )

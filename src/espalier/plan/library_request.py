@@ -91,7 +91,7 @@ def asked(model: Any, batch: int | None, precision: str, pins: dict[str, Any]) -
         request = model.request(batch or 1, precision)
     elif isinstance(model, torch.nn.Module):
         if batch is None:
-            raise UserError("A bare module does not say its batch.", do="make_plan(model, cluster, batch=64)")
+            raise UserError("make_plan needs a batch size for a module.", do="make_plan(model, cluster, batch=64)")
         request = dataclasses.replace(request_from_recipe.of_module(model, batch, precision, pin), sync=Auto())
     else:
         raise UserError(f"{type(model).__name__} is not a model.", do="a recipe, its path, or an nn.Module")

@@ -256,7 +256,7 @@ class Amsp:
             return
         if self._ended is not True:
             raise UserError(
-                "Amsp.wait() found no backward to wait for.",
+                "Amsp.wait() was called before a backward pass.",
                 do="run the step's last backward inside `with sharding.accumulate(last=True):`",
             )
         self._ended = None

@@ -80,7 +80,7 @@ class AxisGroups:
                 self.rounding.append(chosen)
             if not isinstance(group, Channel):
                 raise UserError(
-                    f"Codec {name!r} was asked for, but the ranks do not talk through Espalier.",
+                    f"Codec {name!r} was asked for, but the process group is not Espalier's.",
                     do="espalier.apply without `group`, or dist.init_process_group('espalier')",
                 )
             if (kind, name) not in codecs.given.setdefault(group, set()):

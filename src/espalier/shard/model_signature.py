@@ -43,7 +43,7 @@ def twice(name: str) -> UserError:
 def changed(where: str, model: nn.Module) -> UserError:
     """The error for a model that is not what was wrapped."""
     return UserError(
-        f"The model ({type(model).__name__}) changed at '{where}' after it was spread over the ranks.",
-        why="a parameter was added, replaced, moved, frozen or thawed; its gradient would not be exchanged rightly",
+        f"The model ({type(model).__name__}) changed at '{where}' after it was sharded.",
+        why="a parameter was added, replaced, moved, frozen or thawed; its gradient would be exchanged incorrectly",
         do="change the model first, then wrap it; or call detach() and wrap it again",
     )

@@ -85,7 +85,7 @@ class ShardedGradient(torch.Tensor):
             return first
         name = next(one.path for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
         raise UserError(
-            f"The gradient of '{name}' is not on this rank: it lies in shards, and {function} needs all of it.",
+            f"The gradient of '{name}' is sharded, and {function} needs the whole gradient.",
             why="the plan shards gradients or optimizer states; norms, clipping, scaling and zeroing work",
             do="plan with shard={'params': 1, 'grads': 1, 'optimizer': 1} where the loop needs whole gradients",
         )

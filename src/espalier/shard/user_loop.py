@@ -226,7 +226,7 @@ def refuse_split(optimizer: torch.optim.Optimizer, sharding: Amsp) -> None:
     cut = next((one for one in sharding.owned if not one.whole), None)
     if cut is not None and not elementwise:
         raise UserError(
-            f"{kind.__name__} may need whole matrices, and the plan cuts '{cut.name}' among ranks.",
-            why="only optimizers that move each number by itself do on a piece what they would do on the whole",
+            f"{kind.__name__} may need whole matrices, and the plan shards '{cut.name}'.",
+            why="only elementwise optimizers (Adam, SGD, …) give the same result on shards",
             do="make_plan(…, shard={'optimizer': 1}); or set `elementwise = True` on an optimizer that is one of those",
         )

@@ -258,7 +258,7 @@ def engine(plan: Plan, mesh: ProcessMesh, owned: Sequence[Tensor], timeout: floa
     if any((len(unit.optimizer) or 1) != len(ranks) for unit in plan.units):
         raise UserError(
             f"A replica has {len(ranks)} ranks, and the optimizer's state is not cut among all of them.",
-            why="each rank sends what it owns to its like in the other replicas",
+            why="each rank exchanges its shard with the same rank of the other replicas",
             do=f"plan.pin.shard.optimizer={len(ranks)}",
         )
     paces = outer.paces or (1.0,) * len(world.replicas)

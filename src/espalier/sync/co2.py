@@ -150,9 +150,7 @@ def chosen_of(method: str, settings: dict[str, Any]) -> OuterMethod:
     known = {one.name for one in fields(OuterMethod)}
     wrong = sorted(set(settings) - known)
     if wrong:
-        raise UserError(
-            f"{wrong[0]!r} is no setting of an outer agreement.", why=f"there are {', '.join(sorted(known))}"
-        )
+        raise UserError(f"{wrong[0]!r} is not an option of sync.", why=f"there are {', '.join(sorted(known))}")
     chosen = replace(METHODS[method], **settings)
     check_feedback(codec(chosen.codec))
     return chosen

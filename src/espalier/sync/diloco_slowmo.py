@@ -58,11 +58,11 @@ class OuterMethod:
         if self.clip < 0:
             raise UserError(f"sync.clip = {self.clip}.", do="sync.clip=0 for none")
         if self.constant < 1:
-            raise UserError(f"sync.constant = {self.constant}.", why="a late step is divided by it, never enlarged")
+            raise UserError(f"sync.constant = {self.constant}.", why="late steps are divided by it")
         if self.mixing and self.delay == 1:
             raise UserError(
                 f"sync.mixing = {self.mixing} with sync.delay = 1.",
-                why="a whole round late, a replica's own progress is under way and would count twice",
+                why="with a delay of a whole round, a replica's own progress is still in transit and would count twice",
                 do="sync.mixing=0, or sync.delay below 1",
             )
         if self.eager and (self.delay != 1 or self.average != "differences"):

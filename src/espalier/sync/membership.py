@@ -421,7 +421,7 @@ class Members:
             raise self._alone(f"{error}; {lost}") from None
         if crew.member not in self.members:
             raise PeerLost(
-                f"Replica {crew.member} was given up by the others; replicas {list(self.members)} go on.",
+                f"Replica {crew.member} was excluded by the others; replicas {list(self.members)} continue.",
                 why=str(error).splitlines()[0],
                 do=f"a grace of more than {crew.grace:g} s, or a link that is not silent for so long",
             )
@@ -433,7 +433,7 @@ class Members:
 
     def _alone(self, why: object) -> PeerLost:
         return PeerLost(
-            f"Replica {self.crew.member} lost the others, and the store where they would meet again.",
+            f"Replica {self.crew.member} lost its connections to the other replicas and to the store.",
             why=str(why).splitlines()[0],
             do="run the same command again; it resumes from the last checkpoint",
         )

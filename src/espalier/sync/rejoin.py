@@ -65,8 +65,8 @@ def ask(store: Any, member: int, shard: int = 0, wait: float = WAIT) -> RejoinPo
                     return RejoinPoint(following, tuple(members), number)
         time.sleep(LOOK)
     raise PeerLost(
-        f"Replica {member} asked to come back, and nobody let it in for {wait:g} s.",
-        why="the others have ended, have not missed it yet, or their round is longer",
+        f"Replica {member} asked to rejoin and was not admitted within {wait:g} s.",
+        why="the others have ended, have not detected the failure yet, or their round is longer",
         do="a longer wait, or run all of them again: they resume from the last checkpoint",
     )
 
@@ -110,7 +110,7 @@ def received(group: Any, peer: int, timeout: timedelta) -> dict[str, Any]:
     group.recv([body], peer, _BODY).wait(timeout)
     if not torch.equal(_hash(body), header[1:]):
         raise PeerLost(
-            "The outer state arrived damaged.", why="its hash is another", do="come back once more; check the link"
+            "The outer state arrived damaged.", why="its hash is another", do="rejoin again; check the link"
         )
     found: dict[str, Any] = serialization.loads(body.numpy().data, "The outer state that arrived")
     return found

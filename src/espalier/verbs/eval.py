@@ -26,8 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
     samples = trained.workload.validation_samples()
     if samples == 0:
         raise UserError(
-            f"The run in {arguments.run} holds nothing out for validation.",
-            why="a test part is looked at beside it, never instead of it",
+            f"The run in {arguments.run} has no held-out data for validation.",
+            why="the test part is reported beside the validation part, never instead of it",
             do="data.validation = 0.01, or validation nodes in the graph's own split, in a new run",
         )
     with torch.no_grad():

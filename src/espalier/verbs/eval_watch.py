@@ -90,7 +90,7 @@ def tasks(workload: Workload, row: Row, asked: Iterable[str], run: str) -> list[
             raise UserError(f"--task {text}: there is a task {found[-1].name!r} already.", do="give it another name")
     if not found:
         raise UserError(
-            f"The run in {run} holds nothing out, and no task is given.",
+            f"The run in {run} has no held-out data, and no task is given.",
             do="--task NAME=FILE, or data.validation = 0.01 in a new run",
         )
     return found

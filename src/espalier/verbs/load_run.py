@@ -49,7 +49,7 @@ def open_trained(path: str, trust: bool = False) -> Trained:
         raise UserError(
             f"The run in {path} has no checkpoint yet.",
             why=f"looked in {recipe.checkpoint.target or folder.checkpoints}",
-            do="let it train on, or set checkpoint.every lower",
+            do="let it train longer, or set checkpoint.every lower",
         )
     return Trained(folder, recipe, workload, model.eval(), int(loaded.meta["step"]))
 

@@ -81,7 +81,7 @@ def from_run(path: str | Path) -> Measurement:
     steps = [last[number] for number in sorted(last)]
     steps = steps[int(len(steps) * WARMING) :]
     if not steps:
-        raise UserError(f"The run in {path} has no measured step.", do="let it train on, or name another run")
+        raise UserError(f"The run in {path} has no measured step.", do="let it train longer, or name another run")
     whole, _ = derive.resolve(recipe)
     return Measurement(
         request=prepare.request(resolved(folder, whole)),

@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     if answer is None:
         raise UserError(
             f"The run in {arguments.run} holds a module of your own.",
-            why="only its author knows what an input is",
+            why="the inputs of the module are not known",
             do=f"load {arguments.run}/checkpoints with torch.distributed.checkpoint in your own code",
         )
     sampling = Sampling(arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed)

@@ -82,7 +82,7 @@ def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> DataH
     if recipe.faults.changed_data == "refuse":
         raise UserError(
             f"{first}{more} since {folder.path} was begun.",
-            why="a run that goes on with other data is neither the one nor the other",
+            why="a run that resumes on other data cannot be reproduced",
             do="bring the data back, --run FOLDER for a new run, or faults.changed_data=accept to go on with it",
         )
     folder.plan.unlink(missing_ok=True)
@@ -171,9 +171,7 @@ def _seconds(plan: plans.Plan, resolved: prepare.Resolved, workload: Workload) -
 def refuse_elsewhere(plan: plans.Plan, world: int | None) -> None:
     """Raises UserError when this machine has not what `plan` needs. With `world`, its ranks are started by others."""
     if not plan.executable:
-        raise UserError(
-            f"`train` cannot run this plan: {plan.missing}.", do="espalier plan answers for it all the same"
-        )
+        raise UserError(f"`train` cannot run this plan: {plan.missing}.", do="espalier plan still prices it")
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     wanted = {rank.device for rank in plan.ranks if rank.device.startswith("cuda")}
     elsewhere = max(rank.node for rank in plan.ranks) if world is None else 0
