@@ -243,7 +243,9 @@ def _arrays(file: Path, undirected: bool) -> Graph:
     except (ValueError, OSError, MemoryError) as error:
         raise UserError(
             f"{file} cannot be read: {error}.",
-            why="arrays of objects are pickled, and unpickling can execute arbitrary code" if "pickle" in str(error) else "",
+            why="arrays of objects are pickled, and unpickling can execute arbitrary code"
+            if "pickle" in str(error)
+            else "",
             do="numpy.savez(file, edge_index=…, x=…, y=…)",
         ) from None
     if "edge_index" in found:

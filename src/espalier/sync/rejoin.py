@@ -109,9 +109,7 @@ def received(group: Any, peer: int, timeout: timedelta) -> dict[str, Any]:
     body = torch.empty(int(header[0]), dtype=torch.uint8)
     group.recv([body], peer, _BODY).wait(timeout)
     if not torch.equal(_hash(body), header[1:]):
-        raise PeerLost(
-            "The outer state arrived damaged.", why="its hash is another", do="rejoin again; check the link"
-        )
+        raise PeerLost("The outer state arrived damaged.", why="its hash is another", do="rejoin again; check the link")
     found: dict[str, Any] = serialization.loads(body.numpy().data, "The outer state that arrived")
     return found
 
