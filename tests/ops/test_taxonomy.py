@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from espalier.ops import Diagnosis, Evidence, restart_helps
+from espalier.ops import Diagnosis, EvidenceLine, restart_helps
 from espalier.ops.taxonomy import ACTIONS, REASONS, as_dict
 
 
@@ -27,7 +27,9 @@ def test_a_restart_helps_unless_a_person_must_act(action, helps):
 
 
 def test_a_diagnosis_is_json():
-    one = Diagnosis("a.log", "Script", "Key Error", 3, 0, None, "stop", (Evidence(3, "KeyError: 'k'", "the cause"),))
+    one = Diagnosis(
+        "a.log", "Script", "Key Error", 3, 0, None, "stop", (EvidenceLine(3, "KeyError: 'k'", "the cause"),)
+    )
     table = json.loads(json.dumps(as_dict(one)))
     names = ["file", "category", "reason", "root_line", "first_failing_rank", "suspect_node", "action", "evidence"]
     assert list(table)[:8] == names

@@ -57,9 +57,18 @@ def _recipe(table: Table, origin: str, overridden: Sequence[str]) -> config.Reci
 
 
 def to_table(recipe: config.Recipe) -> Table:
-    """The recipe as a plain table without the keys that are None (TOML has no null)."""
-    table: Table = msgspec.to_builtins(recipe)
-    return _drop_none(table)
+    """The recipe as a plain table without the keys that are None, as TOML has no null."""
+    table: Table = without_none(msgspec.to_builtins(recipe))
+    return table
+
+
+def without_none(value: Any) -> Any:
+    """A plain value without the keys that are None, in it and in all it holds."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [without_none(item) for item in value]
+    return value
 
 
 def dump(recipe: config.Recipe) -> str:
@@ -310,14 +319,6 @@ def _structs(kind: Any) -> list[Any]:
     if get_origin(kind) in (Union, UnionType, tuple):
         return [struct for part in get_args(kind) for struct in _structs(part)]
     return []
-
-
-def _drop_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _drop_none(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple):
-        return [_drop_none(item) for item in value]
-    return value
 
 
 def _same(left: Any, right: Any) -> bool:

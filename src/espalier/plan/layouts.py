@@ -9,7 +9,6 @@ shard of parameters holds whole shards of gradients, and each of those whole sha
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -19,6 +18,7 @@ import numpy as np
 
 from espalier.errors import UserError
 from espalier.plan.base import Layout
+from espalier.shard.placement import ShardFactors
 
 ALGORITHMS = ("data", "megatron", "fsp", "isp")
 """What tensor or sequence ranks do: nothing; Megatron's tensor and sequence parallelism; the same with only shards kept
@@ -117,21 +117,8 @@ def of_view(layout: Layout, chunks: int = 1) -> Layouts:
     for name, value in (*sizes.items(), *shard.items()):
         if value < 1:
             raise UserError(f"layout.{name} = {value} is not possible.", do=f"{name} = 1 or more")
-    nests(shard, layout.dp * layout.sp, "layout.shard")
+    ShardFactors(**shard).check(layout.dp * layout.sp, "layout.shard")
     return Layouts(algorithm=layout.algorithm, recompute=layout.recompute, chunks=chunks, **sizes, **shard)
-
-
-def nests(shard: dict[str, int], ranks: int, where: str) -> None:
-    """Raises UserError unless params | grads | optimizer | ranks, naming the pair at fault and the nearest value."""
-    chain = [*((name, shard[name]) for name in ("params", "grads", "optimizer")), ("dp x sp", ranks)]
-    for (inner, few), (outer, many) in itertools.pairwise(chain):
-        if many % few:
-            near = min(divisors(many), key=lambda d: (abs(d - few), d))
-            raise UserError(
-                f"{where}: {inner} = {few} does not divide {outer} = {many}.",
-                why="each shard of one state must hold whole shards of the next (params, grads, optimizer, ranks)",
-                do=f"{inner} = {near}",
-            )
 
 
 @cache

@@ -239,7 +239,7 @@ class Descriptions:
 
 
 def _cluster(said: _Words) -> Cluster:
-    words = _without_nothing(dict(said))
+    words = load.without_none(dict(said))
     if isinstance(words.get("nodes"), dict):
         words["nodes"] = [words["nodes"]]
     try:
@@ -247,13 +247,6 @@ def _cluster(said: _Words) -> Cluster:
     except (TypeError, ValueError) as error:
         raise UserError(f"cluster cannot be read: {error}.", do="the tables of a cluster file") from None
     return clusters.loads(text, "cluster")
-
-
-def _without_nothing(value: Any) -> Any:
-    """The value without keys that are null, which TOML does not have."""
-    if isinstance(value, dict):
-        return {key: _without_nothing(one) for key, one in value.items() if one is not None}
-    return [_without_nothing(one) for one in value] if isinstance(value, list) else value
 
 
 def _batch(train: _Words, sequence: int) -> int | None:
