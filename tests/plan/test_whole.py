@@ -77,8 +77,8 @@ def test_what_was_measured_decides_and_is_said() -> None:
     assert (len(two.ranks), two.ranks[0].threads) == (2, 1)
     assert one.predicted is not None
     assert one.predicted.step_seconds == 0.010
-    assert one.why[0].startswith("Tried here, per step: 1 rank x 2 threads in micro-batches of ")
-    assert "2 ranks x 1 thread in micro-batches of 8 12 ms" in one.why[0]
+    assert one.why[0].startswith("Measured steps: 1 rank x 2 threads, micro-batch ")
+    assert "2 ranks x 1 thread, micro-batch 8: 12 ms" in one.why[0]
     assert "20 % slower (measured 12 ms)" in [other.loses for other in one.runners_up]
     assert "17 % slower (measured 14 ms)" in [other.loses for other in two.runners_up]
 
@@ -184,7 +184,7 @@ def test_pins_are_kept_and_named() -> None:
     pinned = planned(decoder(pin=Pin(ranks=2, threads=4, micro_batch=8, recompute="block")), processor())
     assert (len(pinned.ranks), pinned.ranks[0].threads, pinned.micro_batch, pinned.recompute) == (2, 4, 8, "block")
     told = " ".join(pinned.why)
-    for said in ("2 ranks were asked for", "Micro-batch 8: it was set", "it was set", "more than the 2 cores"):
+    for said in ("2 ranks were asked for", "Micro-batch 8: it was set", "it was set", "share 2 cores"):
         assert said in told
 
 

@@ -193,6 +193,6 @@ def test_failures_and_what_they_cost_are_on_the_page(tmp_path: Path) -> None:
         log.write("end", reason="finished")
     page = report.write(run).read_text()
     assert "goodput" in page
-    assert "Until the next step" in page
+    assert "Time to recover" in page
     assert "1.2 s" in page or "1.25 s" in page
     assert "<small>the system</small>" in page

@@ -142,7 +142,7 @@ def test_a_run_folder_without_hashes_is_accepted_with_a_note(home: Path, capsys:
     one_of_many(home)
     given = train.asked(prepare.resolve(home / "recipe.toml", []), str(home / "run"), False)
     train.decided(given, lambda: MACHINE).folder.release()
-    assert "does not say what data the run was begun with" in capsys.readouterr().out
+    assert "has no data hashes" in capsys.readouterr().out
     assert folder.data.exists()
 
 

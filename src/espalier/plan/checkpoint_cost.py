@@ -60,7 +60,7 @@ def with_copies(plan: Plan, given: int | Literal["auto"], cluster: Cluster) -> P
         return plan
     count = _count(plan)
     size = count * sum(predicted.memory_bytes.get(kind, 0.0) for kind in ("params", "optimizer"))
-    taken = f"{count} cop{'y' if count == 1 else 'ies'} of a rank's state (faults.memory) take {units.show_size(size)}"
+    taken = f"{count} cop{'y' if count == 1 else 'ies'} of a rank's state (faults.memory): {units.show_size(size)}"
     if gpus(cluster):
         return _with(plan, f"{taken} of the host's memory, none of the GPU's.")
     here = max(Counter(rank.node for rank in plan.ranks).values())

@@ -140,17 +140,22 @@ def _passed_over(found: Found, fastest: Option, option: Option) -> str:
             f"A better plan is not executable yet: {label(fastest.layout)}, {units.show_seconds(fastest.seconds)} per "
             f"step by estimate, {1 - fastest.seconds / option.seconds:.0%} less; it needs {lacks}."
         )
-    tie = f"within the tie of {found.tie:.0%}: fewer moving parts, then less memory, decide"
-    faster = f"{label(fastest.layout)} is {gain:.1%} faster by estimate"
-    return f"{faster}: {_STAY_WHOLE}." if gain > found.tie else f"{faster}, {tie}."
+    tie = f"a tie (within {found.tie:.0%}), which goes to the simpler plan, then to less memory"
+    faster = f"{label(fastest.layout)} is {_faster(gain)} by estimate"
+    return f"{faster}, but {_STAY_WHOLE}." if gain > found.tie else f"{faster}: {tie}."
 
 
-_STAY_WHOLE = "on one machine states stay whole where they fit, as cutting them gains less than an estimate is wrong by"
+_STAY_WHOLE = "on one machine states are not sharded where they fit, as the gain is below the error of the estimate"
 
 
 def _gain(option: Option, other: Option) -> float:
     """By how much `other` is faster: as many times the steps a second, less one."""
     return option.seconds / other.seconds - 1
+
+
+def _faster(gain: float) -> str:
+    """A gain in words."""
+    return f"{gain:.1%} faster" if gain < 1 else f"{1 + gain:.3g} times as fast"
 
 
 def _crowded(option: Option) -> list[str]:
@@ -161,7 +166,7 @@ def _crowded(option: Option) -> list[str]:
     here = max(Counter(nodes).values())
     if gpus(cluster) or here * layout.threads <= cores:
         return []
-    return [f"{here} ranks x {layout.threads} threads are more than the {cores} cores, so they take turns."]
+    return [f"{here} ranks x {layout.threads} threads share {cores} cores."]
 
 
 def seating(cluster: Cluster) -> list[str]:
@@ -190,7 +195,7 @@ def slower(there: float, here: float) -> str:
 
 
 def _change(there: float, here: float) -> str:
-    beside = "" if there > 1.005 * here else ", with more moving parts or memory"
+    beside = "" if there > 1.005 * here else ", and more complex or larger"
     return f"it is {slower(there, here)}{beside}"
 
 
@@ -214,9 +219,9 @@ def _runner_up(request: Request, one: Option, best: Option, tie: float) -> Runne
     slower, gain, more = _gain(one, best), _gain(best, one), one.peak - best.peak
     mechanisms, mode, exchanged = (here > there for here, there in zip(layout.key(), best.layout.key(), strict=True))
     worse = "exchanges states in every micro-batch" if exchanged else "holds more"
-    worse = "has more moving parts" if mechanisms else "recomputes more" if mode else worse
-    why = f", within the tie, but {worse}" if gain <= tie else f" by estimate; {_STAY_WHOLE}"
-    loses = f"{slower:.1%} slower" if slower >= 0 else f"{gain:.1%} faster{why}"
+    worse = "is more complex" if mechanisms else "recomputes more" if mode else worse
+    why = f", within the tie, but {worse}" if gain <= tie else f" by estimate, but {_STAY_WHOLE}"
+    loses = f"{slower:.1%} slower" if slower >= 0 else f"{_faster(gain)}{why}"
     if more > 0:
         loses += f", {units.show_size(more)} more memory"
     samples = -(-request.global_batch // layout.dp)

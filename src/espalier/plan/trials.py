@@ -74,11 +74,11 @@ def told(plans: Sequence[Plan], measured: Measured) -> str:
     """What the trials took, fastest first."""
     ordered = sorted((one for one in plans if key(one) in measured), key=lambda one: measured[key(one)])
     each = [
-        f"{ranks} rank{'s' * (ranks > 1)} x {threads} thread{'s' * (threads > 1)} in micro-batches of {size} "
+        f"{ranks} rank{'s' * (ranks > 1)} x {threads} thread{'s' * (threads > 1)}, micro-batch {size}: "
         f"{show_seconds(measured[ranks, threads, size])}"
         for ranks, threads, size in map(key, ordered)
     ]
-    return f"Tried here, per step: {', '.join(each)}."
+    return f"Measured steps: {'; '.join(each)}."
 
 
 def beside(one: Plan, best: Plan, measured: Measured) -> RunnerUp:

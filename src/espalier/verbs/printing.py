@@ -196,7 +196,7 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
     found = results(folder)
     figures = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in found.items())
     say()
-    line(f"Done in {units.show_seconds(seconds)}: {figures or 'no step was left to do'}.")
+    line(f"Done in {units.show_seconds(seconds)}: {figures or 'no steps were left'}.")
     # Paths and commands stay whole on one line, so that they can be copied.
     say(f"  report    {page}")
     from espalier import workload_registry  # loads torch, which diagnosing a log goes without
@@ -216,11 +216,16 @@ def account(found: Account) -> None:
     if not found.failures:
         return
     seconds = units.show_seconds
-    line(
-        f"{found.goodput:.1%} of {seconds(found.wall)} went into steps that count; "
-        f"a failure every {seconds(found.between_failures)}."
+    line(f"Goodput {found.goodput:.1%} of {seconds(found.wall)}; a failure every {seconds(found.between_failures)}.")
+    head = (
+        "cause",
+        "reason (category)",
+        "failures",
+        "recovered",
+        "time to recover",
+        "steps repeated",
+        "time to repeat",
     )
-    head = ("cause", "reason (category)", "times", "went on", "until the next step", "steps done again", "their time")
     body = [
         (
             one.kind,

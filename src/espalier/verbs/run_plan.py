@@ -68,12 +68,10 @@ def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> DataH
     try:
         before = serialization.from_json(folder.data.read_bytes(), dict[str, str])
     except FileNotFoundError:
-        return DataHashes(
-            now, notes=[f"{folder.path} does not say what data the run was begun with: it is taken as it is"]
-        )
+        return DataHashes(now, notes=[f"{folder.path} has no data hashes: the present data is accepted"])
     except msgspec.DecodeError as error:
         raise UserError(
-            f"{folder.data} is damaged: {error}.", do="remove it; the data is then taken as it is"
+            f"{folder.data} is damaged: {error}.", do="remove it; the present data is then accepted"
         ) from None
     changed = data_hash.differences(before, now)
     if not changed:
@@ -86,7 +84,7 @@ def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> DataH
             do="bring the data back, --run FOLDER for a new run, or faults.changed_data=accept to go on with it",
         )
     folder.plan.unlink(missing_ok=True)
-    return DataHashes(now, changed, [f"the data is not what the run was begun with: {first}{more}"])
+    return DataHashes(now, changed, [f"the data has changed since the run began: {first}{more}"])
 
 
 def planned(
