@@ -34,6 +34,11 @@ def seconds(text: str | float, where: str = "time") -> float:
     return _parse(text, _TIMES, where, "5ms")
 
 
+def plural(count: int, what: str) -> str:
+    """A number of things: `1 rank`, `1,024 ranks`."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
 def show_size(count: float) -> str:
     """Bytes in binary units, three significant digits: `1.25 GiB`."""
     return _show(count, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))

@@ -57,7 +57,7 @@ def why(request: Request, found: Found, option: Option, predicted: Predicted) ->
     said = [f"{request.pin.ranks} ranks were asked for."] if (request.pin.ranks or 0) > 1 else []
     device = "GPU" if gpus(option.cluster) else "rank"
     said += [
-        f"Of {found.priced:,} layouts priced, {label(layout)} on {layout.world} {device}{'s' * (layout.world != 1)}: "
+        f"Of {found.priced:,} layouts priced, {label(layout)} on {units.plural(layout.world, device)}: "
         f"{units.show_seconds(predicted.step_seconds)} per step, give or take {predicted.spread:.0%}."
     ]
     if fastest is not option and fastest.seconds < option.seconds:

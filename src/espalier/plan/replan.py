@@ -134,7 +134,7 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
     closest = decision.found.closest
     over = units.show_size(closest.over) if closest is not None else "some"
     raise UserError(
-        f"{len(kept)} rank{'s' * (len(kept) > 1)} cannot hold this run: {over} of memory is missing on each.",
+        f"{units.plural(len(kept), 'rank')} cannot hold this run: {over} of memory is missing on each.",
         do="mend the place that was lost and run the same command, or a smaller model or micro-batch",
     )
 

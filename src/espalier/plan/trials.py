@@ -11,7 +11,7 @@ from espalier.cache_dir import cache_folder, hashed, replace, table
 from espalier.config import Recipe, load
 from espalier.plan.base import Plan, RunnerUp
 from espalier.plan.explain import slower
-from espalier.units import show_seconds
+from espalier.units import plural, show_seconds
 
 Key = tuple[int, int, int]
 """What a trial is of: ranks, threads of each, micro-batch."""
@@ -74,7 +74,7 @@ def told(plans: Sequence[Plan], measured: Measured) -> str:
     """What the trials took, fastest first."""
     ordered = sorted((one for one in plans if key(one) in measured), key=lambda one: measured[key(one)])
     each = [
-        f"{ranks} rank{'s' * (ranks > 1)} x {threads} thread{'s' * (threads > 1)}, micro-batch {size}: "
+        f"{plural(ranks, 'rank')} x {plural(threads, 'thread')}, micro-batch {size}: "
         f"{show_seconds(measured[ranks, threads, size])}"
         for ranks, threads, size in map(key, ordered)
     ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from espalier.terminal import visible
 from espalier.track.events import Event
-from espalier.units import show_count, show_seconds, show_size
+from espalier.units import plural, show_count, show_seconds, show_size
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -301,7 +301,7 @@ def _validation(event: Event) -> str:
 def trouble(event: Event) -> str:
     """One line of an incident, or of its end."""
     if event.get("event") == "recovered":
-        lost = f"{event['lost_steps']:,} step{'s' if event['lost_steps'] != 1 else ''} done again"
+        lost = f"{plural(event['lost_steps'], 'step')} done again"
         return (
             f"recovered in {event['seconds']:.1f} s from step {event['step']:,} in {event.get('source', '')} ({lost})"
         )

@@ -13,7 +13,7 @@ from espalier import cache_dir
 from espalier.track import charts, page
 from espalier.track.page import Figure
 from espalier.track.run_tables import Run, open_run
-from espalier.units import show_count, show_seconds, show_size
+from espalier.units import plural, show_count, show_seconds, show_size
 
 NAME = "report.html"
 
@@ -81,7 +81,7 @@ def _subtitle(run: Run) -> list[str]:
         said.append(f"{show_count(start['parameters'])} parameters")
     if start.get("ranks"):
         ranks, threads = start["ranks"], start.get("threads", 1)
-        said.append(f"{ranks} rank{'s' * (ranks != 1)} × {threads} thread{'s' * (threads != 1)}")
+        said.append(f"{plural(ranks, 'rank')} × {plural(threads, 'thread')}")
     host = start.get("host") or {}
     said += [str(host[key]) for key in ("cpu", "device") if host.get(key)][:1]
     return said + ([page.moment(start["time"])] if start.get("time") else [])
@@ -104,7 +104,7 @@ def _figures(run: Run) -> list[Figure]:
     figures.append(Figure("time", show_seconds(run.seconds()), attempts))
     if run.account.failures:
         failures = run.account.failures
-        figures.append(Figure("goodput", f"{run.account.goodput:.1%}", f"{failures} failure{'s' * (failures != 1)}"))
+        figures.append(Figure("goodput", f"{run.account.goodput:.1%}", f"{plural(failures, 'failure')}"))
     return figures
 
 

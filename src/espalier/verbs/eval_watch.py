@@ -26,7 +26,7 @@ from espalier.language.tokenizer import Tokenizer
 from espalier.mechanisms import DTYPES
 from espalier.terminal import say
 from espalier.track.progress import Waiting
-from espalier.units import show_seconds
+from espalier.units import plural, show_seconds
 from espalier.verbs import load_run as opened
 from espalier.verbs import prepare
 from espalier.workload import Phase, Workload
@@ -51,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     by_name, dtype = {task.name: task for task in found}, DTYPES[recipe.train.precision]
     with CheckpointWatcher(folder.path, saved, dtype, by_name) as watcher:
         if not arguments.json:
-            each = ", ".join(f"{task.name} ({task.records:,} record{'s' * (task.records != 1)})" for task in found)
-            prepare.say(f"Evaluating {each} with {count} worker{'s' * (count != 1)}.")
+            each = ", ".join(f"{task.name} ({plural(task.records, 'record')})" for task in found)
+            prepare.say(f"Evaluating {each} with {plural(count, 'worker')}.")
         with Workers(open_, count, devices) as workers:
             low_priority.step_back()
             return _show(watcher.run(workers, once=not arguments.watch), arguments.json)

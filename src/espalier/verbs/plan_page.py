@@ -13,7 +13,7 @@ from espalier.plan.base import Layout, Plan, Predicted
 from espalier.track import charts, page
 from espalier.track.charts import Point
 from espalier.track.page import Figure
-from espalier.units import show_count, show_seconds, show_size
+from espalier.units import plural, show_count, show_seconds, show_size
 
 NAMES = {"data": "data parallel", "megatron": "Megatron", "fsp": "FSP", "isp": "ISP"}
 """Algorithms as people call them."""
@@ -73,7 +73,7 @@ def words(layout: Layout) -> list[str]:
     """A layout in a few phrases, the outermost division first."""
     shard = layout.shard
     split = [(name, shard.get(key, 1)) for name, key in _STATES if shard.get(key, 1) > 1]
-    said = [_many(layout.dp, "replica")]
+    said = [plural(layout.dp, "replica")]
     if layout.pp > 1:
         said.append(f"{layout.pp} stages")
     if layout.tp > 1:
@@ -98,15 +98,11 @@ def where(plan: Plan) -> str:
     on = f" on {nodes} machines" if nodes > 1 else ""
     if plan.ranks[0].device == "cpu":
         return _ranks(len(plan.ranks), plan.ranks[0].threads) + on
-    return _many(len(plan.ranks), "GPU") + on
+    return plural(len(plan.ranks), "GPU") + on
 
 
 def _ranks(ranks: int, threads: int) -> str:
-    return _many(ranks, "rank") + (f" × {_many(threads, 'thread')}" if threads > 1 else "")
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"
+    return plural(ranks, "rank") + (f" × {plural(threads, 'thread')}" if threads > 1 else "")
 
 
 def _order(counts: Mapping[str, int]) -> list[str]:

@@ -76,13 +76,13 @@ def _where(plan: Plan) -> str:
     if ranks[0].device == "cpu":
         return f"{said} on cpu"
     machines = len({rank.node for rank in ranks})
-    return f"{said} on {machines} machine{'s' * (machines != 1)}"
+    return f"{said} on {units.plural(machines, 'machine')}"
 
 
 def _ranks(count: int, threads: int, on_gpus: bool) -> str:
     if on_gpus:
-        return f"{count} GPU{'s' * (count != 1)}"
-    return f"{count} rank{'s' * (count != 1)} x {threads} thread{'s' * (threads != 1)}"
+        return f"{units.plural(count, 'GPU')}"
+    return f"{units.plural(count, 'rank')} x {units.plural(threads, 'thread')}"
 
 
 def _derived(derivations: Sequence[Derivation]) -> None:
@@ -122,7 +122,7 @@ def _predicted(predicted: Predicted, steps: int | None, unit: str) -> None:
     if steps is not None:
         seconds = steps * predicted.step_seconds
         took = units.show_seconds(seconds) if seconds < 2 * DAY else f"{seconds / DAY:,.0f} days"
-        say(f"  predicted run {steps:,} step{'s' * (steps != 1)}, about {took}")
+        say(f"  predicted run {units.plural(steps, 'step')}, about {took}")
     mfu = f", MFU {predicted.mfu:.0%}" if predicted.mfu else ""
     say(f"  predicted speed {units.show_count(predicted.tokens_per_second)} {unit}/s{mfu}")
     held = predicted.memory_bytes
