@@ -5,8 +5,9 @@ Importing this imports numba; only modules of kernels do, and they are imported 
 - Only the threading layer `tbb` survives forks and calls from several threads (after GNU OpenMP a forked child dies,
   the workqueue layer aborts). numba finds it only if the library is loaded already: the wheel puts it where the
   linker does not look. Without TBB, kernels run on one thread. A layer that the user chose or started is kept.
-- The cache on disk is keyed by the source file of the kernel alone. Functions that a kernel calls (`njit`, `intrinsic`)
-  stand in its own file, or their modules are named in `jit(uses=...)`: else a change there would not be noticed.
+- The cache on disk is keyed by the source file of the kernel alone. Functions that a kernel calls (`njit`, `intrinsic`,
+  `emitted`) stand in its own file, or their modules are named in `jit(uses=...)`: else a change there would not be
+  noticed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import ctypes
 import hashlib
 import importlib
 import importlib.metadata
+import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -201,3 +203,30 @@ def _key(options: _Options) -> str:
 def threads() -> int:
     """How many threads a parallel kernel uses here: torch's number, at most numba's pool."""
     return min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS))
+
+
+def emitted(result: Any = None) -> Callable[[Callable[..., Any]], Any]:
+    """Makes an intrinsic of a function that writes LLVM code: it takes the builder and the values of the arguments.
+
+    `result`: numba's type of what the function returns; None: that of the first argument.
+    """
+
+    def made(write: Callable[..., Any]) -> Any:
+        def typed(typing: Any, *kinds: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                value = write(builder, *args)
+                return context.get_dummy_value() if value is None else value
+
+            return (kinds[0] if result is None else result)(*kinds), generate
+
+        typed.__name__, typed.__doc__ = write.__name__, write.__doc__
+        return counted(typed, len(inspect.signature(write).parameters))
+
+    return made
+
+
+def counted(typed: Callable[..., Any], count: int) -> Any:
+    """The intrinsic of `typed`, of `count` arguments with the typing context: numba wants them one by one."""
+    named = [inspect.Parameter(f"p{k}", inspect.Parameter.POSITIONAL_OR_KEYWORD) for k in range(count)]
+    typed.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    return intrinsic(typed)

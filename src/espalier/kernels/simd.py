@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
-from espalier.kernels.numba_compile import intrinsic
+from espalier.kernels.numba_compile import emitted, intrinsic
 
 LANES = 16
 
@@ -79,248 +79,176 @@ def address(typing: Any, array: Any) -> Any:
     return types.int64(array), write
 
 
-@intrinsic
-def spread(typing: Any, scalar: Any) -> Any:
+@emitted(floats)
+def spread(builder: Any, scalar: Any) -> Any:
     """The float32 in all lanes."""
-    return floats(scalar), lambda context, builder, signature, args: _spread(builder, args[0], _FLOATS)
+    return _spread(builder, scalar, _FLOATS)
 
 
-@intrinsic
-def load(typing: Any, place: Any) -> Any:
+@emitted(floats)
+def load(builder: Any, place: Any) -> Any:
     """16 float32 from an address of any alignment."""
-
-    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(args[0], _FLOATS.as_pointer()), align=4)
-
-    return floats(place), write
+    return builder.load(builder.inttoptr(place, _FLOATS.as_pointer()), align=4)
 
 
-@intrinsic
-def load_ints(typing: Any, place: Any) -> Any:
+@emitted(ints)
+def load_ints(builder: Any, place: Any) -> Any:
     """16 int32 from an address of any alignment."""
-
-    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(args[0], _INTS.as_pointer()), align=4)
-
-    return ints(place), write
+    return builder.load(builder.inttoptr(place, _INTS.as_pointer()), align=4)
 
 
-@intrinsic
-def load_part(typing: Any, place: Any, lanes: Any) -> Any:
+@emitted(floats)
+def load_part(builder: Any, place: Any, lanes: Any) -> Any:
     """The float32 of the lanes in the mask; the others read nothing and are 0."""
-
-    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _FLOATS.as_pointer())
-        chosen = _bits(builder, args[1])
-        zeros = ir.Constant(_FLOATS, [0.0] * LANES)
-        return _named(builder, "llvm.masked.load.v16f32.p0", _FLOATS, pointer, ir.Constant(_INT32, 4), chosen, zeros)
-
-    return floats(place, lanes), write
+    pointer = builder.inttoptr(place, _FLOATS.as_pointer())
+    chosen = _bits(builder, lanes)
+    zeros = ir.Constant(_FLOATS, [0.0] * LANES)
+    return _named(builder, "llvm.masked.load.v16f32.p0", _FLOATS, pointer, ir.Constant(_INT32, 4), chosen, zeros)
 
 
-@intrinsic
-def load_one(typing: Any, place: Any) -> Any:
+@emitted(types.float32)
+def load_one(builder: Any, place: Any) -> Any:
     """One float32."""
-
-    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(args[0], ir.FloatType().as_pointer()), align=4)
-
-    return types.float32(place), write
+    return builder.load(builder.inttoptr(place, ir.FloatType().as_pointer()), align=4)
 
 
-@intrinsic
-def load_bfloat16(typing: Any, place: Any) -> Any:
+@emitted(floats)
+def load_bfloat16(builder: Any, place: Any) -> Any:
     """16 bfloat16, widened: the upper halves of float32."""
-
-    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        short = builder.load(builder.inttoptr(args[0], _SHORTS.as_pointer()), align=2)
-        bits = builder.shl(builder.zext(short, _INTS), ir.Constant(_INTS, [16] * LANES))
-        return builder.bitcast(bits, _FLOATS)
-
-    return floats(place), write
+    short = builder.load(builder.inttoptr(place, _SHORTS.as_pointer()), align=2)
+    bits = builder.shl(builder.zext(short, _INTS), ir.Constant(_INTS, [16] * LANES))
+    return builder.bitcast(bits, _FLOATS)
 
 
-@intrinsic
-def load_float16(typing: Any, place: Any) -> Any:
+@emitted(floats)
+def load_float16(builder: Any, place: Any) -> Any:
     """16 float16, widened."""
-
-    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.load(builder.inttoptr(args[0], _HALVES.as_pointer()), align=2), _FLOATS)
-
-    return floats(place), write
+    return builder.fpext(builder.load(builder.inttoptr(place, _HALVES.as_pointer()), align=2), _FLOATS)
 
 
-@intrinsic
-def gather(typing: Any, place: Any, columns: Any, lanes: Any) -> Any:
+@emitted(floats)
+def gather(builder: Any, place: Any, columns: Any, lanes: Any) -> Any:
     """The float32 at those columns of the row at an address; lanes outside the mask read nothing and are 0."""
-
-    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointers = ir.VectorType(ir.FloatType().as_pointer(), LANES)
-        base = builder.inttoptr(args[0], ir.FloatType().as_pointer())
-        places = builder.gep(base, [builder.sext(args[1], _LONGS)], source_etype=ir.FloatType())
-        places.type = pointers
-        zeros, align = ir.Constant(_FLOATS, [0.0] * LANES), ir.Constant(_INT32, 4)
-        name = "llvm.masked.gather.v16f32.v16p0"
-        return _named(builder, name, _FLOATS, places, align, _bits(builder, args[2]), zeros)
-
-    return floats(place, columns, lanes), write
+    pointers = ir.VectorType(ir.FloatType().as_pointer(), LANES)
+    base = builder.inttoptr(place, ir.FloatType().as_pointer())
+    places = builder.gep(base, [builder.sext(columns, _LONGS)], source_etype=ir.FloatType())
+    places.type = pointers
+    zeros, align = ir.Constant(_FLOATS, [0.0] * LANES), ir.Constant(_INT32, 4)
+    name = "llvm.masked.gather.v16f32.v16p0"
+    return _named(builder, name, _FLOATS, places, align, _bits(builder, lanes), zeros)
 
 
-@intrinsic
-def store_part(typing: Any, place: Any, vector: Any, lanes: Any) -> Any:
+@emitted(types.void)
+def store_part(builder: Any, place: Any, vector: Any, lanes: Any) -> None:
     """The lanes of the mask; what lies at the others is left."""
-
-    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], args[1].type.as_pointer())
-        align, chosen = ir.Constant(_INT32, 4), _bits(builder, args[2])
-        name = f"llvm.masked.store.v16{'f32' if args[1].type == _FLOATS else 'i32'}.p0"
-        _named(builder, name, ir.VoidType(), args[1], pointer, align, chosen)
-        return context.get_dummy_value()
-
-    return types.void(place, vector, lanes), write
+    pointer = builder.inttoptr(place, vector.type.as_pointer())
+    align, chosen = ir.Constant(_INT32, 4), _bits(builder, lanes)
+    name = f"llvm.masked.store.v16{'f32' if vector.type == _FLOATS else 'i32'}.p0"
+    _named(builder, name, ir.VoidType(), vector, pointer, align, chosen)
 
 
-@intrinsic
-def store_wide(typing: Any, place: Any, vector: Any, lanes: Any) -> Any:
+@emitted(types.void)
+def store_wide(builder: Any, place: Any, vector: Any, lanes: Any) -> None:
     """The int32 of the mask as int64; what lies at the others is left."""
-
-    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _LONGS.as_pointer())
-        wide, chosen = builder.sext(args[1], _LONGS), _bits(builder, args[2])
-        align, void = ir.Constant(_INT32, 8), ir.VoidType()
-        _named(builder, "llvm.masked.store.v16i64.p0", void, wide, pointer, align, chosen)
-        return context.get_dummy_value()
-
-    return types.void(place, vector, lanes), write
+    pointer = builder.inttoptr(place, _LONGS.as_pointer())
+    wide, chosen = builder.sext(vector, _LONGS), _bits(builder, lanes)
+    align, void = ir.Constant(_INT32, 8), ir.VoidType()
+    _named(builder, "llvm.masked.store.v16i64.p0", void, wide, pointer, align, chosen)
 
 
-@intrinsic
-def store(typing: Any, place: Any, vector: Any) -> Any:
+@emitted(types.void)
+def store(builder: Any, place: Any, vector: Any) -> None:
     """All 16 lanes to an address of any alignment."""
-
-    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[1], builder.inttoptr(args[0], args[1].type.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(place, vector), write
+    builder.store(vector, builder.inttoptr(place, vector.type.as_pointer()), align=4)
 
 
-@intrinsic
-def packed(typing: Any, vector: Any, lanes: Any) -> Any:
+@emitted()
+def packed(builder: Any, vector: Any, lanes: Any) -> Any:
     """The lanes of the mask moved to the front; what follows them is arbitrary."""
-
-    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        name = f"llvm.experimental.vector.compress.v16{'f32' if args[0].type == _FLOATS else 'i32'}"
-        rest = ir.Constant(args[0].type, ir.Undefined)
-        return _named(builder, name, args[0].type, args[0], _bits(builder, args[1]), rest)
-
-    return vector(vector, lanes), write
+    name = f"llvm.experimental.vector.compress.v16{'f32' if vector.type == _FLOATS else 'i32'}"
+    rest = ir.Constant(vector.type, ir.Undefined)
+    return _named(builder, name, vector.type, vector, _bits(builder, lanes), rest)
 
 
 def _comparison(sign: str, ordered: bool) -> Any:
-    def typed(typing: Any, left: Any, right: Any) -> Any:
-        def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            compare = builder.fcmp_ordered if ordered else builder.fcmp_unordered
-            return builder.bitcast(compare(sign, *args), _INT16)
+    def compared(builder: Any, left: Any, right: Any) -> Any:
+        compare = builder.fcmp_ordered if ordered else builder.fcmp_unordered
+        return builder.bitcast(compare(sign, left, right), _INT16)
 
-        return mask(left, right), write
-
-    return typed
+    return emitted(mask)(compared)
 
 
-at_least = intrinsic(_comparison(">=", ordered=True))
+at_least = _comparison(">=", ordered=True)
 """Mask of left >= right; a NaN is at least nothing."""
-not_below = intrinsic(_comparison(">=", ordered=False))
+not_below = _comparison(">=", ordered=False)
 """Mask of not (left < right): with the NaNs."""
-unordered = intrinsic(_comparison("uno", ordered=False))
+unordered = _comparison("uno", ordered=False)
 """Mask of lanes where either is NaN."""
 
 
-@intrinsic
-def count_lanes(typing: Any, lanes: Any) -> Any:
+@emitted(types.int64)
+def count_lanes(builder: Any, lanes: Any) -> Any:
     """How many lanes are in the mask."""
-
-    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.zext(builder.ctpop(builder.bitcast(_bits(builder, args[0]), _INT16)), _INT64)
-
-    return types.int64(lanes), write
+    return builder.zext(builder.ctpop(builder.bitcast(_bits(builder, lanes), _INT16)), _INT64)
 
 
 def _choice(sign: str) -> Any:
-    def typed(typing: Any, left: Any, right: Any) -> Any:
-        def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.select(builder.fcmp_ordered(sign, *args), *args)
+    def chosen(builder: Any, left: Any, right: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(sign, left, right), left, right)
 
-        return floats(left, right), write
-
-    return typed
+    return emitted(floats)(chosen)
 
 
-larger = intrinsic(_choice(">"))
+larger = _choice(">")
 """Lane by lane; right where either is NaN."""
-smaller = intrinsic(_choice("<"))
+smaller = _choice("<")
 """Lane by lane; right where either is NaN."""
 
 
-@intrinsic
-def plus(typing: Any, left: Any, right: Any) -> Any:
+@emitted(floats)
+def plus(builder: Any, left: Any, right: Any) -> Any:
     """The sums, lane by lane."""
-    return floats(left, right), lambda context, builder, signature, args: builder.fadd(*args)
+    return builder.fadd(left, right)
 
 
-@intrinsic
-def times(typing: Any, left: Any, right: Any) -> Any:
+@emitted(floats)
+def times(builder: Any, left: Any, right: Any) -> Any:
     """The products, lane by lane."""
-    return floats(left, right), lambda context, builder, signature, args: builder.fmul(*args)
+    return builder.fmul(left, right)
 
 
-@intrinsic
-def total(typing: Any, vector: Any) -> Any:
+@emitted(types.float32)
+def total(builder: Any, vector: Any) -> Any:
     """The sum of all lanes, in any order."""
-
-    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        name, zero = "llvm.vector.reduce.fadd.v16f32", ir.Constant(ir.FloatType(), 0.0)
-        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), _FLOATS])
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.call(function, [zero, *args], fastmath=("reassoc",))
-
-    return types.float32(vector), write
+    name, zero = "llvm.vector.reduce.fadd.v16f32", ir.Constant(ir.FloatType(), 0.0)
+    kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), _FLOATS])
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, [zero, vector], fastmath=("reassoc",))
 
 
-@intrinsic
-def where(typing: Any, lanes: Any, yes: Any, no: Any) -> Any:
+@emitted(floats)
+def where(builder: Any, lanes: Any, yes: Any, no: Any) -> Any:
     """Lanes of `yes` in the mask, of `no` outside."""
-
-    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.select(_bits(builder, args[0]), args[1], args[2])
-
-    return floats(lanes, yes, no), write
+    return builder.select(_bits(builder, lanes), yes, no)
 
 
 def _reduction(name: str) -> Any:
-    def typed(typing: Any, vector: Any) -> Any:
-        def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kind = ir.FunctionType(ir.FloatType(), [_FLOATS])
-            function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.{name}.v16f32")
-            return builder.call(function, args, fastmath=("nnan",))
+    def reduced(builder: Any, vector: Any) -> Any:
+        kind = ir.FunctionType(ir.FloatType(), [_FLOATS])
+        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.{name}.v16f32")
+        return builder.call(function, [vector], fastmath=("nnan",))
 
-        return types.float32(vector), write
-
-    return typed
+    return emitted(types.float32)(reduced)
 
 
-largest = intrinsic(_reduction("fmax"))
+largest = _reduction("fmax")
 """Of lanes none of which is NaN."""
-smallest = intrinsic(_reduction("fmin"))
+smallest = _reduction("fmin")
 """Of lanes none of which is NaN."""
 
 
-@intrinsic
-def columns_from(typing: Any, first: Any) -> Any:
+@emitted(ints)
+def columns_from(builder: Any, first: Any) -> Any:
     """first, first + 1, …, first + 15."""
-
-    def write(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        start = _spread(builder, builder.trunc(args[0], _INT32), _INTS)
-        return builder.add(start, ir.Constant(_INTS, list(range(LANES))))
-
-    return ints(first), write
+    start = _spread(builder, builder.trunc(first, _INT32), _INTS)
+    return builder.add(start, ir.Constant(_INTS, list(range(LANES))))

@@ -15,7 +15,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 
-from espalier.kernels.numba_compile import intrinsic
+from espalier.kernels.numba_compile import counted, emitted, intrinsic
 
 VECTOR = 64
 """Bytes of one vector: AVX-512's; LLVM splits it where registers are shorter."""
@@ -122,18 +122,16 @@ _LOWEST = -87.33
 """e^x is below float32's normal numbers from here on, and taken as 0."""
 
 
-def _add_freely(typing: Any, total: Any, term: Any) -> Any:
+@emitted()
+def add_freely(builder: Any, total: Any, term: Any) -> Any:
     """total + term, where a loop of such additions may be reordered into vectors."""
-
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.fadd(given[0], given[1], flags=["reassoc", "contract", "nsz"])
-
-    return total(total, term), generate
+    return builder.fadd(total, term, flags=["reassoc", "contract", "nsz"])
 
 
-def _exponential(typing: Any, x: Any) -> Any:
+@emitted()
+def exponential(builder: Any, x: Any) -> Any:
     """e^x; of a float32 x at most 88."""
-    return x(x), lambda context, builder, signature, given: power_of_e(builder, given[0])
+    return power_of_e(builder, x)
 
 
 def power_of_e(builder: Any, value: Any) -> Any:
@@ -173,10 +171,6 @@ def power_of_e(builder: Any, value: Any) -> Any:
     found = builder.fmul(sum_, builder.bitcast(bits, kind))
     found = builder.select(builder.fcmp_ordered("<=", value, every(_LOWEST)), every(0.0), found)
     return builder.select(builder.fcmp_unordered("uno", value, value), value, found)
-
-
-add_freely: Any = intrinsic(_add_freely)
-exponential: Any = intrinsic(_exponential)
 
 
 class Lanes:
@@ -259,10 +253,7 @@ def lanewise(arrays: int, body: Callable[..., Any]) -> Any:
 
         return dtype(n, *rest), write
 
-    count = 2 + 2 * arrays + len(inspect.signature(body).parameters) - 1  # numba wants them one by one
-    named = [inspect.Parameter(f"p{k}", inspect.Parameter.POSITIONAL_OR_KEYWORD) for k in range(count)]
-    typed.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
-    return intrinsic(typed)
+    return counted(typed, 2 + 2 * arrays + len(inspect.signature(body).parameters) - 1)
 
 
 def _add_scaled(lanes: Lanes, factor: Any) -> None:
