@@ -231,7 +231,7 @@ def test_mechanisms_are_applied_in_the_order_that_compose_finds(corpus: Path) ->
 
 
 def test_every_mechanism_has_a_cost_over_arrays_or_adds_nothing() -> None:
-    for one in (mechanisms.sharded_states.ShardedStates, mechanisms.by_rounds.OuterRounds):
+    for one in (mechanisms.sharded_states.ShardedStates, mechanisms.outer_rounds.OuterRounds):
         assert callable(one.cost)
         assert one.record
 

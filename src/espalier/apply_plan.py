@@ -21,9 +21,9 @@ from espalier.shard.amsp import Amsp
 from espalier.shard.broadcast import same_start
 from espalier.shard.placement_plan import Spread, codecs, factors
 from espalier.shard.sharded_optimizer import OptimizerPieces
-from espalier.shard.user_loop import Follow, refuse_split
-from espalier.sync.by_rounds import engine
+from espalier.shard.user_loop import UserLoop, refuse_split
 from espalier.sync.co2 import refuse_statistics
+from espalier.sync.outer_rounds import engine
 
 TIMEOUT = 60.0
 """Seconds any wait for another rank may take."""
@@ -110,7 +110,7 @@ def _shard(plan: Plan, mesh: ProcessMesh, model: nn.Module, optimizer: torch.opt
         sharding.detach()
         raise
     OptimizerPieces(optimizer, sharding, channel)
-    follow = Follow(sharding, optimizer, _weight(plan, ranks, mesh.rank), channel)
+    follow = UserLoop(sharding, optimizer, _weight(plan, ranks, mesh.rank), channel)
     _clear_with(optimizer, follow)
     return sharding
 
@@ -209,7 +209,7 @@ def _wrap_precision(plan: Plan, model: nn.Module) -> None:
         model.forward = torch.autocast(device, torch.bfloat16)(model.forward)
 
 
-def _clear_with(optimizer: torch.optim.Optimizer, follow: Follow) -> None:
+def _clear_with(optimizer: torch.optim.Optimizer, follow: UserLoop) -> None:
     plain = optimizer.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:

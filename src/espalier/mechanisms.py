@@ -21,7 +21,7 @@ from espalier.optim import adamw, muon
 from espalier.shard import mechanism as sharded_states
 from espalier.shard import placement_plan
 from espalier.stages import whole
-from espalier.sync import by_rounds, every_step
+from espalier.sync import every_step, outer_rounds
 
 if TYPE_CHECKING:
     from espalier.config import Recipe
@@ -181,7 +181,7 @@ TABLE: tuple[Choose, ...] = (
     muon.choose_matrices,
     muon.choose,
     adamw.choose,
-    by_rounds.choose,
+    outer_rounds.choose,
 )
 """Rows that a recipe or a plan asks for."""
 PLAIN: tuple[Choose, ...] = (sharded_states.choose, whole.choose, every_step.choose)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from espalier import comm
-from espalier.comm.backends import INNER, Staged
+from espalier.comm.backends import INNER, HostStaged
 from espalier.plan.base import Plan, Rank
 from espalier.shard.amsp import Amsp
 from espalier.shard.placement import ShardFactors
@@ -21,7 +21,7 @@ def _both(channel: comm.Channel) -> Any:
     """Every operation a sharded step uses, on two groups: plain, and with all tensors staged."""
     plain = channel._inner["cpu"]
     results = []
-    for inner in (plain, Staged(plain)):
+    for inner in (plain, HostStaged(plain)):
         channel._inner = {"cpu": inner, "cuda": inner}
         channel._alone = inner
         rank, n = channel.rank(), channel.size()
@@ -43,7 +43,7 @@ def test_staged_operations_give_what_plain_ones_give() -> None:
 def _trained(channel: comm.Channel, staged: bool, factors: ShardFactors) -> Any:
     if staged:
         plain = INNER["gloo"]
-        INNER["gloo"] = lambda asked: {kind: Staged(one) for kind, one in plain(asked).items()}
+        INNER["gloo"] = lambda asked: {kind: HostStaged(one) for kind, one in plain(asked).items()}
     torch.manual_seed(5)
     model = nn.Sequential(*(nn.Linear(7, 7) for _ in range(3)))
     sharding = Amsp(model, channel, Spread(factors=[("*", factors)]))

@@ -19,7 +19,7 @@ from espalier.config import Adamw
 from espalier.optim import adamw
 from espalier.shard.amsp import Amsp
 from espalier.shard.flat_layout import Arranged
-from espalier.shard.flat_parameter import Flat, ParameterSlot
+from espalier.shard.flat_parameter import FlatParameter, ParameterSlot
 from espalier.shard.placement import ShardFactors, Span
 from espalier.shard.placement_plan import Spread
 from espalier.testing import forks, same
@@ -122,7 +122,7 @@ def test_a_residual_is_beside_the_parameters_where_they_are_encoded(name: str) -
     parameter = nn.Parameter(torch.empty(4, 6, device="meta", dtype=torch.bfloat16))
     rounding = {"int8": [There(8)], "topk:0.01": [codec("topk:0.01")], "split": []}[name]
     mesh: Any = SimpleNamespace(held=lambda length, state: Span(0, length), rounding=rounding)
-    flat = Flat([ParameterSlot("one", parameter, 0)], Arranged((0,), (0,), 32), mesh)
+    flat = FlatParameter([ParameterSlot("one", parameter, 0)], Arranged((0,), (0,), 32), mesh)
     if name == "split":
         assert flat.residual is None
         return

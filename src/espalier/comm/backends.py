@@ -36,7 +36,7 @@ class GroupRequest:
     name: str
 
 
-class Staged:
+class HostStaged:
     """The collective methods of `inner` (a Gloo group) for tensors on any device."""
 
     def __init__(self, inner: Any) -> None:
@@ -109,7 +109,7 @@ def _nccl(asked: GroupRequest) -> dict[str, Any]:
 
 def _staged(asked: GroupRequest) -> dict[str, Any]:
     inner = _gloo(asked)["cpu"]
-    return {"cpu": inner, "cuda": Staged(inner)}
+    return {"cpu": inner, "cuda": HostStaged(inner)}
 
 
 def _mpi(asked: GroupRequest) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from espalier.comm.base import Codec
 from espalier.comm.bf16 import Bf16
 from espalier.comm.exact import EXACT
-from espalier.comm.finite_check import MARK, Strict
+from espalier.comm.finite_check import MARK, FiniteCheck
 from espalier.comm.lowbit import Lowbit
 from espalier.comm.mpc import Mpc
 from espalier.comm.split import Split
@@ -69,7 +69,7 @@ def codec(name: str | Codec) -> Codec:
     if not isinstance(name, str):
         return name
     if name.endswith(MARK):
-        return Strict(codec(name.removesuffix(MARK)))
+        return FiniteCheck(codec(name.removesuffix(MARK)))
     family, _, text = name.partition(":")
     if family not in FAMILIES:
         near = nearest(family, FAMILIES)

@@ -12,7 +12,7 @@ from espalier.comm.base import Codec, FeedbackBound, stays
 MARK = "!"
 
 
-class Strict:
+class FiniteCheck:
     """`codec`, whose messages must be finite: `wire_format.seal` raises where one is not. Takes what `codec` takes."""
 
     def __init__(self, codec: Codec) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from espalier.comm.base import Codec
 from espalier.comm.codec_input import bytes_of
-from espalier.comm.finite_check import MARK, Strict
+from espalier.comm.finite_check import MARK, FiniteCheck
 from espalier.errors import RunFailed
 
 _LAYOUT = struct.Struct("<4sBBHIIQQQ")
@@ -65,7 +65,7 @@ def seal(codec: Codec, values: Tensor, bucket: Bucket) -> tuple[list[Tensor], bo
     codec is to stop there."""
     wire = codec.encode(values)
     raw = wire is None
-    if raw and isinstance(codec, Strict):
+    if raw and isinstance(codec, FiniteCheck):
         raise _not_finite(values, bucket, codec)
     body = bytes_of(values) if wire is None else bytes_of(wire)
     here = torch.empty(first_bytes(codec, values.numel(), values.element_size()), dtype=torch.uint8)

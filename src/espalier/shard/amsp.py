@@ -34,7 +34,7 @@ from espalier.records import Record
 from espalier.shard.axis_groups import AxisGroups, Codecs, Groups
 from espalier.shard.broadcast import BufferSync, same_start
 from espalier.shard.flat_layout import Piece
-from espalier.shard.flat_parameter import Flat, ParameterSlot
+from espalier.shard.flat_parameter import FlatParameter, ParameterSlot
 from espalier.shard.gather_hooks import GatherHooks
 from espalier.shard.model_signature import ModelSignature, twice
 from espalier.shard.overlap import Exchanges
@@ -93,7 +93,7 @@ class Amsp:
         self.model = model
         self.spread = spread or Spread()
         self._channel = channel if channel is not None and channel.size() > 1 else None
-        self.flats: list[Flat] = []
+        self.flats: list[FlatParameter] = []
         self._hooks: list[Any] = []
         self._armed: bool | None = None
         self._ended: bool | None = None
@@ -122,7 +122,7 @@ class Amsp:
 
     # --- making the units --------------------------------------------------------------------------------------------
 
-    def _units(self, channel: dist.ProcessGroup) -> list[Flat]:
+    def _units(self, channel: dist.ProcessGroup) -> list[FlatParameter]:
         spread, world = self.spread, channel.size()
         nodes = spread.nodes or [0] * world
         blocks = blocks_of(self.model) if spread.blocks is None else spread.blocks
@@ -151,7 +151,7 @@ class Amsp:
         ]
         placements = {factors: mesh.placement for factors, mesh in meshes.items()}
         return [
-            Flat(
+            FlatParameter(
                 [slots[index] for index in unit.indices],
                 unit,
                 meshes[chosen[unit.indices[0]]],
@@ -216,7 +216,7 @@ class Amsp:
         if self._channel is not None:
             self._windows.let_go()
 
-    def _arrival(self, flat: Flat, slot: ParameterSlot) -> Any:
+    def _arrival(self, flat: FlatParameter, slot: ParameterSlot) -> Any:
         def arrived(_: Tensor) -> None:
             if self._armed is None:
                 if self.on_backward is None:
@@ -262,7 +262,7 @@ class Amsp:
         self._ended = None
         self.finish(totals=totals)
 
-    def finish(self, carried: Mapping[Flat, Tensor] | None = None, totals: Tensor | None = None) -> list[bool]:
+    def finish(self, carried: Mapping[FlatParameter, Tensor] | None = None, totals: Tensor | None = None) -> list[bool]:
         """Waits for the exchange of gradients and hands them to what is owned, with what was `carried` from before.
         Returns for each trainable parameter whether any rank used it.
 
@@ -364,7 +364,7 @@ class Amsp:
             parts["feedback"] = Residuals(self, self._channel)
         return parts
 
-    def whole(self, flat: Flat, own: Tensor) -> Tensor:
+    def whole(self, flat: FlatParameter, own: Tensor) -> Tensor:
         """[unit] every rank's `own` [optimizer span] of a unit, on every rank. All ranks call it."""
         self.settle()
         buffer, stages = flat.assembled(own)

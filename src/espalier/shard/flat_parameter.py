@@ -62,7 +62,7 @@ class MovedPiece(NamedTuple):
     span: Span
 
 
-class Flat:
+class FlatParameter:
     """A unit on this rank. Has state: the buffers, and what is under way.
 
     Args:

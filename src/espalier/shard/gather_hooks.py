@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from espalier.errors import UserError
-from espalier.shard.flat_parameter import Flat
+from espalier.shard.flat_parameter import FlatParameter
 from espalier.shard.overlap import Exchanges
 from espalier.shard.wrap_policy import Membership
 
@@ -21,7 +21,7 @@ from espalier.shard.wrap_policy import Membership
 class GatherWindow:
     """One block (or, for `module` the model itself, all that lies outside the blocks) and its units. Has state."""
 
-    def __init__(self, module: nn.Module, flats: Sequence[Flat]) -> None:
+    def __init__(self, module: nn.Module, flats: Sequence[FlatParameter]) -> None:
         self.module, self.flats = module, list(flats)
         self.sharded = [flat for flat in flats if flat.sharded]
         self.in_backward = False
@@ -30,7 +30,9 @@ class GatherWindow:
 class GatherHooks:
     """The hooks that bring parameters in time and let them go. Has state: the order in which blocks ran last."""
 
-    def __init__(self, model: nn.Module, member: Membership, flats: Sequence[Flat], exchanges: Exchanges) -> None:
+    def __init__(
+        self, model: nn.Module, member: Membership, flats: Sequence[FlatParameter], exchanges: Exchanges
+    ) -> None:
         self._exchanges = exchanges
         self._flats = flats
         used = [{member.of(slot.parameter) for slot in flat.slots} for flat in flats]
@@ -78,7 +80,7 @@ class GatherHooks:
         for flat in self._flats:
             self._refreshed(flat)
 
-    def _refreshed(self, flat: Flat) -> None:
+    def _refreshed(self, flat: FlatParameter) -> None:
         if flat.refreshing is not None:
             self._exchanges.finish(flat.refreshing)
             flat.refreshing = None
@@ -164,7 +166,7 @@ class GatherHooks:
             self._launch(preceding)
         self._need(window)
 
-    def gradients_are_there(self, flat: Flat) -> None:
+    def gradients_are_there(self, flat: FlatParameter) -> None:
         """A unit has all its gradients: nothing in backward needs its parameters any more."""
         if flat.sharded and not flat.here:
             raise _outside(flat)
@@ -200,7 +202,7 @@ class GatherHooks:
             hook.remove()
 
 
-def _outside(flat: Flat) -> UserError:
+def _outside(flat: FlatParameter) -> UserError:
     return UserError(
         f"'{flat.slots[0].name}' got a gradient, but the module that holds it was never called.",
         why="sharded parameters are gathered when the module that holds them is called",

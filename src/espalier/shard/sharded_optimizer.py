@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from espalier import plain_collectives
 from espalier.comm.base import Traffic, traffic
 from espalier.shard.amsp import Amsp
-from espalier.shard.flat_parameter import Flat, MovedPiece, ParameterSlot
+from espalier.shard.flat_parameter import FlatParameter, MovedPiece, ParameterSlot
 
 
 class OptimizerPieces:
@@ -89,7 +89,7 @@ class OptimizerPieces:
         return {name: kinds for one in reversed(everyone) for name, kinds in one.items()}
 
     def _gather(
-        self, flat: Flat, kind: str, kinds: dict[str, Any], table: dict[int, Any], numbers: dict[int, int]
+        self, flat: FlatParameter, kind: str, kinds: dict[str, Any], table: dict[int, Any], numbers: dict[int, int]
     ) -> None:
         values = [(slot, kinds.get(slot.name, {}).get(kind)) for slot in flat.slots]
         dtype = next((value for _, value in values if isinstance(value, torch.dtype)), None)
@@ -105,7 +105,7 @@ class OptimizerPieces:
                 shaped = whole is not None and isinstance(value, torch.dtype)
                 state[kind] = _part(whole, slot) if whole is not None and shaped else value
 
-    def _lay(self, own: Tensor, flat: Flat, moved: MovedPiece, kind: str) -> None:
+    def _lay(self, own: Tensor, flat: FlatParameter, moved: MovedPiece, kind: str) -> None:
         value = self.optimizer.state.get(moved.owned.tensor, {}).get(kind)
         if isinstance(value, Tensor) and value.shape == moved.owned.tensor.shape:
             own[moved.span.within(flat.optimizer)].copy_(value.reshape(-1))

@@ -21,7 +21,7 @@ from espalier.optim.base import Optimizer
 if TYPE_CHECKING:
     from torch import nn
 
-    from espalier.shard.flat_parameter import Flat, ParameterSlot
+    from espalier.shard.flat_parameter import FlatParameter, ParameterSlot
     from espalier.shard.placement_plan import Spread
 
 
@@ -33,7 +33,7 @@ class UnitSharding(Protocol):
     """What a checkpoint needs of a sharding whose parameters lie in units."""
 
     model: nn.Module
-    flats: list[Flat]
+    flats: list[FlatParameter]
     kinds: Kinds | None
     """What states each parameter has, on all ranks; None while that may still change."""
 
@@ -162,7 +162,7 @@ class Residuals:
         told = repr((flats, list(spread.nodes), sorted(spread.codecs.items())))
         return xxhash.xxh3_128_hexdigest(told.encode())
 
-    def _hand_over(self, flat: Flat) -> None:
+    def _hand_over(self, flat: FlatParameter) -> None:
         """The sum over ranks becomes the residual of the first rank that moves it."""
         assert flat.residual is not None
         total = flat.residual.to("cpu", copy=True)
@@ -175,7 +175,7 @@ class Residuals:
             flat.residual[mine] = total[mine].to(flat.residual.device)
 
 
-def piece(flat: Flat, own: Tensor, slot: ParameterSlot) -> Slice:
+def piece(flat: FlatParameter, own: Tensor, slot: ParameterSlot) -> Slice:
     """This rank's part of a parameter, with the values in `own` [optimizer span]."""
     for moved in flat.moved:
         if moved.slot is slot:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
 from espalier.shard.amsp import Amsp
-from espalier.shard.flat_parameter import Flat
+from espalier.shard.flat_parameter import FlatParameter
 from espalier.shard.model_signature import ModelSignature, changed
 from espalier.shard.sharded_gradient import ShardedGradient
 from espalier.shard.sharded_state_dict import ModelState, fill
@@ -34,7 +34,7 @@ REDUCTIONS = {float("inf"): dist.ReduceOp.MAX, float("-inf"): dist.ReduceOp.MIN}
 """How norms of pieces become the whole's, where their powers are not added up."""
 
 
-class Follow:
+class UserLoop:
     """Drives an `Amsp` from the events of an ordinary loop. Has state: whether a backward pass is under way.
 
     Args:
@@ -50,7 +50,7 @@ class Follow:
         self.sharding, self.channel = sharding, channel
         self._open = self._pending = False
         self._exchanges = True
-        self._carried: dict[Flat, Tensor] = {}
+        self._carried: dict[FlatParameter, Tensor] = {}
         self._norms: dict[float, dict[str, Tensor]] = {}
         self._direct = {flat: flat.optimizer.length == flat.length and flat.masters is None for flat in sharding.flats}
         for flat in sharding.flats:

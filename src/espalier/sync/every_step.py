@@ -32,7 +32,7 @@ CLAIM = Claim(
 )
 
 
-class EveryStep:
+class StepAgreement:
     """Waits for the summed gradients, clips them by their global norm, and takes one optimizer step. Has no state."""
 
     def __init__(self, sharding: Gradients, optimizer: Optimizer, totals: Totals, clip: float) -> None:
@@ -127,14 +127,14 @@ class Totals:
 # --- as a mechanism ------------------------------------------------------------------------------------------------
 
 
-def agreement(context: Build) -> EveryStep:
+def agreement(context: Build) -> StepAgreement:
     """Of the ranks that exchange gradients at every step."""
     assert context.sharding is not None
     assert context.optimizer is not None
     group = context.mesh.replica
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     totals = Totals(context.workload.nominal_weight, rank, world, len(context.workload.tasks()))
-    return EveryStep(context.sharding, context.optimizer, totals, context.recipe.train.clip)
+    return StepAgreement(context.sharding, context.optimizer, totals, context.recipe.train.clip)
 
 
 class DataParallel(Mechanism):

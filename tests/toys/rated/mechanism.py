@@ -7,11 +7,11 @@ from typing import Any
 from espalier.compose import Claim
 from espalier.mechanism import Build, Mechanism
 from espalier.sync.base import Agreed
-from espalier.sync.every_step import CLAIM, EveryStep, agreement
+from espalier.sync.every_step import CLAIM, StepAgreement, agreement
 from espalier.workload import Outcome
 
 
-class Rated(EveryStep):
+class Rated(StepAgreement):
     factor = 0.5
 
     def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:

@@ -46,7 +46,7 @@ class RefreshedSharding(Protocol):
         """Takes what was written into what is owned for everybody's parameters."""
 
 
-class ByRounds:
+class RoundsAgreement:
     """One step inside the replica, then the outer engine's. Has no state of its own.
 
     Args:
@@ -156,7 +156,7 @@ class Common:
     `writes`: whether this replica writes it.
     """
 
-    def __init__(self, model: Stateful, agreement: ByRounds, writes: bool) -> None:
+    def __init__(self, model: Stateful, agreement: RoundsAgreement, writes: bool) -> None:
         self.model, self.agreement, self.writes = model, agreement, writes
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class StatePart:
             self._take(state)
 
 
-def parts(inner: Mapping[str, Stateful], agreement: ByRounds, replica: int, shard: str) -> dict[str, Stateful]:
+def parts(inner: Mapping[str, Stateful], agreement: RoundsAgreement, replica: int, shard: str) -> dict[str, Stateful]:
     """What a checkpoint holds of a rank: the common model, its replica's optimizer, and the engine's two halves.
 
     Args:
@@ -229,12 +229,12 @@ class OuterRounds(Mechanism):
         timeout = units.seconds(context.recipe.comm.timeout, "comm.timeout")
         found = engine(context.plan, mesh, [one.tensor for one in sharding.owned], timeout)
         rate = context.recipe.train.optimizer.learning_rate or 0.0
-        context.agreement = ByRounds(every_step.agreement(context), found, sharding, rate, mesh.mesh.replicas)
+        context.agreement = RoundsAgreement(every_step.agreement(context), found, sharding, rate, mesh.mesh.replicas)
 
     def state(self, context: Build, found: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
         """The common model, each replica's optimizer, and the engine's halves."""
         agreement, mesh = context.agreement, context.mesh
-        assert isinstance(agreement, ByRounds)
+        assert isinstance(agreement, RoundsAgreement)
         replica = mesh.coordinates.replica
         ranks = mesh.mesh.replicas[replica]
         return parts(found, agreement, replica, f"{ranks.index(mesh.rank)} of {len(ranks)}")
