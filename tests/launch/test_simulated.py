@@ -1,0 +1,266 @@
+"""The policy of restarts and the protocol between hosts, in simulated time (`simulated`): thousands of schedules of
+faults, and a supervisor that is killed at every line."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from simulated import Actor, Fault, Killed, SimulatedAgent, SimulatedLink, World, specs
+
+from espalier.errors import HostLost, RunFailed, UserError
+from espalier.launch import host_check, leader
+from espalier.launch.follower import Follower
+from espalier.launch.host_map import HostMap
+from espalier.launch.supervisor import RestartOptions, Supervisor
+from espalier.launch.supervisor_protocol import Meeting
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # who is killed says so
+
+STEPS = 24
+FOUND = {"kill": 2.0, "raise": 2.0, "hang": 4.0, "stop": 4.0}
+"""Simulated seconds from a fault until the supervisor has said what it does about it."""
+
+
+def supervised(
+    world: World, stays: str = "", heartbeat: float = 1.0
+) -> tuple[Any, list[tuple[float, str, dict[str, Any]]]]:
+    """How the run ended, and what was told, with the time."""
+    told: list[tuple[float, str, dict[str, Any]]] = []
+    care = RestartOptions(
+        heartbeat=heartbeat, memory=0, stays=stays, tell=lambda event, **fields: told.append((world.now, event, fields))
+    )
+
+    def life(actor: Any) -> Any:
+        agent = SimulatedAgent(world, actor)
+        return Supervisor([(spec, None) for spec in specs(world.world)], care, agent, agent).run()
+
+    actor = world.act("supervisor", life)
+    world.run()
+    assert all(rank.status is not None for rank in world.ranks), "a rank was left behind"
+    return actor.outcome, told
+
+
+def faults(ranks: int, whats: str) -> st.SearchStrategy[list[Fault]]:
+    one = st.builds(Fault, st.integers(0, STEPS - 1), st.integers(0, ranks - 1), st.sampled_from(whats.split()))
+    return st.lists(one, max_size=6).map(lambda all_: sorted(all_, key=lambda fault: fault.step))
+
+
+def schedules(whats: str) -> st.SearchStrategy[tuple[int, list[Fault]]]:
+    return st.integers(1, 4).flatmap(lambda ranks: st.tuples(st.just(ranks), faults(ranks, whats)))
+
+
+def outlives(ranks: int, schedule: list[Fault], stays: str) -> None:
+    """A run whose faults each came after progress, or less than four times at one step, ends well; each was told of,
+    and the run was said to have recovered."""
+    world = World(ranks, STEPS, schedule, stays=bool(stays) and ranks > 1)
+    outcome, told = supervised(world, stays if ranks > 1 else "")
+    assert outcome == [STEPS] * ranks, outcome
+    incidents = [fields for _, event, fields in told if event == "incident"]
+    assert len(incidents) == len(schedule)
+    assert sum(event == "recovered" for _, event, _ in told) >= (1 if schedule else 0)
+    assert {fields["action"].partition(" ")[0] for fields in incidents} <= {"start", "replace"}
+
+
+def endurable(schedule: list[Fault]) -> bool:
+    """Whether no cause comes back more often than it is tried again without a step gained: machines' three times, a
+    crash of code once. Until the run is back where a fault met it, it has gained nothing."""
+    counts: dict[tuple[int, str], int] = {}
+    for fault in schedule:
+        counts[fault.step, fault.what] = counts.get((fault.step, fault.what), 0) + 1
+    return all(count <= (1 if what == "raise" else 3) for (_, what), count in counts.items())
+
+
+NORMAL = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+MANY = settings(NORMAL, max_examples=3000)
+
+
+CASES = given(case=schedules("kill hang stop raise"), stays=st.sampled_from(["", "alike"]))
+
+
+def outlived(case: tuple[int, list[Fault]], stays: str) -> None:
+    ranks, schedule = case
+    assume(endurable(schedule))
+    outlives(ranks, schedule, stays)
+
+
+@NORMAL
+@CASES
+def test_a_run_outlives_whatever_is_no_ones_fault(case: tuple[int, list[Fault]], stays: str) -> None:
+    outlived(case, stays)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@MANY
+@CASES
+def test_a_run_outlives_thousands_of_schedules(case: tuple[int, list[Fault]], stays: str) -> None:
+    outlived(case, stays)
+
+
+@pytest.mark.parametrize("what", list(FOUND))
+@pytest.mark.parametrize("stays", ["", "alike"])
+@pytest.mark.parametrize("heartbeat", [0.5, 1.0, 4.0])
+def test_each_fault_is_found_within_three_heartbeats(what: str, stays: str, heartbeat: float) -> None:
+    world = World(3, STEPS, [Fault(10, 1, what)], stays=bool(stays))
+    at: list[tuple[float, int]] = []
+    strike = world._strike
+    world._strike = lambda one, fault: (at.append((world.now, len(world.starts))), strike(one, fault))[1]  # type: ignore[method-assign,assignment]
+    outcome, told = supervised(world, stays, heartbeat)
+    assert outcome == [STEPS] * 3
+    ((found, _, fields),) = [one for one in told if one[1] == "incident"]
+    assert found - at[0][0] <= (3.0 * heartbeat + 0.5 if what in ("hang", "stop") else 1.5)
+    assert fields["step"] == 10
+    starts = [rank for _, rank in world.starts[at[0][1] :]]
+    in_place = stays and what != "hang"  # nobody knows who hangs where no stack tells
+    assert starts == ([1] if in_place else [0, 1, 2])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_comes_back_without_a_step_gained_ends_the_run_and_what_the_user_mends_at_once(ranks: int) -> None:
+    world = World(ranks, STEPS, [Fault(6, 0, "kill")] * 9)
+    outcome, told = supervised(world)
+    assert isinstance(outcome, RunFailed)
+    assert sum(event == "incident" for _, event, _ in told) == len(world.met) == 4
+    waits = [
+        later - sooner
+        for (sooner, _), (later, _) in zip(world.starts[::ranks], world.starts[ranks::ranks], strict=False)
+    ]
+    assert waits[1:] == sorted(set(waits[1:])), "each wait is longer than the one before"
+    outcome, told = supervised(World(ranks, STEPS, [Fault(6, 0, "user")] * 9))
+    assert isinstance(outcome, UserError)
+    assert len(told) == 1
+
+
+def test_progress_pays_back_what_restarts_cost() -> None:
+    world = World(2, 400, [Fault(step, step % 2, "kill") for step in range(3, 399, 5)])
+    outcome, told = supervised(world)
+    assert outcome == [400] * 2
+    assert sum(event == "incident" for _, event, _ in told) == 80
+
+
+# --- two and three hosts ---------------------------------------------------------------------------------------------
+
+
+class _Test:
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+@pytest.fixture(autouse=True)
+def _no_test_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_check, "hosts", lambda team, number, signals: None)
+    monkeypatch.setattr(host_check, "takes_part", lambda team, number: _Test())
+
+
+class Hosts:
+    """A run over hosts. A supervisor that ended is started again after `returns` seconds, but the first."""
+
+    def __init__(self, world: World, hosts: int, stays: str = "", returns: float = 1.5, absence: float = 20.0) -> None:
+        self.world, self.hosts, self.returns, self.absence = world, hosts, returns, absence
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        tell = lambda event, **fields: self.told.append((event, fields))  # noqa: E731
+        self.care = RestartOptions(heartbeat=1.0, memory=0, stays=stays, tell=tell)  # type: ignore[arg-type]
+        self.places = tuple(rank % hosts for rank in range(world.world))
+        self.lives = [0] * hosts
+        self.returned = 0
+
+    def start(self, host: int, kill_at: int = -1) -> Any:
+        return self.world.act(f"host {host}", partial(self._live, host, self.lives[host]), kill_at)
+
+    def _live(self, host: int, life: int, actor: Any) -> Any:
+        line = Meeting(host, self.hosts, "127.0.0.1", 1, "run", 1.0, life)
+        team = HostMap(line, tuple("abc"[: self.hosts]), self.places, self.absence)
+        try:
+            agent, link = SimulatedAgent(self.world, actor), partial(SimulatedLink, self.world, actor)
+            if host == 0:
+                everybody = [team.place(rank) for rank in range(len(self.places))]
+                return leader.lead(everybody, team, self.care, agent, link)  # type: ignore[arg-type]
+            return Follower([team.place(rank) for rank in team.own], team, self.care, agent, link).run()  # type: ignore[arg-type]
+        except Killed:
+            if host:
+                self.lives[host] += 1
+                self.world.later.append((self.world.now + self.returns, partial(self._again, host)))
+            raise
+
+    def _again(self, host: int) -> None:
+        if self.world.actors[0].dead is None:
+            self.returned += 1
+            self.start(host)
+
+    def run(self, killed: int = -1, at: int = -1) -> Any:
+        """All to their end; the supervisor that was traced."""
+        found = [self.start(host, at if host == killed else -1) for host in range(self.hosts)]
+        self.world.run()
+        assert all(rank.status is not None for rank in self.world.ranks), "a rank was left behind"
+        return found[killed]
+
+
+def world_of(ranks: int, stays: bool, *schedule: Fault) -> World:
+    return World(ranks, 12, schedule, stays=stays)
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("stays", ["", "alike"])
+@pytest.mark.parametrize("what", ["", "kill", "stop", "raise", "hang"])
+def test_hosts_end_a_run_well_whatever_happens_to_a_rank(hosts: int, stays: str, what: str) -> None:
+    run = Hosts(world_of(hosts + 1, bool(stays), *([Fault(5, 1, what)] if what else [])), hosts, stays)
+    run.run()
+    for actor in run.world.actors:
+        assert ended_well(actor), actor.outcome
+    assert [event for event, _ in run.told] == (["incident", "recovered"] if what else [])
+
+
+def ended_well(actor: Actor) -> bool:
+    return isinstance(actor.outcome, list) and set(actor.outcome) == {12}
+
+
+def lines_of(hosts: int, killed: int, stays: str) -> list[int]:
+    """The numbers at which each line of that supervisor's life is met for the first and for the last time."""
+    traced = Hosts(world_of(hosts, bool(stays), Fault(5, 1, "kill")), hosts, stays).run(killed, at=10**9)
+    first = {line: number for number, line in reversed(list(enumerate(traced.lines)))}
+    last = {line: number for number, line in enumerate(traced.lines)}
+    return sorted({*first.values(), *last.values()})
+
+
+def strike(hosts: int, killed: int, at: int, stays: str) -> None:
+    run = Hosts(world_of(hosts, bool(stays), Fault(5, 1, "kill")), hosts, stays)
+    struck = run.run(killed, at)
+    assert isinstance(struck.outcome, Killed)
+    leads, *others = [actor for actor in run.world.actors if actor is not struck]
+    if killed:
+        assert ended_well(leads), (struck.lines[-1], leads.outcome)
+    else:
+        for actor in (leads, *others):
+            gave_up = actor.outcome is None or isinstance(actor.outcome, HostLost)
+            assert gave_up or ended_well(actor), (struck.lines[-1], actor.outcome)
+
+
+@pytest.mark.parametrize("stays", ["", "alike"])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_supervisor_killed_at_some_lines_leaves_no_rank_and_the_run_goes_on_if_it_did_not_lead(killed, stays) -> None:
+    for at in lines_of(2, killed, stays)[::12]:
+        strike(2, killed, at, stays)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("stays", ["", "alike"])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_supervisor_killed_at_every_line_leaves_no_rank_and_the_run_goes_on_if_it_did_not_lead(
+    hosts: int, killed: int, stays: str
+) -> None:
+    for at in lines_of(hosts, killed, stays):
+        strike(hosts, killed, at, stays)
+
+
+def test_a_host_that_stays_away_ends_the_run_and_is_named() -> None:
+    run = Hosts(world_of(2, False), 2, returns=500.0)
+    run.run(1, 400)
+    error = run.world.actors[0].outcome
+    assert isinstance(error, HostLost)
+    assert error.what.startswith("Host b was not heard for")
