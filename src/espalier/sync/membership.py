@@ -103,7 +103,7 @@ class MemberGroup(NamedTuple):
 
 
 @dataclass
-class Attempt:
+class SumAttempt:
     """A flight among the members of one epoch. Has state: what it brought here.
 
     Attributes:
@@ -125,7 +125,7 @@ class PendingSum:
     residual: Tensor | None
     note: MemberReport
     number: int
-    attempt: Attempt = field(init=False)
+    attempt: SumAttempt = field(init=False)
     outcome: CommitVote = field(init=False)
     epoch: int = field(init=False, default=0)
     """Of the members among whom it flies."""
@@ -338,7 +338,7 @@ class Members:
         coded, members = self._coded, self.members
         if coded is None:
             return
-        flight.attempt = attempt = Attempt(flight.sent.clone(), _copy(flight.residual))
+        flight.attempt = attempt = SumAttempt(flight.sent.clone(), _copy(flight.residual))
 
         def act(job: Any) -> None:
             begun = time.perf_counter()
