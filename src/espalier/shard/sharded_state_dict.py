@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from espalier.shard.flat_parameter import FlatParameter, ParameterSlot
+    from espalier.shard.placement import Placement, Span
     from espalier.shard.placement_plan import Spread
 
 
@@ -154,9 +155,11 @@ class Residuals:
                 self._hand_over(flat)
 
     def _layout(self) -> str:
-        """Names where each rank adds its residual to what it sends."""
+        """Names where each rank adds its residual to what it sends. Checkpoints hold it, so it is spelled out here and
+        follows no class's name."""
         flats = [
-            (flat.mesh.placement, flat.length, [(slot.name, slot.span) for slot in flat.slots]) for flat in self._flats
+            (_spelled(flat.mesh.placement), flat.length, [(slot.name, _spelled_span(slot.span)) for slot in flat.slots])
+            for flat in self._flats
         ]
         spread = self._sharding.spread
         told = repr((flats, list(spread.nodes), sorted(spread.codecs.items())))
@@ -201,6 +204,27 @@ def fill(table: dict[str, Any], state: dict[str, Any]) -> None:
             else:  # a whole tensor, from somewhere else
                 part = source.reshape(-1)[target.start : target.start + target.local.numel()]
                 target.local.copy_(part)
+
+
+class _Spelled(str):
+    """Text that stands in a tuple without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _spelled(placement: Placement) -> _Spelled:
+    """A placement as checkpoints name it."""
+    params, grads, optimizer = placement.factors
+    axes = tuple(_Spelled(f"Axis(state={one.state!r}, size={one.size}, stride={one.stride})") for one in placement.axes)
+    factors = f"Factors(params={params}, grads={grads}, optimizer={optimizer})"
+    told = f"ranks={placement.ranks}, factors={factors}, axes={axes!r}, by_level={placement.by_level}"
+    return _Spelled(f"Placement({told})")
+
+
+def _spelled_span(span: Span) -> _Spelled:
+    """A span as checkpoints name it."""
+    return _Spelled(f"Span(start={span.start}, length={span.length})")
 
 
 def _summed(saved: Slice, own: RankRow) -> Slice:
