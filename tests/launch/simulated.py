@@ -119,6 +119,7 @@ class Actor:
     dead: float | None = None
     over: bool = False
     outcome: Any = None
+    left: bool = False
     kill_at: int = -1
     """The number of the line at which it is killed."""
     lines: list[tuple[str, int]] = field(default_factory=list)
@@ -138,6 +139,7 @@ class World:
         self.ranks: list[Rank] = []
         self.met: list[Fault] = []
         self.starts: list[tuple[float, int]] = []
+        self.begun: set[tuple[int, int]] = set()
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.done = threading.Event()
 
@@ -147,8 +149,7 @@ class World:
         """Until all supervisors are gone."""
         while self._next():
             pass
-        for actor in self.actors:
-            assert actor.over
+        assert not any(actor.left for actor in self.actors), "a supervisor ended by itself and left ranks behind"
 
     def _next(self) -> bool:
         living = [one for one in self.actors if not one.over]
@@ -188,6 +189,7 @@ class World:
         finally:
             sys.settrace(None)
             actor.over = True
+            actor.left = actor.dead is None and any(one.status is None for one in actor.ranks)
             self.kill(actor)
             self.done.set()
 
@@ -232,6 +234,8 @@ class World:
         self.alive(actor)
         others = {one.attempt for one in self.ranks if one.status is None} - {spec.attempt}
         assert self.stays or not others, f"attempt {spec.attempt} starts while ranks of {others} live"
+        assert (spec.attempt, spec.rank) not in self.begun, f"rank {spec.rank} starts twice in attempt {spec.attempt}"
+        self.begun.add((spec.attempt, spec.rank))
         rank = Rank(spec, spec.attempt, self.now + STARTS, self.now, step, step)
         self.ranks.append(rank)
         actor.ranks.append(rank)

@@ -135,6 +135,22 @@ def test_what_comes_back_without_a_step_gained_ends_the_run_and_what_the_user_me
     assert len(told) == 1
 
 
+def test_an_error_of_the_supervisor_itself_leaves_no_rank_behind() -> None:
+    world = World(3, STEPS, [Fault(6, 0, "kill")], stays=True)
+
+    def tell(event: str, **fields: Any) -> None:
+        raise OSError("No space left on device")
+
+    def life(actor: Actor) -> Any:
+        agent = SimulatedAgent(world, actor)
+        care = RestartOptions(memory=0, stays="alike", tell=tell)
+        return Supervisor([(spec, None) for spec in specs(3)], care, agent, agent).run()
+
+    actor = world.act("supervisor", life)
+    world.run()
+    assert isinstance(actor.outcome, OSError)
+
+
 def test_progress_pays_back_what_restarts_cost() -> None:
     world = World(2, 400, [Fault(step, step % 2, "kill") for step in range(3, 399, 5)])
     outcome, told = supervised(world)
