@@ -7,7 +7,7 @@ import time
 import pytest
 
 from espalier.errors import HostLost, PeerLost, RunFailed, UserError
-from espalier.launch import rejoin_signal
+from espalier.launch import rank_process, rejoin_signal
 from espalier.launch.base import RankSpec
 from espalier.launch.rejoin_signal import Call, Recall
 
@@ -35,7 +35,7 @@ def test_the_task_begins_anew_where_all_meet_next(line):
             raise PeerLost("another is gone")
         return "done"
 
-    assert rejoin_signal.staying(task, place) == "done"
+    assert rank_process.staying(task, place) == "done"
     assert [(one.attempt, one.port, one.serves, one.rank) for one in seen] == [
         (0, 0, True, 1),
         (1, 4001, False, 1),
@@ -72,7 +72,7 @@ def test_an_error_of_its_own_ends_the_rank_at_once(monkeypatch, line, error):
 
     began = time.monotonic()
     with pytest.raises(type(error)):
-        rejoin_signal.staying(task, line[0])
+        rank_process.staying(task, line[0])
     assert time.monotonic() - began < 30
 
 
@@ -84,9 +84,9 @@ def test_who_is_not_called_ends(monkeypatch, line):
         raise PeerLost("another is gone")
 
     with pytest.raises(PeerLost):
-        rejoin_signal.staying(task, place)
+        rank_process.staying(task, place)
     with pytest.raises(PeerLost):
-        rejoin_signal.staying(task, RankSpec())  # nobody would call it
+        rank_process.staying(task, RankSpec())  # nobody would call it
 
 
 def test_a_rank_that_is_gone_is_not_missed():

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from espalier.errors import EspalierError, HostLost, PeerLost, RunFailed, UserError
 from espalier.launch import version_check
@@ -20,12 +20,25 @@ from espalier.launch.host_errors import unanswered
 from espalier.launch.network_interface import TRY_SECONDS
 from espalier.launch.remote_process import Far
 
-if TYPE_CHECKING:
-    from espalier.launch.ssh import Crowd
-
 PAUSES = (0.0, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each try, and the last before every further one: a process that was killed is there at once, a machine
 that boots is not asked more often than a few times a minute."""
+
+
+class Crowd(Protocol):
+    """The processes on all hosts, see `ssh.Crowd`."""
+
+    all: list[Far]
+    patience: float
+    message: Callable[[Far], Told]
+
+    def again(self, rank: int) -> Far:
+        """Another process in place of one that has ended."""
+        ...
+
+    def seat(self, far: Far) -> Told:
+        """What a process is told of its place."""
+        ...
 
 
 class _NotYet(Exception):

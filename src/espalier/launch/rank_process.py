@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import select
 import signal
@@ -154,9 +155,7 @@ def _live(task: Entrypoint, place: RankSpec, writer: int, parents: Sequence[int]
     place.recall.listen()
     code = 0
     try:
-        said = serialization.dumps(
-            ("returned", rejoin_signal.staying(task, place)), f"what rank {place.rank} gives back"
-        )
+        said = serialization.dumps(("returned", staying(task, place)), f"what rank {place.rank} gives back")
     except EspalierError as error:
         said, code = serialization.dumps(("raised", errors.words_of(error))), error.exit_code
     except KeyboardInterrupt:
@@ -170,6 +169,27 @@ def _live(task: Entrypoint, place: RankSpec, writer: int, parents: Sequence[int]
     with os.fdopen(writer, "wb") as pipe:
         pipe.write(said)
     return code
+
+
+def staying(task: Entrypoint, place: RankSpec) -> Any:
+    """What `task` returns, begun anew at another place in this process whenever this rank lost others and is called."""
+    while True:
+        try:
+            return task(place)
+        except Exception as error:
+            if not rejoin_signal.is_loss(error):
+                raise
+            place.pulse.stands()
+            call = place.recall.answer()
+            if call is None:
+                raise
+        place.pulse.starts()
+        gc.collect()  # the groups of the attempt that is over, before there are others
+        own = place.refuge and replace(place.refuge, between_failures=call.between_failures)
+        place = replace(
+            place, attempt=call.attempt, host=call.host, port=call.port, serves=False, listen_fd=-1, patience=0.0,
+            refuge=own,
+        )  # fmt: skip
 
 
 def _redirect(path: Path, rank: int) -> None:

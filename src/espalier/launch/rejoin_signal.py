@@ -6,20 +6,15 @@ A call comes through a pipe, in a thread of its own, as the rank itself may wait
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
 import msgspec
 
 from espalier.errors import HostLost, PeerLost
 from espalier.resilience.base import kind_of
-
-if TYPE_CHECKING:
-    from espalier.launch.base import Entrypoint, RankSpec
 
 PATIENCE = 5.0
 """Seconds in which a rank that lost another is called, or ends too."""
@@ -114,27 +109,6 @@ def tell(file: int, call: Call) -> None:
         os.write(file, msgspec.json.encode(call) + b"\n")
     except OSError:
         return
-
-
-def staying(task: Entrypoint, place: RankSpec) -> Any:
-    """What `task` returns, begun anew at another place in this process whenever this rank lost others and is called."""
-    while True:
-        try:
-            return task(place)
-        except Exception as error:
-            if not is_loss(error):
-                raise
-            place.pulse.stands()
-            call = place.recall.answer()
-            if call is None:
-                raise
-        place.pulse.starts()
-        gc.collect()  # the groups of the attempt that is over, before there are others
-        own = place.refuge and replace(place.refuge, between_failures=call.between_failures)
-        place = replace(
-            place, attempt=call.attempt, host=call.host, port=call.port, serves=False, listen_fd=-1, patience=0.0,
-            refuge=own,
-        )  # fmt: skip
 
 
 def is_loss(error: BaseException) -> bool:

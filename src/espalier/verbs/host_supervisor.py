@@ -31,6 +31,7 @@ from espalier.launch.supervisor_protocol import Meeting
 from espalier.launch.version_check import identity
 from espalier.plan import base as plans
 from espalier.verbs import prepare, train
+from espalier.verbs.run_start import RunStart
 
 PROBING = 300.0
 """Longest wait of one host for another while they are measured (seconds)."""
@@ -134,7 +135,7 @@ def _follow(post: Post, given: train.OpenedRun, joined: Callable[[], None]) -> i
     joined()
     if decided.finished:
         return 0
-    job = train.RunStart(
+    job = RunStart(
         given.resolved, given.workload, clusters.loads(decided.cluster), plans.loads(decided.plan), 0,
         runs.RunFolder(given.path), True,
     )  # fmt: skip
@@ -161,7 +162,7 @@ def _decision(post: Post) -> bytes | None:
     return unseal(post.team.line.token, _DECIDED, post.store.get(_DECIDED))
 
 
-def _train(post: Post, job: train.RunStart, ranks: Sequence[int], care: RestartOptions) -> list[Any] | None:
+def _train(post: Post, job: RunStart, ranks: Sequence[int], care: RestartOptions) -> list[Any] | None:
     recipe, life = job.resolved.recipe, train.life(job)
     team = post.doing("training", care.heartbeat, ranks)
     return leader.run(lambda place: life(seated(place, recipe)), team, care, _threads(team))

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 import torch
 
-from espalier import cache_dir, config, mechanisms, phases, units, worker
 from espalier import cluster as clusters
+from espalier import config, mechanisms, phases, units, worker
 from espalier import run as runs
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.checkpoint.storage import open_place
-from espalier.config import Constant, Recipe, load, model_kinds
+from espalier.config import Constant, Recipe, model_kinds
 from espalier.errors import EspalierError, Interrupted, PeerLost
-from espalier.hardware import multihost_probe, resource_limits
+from espalier.hardware import multihost_probe
 from espalier.launch import base as launch
 from espalier.launch import (
     detect_launcher,
@@ -34,60 +31,20 @@ from espalier.launch import (
     restart_attempt,
     supervisor,
     torchrun,
-    version_check,
 )
 from espalier.plan import base as plans
-from espalier.plan.collective_time import peak_flops
-from espalier.rank_setup import RankSetup
 from espalier.run import RunFolder
 from espalier.terminal import say
 from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, Progress, trouble
-from espalier.verbs import own_runs, printing, replan_run, run_plan
 from espalier.verbs import prepare as ready
+from espalier.verbs import printing, run_plan, run_resizer
+from espalier.verbs.run_start import RunStart
 from espalier.workload import Workload
 
 WAIT = 600.0
 """Seconds that ranks wait for the plan: the first one may still be building the token shards."""
-
-
-@dataclass(frozen=True)
-class RunStart:
-    """A run about to start: what was decided, and where it goes."""
-
-    resolved: ready.Resolved
-    workload: Workload
-    cluster: clusters.Cluster
-    plan: plans.Plan
-    parameters: int
-    folder: runs.RunFolder
-    quiet: bool
-    opened: Workload | None = None
-    """With all its phases, where `workload` is that of one."""
-    new: bool = False
-    """Whether nothing of the run was there before: no step was made, and nothing is left to take up."""
-    finished: bool = False
-    """Whether its last step is saved already."""
-
-    @property
-    def whole(self) -> Workload:
-        """The workload with all its phases."""
-        return self.opened or self.workload
-
-    def setting(self, place: launch.RankSpec) -> RankSetup:
-        """What the rank at `place` needs to know."""
-        recipe = self.resolved.recipe
-        peak = peak_flops(self.cluster, len(self.plan.ranks), recipe.train.precision)
-        return RankSetup(
-            recipe, self.plan, self.workload, place, self.folder.path, about=_about(self), flops_per_second=peak,
-            trust=self.resolved.trust,
-        )  # fmt: skip
-
-    def identity(self) -> dict[str, str]:
-        """What all ranks must have in common."""
-        recipe = cache_dir.hashed(load.to_table(self.resolved.recipe))
-        return version_check.identity(recipe=recipe, data=self.workload.fingerprint())
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -110,7 +67,7 @@ def _carry_out(job: RunStart, as_json: bool) -> int:
 
     def supervised(_: Life, care: supervisor.RestartOptions) -> None:
         for part in _phased(job):
-            shapes = replan_run.Reshaper(part, forked) if job.resolved.recipe.faults.restarts else None
+            shapes = run_resizer.RunResizer(part, forked) if job.resolved.recipe.faults.restarts else None
             stays = mechanisms.recovery(job.resolved.recipe, part.plan)
             places = launch.places(part.plan, job.folder.logs)
             follows = part.workload.phases()[-1].stop < (job.resolved.recipe.train.steps or 0)
@@ -256,28 +213,6 @@ def _stretched(before: config.Recipe, recipe: config.Recipe) -> list[str]:
         f"the schedule is stretched from {before.train.steps} to {recipe.train.steps} steps, so the learning rate "
         'rises again before it falls; train.schedule.kind = "constant" extends smoothly'
     ]
-
-
-def _about(job: RunStart) -> dict[str, Any]:
-    """What the run's first event says of it."""
-    derivations = job.resolved.derivations
-    return {
-        "name": job.resolved.recipe.name,
-        "workload": type(job.workload).__name__.removesuffix("Workload").lower(),
-        "parameters": job.parameters,
-        "ranks": len(job.plan.ranks),
-        "threads": job.plan.ranks[0].threads,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "espalier": version("espalier"),
-        },
-        "host": {"name": socket.gethostname(), "system": platform.platform(), "processor": resource_limits.processor()},
-        "data": job.workload.fingerprint(),
-        "recipe_folder": str(job.resolved.folder),
-        "seal": own_runs.seal(job.resolved.recipe, job.resolved.folder),
-        "derivations": [{"key": one.key, "value": one.value, "why": one.reason} for one in derivations],
-    }
 
 
 # --- as one rank -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Re-plans a running run: the same recipe and batch, on fewer places or at measured speeds. For `train`.
+"""Resizes a running run by planning it anew: the same recipe and batch, on fewer ranks or at measured speeds.
 
 After Acme (arXiv 2403.07648), section 6.1. What a launcher needs is `launch.resize.Resizer`; here it is answered by the
 planner and the run's folder. `plan.json` becomes the new plan, so that the same command goes on with it.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from espalier import mechanisms
 from espalier.errors import UserError
@@ -20,15 +19,13 @@ from espalier.plan.request import Request
 from espalier.resilience.slowdown import Evidence
 from espalier.track import events
 from espalier.verbs import measurements, prepare, run_plan
+from espalier.verbs.run_start import RunStart
 
-if TYPE_CHECKING:
-    from espalier.verbs.train import RunStart
-
-Start = Callable[["RunStart"], launch.Entrypoint]
+Start = Callable[[RunStart], launch.Entrypoint]
 """The task of a run's ranks."""
 
 
-class Reshaper:
+class RunResizer:
     """Answers for one run. Has state: its plan as it is now, and the shapes it has offered.
 
     Args:
@@ -42,22 +39,22 @@ class Reshaper:
 
     @property
     def steps(self) -> int:
-        """See `Shapes.steps`."""
+        """See `Resizer.steps`."""
         return self.job.resolved.recipe.train.steps or 0
 
     @property
     def plan(self) -> str:
-        """See `Shapes.plan`."""
+        """See `Resizer.plan`."""
         return _key(self.job.plan)
 
     @property
     def planned_wait(self) -> float | None:
-        """See `Shapes.planned_wait`. Of states that are whole: others are waited for elsewhere too."""
+        """See `Resizer.planned_wait`. Of states that are whole: others are waited for elsewhere too."""
         predicted = self.job.plan.predicted
         return predicted.terms.get("all_reduce") if predicted is not None and self.job.plan.replicated else None
 
     def without(self, ranks: Collection[int]) -> RunShape:
-        """See `Shapes.without`: without further ranks, the last first, where the batch or the memory wants it so."""
+        """See `Resizer.without`: without further ranks, the last first, where the batch or the memory wants it so."""
         plan, request = self.job.plan, self._request()
         mechanisms.require_beside(self.job.resolved.recipe, plan, replan.CLAIM)
         kept = [rank for rank in range(len(plan.ranks)) if rank not in ranks]
@@ -73,7 +70,7 @@ class Reshaper:
         raise refusal
 
     def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
-        """See `Shapes.faster`. Ranks that the recipe asks for by number are all kept."""
+        """See `Resizer.faster`. Ranks that the recipe asks for by number are all kept."""
         plan, request, cluster = self.job.plan, self._request(), self.job.cluster
         mechanisms.require_beside(self.job.resolved.recipe, plan, replan.CLAIM)
         found = replan.speeds(plan, evidence.own)
@@ -86,7 +83,7 @@ class Reshaper:
         return shapes, dict(enumerate(found.slower))
 
     def saving(self) -> float:
-        """See `Shapes.saving`."""
+        """See `Resizer.saving`."""
         took = 0.0
         for event in events.read(self.job.folder.events):
             if event["event"] == "checkpoint":
@@ -94,7 +91,7 @@ class Reshaper:
         return took
 
     def adopt(self, shape: RunShape) -> None:
-        """See `Shapes.adopt`."""
+        """See `Resizer.adopt`."""
         plan = next(plan for offered, plan in self._offered if offered is shape)
         self.job = replace(self.job, plan=plan)
         self.job.folder.write(self.job.resolved.recipe, self.job.cluster, plan)

@@ -14,7 +14,7 @@ from espalier import worker
 from espalier.config import load
 from espalier.plan import base as plans
 from espalier.resilience.slowdown import Evidence
-from espalier.verbs import replan_run, train
+from espalier.verbs import run_resizer, train
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_a_rank_that_stays_slow_is_planned_round_and_the_losses_meet_rounding(mo
 def test_what_is_offered_names_shares_and_can_be_adopted(job):
     begun = job(2)
     begun.folder.events.write_text('{"event": "checkpoint", "time": 0, "seconds": 1.5}\n')
-    offers = replan_run.Reshaper(begun, lambda job: len)
+    offers = run_resizer.RunResizer(begun, lambda job: len)
     before = offers.plan
     found, speeds = offers.faster(Evidence((0.1, 0.4), 0.4, 0.0, (1,), False))
     assert speeds == pytest.approx({0: 1.0, 1: 4.0})

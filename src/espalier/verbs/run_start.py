@@ -1,0 +1,85 @@
+"""Run start: what was decided of a run that is about to begin or go on, and where it goes."""
+
+from __future__ import annotations
+
+import platform
+import socket
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from espalier import cache_dir
+from espalier import cluster as clusters
+from espalier import run as runs
+from espalier.config import load
+from espalier.hardware import resource_limits
+from espalier.launch import base as launch
+from espalier.launch import version_check
+from espalier.plan import base as plans
+from espalier.plan.collective_time import peak_flops
+from espalier.rank_setup import RankSetup
+from espalier.verbs import own_runs
+from espalier.verbs import prepare as ready
+from espalier.workload import Workload
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A run about to start: what was decided, and where it goes."""
+
+    resolved: ready.Resolved
+    workload: Workload
+    cluster: clusters.Cluster
+    plan: plans.Plan
+    parameters: int
+    folder: runs.RunFolder
+    quiet: bool
+    opened: Workload | None = None
+    """With all its phases, where `workload` is that of one."""
+    new: bool = False
+    """Whether nothing of the run was there before: no step was made, and nothing is left to take up."""
+    finished: bool = False
+    """Whether its last step is saved already."""
+
+    @property
+    def whole(self) -> Workload:
+        """The workload with all its phases."""
+        return self.opened or self.workload
+
+    def setting(self, place: launch.RankSpec) -> RankSetup:
+        """What the rank at `place` needs to know."""
+        recipe = self.resolved.recipe
+        peak = peak_flops(self.cluster, len(self.plan.ranks), recipe.train.precision)
+        return RankSetup(
+            recipe, self.plan, self.workload, place, self.folder.path, about=_about(self), flops_per_second=peak,
+            trust=self.resolved.trust,
+        )  # fmt: skip
+
+    def identity(self) -> dict[str, str]:
+        """What all ranks must have in common."""
+        recipe = cache_dir.hashed(load.to_table(self.resolved.recipe))
+        return version_check.identity(recipe=recipe, data=self.workload.fingerprint())
+
+
+def _about(job: RunStart) -> dict[str, Any]:
+    """What the run's first event says of it."""
+    derivations = job.resolved.derivations
+    return {
+        "name": job.resolved.recipe.name,
+        "workload": type(job.workload).__name__.removesuffix("Workload").lower(),
+        "parameters": job.parameters,
+        "ranks": len(job.plan.ranks),
+        "threads": job.plan.ranks[0].threads,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "espalier": version("espalier"),
+        },
+        "host": {"name": socket.gethostname(), "system": platform.platform(), "processor": resource_limits.processor()},
+        "data": job.workload.fingerprint(),
+        "recipe_folder": str(job.resolved.folder),
+        "seal": own_runs.seal(job.resolved.recipe, job.resolved.folder),
+        "derivations": [{"key": one.key, "value": one.value, "why": one.reason} for one in derivations],
+    }
