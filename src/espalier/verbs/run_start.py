@@ -6,7 +6,6 @@ import platform
 import socket
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 import torch
 
@@ -49,11 +48,32 @@ class RunStart:
         return self.opened or self.workload
 
     def setting(self, place: launch.RankSpec) -> RankSetup:
-        """What the rank at `place` needs to know."""
-        recipe = self.resolved.recipe
+        """What the rank at `place` needs to know, and what the run's first event says of it."""
+        recipe, derivations = self.resolved.recipe, self.resolved.derivations
+        about = {
+            "name": recipe.name,
+            "workload": type(self.workload).__name__.removesuffix("Workload").lower(),
+            "parameters": self.parameters,
+            "ranks": len(self.plan.ranks),
+            "threads": self.plan.ranks[0].threads,
+            "versions": {
+                "python": platform.python_version(),
+                "torch": str(torch.__version__),
+                "espalier": version("espalier"),
+            },
+            "host": {
+                "name": socket.gethostname(),
+                "system": platform.platform(),
+                "processor": resource_limits.processor(),
+            },
+            "data": self.workload.fingerprint(),
+            "recipe_folder": str(self.resolved.folder),
+            "seal": own_runs.seal(recipe, self.resolved.folder),
+            "derivations": [{"key": one.key, "value": one.value, "why": one.reason} for one in derivations],
+        }
         peak = peak_flops(self.cluster, len(self.plan.ranks), recipe.train.precision)
         return RankSetup(
-            recipe, self.plan, self.workload, place, self.folder.path, about=_about(self), flops_per_second=peak,
+            recipe, self.plan, self.workload, place, self.folder.path, about=about, flops_per_second=peak,
             trust=self.resolved.trust,
         )  # fmt: skip
 
@@ -61,25 +81,3 @@ class RunStart:
         """What all ranks must have in common."""
         recipe = cache_dir.hashed(load.to_table(self.resolved.recipe))
         return version_check.identity(recipe=recipe, data=self.workload.fingerprint())
-
-
-def _about(job: RunStart) -> dict[str, Any]:
-    """What the run's first event says of it."""
-    derivations = job.resolved.derivations
-    return {
-        "name": job.resolved.recipe.name,
-        "workload": type(job.workload).__name__.removesuffix("Workload").lower(),
-        "parameters": job.parameters,
-        "ranks": len(job.plan.ranks),
-        "threads": job.plan.ranks[0].threads,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "espalier": version("espalier"),
-        },
-        "host": {"name": socket.gethostname(), "system": platform.platform(), "processor": resource_limits.processor()},
-        "data": job.workload.fingerprint(),
-        "recipe_folder": str(job.resolved.folder),
-        "seal": own_runs.seal(job.resolved.recipe, job.resolved.folder),
-        "derivations": [{"key": one.key, "value": one.value, "why": one.reason} for one in derivations],
-    }
