@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from espalier.config import derive, load
+from espalier.config import derive, recipe_file
 from espalier.module import open_module
 from espalier.workload import Shard
 
@@ -31,7 +31,7 @@ def test_every_recipe_shown_loads(page):
     for text in fences(page, "toml"):
         table = tomllib.loads(text)
         if "model" in table and page.name not in ("cluster.md", "workloads.md"):  # with their own tests
-            load.from_table(table, page.name)
+            recipe_file.from_table(table, page.name)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_the_module_example_is_the_one_in_the_examples_folder(written):
 
 
 def test_the_module_example_learns_as_written(written):
-    recipe, _ = derive.resolve(load.load(written / "module.toml"))
+    recipe, _ = derive.resolve(recipe_file.load(written / "module.toml"))
     workload = open_module(recipe, written)
     assert workload.validation_samples() > 0
     model = workload.build(torch.device("cpu"), torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from espalier.config import ByRounds, load
+from espalier.config import ByRounds, recipe_file
 from espalier.sync.diloco_slowmo import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +22,6 @@ def test_its_recipe_is_the_example() -> None:
     example = (ROOT / "examples" / "slow-links.toml").read_text(encoding="utf-8")
     assert example.endswith(block)
     assert (
-        load.load(ROOT / "examples" / "slow-links.toml").sync
-        == load.from_table({"model": {"kind": "gpt"}, "sync": {"kind": "eager"}}).sync
+        recipe_file.load(ROOT / "examples" / "slow-links.toml").sync
+        == recipe_file.from_table({"model": {"kind": "gpt"}, "sync": {"kind": "eager"}}).sync
     )

@@ -16,7 +16,7 @@ from espalier import cluster as clusters
 from espalier import serialization
 from espalier.checkpoint import manifest
 from espalier.checkpoint.sharded import Checkpoints
-from espalier.config import load
+from espalier.config import recipe_file
 from espalier.errors import EspalierError, UserError
 from espalier.evaluate.eval_history import EvalHistory
 from espalier.graph import tables as graphs
@@ -29,7 +29,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "manifest.json": lambda path: manifest.loads(path.read_bytes()),
     "plan.json": plans.read,
     "cluster.toml": clusters.read,
-    "run.toml": load.load,
+    "run.toml": recipe_file.load,
     "events.jsonl": lambda path: (list(events.read(path)), run_tables.open_run(path.parent), EvalHistory(path)),
     "skips.json": lambda path: skip_list.read(path.parent),
     "config.json": hf._read_json,

@@ -13,7 +13,7 @@ from programs import forked
 
 from espalier import phases, worker, workload_registry
 from espalier.checkpoint.sharded import Checkpoints
-from espalier.config import load
+from espalier.config import recipe_file
 from espalier.errors import UserError
 from espalier.launch import agent
 from espalier.launch import base as launch
@@ -163,7 +163,7 @@ def open_run_events(run: Path) -> list[dict[str, Any]]:
 
 
 def test_what_kept_its_shape_keeps_its_value_and_its_optimizer_state(home: Path) -> None:
-    resolved = workload_registry.settle(load.load(home / "recipe.toml"), home)
+    resolved = workload_registry.settle(recipe_file.load(home / "recipe.toml"), home)
     whole = workload_registry.open_workload(resolved)
     first, second = whole.phases()
     plan = plans.Plan(ranks=(plans.Rank(share=(0, 8)),), micro_batch=8)
@@ -190,7 +190,7 @@ def test_what_kept_its_shape_keeps_its_value_and_its_optimizer_state(home: Path)
 
 
 def test_phases_out_of_order_are_refused(home: Path) -> None:
-    resolved = workload_registry.settle(load.load(home / "recipe.toml", ["model.arguments.odd=true"]), home)
+    resolved = workload_registry.settle(recipe_file.load(home / "recipe.toml", ["model.arguments.odd=true"]), home)
     with pytest.raises(UserError, match="its phases begin at steps"):
         workload_registry.open_workload(resolved).phases()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from espalier import cli
-from espalier.config import load
+from espalier.config import recipe_file
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "espalier"
@@ -23,8 +23,8 @@ PACKAGE = ROOT / "src" / "espalier"
 SURFACE = {"option keys": 124, "verbs": 9, "flags": 27, "public names": 9}
 
 # Modules that must answer before torch could be loaded.
-LIGHT = """espalier espalier.cli espalier.config espalier.config.load espalier.cost espalier.errors espalier.units
-espalier.cluster espalier.compose espalier.records espalier.plan.base espalier.track.events"""
+LIGHT = """espalier espalier.cli espalier.config espalier.config.recipe_file espalier.cost espalier.errors
+espalier.units espalier.cluster espalier.compose espalier.records espalier.plan.base espalier.track.events"""
 
 # Environment variables of Python, torch, their launchers and libraries, Slurm, MPI's mpiexec and the XDG folders; never
 # options.
@@ -227,7 +227,7 @@ def test_the_surface_grows_only_on_purpose() -> None:
     names = next(node for node in tree(PACKAGE / "__init__.py").body if "__all__" in ast.unparse(node))
     assert isinstance(names, ast.Assign)
     found = {
-        "option keys": len(load.known_keys()),
+        "option keys": len(recipe_file.known_keys()),
         "verbs": len(cli.VERBS),
         "flags": len(flags),
         "public names": len(ast.literal_eval(names.value)),

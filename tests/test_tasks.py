@@ -12,7 +12,7 @@ import torch
 
 from espalier import cluster as clusters
 from espalier import worker, workload_registry
-from espalier.config import load
+from espalier.config import recipe_file
 from espalier.errors import UserError
 from espalier.launch import agent
 from espalier.launch import base as launch
@@ -62,7 +62,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., wor
             "train": {"steps": 3, "batch_tokens": 8, "validate_every": 3, "optimizer": "adamw"},
             "plan": {"trial": False},
         }
-        return workload_registry.settle(load.from_table(table, "recipe", overrides), tmp_path)
+        return workload_registry.settle(recipe_file.from_table(table, "recipe", overrides), tmp_path)
 
     return do
 

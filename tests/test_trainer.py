@@ -13,7 +13,7 @@ import torch
 
 from espalier import cluster, mechanisms, trainer, worker
 from espalier.checkpoint.sharded import Checkpoints
-from espalier.config import derive, load
+from espalier.config import derive, recipe_file
 from espalier.errors import Interrupted, RunFailed, UserError
 from espalier.language.workload import open_language
 from espalier.launch import agent
@@ -42,7 +42,7 @@ def recipe_of(corpus, tmp_path, **train):
         "data": {"path": str(corpus), "cache": str(tmp_path / "cache"), "validation": 0.2},
         "train": {"steps": STEPS, "sequence": 32, "batch_tokens": 256, "validate_tokens": 512, **train},
     }
-    return derive.resolve(load.from_table(table))[0]
+    return derive.resolve(recipe_file.from_table(table))[0]
 
 
 def plan_of(recipe, ranks, micro_batch, **changes):
@@ -263,8 +263,8 @@ def test_compiling_without_a_compiler_is_refused_by_name(monkeypatch):
 
 def test_a_profile_of_some_steps_is_written(corpus, tmp_path):
     recipe = recipe_of(corpus, tmp_path)
-    table = load.to_table(recipe) | {"track": {"profile": [2, 3]}}
-    train(load.from_table(table), plan_of(recipe, 1, 8), tmp_path / "run")
+    table = recipe_file.to_table(recipe) | {"track": {"profile": [2, 3]}}
+    train(recipe_file.from_table(table), plan_of(recipe, 1, 8), tmp_path / "run")
     names = {event.get("name") for event in json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]}
     assert {"step 2", "step 3"} <= names
     assert not {"step 1", "step 4"} & names

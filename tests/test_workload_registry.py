@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from espalier import cluster, make_plan, workload_registry
-from espalier.config import load, model_kinds
+from espalier.config import model_kinds
+from espalier.config import recipe_file as recipes
 from espalier.language import tokens
 from espalier.plan import request_from_recipe
 from espalier.workload import Shard
@@ -49,7 +50,7 @@ def recipe_file(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize("tag", [tag for kind in model_kinds.KINDS for tag in kind.tags])
 def test_every_kind_of_model_has_its_row(tag: str) -> None:
     build = {"build": "a:b"} if tag in ("module", "messages") else {}
-    recipe = load.from_table({"model": {"kind": tag, **build}})
+    recipe = recipes.from_table({"model": {"kind": tag, **build}})
     assert model_kinds.of(recipe.model) is model_kinds.tagged(tag)
     assert isinstance(workload_registry.row(recipe), Row)
 
@@ -81,7 +82,7 @@ def test_a_corpus_is_opened_once(tokenizer: str, tmp_path: Path, monkeypatch: py
         return build_all(*given, **named)
 
     monkeypatch.setattr(tokens, "build_all", counted)
-    recipe = load.from_table({"model": {"depth": 1}, "data": [table]})
+    recipe = recipes.from_table({"model": {"depth": 1}, "data": [table]})
     resolved = workload_registry.settle(recipe, tmp_path)
     workload = workload_registry.open_workload(resolved)
     assert len(opened) == 1
@@ -101,7 +102,7 @@ def test_make_plan_answers_for_a_recipe_of_every_kind(text: str, tmp_path: Path)
     (tmp_path / "theirs.py").write_text(THEIRS)
     file = recipe_file(tmp_path, text.format(text=corpus(tmp_path)))
     plan = make_plan(file, cluster.loads(MACHINE))
-    resolved = workload_registry.settle(load.load(file), tmp_path)
+    resolved = workload_registry.settle(recipes.load(file), tmp_path)
     workload = workload_registry.open_workload(resolved)
     layout = plan.layout
     assert layout is not None
@@ -111,7 +112,7 @@ def test_make_plan_answers_for_a_recipe_of_every_kind(text: str, tmp_path: Path)
 @pytest.mark.parametrize("kind", ["gpt", "moe"])
 def test_the_pieces_of_a_decoder_are_its_forward(kind: str, tmp_path: Path) -> None:
     table = {"path": str(corpus(tmp_path)), "cache": str(tmp_path / "cache")}
-    recipe = load.from_table({"model": {"kind": kind, "depth": 3, "width": 32, "heads": 2}, "data": [table]})
+    recipe = recipes.from_table({"model": {"kind": kind, "depth": 3, "width": 32, "heads": 2}, "data": [table]})
     workload = workload_registry.open_workload(workload_registry.settle(recipe, tmp_path))
     model = workload.build(torch.device("cpu"), torch.float32)
     pieces = workload.pieces(model)
@@ -129,7 +130,7 @@ def test_a_sequential_module_is_in_pieces_and_others_are_whole(tmp_path: Path) -
     layers = "nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))"
     (tmp_path / "in_pieces.py").write_text(THEIRS.replace("nn.Linear(8, 1)", layers))
     file = recipe_file(tmp_path, '[model]\nkind = "module"\nbuild = "in_pieces:build"\n')
-    workload = workload_registry.open_workload(workload_registry.settle(load.load(file), tmp_path))
+    workload = workload_registry.open_workload(workload_registry.settle(recipes.load(file), tmp_path))
     model = workload.build(torch.device("cpu"), torch.float32)
     pieces = workload.pieces(model)
     assert pieces is not None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from espalier.apply_plan import apply
     from espalier.cluster import Cluster
     from espalier.config import Recipe
-    from espalier.config.load import load
+    from espalier.config.recipe_file import load
     from espalier.cost import Cost
     from espalier.errors import EspalierError
     from espalier.plan.base import Plan
@@ -28,7 +28,7 @@ _HOME = {
     "Plan": ("espalier.plan.base", "Plan"),
     "Recipe": ("espalier.config", "Recipe"),
     "apply": ("espalier.apply_plan", "apply"),
-    "load": ("espalier.config.load", "load"),
+    "load": ("espalier.config.recipe_file", "load"),
     "make_plan": ("espalier.verbs.api", "make_plan"),
     "open": ("espalier.track.run_tables", "open_run"),
 }

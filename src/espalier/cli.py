@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: 
     store_client.own_process()
     try:
         verb = arguments.verb if getattr(arguments, "hosts", None) is None else "multihost"
-        verb = verb if getattr(arguments, "slurm", None) is None else "slurm"
+        verb = verb if getattr(arguments, "slurm", None) is None else "sbatch"
         run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.verbs.{verb}").run
         begin()
         return run(arguments)

@@ -15,7 +15,7 @@ from pathlib import Path
 from espalier import cluster as clusters
 from espalier import config
 from espalier.cache_dir import replace, unwritable
-from espalier.config import load
+from espalier.config import recipe_file
 from espalier.errors import UserError
 from espalier.plan import base as plans
 
@@ -46,13 +46,13 @@ class RunFolder:
 
     def write(self, recipe: config.Recipe, cluster: clusters.Cluster, plan: plans.Plan) -> None:
         """Writes the three files that say what this run is, each whole or not at all."""
-        replace(self.recipe, load.dump(recipe))
+        replace(self.recipe, recipe_file.dump(recipe))
         replace(self.cluster, clusters.dumps(cluster))
         replace(self.plan, plans.dumps(plan))
 
     def read(self) -> config.Recipe:
         """The resolved recipe of the run in this folder."""
-        return load.load(self.recipe)
+        return recipe_file.load(self.recipe)
 
     def release(self) -> None:
         """Lets other processes have the folder."""
@@ -131,7 +131,7 @@ def open_folder(path: str | Path) -> RunFolder:
 def refuse_other_meaning(folder: RunFolder, recipe: config.Recipe) -> None:
     """Raises UserError when `recipe` (resolved) means another run than the one in `folder`."""
     before = folder.read()
-    changed = load.changed(before, recipe)
+    changed = recipe_file.changed(before, recipe)
     if changed:
         key, old, new = changed[0]
         more = f" (and {len(changed) - 1} that follow from it)" if len(changed) > 1 else ""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier import config
-from espalier.config import decoders, derive, load
+from espalier.config import decoders, derive, recipe_file
 from espalier.errors import UserError
 
 pytestmark = pytest.mark.quick
@@ -48,7 +48,7 @@ def test_every_option_is_filled_and_resolving_again_changes_nothing(depth, kind,
     assert resolved.train.batch_tokens % resolved.train.sequence == 0
     assert all(derivation.reason for derivation in found)
     assert derive.resolve(resolved) == (resolved, [])
-    assert load.from_table(load.to_table(resolved)) == resolved
+    assert recipe_file.from_table(recipe_file.to_table(resolved)) == resolved
 
 
 def test_each_derivation_says_what_was_open_and_what_it_became():

@@ -16,7 +16,7 @@ import espalier
 from espalier import apply_plan, cli, mechanisms, workload_registry
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
-from espalier.config import Recipe, load
+from espalier.config import Recipe, recipe_file
 from espalier.errors import UserError
 from espalier.plan import base
 from espalier.plan.base import Plan
@@ -54,7 +54,7 @@ def recipe(draw: random.Random) -> Recipe:
         "sync": {"kind": sync},
         "checkpoint": {"every": draw.choice(["auto", 7])},
     }
-    return load.from_table(table, "drawn")
+    return recipe_file.from_table(table, "drawn")
 
 
 def cluster(draw: random.Random) -> Cluster:
@@ -107,7 +107,7 @@ def test_two_hundred_recipes_have_one_plan_at_every_door(
         draw = random.Random(seed)
         asked, there = recipe(draw), cluster(draw)
         path, where = tmp_path / f"{seed}.toml", tmp_path / f"{seed}.cluster.toml"
-        path.write_text(load.dump(asked))
+        path.write_text(recipe_file.dump(asked))
         where.write_text(clusters.dumps(there))
         code, text = shown(path, where, capsys)
         plan = answered(path, where)

@@ -18,7 +18,7 @@ from asked import processor
 
 import espalier
 from espalier import trainer, worker, workload_registry
-from espalier.config import Recipe, load
+from espalier.config import Recipe, recipe_file
 from espalier.launch import agent
 from espalier.launch import base as launch
 from espalier.plan.base import Plan
@@ -65,7 +65,7 @@ def language(corpus: Path, tmp_path: Path, width: int = 32, **more: Any) -> Reci
         "train": train,
         **more,
     }
-    return load.from_table(table)
+    return recipe_file.from_table(table)
 
 
 def graph(tmp_path: Path, **more: Any) -> Recipe:
@@ -76,7 +76,7 @@ def graph(tmp_path: Path, **more: Any) -> Recipe:
         "train": {"steps": 8, "batch_tokens": 24},
         **more,
     }
-    return load.from_table(table)
+    return recipe_file.from_table(table)
 
 
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str = "adamw", **arguments: bool) -> Recipe:
@@ -85,7 +85,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str = "adamw",
     (tmp_path / "sent.py").write_text(THEIRS)
     sys.modules.pop("sent", None)
     table = {"model": {"kind": "module", "build": "sent:build", "arguments": arguments}}
-    return load.from_table(table | {"train": {"steps": 8, "batch_tokens": 12, "optimizer": {"kind": kind}}})
+    return recipe_file.from_table(table | {"train": {"steps": 8, "batch_tokens": 12, "optimizer": {"kind": kind}}})
 
 
 def sent(recipe: Recipe, plan: Plan, lengths: Sequence[int]) -> list[list[dict[str, float]]]:

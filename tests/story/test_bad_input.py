@@ -13,7 +13,7 @@ import pytest
 from programs import forked
 
 from espalier import cache_dir, cli, comm, run
-from espalier.config import load
+from espalier.config import recipe_file
 from espalier.errors import UserError
 from espalier.hardware import probe
 from espalier.launch import version_check
@@ -37,7 +37,7 @@ def home(tmp_path, monkeypatch):
     for number in range(9):
         (tmp_path / "corpus" / f"{number}.txt").write_text(f"{number} and {number}\n" * 30)
     (tmp_path / "machine.toml").write_text(MACHINE)
-    (tmp_path / "recipe.toml").write_text(load.dump(load.from_table(RECIPE)))
+    (tmp_path / "recipe.toml").write_text(recipe_file.dump(recipe_file.from_table(RECIPE)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     return tmp_path

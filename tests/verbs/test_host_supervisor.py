@@ -7,7 +7,7 @@ import time
 import pytest
 
 from espalier import cluster as clusters
-from espalier.config import load
+from espalier.config import recipe_file
 from espalier.errors import PeerLost
 from espalier.hardware import multihost_probe
 from espalier.launch import supervisor_protocol
@@ -22,8 +22,8 @@ MACHINES = '[[nodes]]\ncount = 2\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n[l
 
 
 def test_threads_are_those_of_the_recipe_else_the_hosts_own(tmp_path) -> None:
-    recipe = load.from_table({"model": {"depth": 1}})
-    pinned = load.from_table({"model": {"depth": 1}}, "it", ["plan.pin.threads=3"])
+    recipe = recipe_file.from_table({"model": {"depth": 1}})
+    pinned = recipe_file.from_table({"model": {"depth": 1}}, "it", ["plan.pin.threads=3"])
     assert host_supervisor.seated(RankSpec(threads=7), recipe).threads == 7
     assert host_supervisor.seated(RankSpec(threads=7), pinned).threads == 3
 
@@ -31,7 +31,7 @@ def test_threads_are_those_of_the_recipe_else_the_hosts_own(tmp_path) -> None:
 def test_hosts_are_measured_once_and_then_known_to_all(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(prepare, "say", lambda text: None)
-    recipe = load.from_table({"model": {"depth": 1}})
+    recipe = recipe_file.from_table({"model": {"depth": 1}})
 
     def task(channel):
         def measure(*_: object) -> clusters.Cluster:
@@ -53,7 +53,7 @@ def test_hosts_are_measured_once_and_then_known_to_all(tmp_path, monkeypatch) ->
 
 def test_the_recipes_cluster_file_is_read_by_the_first_and_used_by_all(tmp_path) -> None:
     (tmp_path / "two.toml").write_text(MACHINES)
-    recipe = load.from_table({"model": {"depth": 1}}, "it", [f"plan.cluster={tmp_path}/two.toml"])
+    recipe = recipe_file.from_table({"model": {"depth": 1}}, "it", [f"plan.cluster={tmp_path}/two.toml"])
 
     def task(channel):
         return clusters.dumps(host_supervisor.machines_of(channel, RankSpec(rank=channel.rank(), world=2), recipe))

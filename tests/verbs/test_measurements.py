@@ -10,7 +10,7 @@ import pytest
 import espalier
 from espalier import cli
 from espalier import cluster as clusters
-from espalier.config import derive, load
+from espalier.config import derive, recipe_file
 from espalier.errors import UserError
 from espalier.plan import base, request_from_recipe
 from espalier.plan.calibrate import Batch, calibrate
@@ -26,7 +26,7 @@ CLUSTER = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"'
 def folder(tmp_path: Path) -> RunFolder:
     """A run of two ranks, its log still empty."""
     table = {"model": {"depth": 2}, "train": {"steps": 20, "sequence": 128, "batch_tokens": 2048}}
-    recipe, _ = derive.resolve(load.from_table(table))
+    recipe, _ = derive.resolve(recipe_file.from_table(table))
     plan = base.Plan(ranks=(base.Rank(share=(0, 8)), base.Rank(share=(8, 16))), micro_batch=4, recompute="block")
     found = RunFolder(tmp_path)
     found.write(recipe, clusters.loads(CLUSTER), plan)
@@ -73,7 +73,7 @@ def test_the_library_and_the_command_line_calibrate_on_a_run_alike(
     asked = msgspec.structs.replace(folder.read().plan, calibration=str(folder.path))
     recipe = msgspec.structs.replace(folder.read(), plan=asked)
     home = tmp_path_factory.mktemp("asked")
-    (home / "recipe.toml").write_text(load.dump(recipe))
+    (home / "recipe.toml").write_text(recipe_file.dump(recipe))
     (home / "cluster.toml").write_text(CLUSTER)
     found = espalier.make_plan(home / "recipe.toml", home / "cluster.toml")
     assert cli.main(["plan", str(home / "recipe.toml"), "--cluster", str(home / "cluster.toml"), "--json"]) == 0

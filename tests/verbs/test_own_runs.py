@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from espalier import run as runs
-from espalier.config import load
+from espalier.config import recipe_file
 from espalier.errors import UserError
 from espalier.verbs import own_runs
 from espalier.verbs.load_run import open_trained
@@ -30,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def begun(folder: Path, seal: str, code: Path) -> None:
     """A run folder as somebody hands it out: their code beside it."""
     folder.mkdir()
-    runs.RunFolder(folder).recipe.write_text(load.dump(load.from_table(MODULE, "test")))
+    runs.RunFolder(folder).recipe.write_text(recipe_file.dump(recipe_file.from_table(MODULE, "test")))
     event = {"event": "run", "time": 0.0, "step": 0, "recipe_folder": str(code), "seal": seal}
     (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
 
@@ -53,10 +53,10 @@ def test_the_code_of_another_users_run_does_not_run(tmp_path: Path, monkeypatch:
 def test_a_seal_is_good_for_its_code_its_folder_and_its_user(
     tmp_path: Path, cache: Path, table: dict[str, object]
 ) -> None:
-    recipe = load.from_table(table, "test")
+    recipe = recipe_file.from_table(table, "test")
     made = own_runs.seal(recipe, tmp_path)
     own_runs.check(recipe, tmp_path, made, "run", trust=False)
-    other = load.from_table({**MODULE, "model": {"kind": "module", "build": "other:build"}}, "test")
+    other = recipe_file.from_table({**MODULE, "model": {"kind": "module", "build": "other:build"}}, "test")
     for given, folder in ((other, tmp_path), (recipe, tmp_path / "elsewhere"), (recipe, None)):
         with pytest.raises(UserError, match="--trust"):
             own_runs.check(given, folder, made, "run", trust=False)
@@ -69,7 +69,7 @@ def test_a_seal_is_good_for_its_code_its_folder_and_its_user(
 
 
 def test_a_recipe_without_code_needs_no_seal(tmp_path: Path, cache: Path) -> None:
-    recipe = load.from_table({"model": {"kind": "gpt"}}, "test")
+    recipe = recipe_file.from_table({"model": {"kind": "gpt"}}, "test")
     assert own_runs.seal(recipe, tmp_path) == ""
     own_runs.check(recipe, tmp_path, "", "run", trust=False)
     assert not cache.exists()
@@ -77,7 +77,7 @@ def test_a_recipe_without_code_needs_no_seal(tmp_path: Path, cache: Path) -> Non
 
 def test_no_key_can_be_kept_and_there_is_no_seal(tmp_path: Path, cache: Path) -> None:
     cache.write_text("a file where the folder should be")
-    recipe = load.from_table(MODULE, "test")
+    recipe = recipe_file.from_table(MODULE, "test")
     assert own_runs.seal(recipe, tmp_path) == ""
     with pytest.raises(UserError, match="--trust"):
         own_runs.check(recipe, tmp_path, "", "run", trust=False)

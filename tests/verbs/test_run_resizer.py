@@ -11,7 +11,7 @@ import torch
 from struck import recipe_of, write_corpus
 
 from espalier import worker
-from espalier.config import load
+from espalier.config import recipe_file
 from espalier.plan import base as plans
 from espalier.resilience.slowdown import Evidence
 from espalier.verbs import run_resizer, train
@@ -37,7 +37,7 @@ def job(corpus, tmp_path):
         }
         recipe = recipe_of(corpus, **tables)
         path = tmp_path / "recipe.toml"
-        path.write_text(load.dump(recipe))
+        path.write_text(recipe_file.dump(recipe))
         arguments = argparse.Namespace(
             recipe=path, overrides=[], run=str(tmp_path / f"run-{len(jobs)}"), json=True, trust=False
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from espalier import config, units
-from espalier.config import load, model_kinds
+from espalier.config import model_kinds, recipe_file
 from espalier.errors import UserError
 
 Limit = tuple[Callable[[Any], bool], str]
@@ -88,11 +88,12 @@ def _sections(recipe: config.Recipe) -> None:
 
 def _start(name: str, launch: config.Launch) -> None:
     """A run's name stands in paths, in job scripts, on pages and on terminals; `launch` in lines of shell."""
-    if name != load.plain_name(name):
+    if name != recipe_file.plain_name(name):
         raise UserError(
             f"name = {name!r} is not possible.",
-            why=f"a name is letters, digits, spaces and - _ ., at most {load.LONGEST_NAME} bytes, no . or - first",
-            do=f'name = "{load.plain_name(name)}"; where the run is kept says --run FOLDER',
+            why="a name is letters, digits, spaces and - _ ., "
+            f"at most {recipe_file.LONGEST_NAME} bytes, no . or - first",
+            do=f'name = "{recipe_file.plain_name(name)}"; where the run is kept says --run FOLDER',
         )
     if "{command}" not in launch.command:
         raise UserError(

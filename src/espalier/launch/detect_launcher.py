@@ -10,7 +10,7 @@ from espalier.launch.base import RankSpec
 
 LAUNCHERS = (
     ("torchrun", ("RANK", "WORLD_SIZE")),
-    ("slurm", ("SLURM_PROCID",)),
+    ("srun", ("SLURM_PROCID",)),
     ("mpiexec", ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")),
 )
 """Modules of this package in the order in which they are asked, and the variables that their launchers set."""

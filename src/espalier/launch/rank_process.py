@@ -25,7 +25,7 @@ from typing import Any
 
 from espalier import errors, serialization, store_client
 from espalier.errors import EspalierError, Interrupted, RunFailed, UserError
-from espalier.launch import fork as forks
+from espalier.launch import child_process as forks
 from espalier.launch import rejoin_signal
 from espalier.launch.base import Entrypoint, RankSpec
 from espalier.launch.rejoin_signal import Recall

@@ -15,7 +15,7 @@ from dataclasses import replace
 from espalier import store_client
 from espalier.launch import store_gate
 from espalier.launch.base import RankSpec
-from espalier.launch.fork import fork
+from espalier.launch.child_process import fork
 
 _NAME = b"espalier-store"
 """Of the process, as `ps -o comm` shows it."""

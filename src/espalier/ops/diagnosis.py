@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from espalier.errors import UserError
-from espalier.ops import causes
-from espalier.ops.causes import STRENGTH, Cause, Finding
+from espalier.ops import root_cause
 from espalier.ops.incidents import Incident, with_incident
 from espalier.ops.log_scan import line_labels, scan
 from espalier.ops.log_scan.line_labels import Line
 from espalier.ops.log_scan.scan import Loss, Scanned
+from espalier.ops.root_cause import STRENGTH, Cause, Finding
 from espalier.ops.rules import Rule, own
 from espalier.ops.taxonomy import LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNOWN, Diagnosis, EvidenceLine, called
 
@@ -113,11 +113,11 @@ def of_text(text: bytes, means: Means = Means()) -> Case:
 
 def _case(scanned: Scanned, means: Means) -> Case:
     parsed = line_labels.parse(dict(list(scanned.lines.items())[-LINES:]))
-    found = causes.findings(parsed, own() if means.rules is None else means.rules)
+    found = root_cause.findings(parsed, own() if means.rules is None else means.rules)
     speakers = len(
         {line.rank for line in line_labels.parse({loss.number: loss.text for loss in scanned.losses[-200:]})}
     )
-    cause = causes.choose(found, scanned.losses, speakers)
+    cause = root_cause.choose(found, scanned.losses, speakers)
     return Case(scanned, parsed, cause, _anomaly(scanned, found, cause))
 
 

@@ -71,7 +71,7 @@ def asked(model: Any, batch: int | None, precision: str, pins: dict[str, Any]) -
     import torch
 
     from espalier import workload_registry
-    from espalier.config import load
+    from espalier.config import recipe_file
     from espalier.plan import request_from_recipe
 
     pin = pins_of(pins)
@@ -79,7 +79,7 @@ def asked(model: Any, batch: int | None, precision: str, pins: dict[str, Any]) -
         raise UserError(f"batch = {batch!r} is not possible.", do="a whole number of samples, such as batch=64")
     folder, recipe = None, None
     if isinstance(model, str | Path):
-        folder, model = Path(model).absolute().parent, load.load(model, [])
+        folder, model = Path(model).absolute().parent, recipe_file.load(model, [])
     if isinstance(model, Recipe):
         resolved = workload_registry.settle(model, folder)
         recipe = resolved.recipe

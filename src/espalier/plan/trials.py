@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from espalier import cluster as clusters
 from espalier.cache_dir import cache_folder, hashed, replace, table
-from espalier.config import Recipe, load
+from espalier.config import Recipe, recipe_file
 from espalier.plan.base import Plan, RunnerUp
 from espalier.plan.explain import slower
 from espalier.units import plural, show_seconds
@@ -53,7 +53,7 @@ class Trials:
 
     def _asked(self) -> str:
         """Says everything that the speed of a plan depends on, besides the plan."""
-        recipe = load.to_table(self.recipe)
+        recipe = recipe_file.to_table(self.recipe)
         asked = {name: recipe[name] for name in ("model", "comm")} | {
             name: recipe["train"].get(name)
             for name in ("sequence", "batch_tokens", "precision", "compile", "optimizer")

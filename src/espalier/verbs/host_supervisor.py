@@ -18,7 +18,7 @@ import torch.distributed as dist
 from espalier import cache_dir, config, plain_collectives, units, worker
 from espalier import cluster as clusters
 from espalier import run as runs
-from espalier.config import load
+from espalier.config import recipe_file
 from espalier.errors import EspalierError, PeerLost
 from espalier.hardware import multihost_probe, probe, resource_limits
 from espalier.launch import leader, rank_assignment, store_server, supervisor_protocol
@@ -75,7 +75,7 @@ class Post:
 def opened(place: RankSpec, asked: Told) -> train.OpenedRun:
     """Opens the data on this host."""
     torch.set_num_threads(1)  # ranks are forked from here; see launch.agent
-    resolved = prepare.settle(load.from_table(asked["recipe"], asked["origin"]), Path(asked["beside"]))
+    resolved = prepare.settle(recipe_file.from_table(asked["recipe"], asked["origin"]), Path(asked["beside"]))
     resolved = replace(resolved, trust=asked["trust"])
     if place.rank:
         return train.joining(resolved, asked["run"])
@@ -86,7 +86,7 @@ def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: train.Ope
     """Says what data was `given`, and once all hosts agree measures, plans and trains. `place` is this host's among the
     hosts. One that was started in place of another (`life`) finds the plan where the others have left it."""
     recipe, first = given.resolved.recipe, place.rank == 0
-    own = identity(data=given.workload.fingerprint(), recipe=cache_dir.hashed(load.to_table(recipe)))
+    own = identity(data=given.workload.fingerprint(), recipe=cache_dir.hashed(recipe_file.to_table(recipe)))
     launcher.tell("ready", identity={key: own[key] for key in ("data", "recipe")})
     launcher.hear()
     token, here = asked["token"], store_server.near(place, asked["token"])

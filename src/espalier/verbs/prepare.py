@@ -12,7 +12,7 @@ import msgspec
 
 from espalier import cluster as clusters
 from espalier import terminal, workload_registry
-from espalier.config import Recipe, load
+from espalier.config import Recipe, recipe_file
 from espalier.hardware import probe
 from espalier.plan import request_from_recipe
 from espalier.plan.request import Request
@@ -24,7 +24,7 @@ Resolved = workload_registry.Resolved
 
 def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False) -> Resolved:
     """Reads a recipe and derives what it leaves open. `trust`: who made the run that is taken up again is trusted."""
-    found = workload_registry.settle(load.load(path, overrides), Path(path).absolute().parent, waiting)
+    found = workload_registry.settle(recipe_file.load(path, overrides), Path(path).absolute().parent, waiting)
     return replace(found, trust=trust)
 
 

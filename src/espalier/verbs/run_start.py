@@ -12,7 +12,7 @@ import torch
 from espalier import cache_dir
 from espalier import cluster as clusters
 from espalier import run as runs
-from espalier.config import load
+from espalier.config import recipe_file
 from espalier.hardware import resource_limits
 from espalier.launch import base as launch
 from espalier.launch import version_check
@@ -79,5 +79,5 @@ class RunStart:
 
     def identity(self) -> dict[str, str]:
         """What all ranks must have in common."""
-        recipe = cache_dir.hashed(load.to_table(self.resolved.recipe))
+        recipe = cache_dir.hashed(recipe_file.to_table(self.resolved.recipe))
         return version_check.identity(recipe=recipe, data=self.workload.fingerprint())

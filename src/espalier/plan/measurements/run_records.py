@@ -20,7 +20,7 @@ import tomli_w
 from espalier import cluster as clusters
 from espalier import config
 from espalier.cluster import Cluster
-from espalier.config import decoders, derive, load
+from espalier.config import decoders, derive, recipe_file
 from espalier.config.decoders import Sizes
 from espalier.errors import UserError, nearest
 from espalier.plan import device_model
@@ -217,7 +217,7 @@ class Descriptions:
             words["vocabulary"] = VOCABULARIES[gated]
             self.notes.add(f"model.vocabulary is missing: {words['vocabulary']:,} assumed")
         words.setdefault("kind", "gpt")
-        resolved, _ = derive.resolve(load.from_table({"model": words}, "the row"))
+        resolved, _ = derive.resolve(recipe_file.from_table({"model": words}, "the row"))
         assert isinstance(resolved.model, config.Gpt | config.Moe)
         return _Model(decoders.sizes(resolved.model), gated, said)
 
@@ -239,7 +239,7 @@ class Descriptions:
 
 
 def _cluster(said: _Words) -> Cluster:
-    words = load.without_none(dict(said))
+    words = recipe_file.without_none(dict(said))
     if isinstance(words.get("nodes"), dict):
         words["nodes"] = [words["nodes"]]
     try:

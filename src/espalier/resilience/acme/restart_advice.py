@@ -21,7 +21,7 @@ from espalier.ops.taxonomy import HANG, LOSS_ANOMALY, NO_FAILURE, REASONS, UNKNO
 from espalier.resilience.base import Failure, Ground
 
 if TYPE_CHECKING:
-    from espalier.ops.causes import Cause
+    from espalier.ops.root_cause import Cause
 
 TAIL = 16 << 10
 """Bytes of the log that are looked at, the last ones: a traceback and what stands before it."""

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from espalier import config
-from espalier.config import load, validation
+from espalier.config import recipe_file, validation
 from espalier.errors import UserError
 
 LEAST = {"model": {"kind": "gpt"}}
-KEYS = load.known_keys()
+KEYS = recipe_file.known_keys()
 WORDS = sorted({part for key in KEYS for part in key.split(".")})
 
 scalars = (
@@ -84,18 +84,18 @@ def problem(table: dict[str, Any], *overrides: str) -> str:
 
 
 def reload(table: dict[str, Any], *overrides: str) -> config.Recipe:
-    """`table` through `load.load`, by way of its text without a file."""
+    """`table` through `recipe_file.load`, by way of its text without a file."""
     table = tomllib.loads(tomli_w.dumps(table))
-    return load._recipe(table, "recipe", load._overridden(table, overrides))
+    return recipe_file._recipe(table, "recipe", recipe_file._overridden(table, overrides))
 
 
 @given(tables())
 def test_any_table_loads_or_gives_the_user_error(table: dict[str, Any]) -> None:
     try:
-        recipe = load.from_table(table)
+        recipe = recipe_file.from_table(table)
     except UserError:
         return
-    assert load.from_table(tomllib.loads(load.dump(recipe))) == recipe
+    assert recipe_file.from_table(tomllib.loads(recipe_file.dump(recipe))) == recipe
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -104,7 +104,7 @@ def test_any_text_and_any_override_load_or_give_the_user_error(tmp_path: Path, t
     file = tmp_path / "recipe.toml"
     file.write_text(text, encoding="utf-8")
     with suppress(UserError):
-        load.load(file, overrides)
+        recipe_file.load(file, overrides)
 
 
 @given(st.sampled_from(KEYS), values)
@@ -116,22 +116,22 @@ def test_any_value_of_any_known_key_loads_or_gives_the_user_error(key: str, valu
         node = node.setdefault(part, {})
     node[last] = value
     with suppress(UserError):
-        load.from_table(table)
+        recipe_file.from_table(table)
 
 
 @given(recipes())
 def test_a_recipe_that_is_written_reads_back_the_same(recipe: config.Recipe) -> None:
-    back = load.from_table(tomllib.loads(load.dump(recipe)))
+    back = recipe_file.from_table(tomllib.loads(recipe_file.dump(recipe)))
     assert back == recipe
-    assert load.changed(recipe, back) == []
+    assert recipe_file.changed(recipe, back) == []
 
 
 @given(recipes())
 def test_any_change_of_meaning_is_seen_and_named(recipe: config.Recipe) -> None:
     other = msgspec.structs.replace(recipe, train=msgspec.structs.replace(recipe.train, seed=recipe.train.seed + 1))
-    assert load.changed(recipe, other) == [("train.seed", recipe.train.seed, recipe.train.seed + 1)]
+    assert recipe_file.changed(recipe, other) == [("train.seed", recipe.train.seed, recipe.train.seed + 1)]
     longer = config.Data(path="more", weight=2.0)
-    found = load.changed(recipe, msgspec.structs.replace(recipe, data=(*recipe.data, longer)))
+    found = recipe_file.changed(recipe, msgspec.structs.replace(recipe, data=(*recipe.data, longer)))
     assert any(key.startswith("data") and after == "more" for key, _, after in found)
 
 
@@ -147,12 +147,12 @@ def test_what_only_says_how_a_run_is_carried_out_changes_no_meaning(recipe: conf
         comm=config.Comm(timeout="5s"),
         track=config.Track(tensorboard=True),
     )
-    assert load.changed(recipe, other) == []
+    assert recipe_file.changed(recipe, other) == []
 
 
 def test_true_and_one_are_different_arguments() -> None:
     first, second = (config.Recipe(model=config.Module(build="a:b", arguments={"deep": value})) for value in (True, 1))
-    assert load.changed(first, second) == [("model.arguments.deep", True, 1)]
+    assert recipe_file.changed(first, second) == [("model.arguments.deep", True, 1)]
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -244,7 +244,7 @@ def test_the_second_of_several_sources_is_named() -> None:
 
 
 def test_a_recipe_without_a_model_means_the_plain_decoder() -> None:
-    assert load.from_table({}) == config.Recipe(model=config.Gpt())
+    assert recipe_file.from_table({}) == config.Recipe(model=config.Gpt())
     assert reload({}, "model.depth=3").model == config.Gpt(depth=3)
 
 
@@ -269,7 +269,7 @@ def test_files_that_cannot_be_read_are_the_users_mistake(tmp_path: Path) -> None
         if content is not None:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError) as error:
-            load.load(tmp_path / name)
+            recipe_file.load(tmp_path / name)
         return str(error.value)
 
     assert "No recipe at" in said(None, "absent.toml")
@@ -279,13 +279,13 @@ def test_files_that_cannot_be_read_are_the_users_mistake(tmp_path: Path) -> None
     assert "too deeply" in said(b"x = " + b"[" * 5000)
     assert "unknown key a" in said(b"a" + b".a" * 3000 + b" = 1")
     with pytest.raises(UserError, match="is a folder, not a recipe"):
-        load.load(tmp_path)
+        recipe_file.load(tmp_path)
 
 
 def test_the_file_gives_the_run_its_name(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text("[model]\nkind = 'gpt'\n")
-    assert load.load(tmp_path / "small.toml").name == "small"
-    assert load.load(tmp_path / "small.toml", ["name=other"]).name == "other"
+    assert recipe_file.load(tmp_path / "small.toml").name == "small"
+    assert recipe_file.load(tmp_path / "small.toml", ["name=other"]).name == "other"
 
 
 def test_known_keys_are_the_leaves_of_the_tree() -> None:
@@ -317,8 +317,8 @@ def test_names_in_any_script_are_possible(name: str) -> None:
 
 @given(st.text(st.characters(codec=None)))
 def test_the_plain_form_of_any_text_is_a_name_and_one_part_of_a_path(text: str) -> None:
-    name = load.plain_name(text)
-    assert load.plain_name(name) == name
+    name = recipe_file.plain_name(text)
+    assert recipe_file.plain_name(name) == name
     assert Path("runs", name).resolve().parent == Path("runs").resolve()
     assert name.isprintable()
 
@@ -326,7 +326,7 @@ def test_the_plain_form_of_any_text_is_a_name_and_one_part_of_a_path(text: str) 
 def test_a_recipe_is_called_as_its_file_as_far_as_that_is_a_name(tmp_path: Path) -> None:
     file = tmp_path / "-my (new);recipe.toml"
     file.write_text(tomli_w.dumps(LEAST))
-    assert load.load(file).name == "my -new--recipe"
+    assert recipe_file.load(file).name == "my -new--recipe"
 
 
 @pytest.mark.parametrize("python", ["", "-c", "a\nb"])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.errors import UserError
-from espalier.launch import detect_launcher, slurm
+from espalier.launch import detect_launcher, srun
 
 STEP = {
     "SLURM_STEP_ID": "0",
@@ -63,7 +63,7 @@ def test_on_one_host_ranks_meet_on_the_loopback_and_torchs_variables_come_first(
 def test_one_task_and_what_mpiexec_started_are_no_ranks_of_sruns(monkeypatch, changes):
     for name, value in {**STEP, **changes}.items():
         monkeypatch.setenv(name, value)
-    assert slurm.place() is None
+    assert srun.place() is None
 
 
 def test_a_batch_script_itself_is_no_rank(monkeypatch):
@@ -89,17 +89,17 @@ def test_a_task_beyond_their_number_is_refused(monkeypatch):
     ],
 )
 def test_the_first_of_slurms_list_of_hosts(nodes, first):
-    assert slurm.first_host(nodes) == first
+    assert srun.first_host(nodes) == first
 
 
 @pytest.mark.parametrize("nodes", ["", ",x", "a b"])
 def test_a_list_without_a_first_host_is_refused(nodes):
     with pytest.raises(UserError, match="names no first host"):
-        slurm.first_host(nodes)
+        srun.first_host(nodes)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), min_size=1, max_size=5))
 def test_tasks_of_each_node_are_read_from_slurms_short_form(counts):
     text = ",".join(f"{tasks}(x{times})" if times > 1 else str(tasks) for tasks, times in counts)
     plain = [tasks for tasks, times in counts for _ in range(times)]
-    assert [slurm.tasks_here(text, node) for node in range(len(plain))] == plain
+    assert [srun.tasks_here(text, node) for node in range(len(plain))] == plain

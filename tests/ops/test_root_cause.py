@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.ops import causes
+from espalier.ops import root_cause
 from espalier.ops.log_scan import line_labels
 from espalier.ops.log_scan.scan import Loss
 from espalier.ops.rules import own
@@ -14,7 +14,7 @@ from espalier.ops.rules import own
 
 def chosen(text, losses=(), ranks=1):
     parsed = line_labels.parse(dict(enumerate(text.split("\n"), 1)))
-    return causes.choose(causes.findings(parsed, own()), losses, ranks)
+    return root_cause.choose(root_cause.findings(parsed, own()), losses, ranks)
 
 
 ROOT = "[rank3]: KeyError: 'k'"
@@ -86,7 +86,7 @@ def test_chains_of_interleaved_ranks_are_kept_apart():
         for pair in zip([f"[rank0]: {a}" for a in one], [f"[rank1]: {b}" for b in other], strict=True)
         for text in pair
     ]
-    found = causes.findings(line_labels.parse(dict(enumerate(mixed, 1))), own())
+    found = root_cause.findings(line_labels.parse(dict(enumerate(mixed, 1))), own())
     chains = {one.rank: {other.chain for other in found if other.rank == one.rank} for one in found}
     assert all(len(chain) == 1 and -1 not in chain for chain in chains.values())
     assert chains[0] != chains[1]
@@ -94,11 +94,11 @@ def test_chains_of_interleaved_ranks_are_kept_apart():
 
 def test_what_the_job_went_on_after_is_no_cause():
     text = "NVRM: Xid (PCI:1): 63, pid=1, row remap pending\nok\nAttributeError: x"
-    went_on = [Loss(2, 2.0, b"")] * causes.WENT_ON
+    went_on = [Loss(2, 2.0, b"")] * root_cause.WENT_ON
     assert chosen(text).named.rule.reason == "ECC Error"
     assert chosen(text, went_on).named.rule.reason == "Attribute Error"
     assert chosen(text, went_on, ranks=2).named.rule.reason == "ECC Error"
-    lost = [Loss(2, float("nan"), b"")] * causes.WENT_ON
+    lost = [Loss(2, float("nan"), b"")] * root_cause.WENT_ON
     assert chosen(text, lost).named.rule.reason == "ECC Error"
 
 

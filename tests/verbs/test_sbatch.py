@@ -16,7 +16,7 @@ import pytest
 
 from espalier import cli
 from espalier.errors import UserError
-from espalier.verbs import slurm
+from espalier.verbs import sbatch
 
 SBATCH = """#!/bin/bash
 echo "sbatch $*" >> "$FAKE/calls"
@@ -194,7 +194,7 @@ def submitted(folder, command, options=()):
     """A job whose tasks run `command` (bash)."""
     run = folder / "runs" / "job"
     run.mkdir(parents=True)
-    (run / "slurm.sh").write_text(slurm.script(options, ["bash", "-c", command], "job", run))
+    (run / "slurm.sh").write_text(sbatch.script(options, ["bash", "-c", command], "job", run))
     subprocess.run(["sbatch", str(run / "slurm.sh")], check=True, capture_output=True)
     until((folder / "up").exists)
     return int((folder / "fake" / "life-0").read_text())
@@ -278,16 +278,16 @@ def test_hosts_and_slurm_together_are_refused(cluster, capsys):
 )
 def test_options_that_the_script_cannot_keep_its_promise_with_are_refused(text):
     with pytest.raises(UserError, match="--slurm"):
-        slurm.options(text)
+        sbatch.options(text)
 
 
 def test_options_are_written_by_their_long_names():
-    found = slurm.options("nodes=2 --partition=long exclusive 'comment=a b'")
+    found = sbatch.options("nodes=2 --partition=long exclusive 'comment=a b'")
     assert found == ["--nodes=2", "--partition=long", "--exclusive", "--comment=a b"]
 
 
 def test_what_the_user_names_is_not_named_twice():
-    script = slurm.script(["--job-name=mine", "--signal=B:USR1@300"], ["x"], "job", Path("/r"))
+    script = sbatch.script(["--job-name=mine", "--signal=B:USR1@300"], ["x"], "job", Path("/r"))
     assert script.count("--job-name=") == script.count("--signal=") == 1
 
 
@@ -295,7 +295,7 @@ def test_what_the_user_names_is_not_named_twice():
     ("options", "tasks"), [("", False), ("nodes=1 ntasks=1", False), ("nodes=2", True), ("ntasks-per-node=12", True)]
 )
 def test_several_tasks_are_ranks_and_one_supervises_them(options, tasks):
-    script = slurm.script(slurm.options(options), ["x"], "job", Path("/r"))
+    script = sbatch.script(sbatch.options(options), ["x"], "job", Path("/r"))
     assert ("srun --kill-on-bad-exit=1 x &" in script) == tasks
     assert ("srun --ntasks=1 x &" in script) != tasks
 
@@ -306,7 +306,7 @@ def test_what_is_filled_in_is_neither_filled_in_again_nor_run(tmp_path, monkeypa
     home.mkdir()
     monkeypatch.chdir(home)
     words = ["train", "data.path=@FOLDER@$(touch struck)`touch struck`", "@OPTIONS@"]
-    text = slurm.script(["--comment=a b; touch struck"], ["printf", "%s|", *words], "a b", home)
+    text = sbatch.script(["--comment=a b; touch struck"], ["printf", "%s|", *words], "a b", home)
     (tmp_path / "srun").write_text('#!/bin/bash\nshift\n"$@"\n')
     (tmp_path / "srun").chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -321,5 +321,5 @@ def test_what_is_filled_in_is_neither_filled_in_again_nor_run(tmp_path, monkeypa
 
 def test_a_line_end_in_a_folder_is_refused_and_a_percent_sign_stands_for_itself():
     with pytest.raises(UserError, match="batch script"):
-        slurm.script([], ["x"], "job", Path("/r\ntouch struck"))
-    assert "--output=/100%%j/slurm-%j.log" in slurm.script([], ["x"], "job", Path("/100%j"))
+        sbatch.script([], ["x"], "job", Path("/r\ntouch struck"))
+    assert "--output=/100%%j/slurm-%j.log" in sbatch.script([], ["x"], "job", Path("/100%j"))
