@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
-import pytest
-
 from espalier import cluster as clusters
 from espalier.config import recipe_file
-from espalier.errors import PeerLost
 from espalier.hardware import multihost_probe
-from espalier.launch import supervisor_protocol
 from espalier.launch.base import RankSpec
 from espalier.launch.host_map import HostMap
-from espalier.launch.store_server import Served
 from espalier.launch.supervisor_protocol import Meeting
 from espalier.testing import forks
 from espalier.verbs import host_supervisor, prepare
@@ -59,21 +52,6 @@ def test_the_recipes_cluster_file_is_read_by_the_first_and_used_by_all(tmp_path)
         return clusters.dumps(host_supervisor.machines_of(channel, RankSpec(rank=channel.rank(), world=2), recipe))
 
     assert set(forks(2, task)) == {clusters.dumps(clusters.loads(MACHINES))}
-
-
-def test_what_the_first_decides_is_heard_once_and_its_mistake_is_told() -> None:
-    store = Served()
-    port = store.port
-    team = HostMap(Meeting(0, 2, "127.0.0.1", port, ""), ("a", "b"), (0, 1))
-    post = host_supervisor.Post(team, supervisor_protocol.opened("127.0.0.1", port), patience=0.3)
-    begun = time.monotonic()
-    with pytest.raises(PeerLost, match="Host a did not decide"):
-        host_supervisor._heard(post)
-    assert 0.3 <= time.monotonic() - begun < 60
-    host_supervisor._say(post, host_supervisor.Decided("plan", "cluster", (0, 1)))
-    host_supervisor._say(post, host_supervisor.Decided(error="too late"))
-    assert host_supervisor._heard(post) == host_supervisor.Decided("plan", "cluster", (0, 1))
-    store.close()
 
 
 def test_ranks_may_be_numbered_anew_for_training_alone() -> None:

@@ -5,7 +5,6 @@ Ranks measure the hosts together, the first supervisor plans, and then all ranks
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +18,13 @@ from espalier import cache_dir, config, plain_collectives, units, worker
 from espalier import cluster as clusters
 from espalier import run as runs
 from espalier.config import recipe_file
-from espalier.errors import EspalierError, PeerLost
+from espalier.errors import EspalierError
 from espalier.hardware import multihost_probe, probe, resource_limits
 from espalier.launch import leader, rank_assignment, store_server, supervisor_protocol
+from espalier.launch.announcement import Announcement
 from espalier.launch.base import RankSpec
 from espalier.launch.host_agent import Launcher, Told
 from espalier.launch.host_map import HostMap
-from espalier.launch.message_auth import seal, unseal
 from espalier.launch.supervisor import RestartOptions
 from espalier.launch.supervisor_protocol import Meeting
 from espalier.launch.version_check import identity
@@ -35,7 +34,6 @@ from espalier.verbs.run_start import RunStart
 
 PROBING = 300.0
 """Longest wait of one host for another while they are measured (seconds)."""
-_POLL = 0.1  # seconds
 _DECIDED = "espalier/decided"
 """Where the first supervisor tells what it has decided."""
 
@@ -43,13 +41,12 @@ _DECIDED = "espalier/decided"
 @dataclass(frozen=True)
 class Decided:
     """What the first supervisor tells the others: the plan, the machines, the host of each rank; or that there is
-    nothing to do; or what went wrong (`error`)."""
+    nothing to do."""
 
     plan: str = ""
     cluster: str = ""
     hosts: tuple[int, ...] = ()
     finished: bool = False
-    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +62,11 @@ class Post:
     team: HostMap
     store: Any
     patience: float = train.WAIT
+
+    @property
+    def announcement(self) -> Announcement:
+        """Of what the first decides."""
+        return Announcement(self.store, _DECIDED, f"Host {self.team.names[0]}", self.team.line.token)
 
     def doing(self, topic: str, heartbeat: float = 1.0, ranks: Sequence[int] | None = None) -> HostMap:
         """The team at one of the things that it does together, with keys of its own."""
@@ -112,18 +114,14 @@ def _lead(post: Post, given: train.OpenedRun, as_json: bool) -> int:
             order = rank_assignment.numbered(machines, [one.node for one in job.plan.ranks])
             ranks = [nodes[process] for process in order]
             finished = job.finished
-            _say(post, Decided(plans.dumps(job.plan), clusters.dumps(cluster), tuple(ranks), finished))
+            decided = Decided(plans.dumps(job.plan), clusters.dumps(cluster), tuple(ranks), finished)
+            post.announcement.tell(msgspec.json.encode(decided))
             return train.carry_out(job, as_json, lambda life, care: _train(post, job, ranks, care))
         finally:
             job.folder.release()
     except EspalierError as error:
-        _say(post, Decided(error=error.what))
+        post.announcement.refuse(error)
         raise
-
-
-def _say(post: Post, decided: Decided) -> None:
-    if _decision(post) is None:
-        post.store.set(_DECIDED, seal(post.team.line.token, _DECIDED, msgspec.json.encode(decided)))
 
 
 def _follow(post: Post, given: train.OpenedRun, joined: Callable[[], None]) -> int:
@@ -131,7 +129,7 @@ def _follow(post: Post, given: train.OpenedRun, joined: Callable[[], None]) -> i
     team = post.doing("measuring")
     if not team.line.life and leader.run(_measuring(recipe), team, RestartOptions(0), _threads(team)) is None:
         return 1  # the first says why
-    decided = _heard(post)
+    decided = msgspec.json.decode(post.announcement.hear(post.patience), type=Decided)
     joined()
     if decided.finished:
         return 0
@@ -140,26 +138,6 @@ def _follow(post: Post, given: train.OpenedRun, joined: Callable[[], None]) -> i
         runs.RunFolder(given.path), True,
     )  # fmt: skip
     return 0 if _train(post, job, decided.hosts, train.care_of(recipe)) is not None else 1
-
-
-def _heard(post: Post) -> Decided:
-    """What the first supervisor has decided, once it has: it may have to measure, and to try."""
-    deadline = time.monotonic() + post.patience
-    while (said := _decision(post)) is None:
-        if time.monotonic() > deadline:
-            raise PeerLost(f"Host {post.team.names[0]} did not decide on a plan within {post.patience:.0f} s.")
-        time.sleep(_POLL)
-    decided = msgspec.json.decode(said, type=Decided)
-    if decided.error:
-        raise PeerLost(f"Host {post.team.names[0]} could not start: {decided.error}")
-    return decided
-
-
-def _decision(post: Post) -> bytes | None:
-    """What the first supervisor wrote; None where nothing of it is there."""
-    if not post.store.check([_DECIDED]):
-        return None
-    return unseal(post.team.line.token, _DECIDED, post.store.get(_DECIDED))
 
 
 def _train(post: Post, job: RunStart, ranks: Sequence[int], care: RestartOptions) -> list[Any] | None:

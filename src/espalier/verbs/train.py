@@ -21,7 +21,7 @@ from espalier import run as runs
 from espalier.checkpoint.sharded import Checkpoints
 from espalier.checkpoint.storage import open_place
 from espalier.config import Constant, Recipe, model_kinds
-from espalier.errors import EspalierError, Interrupted, PeerLost
+from espalier.errors import EspalierError, Interrupted
 from espalier.hardware import multihost_probe
 from espalier.launch import base as launch
 from espalier.launch import (
@@ -32,6 +32,7 @@ from espalier.launch import (
     supervisor,
     torchrun,
 )
+from espalier.launch.announcement import Announcement
 from espalier.plan import base as plans
 from espalier.run import RunFolder
 from espalier.terminal import say
@@ -243,36 +244,28 @@ def _run_as_rank(arguments: argparse.Namespace, place: launch.RankSpec) -> int:
         place = restart_attempt.named(place, WAIT)
     if place.rank == 0:
         return lead(lambda: _prepare(arguments, world=place.world), place, arguments.json)
-    text = heard(place)
+    text = _announcement(place).hear(WAIT)
     resolved = ready.resolve(arguments.recipe, arguments.overrides, arguments.trust)
     return follow(joining(resolved, arguments.run), ready.machines(resolved.recipe), text, place)
 
 
 def lead(prepare: Callable[[], RunStart], place: launch.RankSpec, as_json: bool) -> int:
     """The first rank's part: it decides, tells the others by the store, and trains with them."""
-    store = launch.store(place, WAIT) if place.world > 1 else None
+    announcement = _announcement(place) if place.world > 1 else None
     try:
         job = prepare()
     except EspalierError as error:
-        if store is not None:
-            store.set(_key(place), b"!" + str(error.what).encode())
+        if announcement is not None:
+            announcement.refuse(error)
         raise
-    if store is not None:
-        store.set(_key(place), plans.dumps(job.plan))
+    if announcement is not None:
+        announcement.tell(plans.dumps(job.plan).encode())
     return _first_rank(job, _numbered(place, job.plan), as_json)
 
 
-def _key(place: launch.RankSpec) -> str:
-    """Where the plan is told: what an attempt before this one was told may be there still."""
-    return f"espalier/{place.keys}/plan"
-
-
-def heard(place: launch.RankSpec) -> bytes:
-    """The plan that the first rank has decided on, once it has."""
-    text: bytes = launch.store(place, WAIT).get(_key(place))
-    if text.startswith(b"!"):
-        raise PeerLost(f"Rank 0 could not start: {text[1:].decode()}")
-    return text
+def _announcement(place: launch.RankSpec) -> Announcement:
+    """Of the plan. What an attempt before this one was told may be in the store still."""
+    return Announcement(launch.store(place, WAIT), f"espalier/{place.keys}/plan", "Rank 0")
 
 
 def follow(given: OpenedRun, cluster: clusters.Cluster, plan: bytes, place: launch.RankSpec) -> int:
