@@ -18,8 +18,8 @@ from espalier.kernels.buffer_pool import LEAST, Buffers
 from espalier.sparse import CSR, Scale, attention_aggregate, cbsr_aggregate, csr, matmul, segment_softmax
 from espalier.sparse.attention import graph_attention
 from espalier.sparse.cbsr import scattered, sparse_rows
+from espalier.sparse.csr import csr_matmul
 from espalier.sparse.edge_softmax import segment_shares
-from espalier.sparse.spmm import csr_matmul
 from espalier.sparse.spmm_kernels import tiles
 
 

@@ -5,6 +5,7 @@ from espalier.sparse.cbm import CBM as CBM
 from espalier.sparse.cbsr import cbsr_aggregate as cbsr_aggregate
 from espalier.sparse.csr import CSR as CSR
 from espalier.sparse.csr import Scale as Scale
+from espalier.sparse.csr import matmul as matmul
 from espalier.sparse.edge_softmax import segment_softmax as segment_softmax
 from espalier.sparse.format_choice import best_aggregation as best_aggregation
 from espalier.sparse.format_choice import best_format as best_format
@@ -12,4 +13,3 @@ from espalier.sparse.rcmpp import bandwidth as bandwidth
 from espalier.sparse.rcmpp import profile as profile
 from espalier.sparse.rcmpp import rcmpp as rcmpp
 from espalier.sparse.reordering import order as order
-from espalier.sparse.spmm import matmul as matmul

@@ -15,8 +15,7 @@ from torch import Tensor
 from espalier.errors import UserError
 from espalier.kernels.base import operation
 from espalier.kernels.buffer_pool import BUFFERS
-from espalier.sparse.csr import CSR
-from espalier.sparse.spmm import matmul, product, turned
+from espalier.sparse.csr import CSR, matmul, product, turned
 
 NARROW, NARROWER = 6, 12
 """The compiled forms run where width / k is at least this, forward and backward: below, the dense product was as fast

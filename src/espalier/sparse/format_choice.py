@@ -18,8 +18,7 @@ from espalier.cost import Cost, Number
 from espalier.errors import UserError
 from espalier.sparse.cbm import CBM
 from espalier.sparse.cbsr import cbsr_aggregate
-from espalier.sparse.csr import CSR
-from espalier.sparse.spmm import matmul
+from espalier.sparse.csr import CSR, matmul
 
 REPEATS = 5
 """Interleaved products of each format."""

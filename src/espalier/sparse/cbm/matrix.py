@@ -21,8 +21,7 @@ from espalier.kernels.base import operation
 from espalier.kernels.buffer_pool import BUFFERS
 from espalier.records import Record
 from espalier.sparse.cbm.build import Deltas, Search, compress
-from espalier.sparse.csr import CSR, Scale
-from espalier.sparse.spmm import as_columns, csr_matmul, matmul, needs_gradient, shaped_as
+from espalier.sparse.csr import CSR, Scale, as_columns, csr_matmul, matmul, needs_gradient, shaped_as
 
 RECORD = Record(
     name="cbm",
