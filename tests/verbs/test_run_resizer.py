@@ -116,6 +116,14 @@ def test_a_rank_that_stays_slow_is_planned_round_and_the_losses_meet_rounding(mo
     assert losses(events) == pytest.approx(losses(whole), rel=1e-3)
 
 
+@pytest.mark.parametrize("slower", [8.0, 40.0])
+def test_a_rank_that_is_slower_than_its_share_can_be_small_keeps_one_sample(job, slower):
+    offers = run_resizer.RunResizer(job(2), lambda job: len)
+    found, _ = offers.faster(Evidence((0.0045, 0.0045 * slower), 0.0045 * slower, 0.0, (1,), False))
+    assert found[0].says.startswith("all 2 ranks with 7, 1 samples")
+    assert found[0].ratio < 0.9
+
+
 def test_what_is_offered_names_shares_and_can_be_adopted(job):
     begun = job(2)
     begun.folder.events.write_text('{"event": "checkpoint", "time": 0, "seconds": 1.5}\n')

@@ -75,8 +75,9 @@ def _samples(request: Request, option: Option) -> list[int]:
     spare = sum(most) - batch  # shares are rounded up; the last ranks (the slowest) give back one each, then again
     index = len(most) - 1
     while spare > 0:
-        most[index] -= 1
-        spare -= 1
+        if most[index] > 1:
+            most[index] -= 1
+            spare -= 1
         index = index - 1 if index else len(most) - 1
     return most
 

@@ -323,8 +323,7 @@ def by_speed(request: Request, part: Cluster, on: collective_time.Fleet, layouts
         work = request.anatomy(size, layouts.recompute, request.precision, WHOLE).whole
         one = compute(CostInputs(request, on, kind, layouts), work)
         rates.append(1.0 / (one.forward + one.backward + one.recompute))
-    together = sum(rate * kind.ranks for rate, kind in zip(rates, on.kinds, strict=True))
-    exact = np.array([request.global_batch * rate / together for rate in rates])
+    exact = _in_proportion(request.global_batch, np.array(rates), np.array([kind.ranks for kind in on.kinds]))
     shares = np.ceil(exact - 1e-9).astype(int)
     costs = price(request, on, layouts, np.maximum(1, shares))
     seconds, peak = (np.max([getattr(one, name) for one in costs], axis=0) for name in ("step", "peak"))
@@ -333,6 +332,18 @@ def by_speed(request: Request, part: Cluster, on: collective_time.Fleet, layouts
     kept = np.flatnonzero((exact.astype(int).min(axis=0) >= least) & (over <= 0) & (seconds < equal))
     values = (seconds[kept].tolist(), peak[kept].tolist(), over[kept].tolist(), map(tuple, shares[:, kept].T.tolist()))
     return [Option(one, part, *known) for one, *known in zip(layouts.each(kept), *values, strict=True)]
+
+
+def _in_proportion(batch: int, rates: Any, ranks: Any) -> Any:
+    """Samples [kinds, layouts] of one rank of each kind, in proportion to `rates` [kinds, layouts], one at least; kinds
+    are of `ranks` [kinds]."""
+    least, exact = np.zeros(rates.shape, dtype=bool), np.zeros(rates.shape)
+    for _ in ranks:
+        others = np.where(least, 0.0, rates * ranks[:, None]).sum(axis=0)
+        left = batch - (least * ranks[:, None]).sum(axis=0)
+        exact = np.where(least, 1.0, left * rates / np.where(others > 0, others, 1.0))
+        least |= exact < 1.0
+    return np.maximum(exact, 1.0)
 
 
 def points(found: Found, chosen: Option | None, label: Callable[[Layouts], str]) -> list[Point]:
