@@ -28,6 +28,7 @@ from espalier.comm.base import Meter, Traffic, traffic
 from espalier.errors import Anomaly, Interrupted, PeerLost
 from espalier.hardware import malloc_trim
 from espalier.hardware.peak_memory import memory_of
+from espalier.launch.signal_handling import handling
 from espalier.mechanism import Build, Choose
 from espalier.mechanisms import TABLE, ordered
 from espalier.optim import schedules
@@ -381,19 +382,13 @@ def ahead(
         yield all_of_them(pool)
 
 
-@contextlib.contextmanager
-def hearing_signals(stop: Callable[[], None]) -> Iterator[None]:
+def hearing_signals(stop: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Calls `stop` on Ctrl-C, SIGTERM and SIGUSR1 instead of ending the process."""
 
     def hear(number: int, frame: Any) -> None:
         stop()
 
-    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handling(hear, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def seed_step(device: torch.device, seed: int) -> None:

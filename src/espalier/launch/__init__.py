@@ -1,1 +1,1 @@
-"""How do the ranks start?"""
+"""Launch: starts and supervises the ranks of a run."""

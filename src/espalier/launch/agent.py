@@ -1,4 +1,4 @@
-"""Elastic agent: forks, watches and ends the ranks of one host, as a supervisor on this host or another one says.
+"""Elastic agent: forks, watches and ends the ranks of one host, on the commands of a supervisor (local or remote).
 
 Ranks are forked from this process (`rank_process`), which has torch imported already, so they start in milliseconds.
 Whether an attempt is over and another is worth while is the supervisor's to say (`supervisor`); `run` is for what is
@@ -22,6 +22,7 @@ from espalier.launch.postmortem import Ended
 from espalier.launch.process_stats import GONE, vital
 from espalier.launch.rank_process import Child
 from espalier.launch.rejoin_signal import Call
+from espalier.launch.signal_handling import handling
 from espalier.resilience.base import Failure
 from espalier.resilience.hang_detector import Vital
 from espalier.resilience.heartbeat import Pulses
@@ -71,17 +72,10 @@ class Signals:
 
 @contextmanager
 def passing_on_signals() -> Iterator[Signals]:
-    """Passes Ctrl-C (unless it is ignored, as under `nohup … &`), SIGTERM and Slurm's SIGUSR1 on to the ranks."""
+    """Passes Ctrl-C, SIGTERM and Slurm's SIGUSR1 on to the ranks."""
     signals = Signals()
-    numbers = [signal.SIGTERM, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        numbers.append(signal.SIGINT)
-    before = {number: signal.signal(number, signals.pass_on) for number in numbers}
-    try:
+    with handling(signals.pass_on, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Host check: tests all hosts for the faulty one before the run goes on, if ranks only know that they lost peers.
+"""Host check: tests all hosts for a faulty one before a restart, if ranks lost their peers for no known cause.
 
 The rule and its all-gathers are `ops.faulty_host_search`'s. Each supervisor takes part by a process that it forks as
 it forks ranks, and ends: nothing of a test stays in it. After Acme (arXiv 2403.07648), section 6.1.

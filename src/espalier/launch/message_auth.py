@@ -1,4 +1,4 @@
-"""Authentication of messages in a store that strangers may reach: a supervisor reads those of its own run alone.
+"""Message authentication in a store that others may reach: a supervisor accepts only the messages of its own run.
 
 A TCPStore asks nobody who he is. So what supervisors write there carries an HMAC (RFC 2104, SHA-256) under a random
 token of the run, over the key and the message; hosts get the token over ssh. A message is checked before it is parsed.

@@ -1,4 +1,4 @@
-"""Ranks that mpiexec has started: MPICH, Intel MPI, MVAPICH or Open MPI say who they are, and they meet by mpi4py.
+"""Ranks started by mpiexec (MPICH, Intel MPI, MVAPICH, Open MPI): rank from the environment, rendezvous by mpi4py.
 
 Rank 0 listens at a port that is free and tells the others where, by MPI. Where MASTER_ADDR and MASTER_PORT are set they
 meet there, as under torchrun, and mpi4py is not needed.
@@ -48,7 +48,7 @@ def place(threads: int | None = None) -> RankSpec | None:
     rank, world = number(names[0]), number(names[1])
     if not 0 <= rank < world:
         raise UserError(
-            f"{names[0]}={rank} with {names[1]}={world}.", why="ranks count from 0 to their number less one"
+            f"{names[0]}={rank} with {names[1]}={world}.", why="ranks are numbered from 0 to the world size minus one"
         )
     local, here = number(names[2], 0), max(1, number(names[3], 1))
     met = _given() or _met(rank, world, here)
@@ -126,6 +126,6 @@ def _answering(addresses: Sequence[str], port: int) -> str:
         return address
     raise UserError(
         f"Rank 0 answers at none of its addresses ({', '.join(addresses)}), port {port}.",
-        why="a firewall between the hosts, or networks of their own",
+        why="a firewall between the hosts, or hosts on separate networks",
         do="set MASTER_ADDR to an address of rank 0's host that others reach, and MASTER_PORT to an open port",
     )

@@ -66,7 +66,7 @@ def chosen(interface: str | None, own: Sequence[Address], host: str) -> list[Add
         found = [one for one in own if network is not None and ipaddress.IPv4Address(one.address) in network]
     if not found:
         raise UserError(
-            f"launch.interface = {interface!r} is nothing that host {host} has.",
+            f"launch.interface = {interface!r} is not an interface or network of host {host}.",
             why=f"it has {', '.join(f'{one.interface} ({one.address})' for one in own) or 'no network'}",
             do='an interface, or where their names differ a network: launch.interface = "192.168.1.0/24"',
         )

@@ -1,5 +1,5 @@
-"""Ranks that Slurm's srun has started, one task each: it says who they are and on which hosts, and they meet at the
-first one.
+"""Ranks started by Slurm's srun, one per task: rank, world size and hosts come from SLURM_*, and the rendezvous is on
+the first host.
 
 Only a step that srun started with more than one task is taken for ranks: a batch script itself, and a single task, are
 places to supervise ranks from. What mpiexec starts inside an allocation is `mpiexec`'s.
@@ -38,7 +38,7 @@ def place(threads: int | None = None) -> RankSpec | None:
     if not 0 <= rank < world:
         raise UserError(
             f"SLURM_PROCID={rank} with {world} tasks.",
-            why="srun counts tasks from 0 to their number less one",
+            why="srun numbers tasks from 0 to their number minus one",
             do="start the ranks with srun --ntasks=N, or unset SLURM_PROCID",
         )
     return RankSpec(

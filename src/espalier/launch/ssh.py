@@ -28,6 +28,7 @@ from espalier.launch.host_errors import gone, retold, together, unanswered
 from espalier.launch.host_rejoin import Returning
 from espalier.launch.hosts import Host, command, resolve
 from espalier.launch.remote_process import Far
+from espalier.launch.signal_handling import handling
 
 ANSWER_SECONDS = 60.0
 """How long a host may take to start a process and let it speak."""
@@ -271,16 +272,8 @@ class Crowd:
                 for far in self.all:
                     far.tell({"is": "stop"})
 
-        # What is ignored, as under `nohup … &`, stays ignored.
-        numbers = [
-            one for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN
-        ]
-        before = {number: signal.signal(number, pass_on) for number in numbers}
-        try:
+        with handling(pass_on, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             yield seen
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     @property
     def vanished(self) -> EspalierError | None:

@@ -1,4 +1,4 @@
-"""Ranks somebody else has started: torchrun, Slurm, Kubernetes or Ray set PyTorch's own variables."""
+"""Ranks started by torchrun, Kubernetes or Ray, which set PyTorch's own environment variables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def place(threads: int | None = None) -> RankSpec | None:
     if missing:
         raise UserError(
             f"The environment names a rank but lacks {', '.join(missing)}.",
-            why=f"{', '.join(present)} are set, as a launcher would",
+            why=f"{', '.join(present)} are set, as by a launcher",
             do="start with torchrun, or unset them to run on this machine alone",
         )
     rank, world, port = number("RANK"), number("WORLD_SIZE"), master_port()
@@ -52,7 +52,7 @@ def master_port() -> int:
     """MASTER_PORT. Raises UserError where it is no port."""
     port = number("MASTER_PORT")
     if not 0 < port < 65536:
-        raise UserError(f"MASTER_PORT={port} is no port that ranks could meet at.", do="MASTER_PORT=29500")
+        raise UserError(f"MASTER_PORT={port} is not a valid port for the rendezvous.", do="MASTER_PORT=29500")
     return port
 
 

@@ -1,4 +1,4 @@
-"""Heartbeats: each rank writes into shared memory that it lives and at which step it is; its launcher reads them.
+"""Heartbeats: each rank writes its step and the time to shared memory; its launcher reads them.
 
 Nothing is sent and nobody is waited for, so signs of life do not depend on any collective or its timeout, and a rank
 that was killed in the middle of anything leaves them readable. Times are `time.monotonic`, the same in all processes of

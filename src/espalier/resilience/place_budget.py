@@ -1,5 +1,4 @@
-"""Failure budget of a place: a place whose rank fails again and again, while no other does, is given up. Pure, no
-torch.
+"""Failure budget of a place: a place is given up if its rank fails repeatedly and no other rank does. Pure, no torch.
 
 After Acme (arXiv 2403.07648), section 6.1: faulty nodes are cordoned. Where we deviate: nothing but failures is asked,
 since a device that kills its rank may answer every test; and what may be the data's fault (the same crash on another

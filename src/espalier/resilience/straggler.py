@@ -1,5 +1,4 @@
-"""Stragglers: finds the ranks that hold the others up, by step time less the time spent waiting for others. Pure, no
-torch.
+"""Stragglers: finds the ranks that delay the others, by step time minus the time of waiting. Pure, no torch.
 
 After MegaScale (arXiv 2402.15627), section 5, which finds stragglers by comparing ranks' own compute times. Where we
 deviate: one factor for all, since the planner gave every rank work for the same time.

@@ -65,7 +65,7 @@ def read(folder: Path) -> Skips:
         raise UserError(
             f"{folder / NAME} cannot be read.",
             why=str(error),
-            do="it lists the batches that the run leaves out; mend it, or begin a new run with --run FOLDER",
+            do="it lists the batches that the run leaves out; correct it, or begin a new run with --run FOLDER",
         ) from None
 
 
