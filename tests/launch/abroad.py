@@ -1,4 +1,4 @@
-"""Struck runs on two hosts: a supervisor for each, forked, in network namespaces of its own where there is a lab."""
+"""Struck runs on two or three hosts: a supervisor for each, forked, in namespaces of their own where there is a lab."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from espalier.launch.store_server import near
 from espalier.launch.supervisor_protocol import Meeting
 
 ADDRESS = "10.213.77.1"  # of the lab's first host
-NAMES = ("here", "there")
+NAMES = ("here", "there", "yonder")
 TOKEN = "of this run"
 
 
@@ -39,12 +39,17 @@ class Abroad(Struck):
     lives: int = 0
     port: int = 0
 
+    @property
+    def count(self) -> int:
+        """Of hosts."""
+        return max(self.hosts) + 1
+
     def start(self) -> Abroad:
         """Starts the supervisors."""
         self.folder.mkdir(exist_ok=True)
         torch.set_num_threads(1)
         self.port = port = free_port() if self.lab is None else 29_611
-        for host in range(2):
+        for host in range(self.count):
             sys.stdout.flush()
             pid = os.fork()
             if pid == 0:
@@ -70,13 +75,15 @@ class Abroad(Struck):
             sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
             address = "127.0.0.1" if self.lab is None else ADDRESS
             fd = -1 if host else socket.create_server((address, port)).detach()
-            here = near(RankSpec(host, 2, host=address, port=port, serves=host == 0, listen_fd=fd), TOKEN)
+            here = near(RankSpec(host, self.count, host=address, port=port, serves=host == 0, listen_fd=fd), TOKEN)
             life, gate = (self.lives, (address, port)) if host else (0, None)
-            line = Meeting(host, 2, here.host, here.port, "run", self.heartbeat, life, TOKEN, gate)
+            line = Meeting(host, self.count, here.host, here.port, "run", self.heartbeat, life, TOKEN, gate)
             found: Any = None
             plan = self.plan or plan_of(self.recipe, self.world)
             try:
-                found = leader.run(self.life(plan), HostMap(line, NAMES, self.hosts, self.absence), self.care)
+                found = leader.run(
+                    self.life(plan), HostMap(line, NAMES[: self.count], self.hosts, self.absence), self.care
+                )
             except EspalierError as error:
                 found = error
             (self.folder / f"outcome-{host}").write_bytes(pickle.dumps(found))

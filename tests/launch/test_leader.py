@@ -84,6 +84,20 @@ def test_where_all_ranks_are_alike_those_that_are_left_stay_on_all_hosts(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stays", ["", "alike"])
+@pytest.mark.parametrize(
+    ("what", "rank"), [("kill", 0), ("kill", 1), ("kill", 2), ("stop", 2), ("hang", 1), ("raise", 2)]
+)
+def test_three_hosts_get_over_what_happens_to_a_rank_of_any(corpus, unbroken, tmp_path, what, rank, stays) -> None:
+    faults = (Fault(rank, 6, what),)
+    run = Abroad(recipe_of(corpus), 3, tmp_path / "run", faults, memory=1 << 26, stays=stays, hosts=(0, 1, 2)).run()
+    assert same(run, unbroken(3)), run.said()
+    (incident,) = incidents(run)
+    assert (incident["kind"], incident["rank"]) == (KINDS[what], rank)
+    assert incident["what"].startswith(f"On host {('here', 'there', 'yonder')[rank]}: Rank {rank}")
+
+
+@pytest.mark.slow
 def test_replicas_on_several_hosts_go_on_by_rounds(corpus, tmp_path) -> None:
     recipe = recipe_of(corpus, train={"steps": 40})
     outer = Outer(replicas=((0,), (1,), (2,)), method="eager", steps=2, adapt=False)
