@@ -53,14 +53,23 @@ def striking(task: Task, rank: int) -> Callable[[int], None]:
             if (fault.rank, fault.step) == (rank, step) and not mark.exists():
                 tell(folder, fault.do, step)
                 strike([fault], rank, step, folder)
-        if task.due and (folder / "due").exists():
-            what, who = (folder / "due").read_text().split()
-            if int(who) == rank:
-                (folder / "due").unlink()
-                tell(folder, what, step)
-                strike([Fault(rank, step, what)], rank, step)  # type: ignore[arg-type]
+        what, who = due_now(folder) if task.due else ("", -1)
+        if who == rank:
+            (folder / "due").unlink()
+            tell(folder, what, step)
+            strike([Fault(rank, step, what)], rank, step)  # type: ignore[arg-type]
 
     return before
+
+
+def due_now(folder: Path) -> tuple[str, int]:
+    """What stands in the file `due`, and the rank that it is to happen to; -1 where there is none, or none any more:
+    all ranks look, and the one that is meant takes the file away."""
+    try:
+        what, who = (folder / "due").read_text().split()
+    except FileNotFoundError:
+        return "", -1
+    return what, int(who)
 
 
 def tell(folder: Path, what: str, step: int) -> None:
