@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from espalier.config import Launch
-from espalier.errors import Interrupted, PeerLost, RunFailed, UserError
+from espalier.errors import Interrupted, RunFailed, UserError
 from espalier.launch import ssh
 from espalier.launch.hosts import parse
 
@@ -176,14 +176,6 @@ def test_a_clock_that_differs_is_told_and_does_no_harm(options, tmp_path) -> Non
     (_, notes), _ = carried_out(options, "a,latefolk", tmp_path)
     (note,) = notes
     assert "latefolk is 3,600 s ahead" in note.replace("3,601", "3,600").replace("3,599", "3,600")
-
-
-def test_the_error_shown_is_the_one_that_knows_the_cause() -> None:
-    saved, cut, lost = Interrupted("saved"), RunFailed("connection lost"), PeerLost("someone is missing")
-    assert ssh._cause([saved, cut, lost], interrupted=False) is cut
-    assert ssh._cause([cut, saved], interrupted=True) is saved
-    assert ssh._cause([lost, saved], interrupted=False) is saved
-    assert ssh._cause([lost], interrupted=True) is lost
 
 
 def test_a_taken_port_is_named(options, tmp_path) -> None:

@@ -30,34 +30,37 @@ class Ended:
     """The diagnosis, where it came before the ranks were released."""
 
 
+def shown(failed: Sequence[EspalierError], interrupted: bool) -> EspalierError:
+    """The error to show of several, of ranks or of hosts, the first to fail first: one's own before one that merely
+    lost others. Who was stopped although nobody `interrupted` the run lost its launcher, and another knows why."""
+    own = [error for error in failed if not isinstance(error, PeerLost)]
+    asked = [error for error in own if isinstance(error, Interrupted) is interrupted]
+    if interrupted and not own:
+        return Interrupted("Stopped before the state could be saved.", why=failed[0].what if failed else "")
+    return (asked or own or failed)[0]
+
+
 def cause(first: Child, children: Sequence[Child]) -> Child | None:
     """The rank whose end is a cause, not a consequence: killed, or with an error of its own. None where each that
     ended only lost another."""
-    ended = [first, *(child for child in children if child is not first and child.failed)]
-    killed = [child for child in ended if child.error is None]
-    own = [
-        child
-        for child in ended
-        if child.error is not None
-        and not isinstance(child.error, PeerLost)
-        and (not child.raised or kind_of(child.raised, 1) != "lost")
-    ]
-    return next(iter(killed + own), None)
+    ended = _ended(first, children)
+    return next((child for child in ended if child.error is None), next(filter(_knows, ended), None))
 
 
 def error(first: Child, children: Sequence[Child], interrupted: bool) -> EspalierError:
-    """The error to show: a rank's own before one that merely lost a peer."""
-    killed = [child for child in children if child.status is not None and child.status < 0]
-    raised = [child.error for child in (first, *children) if child.error is not None]
-    own = [error for error in raised if not isinstance(error, PeerLost)]
-    if own:
-        return own[0]
-    if interrupted:
-        return Interrupted("Stopped before the state could be saved.")
-    dead = first if first in killed or not killed else killed[0]
-    if raised and dead.status is not None and dead.status >= 0:
-        return raised[0]
-    return ranks.died(dead)
+    """The error to show of ranks of which all have ended, some of them perhaps by their launcher."""
+    ended = sorted(_ended(first, children), key=lambda child: (not _knows(child), child.error is None))
+    return shown([child.error or ranks.died(child) for child in ended if child.error or not interrupted], interrupted)
+
+
+def _ended(first: Child, children: Sequence[Child]) -> list[Child]:
+    """Those that failed, `first` first."""
+    return [child for child in (first, *(one for one in children if one is not first)) if child.failed]
+
+
+def _knows(child: Child) -> bool:
+    """Whether its end is no consequence of another's."""
+    return not (isinstance(child.error, PeerLost) or (child.raised and kind_of(child.raised, 1) == "lost"))
 
 
 def dumps(children: Sequence[Child]) -> dict[int, str]:

@@ -21,8 +21,8 @@ from types import FrameType
 from typing import Any
 
 from espalier.config import Launch
-from espalier.errors import EspalierError, HostLost, Interrupted, PeerLost, UserError
-from espalier.launch import network_interface, version_check
+from espalier.errors import EspalierError, HostLost, UserError
+from espalier.launch import network_interface, postmortem, version_check
 from espalier.launch.host_agent import MARK, PATIENCE, Told
 from espalier.launch.host_errors import gone, retold, together, unanswered
 from espalier.launch.host_rejoin import Returning
@@ -239,11 +239,9 @@ class Crowd:
                 if self._failed():
                     self._hear_out()
                     break
-        failed = self._failed()
-        if len(interrupted) > 1 or (interrupted and not failed and not self.all[0].done):
-            raise Interrupted("Stopped before the state could be saved.")
-        if failed:
-            raise _cause(failed, bool(interrupted))
+        failed = [] if len(interrupted) > 1 else self._failed()
+        if failed or len(interrupted) > 1 or (interrupted and not self.all[0].done):
+            raise postmortem.shown(failed, bool(interrupted))
         return self.all[0].done
 
     def _busy(self) -> list[Far]:
@@ -370,15 +368,6 @@ class Crowd:
                 self._selector.unregister(descriptor)
             far.open.clear()
             far.close()
-
-
-def _cause(failed: Sequence[EspalierError], interrupted: bool) -> EspalierError:
-    """The error to show: a rank's own before one that merely lost a peer. When nobody interrupted the run, ranks that
-    were interrupted lost their lifeline, and another knows why."""
-    own = [error for error in failed if not isinstance(error, PeerLost)]
-    stopped = [error for error in own if isinstance(error, Interrupted)]
-    others = [error for error in own if not isinstance(error, Interrupted)]
-    return ((stopped if interrupted else others) or own or failed)[0]
 
 
 def _agree(fars: Sequence[Far], greetings: Sequence[Told]) -> list[str]:
