@@ -147,7 +147,7 @@ def test_an_attention_over_ranks_is_one_row(corpus: Path) -> None:
         ranks=(plans.Rank(share=(0, 8)), plans.Rank(share=(0, 8))),
         micro_batch=2,
         precision="fp64",
-        stages=(plans.Stage(ranks=(0, 1), layers=(0, 2), sequence=2),),
+        stages=(plans.Stage(ranks=(0, 1), layers=(0, 2), context=2, window=2),),
     )
     with pytest.raises(UserError, match="cut_sequences cannot run as planned") as refused:
         mechanisms.ordered(recipe, cut)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -119,16 +120,43 @@ def test_replicas_by_rounds_share_no_exchange_of_a_step() -> None:
 
 def test_stages_give_pipeline_sequence_and_tensor_axes() -> None:
     stages = tuple(
-        Stage(ranks=tuple(range(8 * number, 8 * number + 8)), layers=(number, number + 1), tensor=2, sequence=2)
+        Stage(ranks=tuple(range(8 * number, 8 * number + 8)), layers=(number, number + 1), tensor=2, heads=2)
         for number in range(2)
     )
     mesh = of_plan(Plan(ranks=(Rank(),) * 16, stages=stages))
     assert mesh.coordinates[0] == Coordinates()
-    assert mesh.coordinates[15] == Coordinates(pp=1, dp=1, cp_in=1, tp=1)
+    assert mesh.coordinates[15] == Coordinates(pp=1, dp=1, hp=1, tp=1)
     assert mesh.members(9, "tp") == (8, 9)
     assert mesh.members(9, "pp") == (1, 9)
     assert mesh.same_parameters(9) == (9, 11, 13, 15)
     assert [rank for rank in range(16) if mesh.counts(rank)] == [8, 10, 12, 14]
+
+
+@pytest.mark.parametrize(
+    ("placement", "heads", "inner", "outer"),
+    [
+        ("head_first", (0, 1), (0, 2), (0, 4)),
+        ("context_first", (0, 4), (0, 1), (0, 2)),
+        ("interleaved", (0, 4), (0, 2), (0, 1)),
+    ],
+)
+def test_placement_says_which_of_the_ranks_that_share_a_sequence_are_neighbours(
+    placement: Any, heads: tuple[int, ...], inner: tuple[int, ...], outer: tuple[int, ...]
+) -> None:
+    stage = Stage(ranks=tuple(range(8)), layers=(0, 1), heads=2, context=4, window=2)
+    mesh = of_plan(Plan(ranks=(Rank(),) * 8, stages=(stage,), placement=placement))
+    assert mesh.members(0, "hp") == heads
+    assert mesh.members(0, "cp_in") == inner
+    assert mesh.members(0, "cp_out") == outer
+    assert len(set(mesh.coordinates.values())) == 8
+    assert sorted(mesh.sequence_part(rank).number for rank in range(8)) == list(range(8))
+
+
+def test_a_rank_of_interleaved_stages_stands_where_its_first_stage_is() -> None:
+    stages = tuple(Stage(ranks=(number % 2,), layers=(number, number + 1)) for number in range(4))
+    mesh = of_plan(Plan(ranks=(Rank(),) * 2, stages=stages, interleave=2))
+    assert mesh.members(0, "pp") == (0, 1)
+    assert [mesh.counts(rank) for rank in range(2)] == [False, True]
 
 
 def test_pipelines_of_unequal_depth_and_width_stand_side_by_side() -> None:

@@ -139,7 +139,7 @@ def gib(plan: Plan) -> float:
 
 
 def test_the_sample_run_is_met() -> None:
-    plan = Plan("isp", ISP["pp"], ISP["sp"], ISP["params"], 4, 2, 2, True)
+    plan = Plan("isp", ISP["pp"], ISP["hp"], ISP["params"], 4, 2, 2, True)
     assert tokens_per_second(plan) == pytest.approx(412.97, abs=0.02)
     plan = Plan("msp", MSP["pp"], MSP["tp"], 1, 8, 2, 2, True)
     whole = 2 * 7 / 8 * 2 * 8 * (20 * BLOCK + TABLE) / 8 / (100 * GIB)  # there all of the gradients are counted

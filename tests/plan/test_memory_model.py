@@ -127,7 +127,7 @@ def test_the_first_stage_keeps_as_many_micro_batches_as_there_are_stages(mode: s
 
 @pytest.mark.parametrize("algorithm", ["megatron", "fsp", "isp"])
 def test_recomputation_keeps_less_however_the_model_is_cut(algorithm: str) -> None:
-    cut = {"sp": 4} if algorithm == "isp" else {"tp": 4}
+    cut = {"hp": 4} if algorithm == "isp" else {"tp": 4}
     kept = [held(request(options()), Layouts(algorithm, mode, 2, **cut))["activations"] for mode in MODES]
     assert kept == sorted(kept, reverse=True)
     assert kept[0] < held(request(options()), Layouts("data", "none", 8))["activations"]

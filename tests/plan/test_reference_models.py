@@ -69,12 +69,12 @@ def selene() -> list[tuple[Priced, float]]:
         share = 1 + SEQUENCE / (6 * width) + VOCABULARY / (16 * layers * width)
         measured = 96 * batch * SEQUENCE * layers * width**2 * share / (ranks * achieved * 1e12)
         layout = Layouts(
-            "megatron" if tp > 1 else "data", "block", ranks // (tp * pp), tp, 1, pp, micro_batch=size, chunks=chunks
+            "megatron" if tp > 1 else "data", "block", ranks // (tp * pp), tp, pp=pp, micro_batch=size, chunks=chunks
         )
         found.append((predicted(gpt(heads, width, layers), ranks, batch, layout), measured))
     for heads, width, layers, pp, ranks, batch, size, chunks, block, selective in RECOMPUTED:
         for algorithm, mode, measured in (("megatron", "block", block), ("fsp", "selective", selective)):
-            layout = Layouts(algorithm, mode, 1, 8, 1, pp, micro_batch=size, chunks=chunks)
+            layout = Layouts(algorithm, mode, 1, 8, pp=pp, micro_batch=size, chunks=chunks)
             decoder = gpt(heads, width, layers, algorithm == "fsp")
             found.append((predicted(decoder, ranks, batch, layout), measured))
     return found

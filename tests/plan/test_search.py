@@ -42,7 +42,7 @@ def every_layout(request: Request, ranks: int, per_node: int, starved: bool = Fa
         for algorithm, mode, size, (p, g, o) in itertools.product(algorithms, MODES, sizes, shards):
             if g > 1 and -(-share // size) > request.global_batch // dp and not starved:
                 continue
-            found.append(Layouts(algorithm, mode, dp, tp, sp, pp, p, g, o, size))
+            found.append(Layouts(algorithm, mode, dp, tp, sp, 1, 1, pp, p, g, o, size))
     return found
 
 

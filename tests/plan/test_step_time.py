@@ -59,7 +59,7 @@ def test_layouts_at_once_equal_one_by_one(kind: tuple[str, str, int], batch: int
 def test_stages_at_once_equal_one_by_one_where_last_micro_batches_differ() -> None:
     """25 samples of a replica in micro-batches of 1 to 25: some leave a smaller last one, some none."""
     request, on = asked(50), collective_time.fleet(gpus(count=2), 8)
-    found = Layouts("data", "none", 2, 1, 1, 4, micro_batch=np.array([1, 2, 4, 5, 8, 25]))
+    found = Layouts("data", "none", 2, pp=4, micro_batch=np.array([1, 2, 4, 5, 8, 25]))
     (together,) = price(request, on, found)
     alone = [float(price(request, on, found.at(index))[0].step) for index in range(len(found))]
     assert together.step == pytest.approx(alone)

@@ -35,7 +35,7 @@ SIZE = Sizes(
 SEQUENCE, BLOCK, TABLE = 131072, 317_204_480, 50256 * 5120
 NOTHING_HIDDEN = CostFactors(exposed=5.0, stall=0.0)
 MSP: dict[str, Any] = {"algorithm": "megatron", "recompute": "block", "dp": 8, "tp": 8, "pp": 2, "micro_batch": 2}
-ISP = {**MSP, "algorithm": "isp", "tp": 1, "sp": 8, "params": 16, "grads": 16, "optimizer": 64}
+ISP = {**MSP, "algorithm": "isp", "tp": 1, "hp": 8, "params": 16, "grads": 16, "optimizer": 64}
 
 
 def fleet() -> Fleet:
@@ -96,7 +96,7 @@ def test_the_head_and_the_last_norm_of_the_13b_model() -> None:
 def test_two_gathered_layers_of_the_13b_model() -> None:
     gathered = memory_model.held(step(ISP), 1, 1)["gathered"]
     assert round(float(gathered) / GIB, 2) == 2.36
-    assert float(memory_model.held(step({"algorithm": "isp", "dp": 32, "sp": 4}), 1, 1)["gathered"]) == 0
+    assert float(memory_model.held(step({"algorithm": "isp", "dp": 32, "hp": 4}), 1, 1)["gathered"]) == 0
 
 
 @pytest.mark.parametrize(("room", "fits"), [(80, False), (8000, True)])
@@ -104,7 +104,7 @@ def test_a_whole_replica_on_each_rank_fits_where_memory_is_no_matter_only(room: 
     cluster = gpus("A800", count=16, between="800Gbit/s")
     device = msgspec.structs.replace(cluster.nodes[0].device, memory=room * GIB)
     cluster = msgspec.structs.replace(cluster, nodes=(msgspec.structs.replace(cluster.nodes[0], device=device),))
-    priced = price(asked(), collective_time.fleet(cluster, 128), Layouts(algorithm="isp", dp=32, sp=4))[0]
+    priced = price(asked(), collective_time.fleet(cluster, 128), Layouts(algorithm="isp", dp=32, hp=4))[0]
     assert (priced.peak <= priced.limit) == fits
 
 
@@ -117,7 +117,7 @@ def stream(samples: int, ranks: int) -> float:
 
 def test_all_to_alls_of_a_layer() -> None:
     assert (
-        milliseconds(step_time.sequence_seconds(step({"algorithm": "isp", "dp": 32, "sp": 4}), stream(1, 4), 0)) == 12.5
+        milliseconds(step_time.sequence_seconds(step({"algorithm": "isp", "dp": 32, "hp": 4}), stream(1, 4), 0)) == 12.5
     )
     assert milliseconds(step_time.sequence_seconds(step(ISP), stream(2, 8), 1)) == 21.88  # 21.875
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from espalier.errors import UserError
 
 if TYPE_CHECKING:
-    from espalier.plan.base import Plan
+    from espalier.plan.base import Plan, Stage
 
 AXES = ("replica", "pp", "dp", "cp_out", "cp_in", "hp", "tp")
 SEQUENCE = ("cp_out", "cp_in", "hp")
@@ -181,11 +181,29 @@ def _of_stages(plan: Plan) -> tuple[dict[int, Coordinates], set[int]]:
             for index, rank in enumerate(stage.ranks):
                 data, rest = divmod(index, stage.tensor * stage.sequence)
                 sequence, tensor = divmod(rest, stage.tensor)
-                found[rank] = Coordinates(pp=number, dp=offset + data, cp_in=sequence, tp=tensor)
+                out, inner, head = _in_sequence(stage, plan.placement, sequence)
+                if rank not in found:  # interleaved: a rank counts where its first stage is
+                    found[rank] = Coordinates(pp=number, dp=offset + data, cp_out=out, cp_in=inner, hp=head, tp=tensor)
                 width = max(width, data + 1)
         last |= {rank for stage in stages if stage.layers == stages[-1].layers for rank in stage.ranks}
         offset += width
     return found, last
+
+
+def _in_sequence(stage: Stage, placement: str, index: int) -> tuple[int, int, int]:
+    """(cp_out, cp_in, hp) of the `index`-th rank that shares a sequence (LoongTrain, arXiv 2406.18485, section 4.3).
+
+    Head first: ranks that share heads are neighbours. Context first: those of a ring are. Interleaved: the same, but
+    two rings of neighbours take turns, so that two devices behind one network card are in different ones.
+    """
+    if placement == "head_first":
+        context, head = divmod(index, stage.heads)
+    else:
+        head, context = divmod(index, stage.context)
+    if placement == "interleaved":
+        pair, place = divmod(context, 2 * stage.window)
+        return 2 * pair + place % 2, place // 2, head
+    return (*divmod(context, stage.window), head)
 
 
 def _made(roles: tuple[str, ...], coordinates: Mapping[int, Coordinates], last: set[int], experts: int) -> Mesh:

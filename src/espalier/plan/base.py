@@ -48,15 +48,28 @@ class Unit(PlanStruct, frozen=True):
 
 
 class Stage(PlanStruct, frozen=True):
-    """One stage of one pipeline: its ranks and its layers `[first, last)`; of these ranks, consecutive `tensor` share
-    each matrix, and `sequence` such groups share the tokens."""
+    """One stage of one pipeline: its ranks, and its layers `[first, last)`. With several chunks (`Plan.interleave`) a
+    rank holds several stages.
+
+    Attributes:
+        tensor: ranks that share each matrix; they are consecutive.
+        heads: ranks that share the attention heads of a sequence (Ulysses).
+        context: ranks that share the tokens of a sequence (ring attention), in inner rings of `window` ranks.
+    """
 
     pipeline: int = 0
     ranks: tuple[int, ...] = ()
     layers: tuple[int, int] = (0, 0)
     micro_batches: int = 1
     tensor: int = 1
-    sequence: int = 1
+    heads: int = 1
+    context: int = 1
+    window: int = 1
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that share a sequence."""
+        return self.heads * self.context
 
 
 class Exchange(PlanStruct, frozen=True):
@@ -103,6 +116,8 @@ class Layout(PlanStruct, frozen=True):
     tp: int = 1
     sp: int = 1
     pp: int = 1
+    cp: int = 1
+    window: int = 1
     algorithm: str = "data"
     shard: dict[str, int] = msgspec.field(default_factory=lambda: {"params": 1, "grads": 1, "optimizer": 1})
     micro_batch: int = 1
@@ -110,11 +125,18 @@ class Layout(PlanStruct, frozen=True):
     recompute: str = "none"
     precision: str = "fp32"
 
+    @property
+    def heads(self) -> int:
+        """Ranks that share the heads of a sequence: `sp / cp`."""
+        return self.sp // self.cp
+
     def __str__(self) -> str:
         """In a few words."""
         shard = "/".join(str(self.shard.get(name, 1)) for name in ("params", "grads", "optimizer"))
         parts = [f"dp {self.dp}"]
-        parts += [f"{self.algorithm} tp {self.tp}"] * (self.tp > 1) + [f"isp {self.sp}"] * (self.sp > 1)
+        parts += [f"{self.algorithm} tp {self.tp}"] * (self.tp > 1)
+        parts += [f"heads {self.heads}"] * (self.heads > 1) + [f"context {self.cp}"] * (self.cp > 1)
+        parts += [f"window {self.window}"] * (1 < self.window < self.cp)
         parts += [f"pp {self.pp}"] * (self.pp > 1) + [f"shard {shard}"] * (shard != "1/1/1")
         parts += [f"micro-batch {self.micro_batch}"]
         return ", ".join(parts + [f"recompute {self.recompute}"] * (self.recompute != "none"))
@@ -163,6 +185,12 @@ class Plan(PlanStruct, frozen=True):
     rules: tuple[AdaptiveRule, ...] = ()
     algorithm: str = "data"
     """What tensor and sequence ranks do: see `plan.layouts.ALGORITHMS`."""
+    placement: Literal["head_first", "context_first", "interleaved"] = "head_first"
+    """Which of the ranks that share a sequence are neighbours: see `parallel.mesh`."""
+    schedule: str = "1f1b"
+    """The order of forward and backward passes where there are several stages."""
+    interleave: int = 1
+    """Stages of one pipeline that each of its ranks holds."""
     micro_batch: int = 1
     recompute: str = "none"
     precision: str = "fp32"
@@ -208,7 +236,9 @@ class Plan(PlanStruct, frozen=True):
             dp=copies * len(stage.ranks or trainers) // (stage.tensor * stage.sequence),
             tp=stage.tensor,
             sp=stage.sequence,
-            pp=len({one.layers for one in stages}),
+            pp=len({one.layers for one in stages}) // self.interleave,
+            cp=stage.context,
+            window=stage.window,
             algorithm=self.algorithm,
             shard={
                 "params": len(unit.params) or 1,
@@ -267,8 +297,11 @@ def _cells(plan: Plan, origin: str) -> list[tuple[tuple[int, int], tuple[int, ..
     their like in every stage of a pipeline. Raises UserError where they have not."""
     if plan.outer is not None or not plan.stages:
         return [(plan.ranks[index].share, (index,)) for index in plan.trainers]
-    if sorted(rank for stage in plan.stages for rank in stage.ranks) != list(plan.trainers):
-        raise _nonsense(origin, "its stages do not hold every trainer once")
+    if sorted(rank for stage in plan.stages for rank in stage.ranks) != sorted(plan.trainers * plan.interleave):
+        times = "once" if plan.interleave == 1 else f"{plan.interleave} times"
+        raise _nonsense(origin, f"its stages do not hold every trainer {times}")
+    for stage in plan.stages:
+        _check_stage(plan, stage, origin)
     found = []
     for number in sorted({stage.pipeline for stage in plan.stages}):
         columns: list[tuple[int, ...]] = []
@@ -285,6 +318,17 @@ def _cells(plan: Plan, origin: str) -> list[tuple[tuple[int, int], tuple[int, ..
                 raise _nonsense(origin, f"ranks {cell[0]} to {cell[-1]} compute one sample together and have {told}")
             found.append((shares.pop(), cell))
     return found
+
+
+def _check_stage(plan: Plan, stage: Stage, origin: str) -> None:
+    """Raises UserError where the degrees of a stage do not divide what they cut."""
+    width = stage.tensor * stage.sequence
+    if min(stage.tensor, stage.heads, stage.context, stage.window) < 1 or len(stage.ranks) % width:
+        why = f"tensor {stage.tensor} x heads {stage.heads} x context {stage.context} does not divide the stage's "
+        raise _nonsense(origin, f"{why}{len(stage.ranks)} ranks")
+    rings = stage.window * (2 if plan.placement == "interleaved" and stage.context > 1 else 1)
+    if stage.context % rings:
+        raise _nonsense(origin, f"inner rings of {stage.window} ranks do not divide a context of {stage.context} ranks")
 
 
 def _nonsense(origin: str, why: str) -> UserError:

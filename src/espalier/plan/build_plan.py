@@ -114,7 +114,9 @@ def _stages(request: Request, option: Option) -> tuple[Stage, ...]:
                 layers=(first, last),
                 micro_batches=-(-most // min(layout.micro_batch, most)),
                 tensor=layout.tp,
-                sequence=layout.sp,
+                heads=layout.hp,
+                context=layout.cp,
+                window=layout.window,
             )
         )
         first = last

@@ -33,6 +33,7 @@ class Layouts:
     """Layouts of one algorithm and one recomputation; every other field is an integer or an array [n] of them.
 
     `params`, `grads`, `optimizer`: over how many ranks each state is split. `micro_batch`: samples per replica.
+    `hp`, `cp`: ranks that share a sequence's heads, and its tokens; `window`: of the latter, those of an inner ring.
     `chunks`: pieces of each stage (interleaved 1F1B). `threads`: of each rank on a processor.
     """
 
@@ -40,7 +41,9 @@ class Layouts:
     recompute: str = "none"
     dp: Any = 1
     tp: Any = 1
-    sp: Any = 1
+    hp: Any = 1
+    cp: Any = 1
+    window: Any = 1
     pp: Any = 1
     params: Any = 1
     grads: Any = 1
@@ -48,6 +51,11 @@ class Layouts:
     micro_batch: Any = 1
     chunks: Any = 1
     threads: int = 1
+
+    @property
+    def sp(self) -> Any:
+        """Ranks that share a sequence."""
+        return self.hp * self.cp
 
     @property
     def world(self) -> Any:
@@ -94,6 +102,8 @@ def view(layouts: Layouts, accumulate: int, precision: str) -> Layout:
         dp=layouts.dp,
         tp=layouts.tp,
         sp=layouts.sp,
+        cp=layouts.cp,
+        window=layouts.window,
         pp=layouts.pp,
         algorithm=layouts.algorithm,
         shard={"params": layouts.params, "grads": layouts.grads, "optimizer": layouts.optimizer},
@@ -112,7 +122,8 @@ def of_view(layout: Layout, chunks: int = 1) -> Layouts:
         raise UserError(f"layout.recompute = {layout.recompute!r} is not known.", do=f"one of {', '.join(MODES)}")
     if layout.accumulate < 1:
         raise UserError(f"layout.accumulate = {layout.accumulate} is not possible.", do="accumulate = 1 or more")
-    sizes = {name: getattr(layout, name) for name in ("dp", "tp", "sp", "pp", "micro_batch")}
+    sizes = {name: getattr(layout, name) for name in ("dp", "tp", "cp", "window", "pp", "micro_batch")}
+    sizes["hp"] = layout.heads
     shard = {name: layout.shard.get(name, 1) for name in ("params", "grads", "optimizer")}
     for name, value in (*sizes.items(), *shard.items()):
         if value < 1:
@@ -153,7 +164,8 @@ def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[
     """All layouts of an algorithm on `world` ranks, one batch of arrays for each recomputation."""
     rows: list[np.ndarray[Any, Any]] = []
     for pp in limits.stages(world):
-        for tp, sp in limits.cuts(algorithm, world // pp):
+        for tp, hp, cp, window in limits.cuts(algorithm, world // pp):
+            sp = hp * cp
             dp = world // (pp * tp * sp)
             sizes = np.array(limits.micro_batches(dp), dtype=np.int64)
             if not len(sizes):
@@ -161,17 +173,17 @@ def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[
             factors = limits.factors(chains(dp * sp, max(1, per_node // tp)), dp * sp)
             if not len(factors):
                 continue
-            one = np.empty((len(factors), len(sizes), 8), dtype=np.int64)
-            one[..., :4] = (dp, tp, sp, pp)
-            one[..., 4:7] = factors[:, None, :]
-            one[..., 7] = sizes[None, :]
+            one = np.empty((len(factors), len(sizes), 10), dtype=np.int64)
+            one[..., :6] = (dp, tp, hp, cp, window, pp)
+            one[..., 6:9] = factors[:, None, :]
+            one[..., 9] = sizes[None, :]
             # Sharded gradients are exchanged in every micro-batch, so the smallest share needs a sample for each.
             shared = (factors[:, None, 1] > 1) & limits.starved(sizes, dp)[None, :]
             rows.append(one[~shared])
-    table = np.concatenate(rows).T if rows else np.empty((8, 0))
+    table = np.concatenate(rows).T if rows else np.empty((10, 0))
     if not table.size:
         return
-    names = ("dp", "tp", "sp", "pp", "params", "grads", "optimizer", "micro_batch")
+    names = ("dp", "tp", "hp", "cp", "window", "pp", "params", "grads", "optimizer", "micro_batch")
     for mode in limits.modes:
         arrays: dict[str, Any] = dict(zip(names, table, strict=True))
         yield Layouts(algorithm=algorithm, recompute=mode, threads=limits.threads, **arrays)
@@ -209,16 +221,15 @@ class Limits:
         most = self.layers if self.heads else 1
         return self._pinned("pp", [d for d in divisors(world) if d <= most])
 
-    def cuts(self, algorithm: str, ranks: int) -> list[tuple[int, int]]:
-        """(tensor, sequence) ranks of an algorithm."""
+    def cuts(self, algorithm: str, ranks: int) -> list[tuple[int, int, int, int]]:
+        """(tensor, head, context ranks, ranks of an inner ring) of an algorithm."""
         if algorithm == "data":
-            found = [(1, 1)]
+            found = [(1, 1, 1, 1)]
         elif algorithm == "isp":
-            found = [(1, d) for d in divisors(ranks) if d > 1 and self._heads(d) and self.sequence % d == 0]
+            found = [(1, d, 1, 1) for d in divisors(ranks) if d > 1 and self._heads(d) and self.sequence % d == 0]
         else:
-            found = [(d, 1) for d in divisors(ranks) if d > 1 and self._heads(d) and self.sequence % d == 0]
-        allowed = [(self._pinned("tp", [tp]), self._pinned("sp", [sp])) for tp, sp in found]
-        return [(tp[0], sp[0]) for tp, sp in allowed if tp and sp]
+            found = [(d, 1, 1, 1) for d in divisors(ranks) if d > 1 and self._heads(d) and self.sequence % d == 0]
+        return [one for one in found if self._pinned("tp", [one[0]]) and self._pinned("sp", [one[1] * one[2]])]
 
     def _heads(self, ranks: int) -> bool:
         return bool(self.heads) and self.heads % ranks == 0 and self.width % ranks == 0
