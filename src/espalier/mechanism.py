@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from espalier.cost import Cost
     from espalier.optim.base import Optimizer
     from espalier.parallel.mesh import ProcessMesh
+    from espalier.parallel.model_cut import ModelCut
     from espalier.plan.base import Plan
     from espalier.shard.base import Sharding
     from espalier.stages.base import Schedule
@@ -40,6 +41,7 @@ class Build:
         model: None until the model is built; changed in place by later mechanisms.
         forward: makes the context that every forward pass runs in.
         matrices: names of the matrices that the optimizer moves as a whole.
+        cut: how the model is cut over the ranks of a replica; None: each holds it whole.
         sharding, optimizer, schedule, agreement: what trains it; None until a mechanism has made it.
     """
 
@@ -51,6 +53,7 @@ class Build:
     model: nn.Module | None = None
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
     matrices: frozenset[str] = frozenset()
+    cut: ModelCut | None = None
     sharding: Sharding | None = None
     optimizer: Optimizer | None = None
     schedule: Schedule | None = None

@@ -25,7 +25,11 @@ class Box:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    first: int
+    first: int = 0
+
+    def inside(self, outer: Box) -> Box:
+        """This box, whose offsets count from the first element of `outer`, in the tensor."""
+        return replace(self, offsets=tuple(a + b for a, b in zip(self.offsets, outer.offsets, strict=True)))
 
 
 def boxes(shape: Sequence[int], start: int, stop: int, first: int = 0) -> Iterator[Box]:
@@ -50,17 +54,19 @@ def boxes(shape: Sequence[int], start: int, stop: int, first: int = 0) -> Iterat
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """Elements `[start, start + len(local))` of a tensor of `shape`.
+    """Elements `[start, start + len(local))` of a tensor of `shape`, or of a `part` of it, in row-major order.
 
     Attributes:
         local: 1-D, contiguous; read into in place. It may be empty.
         writes: whether this rank writes it (what several ranks hold is written once in any case).
+        part: the box of the tensor that the elements are of; None: the whole tensor.
     """
 
     local: Tensor
     shape: torch.Size
     start: int
     writes: bool = True
+    part: Box | None = None
 
     def saved_as(self, shape: torch.Size) -> Slice | None:
         """What to read a saved tensor of another `shape` into; None: it cannot be the same tensor."""
@@ -87,7 +93,17 @@ class Slice:
     def _boxes(self) -> list[Box]:
         if not self.shape.numel():  # one box without elements, so that the file knows the name
             return [Box((0,) * len(self.shape), tuple(self.shape), 0)]
-        return list(boxes(self.shape, self.start, self.start + self.local.numel()))
+        stop = self.start + self.local.numel()
+        if self.part is None:
+            return list(boxes(self.shape, self.start, stop))
+        return [one.inside(self.part) for one in boxes(self.part.sizes, self.start, stop)]
+
+    def taken_from(self, whole: Tensor) -> Tensor:
+        """1-D: these elements of the whole tensor."""
+        if self.part is not None:
+            ends = zip(self.part.offsets, self.part.sizes, strict=True)
+            whole = whole[tuple(slice(first, first + size) for first, size in ends)]
+        return whole.reshape(-1)[self.start : self.start + self.local.numel()]
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.local.dtype)

@@ -263,6 +263,16 @@ class ProcessMesh:
         """All ranks that hold a part of the model; None where it is alone."""
         return self.group(*AXES)
 
+    @property
+    def alone(self) -> dist.ProcessGroup:
+        """The group of this rank only."""
+        assert self.channel is not None
+        ranks = (self.rank,)
+        if ranks not in self._made:
+            self._made[ranks] = _new_group(self.channel, ranks)
+        found: dist.ProcessGroup = self._made[ranks]
+        return found
+
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of `ranks`, among them this one; None where it is alone."""
         if self.channel is None or len(ranks) < 2:

@@ -30,6 +30,7 @@ from espalier.checkpoint.base import Stateful
 from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
 from espalier.optim.base import Optimizer, Owned, names_of, owned_by
+from espalier.parallel.model_cut import ModelCut
 from espalier.records import Record
 from espalier.shard.axis_groups import AxisGroups, Codecs, Groups
 from espalier.shard.broadcast import BufferSync, same_start
@@ -81,18 +82,26 @@ class Amsp:
             wrapping ends: after a rank was lost, the same process wraps the model again.
         channel: the ranks (a Channel, or any process group); None, or a group of one rank, adds nothing.
         spread: how it is to lie on them.
+        cut: how the model is cut besides; what `channel` says is then of the ranks that hold the same part.
 
     Raises:
         UserError: the ranks' models differ in a name, shape or dtype (named); factors do not nest or divide the ranks.
     """
 
-    def __init__(self, model: nn.Module, channel: dist.ProcessGroup | None, spread: Spread | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        channel: dist.ProcessGroup | None,
+        spread: Spread | None = None,
+        cut: ModelCut | None = None,
+    ) -> None:
         earlier = _WRAPPINGS.pop(model, None)
         if earlier is not None and (ended := earlier()) is not None:
             ended.unhook()
         self.model = model
         self.spread = spread or Spread()
-        self._channel = channel if channel is not None and channel.size() > 1 else None
+        self.cut = cut
+        self._channel = channel if channel is not None and (channel.size() > 1 or cut is not None) else None
         self.flats: list[FlatParameter] = []
         self._hooks: list[Any] = []
         self._armed: bool | None = None
@@ -111,7 +120,7 @@ class Amsp:
         self._reducing, self._moving = Exchanges(), Exchanges()
         self.flats = self._units(self._channel)
         self.owned = [moved.owned for flat in self.flats for moved in flat.moved]
-        self.together = any(flat.sharded for flat in self.flats)
+        self.together = cut is not None or any(flat.sharded for flat in self.flats)
         for flat in self.flats:
             for slot in flat.slots:
                 hook = slot.parameter.register_post_accumulate_grad_hook(self._arrival(flat, slot))
@@ -135,9 +144,10 @@ class Amsp:
             factors: AxisGroups(place(factors, nodes), channel, made, codecs) for factors in dict.fromkeys(chosen)
         }
         exact = norms_of(self.model)  # norms keep their precision, as under autocast
+        holders = [None if self.cut is None else self.cut.held_by(slot.name) for slot in slots]
         kinds = [
-            (p.dtype, p.device, p.dtype == torch.float32 and id(p) not in exact)
-            for p in (slot.parameter for slot in slots)
+            (p.dtype, p.device, p.dtype == torch.float32 and id(p) not in exact, held)
+            for p, held in zip((slot.parameter for slot in slots), holders, strict=True)
         ]
         found = groups(chosen, [member.of(slot.parameter) for slot in slots], kinds)
         pieces = [
@@ -156,6 +166,7 @@ class Amsp:
                 unit,
                 meshes[chosen[unit.indices[0]]],
                 spread.low if pieces[unit.indices[0]].group.kind[2] else None,
+                holders[unit.indices[0]],
             )
             for unit in units(pieces, placements, spread.bucket_bytes)
         ]
@@ -267,34 +278,41 @@ class Amsp:
         Returns for each trainable parameter whether any rank used it.
 
         Beside the gradients there is one small sum: `totals`, which parameters were used, and where the optimizer's
-        state is sharded the square of the norm. Without the last it travels behind the gradients.
+        state is sharded the square of the norm. Without the last it travels behind the gradients. Of a model that is
+        cut, totals and square are summed by a second one, over all ranks that hold a part of it.
         """
         assert self._channel is not None
         slots = sorted((slot for flat in self.flats for slot in flat.slots), key=lambda slot: slot.number)
-        control = ControlMessage(self._channel, totals, [slot.used for slot in slots], _host(self._channel, slots))
-        sharded = any(flat.optimizer.length < flat.length for flat in self.flats)
-        if not sharded:
+        host, flags = _host(self._channel, slots), [slot.used for slot in slots]
+        control = steering = ControlMessage(self._channel, totals if self.cut is None else None, flags, host)
+        sharded = self.cut is not None or any(flat.optimizer.length < flat.length for flat in self.flats)
+        if self.cut is not None:
+            steering = ControlMessage(self.cut.replica, totals, [], host)
+        if control is not steering or not sharded:
             control.launch()
         self._reducing.finish()
         for flat in self.flats:
             if carried and flat in carried:
                 flat.result().add_(carried[flat])
         if sharded:
-            control.launch(self._square())
+            steering.launch(self._square())
         used, square = control.wait()
+        if control is not steering:
+            _, square = steering.wait()
         self._norm = math.sqrt(square) if sharded else None
         for flat in self.flats:
             flat.deliver(used)
         return used
 
     def _square(self) -> float:
-        """This rank's part of the squared 2-norm of the summed gradient."""
+        """This rank's part of the squared 2-norm of the summed gradient: what several ranks hold counts once."""
         total = torch.zeros((), dtype=torch.float64, device=self.flats[0].full.device)
         for flat in self.flats:
             pieces = flat.pieces()
             if pieces:
                 assert self._channel is not None
                 copies = self._channel.size() / flat.mesh.placement.factors.optimizer
+                copies *= 1 if flat.holders is None else flat.holders.copies
                 total += torch.stack(torch._foreach_norm(pieces)).double().square().sum() / copies
         return float(total)
 

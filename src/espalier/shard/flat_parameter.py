@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import AllreduceOptions
 
+from espalier.comm.base import Traffic, traffic
 from espalier.comm.c10d_arguments import residual_like
 from espalier.optim.base import Owned
+from espalier.parallel.model_cut import Holders
 from espalier.shard.axis_groups import AxisGroups
 from espalier.shard.flat_layout import Arranged
 from espalier.shard.overlap import Chain, Stage
@@ -70,6 +75,7 @@ class FlatParameter:
         arranged: where each lies.
         mesh: the ranks it is spread over.
         low: dtype of the parameters and gradients when the optimizer keeps masters in the parameters' own dtype.
+        holders: other ranks that hold the same of a model that is cut; None: it is not.
 
     Attributes:
         part: this rank's shard of the parameters; all of them where they are not sharded.
@@ -82,9 +88,14 @@ class FlatParameter:
     """
 
     def __init__(
-        self, slots: Sequence[ParameterSlot], arranged: Arranged, mesh: AxisGroups, low: torch.dtype | None = None
+        self,
+        slots: Sequence[ParameterSlot],
+        arranged: Arranged,
+        mesh: AxisGroups,
+        low: torch.dtype | None = None,
+        holders: Holders | None = None,
     ) -> None:
-        self.slots, self.mesh, self.length = list(slots), mesh, arranged.length
+        self.slots, self.mesh, self.length, self.holders = list(slots), mesh, arranged.length, holders
         for slot, offset in zip(self.slots, arranged.offsets, strict=True):
             slot.shape, slot.span = slot.parameter.shape, Span(offset, slot.parameter.numel())
         self.params = mesh.held(self.length, "params")
@@ -192,6 +203,8 @@ class FlatParameter:
         """The stages that add up this round's gradients, and at the `last` round of a step those of all rounds."""
         buffer = self._sealed()
         stages: list[Stage] = []
+        if self.holders is not None and (last or self.scattered):  # chains move in step: each has this stage
+            stages.append(partial(_summed, buffer, self.holders.group))
         if self.scattered:
             scatter = self.mesh.scatter(self.length, "params", "grads")
             stages += [stage(buffer, Span(0, self.length), self.residual) for stage in scatter]
@@ -283,6 +296,13 @@ class FlatParameter:
             slot.fresh = slot.used = False
         for _, owned, _ in self.moved:
             owned.tensor.grad = None
+
+
+def _summed(buffer: Tensor, group: dist.ProcessGroup | None) -> Any:
+    if group is None:
+        return None
+    with traffic(Traffic.GRADIENTS):
+        return group.allreduce([buffer], AllreduceOptions())
 
 
 def _slice(span: Span) -> slice:

@@ -29,7 +29,9 @@ class ShardedStates(Mechanism):
     def wrap(self, context: Build) -> None:
         """Makes the sharding."""
         assert context.model is not None
-        context.sharding = Amsp(context.model, context.mesh.same_parameters, spread(context))
+        mesh = context.mesh
+        channel = mesh.same_parameters if context.cut is None else mesh.same_parameters or mesh.alone
+        context.sharding = Amsp(context.model, channel, spread(context), context.cut)
 
 
 def spread(context: Build) -> spreading.Spread:

@@ -6,6 +6,7 @@ number of ranks, or in plain PyTorch.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -14,9 +15,10 @@ import xxhash
 from torch import Tensor
 
 from espalier import plain_collectives
-from espalier.checkpoint.dcp_planners import RankRow, Rows, Slice
+from espalier.checkpoint.dcp_planners import Box, RankRow, Rows, Slice
 from espalier.comm.base import Traffic, traffic
 from espalier.optim.base import Optimizer
+from espalier.parallel.model_cut import ModelCut
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +39,8 @@ class UnitSharding(Protocol):
     flats: list[FlatParameter]
     kinds: Kinds | None
     """What states each parameter has, on all ranks; None while that may still change."""
+    cut: ModelCut | None
+    """How the model is cut besides; None: it is not."""
 
     @property
     def spread(self) -> Spread:
@@ -61,11 +65,16 @@ class ModelState:
     def state_dict(self) -> dict[str, Any]:
         """Slices of the trainable parameters, frozen parameters and buffers whole."""
         self._sharding.settle()
+        cut = self._sharding.cut
         pieces = {
-            id(slot.parameter): piece(flat, flat.own, slot) for flat in self._sharding.flats for slot in flat.slots
+            id(slot.parameter): placed(piece(flat, flat.own, slot), slot.name, cut)
+            for flat in self._sharding.flats
+            for slot in flat.slots
         }
         kept = self._sharding.model.state_dict(keep_vars=True)
-        return {name: pieces[id(value)] if id(value) in pieces else _plain(value) for name, value in kept.items()}
+        return {
+            name: pieces[id(value)] if id(value) in pieces else _plain(value, name, cut) for name, value in kept.items()
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes values of whatever precision into what this rank owns, and brings them to everybody."""
@@ -90,14 +99,13 @@ class OptimizerState:
                 for kind, (dtype, scalar) in self._all_kinds(own).get(slot.name, {}).items():
                     key = f"{slot.name}/{kind}"
                     moved = here.get(slot.name)
-                    if moved is None:
-                        empty = torch.empty(int(scalar), dtype=dtype)
-                        shape = torch.Size() if scalar else slot.shape
-                        table[key] = Slice(empty, shape, 0, writes=False)
-                    elif scalar:
-                        table[key] = Slice(own[key].view(1), torch.Size(), 0, writes=moved.owned.start == 0)
+                    local = torch.empty(int(scalar), dtype=dtype) if moved is None else own[key].view(-1)
+                    start = 0 if moved is None else moved.owned.start
+                    if scalar:
+                        table[key] = Slice(local, torch.Size(), 0, writes=moved is not None and start == 0)
                     else:
-                        table[key] = Slice(own[key].view(-1), slot.shape, moved.owned.start)
+                        found = Slice(local, slot.shape, start, writes=moved is not None)
+                        table[key] = placed(found, slot.name, self._sharding.cut)
         return table
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,8 +194,21 @@ def piece(flat: FlatParameter, own: Tensor, slot: ParameterSlot) -> Slice:
     return Slice(own[:0], slot.shape, 0, writes=False)
 
 
-def _plain(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+def placed(found: Slice, name: str, cut: ModelCut | None) -> Slice:
+    """A slice of the parameter that this rank has, as one of the whole model's."""
+    slab = None if cut is None else cut.slabs.get(name)
+    if slab is None:
+        return found
+    return replace(found, shape=slab.shape, part=Box(slab.offsets, tuple(found.shape)))
+
+
+def _plain(value: Any, name: str, cut: ModelCut | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    if cut is None or name not in cut.slabs:
+        return value
+    return placed(Slice(value.contiguous().view(-1), value.shape, 0), name, cut)
 
 
 def fill(table: dict[str, Any], state: dict[str, Any]) -> None:
@@ -202,8 +223,7 @@ def fill(table: dict[str, Any], state: dict[str, Any]) -> None:
                 if source.local.data_ptr() != target.local.data_ptr():
                     target.local.copy_(source.local)
             else:  # a whole tensor, from somewhere else
-                part = source.reshape(-1)[target.start : target.start + target.local.numel()]
-                target.local.copy_(part)
+                target.local.copy_(target.taken_from(source))
 
 
 class _Spelled(str):

@@ -96,21 +96,27 @@ class Totals:
     """A step's loss, weight, stop flag and not-a-number flags as one vector, which the gradients' exchange sums.
 
     Args:
-        rank, world: this rank among those whose gradients are summed, and how many they are.
+        rank, world: this rank among those that hold one model together, and how many they are.
         nominal_weight, tasks: see `Workload`.
+        counts: whether this rank's loss counts: of ranks that compute the same one, only one does.
     """
 
-    def __init__(self, nominal_weight: float, rank: int = 0, world: int = 1, tasks: int = 1) -> None:
+    def __init__(
+        self, nominal_weight: float, rank: int = 0, world: int = 1, tasks: int = 1, counts: bool = True
+    ) -> None:
         self.nominal_weight, self.rank, self.world, self.tasks = nominal_weight, rank, world, tasks
+        self.counts = counts
 
     def of(self, outcome: Outcome, stop: bool) -> Tensor:
         """float64 [3 + world], or with several tasks [3 + world + 2 tasks]: this rank's part of the sum."""
         values = torch.zeros(TOTALS + self.world + task_totals(self.tasks), dtype=torch.float64)
         loss = float(outcome.loss)
-        values[0] = loss if math.isfinite(loss) else 0.0
-        values[1] = float(outcome.weight)
         values[2] = float(stop)
         values[TOTALS + self.rank] = float(not math.isfinite(loss))
+        if not self.counts:
+            return values
+        values[0] = loss if math.isfinite(loss) else 0.0
+        values[1] = float(outcome.weight)
         if outcome.tasks is not None:
             values[TOTALS + self.world :] = outcome.tasks.flatten()
         return values
@@ -133,7 +139,8 @@ def agreement(context: Build) -> StepAgreement:
     assert context.optimizer is not None
     group = context.mesh.replica
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
-    totals = Totals(context.workload.nominal_weight, rank, world, len(context.workload.tasks()))
+    counts = context.mesh.mesh.counts(context.mesh.rank)
+    totals = Totals(context.workload.nominal_weight, rank, world, len(context.workload.tasks()), counts)
     return StepAgreement(context.sharding, context.optimizer, totals, context.recipe.train.clip)
 
 
