@@ -1,0 +1,171 @@
+"""2D attention over cut sequences: heads x context (LoongTrain, arXiv 2406.18485), as a function and as a mechanism.
+
+The ranks of a sequence form a grid. Those of a row share a slot of the sequence and divide the heads (`ulysses`); those
+of a column pass keys and values round a double ring (`ring`). One row is Ulysses, one column is ring attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from espalier.errors import UserError
+from espalier.sequence.ring import DoubleRing, Ring, Rings, ring_attention
+from espalier.sequence.slots import Bounds, SequenceSlots, bounds_of
+from espalier.sequence.ulysses import HeadExchange, HeadSplit
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The ranks of a sequence, as one of them sees them. Immutable.
+
+    Attributes:
+        rings: the shape of its column.
+        keys, gradients: the (inner, outer) rings of keys and values, and of their gradients.
+        row: the ranks that share its slot; None where there is one. head: this rank in it.
+    """
+
+    rings: Rings
+    keys: tuple[Ring, Ring]
+    gradients: tuple[Ring, Ring]
+    row: dist.ProcessGroup | None = None
+    head: int = 0
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, slots: SequenceSlots, documents: Tensor | None
+    ) -> Tensor:
+        """Attention over the whole sequences; see the function `attend`."""
+        width = 1 if self.row is None else self.row.size()
+        degrees = self.rings.window * self.rings.windows, width
+        assert (slots.context, slots.heads) == degrees, f"slots for {slots.context} x {slots.heads}, ranks {degrees}"
+        pieces = slots.pieces(self.rings.slot)
+        if query.shape[2] != pieces[self.head]:
+            raise UserError(
+                f"This rank holds {pieces[self.head]} of {slots.length} tokens, and the queries are {query.shape[2]}.",
+                do="SequenceSlots(length, ...).take(tokens, rank), and the same slots for attend",
+            )
+        ring = DoubleRing(slots, self.rings, _bounds(documents, slots.length), self.keys, self.gradients)
+        if self.row is None:
+            return ring_attention(ring, query, key, value)
+        split = HeadSplit(query.shape[1], key.shape[1], width, slots.head_shares)
+        exchange = HeadExchange(split, pieces, self.row, self.head)
+        return exchange.to_tokens(ring_attention(ring, *exchange.to_heads(query, key, value)))
+
+
+def _bounds(documents: Tensor | None, length: int) -> Bounds:
+    """Those of the same tensor are found once for all layers."""
+    if documents is None:
+        return bounds_of(None, length)
+    known = _BOUNDS.get(documents)
+    if known is None or known[0] != documents._version:
+        known = _BOUNDS[documents] = (documents._version, bounds_of(documents, length))
+    return known[1]
+
+
+_BOUNDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+# --- for any program -------------------------------------------------------------------------------------------------
+
+
+class Options(TypedDict, total=False):
+    """What `attend` may be told.
+
+    Attributes:
+        causal: each token sees itself and those before it.
+        documents: int64 [batch, length of the whole sequence], the same on all ranks; tokens of unequal numbers do not
+            see each other.
+        slots: who holds which tokens; without it `group` is one ring and all ranks hold equally many.
+        window: ranks of an inner ring; without it there is one ring.
+    """
+
+    causal: bool
+    documents: Tensor | None
+    slots: SequenceSlots
+    window: int
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup | None = None, **options: Unpack[Options]
+) -> Tensor:
+    """`scaled_dot_product_attention` where each rank holds its slot of the sequences, [batch, heads, tokens, head].
+
+    Exact, and differentiable. All ranks of `group` (None: all ranks) call it alike, with the tokens that
+    `SequenceSlots.take` gives them. Key-value heads may be fewer than heads, which they divide.
+
+    Raises UserError for degrees that do not fit the heads or the length.
+    """
+    size = _size(group)
+    causal = options.get("causal", False)
+    slots = options.get("slots") or SequenceSlots(query.shape[2] * size, size, causal=causal)
+    if slots.causal != causal:
+        raise UserError(f"causal = {causal}, but the slots are for causal = {slots.causal}.", do="the same for both")
+    if slots.context * slots.heads != size:
+        raise UserError(
+            f"{slots.context} x {slots.heads} slots are not for a group of {size} ranks.",
+            do=f"SequenceSlots(length, context={max(1, size // slots.heads)}, heads={slots.heads})",
+        )
+    grid = _grid(group, slots, options.get("window", slots.context))
+    return grid.attend(query, key, value, slots, options.get("documents"))
+
+
+_GRIDS: WeakKeyDictionary[Any, dict[tuple[int, int, int], Grid]] = WeakKeyDictionary()
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
+
+
+def _grid(group: dist.ProcessGroup | None, slots: SequenceSlots, window: int) -> Grid:
+    """The grid of a group's ranks, whose subgroups are made once."""
+    if slots.context % window:
+        near = max(n for n in range(1, min(window, slots.context) + 1) if slots.context % n == 0)
+        raise UserError(f"window = {window} does not divide cp = {slots.context}.", do=f"window = {near}")
+    if _size(group) == 1:
+        alone = (Ring(None, 0, 1), Ring(None, 0, 1))
+        return Grid(Rings(1, 1), alone, alone)
+    whole = group if group is not None else dist.group.WORLD
+    key = (slots.context, slots.heads, window)
+    grids = _GRIDS.setdefault(whole, {})
+    if key not in grids:
+        members = dist.get_process_group_ranks(whole)
+        slot, head = divmod(dist.get_rank(whole), slots.heads)
+        outer, inner = divmod(slot, window)
+        rings = Rings(window, slots.context // window, inner, outer)
+        ranks = [
+            [members[c * slots.heads + head] for c in range(start, stop, step)]
+            for start, stop, step in ((outer * window, (outer + 1) * window, 1), (inner, slots.context, window))
+        ]
+        row = [members[slot * slots.heads + h] for h in range(slots.heads)]
+        made = [_new_group(one, whole) for one in (*ranks, *ranks, row)]
+        grids[key] = grid_of(rings, (made[0], made[1]), (made[2], made[3]), made[4])
+    return grids[key]
+
+
+def _new_group(ranks: list[int], like: Any) -> dist.ProcessGroup | None:
+    if len(ranks) < 2:
+        return None
+    made = dist.new_group(ranks, timeout=getattr(like, "timeout", None), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+Groups = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
+
+
+def grid_of(rings: Rings, keys: Groups, gradients: Groups, row: dist.ProcessGroup | None) -> Grid:
+    """The grid of these (inner, outer) groups."""
+
+    def both(groups: Groups) -> tuple[Ring, Ring]:
+        inner, outer = groups
+        return Ring(inner, rings.inner, rings.window), Ring(outer, rings.outer, rings.windows)
+
+    return Grid(rings, both(keys), both(gradients), row, 0 if row is None else row.rank())
