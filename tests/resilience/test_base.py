@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.resilience.base import Budget, Failure, kind_of
+from espalier.errors import HostLost
+from espalier.resilience.base import Budget, Decision, Failure, kind_of
 
 
 def failure(kind="killed", step=0, what="Rank 1 was killed (SIGKILL)."):
@@ -61,3 +62,11 @@ def test_exceptions_are_sorted_by_what_they_tell_of():
     assert kind_of("NameError", 7) == "exception"
     assert kind_of("ConnectionResetError", 0) == "lost"
     assert kind_of("RuntimeError", 0) == "exception"
+
+
+def test_a_decision_says_what_is_done_and_why_nothing_more():
+    assert Decision(True, 0.0, "restart 1 of 3").action("start again") == "start again (restart 1 of 3)"
+    over = Decision(False, 0.0, "it came back")
+    assert over.action("start again") == "stop (it came back)"
+    last = over.last(HostLost("Host b was not heard.", why="its link is cut", do="resume"))
+    assert (type(last), last.why, last.do) == (HostLost, "its link is cut; it came back", "resume")

@@ -304,9 +304,9 @@ class Supervisor:
         failure = _named(failure, found)
         ended = replace(ended, failure=failure)
         decision, self.next, told = self._answer(failure)
-        action = "start again from the newest good state" if decision.restart else "stop"
+        again = "start again from the newest good state"
         if gone and self._stay(decision):
-            action = f"replace {' and '.join(f'rank {rank}' for rank in gone)}, the others stay"
+            again = f"replace {' and '.join(f'rank {rank}' for rank in gone)}, the others stay"
         self.care.tell(
             "incident",
             kind=failure.kind,
@@ -315,7 +315,7 @@ class Supervisor:
             rank=failure.rank,
             step=failure.step,
             attempt=self.attempt,
-            action=f"{action} ({decision.why})",
+            action=decision.action(again),
             **told,
             category=found.category,
             reason=found.reason,
@@ -362,10 +362,8 @@ class Supervisor:
         """The error that ends the run."""
         if self.signals.seen:
             return postmortem.error(next((child for child in children if child.failed), children[0]), children, True)
-        error = ended.error
-        if isinstance(error, UserError) or self.attempt == 1:  # nothing was tried
-            return error
-        return type(error)(error.what, why="; ".join(filter(None, (error.why, decision.why))), do=error.do)
+        tried = self.attempt > 1 and not isinstance(ended.error, UserError)
+        return decision.last(ended.error) if tried else ended.error
 
     def _recovered(self, finished: bool) -> None:
         """Tells how long the last trouble took, once every rank has made a step since."""

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from espalier.errors import Anomaly, Corrupted, Diverged, PeerLost, UserError
+from espalier.errors import Anomaly, Corrupted, Diverged, EspalierError, PeerLost, UserError
 
 Kind = Literal[
     "user", "exception", "killed", "exit", "hang", "stopped", "lost", "signal", "anomaly", "corrupt", "replanned"
@@ -94,6 +94,14 @@ class Decision:
     restart: bool
     wait: float
     why: str
+
+    def action(self, again: str) -> str:
+        """What is done, in words: `again` or nothing more; and why."""
+        return f"{again if self.restart else 'stop'} ({self.why})"
+
+    def last(self, error: EspalierError) -> EspalierError:
+        """`error` as that which ends the run, with why nothing more is tried."""
+        return type(error)(error.what, why="; ".join(filter(None, (error.why, self.why))), do=error.do)
 
 
 class Budget:

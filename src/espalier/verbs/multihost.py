@@ -25,7 +25,7 @@ from espalier.launch.ssh import Crowd
 from espalier.resilience.base import Budget, Failure
 from espalier.terminal import say
 from espalier.track.events import read
-from espalier.track.progress import Forgiving
+from espalier.track.progress import Forgiving, trouble
 
 MODULE = "espalier.verbs.host_worker"
 LOG = "hosts.log"
@@ -66,15 +66,14 @@ def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
         log = folder / "logs" / LOG
         _say([f"The run is kept on host {chosen[0].name}: {folder.absolute()}. What all ranks write is in {log}."])
     budget = Budget(None if recipe.faults.restarts == "auto" else recipe.faults.restarts)
-    while True:
-        found = _attempt(recipe, chosen, message, folder)
-        if isinstance(found, int):
-            return found
+    while isinstance(found := _attempt(recipe, chosen, message, folder), EspalierError):
         decision = budget.decide(_failure(found, folder / EVENTS))
         if not decision.restart:
-            raise found
-        _say([f"incident: {found.what} -> start supervisors and ranks again on all hosts ({decision.why})"])
+            raise decision.last(found)
+        again = decision.action("start supervisors and ranks again on all hosts")
+        _say([trouble({"what": found.what, "action": again})])
         time.sleep(decision.wait)
+    return found
 
 
 def _attempt(
