@@ -41,7 +41,7 @@ def job(corpus, tmp_path):
         arguments = argparse.Namespace(
             recipe=path, overrides=[], run=str(tmp_path / f"run-{len(jobs)}"), json=True, trust=False
         )
-        jobs.append(train._prepare(arguments))
+        jobs.append(train.prepared(arguments))
         return jobs[-1]
 
     yield make
@@ -70,7 +70,7 @@ def struck(monkeypatch, job, happens):
         return plain(setting, identity)
 
     monkeypatch.setattr(train.worker, "train", armed)
-    train._carry_out(job, as_json=True)
+    train.carry_out(train.forked(lambda: job), as_json=True)
     return [json.loads(line) for line in job.folder.events.read_text().splitlines()]
 
 

@@ -1,16 +1,27 @@
-"""Announcement: one process decides, and all others hear of it over the store. No torch."""
+"""Announcement: one process decides, and all others hear of it over the store. Ranks that another launcher restarted
+agree on the name of their attempt (`agree`). No torch.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import secrets
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from espalier.errors import EspalierError, PeerLost
+from espalier.launch import base as launch
+from espalier.launch.base import RankSpec
 from espalier.launch.message_auth import seal, unseal
 
 _POLL = 0.02  # seconds
 _DECIDED, _REFUSED = b"+", b"!"
+_ATTEMPT = "espalier/attempt"
+"""Where the first rank says whose words it has seen."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,11 +50,9 @@ class Announcement:
 
     def hear(self, seconds: float) -> bytes:
         """What was decided, waiting for it at most so long. Raises PeerLost where nothing was, or is by then."""
-        deadline = time.monotonic() + seconds
-        while (said := self._read()) is None:
-            if time.monotonic() > deadline:
-                raise PeerLost(f"{self.first} did not decide on a plan within {seconds:.0f} s.")
-            time.sleep(_POLL)
+        said = _awaited(self._read, seconds)
+        if said is None:
+            raise PeerLost(f"{self.first} did not decide on a plan within {seconds:.0f} s.")
         if said.startswith(_REFUSED):
             raise PeerLost(f"{self.first} could not start: {said[1:].decode()}")
         return said[1:]
@@ -55,3 +64,74 @@ class Announcement:
     def _read(self) -> bytes | None:
         """The message; None where nobody who knows the token has written one."""
         return unseal(self.token, self.key, self.store.get(self.key)) if self.store.check([self.key]) else None
+
+
+def _awaited(look: Callable[[], T | None], seconds: float) -> T | None:
+    """What `look` finds, looking for so long; None: nothing."""
+    deadline = time.monotonic() + seconds
+    while (found := look()) is None and time.monotonic() < deadline:
+        time.sleep(_POLL)
+    return found
+
+
+# --- the name of an attempt ------------------------------------------------------------------------------------------
+
+
+def named(place: RankSpec, seconds: float) -> RankSpec:
+    """`place` with keys that are this attempt's own. Raises as `agree` does."""
+    name = agree(launch.store(place, seconds), place.rank, place.world, seconds)
+    return replace(place, attempt=0, job=f"-{name}")
+
+
+def agree(store: Any, rank: int, world: int, seconds: float) -> str:
+    """The name of this attempt, the same on all `world` ranks and new each time they are started.
+
+    torchrun's agents share one store among all attempts, and each counts only the restarts that it made itself, so over
+    several machines TORCHELASTIC_RESTART_COUNT differs. Here every rank brings a word of its own; an attempt is the set
+    of words that the first rank saw and every rank has confirmed.
+
+    Args:
+        store: a torch Store that all ranks reach.
+        rank, world: this process, and how many there are.
+        seconds: how long to wait for the others.
+
+    Raises:
+        PeerLost: some did not come.
+    """
+    word = secrets.token_hex(8)
+    store.set(_join(rank), word)
+    name = _awaited(lambda: _confirmed(store, rank, world, word), seconds)
+    if name is not None:
+        return name
+    missing = [str(one) for one in range(world) if not store.check([_join(one)])]
+    who = f"ranks {', '.join(missing)} never came" if missing else "they have not all been started again"
+    raise PeerLost(f"Rank {rank} waited {seconds:.0f} s for the other ranks of its attempt.", why=who)
+
+
+def _confirmed(store: Any, rank: int, world: int, word: str) -> str | None:
+    """The name, once every rank has confirmed the words that the first one saw, this rank's `word` among them."""
+    words = _seen(store, world) if rank == 0 else _told(store)
+    if len(words) != world or words[rank] != word:
+        return None
+    name = hashlib.sha256("".join(words).encode()).hexdigest()[:12]
+    store.set(f"espalier/{name}/{rank}", "")
+    if rank == 0:
+        store.set(_ATTEMPT, json.dumps(words))
+        if store.check([f"espalier/{name}/{one}" for one in range(world)]):
+            store.set(f"espalier/{name}/complete", "")
+    return name if store.check([f"espalier/{name}/complete"]) else None
+
+
+def _join(rank: int) -> str:
+    return f"espalier/join/{rank}"
+
+
+def _seen(store: Any, world: int) -> Sequence[str]:
+    """The words that ranks brought last, also of those that have died since: they will not confirm."""
+    keys = [_join(one) for one in range(world)]
+    return [store.get(key).decode() for key in keys] if store.check(keys) else []
+
+
+def _told(store: Any) -> Sequence[str]:
+    words: list[str] = json.loads(store.get(_ATTEMPT)) if store.check([_ATTEMPT]) else []
+    return words

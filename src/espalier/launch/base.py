@@ -30,7 +30,7 @@ class RankSpec:
         device: `cpu` or `cuda:N`.
         threads: compute threads it may use.
         attempt: how often the run was started before in this job; each attempt has its own key space.
-        job: what else its keys begin with, where attempts share a store and cannot be counted (`restart_attempt`).
+        job: what else its keys begin with, where attempts share a store and cannot be counted (`announcement`).
         host, port: where the rendezvous store listens.
         serves: whether this process is the store's server; it listens on `listen_fd` if that is >= 0.
         log: file its standard error goes to (None: left where it is).

@@ -10,15 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from espalier import cache_dir, config, plain_collectives, units, worker
 from espalier import cluster as clusters
-from espalier import run as runs
 from espalier.config import recipe_file
-from espalier.errors import EspalierError
 from espalier.hardware import multihost_probe, probe, resource_limits
 from espalier.launch import leader, rank_assignment, store_server, supervisor_protocol
 from espalier.launch.announcement import Announcement
@@ -28,7 +25,6 @@ from espalier.launch.host_map import HostMap
 from espalier.launch.supervisor import RestartOptions
 from espalier.launch.supervisor_protocol import Meeting
 from espalier.launch.version_check import identity
-from espalier.plan import base as plans
 from espalier.verbs import prepare, train
 from espalier.verbs.run_start import RunStart
 
@@ -39,34 +35,38 @@ _DECIDED = "espalier/decided"
 
 
 @dataclass(frozen=True)
-class Decided:
-    """What the first supervisor tells the others: the plan, the machines, the host of each rank; or that there is
-    nothing to do."""
-
-    plan: str = ""
-    cluster: str = ""
-    hosts: tuple[int, ...] = ()
-    finished: bool = False
-
-
-@dataclass(frozen=True)
 class Post:
     """One supervisor's place among them.
 
     Attributes:
         team: the hosts, with the ranks as the launcher counts them.
-        store: a connection to the store that supervisors and ranks meet at, of this process alone.
-        patience: seconds to wait for what the first decides.
+        given: the data, which each host has opened.
     """
 
     team: HostMap
-    store: Any
-    patience: float = train.WAIT
+    given: train.OpenedRun
 
-    @property
-    def announcement(self) -> Announcement:
-        """Of what the first decides."""
-        return Announcement(self.store, _DECIDED, f"Host {self.team.names[0]}", self.team.line.token)
+    def decide(self) -> train.Begun:
+        """See `train.Ranks`."""
+        found = self.measured()
+        assert found is not None  # the leader has it, or raised
+        text, machines = found[0]
+        nodes = self.team.hosts
+        job = train.decided(self.given, lambda: clusters.loads(text), len(nodes), nodes)
+        order = rank_assignment.numbered(machines, [one.node for one in job.plan.ranks])
+        return job, [nodes[process] for process in order]
+
+    def run(self, job: RunStart, hosts: Sequence[int]) -> bool:
+        """See `train.Ranks`."""
+        recipe, life, care = job.resolved.recipe, train.life(job), train.care_of(job)
+        team = self.doing("training", care.heartbeat, hosts)
+        return leader.run(lambda place: life(seated(place, recipe)), team, care, _threads(team)) is not None
+
+    def measured(self) -> list[Any] | None:
+        """The hosts as they are, and the machine of each rank as the launcher counts them, from each rank of this host;
+        None: the first host says why not."""
+        team = self.doing("measuring")
+        return leader.run(_measuring(self.given.resolved.recipe), team, RestartOptions(0), _threads(team))
 
     def doing(self, topic: str, heartbeat: float = 1.0, ranks: Sequence[int] | None = None) -> HostMap:
         """The team at one of the things that it does together, with keys of its own."""
@@ -98,64 +98,22 @@ def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: train.Ope
     )  # fmt: skip
     absence = units.seconds(recipe.comm.timeout, "comm.timeout")
     team = HostMap(line, tuple(asked["names"]), tuple(asked["nodes"]), absence)
-    post = Post(team, supervisor_protocol.opened(here.host, here.port))
-    if first:
-        return {"code": _lead(post, given, asked["quiet"])}
-    launcher.led = absence
-    return {"code": _follow(post, given, lambda: launcher.tell("joined"))}
+    post = Post(team, given)
+    store = supervisor_protocol.opened(here.host, here.port)
+    others = Announcement(store, _DECIDED, f"Host {team.names[0]}", token)
+    launcher.led = 0.0 if first else absence
+    if not (first or line.life) and post.measured() is None:
+        return {"code": 1}  # the first says why
 
+    def opened() -> train.OpenedRun:
+        launcher.tell("joined")
+        return given
 
-def _lead(post: Post, given: train.OpenedRun, as_json: bool) -> int:
-    try:
-        cluster, machines = _measured(post, given.resolved.recipe)
-        nodes = list(post.team.hosts)
-        job = train.decided(given, lambda: cluster, len(nodes), nodes)
-        try:
-            order = rank_assignment.numbered(machines, [one.node for one in job.plan.ranks])
-            ranks = [nodes[process] for process in order]
-            finished = job.finished
-            decided = Decided(plans.dumps(job.plan), clusters.dumps(cluster), tuple(ranks), finished)
-            post.announcement.tell(msgspec.json.encode(decided))
-            return train.carry_out(job, as_json, lambda life, care: _train(post, job, ranks, care))
-        finally:
-            job.folder.release()
-    except EspalierError as error:
-        post.announcement.refuse(error)
-        raise
-
-
-def _follow(post: Post, given: train.OpenedRun, joined: Callable[[], None]) -> int:
-    recipe = given.resolved.recipe
-    team = post.doing("measuring")
-    if not team.line.life and leader.run(_measuring(recipe), team, RestartOptions(0), _threads(team)) is None:
-        return 1  # the first says why
-    decided = msgspec.json.decode(post.announcement.hear(post.patience), type=Decided)
-    joined()
-    if decided.finished:
-        return 0
-    job = RunStart(
-        given.resolved, given.workload, clusters.loads(decided.cluster), plans.loads(decided.plan), 0,
-        runs.RunFolder(given.path), True,
-    )  # fmt: skip
-    return 0 if _train(post, job, decided.hosts, train.care_of(recipe)) is not None else 1
-
-
-def _train(post: Post, job: RunStart, ranks: Sequence[int], care: RestartOptions) -> list[Any] | None:
-    recipe, life = job.resolved.recipe, train.life(job)
-    team = post.doing("training", care.heartbeat, ranks)
-    return leader.run(lambda place: life(seated(place, recipe)), team, care, _threads(team))
+    begin = (lambda: train.announced(post.decide, others)) if first else (lambda: train.heard(opened, others))
+    return {"code": train.carry_out(train.Ranks(begin, post.run, first), asked["quiet"])}
 
 
 # --- measuring ---------------------------------------------------------------------------------------------------
-
-
-def _measured(post: Post, recipe: config.Recipe) -> tuple[clusters.Cluster, list[str]]:
-    """The hosts as they are, and the machine of each rank as the launcher counts them."""
-    team = post.doing("measuring")
-    found = leader.run(_measuring(recipe), team, RestartOptions(0), _threads(team))
-    assert found is not None  # the leader has it, or raised
-    text, machines = found[0]
-    return clusters.loads(text), machines
 
 
 def _measuring(recipe: config.Recipe) -> Callable[[RankSpec], tuple[str, list[str]]]:

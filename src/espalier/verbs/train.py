@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+import msgspec
 import torch
 
 from espalier import cluster as clusters
@@ -23,15 +24,8 @@ from espalier.checkpoint.storage import open_place
 from espalier.config import Constant, Recipe, model_kinds
 from espalier.errors import EspalierError, Interrupted
 from espalier.hardware import multihost_probe
+from espalier.launch import announcement, detect_launcher, rank_assignment, rank_process, supervisor, torchrun
 from espalier.launch import base as launch
-from espalier.launch import (
-    detect_launcher,
-    rank_assignment,
-    rank_process,
-    restart_attempt,
-    supervisor,
-    torchrun,
-)
 from espalier.launch.announcement import Announcement
 from espalier.plan import base as plans
 from espalier.run import RunFolder
@@ -53,28 +47,168 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # ranks are forked from here; see launch.agent
     sys.stdout = cast("TextIO", Forgiving(sys.stdout))
     place = detect_launcher.place()
-    if place is not None:
-        return _run_as_rank(arguments, place)
-    job = _prepare(arguments)
+    ranks = forked(lambda: prepared(arguments)) if place is None else _launched(arguments, _seated(place))
+    return carry_out(ranks, arguments.json)
+
+
+# --- one way through a run, wherever its ranks are ---------------------------------------------------------------
+
+
+Begun = tuple[RunStart, Sequence[int]]
+"""What was decided of a run, and the host of each rank (empty: as ranks were started)."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The part of this process in a run whose ranks it forks (`forked`), of which it is one (`_launched`), or of whose
+    hosts it supervises one (`host_supervisor`).
+
+    Attributes:
+        begin: decides on the run (and tells the others, `announced`), or hears what was decided (`heard`).
+        run: runs its ranks to their end; whether they got there, or else the first process says why not.
+        first: whether it decides, and reports on the run.
+    """
+
+    begin: Callable[[], Begun]
+    run: Callable[[RunStart, Sequence[int]], bool]
+    first: bool = True
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What the first process tells the others.
+
+    Attributes:
+        plan, cluster: the plan and the machines, as files hold them.
+        hosts: see `Begun`.
+        finished: there is nothing to do.
+    """
+
+    plan: str
+    cluster: str
+    hosts: tuple[int, ...]
+    finished: bool
+
+
+def carry_out(ranks: Ranks, as_json: bool) -> int:
+    """A run from what is decided of it to its report; the exit code."""
+    job, hosts = ranks.begin()
+    if not ranks.first:
+        return _follow(ranks, job, hosts)
     try:
-        return _carry_out(job, arguments.json)
+        if job.finished:
+            return _nothing_to_do(job, as_json)
+        begun = time.monotonic()
+        try:
+            ranks.run(job, hosts)
+        except EspalierError as error:
+            _ended(job, Log(job.folder.events), error, time.monotonic() - begun)
+            raise
+        return _finished(job, Log(job.folder.events), time.monotonic() - begun, as_json)
     finally:
         job.folder.release()
 
 
-def _carry_out(job: RunStart, as_json: bool) -> int:
-    """On this machine, phase by phase."""
-    forked = partial(life, forked=True)
+def _follow(ranks: Ranks, job: RunStart, hosts: Sequence[int]) -> int:
+    try:
+        return 0 if job.finished or ranks.run(job, hosts) else 1
+    except Interrupted as error:
+        return error.exit_code  # the first says it
 
-    def supervised(_: Life, care: supervisor.RestartOptions) -> None:
-        for part in _phased(job):
-            shapes = run_resizer.RunResizer(part, forked) if job.resolved.recipe.faults.restarts else None
-            stays = mechanisms.recovery(job.resolved.recipe, part.plan)
-            places = launch.places(part.plan, job.folder.logs)
-            follows = part.workload.phases()[-1].stop < (job.resolved.recipe.train.steps or 0)
-            supervisor.run(forked(part), places, replace(care, shapes=shapes, stays=stays, continues=follows))
 
-    return carry_out(job, as_json, supervised)
+def announced(decide: Callable[[], Begun], others: Announcement) -> Begun:
+    """What this process decides, which the others are told, or why nothing is."""
+    try:
+        job, hosts = decide()
+    except EspalierError as error:
+        others.refuse(error)
+        raise
+    decided = Decided(plans.dumps(job.plan), clusters.dumps(job.cluster), tuple(hosts), job.finished)
+    others.tell(msgspec.json.encode(decided))
+    return job, hosts
+
+
+def heard(opened: Callable[[], OpenedRun], others: Announcement) -> Begun:
+    """What another process has decided. `opened`: opens the data, then."""
+    decided = msgspec.json.decode(others.hear(WAIT), type=Decided)
+    given = opened()
+    job = RunStart(
+        given.resolved, given.workload, clusters.loads(decided.cluster), plans.loads(decided.plan), 0,
+        RunFolder(given.path), True, finished=decided.finished,
+    )  # fmt: skip
+    return job, decided.hosts
+
+
+def forked(prepare: Callable[[], RunStart]) -> Ranks:
+    """Ranks of this machine, phase by phase. `prepare`: plans the run."""
+    return Ranks(lambda: (prepare(), ()), _fork)
+
+
+def _fork(job: RunStart, hosts: Sequence[int]) -> bool:
+    task, recipe = partial(life, forked=True), job.resolved.recipe
+    for part in _phased(job):
+        shapes = run_resizer.RunResizer(part, task) if recipe.faults.restarts else None
+        follows = part.workload.phases()[-1].stop < (recipe.train.steps or 0)
+        care = replace(care_of(part), shapes=shapes, continues=follows)
+        supervisor.run(task(part), launch.places(part.plan, job.folder.logs), care)
+    return True
+
+
+def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
+    """Ranks that torchrun or its like has started; this process is the one at `place`."""
+
+    def decide() -> Begun:
+        # They meet also where nothing is left to do: the first serves their store.
+        return replace(prepared(arguments, place.world), finished=False), ()
+
+    def opened() -> OpenedRun:
+        return joining(ready.resolve(arguments.recipe, arguments.overrides, arguments.trust), arguments.run)
+
+    run = partial(_live, place)
+    if place.world == 1:
+        return Ranks(decide, run)
+    # What an attempt before this one was told may be in the store still.
+    others = Announcement(launch.store(place, WAIT), f"espalier/{place.keys}/plan", "Rank 0")
+    if place.rank == 0:
+        return Ranks(lambda: announced(decide, others), run)
+    return Ranks(lambda: heard(opened, others), run, first=False)
+
+
+def _live(place: launch.RankSpec, job: RunStart, hosts: Sequence[int]) -> bool:
+    """The life of this process's rank. What ends the first one is told by it: nobody here watches it."""
+    place = _numbered(place, job.plan)
+    if place.rank == 0 and (again := torchrun.restarts()):
+        what = "Ranks were lost; whoever started them has started them again."
+        action = "go on from the newest checkpoint"
+        Log(job.folder.events).write("incident", kind="lost", what=what, attempt=again, action=action)
+    try:
+        life(job)(place)
+    except Exception as error:
+        if place.rank:
+            raise
+        found = error if isinstance(error, EspalierError) else rank_process.explained(error, place)
+        if not isinstance(found, Interrupted):
+            told = {"kind": type(found).__name__, "what": found.what, "why": found.why}
+            Log(job.folder.events).write("incident", **told, action="stop")
+        raise found from error
+    return True
+
+
+def _numbered(place: launch.RankSpec, plan: plans.Plan) -> launch.RankSpec:
+    """The place as the rank of the plan that it is: what launchers put on one machine need not follow one another."""
+    if place.world == 1:
+        return place
+    store, key = launch.store(place, WAIT), f"espalier/{place.keys}/host"
+    store.set(f"{key}/{place.rank}", multihost_probe.host())
+    told = [store.get(f"{key}/{one}").decode() for one in range(place.world)]
+    return replace(place, rank=rank_assignment.numbered(told, [one.node for one in plan.ranks]).index(place.rank))
+
+
+def _seated(place: launch.RankSpec) -> launch.RankSpec:
+    """With the device it computes on, and keys of its own where agents of torchrun count attempts each for itself."""
+    device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
+    place = replace(place, device=device)
+    return announcement.named(place, WAIT) if torchrun.restarts() is not None else place
 
 
 def _phased(job: RunStart) -> Iterator[RunStart]:
@@ -97,29 +231,15 @@ def _phased(job: RunStart) -> Iterator[RunStart]:
         job = replace(job, workload=workload, plan=plan, parameters=parameters, new=False)
 
 
-def carry_out(job: RunStart, as_json: bool, supervised: Callable[[Life, supervisor.RestartOptions], Any]) -> int:
-    """The run from its plan to its report; `host_supervisor` starts the ranks and keeps them alive."""
-    if job.finished:
-        return _nothing_to_do(job, as_json)
-    care = replace(
-        care_of(job.resolved.recipe), tell=partial(_tell, job), stays=mechanisms.recovery(job.resolved.recipe, job.plan)
-    )
-    begun = time.monotonic()
-    try:
-        supervised(life(job), care)
-    except EspalierError as error:
-        _ended(job, Log(job.folder.events), error, time.monotonic() - begun)
-        raise
-    return _finished(job, Log(job.folder.events), time.monotonic() - begun, as_json)
-
-
-def care_of(recipe: config.Recipe) -> supervisor.RestartOptions:
+def care_of(job: RunStart) -> supervisor.RestartOptions:
     """How the recipe wants its run to be looked after."""
-    faults = recipe.faults
+    faults = job.resolved.recipe.faults
     return supervisor.RestartOptions(
         restarts=None if faults.restarts == "auto" else faults.restarts,
         heartbeat=units.seconds(faults.heartbeat, "faults.heartbeat"),
         memory=None if faults.memory == "auto" else units.size(faults.memory, "faults.memory"),
+        tell=partial(_tell, job),
+        stays=mechanisms.recovery(job.resolved.recipe, job.plan),
     )
 
 
@@ -164,7 +284,8 @@ def joining(resolved: ready.Resolved, run: str | None) -> OpenedRun:
     return OpenedRun(resolved, ready.open_workload(resolved), path, None, True)
 
 
-def _prepare(arguments: argparse.Namespace, world: int | None = None) -> RunStart:
+def prepared(arguments: argparse.Namespace, world: int | None = None) -> RunStart:
+    """The run of a command line, planned. `world`: ranks that there are already."""
     resolved = ready.resolve(arguments.recipe, arguments.overrides, arguments.trust)
     return decided(asked(resolved, arguments.run, arguments.json), lambda: ready.machines(resolved.recipe), world)
 
@@ -236,72 +357,6 @@ def life(job: RunStart, forked: bool = False) -> Life:
     return live
 
 
-def _run_as_rank(arguments: argparse.Namespace, place: launch.RankSpec) -> int:
-    """Under torchrun and its like: rank 0 decides, the others take its plan from the store."""
-    device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
-    place = replace(place, device=device)
-    if torchrun.restarts() is not None:  # which agents count each for themselves
-        place = restart_attempt.named(place, WAIT)
-    if place.rank == 0:
-        return lead(lambda: _prepare(arguments, world=place.world), place, arguments.json)
-    text = _announcement(place).hear(WAIT)
-    resolved = ready.resolve(arguments.recipe, arguments.overrides, arguments.trust)
-    return follow(joining(resolved, arguments.run), ready.machines(resolved.recipe), text, place)
-
-
-def lead(prepare: Callable[[], RunStart], place: launch.RankSpec, as_json: bool) -> int:
-    """The first rank's part: it decides, tells the others by the store, and trains with them."""
-    announcement = _announcement(place) if place.world > 1 else None
-    try:
-        job = prepare()
-    except EspalierError as error:
-        if announcement is not None:
-            announcement.refuse(error)
-        raise
-    if announcement is not None:
-        announcement.tell(plans.dumps(job.plan).encode())
-    return _first_rank(job, _numbered(place, job.plan), as_json)
-
-
-def _announcement(place: launch.RankSpec) -> Announcement:
-    """Of the plan. What an attempt before this one was told may be in the store still."""
-    return Announcement(launch.store(place, WAIT), f"espalier/{place.keys}/plan", "Rank 0")
-
-
-def follow(given: OpenedRun, cluster: clusters.Cluster, plan: bytes, place: launch.RankSpec) -> int:
-    """Another rank's part: it trains by the `plan` that it heard."""
-    job = RunStart(given.resolved, given.workload, cluster, plans.loads(plan), 0, runs.RunFolder(given.path), True)
-    try:
-        worker.train(job.setting(_numbered(place, job.plan)), job.identity())
-        return 0
-    except Interrupted as error:
-        return error.exit_code  # rank 0 says it
-
-
-def _numbered(place: launch.RankSpec, plan: plans.Plan) -> launch.RankSpec:
-    """The place as the rank of the plan that it is: what launchers put on one machine need not follow one another."""
-    if place.world == 1:
-        return place
-    store, key = launch.store(place, WAIT), f"espalier/{place.keys}/host"
-    store.set(f"{key}/{place.rank}", multihost_probe.host())
-    told = [store.get(f"{key}/{one}").decode() for one in range(place.world)]
-    return replace(place, rank=rank_assignment.numbered(told, [one.node for one in plan.ranks]).index(place.rank))
-
-
-def _first_rank(job: RunStart, place: launch.RankSpec, as_json: bool) -> int:
-    log, begun = Log(job.folder.events), time.monotonic()
-    if again := torchrun.restarts():
-        what = "Ranks were lost; whoever started them has started them again."
-        log.write("incident", kind="lost", what=what, attempt=again, action="go on from the newest checkpoint")
-    try:
-        life(job)(place)
-    except Exception as error:
-        explained = error if isinstance(error, EspalierError) else rank_process.explained(error, place)
-        _stopped(job, log, explained, time.monotonic() - begun)
-        raise explained from error
-    return _finished(job, log, time.monotonic() - begun, as_json)
-
-
 # --- after -------------------------------------------------------------------------------------------------------
 
 
@@ -312,13 +367,6 @@ def _nothing_to_do(job: RunStart, as_json: bool) -> int:
     else:
         say(f"{job.folder.path} is finished ({steps} of {steps} steps). To train further: train.steps={2 * steps}")
     return 0
-
-
-def _stopped(job: RunStart, log: Log, error: EspalierError, seconds: float) -> None:
-    """Of a rank that nobody here watches."""
-    if not isinstance(error, Interrupted):
-        log.write("incident", kind=type(error).__name__, what=error.what, why=error.why, action="stop")
-    _ended(job, log, error, seconds)
 
 
 def _ended(job: RunStart, log: Log, error: EspalierError, seconds: float) -> None:
