@@ -111,11 +111,9 @@ def dumps(cluster: Cluster) -> str:
     head: dict[str, Any] = {key: table.pop(key) for key in ("machine", "notes", "pairs") if key in table}
     text = tomli_w.dumps(head) + ("\n" if head else "") + tomli_w.dumps(table)
     innermost = re.compile(r"\[\n([^\[\]]*)\n\s*\]")  # tomli_w gives each number of a list a line of its own
-    return "# bytes, bytes/s, seconds, FLOP/s; see docs/cluster.md\n" + innermost.sub(_one_line, text)
-
-
-def _one_line(found: re.Match[str]) -> str:
-    return "[" + ", ".join(line.strip().rstrip(",") for line in found[1].split("\n")) + "]"
+    return "# bytes, bytes/s, seconds, FLOP/s; see docs/cluster.md\n" + innermost.sub(
+        lambda found: "[" + ", ".join(line.strip().rstrip(",") for line in found[1].split("\n")) + "]", text
+    )
 
 
 def _dump_node(node: Node) -> dict[str, Any]:

@@ -178,7 +178,8 @@ def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[
             one[..., 6:9] = factors[:, None, :]
             one[..., 9] = sizes[None, :]
             # Sharded gradients are exchanged in every micro-batch, so the smallest share needs a sample for each.
-            shared = (factors[:, None, 1] > 1) & limits.starved(sizes, dp)[None, :]
+            most, fewest = -(-limits.global_batch // dp), limits.global_batch // dp
+            shared = (factors[:, None, 1] > 1) & (-(-most // sizes) > fewest)[None, :]
             rows.append(one[~shared])
     table = np.concatenate(rows).T if rows else np.empty((10, 0))
     if not table.size:
@@ -247,11 +248,6 @@ class Limits:
         else:
             sizes = sorted({*(2**k for k in range(share.bit_length()) if 2**k <= share), share})
         return [size for size in sizes if rounds is None or -(-share // size) == rounds]
-
-    def starved(self, sizes: np.ndarray[Any, Any], dp: int) -> np.ndarray[Any, Any]:
-        """Whether micro-batches of some sizes are more in the largest share than the smallest has samples."""
-        most, fewest = -(-self.global_batch // dp), self.global_batch // dp
-        return -(-most // sizes) > fewest
 
     def factors(self, found: np.ndarray[Any, Any], ranks: int) -> np.ndarray[Any, Any]:
         """Of nested factors those that pins and redundancy allow."""

@@ -51,6 +51,11 @@ class Trials:
             replace(file, json.dumps(known, indent=1))
         return {one: known[name] for one, name in names.items()} if known.keys() >= set(names.values()) else {}
 
+    def known(self) -> dict[str, float]:
+        """What was measured so far of this recipe's candidates on this cluster."""
+        asked = self._asked()
+        return {name: one for name, one in table(cache_folder() / "trials.json").items() if name.startswith(asked)}
+
     def _asked(self) -> str:
         """Says everything that the speed of a plan depends on, besides the plan."""
         recipe = recipe_file.to_table(self.recipe)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
@@ -17,8 +18,9 @@ from espalier import cluster as clusters
 from espalier import run as runs
 from espalier.config import Recipe
 from espalier.errors import UserError
-from espalier.launch import rank_assignment
+from espalier.launch import rank_assignment, version_check
 from espalier.plan import base as plans
+from espalier.plan import decision_cache
 from espalier.plan.decide import decide
 from espalier.plan.trials import Trials
 from espalier.rank_setup import RankSetup
@@ -149,9 +151,16 @@ def choose(
         return _seconds(plan, resolved, workload)
 
     phase = workload.phases()[0].start
-    trials = Trials(resolved.recipe, cluster, run, phase) if world is None else None
-    request = prepare.request(resolved, world, workload)
-    return decide(request, cluster, measurements.calibration(resolved.recipe), trials).taken
+    tried = world is None and resolved.recipe.plan.trial
+    trials = Trials(resolved.recipe, cluster, run, phase) if tried else None
+    request, calibration = prepare.request(resolved, world, workload), measurements.calibration(resolved.recipe)
+    code = f"{version_check.code()} torch {torch.__version__}"
+    key = partial(decision_cache.key, request, cluster, calibration, code)
+    plan = decision_cache.read(key(trials and trials.known()))
+    if plan is None:
+        plan = decide(request, cluster, calibration, trials).taken
+        decision_cache.keep(key(trials and trials.known()), plan)  # trials that ran decide the same for who asks next
+    return plan
 
 
 def _seconds(plan: plans.Plan, resolved: prepare.Resolved, workload: Workload) -> float:

@@ -1,0 +1,62 @@
+"""Decision cache: a plan is kept under a hash of everything that it was decided from, and read where all of it is the
+same again.
+
+The hash covers what the planner is asked, the cluster, the calibration, the trials and the code that decides. Whatever
+could change the answer changes the name, so no entry is ever out of date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields
+
+from espalier import cluster as clusters
+from espalier.cache_dir import cache_folder, hashed, write_atomic
+from espalier.cluster import Cluster
+from espalier.cost import WHOLE
+from espalier.errors import UserError
+from espalier.plan import base as plans
+from espalier.plan.base import Plan
+from espalier.plan.calibrate import Calibration
+from espalier.plan.request import Request
+
+KEPT = 64
+"""Plans; the oldest make room for new ones."""
+
+
+def key(
+    request: Request,
+    cluster: Cluster,
+    calibration: Calibration,
+    code: str,
+    trials: Mapping[str, float] | None,
+) -> str:
+    """The name of a decision.
+
+    Args:
+        code: says which code decides.
+        trials: what was measured of candidates of this request; None: nothing is to be measured.
+    """
+    asked = {one.name: repr(getattr(request, one.name)) for one in fields(request) if one.name != "anatomy"}
+    # Code of the user's own may say what a sample costs: its answers count, not its name.
+    costs = [repr(request.anatomy(size, "none", request.precision, WHOLE)) for size in (1, request.global_batch)]
+    return hashed([asked, costs, clusters.dumps(cluster), repr(calibration), trials, code])
+
+
+def read(name: str) -> Plan | None:
+    """The plan kept under `name`; None where there is none that can be read."""
+    with suppress(OSError, UserError):
+        return plans.loads((cache_folder() / "plans" / f"{name}.json").read_bytes())
+    return None
+
+
+def keep(name: str, plan: Plan) -> None:
+    """Keeps `plan` under `name`, if the cache can be written."""
+    folder = cache_folder() / "plans"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / f"{name}.json", plans.dumps(plan))
+        by_age = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
+        for file in by_age[:-KEPT]:
+            file.unlink(missing_ok=True)

@@ -1,0 +1,92 @@
+"""A decision that was made once is read; whatever it rests on is part of its name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from espalier import cluster as clusters
+from espalier.cluster import Cluster
+from espalier.config import derive, recipe_file
+from espalier.plan import decision_cache, request_from_recipe
+from espalier.plan.base import Plan
+from espalier.plan.calibrate import DATASHEET
+from espalier.plan.decide import decide
+from espalier.plan.request import Request
+
+CLUSTER = clusters.loads('[[nodes]]\ndevice = "A100-80GB"\ndevices = 8\n')
+
+
+def asked(**train: Any) -> Request:
+    table = {
+        "model": {"shape": "gpt2-124m", "context": 1024},
+        "data": {"path": "python:stdlib"},
+        "train": {"steps": 10, "sequence": 1024, "batch_tokens": 64 * 1024, **train},
+    }
+    return request_from_recipe.of_recipe(derive.resolve(recipe_file.from_table(table))[0])
+
+
+def named(request: Request | None = None, cluster: Cluster = CLUSTER, code: str = "1", **trials: float) -> str:
+    return decision_cache.key(request or asked(), cluster, DATASHEET, code, trials)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_a_kept_plan_is_read_as_it_was_decided() -> None:
+    plan = decide(asked(), CLUSTER).taken
+    assert decision_cache.read(named()) is None
+    decision_cache.keep(named(), plan)
+    assert decision_cache.read(named()) == plan
+
+
+def test_every_part_of_the_question_changes_the_name() -> None:
+    other = clusters.loads('[[nodes]]\ndevice = "A100-80GB"\ndevices = 4\n')
+    request = asked()
+    costly = replace(request, anatomy=lambda size, *rest: request.anatomy(2 * size, *rest))
+    names = [
+        named(),
+        named(asked(batch_tokens=128 * 1024)),
+        named(asked(precision="bf16")),
+        named(replace(request, pin=msgspec.structs.replace(request.pin, ranks=2))),
+        named(costly),
+        named(cluster=other),
+        named(code="2"),
+        named(one=0.5),
+        named(one=0.6),
+        decision_cache.key(request, CLUSTER, DATASHEET, "1", None),
+        decision_cache.key(request, CLUSTER, msgspec.structs.replace(DATASHEET, spread=0.1), "1", {}),
+    ]
+    assert len(set(names)) == len(names)
+    assert named() == named(asked()), "the same question has the same name"
+
+
+def test_what_only_the_training_depends_on_does_not_change_the_name() -> None:
+    assert named() == named(asked(steps=20, seed=7))
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"unknown": 1}'])
+def test_an_entry_that_cannot_be_read_is_decided_anew(content: str, tmp_path: Path) -> None:
+    decision_cache.keep("one", decide(asked(), CLUSTER).taken)
+    (tmp_path / "espalier" / "plans" / "one.json").write_text(content)
+    assert decision_cache.read("one") is None
+
+
+def test_the_newest_plans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decision_cache, "KEPT", 3)
+    plan = Plan()
+    for number in range(5):
+        decision_cache.keep(f"{number}", plan)
+    assert {file.stem for file in (tmp_path / "espalier" / "plans").iterdir()} == {"2", "3", "4"}
+
+
+def test_a_cache_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / "espalier").write_text("a file, where the cache would be")
+    decision_cache.keep("one", decide(asked(), CLUSTER).taken)
+    assert decision_cache.read("one") is None
