@@ -32,6 +32,7 @@ from espalier.mechanism import Mechanism
 from espalier.plan import base as plans
 from espalier.plan import replan
 from espalier.rank_setup import RankSetup
+from espalier.sequence import loongtrain
 
 TOYS = Path(__file__).parent / "toys"
 STEPS = 4
@@ -81,11 +82,16 @@ def train(workload: Any, recipe: Any, plan: plans.Plan, *toys: Any) -> list[tupl
 
         with worker.joined(place, 20.0) as channel:
             setting = RankSetup(recipe, plan, workload, place, emit=emit)
-            trainer.Trainer(setting, channel, (*mechanisms.TABLE, *toys)).run()
+            trainer.Trainer(setting, channel, table_with(*toys)).run()
         return seen
 
     places = launch.places(plan)
     return agent.run(life, places)[0] if len(places) > 1 else life(places[0])
+
+
+def table_with(*toys: Any) -> tuple[Any, ...]:
+    """The product's rows, but its own attention over ranks where a toy is to be it, and the toys."""
+    return (*(row for row in mechanisms.TABLE if row is not loongtrain.choose), *toys)
 
 
 def near(found: list[tuple[float, float]], wanted: list[tuple[float, float]], tolerance: float = 1e-9) -> None:
@@ -150,7 +156,7 @@ def test_an_attention_over_ranks_is_one_row(corpus: Path) -> None:
         stages=(plans.Stage(ranks=(0, 1), layers=(0, 2), context=2, window=2),),
     )
     with pytest.raises(UserError, match="cut_sequences cannot run as planned") as refused:
-        mechanisms.ordered(recipe, cut)
+        mechanisms.ordered(recipe, cut, table_with())
     assert "attention over cut sequences" in refused.value.why
     near(train(workload, recipe, cut, gathered_keys.choose), train(workload, recipe, plan_of(1)))
 

@@ -18,6 +18,7 @@ from espalier.compose import Claim
 from espalier.errors import UserError
 from espalier.mechanism import Build, Choose, Mechanism
 from espalier.optim import adamw, muon
+from espalier.sequence import loongtrain
 from espalier.shard import mechanism as sharded_states
 from espalier.shard import placement_plan
 from espalier.stages import whole
@@ -142,7 +143,7 @@ CUT_LAYERS = Claim(
 )
 COPIES = Claim("faults.memory", question="copies", changes=frozenset({"states are copied"}))
 ROLLBACK = Claim("faults.rollback", question="rollback", changes=frozenset({"steps are taken back"}))
-UNMET = frozenset({"products of cut matrices", "attention over cut sequences", "a schedule of stages"})
+UNMET = frozenset({"products of cut matrices", "a schedule of stages"})
 """Needs that no mechanism meets yet: plans with them are refused by `compose`."""
 
 
@@ -182,6 +183,7 @@ TABLE: tuple[Choose, ...] = (
     muon.choose,
     adamw.choose,
     outer_rounds.choose,
+    loongtrain.choose,
 )
 """Rows that a recipe or a plan asks for."""
 PLAIN: tuple[Choose, ...] = (sharded_states.choose, whole.choose, every_step.choose)

@@ -54,4 +54,4 @@ class RankSetup:
         """This rank's part of every global batch, in as many micro-batches as on every rank where that matters."""
         start, stop = self.plan.ranks[self.place.rank].share
         slot = self.mesh.sequence_part(self.place.rank)
-        return Shard(start, stop, self.plan.micro_batch, slot.number, slot.total, rounds=self.plan.rounds)
+        return Shard(start, stop, self.plan.micro_batch, *slot, rounds=self.plan.rounds)

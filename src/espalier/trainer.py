@@ -227,7 +227,7 @@ class Trainer:
         self.built.model.eval()
         ends, size = [samples * index // own.total for index in range(own.total + 1)], self.setting.plan.micro_batch
         slot = self.setting.mesh.sequence_part(self.setting.place.rank)
-        shards = [Shard(start, stop, size, slot.number, slot.total) for start, stop in itertools.pairwise(ends)]
+        shards = [Shard(start, stop, size, *slot) for start, stop in itertools.pairwise(ends)]
         shown = self.built.agreement.shown()
         with comm.phase("validation"), self.context(), shown:
             found = self.workload.evaluate(self.built.model, shards[own.number])

@@ -31,8 +31,9 @@ Batch = Any  # what `batches` yields and `loss` takes: a NamedTuple of tensors
 class Shard:
     """The part of each global batch one rank computes: samples `[start, stop)` in micro-batches of `micro_batch`.
 
-    `sequence_slot` of `sequence_slots` says which part of the sequence it holds (one slot: all of it). With `rounds`
-    there are exactly so many micro-batches, of nearly equal size.
+    `sequence_slot` of `sequence_slots` says which part of the sequence it holds (one slot: all of it); `sequence_heads`
+    consecutive slots share the heads (see `sequence.slots`). With `rounds` there are exactly so many micro-batches, of
+    nearly equal size.
     """
 
     start: int
@@ -40,6 +41,7 @@ class Shard:
     micro_batch: int
     sequence_slot: int = 0
     sequence_slots: int = 1
+    sequence_heads: int = 1
     rounds: int | None = None
 
     @property

@@ -24,6 +24,7 @@ from espalier.cost import Anatomy, Product
 from espalier.language.elementwise import rms_norm, rotate, swiglu
 from espalier.language.kv_cache import Cache, Past
 from espalier.language.operation_counts import DecoderLoad, Feed, decoder_work
+from espalier.sequence import ring
 from espalier.sequence.base import Attend, Where
 from espalier.sequence.whole import causal
 from espalier.workload import Pieces
@@ -263,8 +264,9 @@ ATTENTION_CORES = [
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    ring.CORE,
 ]
-"""What PyTorch's fused attention becomes on each device. Another `attend` is recomputed with the rest."""
+"""What PyTorch's fused attention becomes on each device, and attention over several ranks: it runs once a step."""
 
 
 def recompute(model: GPT, mode: str) -> None:

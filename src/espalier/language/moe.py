@@ -8,6 +8,7 @@ batch is cut into micro-batches and ranks; over sequences it is a sum over sampl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
 
 
 class Experts(nn.Module):
-    """A router and its experts. `route` is the seam: how tokens reach the experts that were chosen for them."""
+    """A router and its experts. Two seams: `route` brings tokens to the experts that were chosen for them, and `total`
+    adds up what is counted of sequences over the ranks that share them."""
 
-    seams: ClassVar = {"route": ("route",)}
+    seams: ClassVar = {"route": ("route",), "total": ("total",)}
 
     def __init__(self, size: Sizes) -> None:
         super().__init__()
@@ -38,6 +40,7 @@ class Experts(nn.Module):
         self.router = nn.Linear(size.width, size.experts, bias=False)
         self.experts = nn.ModuleList(FeedForward(size) for _ in range(size.experts))
         self.route: Route = local
+        self.total: Callable[[Tensor], Tensor] = own
 
     def forward(
         self, x: Float[Tensor, "batch seq width"]
@@ -47,17 +50,28 @@ class Experts(nn.Module):
         scores = scores if scores.dtype == torch.float64 else scores.float()
         best, chosen = scores.topk(self.active, -1)
         flat = x.flatten(0, 1), chosen.flatten(0, 1), best.softmax(-1).flatten(0, 1)
-        return self.route(*flat, list(self.experts)).view_as(x), imbalance(scores, chosen)
+        return self.route(*flat, list(self.experts)).view_as(x), imbalance(scores, chosen, self.total)
+
+
+def own(counts: Tensor) -> Tensor:
+    """The sum over the one rank that holds a sequence."""
+    return counts
 
 
 def imbalance(
-    scores: Float[Tensor, "batch seq experts"], chosen: Int[Tensor, "batch seq active"]
+    scores: Float[Tensor, "batch seq experts"],
+    chosen: Int[Tensor, "batch seq active"],
+    total: Callable[[Tensor], Tensor] = own,
 ) -> Float[Tensor, " batch"]:
-    """E · sum over experts of (share of a sequence's choices) x (mean probability): 1 when even, E when all one."""
+    """E · sum over experts of (share of a sequence's choices) x (mean probability): 1 when even, E when all one.
+
+    Where ranks share a sequence, `total` gives the choices of all of them and the probabilities are each rank's own;
+    weighted by the ranks' tokens, their answers then add up to that of the sequence.
+    """
     batch, _, experts = scores.shape
     choices = chosen.flatten(1)
-    counts = scores.new_zeros(batch, experts).scatter_add_(1, choices, scores.new_ones(choices.shape))
-    shares = counts / choices.shape[1]
+    counts = total(scores.new_zeros(batch, experts).scatter_add_(1, choices, scores.new_ones(choices.shape)))
+    shares = counts / counts.sum(1, keepdim=True)
     return experts * (shares * scores.softmax(-1).mean(1)).sum(-1)
 
 

@@ -20,6 +20,7 @@ from espalier.language import generate, gpt, hf, mixture, moe, tokens
 from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer
 from espalier.sequence.base import Where
+from espalier.sequence.slots import SequenceSlots
 from espalier.workload import Pieces, Plain, Progress, Shard, to_device
 
 
@@ -199,6 +200,7 @@ def _part(rows: Tensor, shard: Shard) -> Windows:
     whole = Windows(rows[:, :-1], rows[:, 1:])
     if shard.sequence_slots == 1:
         return whole
-    length, slots = whole.tokens.shape[1], shard.sequence_slots
-    start, stop = (length * slot // slots for slot in (shard.sequence_slot, shard.sequence_slot + 1))
-    return Windows(whole.tokens[:, start:stop], whole.targets[:, start:stop], Where(torch.arange(start, stop)))
+    length, heads, number = whole.tokens.shape[1], shard.sequence_heads, shard.sequence_slot
+    slots = SequenceSlots(length, shard.sequence_slots // heads, heads)
+    tokens, targets, positions = (slots.take(one, number) for one in (*whole[:2], torch.arange(length)))
+    return Windows(tokens, targets, Where(positions, slots=slots))

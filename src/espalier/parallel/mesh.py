@@ -52,6 +52,14 @@ class DataShare(NamedTuple):
     total: int
 
 
+class SequenceShare(NamedTuple):
+    """Slot `number` of `total` along a sequence; so many consecutive ones share the `heads`."""
+
+    number: int
+    total: int
+    heads: int
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Who stands where. Immutable.
@@ -115,10 +123,10 @@ class Mesh:
         own = self.coordinates[rank]
         return DataShare(parts.index((own.replica, own.dp)), len(parts))
 
-    def sequence_part(self, rank: int) -> DataShare:
+    def sequence_part(self, rank: int) -> SequenceShare:
         """Which part of each sequence `rank` holds."""
         group = self.members(rank, *SEQUENCE)
-        return DataShare(group.index(rank), len(group))
+        return SequenceShare(group.index(rank), len(group), len(self.members(rank, "hp")))
 
     def expert_group(self, rank: int) -> tuple[int, ...]:
         """The ranks among which one copy of the experts is divided."""

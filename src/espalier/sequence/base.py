@@ -8,17 +8,22 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
     from torch import Tensor
 
+    from espalier.sequence.slots import SequenceSlots
+
 
 class Where(NamedTuple):
     """Where the tokens of a forward pass stand. Models keep no position of their own.
 
     Attributes:
         positions: int64 [seq] or [batch, seq]; of each token in its document, which rotary embeddings turn by.
-        documents: int64 [batch, seq]; equal for tokens that may see each other. None: each row is one document.
+        documents: int64 [batch, seq]; equal for tokens that may see each other. None: each row is one document. With
+            `slots` it is of the whole sequences, [batch, slots.length].
+        slots: which tokens of a longer sequence these are, where several ranks share it; None: all of them.
     """
 
     positions: Int[Tensor, "*batch seq"]
     documents: Int[Tensor, "batch seq"] | None = None
+    slots: SequenceSlots | None = None
 
 
 class Attend(Protocol):

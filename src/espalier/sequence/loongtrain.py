@@ -7,20 +7,35 @@ of a column pass keys and values round a double ring (`ring`). One row is Ulysse
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from espalier.comm import codecs
+from espalier.comm.base import Traffic, traffic
+from espalier.compose import Claim
 from espalier.errors import UserError
+from espalier.mechanism import Build, Mechanism
+from espalier.parallel.seams import Filled, fields_of
+from espalier.sequence import cost as priced
 from espalier.sequence.ring import DoubleRing, Ring, Rings, ring_attention
 from espalier.sequence.slots import Bounds, SequenceSlots, bounds_of
 from espalier.sequence.ulysses import HeadExchange, HeadSplit
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Unpack
+
+    from torch import nn
+
+    from espalier.config import Recipe
+    from espalier.parallel.mesh import ProcessMesh
+    from espalier.plan.base import Plan
+    from espalier.sequence.base import Where
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,3 +184,88 @@ def grid_of(rings: Rings, keys: Groups, gradients: Groups, row: dist.ProcessGrou
         return Ring(inner, rings.inner, rings.window), Ring(outer, rings.outer, rings.windows)
 
     return Grid(rings, both(keys), both(gradients), row, 0 if row is None else row.rank())
+
+
+# --- as a mechanism --------------------------------------------------------------------------------------------------
+
+CLAIM = Claim(
+    "loongtrain",
+    question="attend",
+    needs=frozenset({"a model"}),
+    changes=frozenset({"attention over cut sequences"}),
+)
+
+
+class CutAttention(Filled):
+    """The ranks of a sequence attend together."""
+
+    seam, claim, record = "attend", CLAIM, "loongtrain"
+    cost: ClassVar = staticmethod(priced.cost)
+
+    def wrap(self, context: Build) -> None:
+        """Makes the groups, fills `attend`, and lets what counts tokens of sequences count those of all ranks."""
+        self.grid = _grid_of(context.mesh)
+        _encode(context.plan, context.mesh, self.grid)
+        super().wrap(context)
+        assert context.model is not None
+        for module, field in fields_of(context.model, "total"):
+            setattr(module, field, _total(context.mesh, module))
+
+    def replacement(self, context: Build, module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Attention over all ranks; the plain one for sequences that a rank has alone (when it generates)."""
+        grid = self.grid
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, where: Where) -> Any:
+            if where.slots is None:
+                return plain(query, key, value, where)
+            return grid.attend(query, key, value, where.slots, where.documents)
+
+        return torch.compiler.disable(attend)
+
+
+def _grid_of(mesh: ProcessMesh) -> Grid:
+    at, members = mesh.coordinates, mesh.mesh.members
+    rings = Rings(len(members(mesh.rank, "cp_in")), len(members(mesh.rank, "cp_out")), at.cp_in, at.cp_out)
+    keys = mesh.group("cp_in"), mesh.group("cp_out")
+    # Groups of their own, as keys may travel on that of all ranks, which sums gradients meanwhile.
+    first, second = ((_twin(keys[0]), _twin(keys[1])) for _ in range(2))
+    return grid_of(rings, first, second, mesh.group("hp"))
+
+
+def _twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    return None if group is None else _new_group(dist.get_process_group_ranks(group), group)
+
+
+def _encode(plan: Plan, mesh: ProcessMesh, grid: Grid) -> None:
+    """Gives the rings the codecs that the plan names for keys and values, by the level of the links they cross."""
+    named = {
+        level: one.codec
+        for one in plan.exchanges
+        for level in (("inside", "between") if one.level == "all" else (one.level,))
+        if one.traffic == Traffic.KEYS_VALUES and one.codec != "exact"
+    }
+    for axis, *rings in zip(("cp_in", "cp_out"), grid.keys, grid.gradients, strict=True):
+        nodes = {plan.ranks[rank].node for rank in mesh.mesh.members(mesh.rank, axis)}
+        name = named.get("inside" if len(nodes) == 1 else "between")
+        for ring in rings:
+            use = getattr(ring.group, "use", None)
+            if name is not None and use is not None:
+                use(Traffic.KEYS_VALUES, codecs.codec(name))
+
+
+def _total(mesh: ProcessMesh, module: nn.Module) -> Callable[[Tensor], Tensor]:
+    group = mesh.group("cp_out", "cp_in", "hp")
+
+    def total(counts: Tensor) -> Any:
+        if module.training and group is not None:  # a rank may generate by itself
+            with traffic(Traffic.CONTROL):
+                dist.all_reduce(counts, group=group)
+        return counts
+
+    found: Callable[[Tensor], Tensor] = torch.compiler.disable(total)
+    return found
+
+
+def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """Where ranks share a sequence."""
+    return CutAttention() if any(one.sequence > 1 for one in plan.stages) else None

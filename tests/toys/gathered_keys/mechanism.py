@@ -50,9 +50,10 @@ class GatheredKeys(Filled):
         group = context.mesh.group(*SEQUENCE)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, where: Where) -> Tensor:
-            if group is None:
+            slots = where.slots
+            if group is None or slots is None:
                 return plain(query, key, value, where)
-            keys, values = Gather.apply(key, group), Gather.apply(value, group)
+            keys, values = (slots.join(Gather.apply(one, group).split(key.shape[2], 2), 2) for one in (key, value))
             mask = torch.arange(keys.shape[-2])[None, :] <= where.positions[:, None]
             return F.scaled_dot_product_attention(
                 query, keys, values, attn_mask=mask, enable_gqa=query.shape[1] != key.shape[1]

@@ -1,0 +1,106 @@
+"""A decoder whose sequences are cut over ranks trains as on one rank, through the Trainer and a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from espalier import trainer, worker
+from espalier.config import derive, recipe_file
+from espalier.language.workload import open_language
+from espalier.launch import agent
+from espalier.launch import base as launch
+from espalier.plan import base as plans
+from espalier.rank_setup import RankSetup
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(8):
+        text = "".join(f"def f{i * number}(x):\n    return x * {i} + {number}\n" for i in range(60))
+        (folder / f"{number}.py").write_text(text)
+    return folder
+
+
+def recipe_of(corpus: Path, kind: str = "gpt", **train: Any) -> Any:
+    table = {
+        "model": {"kind": kind, "depth": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 64},
+        "data": {"path": str(corpus), "cache": str(corpus.parent / "cache"), "validation": 0.2},
+        "train": {
+            "steps": STEPS,
+            "sequence": 37,
+            "batch_tokens": 37 * 4,
+            "validate_tokens": 37 * 6,
+            "precision": "fp64",
+            "optimizer": {"kind": "adamw"},
+            **train,
+        },
+    }
+    return derive.resolve(recipe_file.from_table(table))[0]
+
+
+def plan_of(ranks: int, cut: tuple[int, int, int] = (1, 1, 1), **changes: Any) -> plans.Plan:
+    """`ranks` ranks, of which heads x context share a sequence in inner rings of a window."""
+    heads, context, window = cut
+    copies = ranks // (heads * context)
+    shares = [(4 * number // copies, 4 * (number + 1) // copies) for number in range(copies)]
+    stage = plans.Stage(ranks=tuple(range(ranks)), layers=(0, 2), heads=heads, context=context, window=window)
+    each = tuple(plans.Rank(share=share) for share in shares for _ in range(heads * context))
+    return plans.Plan(**{"ranks": each, "micro_batch": 2, "precision": "fp64", "stages": (stage,), **changes})
+
+
+def train(recipe: Any, plan: plans.Plan) -> tuple[list[float], dict[str, float]]:
+    """Losses of the steps and of the validation, and the bytes that rank 0 sent in its last step."""
+    workload = open_language(recipe)
+
+    def life(place: launch.RankSpec) -> tuple[list[float], dict[str, float]]:
+        seen: list[float] = []
+        sent: dict[str, float] = {}
+
+        def emit(event: str, **fields: Any) -> None:
+            if event in ("step", "validation"):
+                seen.append(fields["loss"])
+            if event == "step":
+                sent.update(fields["bytes"])
+
+        with worker.joined(place, 20.0) as channel:
+            trainer.Trainer(RankSetup(recipe, plan, workload, place, emit=emit), channel).run()
+        return seen, sent
+
+    places = launch.places(plan)
+    return agent.run(life, places)[0] if len(places) > 1 else life(places[0])
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Path) -> list[float]:
+    return train(recipe_of(corpus), plan_of(1))[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cut", "changes"),
+    [
+        (2, (1, 2, 2), {}),
+        (2, (2, 1, 1), {}),
+        (4, (2, 2, 2), {"placement": "context_first"}),
+        (4, (1, 4, 2), {"placement": "interleaved"}),
+        (4, (4, 1, 1), {}),
+        (4, (1, 2, 1), {"recompute": "selective"}),
+    ],
+    ids=str,
+)
+def test_cut_sequences_give_the_curve_of_one_rank(
+    corpus: Path, whole: list[float], ranks: int, cut: tuple[int, int, int], changes: dict[str, Any]
+) -> None:
+    found, _ = train(recipe_of(corpus), plan_of(ranks, cut, **changes))
+    assert len(found) == STEPS + 1
+    assert found == pytest.approx(whole, rel=1e-9)
+
+
+def test_the_balance_of_experts_is_that_of_whole_sequences(corpus: Path) -> None:
+    recipe = recipe_of(corpus, "moe")
+    assert train(recipe, plan_of(4, (2, 2, 2)))[0] == pytest.approx(train(recipe, plan_of(1))[0], rel=1e-9)
