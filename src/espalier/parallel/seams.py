@@ -1,9 +1,9 @@
 """Seams: fields of a model, with plain defaults, that a mechanism replaces by functions that know the ranks.
 
 `attend(query, key, value, where)` of a decoder (see `sequence.base`), `aggregate(block, rows, ...)` of a graph network
-(see `graph.base`), `route(x, chosen, weights, experts)` of a mixture of experts (see `experts.base`) and `total(counts)`,
-which adds up what a module counts of whole sequences. A module says which of its fields belong to which seam:
-`seams = {"attend": ("attend",)}`.
+(see `graph.base`), `route(x, chosen, weights, experts)` of a mixture of experts (see `experts.base`), and
+`total(counts)`, which adds up what a module counts of whole sequences. A module says which of its fields
+belong to which seam: `seams = {"attend": ("attend",)}`.
 """
 
 from __future__ import annotations
