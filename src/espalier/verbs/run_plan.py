@@ -156,10 +156,11 @@ def choose(
     request, calibration = prepare.request(resolved, world, workload), measurements.calibration(resolved.recipe)
     code = f"{version_check.code()} torch {torch.__version__}"
     key = partial(decision_cache.key, request, cluster, calibration, code)
-    plan = decision_cache.read(key(trials and trials.known()))
+    plan = decision_cache.read(key(None if trials is None else trials.known()))
     if plan is None:
         plan = decide(request, cluster, calibration, trials).taken
-        decision_cache.keep(key(trials and trials.known()), plan)  # trials that ran decide the same for who asks next
+        # Trials that ran decide the same for whoever asks next.
+        decision_cache.keep(key(None if trials is None else trials.known()), plan)
     return plan
 
 
