@@ -40,7 +40,8 @@ class Killed(BaseException):
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank when the run has done so many steps: `kill`, `raise`, `user`, `hang` or `stop`."""
+    """What happens to a rank when the run has done so many steps: `kill`, `raise`, `user`, `hang`, `stop`, `exit` as if
+    all were well, or `terminate`, after which all ranks save and end."""
 
     step: int
     rank: int
@@ -64,6 +65,7 @@ class Rank:
     alone: float = 0.0  # since when another is gone
     asked: float = 0.0
     status: int | None = None
+    well: bool = False
     error: EspalierError | None = None
     raised: str = ""
     beat: float = 0.0
@@ -74,6 +76,8 @@ class Rank:
 
     @property
     def doing(self) -> str:
+        if self.status is not None:
+            return "leaving"
         if self.alone:
             return "standing"
         return "stepping" if self.first else "starting"
@@ -86,7 +90,7 @@ class SimulatedChild(Child):
         super().__init__(rank.spec, pid=-1, pidfd=-1, pipe=-1)
         self.rank = rank
 
-    failed = property(lambda self: self.status is not None and self.status != 0)
+    failed = property(lambda self: self.status is not None and not self.rank.well)
     returned = property(lambda self: self.rank.step)
     error = property(lambda self: self.rank.error if self.status is not None else None)
     raised = property(lambda self: self.rank.raised if self.status is not None else "")
@@ -253,7 +257,7 @@ class World:
         for one in living:
             if not one.stopped:
                 one.beat = self.now
-        broken = len(living) < self.world and any(one.status for one in group)
+        broken = any(one.status is not None and not one.well for one in group)
         for one in living:
             if broken and not (one.hangs or one.stopped):
                 self._lost(one)
@@ -272,13 +276,14 @@ class World:
         if due is not None:
             self.faults.remove(due)
             self.met.append(due)
-            self._strike(next(one for one in living if one.spec.rank == due.rank), due)
+            self._strike(next(one for one in living if one.spec.rank == due.rank), due, living)
             return
         for one in living:
             if step < self.steps:
                 one.step, one.moved, one.cpu = step + 1, self.now, one.cpu + STEP
                 one.first = one.first or self.now
             if one.step == self.steps:
+                one.well = True
                 one.ends(0)
         if (step + 1) % SAVES == 0:
             self.saved = step + 1
@@ -289,9 +294,15 @@ class World:
         if self.now - one.alone >= wait:
             one.ends(1, PeerLost("Another rank is gone."))
 
-    def _strike(self, one: Rank, fault: Fault) -> None:
+    def _strike(self, one: Rank, fault: Fault, living: Sequence[Rank]) -> None:
         if fault.what == "kill":
             one.ends(-signal.SIGKILL)
+        elif fault.what == "exit":
+            one.ends(0)
+        elif fault.what == "terminate":
+            one.asked, self.saved = self.now, one.step
+            for each in living:
+                each.ends(130, Interrupted("Stopped; the state is saved."))
         elif fault.what == "raise":
             one.ends(1, RunFailed(f"Rank {one.spec.rank} failed: RuntimeError: at step {fault.step}"), "RuntimeError")
         elif fault.what == "user":
@@ -299,7 +310,9 @@ class World:
         one.hangs, one.stopped = fault.what == "hang", fault.what == "stop"
 
     def sign(self, one: Rank) -> Sign:
-        return Sign(one.beat, one.moved, one.doing, STEP if one.first else 0.0, one.step, one.resumed, one.first, 0.0)  # type: ignore[arg-type]
+        return Sign(
+            one.beat, one.moved, one.doing, STEP if one.first else 0.0, one.step, one.resumed, one.first, one.asked
+        )  # type: ignore[arg-type]
 
 
 class SimulatedAgent(LocalAgent):
@@ -321,7 +334,7 @@ class SimulatedAgent(LocalAgent):
 
     def _show(self) -> None:
         for index, child in enumerate(self.children if self.pulses is not None else ()):
-            if child.rank.status is None and child.rank.beat:
+            if child.rank.beat:
                 self.pulses.show(index, self.world.sign(child.rank))
 
     def start(self, attempt: Attempt) -> None:

@@ -21,8 +21,10 @@ from espalier.launch.supervisor_protocol import Meeting
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # who is killed says so
 
 STEPS = 24
-FOUND = {"kill": 2.0, "raise": 2.0, "hang": 4.0, "stop": 4.0}
-"""Simulated seconds from a fault until the supervisor has said what it does about it."""
+KINDS = {
+    "kill": "killed", "raise": "exception", "hang": "hang", "stop": "stopped", "exit": "exit", "terminate": "signal",
+}  # fmt: skip
+"""What happens to a rank, and what that is called."""
 
 
 def supervised(
@@ -78,7 +80,7 @@ NORMAL = settings(max_examples=150, deadline=None, derandomize=True, suppress_he
 MANY = settings(NORMAL, max_examples=3000)
 
 
-CASES = given(case=schedules("kill hang stop raise"), stays=st.sampled_from(["", "alike"]))
+CASES = given(case=schedules(" ".join(KINDS)), stays=st.sampled_from(["", "alike"]))
 
 
 def outlived(case: tuple[int, list[Fault]], stays: str) -> None:
@@ -101,21 +103,22 @@ def test_a_run_outlives_thousands_of_schedules(case: tuple[int, list[Fault]], st
     outlived(case, stays)
 
 
-@pytest.mark.parametrize("what", list(FOUND))
+@pytest.mark.parametrize("what", list(KINDS))
 @pytest.mark.parametrize("stays", ["", "alike"])
 @pytest.mark.parametrize("heartbeat", [0.5, 1.0, 4.0])
 def test_each_fault_is_found_within_three_heartbeats(what: str, stays: str, heartbeat: float) -> None:
     world = World(3, STEPS, [Fault(10, 1, what)], stays=bool(stays))
     at: list[tuple[float, int]] = []
     strike = world._strike
-    world._strike = lambda one, fault: (at.append((world.now, len(world.starts))), strike(one, fault))[1]  # type: ignore[method-assign,assignment]
+    world._strike = lambda *struck: (at.append((world.now, len(world.starts))), strike(*struck))[1]  # type: ignore[method-assign,assignment]
     outcome, told = supervised(world, stays, heartbeat)
     assert outcome == [STEPS] * 3
     ((found, _, fields),) = [one for one in told if one[1] == "incident"]
     assert found - at[0][0] <= (3.0 * heartbeat + 0.5 if what in ("hang", "stop") else 1.5)
-    assert fields["step"] == 10
+    assert (fields["kind"], fields["step"]) == (KINDS[what], 10)
+    assert fields["rank"] == (-1 if what == "hang" else 1)
     starts = [rank for _, rank in world.starts[at[0][1] :]]
-    in_place = stays and what != "hang"  # nobody knows who hangs where no stack tells
+    in_place = stays and what not in ("hang", "terminate")  # nobody knows who hangs where no stack tells
     assert starts == ([1] if in_place else [0, 1, 2])
 
 
@@ -221,7 +224,7 @@ def world_of(ranks: int, stays: bool, *schedule: Fault) -> World:
 
 @pytest.mark.parametrize("hosts", [2, 3])
 @pytest.mark.parametrize("stays", ["", "alike"])
-@pytest.mark.parametrize("what", ["", "kill", "stop", "raise", "hang"])
+@pytest.mark.parametrize("what", ["", *KINDS])
 def test_hosts_end_a_run_well_whatever_happens_to_a_rank(hosts: int, stays: str, what: str) -> None:
     run = Hosts(world_of(hosts + 1, bool(stays), *([Fault(5, 1, what)] if what else [])), hosts, stays)
     run.run()
