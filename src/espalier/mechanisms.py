@@ -23,6 +23,7 @@ from espalier.shard import mechanism as sharded_states
 from espalier.shard import placement_plan
 from espalier.stages import whole
 from espalier.sync import every_step, outer_rounds
+from espalier.tensor import mechanism as tensor_parallel
 
 if TYPE_CHECKING:
     from espalier.config import Recipe
@@ -143,7 +144,7 @@ CUT_LAYERS = Claim(
 )
 COPIES = Claim("faults.memory", question="copies", changes=frozenset({"states are copied"}))
 ROLLBACK = Claim("faults.rollback", question="rollback", changes=frozenset({"steps are taken back"}))
-UNMET = frozenset({"products of cut matrices", "a schedule of stages"})
+UNMET = frozenset({"a schedule of stages"})
 """Needs that no mechanism meets yet: plans with them are refused by `compose`."""
 
 
@@ -179,6 +180,7 @@ TABLE: tuple[Choose, ...] = (
     lambda recipe, plan: Recompute(plan.recompute) if plan.recompute != "none" else None,
     lambda recipe, plan: Autocast() if plan.precision == "bf16" else None,
     lambda recipe, plan: Compile() if plan.compile else None,
+    tensor_parallel.choose,
     muon.choose_matrices,
     muon.choose,
     adamw.choose,

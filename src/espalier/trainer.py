@@ -96,8 +96,9 @@ class Trainer:
     # --- one step ------------------------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Any]) -> Agreed:
-        """Forward, backward, exchange, update. Randomness is a pure function of (seed, step, rank)."""
-        recipe, rank = self.setting.recipe, self.setting.place.rank
+        """Forward, backward, exchange, update. Randomness is a pure function of (seed, step, rank), the same for ranks
+        that share matrices."""
+        recipe, rank = self.setting.recipe, self.mesh.mesh.members(self.setting.place.rank, "tp")[0]
         seed_step(self.setting.device, hash((recipe.train.seed, self.step, rank)) & 0x7FFF_FFFF_FFFF_FFFF)
         if not self.built.model.training:
             self.built.model.train()

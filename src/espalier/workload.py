@@ -99,6 +99,26 @@ class Pieces:
         return self.head(state)
 
 
+class Role(NamedTuple):
+    """What a module of a model does where ranks share its matrices (tensor parallelism).
+
+    Attributes:
+        kind: `column`, `row`: a `Linear` cut by its outputs or inputs; `table`: an `Embedding` or a head cut by words;
+            `words`: a `Linear` cut by outputs that every rank then gets whole; `head`: the module whose seams `predict`
+            and `score` use a table or head that is cut; `columns`, `rows`: a `Linear` cut without an exchange, inside
+            a `region`, which needs all tokens and gives each rank's part of a sum; `partial`: every rank has it, and
+            its gradient is the sum of theirs. Whatever has no role is on every rank, with the same gradient.
+        share: (rank, ranks) to the `[first, last)` of its rows or columns; None: as even as can be.
+        copies: ranks to how many neighbours hold the same part.
+        unit: what cannot be divided, for messages.
+    """
+
+    kind: str
+    share: Callable[[int, int], tuple[int, int]] | None = None
+    copies: Callable[[int], int] | None = None
+    unit: str = "rows"
+
+
 class Workload(Protocol):
     """One family of models. Built by `language.workload.open(...)` and its like."""
 
@@ -121,6 +141,11 @@ class Workload(Protocol):
 
     def pieces(self, model: nn.Module) -> Pieces | None:
         """`model` in pieces that give together what its forward gives, to the bit; None where it has no such order."""
+        ...
+
+    def roles(self, model: nn.Module) -> Mapping[str, Role] | None:
+        """How ranks may share `model`: patterns of module names to roles. With a `partial` among them its residual
+        stream is sharded along the tokens. None: the model says it itself (`tp_plan`)."""
         ...
 
     def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
@@ -210,6 +235,10 @@ class Plain:
 
     def pieces(self, model: nn.Module) -> Pieces | None:
         """Not known."""
+        return None
+
+    def roles(self, model: nn.Module) -> Mapping[str, Role] | None:
+        """As the model says."""
         return None
 
     def tasks(self) -> Mapping[str, float]:

@@ -27,7 +27,7 @@ from espalier.language.operation_counts import DecoderLoad, Feed, decoder_work
 from espalier.sequence import ring
 from espalier.sequence.base import Attend, Where
 from espalier.sequence.whole import causal
-from espalier.workload import Pieces
+from espalier.workload import Pieces, Role
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -178,26 +178,33 @@ class GPT(nn.Module):
         # Tied: no second name for the table, so that moving from the meta device cannot tear the two apart.
         self.head = None if size.tied else nn.Linear(size.width, size.vocabulary, bias=False)
         self.through: Through = plainly
+        self.predict: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.score: Callable[[Tensor, Tensor, Tensor], Tensor] = score
 
     def block(self) -> DecoderBlock:
         """A new layer."""
         return DecoderBlock(self.size)
 
     def forward(
-        self, tokens: Int[Tensor, "batch seq"], cache: Cache | None = None, where: Where | None = None
-    ) -> Float[Tensor, "batch seq vocabulary"]:
-        """Logits of the token after each of `tokens`. With a cache, `tokens` continue what it remembers. `where`: None
-        for rows that are a document each, and whole."""
+        self,
+        tokens: Int[Tensor, "batch seq"],
+        cache: Cache | None = None,
+        where: Where | None = None,
+        targets: Int[Tensor, "batch seq"] | None = None,
+    ) -> Float[Tensor, "batch seq vocabulary"] | Float[Tensor, ""]:
+        """Logits of the token after each of `tokens`, or with `targets` the sum of their losses. With a cache, `tokens`
+        continue what it remembers. `where`: None for rows that are a document each, and whole."""
         x, turn = self.embedding(tokens), self._turn(tokens, cache, where)
         for block, past in zip(self.blocks, self._pasts(cache), strict=True):
             x = self.through(block, x, turn, past)
-        return self.logits(x)
+        return self.logits(x) if targets is None else self.losses(x, targets)
 
     def loss_sum(
         self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"], where: Where | None = None
     ) -> Float[Tensor, ""]:
         """Sum of the cross entropies (nats) of `targets`; those equal to -100 are left out."""
-        return cross_entropy_sum(self(tokens, where=where), targets)
+        loss: Tensor = self(tokens, where=where, targets=targets)
+        return loss
 
     def pieces(self) -> Pieces:
         """Of (tokens, where), to logits."""
@@ -216,8 +223,16 @@ class GPT(nn.Module):
 
     def logits(self, x: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq vocabulary"]:
         """Logits from the residual stream after the last block."""
-        x = self.norm(x)
-        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        return self.predict(self.norm(x), self.words)
+
+    def losses(self, x: Float[Tensor, "batch seq width"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
+        """Sum of the cross entropies of `targets`, from the residual stream after the last block."""
+        return self.score(self.norm(x), self.words, targets)
+
+    @property
+    def words(self) -> Float[Tensor, "vocabulary width"]:
+        """The matrix of the head: its own, or the token table."""
+        return self.embedding.weight if self.head is None else self.head.weight
 
     def _turn(self, tokens: Tensor, cache: Cache | None, where: Where | None) -> Rotary:
         if where is None:
@@ -230,6 +245,13 @@ class GPT(nn.Module):
 
     def _pasts(self, cache: Cache | None) -> Sequence[Past | None]:
         return [None] * self.size.layers if cache is None else cache.layers
+
+
+def score(
+    x: Float[Tensor, "batch seq width"], words: Float[Tensor, "vocabulary width"], targets: Int[Tensor, "batch seq"]
+) -> Float[Tensor, ""]:
+    """Sum of the cross entropies of `targets` by the head `words`, from the normalised residual stream."""
+    return cross_entropy_sum(F.linear(x, words), targets)
 
 
 def cross_entropy_sum(
@@ -254,6 +276,65 @@ def initialise(model: GPT, seed: int) -> None:
         deviation = 0.02 / (2 * model.size.layers) ** 0.5 if residual else 0.02
         values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         parameter.copy_(values.normal_(0.0, deviation, generator=generator))
+
+
+# --- shared by ranks ---------------------------------------------------------------------------------------------
+
+
+class Heads(NamedTuple):
+    """Query heads and the key-value heads that runs of them share, of `size` columns each. Ranks take whole heads: of
+    fewer key-value heads than ranks each is on several, which divide its queries."""
+
+    query: int
+    kv: int
+    size: int
+
+    def queries(self, rank: int, ranks: int) -> tuple[int, int]:
+        """Columns of the query (and rows of the output) that a rank has; none where heads do not suffice."""
+        each, copies = self.query // self.kv, self.copies(ranks)
+        first, last = self.keys(rank, ranks)
+        if copies == 1 or first == last:
+            return first * each, last * each
+        begin, end = (each * number // copies for number in (rank % copies, rank % copies + 1))
+        return first * each + begin * self.size, first * each + end * self.size
+
+    def keys(self, rank: int, ranks: int) -> tuple[int, int]:
+        """Columns of key and value that a rank has; none where ranks are no multiple of fewer heads."""
+        copies = self.copies(ranks)
+        if ranks > self.kv and ranks % self.kv:
+            return 0, 0
+        first, last = (self.kv * number // (ranks // copies) for number in (rank // copies, rank // copies + 1))
+        return first * self.size, last * self.size
+
+    def copies(self, ranks: int) -> int:
+        """Neighbouring ranks that hold the same keys and values."""
+        return max(1, ranks // self.kv)
+
+
+def roles(model: GPT) -> dict[str, Role]:
+    """What the decoder's modules are where ranks share its matrices."""
+    size = model.size
+    heads = Heads(size.heads, size.kv_heads, size.head_size)
+    told = f"query heads ({size.heads}) and key-value heads ({size.kv_heads})"
+    keys = Role("column", heads.keys, heads.copies, told)
+    found = {
+        "": Role("head", unit="words of the vocabulary"),
+        "embedding": Role("table", unit="words of the vocabulary"),
+        "head": Role("table", unit="words of the vocabulary"),
+        "norm": Role("partial"),
+        "blocks.*_norm": Role("partial"),
+        "blocks.*.attention.query": Role("column", heads.queries, unit=told),
+        "blocks.*.attention.key": keys,
+        "blocks.*.attention.value": keys,
+        "blocks.*.attention.out": Role("row", heads.queries, unit=told),
+    }
+    feed = "columns of the feed-forward"
+    if size.experts == 1:
+        inner = {"gate": Role("column", unit=feed), "up": Role("column", unit=feed), "down": Role("row", unit=feed)}
+        return found | {f"blocks.*.feed_forward.{name}": role for name, role in inner.items()}
+    inner = {"gate": Role("columns", unit=feed), "up": Role("columns", unit=feed), "down": Role("rows", unit=feed)}
+    found |= {f"blocks.*.feed_forward.experts.*.{name}": role for name, role in inner.items()}
+    return found | {"blocks.*.feed_forward": Role("region"), "blocks.*.router": Role("partial")}
 
 
 # --- activation recomputation ------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from espalier.cost import Anatomy, Product
 from espalier.experts.base import Route
 from espalier.experts.local import local
-from espalier.language.gpt import GPT, IGNORED, DecoderBlock, FeedForward, Rotary, cross_entropy_sum
+from espalier.language.gpt import GPT, IGNORED, DecoderBlock, FeedForward, Rotary
 from espalier.language.kv_cache import Cache, Past
 from espalier.language.operation_counts import DecoderLoad, Feed, decoder_work
 
@@ -98,21 +98,22 @@ class MOE(GPT):
         return MoeBlock(self.size)
 
     def forward(
-        self, tokens: Int[Tensor, "batch seq"], cache: Cache | None = None, where: Where | None = None
-    ) -> Float[Tensor, "batch seq vocabulary"]:
-        """See `GPT.forward`."""
-        return self.logits(self._through_blocks(tokens, cache, where)[0])
-
-    def loss_sum(
-        self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"], where: Where | None = None
-    ) -> Float[Tensor, ""]:
-        """Sum of cross entropies; while training also `balance` x imbalance, summed over layers and over the targets.
+        self,
+        tokens: Int[Tensor, "batch seq"],
+        cache: Cache | None = None,
+        where: Where | None = None,
+        targets: Int[Tensor, "batch seq"] | None = None,
+    ) -> Float[Tensor, "batch seq vocabulary"] | Float[Tensor, ""]:
+        """See `GPT.forward`. While training, losses are cross entropies and `balance` x imbalance, summed over layers
+        and over the targets.
 
         Each target carries the imbalance of its sequence, so the whole is a sum over samples whose weight is the
         number of targets: it does not matter how a batch is cut.
         """
-        x, uneven = self._through_blocks(tokens, None, where)
-        loss = cross_entropy_sum(self.logits(x), targets)
+        x, uneven = self._through_blocks(tokens, cache, where)
+        if targets is None:
+            return self.logits(x)
+        loss = self.losses(x, targets)
         if not self.training:
             return loss
         counted = (targets != IGNORED).sum(1)

@@ -21,7 +21,7 @@ from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer
 from espalier.sequence.base import Where
 from espalier.sequence.slots import SequenceSlots
-from espalier.workload import Pieces, Plain, Progress, Shard, to_device
+from espalier.workload import Pieces, Plain, Progress, Role, Shard, to_device
 
 
 class Windows(NamedTuple):
@@ -80,6 +80,11 @@ class LanguageWorkload(Plain):
         """The table, the layers, and the last norm with the head."""
         assert isinstance(model, gpt.GPT)
         return model.pieces()
+
+    def roles(self, model: nn.Module) -> Mapping[str, Role]:
+        """Heads, the feed-forward's columns and the vocabulary are divided; norms see each rank's tokens."""
+        assert isinstance(model, gpt.GPT)
+        return gpt.roles(model)
 
     def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """The token table and the head."""

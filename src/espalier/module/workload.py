@@ -26,7 +26,7 @@ from espalier.errors import EspalierError, UserError
 from espalier.import_function import Author, function
 from espalier.module.parts import READING, Parts, Task, checked, collated, content, length, tasks_of, tensors, trial
 from espalier.shard.wrap_policy import blocks_of, profile
-from espalier.workload import Phase, Pieces, Progress, Shard, Tagged, Workload, to_device
+from espalier.workload import Phase, Pieces, Progress, Role, Shard, Tagged, Workload, to_device
 from espalier.workload_row import Profile, Row
 
 
@@ -73,6 +73,10 @@ class ModuleWorkload:
         if not isinstance(model, nn.Sequential):
             return None
         return Pieces(lambda inputs: inputs, list(model), lambda state: state)
+
+    def roles(self, model: nn.Module) -> Mapping[str, Role] | None:
+        """As the model says."""
+        return None
 
     def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """Tables, and the last matrix, which is taken for the head."""

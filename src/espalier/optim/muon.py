@@ -27,9 +27,13 @@ if TYPE_CHECKING:
     from espalier.plan.base import Plan
 
 CLAIM = Claim(
-    "muon", question="optimizer", needs=frozenset({"gradients are summed", "whole matrices"}), instead=("adamw",)
+    "muon",
+    question="optimizer",
+    needs=frozenset({"gradients are summed", "whole matrices"}),
+    forbids=frozenset({"matrices are cut"}),
+    instead=("adamw",),
 )
-MATRICES = Claim("muon_matrices", question="matrices", needs=frozenset({"a model"}))
+MATRICES = Claim("muon_matrices", question="matrices", needs=frozenset({"a model"}), after=frozenset({"products"}))
 
 
 LARGEST_BATCH = 2**24

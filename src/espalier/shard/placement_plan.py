@@ -26,7 +26,7 @@ WHOLE = Claim(
     question="shard",
     needs=frozenset({"a model"}),
     changes=frozenset({"gradients are summed", "whole matrices"}),
-    after=frozenset({"attend", "aggregate", "route", "recompute", "compile", "precision", "matrices"}),
+    after=frozenset({"attend", "aggregate", "route", "recompute", "compile", "precision", "matrices", "tensor"}),
 )
 """With every matrix on one rank."""
 SPLIT = Claim(
@@ -34,7 +34,7 @@ SPLIT = Claim(
     question="shard",
     needs=frozenset({"a model"}),
     changes=frozenset({"gradients are summed"}),
-    after=frozenset({"attend", "aggregate", "route", "recompute", "compile", "precision", "matrices"}),
+    after=frozenset({"attend", "aggregate", "route", "recompute", "compile", "precision", "matrices", "tensor"}),
     instead=("amsp",),
 )
 """With matrices cut by the shards of the optimizer's state (a plan's units that are not `whole`)."""

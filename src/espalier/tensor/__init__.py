@@ -1,0 +1,1 @@
+"""How do ranks share a matrix?"""
