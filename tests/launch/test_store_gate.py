@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from abroad import TOKEN, Abroad
@@ -58,10 +58,9 @@ class Guarded:
 
 
 @pytest.fixture
-def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Guarded]:
+def guarded(monkeypatch: pytest.MonkeyPatch) -> Guarded:
     monkeypatch.setattr(store_gate, "SECONDS", 1.0)
-    yield Guarded()
-    threading.stack_size(0)
+    return Guarded()
 
 
 def proved(line: socket.socket, token: str, who: str = "visitor") -> bytes:
