@@ -138,19 +138,23 @@ class Agent(Protocol):
         """Where the threads of each living rank are."""
 
     def located(self, ended: Ended) -> Ended:
-        """With the host that is at fault, where one is known."""
+        """With the host that is at fault, where there are several and it is known."""
+        return ended
 
     def examined(self, ended: Ended) -> Ended:
         """With what this agent can find out once no rank of the attempt is waited for."""
+        return ended
 
     def told_to_stay(self, ended: Ended) -> Failure | None:
         """The failure as the ranks that are left see it; None where not all of them can be told to stay."""
+        return ended.failure
 
     def host(self, rank: int) -> str:
         """The name of the rank's host, as users know it; empty for this one."""
+        return ""
 
 
-class LocalAgent:
+class LocalAgent(Agent):
     """The ranks of this host. Has state: them.
 
     Args:
@@ -161,7 +165,16 @@ class LocalAgent:
 
     def __init__(self, task: Entrypoint, signals: Signals, clock: Clock = time) -> None:
         self.task, self.signals, self.clock = task, signals, clock
-        self.children, self.current = signals.children, True
+
+    @property
+    def children(self) -> list[Child]:
+        """See `Agent.children`."""
+        return self.signals.children
+
+    @property
+    def current(self) -> bool:
+        """Always: what ranks show lies in this machine's memory."""
+        return True
 
     def start(self, attempt: Attempt) -> None:
         """See `Agent.start`. Ranks meet where their specs say, or at a store that the first of them serves."""
@@ -225,7 +238,7 @@ class LocalAgent:
         return ranks.endings(self.children if children is None else children, every)
 
     def listen(self, now: float) -> bool:
-        """Always: what ranks show lies in this machine's memory."""
+        """See `Agent.listen`."""
         return True
 
     def vitals(self) -> list[Vital]:
@@ -235,22 +248,6 @@ class LocalAgent:
     def stack_dumps(self) -> dict[int, str]:
         """See `Agent.stack_dumps`."""
         return postmortem.dumps(self.children)
-
-    def located(self, ended: Ended) -> Ended:
-        """As it is: there is no other host."""
-        return ended
-
-    def examined(self, ended: Ended) -> Ended:
-        """As it is."""
-        return ended
-
-    def told_to_stay(self, ended: Ended) -> Failure | None:
-        """As it is."""
-        return ended.failure
-
-    def host(self, rank: int) -> str:
-        """This one."""
-        return ""
 
 
 def run(task: Entrypoint, places: Sequence[RankSpec]) -> list[Any]:

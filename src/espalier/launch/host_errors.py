@@ -10,6 +10,7 @@ from typing import Any
 
 from espalier import errors
 from espalier.errors import EspalierError, HostLost, Interrupted, RunFailed, UserError
+from espalier.launch import rank_process
 from espalier.launch.hosts import Host
 
 _SHELL = 128  # a shell adds this to the number of the signal that ended its child
@@ -23,15 +24,11 @@ def gone(host: Host, who: str, argv: Sequence[str], code: int, last: str) -> Esp
     shown = shlex.join(argv)
     words = f"; its last words: {last}" if last else ""
     if who:
-        name = _signal(code)
-        if name:
-            why = "the system was probably out of memory" if name == "SIGKILL" else f"the process got {name}"
-            what = f"{who} on host {host.name} was killed ({name})."
-        elif code == 255:
+        what, why = rank_process.ended(f"{who} on host {host.name}", _status(code))
+        if code == 255:
             what = f"The connection to host {host.name} ({who.lower()}) was lost."
             why = f"`{shown}` ended with 255, as ssh does"
-        else:
-            what, why = f"{who} on host {host.name} ended with exit code {code}.", "it said nothing of it"
+        why = why or "it said nothing of it"
         return RunFailed(what, why=why + words, do="run the same command to resume")
     if "No module named 'espalier" in last or "No module named espalier" in last:
         return UserError(
@@ -78,9 +75,9 @@ def together(failed: Sequence[EspalierError]) -> EspalierError:
     return UserError(f"{first.what} Nor can {', '.join(hosts)}.", why=first.why, do=first.do)
 
 
-def _signal(code: int) -> str:
-    number = -code if code < 0 else code - _SHELL
+def _status(code: int) -> int:
+    """Of the process itself, whose shell tells a signal by a number of its own."""
     try:
-        return signal.Signals(number).name
+        return -signal.Signals(code - _SHELL)
     except ValueError:
-        return ""
+        return code

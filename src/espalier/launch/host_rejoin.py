@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from espalier.errors import EspalierError, HostLost, PeerLost, RunFailed, UserError
-from espalier.launch import version_check
 from espalier.launch.host_agent import PATIENCE, Told
 from espalier.launch.host_errors import unanswered
 from espalier.launch.network_interface import TRY_SECONDS
-from espalier.launch.remote_process import Far
+from espalier.launch.remote_process import Far, compare
 
 PAUSES = (0.0, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each try, and the last before every further one: a process that was killed is there at once, a machine
@@ -165,25 +164,18 @@ class Returning:
         far = crowd.again(number)
         said = yield from _answer(far, ("hello",), crowd.patience)
         far.rank = number
-        self._compare(far, said)
+        compare(crowd.all, [(far, said["identity"])])
         far.tell({**far.reached, **crowd.seat(far)})
         said = yield from _answer(far, ("reached", "lost"), TRY_SECONDS + crowd.patience)
         if said["is"] == "lost":
             raise _NotYet(PeerLost(f"Host {far.host.name} does not reach the first host, {crowd.all[0].host.name}."))
         far.tell({**crowd.message(far), "life": self._lives[number]})
         said = yield from _answer(far, ("ready",), PATIENCE)
-        self._compare(far, said)
+        compare(crowd.all, [(far, said["identity"])])
         far.tell({"is": "go"})
         while not far.joined:
             _check(far)
             yield
-
-    def _compare(self, far: Far, said: Told) -> None:
-        """Raises UserError where a process is not what the others are."""
-        far.identity = {**far.identity, **said["identity"]}
-        version_check.check([
-            {"host": one.host.name, **{key: one.identity[key] for key in said["identity"]}} for one in self._crowd.all
-        ])  # fmt: skip
 
 
 def _answer(far: Far, kinds: Sequence[str], seconds: float) -> Generator[None, None, Told]:

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import psutil
-
 from espalier.errors import UserError, missing_extra
+from espalier.launch import network_interface
 from espalier.launch.base import RankSpec
 from espalier.launch.torchrun import master_port, number
 
@@ -24,8 +23,6 @@ _VARIABLES = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 """Rank, number of ranks, and both on this host: Open MPI; MVAPICH2; MPICH's Hydra, which Intel MPI has too."""
-_KNOCK = 2.0
-"""Seconds in which an address of rank 0 answers, or is not the one."""
 
 
 class _Meeting(NamedTuple):
@@ -83,7 +80,8 @@ def _met(rank: int, world: int, here: int) -> _Meeting:
     listen_fd = -1
     if rank == 0:
         listener = socket.create_server(("", 0), backlog=1024)
-        told = (["127.0.0.1"] if here == world else _addresses(), listener.getsockname()[1])
+        own = [one.address for one in network_interface.addresses()]
+        told = (["127.0.0.1"] if here == world else own, listener.getsockname()[1])
         listen_fd = listener.detach()
     addresses, port = told if comm is None else comm.bcast(told, 0)
     return _Meeting("127.0.0.1" if rank == 0 else _answering(addresses, port), port, listen_fd)
@@ -107,23 +105,11 @@ def _world(world: int) -> Any:
     return comm
 
 
-def _addresses() -> list[str]:
-    """This host's addresses, those first that others may reach; containers' bridges are no less likely than networks,
-    so all are tried."""
-    up = [name for name, state in psutil.net_if_stats().items() if state.isup]
-    found = [one.address for name, all_ in psutil.net_if_addrs().items() if name in up for one in all_
-             if one.family == socket.AF_INET]  # fmt: skip
-    return sorted(found, key=lambda address: address.startswith("127."))
-
-
 def _answering(addresses: Sequence[str], port: int) -> str:
     """The first address that rank 0 answers at."""
-    for address in addresses:
-        try:
-            socket.create_connection((address, port), _KNOCK).close()
-        except OSError:
-            continue
-        return address
+    found = network_interface.reach(addresses, port, "", None)
+    if found is not None:
+        return found[0]
     raise UserError(
         f"Rank 0 answers at none of its addresses ({', '.join(addresses)}), port {port}.",
         why="a firewall between the hosts, or hosts on separate networks",

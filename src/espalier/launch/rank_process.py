@@ -245,18 +245,19 @@ def results(children: Sequence[Child]) -> list[Any]:
 
 def died(child: Child) -> RunFailed:
     """The error of a rank that ended and could tell nothing."""
-    status = child.status or 0
-    if status < 0:
-        name = signal.Signals(-status).name
-        why = "the system was probably out of memory" if name == "SIGKILL" else f"the process got {name}"
-        what = f"Rank {child.place.rank} was killed ({name})."
-    else:
-        what = f"Rank {child.place.rank} ended with exit code {status}."
-        why = "it left before its work was done" if status == 0 else ""
+    what, why = ended(f"Rank {child.place.rank}", child.status or 0)
     tail = _tail(child.place.log)
-    words = [why] if why else []
-    words += [f"its last words: {tail}"] if tail else []
+    words = filter(None, (why, f"its last words: {tail}" if tail else ""))
     return RunFailed(what, why="; ".join(words), do="run the same command to resume")
+
+
+def ended(who: str, status: int) -> tuple[str, str]:
+    """What became of a process that told nothing, and why; `status` as of `Child`."""
+    if status >= 0:
+        return f"{who} ended with exit code {status}.", "" if status else "it left before its work was done"
+    name = signal.Signals(-status).name
+    why = "the system was probably out of memory" if name == "SIGKILL" else f"the process got {name}"
+    return f"{who} was killed ({name}).", why
 
 
 def _tail(log: Path | None) -> str:

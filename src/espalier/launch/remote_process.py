@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from espalier.errors import EspalierError
+from espalier.launch import version_check
 from espalier.launch.host_agent import Told
 from espalier.launch.hosts import Host
 
@@ -91,3 +92,10 @@ class Far:
         for stream in (self.process.stdout, self.process.stderr):
             if stream is not None:
                 stream.close()
+
+
+def compare(fars: Sequence[Far], told: Sequence[tuple[Far, Mapping[str, str]]]) -> None:
+    """Raises UserError where processes are not the same in what some of them have just `told` they are."""
+    for far, identity in told:
+        far.identity = {**far.identity, **identity}
+    version_check.check([{"host": far.host.name, **{key: far.identity[key] for key in told[0][1]}} for far in fars])

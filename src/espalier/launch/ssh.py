@@ -22,12 +22,12 @@ from typing import Any
 
 from espalier.config import Launch
 from espalier.errors import EspalierError, HostLost, UserError
-from espalier.launch import network_interface, postmortem, version_check
+from espalier.launch import network_interface, postmortem
 from espalier.launch.host_agent import MARK, PATIENCE, Told
 from espalier.launch.host_errors import gone, retold, together, unanswered
 from espalier.launch.host_rejoin import Returning
 from espalier.launch.hosts import Host, command, resolve
-from espalier.launch.remote_process import Far
+from espalier.launch.remote_process import Far, compare
 from espalier.launch.signal_handling import handling
 
 ANSWER_SECONDS = 60.0
@@ -222,7 +222,7 @@ class Crowd:
         """Tells every rank what it is about, waits until all have opened their data, and compares what they found."""
         self.message = message
         answers = self.ask(self.all, message, "ready", PATIENCE)
-        _compare(self.all, [said["identity"] for said in answers])
+        compare(self.all, [(far, said["identity"]) for far, said in zip(self.all, answers, strict=True)])
 
     def carry_out(self) -> Told:
         """Lets all ranks begin and waits for their end; what the first had to say. Raises the error that ended them.
@@ -372,7 +372,7 @@ class Crowd:
 
 def _agree(fars: Sequence[Far], greetings: Sequence[Told]) -> list[str]:
     """Raises UserError when the hosts' versions differ; says whose clock does."""
-    _compare(fars, [said["identity"] for said in greetings])
+    compare(fars, [(far, said["identity"]) for far, said in zip(fars, greetings, strict=True)])
     now = time.time()
     notes = []
     for far, said in zip(fars, greetings, strict=True):
@@ -384,9 +384,3 @@ def _agree(fars: Sequence[Far], greetings: Sequence[Told]) -> list[str]:
                 "never compare clocks, and the run log is written by the first host alone."
             )
     return notes
-
-
-def _compare(fars: Sequence[Far], identities: Sequence[Mapping[str, str]]) -> None:
-    version_check.check([{**one, "host": far.host.name} for far, one in zip(fars, identities, strict=True)])
-    for far, one in zip(fars, identities, strict=True):
-        far.identity = {**far.identity, **one}

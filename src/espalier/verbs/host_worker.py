@@ -19,9 +19,6 @@ from espalier.launch.host_agent import Launcher, Told
 if TYPE_CHECKING:
     from espalier.cluster import Cluster
 
-PROBING = 300.0
-"""Longest wait of one host for another while they are measured (seconds)."""
-
 
 def main() -> int:
     """The life of this process; its exit code."""
@@ -75,6 +72,7 @@ def _probe(launcher: Launcher, place: RankSpec, asked: Told) -> Told:
     from espalier.launch import store_server
     from espalier.plan import codecs
     from espalier.verbs import prepare
+    from espalier.verbs.host_supervisor import PROBING
 
     torch.set_num_threads(1)
     _enter(place, asked)
