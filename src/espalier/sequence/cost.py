@@ -85,7 +85,7 @@ def cost(load: SequenceLoad, grid: SequenceGrid, wire: Wire | None = None) -> Co
     hp, cp, w, rings = np.asarray(grid.heads), np.asarray(grid.context), np.asarray(grid.window), grid.windows
     width, own = load.head_size * load.element_bytes, load.tokens / (hp * cp)
     keys = np.maximum(load.kv_heads, hp)
-    rounds = {"none": (1, 1, 2), "selective": (1, 2, 3), "block": (2, 2, 4)}[load.recompute]
+    rounds = {"none": (1, 1, 2), "selective": (1, 2, 3), "block": (2, 2, 3)}[load.recompute]
     forwards, inward, exchanges = rounds
     queries, triples = own * load.heads * width, own * (load.heads + 2 * keys) * width
     # Forward q, k, v in and out back; backward the same; what is computed again goes in again, and its result back.
@@ -93,9 +93,7 @@ def cost(load: SequenceLoad, grid: SequenceGrid, wire: Wire | None = None) -> Co
     share = (hp - 1) / hp
     block = 2 * own * keys * width
     wider = np.maximum(4, load.element_bytes) / load.element_bytes
-    inner, outer = rings * (w - 1), rings - 1
-    home = np.where(rings > 1, rings - (w == 1), 0)
-    carried = block * ((forwards + 1) * (inner + outer) + wider * (inner + home))
+    carried = block * (forwards + 1 + wider) * (rings * (w - 1) + rings - 1)
     sent = {KEYS_VALUES: load.layers * carried, ACTIVATIONS: load.layers * whole * share}
     held = {KEYS_VALUES: np.where(cp > 1, block * (3 + 3 * wider), 0.0)}
     if wire is None:

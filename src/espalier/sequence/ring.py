@@ -3,8 +3,8 @@
 After LoongTrain (arXiv 2406.18485, section 4.3). Slots form a grid of `W` windows of `w`. A block of keys and values is
 passed on inside its window at every step, and unrotated to the next window while these `w` steps run. Backward sends
 the gradients of keys and values, always in float32 or wider, on groups of their own: inside a window one step behind
-their keys, and between windows while the next window is at work. Deviations: gradients make no hop that carries
-nothing (a window's own slot adds its part at home), and only keys of documents that a later rank looks at are sent.
+their keys, and between windows while the next window is at work. Deviations: gradients cross each link as often as keys
+do, not once more, as what the own window computes stays there; and only keys that a later rank looks at are sent.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class WindowStep(NamedTuple):
         visits: `w` of them.
         onward, passed: keys that go to the next window, and that came for this one.
         summed: of which keys gradients come from the window before; returned: from the end of this one; sent: of which
-            they go to the next window.
+            they go to the next window (of the first window step: none).
     """
 
     visits: tuple[Visit, ...]
@@ -92,7 +92,7 @@ class WindowStep(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The `W` window steps of one rank; `home`: of which of its keys other ranks' gradients come in the end."""
+    """The `W` window steps of one rank; `home`: of which of its keys gradients come from other windows."""
 
     steps: tuple[WindowStep, ...]
     home: Ranges
@@ -128,12 +128,12 @@ def schedule(slots: SequenceSlots, bounds: Bounds, rings: Rings) -> Schedule:
             visits=tuple(visit(j, s) for s in every),
             onward=needed(owner, range(j + 1, windows), every),
             passed=needed(owner, range(j, windows), every),
-            summed=needed(owner, range(j), every),
+            summed=needed(owner, range(1, j), every),
             returned=needed(owner, range(j, j + 1), range(1, window)),
-            sent=needed(owner, range(j + 1), every),
+            sent=needed(owner, range(1, j + 1), every),
         )
 
-    home = needed(rings.slot, range(windows), range(window))
+    home = needed(rings.slot, range(1, windows), range(window))
     return Schedule(tuple(step(j) for j in range(windows)), home)
 
 
@@ -316,17 +316,20 @@ class _Returning:
             self.home = made
 
     def _close(self, j: int) -> None:
-        """Sends the gradients of one window's own keys to the next window."""
+        """Sends what a window step has added up to the next window; of the first step these are our own keys."""
         steps = self.schedule.steps
+        if not j:
+            self.home.plus(self.within.wait())
+            self.within = Transfer((), None, None)
+            return
         total = self.empty(steps[j].sent).plus(self.between.wait()).plus(self.within.wait()).plus(self.mine)
         coming = steps[j + 1].summed if j + 1 < len(steps) else self.schedule.home
         self.between, self.within = self.rings[1].exchange(total, self.like, coming), Transfer((), None, None)
 
     def end(self) -> Held:
         """Of this rank's own keys, once everything has come."""
-        if len(self.schedule.steps) > 1:
-            self._close(len(self.schedule.steps) - 1)
-        return self.home.plus(self.between.wait()).plus(self.within.wait())
+        self._close(len(self.schedule.steps) - 1)
+        return self.home.plus(self.between.wait())
 
 
 # --- as one operation of autograd ------------------------------------------------------------------------------------
