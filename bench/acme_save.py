@@ -21,9 +21,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from espalier.checkpoint import state_tree, young_daly
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.save_interval import choose
-from espalier.checkpoint.sharded import Checkpoints
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.hardware.malloc_trim import keep_freed
 from espalier.hardware.peak_memory import held, peak_memory
 from espalier.language.workload import open_language
@@ -72,7 +72,7 @@ def recipe_of(corpus: Path, quick: bool) -> Any:
         "data": {"path": str(corpus), "cache": str(corpus.parent / "cache")},
         "train": {"steps": 10_000, "sequence": 128, "batch_tokens": 512, "optimizer": {"kind": "adamw"}},
     }
-    return derive.resolve(recipe_file.from_table(table))[0]
+    return defaults.resolve(recipe_file.from_table(table))[0]
 
 
 class Loop:

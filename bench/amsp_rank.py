@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from espalier import comm
-from espalier.config import Gpt, derive, recipe_file
+from espalier.config import Gpt, defaults, recipe_file
 from espalier.hardware.malloc_trim import keep_freed
 from espalier.language.gpt import GPT
 from espalier.language.workload import new_model
@@ -83,7 +83,7 @@ class Task(msgspec.Struct, frozen=True):
                 "optimizer": {"kind": "adamw"},
             },
         }  # fmt: skip
-        return derive.resolve(recipe_file.from_table(table))[0]
+        return defaults.resolve(recipe_file.from_table(table))[0]
 
 
 class Outcome(msgspec.Struct, frozen=True):

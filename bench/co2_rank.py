@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from espalier import comm
 from espalier.comm.ddp import ddp_hook
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.hardware.malloc_trim import keep_freed
 from espalier.language.workload import open_language
 from espalier.sync.co2 import CO2
@@ -88,7 +88,7 @@ def recipe_of(task: Task, world: int) -> Any:
             "schedule": {"kind": "constant"},
         },
     }
-    return derive.resolve(recipe_file.from_table(table))[0]
+    return defaults.resolve(recipe_file.from_table(table))[0]
 
 
 def wire_bytes() -> int:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 from beside_dgl import of_dgl, sampler
 from espalier import config
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.graph import pyg, sources, synthetic
 from espalier.graph.data import DataSplit, Graph
 from espalier.graph.subgraphs import infer
@@ -55,7 +55,7 @@ ACCURATE = (("cora", "gcn"), ("cora", "gat"), ("citeseer", "gcn"))
 
 def recipe(kind: str, **changes: Any) -> config.Recipe:
     table = {"model": {"kind": kind, **changes.pop("model", {})}, "data": {"path": "bench"}, "train": {**changes}}
-    return derive.resolve(recipe_file.from_table(table))[0]
+    return defaults.resolve(recipe_file.from_table(table))[0]
 
 
 def opened(graph: Graph, kind: str, **changes: Any) -> GraphWorkload:

@@ -33,7 +33,7 @@ from espalier import worker
 from espalier.comm import Traffic, hybrid_compression, traffic
 from espalier.comm.base import feedback
 from espalier.comm.codecs import codec
-from espalier.config import Adamw, Recipe, derive, recipe_file
+from espalier.config import Adamw, Recipe, defaults, recipe_file
 from espalier.language.workload import LanguageWorkload, open_language
 from espalier.launch import agent
 from espalier.launch.base import RankSpec
@@ -176,7 +176,7 @@ def recipe_of(seed: int, size: str) -> Recipe:
             "optimizer": {"kind": "adamw"},
         },
     }
-    return derive.resolve(recipe_file.from_table(table))[0]
+    return defaults.resolve(recipe_file.from_table(table))[0]
 
 
 def shown(size: str) -> str:

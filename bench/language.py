@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier import trainer, worker
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.errors import Interrupted
 from espalier.hardware.peak_memory import peak_memory
 from espalier.launch import agent
@@ -104,7 +104,7 @@ def make_case(shape: Shape, cache: Path) -> Case:
             "optimizer": {"kind": "adamw"},
         },
     }
-    recipe, derivations = derive.resolve(recipe_file.from_table(table))
+    recipe, derivations = defaults.resolve(recipe_file.from_table(table))
     resolved = prepare.Resolved(recipe, derivations)
     workload = prepare.open_workload(resolved)
     plan = run_plan.choose(resolved, workload, prepare.machines(recipe))

@@ -26,8 +26,8 @@ from scipy.sparse.csgraph import minimum_spanning_tree, reverse_cuthill_mckee
 from scipy.spatial import Delaunay, cKDTree
 
 sys.path.insert(0, str(Path(__file__).parent))
+from espalier.sparse.order_choice import order as advice
 from espalier.sparse.rcmpp import bandwidth, profile, rcmpp
-from espalier.sparse.reordering import order as advice
 from table import Row, arguments, compare, publish
 
 PEER = "scipy reverse_cuthill_mckee"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.language.gpt import GPT
 
 NAMES = {
@@ -29,7 +29,9 @@ def test_the_plain_loop_has_the_logits_of_our_decoder(monkeypatch: pytest.Monkey
     from plain_loop import Decoder as Plain
 
     table = {"model": {"depth": 2, "width": 64, "heads": 4, "kv_heads": 2}, "data": {"path": "x"}}
-    options = derive.resolve(recipe_file.from_table({**table, "train": {"sequence": 32, "batch_tokens": 64}}))[0].model
+    options = defaults.resolve(recipe_file.from_table({**table, "train": {"sequence": 32, "batch_tokens": 64}}))[
+        0
+    ].model
     ours = GPT(options)  # type: ignore[arg-type]
     torch.manual_seed(0)
     for one in ours.parameters():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.module import open_module
 from espalier.workload import Shard
 
@@ -52,7 +52,7 @@ def test_the_module_example_is_the_one_in_the_examples_folder(written):
 
 
 def test_the_module_example_learns_as_written(written):
-    recipe, _ = derive.resolve(recipe_file.load(written / "module.toml"))
+    recipe, _ = defaults.resolve(recipe_file.load(written / "module.toml"))
     workload = open_module(recipe, written)
     assert workload.validation_samples() > 0
     model = workload.build(torch.device("cpu"), torch.float32)

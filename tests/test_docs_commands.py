@@ -27,7 +27,7 @@ import pytest
 from programs import environment, forked
 
 from espalier import cli, cluster
-from espalier.config import recipe_file
+from espalier.config import recipe_errors, recipe_file
 from espalier.ops import rules
 
 ROOT = Path(__file__).parent.parent
@@ -119,7 +119,7 @@ def understood(words: list[str]) -> argparse.Namespace:
     """The parsed command. Raises SystemExit or AssertionError where a flag or a key does not exist."""
     parsed, rest = cli.parser().parse_known_args(words)  # changes may stand behind options
     assert not [word for word in rest if word.startswith("-") or "=" not in word], rest
-    known = recipe_file.known_keys()
+    known = recipe_errors.known_keys()
     for text in [*getattr(parsed, "overrides", []), *rest]:
         key = text.partition("=")[0]
         assert any(one == key or one.startswith(f"{key}.") for one in known), f"no option {key}"
@@ -182,7 +182,7 @@ def test_every_command_within_a_sentence_is_understood() -> None:
 
 
 def test_every_option_that_is_set_within_a_sentence_exists() -> None:
-    known, seen = recipe_file.known_keys(), 0
+    known, seen = recipe_errors.known_keys(), 0
     sections = "|".join(sorted({key.partition(".")[0] for key in known if "." in key}))
     for span in (one.values[0] for one in SPANS):
         assert isinstance(span, str)

@@ -15,7 +15,7 @@ import pytest
 from espalier import cluster as clusters
 from espalier import serialization
 from espalier.checkpoint import manifest
-from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import recipe_file
 from espalier.errors import EspalierError, UserError
 from espalier.evaluate.eval_history import EvalHistory

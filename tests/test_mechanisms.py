@@ -21,7 +21,7 @@ from watched_sums import mechanism as watched_sums
 from espalier import mechanisms, trainer, worker
 from espalier.comm import codecs
 from espalier.compose import Claim
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
 from espalier.graph.data import DataSplit, Graph
 from espalier.graph.workload import GraphWorkload
@@ -61,7 +61,7 @@ def recipe_of(corpus: Path, kind: str = "gpt", **train: Any) -> Any:
             **train,
         },
     }
-    return derive.resolve(recipe_file.from_table(table))[0]
+    return defaults.resolve(recipe_file.from_table(table))[0]
 
 
 def plan_of(ranks: int, **changes: Any) -> plans.Plan:
@@ -179,7 +179,7 @@ def test_an_aggregation_is_one_row() -> None:
         "data": {"path": "made"},
         "train": {"steps": STEPS, "precision": "fp64", "validate_every": STEPS},
     }
-    recipe = derive.resolve(recipe_file.from_table(table))[0]
+    recipe = defaults.resolve(recipe_file.from_table(table))[0]
     workload = GraphWorkload(recipe, graph)
     samples = workload.global_batch
     plan = plans.Plan(ranks=(plans.Rank(share=(0, samples)),), micro_batch=samples, precision="fp64")

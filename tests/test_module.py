@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from espalier import config
-from espalier.config import derive
+from espalier.config import defaults
 from espalier.errors import RunFailed, UserError
 from espalier.module import ModuleWorkload, open_module
 from espalier.workload import Shard
@@ -57,7 +57,7 @@ def opened(tmp_path, monkeypatch):
         sys.path_importer_cache.clear()
         model = config.Module(build=f"theirs:{name}", arguments=arguments)
         recipe = config.Recipe(model=model, train=config.Train(steps=4, batch_tokens=4))
-        return open_module(derive.resolve(recipe)[0], tmp_path)
+        return open_module(defaults.resolve(recipe)[0], tmp_path)
 
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield do

@@ -12,7 +12,7 @@ import torch
 from programs import forked
 
 from espalier import phases, worker, workload_registry
-from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import recipe_file
 from espalier.errors import UserError
 from espalier.launch import agent

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
-from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.errors import RunFailed
 from espalier.plan import base as plans
 from espalier.resilience.acme import skip_list

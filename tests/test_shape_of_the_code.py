@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from espalier import cli
-from espalier.config import recipe_file
+from espalier.config import recipe_errors
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "espalier"
@@ -221,7 +221,7 @@ def test_the_surface_grows_only_on_purpose() -> None:
     names = next(node for node in tree(PACKAGE / "__init__.py").body if "__all__" in ast.unparse(node))
     assert isinstance(names, ast.Assign)
     found = {
-        "option keys": len(recipe_file.known_keys()),
+        "option keys": len(recipe_errors.known_keys()),
         "verbs": len(cli.VERBS),
         "flags": len(flags),
         "public names": len(ast.literal_eval(names.value)),

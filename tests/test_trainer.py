@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from espalier import cluster, mechanisms, trainer, worker
-from espalier.checkpoint.sharded import Checkpoints
-from espalier.config import derive, recipe_file
+from espalier.checkpoint.save_and_restore import Checkpoints
+from espalier.config import defaults, recipe_file
 from espalier.errors import Interrupted, RunFailed, UserError
 from espalier.language.workload import open_language
 from espalier.launch import agent
@@ -42,7 +42,7 @@ def recipe_of(corpus, tmp_path, **train):
         "data": {"path": str(corpus), "cache": str(tmp_path / "cache"), "validation": 0.2},
         "train": {"steps": STEPS, "sequence": 32, "batch_tokens": 256, "validate_tokens": 512, **train},
     }
-    return derive.resolve(recipe_file.from_table(table))[0]
+    return defaults.resolve(recipe_file.from_table(table))[0]
 
 
 def plan_of(recipe, ranks, micro_batch, **changes):

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from espalier import config, mechanisms, worker
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.errors import RunFailed, UserError
 from espalier.language.workload import open_language
 from espalier.launch import agent, network_interface
@@ -29,7 +29,7 @@ def small_recipe(folder: Path) -> config.Recipe:
         "data": {"path": str(folder / "text.txt"), "cache": str(folder / "cache")},
         "train": {"steps": 3, "sequence": 32, "batch_tokens": 256, "validate_tokens": 512},
     }
-    return derive.resolve(recipe_file.from_table(table))[0]
+    return defaults.resolve(recipe_file.from_table(table))[0]
 
 
 def test_a_rank_that_runs_out_of_memory_says_what_it_held_and_what_would_fit(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_rank_that_runs_out_of_memory_says_what_it_held_and_what_would_fit(tmp
         "data": {"path": str(tmp_path / "text.txt"), "cache": str(tmp_path / "cache")},
         "train": {"steps": 2, "sequence": 256, "batch_tokens": 256 * 512},
     }
-    recipe = derive.resolve(recipe_file.from_table(table))[0]
+    recipe = defaults.resolve(recipe_file.from_table(table))[0]
     workload = open_language(recipe)
     plan = plans.Plan(ranks=(plans.Rank(share=(0, 512)),), micro_batch=512)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from espalier.checkpoint.sharded import CheckpointInfo, Checkpoints
+from espalier.checkpoint.save_and_restore import CheckpointInfo, Checkpoints
 from espalier.config import Muon, Recipe
 from espalier.errors import UserError
 from espalier.mechanisms import DTYPES

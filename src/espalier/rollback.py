@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.errors import Anomaly
 from espalier.parallel.mesh import REPLICA
 from espalier.rank_setup import RankSetup

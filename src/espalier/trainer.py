@@ -20,7 +20,7 @@ from torch import nn
 
 from espalier import comm
 from espalier.artifacts import Artifact
-from espalier.checkpoint import sharded as checkpoints
+from espalier.checkpoint import save_and_restore as checkpoints
 from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.in_memory import Memory, take_up
 from espalier.checkpoint.save_interval import Pace

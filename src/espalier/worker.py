@@ -22,8 +22,8 @@ from espalier.checkpoint import divergence_check, peer_copy, young_daly
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.divergence_check import Alike
 from espalier.checkpoint.in_memory import CopyOptions, Memory
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.save_interval import Begin, Pace
-from espalier.checkpoint.sharded import Checkpoints
 from espalier.checkpoint.shared_memory import SharedMemory
 from espalier.comm.abort import Connections
 from espalier.errors import UserError

@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from espalier.config import Recipe, derive, model_kinds
-from espalier.config.base import Kind
+from espalier.config import Recipe, defaults, model_kinds
+from espalier.config.base import Derivation, Kind
 from espalier.workload import Progress, Workload
 from espalier.workload_row import Row
 
@@ -23,7 +23,7 @@ class Resolved:
     """A recipe with nothing left open, and why each derived value is what it is."""
 
     recipe: Recipe
-    derivations: Sequence[derive.Derivation] = ()
+    derivations: Sequence[Derivation] = ()
     folder: Path | None = None
     """Where the recipe's file lies: a foreign module may lie beside it."""
     data: Any = None
@@ -54,7 +54,7 @@ def settle(recipe: Recipe, folder: Path | None, waiting: Waiting = silently) -> 
     kind = row(recipe)
     with waiting(kind.reading) as progress:
         prepared = kind.prepare(recipe, progress)
-    resolved, derivations = derive.resolve(prepared.recipe, vocabulary=prepared.vocabulary)
+    resolved, derivations = defaults.resolve(prepared.recipe, vocabulary=prepared.vocabulary)
     return Resolved(resolved, derivations, folder, prepared.data)
 
 

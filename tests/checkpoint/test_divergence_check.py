@@ -10,7 +10,7 @@ from espalier.checkpoint import divergence_check, shared_memory
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.divergence_check import Alike
 from espalier.checkpoint.in_memory import CopyOptions, Memory
-from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.errors import Corrupted, Diverged, PeerLost
 from espalier.testing import forks
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from espalier.checkpoint import shared_memory, state_tree
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.in_memory import CopyOptions, CopySlot, Memory, take_up
-from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.hardware import resource_limits
 from espalier.testing import forks
 

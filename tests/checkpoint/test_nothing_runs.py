@@ -23,7 +23,7 @@ from espalier import plain_collectives, serialization
 from espalier.checkpoint import dcp_metadata, dcp_planners, in_memory, manifest, shared_memory, state_tree
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.in_memory import CopySlot, Memory
-from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.storage import open_place
 from espalier.checkpoint.writer import Write, WriteJob
 from espalier.errors import UserError

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from espalier import config
-from espalier.config import recipe_file, validation
+from espalier.config import recipe_errors, recipe_file, value_ranges
 from espalier.errors import UserError
 
 LEAST = {"model": {"kind": "gpt"}}
-KEYS = recipe_file.known_keys()
+KEYS = recipe_errors.known_keys()
 WORDS = sorted({part for key in KEYS for part in key.split(".")})
 
 scalars = (
@@ -304,15 +304,15 @@ NAMES = [
 def test_a_name_that_is_more_than_a_name_is_refused_with_one_that_is_not(name: str) -> None:
     recipe = reload(LEAST, f"name={json.dumps(name)}")
     with pytest.raises(UserError) as caught:
-        validation.check(recipe)
+        value_ranges.check(recipe)
     assert repr(name) in caught.value.what
     assert "--run FOLDER" in caught.value.do
-    validation.check(reload(LEAST, caught.value.do.partition(";")[0].replace(" = ", "=")))
+    value_ranges.check(reload(LEAST, caught.value.do.partition(";")[0].replace(" = ", "=")))
 
 
 @pytest.mark.parametrize("name", ["a b", "run_2-x.y", "größe", "中文", "e\u0301", "\u0928\u093f", "a..b", "x" * 200])
 def test_names_in_any_script_are_possible(name: str) -> None:
-    validation.check(reload(LEAST, f"name={json.dumps(name)}"))
+    value_ranges.check(reload(LEAST, f"name={json.dumps(name)}"))
 
 
 @given(st.text(st.characters(codec=None)))
@@ -332,4 +332,4 @@ def test_a_recipe_is_called_as_its_file_as_far_as_that_is_a_name(tmp_path: Path)
 @pytest.mark.parametrize("python", ["", "-c", "a\nb"])
 def test_an_interpreter_is_a_program(python: str) -> None:
     with pytest.raises(UserError, match=r"launch\.python"):
-        validation.check(reload(LEAST, f"launch.python={json.dumps(python)}"))
+        value_ranges.check(reload(LEAST, f"launch.python={json.dumps(python)}"))

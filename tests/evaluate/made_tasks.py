@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.evaluate.shared_model import SharedModel, Source
 from espalier.evaluate.worker_pool import SILENT, Opened, Result, Workers, evaluate
 

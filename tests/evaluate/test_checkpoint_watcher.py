@@ -12,7 +12,7 @@ import torch
 from made_tasks import Made, model, workers
 from torch import nn
 
-from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.errors import RunFailed, UserError
 from espalier.evaluate import checkpoint_watcher
 from espalier.evaluate.checkpoint_watcher import CheckpointWatcher, Update

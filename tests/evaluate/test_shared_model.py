@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.evaluate.shared_model import SharedModel, attach
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.evaluate.tasks import HeldOut, means
 from espalier.graph.data import DataSplit, Graph
 from espalier.graph.workload import GraphWorkload
@@ -25,7 +25,7 @@ def text(folder: Path) -> Workload:
         "data": {"path": str(folder / "corpus"), "cache": str(folder / "cache"), "validation": 0.3},
         "train": {"steps": 2, "sequence": 32, "batch_tokens": 64, "validate_tokens": 1200},
     }
-    return open_language(derive.resolve(recipe_file.from_table(table))[0])
+    return open_language(defaults.resolve(recipe_file.from_table(table))[0])
 
 
 def graph(folder: Path) -> Workload:
@@ -35,7 +35,7 @@ def graph(folder: Path) -> Workload:
         *draw.integers(0, 60, (2, 200)), features=draw.normal(size=(60, 5)), labels=draw.integers(0, 3, 60), parts=parts
     )
     table = {"model": {"kind": "gcn", "depth": 2, "width": 8}, "data": {"path": "made"}, "train": {"steps": 2}}
-    return GraphWorkload(derive.resolve(recipe_file.from_table(table))[0], made)
+    return GraphWorkload(defaults.resolve(recipe_file.from_table(table))[0], made)
 
 
 @pytest.mark.parametrize("opened", [text, graph])

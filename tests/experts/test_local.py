@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier import config
-from espalier.config import decoders, derive
+from espalier.config import decoder_shapes, defaults
 from espalier.experts.local import local
 from espalier.language.gpt import FeedForward
 
@@ -34,7 +34,7 @@ def dense(x, chosen, weights, experts):
 
 def made(tokens, count, active, dtype=torch.float64):
     model = config.Gpt(depth=1, width=12, heads=2, feed_forward=20, vocabulary=5, context=4)
-    size = decoders.sizes(derive.resolve(config.Recipe(model=model))[0].model)
+    size = decoder_shapes.sizes(defaults.resolve(config.Recipe(model=model))[0].model)
     experts = [FeedForward(size).to(dtype) for _ in range(count)]
     x = torch.randn(tokens, 12, dtype=dtype, requires_grad=True)
     best, chosen = torch.randn(tokens, count, dtype=dtype).topk(active, -1)

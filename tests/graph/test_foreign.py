@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
 from espalier.graph.workload import GraphWorkload
 from espalier.workload import Shard
@@ -65,7 +65,7 @@ def opened(tmp_path, monkeypatch):
             "graph": {"fanout": list(fanout)},
             "train": {"batch_tokens": 30},
         }
-        recipe = derive.resolve(recipe_file.from_table(table))[0]
+        recipe = defaults.resolve(recipe_file.from_table(table))[0]
         return GraphWorkload(recipe, made(), tmp_path)
 
     yield do

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.graph import graph_plan
 from espalier.graph.data import DataSplit, Graph
 from espalier.graph.workload import GraphWorkload
@@ -27,7 +27,7 @@ def cliques(count=30, size=12) -> Graph:
 
 def workload_of(graph, **options):
     table = {"model": {"kind": "gcn", "dropout": 0.0}, "data": {"path": "x"}, "graph": options}
-    return GraphWorkload(derive.resolve(recipe_file.from_table(table))[0], graph)
+    return GraphWorkload(defaults.resolve(recipe_file.from_table(table))[0], graph)
 
 
 def loss_of(workload):

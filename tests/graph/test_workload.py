@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from espalier import trainer, worker
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
 from espalier.graph import base, compiled_aggregate, link_prediction, workload_row
 from espalier.graph.data import Graph, divided
@@ -33,7 +33,7 @@ def recipe_of(model=None, graph=None, **train):
         "graph": graph or {},
         "train": {"steps": STEPS, "precision": "fp64", **train},
     }
-    return derive.resolve(recipe_file.from_table(table))[0]
+    return defaults.resolve(recipe_file.from_table(table))[0]
 
 
 def plan_of(recipe, workload, ranks=1, micro_batch=None):
@@ -295,9 +295,9 @@ def test_options_that_contradict_are_refused(model, graph, says):
     table = {"model": {"kind": "gcn", **model}, "data": {"path": "x"}, "graph": graph}
     table["model"] = {name: value for name, value in table["model"].items() if value is not None}
     with pytest.raises(UserError, match=says):
-        derive.resolve(recipe_file.from_table(table))
+        defaults.resolve(recipe_file.from_table(table))
 
 
 def test_the_workload_needs_data():
     with pytest.raises(UserError, match=r"no \[data\]"):
-        open_graph(derive.resolve(recipe_file.from_table({"model": {"kind": "gcn"}}))[0])
+        open_graph(defaults.resolve(recipe_file.from_table({"model": {"kind": "gcn"}}))[0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier import config
-from espalier.config import derive
+from espalier.config import defaults
 from espalier.errors import UserError
 from espalier.language import generate, gpt, moe
 from espalier.verbs import predict
@@ -24,7 +24,7 @@ def one_thread():
 
 def made(kind=config.Gpt, context=12) -> gpt.GPT:
     size = {"depth": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 48, "vocabulary": 29}
-    options = derive.resolve(config.Recipe(model=kind(**size, context=context)))[0].model
+    options = defaults.resolve(config.Recipe(model=kind(**size, context=context)))[0].model
     model = moe.MOE(options) if kind is config.Moe else gpt.GPT(options)
     gpt.initialise(model, 3)
     with torch.no_grad():  # as initialised, a model repeats its last token

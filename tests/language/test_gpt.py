@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from espalier import config
-from espalier.config import decoders, derive
+from espalier.config import decoder_shapes, defaults
 from espalier.language import elementwise, gpt, moe
 from espalier.language.kv_cache import Cache
 from espalier.language.operation_counts import DecoderLoad
@@ -35,7 +35,7 @@ def one_thread():
 
 
 def options(kind=config.Gpt, **changes):
-    return derive.resolve(config.Recipe(model=kind(**{**SMALL, **changes})))[0].model
+    return defaults.resolve(config.Recipe(model=kind(**{**SMALL, **changes})))[0].model
 
 
 def made(chosen, dtype=torch.float64, seed=1) -> gpt.GPT:
@@ -137,7 +137,7 @@ def test_grouped_attention_equals_full_attention_with_repeated_heads():
 # --- the whole ---------------------------------------------------------------------------------------------------
 
 
-CASES = [(config.Gpt, name) for name in (None, *decoders.SHAPES)] + [
+CASES = [(config.Gpt, name) for name in (None, *decoder_shapes.SHAPES)] + [
     (config.Moe, None),
     (config.Moe, "gpt2-124m"),
 ]
@@ -146,11 +146,11 @@ CASES = [(config.Gpt, name) for name in (None, *decoders.SHAPES)] + [
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_parameter_count_equals_the_built_model(kind, name):
     size = {"shape": name} if name else SMALL
-    chosen = derive.resolve(config.Recipe(model=kind(**size)))[0].model
+    chosen = defaults.resolve(config.Recipe(model=kind(**size)))[0].model
     begun = time.process_time()
     with torch.device("meta"):
         model = moe.MOE(chosen) if kind is config.Moe else gpt.GPT(chosen)
-    assert sum(parameter.numel() for parameter in model.parameters()) == derive.parameter_count(chosen)
+    assert sum(parameter.numel() for parameter in model.parameters()) == decoder_shapes.parameter_count(chosen)
     assert time.process_time() - begun < 10
 
 
@@ -160,7 +160,7 @@ def test_parameter_count_equals_the_built_model_at_any_size(heads, depth, tied):
     chosen = options(depth=depth, heads=heads[0], kv_heads=heads[1], tied=tied)
     with torch.device("meta"):
         model = gpt.GPT(chosen)
-    assert sum(parameter.numel() for parameter in model.parameters()) == derive.parameter_count(chosen)
+    assert sum(parameter.numel() for parameter in model.parameters()) == decoder_shapes.parameter_count(chosen)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -273,7 +273,11 @@ def test_work_counts_the_flops_pytorch_counts(kind):
     fused = model(batch[0])
     for block in model.blocks:
         block.attention.attend = written_out
-    work = (moe if kind is config.Moe else gpt).work(DecoderLoad(decoders.sizes(chosen), 24, 3, "none", "fp64")).whole
+    work = (
+        (moe if kind is config.Moe else gpt)
+        .work(DecoderLoad(decoder_shapes.sizes(chosen), 24, 3, "none", "fp64"))
+        .whole
+    )
     with FlopCounterMode(display=False) as counter:
         torch.testing.assert_close(model(batch[0]), fused)
     # PyTorch counts the whole square of causal attention, we take half of it.
@@ -286,7 +290,9 @@ def test_work_says_which_share_of_forward_is_repeated(kind, mode):
     chosen = options(kind)
     model, batch = made(chosen, torch.float32), (tokens(), tokens(seed=1))
     gpt.recompute(model, mode)
-    work = (moe if kind is config.Moe else gpt).work(DecoderLoad(decoders.sizes(chosen), 24, 3, mode, "fp32")).whole
+    work = (
+        (moe if kind is config.Moe else gpt).work(DecoderLoad(decoder_shapes.sizes(chosen), 24, 3, mode, "fp32")).whole
+    )
     square = 2 * 3 * 4 * 24 * 24 * 12  # one product of the square of one layer
     cores = {  # PyTorch's counter does not know the CPU's fused attention; half of each square, as above
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda *_, **__: square,
@@ -346,7 +352,11 @@ def test_work_counts_the_bytes_that_are_kept_and_the_peak(kind, changes, dtype, 
         parameter.grad = torch.zeros_like(parameter)
     grads = [parameter.grad for parameter in model.parameters()]
     precision = {torch.float32: "fp32", torch.float64: "fp64"}[dtype]
-    work = (moe if kind is config.Moe else gpt).work(DecoderLoad(decoders.sizes(chosen), 24, 4, mode, precision)).whole
+    work = (
+        (moe if kind is config.Moe else gpt)
+        .work(DecoderLoad(decoder_shapes.sizes(chosen), 24, 4, mode, precision))
+        .whole
+    )
     with Live([*model.parameters(), *grads, *model.buffers(), batch, targets]) as live:
         loss = model.loss_sum(batch, targets)
         log_softmax = 4 * 24 * chosen.vocabulary * dtype.itemsize
@@ -363,7 +373,7 @@ def test_bf16_keeps_what_work_says(mode):
     model = made(chosen, torch.float32)
     gpt.recompute(model, mode)
     batch, targets = tokens(4), tokens(4, seed=1)
-    work = gpt.work(DecoderLoad(decoders.sizes(chosen), 24, 4, mode, "bf16")).whole
+    work = gpt.work(DecoderLoad(decoder_shapes.sizes(chosen), 24, 4, mode, "bf16")).whole
     with Live([*model.parameters(), *model.buffers(), batch, targets]) as live, torch.autocast("cpu", torch.bfloat16):
         loss = model.loss_sum(batch, targets)
     copied = [model.head.weight]  # autocast's copies of the weights live as long as something kept needs them
@@ -378,9 +388,9 @@ def test_bf16_keeps_what_work_says(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_work_takes_arrays_of_micro_batches(kind, mode):
     chosen, module = options(kind), moe if kind is config.Moe else gpt
-    many = module.work(DecoderLoad(decoders.sizes(chosen), 24, np.array([1, 2, 8]), mode, "bf16")).whole
+    many = module.work(DecoderLoad(decoder_shapes.sizes(chosen), 24, np.array([1, 2, 8]), mode, "bf16")).whole
     for index, size in enumerate((1, 2, 8)):
-        one = module.work(DecoderLoad(decoders.sizes(chosen), 24, size, mode, "bf16")).whole
+        one = module.work(DecoderLoad(decoder_shapes.sizes(chosen), 24, size, mode, "bf16")).whole
         for field in ("attention", "moved", "kept", "transient", "forward_flops", "samples", "tokens"):
             assert getattr(many, field)[index] == getattr(one, field)
         assert many.again[index] == one.again

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from espalier import config
-from espalier.config import derive
+from espalier.config import decoder_shapes, defaults
 from espalier.errors import UserError
 from espalier.language import gpt, hf, moe
 
@@ -34,7 +34,7 @@ class Words:
 
 def made(kind=config.Gpt, seed=1, **changes) -> gpt.GPT:
     size = {"depth": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 48, "vocabulary": 61, "context": 16}
-    options = derive.resolve(config.Recipe(model=kind(**{**size, **changes})))[0].model
+    options = defaults.resolve(config.Recipe(model=kind(**{**size, **changes})))[0].model
     model = moe.MOE(options) if kind is config.Moe else gpt.GPT(options)
     gpt.initialise(model, seed)
     return model
@@ -101,7 +101,7 @@ def test_large_weights_are_split_with_an_index(tmp_path, monkeypatch):
     assert len(files) > 2
     index = json.loads((tmp_path / "out" / hf.INDEX).read_text())
     assert sorted(set(index["weight_map"].values())) == files
-    assert index["metadata"]["total_size"] == 4 * derive.parameter_count(hf.options(tmp_path / "out"))
+    assert index["metadata"]["total_size"] == 4 * decoder_shapes.parameter_count(hf.options(tmp_path / "out"))
     _, state = hf.load(tmp_path / "out", torch.float32)
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
     tokens = torch.arange(16)[None]

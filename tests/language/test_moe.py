@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier import config
-from espalier.config import derive
+from espalier.config import defaults
 from espalier.language import gpt, moe
 
 pytestmark = pytest.mark.quick
@@ -22,7 +22,7 @@ def one_thread():
 
 def made(seed=1, **changes) -> moe.MOE:
     size = {"depth": 2, "width": 32, "heads": 2, "feed_forward": 48, "vocabulary": 61, "context": 16, "experts": 4}
-    options = derive.resolve(config.Recipe(model=config.Moe(**{**size, **changes})))[0].model
+    options = defaults.resolve(config.Recipe(model=config.Moe(**{**size, **changes})))[0].model
     model = moe.MOE(options)
     gpt.initialise(model, seed)
     return model.double()

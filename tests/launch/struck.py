@@ -15,7 +15,7 @@ import torch
 
 from espalier import trainer, worker
 from espalier.checkpoint.storage import Folder
-from espalier.config import Recipe, derive, recipe_file
+from espalier.config import Recipe, defaults, recipe_file
 from espalier.language.workload import open_language
 from espalier.launch import base as launch
 from espalier.launch import supervisor as supervise
@@ -46,7 +46,7 @@ def recipe_of(corpus: Path, **tables: dict[str, Any]) -> Recipe:
     }
     for name, values in tables.items():
         table[name] = {**table.get(name, {}), **values}
-    return derive.resolve(recipe_file.from_table(table))[0]
+    return defaults.resolve(recipe_file.from_table(table))[0]
 
 
 def plan_of(recipe: Recipe, ranks: int) -> plans.Plan:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from asked import gpus
 
-from espalier.config.decoders import Sizes
+from espalier.config.decoder_shapes import Sizes
 from espalier.plan.calibrate import Batch, Measurement
 from espalier.plan.factors import PLAIN, CostFactors
 from espalier.plan.layouts import Layouts

@@ -10,7 +10,7 @@ import pytest
 
 from espalier import cluster as clusters
 from espalier.cluster import Cluster, Link
-from espalier.config import Auto, ByRounds, Co2, DiLoCo, EveryStep, LocalSgd, ShardPin, derive, recipe_file
+from espalier.config import Auto, ByRounds, Co2, DiLoCo, EveryStep, LocalSgd, ShardPin, defaults, recipe_file
 from espalier.errors import UserError
 from espalier.plan import co2, request_from_recipe
 from espalier.plan.base import Plan, dumps, loads
@@ -27,7 +27,7 @@ def asked(sync: Any, samples: int = 64, **pins: Any) -> Request:
         "train": {"steps": 10, "sequence": 128, "batch_tokens": samples * 128, "optimizer": {"kind": "adamw"}},
         "plan": {"pin": pins},
     }
-    return replace(request_from_recipe.of_recipe(derive.resolve(recipe_file.from_table(table))[0]), sync=sync)
+    return replace(request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]), sync=sync)
 
 
 def office(between: str = "100Mbit/s", machines: int = 4, cores: int = 4) -> Cluster:

@@ -9,7 +9,7 @@ import pytest
 from espalier import cluster as clusters
 from espalier.comm.codecs import codec
 from espalier.comm.compressed_collectives import sent_bytes
-from espalier.config import Pin, ShardPin, derive, recipe_file
+from espalier.config import Pin, ShardPin, defaults, recipe_file
 from espalier.errors import UserError
 from espalier.plan import codecs, collective_time, request_from_recipe
 from espalier.plan.base import Plan
@@ -27,7 +27,7 @@ def request(**more: object) -> Request:
         "model": {"depth": 4, "width": 256, "heads": 4, "vocabulary": 512},
         "train": {"steps": 10, "sequence": 128, "batch_tokens": 128 * 64},
     }
-    return replace(request_from_recipe.of_recipe(derive.resolve(recipe_file.from_table(table))[0]), **more)  # type: ignore[arg-type]
+    return replace(request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]), **more)  # type: ignore[arg-type]
 
 
 def machines(between: str, codecs: str = CODECS, hosts: int = 2) -> clusters.Cluster:

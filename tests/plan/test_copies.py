@@ -9,7 +9,7 @@ import pytest
 from asked import decoder, gpus, processor
 
 from espalier import config
-from espalier.config import Pin, ShardPin, derive
+from espalier.config import Pin, ShardPin, defaults
 from espalier.plan import checkpoint_cost, request_from_recipe
 from espalier.plan.base import Plan
 from espalier.plan.decide import PlanDecision, decide
@@ -82,7 +82,7 @@ def test_a_recipe_s_faults_memory_is_what_is_priced(given: str | int, bytes_: st
         model=config.Gpt(depth=1, width=32, heads=2, feed_forward=64, vocabulary=64),
         faults=config.Faults(memory=given),
     )
-    assert request_from_recipe.of_recipe(derive.resolve(recipe)[0]).copies == bytes_
+    assert request_from_recipe.of_recipe(defaults.resolve(recipe)[0]).copies == bytes_
 
 
 def test_a_plan_without_a_prediction_stays_as_it_is() -> None:

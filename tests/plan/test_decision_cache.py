@@ -11,7 +11,7 @@ import pytest
 
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.plan import decision_cache, request_from_recipe
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import DATASHEET
@@ -27,7 +27,7 @@ def asked(**train: Any) -> Request:
         "data": {"path": "python:stdlib"},
         "train": {"steps": 10, "sequence": 1024, "batch_tokens": 64 * 1024, **train},
     }
-    return request_from_recipe.of_recipe(derive.resolve(recipe_file.from_table(table))[0])
+    return request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0])
 
 
 def named(request: Request | None = None, cluster: Cluster = CLUSTER, code: str = "1", **trials: float) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.plan import build_plan, request_from_recipe, search
 from espalier.plan.base import Plan
 from espalier.plan.request import Request
@@ -22,7 +22,7 @@ def asked(shape: str = "llama-7b", sequence: int = 4096, samples: int = 1024, **
         "train": {"steps": 10, "sequence": sequence, "batch_tokens": samples * sequence, "precision": "bf16"},
     }
     table["train"]["optimizer"] = {"kind": "adamw"}
-    return request_from_recipe.of_recipe(derive.resolve(recipe_file.from_table(table))[0])
+    return request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0])
 
 
 def machines(*tables: tuple[str, int, int], between: str = "800Gbit/s") -> Cluster:

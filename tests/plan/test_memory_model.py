@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from espalier import config
-from espalier.config import decoders, derive
+from espalier.config import decoder_shapes, defaults
 from espalier.cost import Cut
 from espalier.language import gpt
 from espalier.language.operation_counts import DecoderLoad
@@ -32,14 +32,14 @@ def options(**more: Any) -> config.Gpt:
     sizes: dict[str, Any] = {
         "depth": 2, "width": 192, "heads": 4, "feed_forward": 512, "vocabulary": VOCABULARY, "context": SEQUENCE
     }  # fmt: skip
-    return derive.resolve(config.Recipe(model=config.Gpt(**{**sizes, **more})))[0].model  # type: ignore[return-value]
+    return defaults.resolve(config.Recipe(model=config.Gpt(**{**sizes, **more})))[0].model  # type: ignore[return-value]
 
 
 def request(chosen: config.Gpt) -> Request:
-    parameters = derive.parameter_count(chosen)
+    parameters = decoder_shapes.parameter_count(chosen)
 
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Any:
-        return gpt.work(DecoderLoad(decoders.sizes(chosen), SEQUENCE, micro_batch, recompute, precision, cut))
+        return gpt.work(DecoderLoad(decoder_shapes.sizes(chosen), SEQUENCE, micro_batch, recompute, precision, cut))
 
     return Request(parameters, parameters, chosen.depth or 0, BATCH, SEQUENCE, anatomy, optimizer="adamw")
 

@@ -16,7 +16,7 @@ import pytest
 from asked import gpus
 from scipy.stats import spearmanr
 
-from espalier.config.decoders import Sizes
+from espalier.config.decoder_shapes import Sizes
 from espalier.cost import Cut
 from espalier.plan import collective_time, search
 from espalier.plan.calibrate import UNCALIBRATED, Measurement, calibrate

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier import cluster as clusters
-from espalier.config import Pin, derive, recipe_file
+from espalier.config import Pin, defaults, recipe_file
 from espalier.errors import UserError
 from espalier.plan import base as plans
 from espalier.plan import build_plan, replan, request_from_recipe, search
@@ -21,7 +21,7 @@ def request(samples: int = 32, **more: object) -> Request:
         "model": {"depth": 2, "width": 128, "heads": 4, "vocabulary": 512},
         "train": {"steps": 10, "sequence": 64, "batch_tokens": 64 * samples},
     }
-    return replace(request_from_recipe.of_recipe(derive.resolve(recipe_file.from_table(table))[0]), **more)  # type: ignore[arg-type]
+    return replace(request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]), **more)  # type: ignore[arg-type]
 
 
 def machine(cores: int = 4, gpus: int = 0) -> clusters.Cluster:

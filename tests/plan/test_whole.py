@@ -14,7 +14,7 @@ from asked import decoder, gpus, processor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.config import Pin, derive, recipe_file
+from espalier.config import Pin, defaults, recipe_file
 from espalier.errors import UserError
 from espalier.plan import base, explain, search, trials
 from espalier.plan.base import Layout, Plan
@@ -328,7 +328,7 @@ def test_of_trials_that_differ_little_the_one_with_most_ranks_is_taken() -> None
 
 def test_trials_of_one_phase_are_not_those_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    recipe = derive.resolve(recipe_file.from_table({"model": {"depth": 1, "width": 32}, "train": {"steps": 4}}))[0]
+    recipe = defaults.resolve(recipe_file.from_table({"model": {"depth": 1, "width": 32}, "train": {"steps": 4}}))[0]
     plans = [decide(decoder(pin=Pin(ranks=ranks)), processor()).taken for ranks in (1, 2)]
     seconds = iter([1.0, 2.0, 1.0, 2.0, 30.0, 40.0, 30.0, 40.0])
     first, later = (trials.Trials(recipe, processor(), lambda plan: next(seconds), phase) for phase in (0, 100))

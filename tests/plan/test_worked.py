@@ -16,7 +16,7 @@ import pytest
 from asked import gpus, states
 
 from espalier.cluster import Link
-from espalier.config.decoders import Sizes
+from espalier.config.decoder_shapes import Sizes
 from espalier.cost import Cut
 from espalier.plan import collective_time, memory_model, step_time
 from espalier.plan.collective_time import Fleet

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from espalier import trainer, worker
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.language.workload import open_language
 from espalier.launch import agent
 from espalier.launch import base as launch
@@ -41,7 +41,7 @@ def recipe_of(corpus: Path, kind: str = "gpt", **train: Any) -> Any:
             **train,
         },
     }
-    return derive.resolve(recipe_file.from_table(table))[0]
+    return defaults.resolve(recipe_file.from_table(table))[0]
 
 
 def plan_of(ranks: int, cut: tuple[int, int, int] = (1, 1, 1), **changes: Any) -> plans.Plan:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from espalier.checkpoint import state_tree
-from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.comm import Channel, compressed_collectives
 from espalier.comm.codecs import codec
 from espalier.comm.lowbit import Lowbit

@@ -13,7 +13,7 @@ from nets import TWO_NODES, Odd, every, one_step, plain, spread, triples, whole
 
 from espalier import plain_collectives
 from espalier.checkpoint.dcp_planners import boxes
-from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.comm import Channel
 from espalier.config import Adamw
 from espalier.optim import adamw

@@ -16,7 +16,7 @@ from scipy.sparse.csgraph import connected_components, reverse_cuthill_mckee
 
 from espalier.errors import UserError
 from espalier.sparse.rcmpp import FINDERS, bandwidth, profile, rcmpp
-from espalier.sparse.rcmpp.ordering import trace, trials
+from espalier.sparse.rcmpp.cuthill_mckee import trace, trials
 from espalier.sparse.rcmpp.pattern import Pattern
 
 
@@ -84,7 +84,7 @@ def test_the_order_equals_the_plain_forms(finder: str, matrix: Any, restarts: in
 
 @pytest.mark.parametrize("seed", range(6))
 def test_without_trials_the_width_decides_as_in_the_paper(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("espalier.sparse.rcmpp.ordering"), "SPARE_WORK", 0)
+    monkeypatch.setattr(import_module("espalier.sparse.rcmpp.cuthill_mckee"), "SPARE_WORK", 0)
     draw = np.random.default_rng(seed)
     matrix = mirrored(pattern(draw.integers(0, 300, (420, 2)), 300))
     rows = plain.neighbours(matrix.indptr, matrix.indices)
@@ -254,7 +254,7 @@ def test_no_bandwidth_of_a_shuffled_mesh_is_above_scipys(seed: int) -> None:
 def test_a_path_is_traversed_once_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = shuffled(path(400))
     for spare in (2**21, 0):
-        monkeypatch.setattr(import_module("espalier.sparse.rcmpp.ordering"), "SPARE_WORK", spare)
+        monkeypatch.setattr(import_module("espalier.sparse.rcmpp.cuthill_mckee"), "SPARE_WORK", spare)
         assert trace(Pattern.of(matrix.indptr, matrix.indices)).traversals == 1
         assert bandwidth(matrix.indptr, matrix.indices, rcmpp(matrix.indptr, matrix.indices)) == 1
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.comm import Channel
 from espalier.config import Adamw
 from espalier.optim import adamw

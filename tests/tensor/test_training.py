@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from espalier import trainer, worker
-from espalier.checkpoint.sharded import Checkpoints
-from espalier.config import Recipe, derive, recipe_file
+from espalier.checkpoint.save_and_restore import Checkpoints
+from espalier.config import Recipe, defaults, recipe_file
 from espalier.errors import Interrupted
 from espalier.language.workload import open_language
 from espalier.launch import agent
@@ -39,7 +39,7 @@ def recipe_of(corpus: Path, model: dict[str, Any] | None = None, **train: Any) -
             "clip": 0.5, "optimizer": {"kind": "adamw"}, **train,
         },
     }  # fmt: skip
-    return derive.resolve(recipe_file.from_table(table))[0]
+    return defaults.resolve(recipe_file.from_table(table))[0]
 
 
 def plan_of(

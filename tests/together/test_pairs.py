@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from espalier import compose, mechanisms, trainer, worker
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
 from espalier.language.workload import open_language
 from espalier.launch import agent
@@ -116,7 +116,7 @@ def recipe_of(corpus, train):
         | {"optimizer": {"kind": "adamw"}}
         | train,
     }
-    return derive.resolve(recipe_file.from_table(table))[0]
+    return defaults.resolve(recipe_file.from_table(table))[0]
 
 
 def curve(recipe, micro_batch=8, recompute="none", ranks=1, cuts=None, shard=(), codec="exact"):
@@ -213,7 +213,7 @@ def test_int8_with_feedback_costs_less_than_half_a_percent_over_three_seeds(rank
             "data": {"path": "python:stdlib"},
             "train": {"steps": 300, "sequence": 128, "batch_tokens": 2048, "seed": seed},
         }
-        recipe = derive.resolve(recipe_file.from_table(table))[0]
+        recipe = defaults.resolve(recipe_file.from_table(table))[0]
         found.append([losses(recipe, ranks, name)[1] for name in ("exact", "int8")])
     plain, coded = (sum(column) / 3 for column in zip(*found, strict=True))
     assert plain < 2

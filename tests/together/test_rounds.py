@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from espalier import trainer, worker
-from espalier.checkpoint.sharded import Checkpoints
-from espalier.config import derive, recipe_file
+from espalier.checkpoint.save_and_restore import Checkpoints
+from espalier.config import defaults, recipe_file
 from espalier.errors import Interrupted, UserError
 from espalier.language.workload import open_language
 from espalier.launch import agent
@@ -41,7 +41,7 @@ def recipe_of(corpus, precision="fp64", steps=STEPS, **train):
         | {"optimizer": {"kind": "adamw"}}
         | train,
     }
-    return derive.resolve(recipe_file.from_table(table))[0]
+    return defaults.resolve(recipe_file.from_table(table))[0]
 
 
 def plan_of(ranks=2, shard=(), method="co2", steps=4, settings=None, paces=(), precision="fp64"):

@@ -10,7 +10,7 @@ import pytest
 import espalier
 from espalier import cli
 from espalier import cluster as clusters
-from espalier.config import derive, recipe_file
+from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
 from espalier.plan import base, request_from_recipe
 from espalier.plan.calibrate import Batch, calibrate
@@ -26,7 +26,7 @@ CLUSTER = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"'
 def folder(tmp_path: Path) -> RunFolder:
     """A run of two ranks, its log still empty."""
     table = {"model": {"depth": 2}, "train": {"steps": 20, "sequence": 128, "batch_tokens": 2048}}
-    recipe, _ = derive.resolve(recipe_file.from_table(table))
+    recipe, _ = defaults.resolve(recipe_file.from_table(table))
     plan = base.Plan(ranks=(base.Rank(share=(0, 8)), base.Rank(share=(8, 16))), micro_batch=4, recompute="block")
     found = RunFolder(tmp_path)
     found.write(recipe, clusters.loads(CLUSTER), plan)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from espalier import config
-from espalier.config import derive
+from espalier.config import decoder_shapes, defaults
 from espalier.language import workload as language
 from espalier.optim.base import names_of
 from espalier.verbs import prepare
 
 
 def resolved(model: config.Gpt | config.Moe) -> config.Recipe:
-    return derive.resolve(config.Recipe(model=model))[0]
+    return defaults.resolve(config.Recipe(model=model))[0]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
@@ -32,7 +32,7 @@ def test_counting_blocks_equals_building_them(kind: type[config.Gpt], tied: bool
     outside = set(language.embeddings(model))
     hidden = [p for p in trainable if p.ndim == 2 and p not in outside]
     assert request.parameters == request.trainable == sum(p.numel() for p in model.parameters())
-    assert request.parameters == derive.parameter_count(recipe.model)
+    assert request.parameters == decoder_shapes.parameter_count(recipe.model)
     assert request.tensors == len(trainable)
     assert request.layers == depth
     assert Counter({(rows, columns): count for rows, columns, count in request.matrix_shapes}) == Counter(
@@ -50,4 +50,4 @@ def test_deep_models_are_asked_about_at_once(model: config.Gpt) -> None:
     begun = time.process_time()
     request = prepare.request(prepare.Resolved(recipe))
     assert time.process_time() - begun < 1
-    assert request.parameters == derive.parameter_count(recipe.model)
+    assert request.parameters == decoder_shapes.parameter_count(recipe.model)

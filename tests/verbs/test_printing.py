@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from espalier import cli
-from espalier.config.derive import Derivation
+from espalier.config.base import Derivation
 from espalier.plan.base import Plan, Predicted, Rank, RunnerUp
 from espalier.track.goodput import Account, FailureCost
 from espalier.verbs import printing

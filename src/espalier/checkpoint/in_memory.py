@@ -29,7 +29,7 @@ from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.divergence_check import Alike
 from espalier.checkpoint.peer_copy import Partner
-from espalier.checkpoint.sharded import Checkpoints, Loaded
+from espalier.checkpoint.save_and_restore import Checkpoints, Loaded
 from espalier.checkpoint.shared_memory import SharedMemory
 from espalier.checkpoint.young_daly import Interval
 from espalier.errors import UserError

@@ -1,6 +1,6 @@
 """Every option of the product: one tree of frozen structs. Imports no torch.
 
-A field that defaults to None is *derived*: `config.derive` fills it in and says why. A choice is a tagged union on
+A field that defaults to None is *derived*: `config.defaults` fills it in and says why. A choice is a tagged union on
 `kind`, so the options of what you did not choose do not exist.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Union
 
-from espalier.config.decoders import Decoder as Decoder
-from espalier.config.decoders import Gpt as Gpt
-from espalier.config.decoders import Moe as Moe
+from espalier.config.decoder_shapes import Decoder as Decoder
+from espalier.config.decoder_shapes import Gpt as Gpt
+from espalier.config.decoder_shapes import Moe as Moe
 from espalier.config.graphs import Gat as Gat
 from espalier.config.graphs import Gcn as Gcn
 from espalier.config.graphs import Gin as Gin

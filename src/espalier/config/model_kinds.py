@@ -11,7 +11,7 @@ from importlib import import_module
 from espalier.config.base import Kind, Model
 
 ROWS = (
-    "espalier.config.decoders",
+    "espalier.config.decoder_defaults",
     "espalier.config.modules",
     "espalier.config.graphs",
 )

@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from espalier.checkpoint import manifest
-from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.storage import Folder, Storage, folder_name, step_of
 from espalier.errors import EspalierError, RunFailed, UserError
 from espalier.evaluate.eval_history import EvalHistory, Key

@@ -19,8 +19,8 @@ from espalier.graph.gnn import GraphAttention, Layer
 from espalier.sparse import CBM
 from espalier.sparse.cbm.matrix import pays
 from espalier.sparse.format_choice import cost
+from espalier.sparse.order_choice import order
 from espalier.sparse.rcmpp import rcmpp
-from espalier.sparse.reordering import order
 from espalier.units import show_seconds
 
 SMALL = 1 << 20

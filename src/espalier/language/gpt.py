@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from espalier import config
-from espalier.config.decoders import Sizes, sizes
+from espalier.config.decoder_shapes import Sizes, sizes
 from espalier.cost import Anatomy, Product
 from espalier.language.elementwise import rms_norm, rotate, swiglu
 from espalier.language.kv_cache import Cache, Past

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier import config
-from espalier.config.decoders import Sizes
+from espalier.config.decoder_shapes import Sizes
 from espalier.errors import UserError
 from espalier.language.gpt import GPT
 

@@ -24,7 +24,7 @@ from espalier.language.operation_counts import DecoderLoad, Feed, decoder_work
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    from espalier.config.decoders import Sizes
+    from espalier.config.decoder_shapes import Sizes
     from espalier.sequence.base import Where
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from espalier.artifacts import Artifact, Text
 from espalier.config import Gpt, Moe, Recipe
-from espalier.config.decoders import sizes
+from espalier.config.decoder_shapes import sizes
 from espalier.cost import Work
 from espalier.errors import UserError
 from espalier.language import generate, gpt, hf, mixture, moe, tokens

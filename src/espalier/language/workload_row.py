@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from espalier import data_hash
-from espalier.config import Gpt, Moe, Recipe, decoders
+from espalier.config import Gpt, Moe, Recipe, decoder_shapes
 from espalier.cost import Anatomy, Cut
 from espalier.errors import UserError
 from espalier.language import generate, gpt, hf, moe, text_sources, tokens
@@ -74,7 +74,7 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     options, sequence = _options(recipe), recipe.train.sequence
     assert sequence is not None
     assert recipe.train.batch_tokens is not None
-    size, kind = decoders.sizes(options), moe if isinstance(options, Moe) else gpt
+    size, kind = decoder_shapes.sizes(options), moe if isinstance(options, Moe) else gpt
 
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
         return kind.work(DecoderLoad(size, sequence, micro_batch, recompute, precision, cut))

@@ -46,7 +46,7 @@ def build(options: Adamw, owned: Sequence[Owned]) -> Optimizer:
     """AdamW over `owned`; its state exists from the start. `learning_rate` must be resolved."""
     if not owned:
         return Together([])  # more ranks than pieces: this one has nothing to move
-    assert options.learning_rate is not None, "derive.resolve fills the learning rate"
+    assert options.learning_rate is not None, "config.defaults.resolve fills the learning rate"
     groups = [
         {"params": [one.tensor for one in owned if len(one.shape) >= 2], "weight_decay": options.weight_decay},
         {"params": [one.tensor for one in owned if len(one.shape) < 2], "weight_decay": 0.0},

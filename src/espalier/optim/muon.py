@@ -106,7 +106,7 @@ def moves(one: Owned, tables: frozenset[str]) -> bool:
 
 def build(options: Muon, owned: Sequence[Owned], tables: frozenset[str]) -> Together:
     """Muon on the hidden matrices in `owned`, AdamW on the rest (vectors, and the parameters named in `tables`)."""
-    assert options.learning_rate is not None, "derive.resolve fills the learning rate"
+    assert options.learning_rate is not None, "config.defaults.resolve fills the learning rate"
     hidden = [one for one in owned if moves(one, tables)]
     others = [one for one in owned if not moves(one, tables)]
     assert all(one.whole for one in hidden), "composition refuses Muon on pieces of matrices"

@@ -23,7 +23,7 @@ from espalier.plan.factors import CostFactors
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request, exchanges
 from espalier.shard import placement_plan
-from espalier.shard.cost import cost
+from espalier.shard.cost import cost, wire_bytes
 from espalier.shard.placement import ShardFactors as Shards
 from espalier.sync.base import TOTAL_BYTES, TOTALS, task_totals
 
@@ -138,8 +138,6 @@ def sent(step: CostInputs, rounds: int, nodes: Sequence[int]) -> dict[str, float
     found = dict(cost(step.states, step.division, rounds=rounds).sent)
     codecs = placement_plan.codecs(exchanges(request.crossings))
     if codecs and step.states.sizes and not np.any(step.states.cut):
-        from espalier.shard.wire_bytes import wire_bytes  # codecs load torch
-
         chosen = Shards(int(layout.params), int(layout.grads), int(layout.optimizer))
         found = dict(wire_bytes(step.states, chosen, nodes, codecs, rounds=rounds))
     world = int(layout.world)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from espalier.config.decoders import Sizes
+from espalier.config.decoder_shapes import Sizes
 from espalier.cost import Anatomy, Cut, Number, Product, Work
 from espalier.plan.request import Request
 from espalier.shard.cost import StateBytes

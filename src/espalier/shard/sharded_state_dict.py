@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
+from torch.nn import Parameter
 
 from espalier import plain_collectives
 from espalier.checkpoint.dcp_planners import Box, RankRow, Rows, Slice
@@ -53,6 +54,14 @@ class UnitSharding(Protocol):
 
     def adopt(self) -> None:
         """Takes what was written into what is owned for everybody's parameters."""
+        ...
+
+    def summon(self) -> None:
+        """Brings all parameters here, until they are let go."""
+        ...
+
+    def whole(self, flat: FlatParameter, own: Tensor) -> Tensor:
+        """The whole unit, of which every rank has `own`."""
         ...
 
 
@@ -184,6 +193,36 @@ class Residuals:
         if all(axis.coordinate(flat.mesh.rank) == 0 for axis in replicas):
             mine = slice(flat.optimizer.start, flat.optimizer.stop)
             flat.residual[mine] = total[mine].to(flat.residual.device)
+
+
+# --- of a model in somebody's own loop: hooks of `nn.Module` -----------------------------------------------------
+
+
+def whole_state_dict(sharding: UnitSharding, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """`model.state_dict()` has whole parameters on every rank (all ranks call it), masters where there are any."""
+    if any(isinstance(value, Parameter) for value in state.values()):
+        return  # keep_vars: the parameters themselves are wanted
+    pieces: dict[int, Tensor] = {}
+    for flat in sharding.flats:
+        if flat.sharded or flat.masters is not None:
+            values = sharding.whole(flat, flat.own)
+            for slot in flat.slots:
+                pieces[id(slot.parameter)] = values[slot.span.start : slot.span.stop].view(slot.shape)
+    sharding.settle()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in pieces:
+            state[prefix + name] = pieces[id(parameter)]
+
+
+def load_whole_state_dict(
+    sharding: UnitSharding, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Before `model.load_state_dict(state)`: each rank takes its own share of whole parameters."""
+    own = ModelState(sharding).state_dict()
+    known = {name: value for name, value in own.items() if prefix + name in state}
+    fill(known, {name: state[prefix + name] for name in known})
+    sharding.adopt()
+    sharding.summon()
 
 
 def piece(flat: FlatParameter, own: Tensor, slot: ParameterSlot) -> Slice:

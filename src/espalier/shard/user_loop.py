@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
 from espalier.comm.base import Traffic, traffic
@@ -23,7 +23,7 @@ from espalier.shard.amsp import Amsp
 from espalier.shard.flat_parameter import FlatParameter
 from espalier.shard.model_signature import ModelSignature, changed
 from espalier.shard.sharded_gradient import ShardedGradient
-from espalier.shard.sharded_state_dict import ModelState, fill
+from espalier.shard.sharded_state_dict import load_whole_state_dict, whole_state_dict
 
 ELEMENTWISE = frozenset(
     ["Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "Lion", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"],
@@ -61,8 +61,8 @@ class UserLoop:
         model = sharding.model
         self._seen = ModelSignature(model)
         model.register_forward_pre_hook(lambda *_: self._forward(), prepend=True)
-        model.register_state_dict_post_hook(partial(self._whole_model))  # torch writes on it
-        model.register_load_state_dict_pre_hook(self._before_loading)
+        model.register_state_dict_post_hook(partial(whole_state_dict, sharding))
+        model.register_load_state_dict_pre_hook(partial(load_whole_state_dict, sharding))
         model.register_load_state_dict_post_hook(lambda *_: sharding.let_go())
         model.no_sync = self.no_sync  # type: ignore[assignment]
 
@@ -193,30 +193,6 @@ class UserLoop:
         for one in self.sharding.owned:
             if one.name == name and one.tensor.grad is not None:
                 operation(one.tensor.grad)
-
-    # --- whole states ------------------------------------------------------------------------------------------------
-
-    def _whole_model(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """`model.state_dict()` has whole parameters on every rank (all ranks call it), masters where there are any."""
-        if any(isinstance(value, nn.Parameter) for value in state.values()):
-            return  # keep_vars: the parameters themselves are wanted
-        pieces: dict[int, Tensor] = {}
-        for flat in self.sharding.flats:
-            if flat.sharded or flat.masters is not None:
-                values = self.sharding.whole(flat, flat.own)
-                for slot in flat.slots:
-                    pieces[id(slot.parameter)] = values[slot.span.start : slot.span.stop].view(slot.shape)
-        self.sharding.settle()
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if id(parameter) in pieces:
-                state[prefix + name] = pieces[id(parameter)]
-
-    def _before_loading(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        own = ModelState(self.sharding).state_dict()
-        known = {name: value for name, value in own.items() if prefix + name in state}
-        fill(known, {name: state[prefix + name] for name in known})
-        self.sharding.adopt()
-        self.sharding.summon()
 
 
 def refuse_split(optimizer: torch.optim.Optimizer, sharding: Amsp) -> None:

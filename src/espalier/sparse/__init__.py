@@ -9,7 +9,7 @@ from espalier.sparse.csr import matmul as matmul
 from espalier.sparse.edge_softmax import segment_softmax as segment_softmax
 from espalier.sparse.format_choice import best_aggregation as best_aggregation
 from espalier.sparse.format_choice import best_format as best_format
+from espalier.sparse.order_choice import order as order
 from espalier.sparse.rcmpp import bandwidth as bandwidth
 from espalier.sparse.rcmpp import profile as profile
 from espalier.sparse.rcmpp import rcmpp as rcmpp
-from espalier.sparse.reordering import order as order

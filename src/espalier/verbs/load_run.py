@@ -15,7 +15,7 @@ from espalier.config import Recipe
 from espalier.errors import UserError
 from espalier.mechanisms import DTYPES
 from espalier.track import events
-from espalier.verbs import own_runs, prepare
+from espalier.verbs import prepare, run_seal
 from espalier.workload import Workload
 
 
@@ -57,10 +57,10 @@ def open_trained(path: str, trust: bool = False) -> Trained:
 def resolved(folder: runs.RunFolder, recipe: Recipe, trust: bool = False) -> prepare.Resolved:
     """The recipe of the run in `folder`, with the folder of the recipe file that it was begun from.
 
-    Raises UserError where opening its workload would run the code of somebody who is not trusted (`own_runs`).
+    Raises UserError where opening its workload would run the code of somebody who is not trusted (`run_seal`).
     """
     begun = [event for event in events.read(folder.events) if event["event"] == "run"] if folder.events.exists() else []
     last = begun[-1] if begun else {}
     origin = Path(last["recipe_folder"]) if last.get("recipe_folder") else None
-    own_runs.check(recipe, origin, str(last.get("seal", "")), str(folder.path), trust)
+    run_seal.check(recipe, origin, str(last.get("seal", "")), str(folder.path), trust)
     return prepare.Resolved(recipe, folder=origin, trust=trust)

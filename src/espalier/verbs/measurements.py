@@ -15,7 +15,7 @@ import msgspec
 from espalier import cache_dir
 from espalier import cluster as clusters
 from espalier import run as runs
-from espalier.config import Recipe, derive
+from espalier.config import Recipe, defaults
 from espalier.errors import UserError
 from espalier.plan import base as plans
 from espalier.plan.calibrate import DATASHEET, Calibration, Measurement, calibrate
@@ -82,7 +82,7 @@ def from_run(path: str | Path) -> Measurement:
     steps = steps[int(len(steps) * WARMING) :]
     if not steps:
         raise UserError(f"The run in {path} has no measured step.", do="let it train longer, or name another run")
-    whole, _ = derive.resolve(recipe)
+    whole, _ = defaults.resolve(recipe)
     return Measurement(
         request=prepare.request(resolved(folder, whole)),
         cluster=cluster,

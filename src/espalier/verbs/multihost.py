@@ -16,7 +16,7 @@ import msgspec
 
 from espalier import cache_dir, units
 from espalier import cluster as clusters
-from espalier.config import Recipe, recipe_file, validation
+from espalier.config import Recipe, recipe_file, value_ranges
 from espalier.errors import EspalierError, PeerLost, RunFailed, UserError
 from espalier.launch import hosts, message_auth, torchrun
 from espalier.launch.host_rejoin import Returning
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
     recipe = recipe_file.load(arguments.recipe, arguments.overrides)
-    validation.check(recipe)
+    value_ranges.check(recipe)
     chosen, here = hosts.here_first(named)
     folder = Path(arguments.run or Path("runs") / recipe.name)
     message = {
@@ -139,7 +139,7 @@ def _launch_options(overrides: Sequence[str]) -> Recipe:
         if not text.strip().startswith("launch."):
             raise UserError(f"probe takes no option {text!r}.", do="launch.command, .interface, .port or .python")
     recipe = recipe_file.from_table({"model": {"kind": "gpt"}}, "the command line", overrides)
-    validation.check(recipe)
+    value_ranges.check(recipe)
     return recipe
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from espalier import terminal, units
 from espalier.cluster import Cluster, Disk, Link
 from espalier.config import model_kinds
-from espalier.config.derive import Derivation
+from espalier.config.base import Derivation
 from espalier.plan.base import Plan, Predicted
 from espalier.terminal import line, rows, say, visible, wrapped
 from espalier.track import run_tables

@@ -19,8 +19,8 @@ from espalier.launch import version_check
 from espalier.plan import base as plans
 from espalier.plan.collective_time import peak_flops
 from espalier.rank_setup import RankSetup
-from espalier.verbs import own_runs
 from espalier.verbs import prepare as ready
+from espalier.verbs import run_seal
 from espalier.workload import Workload
 
 
@@ -68,7 +68,7 @@ class RunStart:
             },
             "data": self.workload.fingerprint(),
             "recipe_folder": str(self.resolved.folder),
-            "seal": own_runs.seal(recipe, self.resolved.folder),
+            "seal": run_seal.seal(recipe, self.resolved.folder),
             "derivations": [{"key": one.key, "value": one.value, "why": one.reason} for one in derivations],
         }
         peak = peak_flops(self.cluster, len(self.plan.ranks), recipe.train.precision)

@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 
 from espalier import cache_dir
-from espalier.config import recipe_file, validation
+from espalier.config import recipe_file, value_ranges
 from espalier.errors import RunFailed, UserError
 from espalier.terminal import say
 
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     if getattr(arguments, "hosts", None) is not None:
         raise UserError("--hosts and --slurm were both given.", do="leave --hosts out: Slurm chooses the hosts")
     recipe = recipe_file.load(arguments.recipe, arguments.overrides)
-    validation.check(recipe)
+    value_ranges.check(recipe)
     folder = Path(arguments.run or Path("runs") / recipe.name).absolute()
     text = script(options(arguments.slurm), _command(arguments), recipe.name, folder)
     try:

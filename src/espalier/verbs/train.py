@@ -19,7 +19,7 @@ import torch
 from espalier import cluster as clusters
 from espalier import config, mechanisms, phases, units, worker
 from espalier import run as runs
-from espalier.checkpoint.sharded import Checkpoints
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.storage import open_place
 from espalier.config import Constant, Recipe, model_kinds
 from espalier.errors import EspalierError, Interrupted

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.config import validation
+from espalier.config import value_ranges
 from espalier.resilience.acme.plateau import BLOCKS, LEAST, MARGIN, Plateau, fall
 
 WINDOW = 1000
@@ -85,4 +85,4 @@ def test_losses_that_are_no_numbers_are_no_plateau():
 
 
 def test_the_shortest_window_of_the_option_is_that_of_the_test():
-    assert validation._SHORTEST == LEAST
+    assert value_ranges._SHORTEST == LEAST

@@ -20,8 +20,8 @@ import tomli_w
 from espalier import cluster as clusters
 from espalier import config
 from espalier.cluster import Cluster
-from espalier.config import decoders, derive, recipe_file
-from espalier.config.decoders import Sizes
+from espalier.config import decoder_shapes, defaults, recipe_file
+from espalier.config.decoder_shapes import Sizes
 from espalier.errors import UserError, nearest
 from espalier.plan import device_model
 from espalier.plan.base import Layout
@@ -217,9 +217,9 @@ class Descriptions:
             words["vocabulary"] = VOCABULARIES[gated]
             self.notes.add(f"model.vocabulary is missing: {words['vocabulary']:,} assumed")
         words.setdefault("kind", "gpt")
-        resolved, _ = derive.resolve(recipe_file.from_table({"model": words}, "the row"))
+        resolved, _ = defaults.resolve(recipe_file.from_table({"model": words}, "the row"))
         assert isinstance(resolved.model, config.Gpt | config.Moe)
-        return _Model(decoders.sizes(resolved.model), gated, said)
+        return _Model(decoder_shapes.sizes(resolved.model), gated, said)
 
     def _precision(self, said: Any, cluster: Cluster) -> str:
         if said is not None:

@@ -21,7 +21,7 @@ import msgspec
 from espalier import cluster as clusters
 from espalier import serialization
 from espalier.cluster import Cluster
-from espalier.config.decoders import Sizes
+from espalier.config.decoder_shapes import Sizes
 from espalier.errors import UserError, nearest
 from espalier.plan.calibrate import Measurement
 from espalier.plan.layouts import Layouts

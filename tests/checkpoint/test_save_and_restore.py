@@ -17,7 +17,7 @@ from parts import Box, Events, forked
 from torch import nn
 
 from espalier.checkpoint import manifest
-from espalier.checkpoint.sharded import NICE, Checkpoints
+from espalier.checkpoint.save_and_restore import NICE, Checkpoints
 from espalier.checkpoint.writer import Write
 from espalier.errors import UserError
 from espalier.testing.forks import Died, outcomes

@@ -1,4 +1,4 @@
-"""Validation of option values: refuses values that cannot mean anything and names the option. No torch."""
+"""Value ranges: refuses values of options that cannot mean anything, and options that contradict others. No torch."""
 
 from __future__ import annotations
 

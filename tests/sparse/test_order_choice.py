@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from scipy import sparse
 
 from espalier.errors import UserError
+from espalier.sparse.order_choice import PURPOSES, order
 from espalier.sparse.partition import by_metis, by_sweeps, clusters, cut, symmetric
-from espalier.sparse.rcmpp.ordering import trace
+from espalier.sparse.rcmpp.cuthill_mckee import trace
 from espalier.sparse.rcmpp.pattern import Pattern
 from espalier.sparse.rcmpp.pattern_passes import touched
-from espalier.sparse.reordering import PURPOSES, order
 
 
 def mesh(side: int) -> sparse.csr_array:

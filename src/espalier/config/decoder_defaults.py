@@ -1,4 +1,4 @@
-"""Language decoders: their options, published shapes by name, what a recipe leaves open, what is refused. No torch.
+"""Defaults of language decoders: derives what a recipe leaves open, and refuses what contradicts itself. No torch.
 
 One dial, `model.depth`, sets the rest (after nanochat's `--depth`): width, heads, sequence, batch, rates and steps.
 """
@@ -6,13 +6,12 @@ One dial, `model.depth`, sets the rest (after nanochat's `--depth`): width, head
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 
-from espalier.config.base import Draft, Kind, Model, RecipeBase
-from espalier.errors import UserError, nearest
+from espalier.config.base import Draft, Kind, RecipeBase
+from espalier.config.decoder_shapes import Gpt, Moe, active_parameter_count, parameter_count, published
+from espalier.errors import UserError
 
 DEPTH = 4
 """Layers when neither depth nor shape is given: about 3 M parameters, minutes on a laptop."""
@@ -20,127 +19,6 @@ DEPTH = 4
 HEAD_SIZE = 64
 TOKENS_PER_PARAMETER = 20  # Chinchilla, arXiv 2203.15556, table 3: compute-optimal tokens are about 20 x parameters
 SMALLEST_BATCH, LARGEST_BATCH = 2_048, 4_194_304  # tokens; 4 Mi is Llama 2's (arXiv 2307.09288)
-
-
-class Decoder(Model, frozen=True):
-    """What the language decoders share. Give `depth`, or `shape`, or the numbers themselves."""
-
-    depth: int | None = None
-    shape: str | None = None
-    width: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    feed_forward: int | None = None
-    vocabulary: int | None = None
-    context: int | None = None
-    tied: bool | None = None
-    rope_theta: float = 10_000.0
-    norm_epsilon: float = 1e-5
-    initial: str | None = None
-
-
-class Gpt(Decoder, frozen=True, tag="gpt"):
-    """A dense decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU)."""
-
-
-class Moe(Decoder, frozen=True, tag="moe"):
-    """The same decoder with a mixture of experts in place of each feed-forward block."""
-
-    experts: int = 8
-    active: int = 2
-    balance: float = 0.01
-
-
-# --- published shapes ----------------------------------------------------------------------------------------------
-
-# The shapes of GPT-2 and GPT-3 are taken over into this decoder (RMSNorm, rotary positions, SwiGLU, no bias). Their
-# feed-forward has two matrices of 4 x width; SwiGLU has three, so 8/3 x width keeps the number of parameters (Shazeer,
-# "GLU Variants Improve Transformer", arXiv 2002.05202, section 3).
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One published decoder: `source` says where its numbers come from."""
-
-    depth: int
-    width: int
-    heads: int
-    kv_heads: int
-    feed_forward: int
-    vocabulary: int
-    context: int
-    tied: bool
-    source: str
-
-
-_GPT2 = "GPT-2 small, 12 layers x 768 (Radford et al. 2019, table 2; heads and vocabulary as in its release)"
-_GPT3 = "GPT-3 175B (arXiv 2005.14165, table 2.1; vocabulary of GPT-2)"
-_LLAMA = "Llama 2 (arXiv 2307.09288, table 1; width, heads and feed-forward as in its released params.json)"
-
-SHAPES: dict[str, Shape] = {
-    "gpt2-124m": Shape(12, 768, 12, 12, 2048, 50257, 1024, True, _GPT2),
-    "llama-7b": Shape(32, 4096, 32, 32, 11008, 32000, 4096, False, _LLAMA),
-    "llama-13b": Shape(40, 5120, 40, 40, 13824, 32000, 4096, False, _LLAMA),
-    "llama-70b": Shape(80, 8192, 64, 8, 28672, 32000, 4096, False, _LLAMA),
-    "gpt3-175b": Shape(96, 12288, 96, 96, 32768, 50257, 2048, True, _GPT3),
-}
-
-
-def published(name: str) -> Shape:
-    """The published shape called `name`. Raises UserError naming the nearest one."""
-    if name not in SHAPES:
-        near = nearest(name, SHAPES)
-        raise UserError(
-            f'model.shape = "{name}" is not a known shape.',
-            why=f"the shapes are {', '.join(SHAPES)}",
-            do=f'model.shape = "{near}"' if near else "give model.depth instead",
-        )
-    return SHAPES[name]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """A decoder in plain integers. `experts` = `active` = 1 for a dense model; `balance` is then 0."""
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    feed_forward: int
-    vocabulary: int
-    context: int
-    tied: bool
-    rope_theta: float
-    norm_epsilon: float
-    experts: int = 1
-    active: int = 1
-    balance: float = 0.0
-
-    @property
-    def head_size(self) -> int:
-        """Columns of one attention head."""
-        return self.width // self.heads
-
-    @property
-    def kv_width(self) -> int:
-        """Columns of all keys (or all values) of one token."""
-        return self.kv_heads * self.head_size
-
-
-def sizes(model: Gpt | Moe) -> Sizes:
-    """The sizes of a resolved decoder. An option still None is our bug: `config.derive.resolve` comes first."""
-    names = ("depth", "width", "heads", "kv_heads", "feed_forward", "vocabulary", "context", "tied")
-    values: dict[str, Any] = {name: getattr(model, name) for name in names}
-    unset = [name for name, value in values.items() if value is None]
-    assert not unset, f"model options not resolved: {', '.join(unset)}"
-    layers = values.pop("depth")
-    dense = Sizes(layers=layers, rope_theta=model.rope_theta, norm_epsilon=model.norm_epsilon, **values)
-    if not isinstance(model, Moe):
-        return dense
-    return replace(dense, experts=model.experts, active=model.active, balance=model.balance)
-
-
-# --- what is left open ----------------------------------------------------------------------------------------------
 
 
 def _fill(draft: Draft) -> None:
@@ -166,25 +44,6 @@ def _validation(recipe: RecipeBase) -> float:
     """Forward only, which costs a third of training on as many tokens."""
     batch = recipe.train.batch_tokens
     return recipe.train.validate_tokens / 3 / batch if batch else 0.0
-
-
-def parameter_count(model: Gpt | Moe) -> int:
-    """Parameters of a resolved decoder (tied embeddings counted once)."""
-    return _count(sizes(model), every_expert=True)
-
-
-def active_parameter_count(model: Gpt | Moe) -> int:
-    """Parameters one token passes through: `active` of the experts, everything else."""
-    return _count(sizes(model), every_expert=False)
-
-
-def _count(size: Sizes, every_expert: bool) -> int:
-    attention = size.width * (2 * size.width + 2 * size.kv_width)
-    experts = size.experts if every_expert else size.active
-    router = size.experts * size.width if size.experts > 1 else 0
-    feed_forward = experts * 3 * size.width * size.feed_forward + router
-    embeddings = size.vocabulary * size.width * (1 if size.tied else 2)
-    return size.layers * (attention + feed_forward + 2 * size.width) + embeddings + size.width
 
 
 def _model(draft: Draft) -> None:

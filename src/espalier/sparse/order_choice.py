@@ -13,7 +13,7 @@ import numpy as np
 
 from espalier.errors import UserError, nearest
 from espalier.sparse.partition import clusters
-from espalier.sparse.rcmpp.ordering import trace
+from espalier.sparse.rcmpp.cuthill_mckee import trace
 from espalier.sparse.rcmpp.pattern import Pattern, like, positions
 
 

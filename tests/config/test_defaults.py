@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier import config
-from espalier.config import decoders, derive, recipe_file
+from espalier.config import decoder_shapes, defaults, recipe_file
 from espalier.errors import UserError
 
 pytestmark = pytest.mark.quick
@@ -41,19 +41,19 @@ def none_left(struct, path="") -> list[str]:
     steps=st.none() | st.integers(1, 10**6),
 )
 def test_every_option_is_filled_and_resolving_again_changes_nothing(depth, kind, optimizer, sequence, steps):
-    resolved, found = derive.resolve(recipe(kind(depth=depth), optimizer=optimizer, sequence=sequence, steps=steps))
+    resolved, found = defaults.resolve(recipe(kind(depth=depth), optimizer=optimizer, sequence=sequence, steps=steps))
     assert none_left(resolved.model, "model.") == []
     assert none_left(resolved.train, "train.") == ["train.recompute"]  # the planner's to choose
     assert resolved.checkpoint.every == "auto"
     assert resolved.train.batch_tokens % resolved.train.sequence == 0
     assert all(derivation.reason for derivation in found)
-    assert derive.resolve(resolved) == (resolved, [])
+    assert defaults.resolve(resolved) == (resolved, [])
     assert recipe_file.from_table(recipe_file.to_table(resolved)) == resolved
 
 
 def test_each_derivation_says_what_was_open_and_what_it_became():
     before = recipe(config.Gpt(depth=3, heads=6), sequence=128)
-    resolved, found = derive.resolve(before)
+    resolved, found = defaults.resolve(before)
     for derivation in found:
         old = new = None
         for name in derivation.key.split("."):
@@ -65,19 +65,19 @@ def test_each_derivation_says_what_was_open_and_what_it_became():
 
 
 def test_depth_3_is_192_wide_with_heads_of_64():
-    model = derive.resolve(recipe(config.Gpt(depth=3)))[0].model
+    model = defaults.resolve(recipe(config.Gpt(depth=3)))[0].model
     assert (model.width, model.heads, model.kv_heads, model.feed_forward) == (192, 3, 3, 512)
     assert model.vocabulary == 256
 
 
 def test_neither_depth_nor_shape_means_depth_4():
-    assert derive.resolve(recipe())[0].model.depth == 4
+    assert defaults.resolve(recipe())[0].model.depth == 4
 
 
-@pytest.mark.parametrize("name", list(decoders.SHAPES))
+@pytest.mark.parametrize("name", list(decoder_shapes.SHAPES))
 def test_a_shape_gives_what_the_recipe_does_not(name):
-    published = decoders.SHAPES[name]
-    resolved = derive.resolve(recipe(config.Gpt(shape=name, vocabulary=1000)))[0].model
+    published = decoder_shapes.SHAPES[name]
+    resolved = defaults.resolve(recipe(config.Gpt(shape=name, vocabulary=1000)))[0].model
     assert (resolved.depth, resolved.width, resolved.kv_heads) == (published.depth, published.width, published.kv_heads)
     assert resolved.vocabulary == 1000
 
@@ -88,23 +88,23 @@ def test_a_shape_gives_what_the_recipe_does_not(name):
     [("llama-7b", 6_738_415_616), ("llama-13b", 13_015_864_320), ("llama-70b", 68_976_648_192)],
 )
 def test_llama_shapes_count_the_published_parameters(name, published):
-    assert derive.parameter_count(derive.resolve(recipe(config.Gpt(shape=name)))[0].model) == published
+    assert decoder_shapes.parameter_count(defaults.resolve(recipe(config.Gpt(shape=name)))[0].model) == published
 
 
 @pytest.mark.parametrize(("name", "about"), [("gpt2-124m", 124e6), ("gpt3-175b", 175e9)])
 def test_gpt_shapes_come_within_half_a_percent_of_their_name(name, about):
-    count = derive.parameter_count(derive.resolve(recipe(config.Gpt(shape=name)))[0].model)
+    count = decoder_shapes.parameter_count(defaults.resolve(recipe(config.Gpt(shape=name)))[0].model)
     assert count == pytest.approx(about, rel=5e-3)
 
 
 def test_a_token_passes_through_the_active_experts_only():
-    model = derive.resolve(recipe(config.Moe(depth=2, experts=8, active=2)))[0].model
+    model = defaults.resolve(recipe(config.Moe(depth=2, experts=8, active=2)))[0].model
     experts = model.depth * 3 * model.width * model.feed_forward
-    assert derive.parameter_count(model) - derive.active_parameter_count(model) == 6 * experts
+    assert decoder_shapes.parameter_count(model) - decoder_shapes.active_parameter_count(model) == 6 * experts
 
 
 def test_batch_and_tokens_grow_with_the_model():
-    trains = [derive.resolve(recipe(config.Gpt(depth=depth)))[0].train for depth in (2, 4, 8, 16, 32)]
+    trains = [defaults.resolve(recipe(config.Gpt(depth=depth)))[0].train for depth in (2, 4, 8, 16, 32)]
     batches = [train.batch_tokens for train in trains]
     assert batches == sorted(batches)
     assert batches[0] < batches[-1]
@@ -113,42 +113,42 @@ def test_batch_and_tokens_grow_with_the_model():
 
 
 def test_twenty_tokens_for_each_parameter():
-    resolved = derive.resolve(recipe(config.Gpt(depth=4)))[0]
+    resolved = defaults.resolve(recipe(config.Gpt(depth=4)))[0]
     tokens = resolved.train.steps * resolved.train.batch_tokens
-    assert tokens == pytest.approx(20 * derive.parameter_count(resolved.model), rel=0.01)
+    assert tokens == pytest.approx(20 * decoder_shapes.parameter_count(resolved.model), rel=0.01)
 
 
 def test_a_short_run_gets_a_smaller_batch():
-    long = derive.resolve(recipe(config.Gpt(depth=4)))[0].train.batch_tokens
-    assert derive.resolve(recipe(config.Gpt(depth=4), steps=100))[0].train.batch_tokens < long
+    long = defaults.resolve(recipe(config.Gpt(depth=4)))[0].train.batch_tokens
+    assert defaults.resolve(recipe(config.Gpt(depth=4), steps=100))[0].train.batch_tokens < long
 
 
 def test_another_tokenizer_fills_the_vocabulary_in_a_second_call():
     data = (config.Data(path="x", tokenizer="tokenizer.json"),)
-    first, _ = derive.resolve(config.Recipe(model=config.Gpt(depth=4), data=data))
+    first, _ = defaults.resolve(config.Recipe(model=config.Gpt(depth=4), data=data))
     assert first.model.vocabulary is None
     assert first.train.steps is None
     assert first.model.width == 256
-    second, found = derive.resolve(first, vocabulary=8000)
+    second, found = defaults.resolve(first, vocabulary=8000)
     assert second.model.vocabulary == 8000
     assert second.model.tied is True
     assert second.train.steps > 0
-    assert second == derive.resolve(config.Recipe(model=config.Gpt(depth=4), data=data), vocabulary=8000)[0]
+    assert second == defaults.resolve(config.Recipe(model=config.Gpt(depth=4), data=data), vocabulary=8000)[0]
     assert {"model.vocabulary", "train.steps"} <= {derivation.key for derivation in found}
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
     with pytest.raises(UserError, match=r"model\.vocabulary = 200"):
-        derive.resolve(config.Recipe(model=config.Gpt(vocabulary=200), data=(config.Data(path="x"),)))
+        defaults.resolve(config.Recipe(model=config.Gpt(vocabulary=200), data=(config.Data(path="x"),)))
 
 
 def test_a_module_recipe_is_filled_too():
-    resolved, _ = derive.resolve(recipe(config.Module(build="a:b")))
+    resolved, _ = defaults.resolve(recipe(config.Module(build="a:b")))
     assert none_left(resolved.train, "train.") == ["train.recompute"]
 
 
 def test_derived_validation_takes_at_most_a_twentieth_of_the_time():
-    resolved, _ = derive.resolve(recipe(config.Gpt(depth=3), steps=300, batch_tokens=4096))
+    resolved, _ = defaults.resolve(recipe(config.Gpt(depth=3), steps=300, batch_tokens=4096))
     forward_only = resolved.train.validate_tokens / 3
     assert forward_only / (resolved.train.validate_every * 4096) <= 0.05
     assert resolved.train.validate_every < 300
@@ -177,7 +177,7 @@ BAD = {
 @pytest.mark.parametrize("named", list(BAD))
 def test_a_model_that_does_not_fit_is_refused_by_name(named):
     with pytest.raises(UserError) as refused:
-        derive.resolve(recipe(BAD[named]))
+        defaults.resolve(recipe(BAD[named]))
     assert named in str(refused.value)
     assert refused.value.do
 
@@ -204,11 +204,11 @@ def test_a_model_that_does_not_fit_is_refused_by_name(named):
 )
 def test_training_numbers_that_do_not_fit_are_refused_by_name(named, train):
     with pytest.raises(UserError, match=named):
-        derive.resolve(recipe(config.Gpt(depth=3, context=256), **train))
+        defaults.resolve(recipe(config.Gpt(depth=3, context=256), **train))
 
 
 def test_a_clip_of_0_is_allowed_and_turns_it_off():
-    assert derive.resolve(recipe(clip=0.0))[0].train.clip == 0.0
+    assert defaults.resolve(recipe(clip=0.0))[0].train.clip == 0.0
 
 
 @pytest.mark.parametrize(
@@ -223,21 +223,21 @@ def test_a_clip_of_0_is_allowed_and_turns_it_off():
 )
 def test_what_else_cannot_be_is_refused_by_name(named, options):
     with pytest.raises(UserError) as refused:
-        derive.resolve(config.Recipe(model=config.Gpt(), **options))
+        defaults.resolve(config.Recipe(model=config.Gpt(), **options))
     assert named in str(refused.value)
 
 
 def test_the_bounds_themselves_are_allowed():
     plan, track = config.Planning(pin=config.Pin(threads=4096)), config.Track(profile=(1, 1))
     train = config.Train(optimizer=config.Adamw(learning_rate=100.0), steps=3)
-    derive.resolve(config.Recipe(model=config.Gpt(depth=2), plan=plan, track=track, train=train))
+    defaults.resolve(config.Recipe(model=config.Gpt(depth=2), plan=plan, track=track, train=train))
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 0.6, 1.0])
 def test_the_held_out_share_is_above_0_and_at_most_a_half(share):
     data = (config.Data(path="a"), config.Data(path="b", validation=share))
     with pytest.raises(UserError, match=r"data\.validation"):
-        derive.resolve(config.Recipe(model=config.Gpt(), data=data))
+        defaults.resolve(config.Recipe(model=config.Gpt(), data=data))
 
 
 @settings(max_examples=100, deadline=None)
@@ -249,11 +249,11 @@ def test_the_held_out_share_is_above_0_and_at_most_a_half(share):
 )
 def test_any_numbers_either_resolve_or_are_refused(numbers):
     try:
-        resolved, _ = derive.resolve(recipe(config.Gpt(**numbers)))
+        resolved, _ = defaults.resolve(recipe(config.Gpt(**numbers)))
     except UserError:
         return
-    size = decoders.sizes(resolved.model)
+    size = decoder_shapes.sizes(resolved.model)
     assert size.head_size * size.heads == size.width
     assert size.head_size % 2 == 0
     assert size.heads % size.kv_heads == 0
-    assert derive.parameter_count(resolved.model) > 0
+    assert decoder_shapes.parameter_count(resolved.model) > 0

@@ -11,10 +11,7 @@ import math
 from espalier import config
 from espalier.config import model_kinds
 from espalier.config.base import Derivation, Draft
-from espalier.config.decoders import active_parameter_count, parameter_count
-from espalier.config.validation import check
-
-__all__ = ["Derivation", "active_parameter_count", "parameter_count", "resolve"]
+from espalier.config.value_ranges import check
 
 VALIDATION_SHARE = 0.05
 """Most of a run's time that derived validation may take."""

@@ -10,7 +10,7 @@ import pytest
 from espalier import run as runs
 from espalier.config import recipe_file
 from espalier.errors import UserError
-from espalier.verbs import own_runs
+from espalier.verbs import run_seal
 from espalier.verbs.load_run import open_trained
 
 CODE = """
@@ -54,30 +54,30 @@ def test_a_seal_is_good_for_its_code_its_folder_and_its_user(
     tmp_path: Path, cache: Path, table: dict[str, object]
 ) -> None:
     recipe = recipe_file.from_table(table, "test")
-    made = own_runs.seal(recipe, tmp_path)
-    own_runs.check(recipe, tmp_path, made, "run", trust=False)
+    made = run_seal.seal(recipe, tmp_path)
+    run_seal.check(recipe, tmp_path, made, "run", trust=False)
     other = recipe_file.from_table({**MODULE, "model": {"kind": "module", "build": "other:build"}}, "test")
     for given, folder in ((other, tmp_path), (recipe, tmp_path / "elsewhere"), (recipe, None)):
         with pytest.raises(UserError, match="--trust"):
-            own_runs.check(given, folder, made, "run", trust=False)
-        own_runs.check(given, folder, made, "run", trust=True)
+            run_seal.check(given, folder, made, "run", trust=False)
+        run_seal.check(given, folder, made, "run", trust=True)
     key = cache / "espalier" / "key"
     assert key.stat().st_mode & 0o777 == 0o600
     key.unlink()
     with pytest.raises(UserError, match="--trust"):
-        own_runs.check(recipe, tmp_path, made, "run", trust=False)
+        run_seal.check(recipe, tmp_path, made, "run", trust=False)
 
 
 def test_a_recipe_without_code_needs_no_seal(tmp_path: Path, cache: Path) -> None:
     recipe = recipe_file.from_table({"model": {"kind": "gpt"}}, "test")
-    assert own_runs.seal(recipe, tmp_path) == ""
-    own_runs.check(recipe, tmp_path, "", "run", trust=False)
+    assert run_seal.seal(recipe, tmp_path) == ""
+    run_seal.check(recipe, tmp_path, "", "run", trust=False)
     assert not cache.exists()
 
 
 def test_no_key_can_be_kept_and_there_is_no_seal(tmp_path: Path, cache: Path) -> None:
     cache.write_text("a file where the folder should be")
     recipe = recipe_file.from_table(MODULE, "test")
-    assert own_runs.seal(recipe, tmp_path) == ""
+    assert run_seal.seal(recipe, tmp_path) == ""
     with pytest.raises(UserError, match="--trust"):
-        own_runs.check(recipe, tmp_path, "", "run", trust=False)
+        run_seal.check(recipe, tmp_path, "", "run", trust=False)
