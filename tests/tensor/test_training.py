@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from decoders import whole
 
-from espalier import trainer, worker
+from espalier import mechanisms, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import Recipe, defaults, recipe_file
-from espalier.errors import Interrupted
+from espalier.errors import Interrupted, UserError
+from espalier.language import hf
+from espalier.language.gpt import roles
 from espalier.language.workload import open_language
 from espalier.launch import agent
 from espalier.launch import base as launch
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
+from espalier.tensor.cut import check, found
 
 STEPS = 4
 
@@ -131,3 +136,98 @@ def test_curve_weights_validation_and_sample_are_those_of_one_rank(corpus: Path,
     for name, value in found.items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-8, atol=1e-10)
     assert cut["matrices"]["blocks.0.attention.out.weight"] == (32, 32 // tensor)
+
+
+def test_a_checkpoint_of_one_cut_resumes_under_any_other(corpus: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(corpus)
+    unbroken = trained(recipe, plan_of(recipe, 1, 1), tmp_path / "one")
+    begun = plan_of(recipe, 4, 2, (1, 2, 2))
+    trained(recipe, begun, tmp_path / "begun", stop_after=2)
+    saved = weights(recipe, tmp_path / "begun")
+    for name, (ranks, tensor, shard) in {
+        "1": (1, 1, (1, 1, 1)),
+        "4": (4, 4, (1, 1, 1)),
+        "dp": (2, 1, (2, 2, 2)),
+    }.items():
+        shutil.copytree(tmp_path / "begun", tmp_path / name)
+        again = trained(recipe, plan_of(recipe, ranks, tensor, shard), tmp_path / name)
+        assert again["loss"] == pytest.approx(unbroken["loss"][2:], rel=1e-9)
+        assert again["validation"] == pytest.approx(unbroken["validation"], rel=1e-9)
+    # What another cut takes up and saves at once is the same to the bit.
+    plan = plan_of(recipe, 4, 4)
+    shutil.copytree(tmp_path / "begun", tmp_path / "kept")
+
+    def life(place: Any) -> None:
+        with worker.joined(place, 30.0) as channel:
+            one = trainer.Trainer(RankSetup(recipe, plan, open_language(recipe), place), channel)
+            kept = Checkpoints(tmp_path / "kept" / "checkpoints", keep=2, group=worker.saving_group(channel))
+            one.restore(kept)
+            one.step = 3
+            one.save(kept, None, wait=True)
+
+    agent.run(life, launch.places(plan))
+    for name, value in weights(recipe, tmp_path / "kept").items():
+        assert torch.equal(value, saved[name]), name
+
+
+def test_bfloat16_follows_the_curve_of_one_rank(corpus: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(corpus, precision="bf16")
+    one = trained(recipe, plan_of(recipe, 1, 1), tmp_path / "one")
+    for algorithm in ("megatron", "fsp"):
+        plan = plan_of(recipe, 4, 2, (1, 1, 2), algorithm=algorithm)
+        cut = trained(recipe, plan, tmp_path / algorithm)
+        assert cut["loss"] == pytest.approx(one["loss"], rel=1e-3)
+        assert cut["gradient_norm"][0] == pytest.approx(one["gradient_norm"][0], rel=1e-3)  # of the same weights
+        assert cut["validation"] == pytest.approx(one["validation"], rel=1e-3)
+
+
+def test_a_run_that_was_cut_is_exported_as_one_that_was_not(corpus: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(corpus, precision="fp32")
+    trained(recipe, plan_of(recipe, 2, 2), tmp_path / "cut")
+    workload = open_language(recipe)
+    model = workload.build(torch.device("cpu"), torch.float32)
+    Checkpoints(tmp_path / "cut" / "checkpoints").load({"model": model})
+    hf.export(model, workload.tokenizer, tmp_path / "export")
+    _, state = hf.load(tmp_path / "export", torch.float32)
+    found = weights(recipe, tmp_path / "cut")
+    assert state.keys() == found.keys()
+    assert all(torch.equal(state[name].double(), value) for name, value in found.items())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "model", "said", "near"),
+    [
+        (3, {}, "blocks.0.attention.query: its query heads (4) and key-value heads (2) do not divide", "tp = 2"),
+        (
+            4,
+            {"kv_heads": 4, "feed_forward": 3},
+            "feed_forward.gate: its columns of the feed-forward",
+            "tp = 3",
+        ),
+        (8, {"kv_heads": 2}, "query heads (4)", "tp = 4"),
+    ],
+)
+def test_degrees_that_do_not_divide_are_refused_with_the_nearest(tensor: int, model: Any, said: str, near: str) -> None:
+    changes = {"heads": 4, "kv_heads": 2, **model}
+    decoder = whole(**changes)
+    with pytest.raises(UserError) as caught:
+        check(found(decoder, roles(decoder)), tensor)
+    assert said in caught.value.what
+    assert caught.value.do == near
+
+
+def test_what_cannot_stand_beside_cut_matrices_is_refused_by_name(corpus: Path) -> None:
+    recipe = recipe_of(corpus, optimizer={"kind": "muon"})
+    refused = mechanisms.refusal(recipe, plan_of(recipe, 2, 2))
+    assert refused is not None
+    assert refused.pair == ("muon", "tensor_parallel")
+    assert refused.instead == "optimizer = adamw instead of muon"
+    recipe = recipe_of(corpus)
+    assert mechanisms.refusal(recipe, plan_of(recipe, 2, 2)) is None
+    for changes, beside in (
+        ({"compile": True}, "compile"),
+        ({"exchanges": (plans.Exchange(traffic="gradients", codec="int8"),)}, "codecs"),
+    ):
+        refused = mechanisms.refusal(recipe, plan_of(recipe, 2, 2, **changes))
+        assert refused is not None
+        assert set(refused.pair) == {beside, "tensor_parallel"}

@@ -243,8 +243,8 @@ class _CrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, stream: Stream, first: int) -> Tensor:
-        scores = logits.flatten(0, -2)
-        scores = scores.clone() if scores.dtype == torch.float64 else scores.float()
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        scores = logits.flatten(0, -2).to(dtype, copy=True)
         targets = targets.flatten()
         scores -= stream.sum(scores.amax(-1), dist.ReduceOp.MAX)().unsqueeze(-1)
         counted = targets != IGNORED
