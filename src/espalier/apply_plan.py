@@ -15,7 +15,8 @@ from espalier.config import Adamw, Module, Recipe, Train
 from espalier.errors import UserError
 from espalier.launch import base as launch
 from espalier.launch import detect_launcher
-from espalier.parallel.mesh import REPLICA, ProcessMesh, of_plan
+from espalier.parallel.mesh import DATA, REPLICA, ProcessMesh, of_plan
+from espalier.parallel.model_cut import ModelCut
 from espalier.plan.base import Plan
 from espalier.shard.amsp import Amsp
 from espalier.shard.broadcast import same_start
@@ -24,6 +25,7 @@ from espalier.shard.sharded_optimizer import OptimizerPieces
 from espalier.shard.user_loop import UserLoop, refuse_split
 from espalier.sync.co2 import refuse_statistics
 from espalier.sync.outer_rounds import engine
+from espalier.tensor.mechanism import share
 
 TIMEOUT = 60.0
 """Seconds any wait for another rank may take."""
@@ -57,8 +59,9 @@ def apply(
         The same two objects.
 
     Raises:
-        UserError: the plan is for another number of ranks, cuts the model or the sequence, or cuts matrices that the
-            optimizer needs whole; or the ranks' models differ (the first difference is named).
+        UserError: the plan is for another number of ranks, cuts layers or the sequence, shares matrices of a model that
+            does not say how (`tp_plan`), or cuts matrices that the optimizer needs whole; or the ranks' models differ
+            (the first difference is named).
     """
     refuse(plan)
     ranks = len(plan.trainers)
@@ -75,10 +78,11 @@ def apply(
     if channel is None or ranks == 1:
         return model, optimizer
     mesh = ProcessMesh(of_plan(plan), channel, channel.rank())
+    cut = _share(mesh, model) if any(stage.tensor > 1 for stage in plan.stages) else None
     if plan.outer is not None:
         refuse_statistics(model)
         same_start(model, channel)
-    sharding = _shard(plan, mesh, model, optimizer)
+    sharding = _shard(plan, mesh, model, optimizer, cut)
     if plan.outer is not None:
         model.finish = _by_rounds(plan, mesh, optimizer, sharding)  # type: ignore[assignment]
     model._spread_by_espalier = True  # type: ignore[assignment]
@@ -92,18 +96,29 @@ def refuse(plan: Plan) -> None:
     if not plan.executable or found is not None:
         raise UserError(
             f"This plan cannot be applied: {plan.missing if found is None else found.reason}.",
-            why="espalier.apply shards states only, as it does not know the model's layers",
-            do='make_plan(model, cluster, batch=…, tp=1, sp=1, pp=1, recompute="none")',
+            why="espalier.apply shards states and matrices, as it does not know the model's layers",
+            do='make_plan(model, cluster, batch=…, sp=1, pp=1, recompute="none")',
         )
 
 
-def _shard(plan: Plan, mesh: ProcessMesh, model: nn.Module, optimizer: torch.optim.Optimizer) -> Amsp | None:
+def _share(mesh: ProcessMesh, model: nn.Module) -> ModelCut:
+    """Cuts the model over the ranks that share its matrices, by the plan that it carries."""
+    assert mesh.replica is not None
+    same_start(model, mesh.replica)
+    cut = ModelCut(mesh.replica)
+    share(model, None, mesh, cut)
+    return cut
+
+
+def _shard(
+    plan: Plan, mesh: ProcessMesh, model: nn.Module, optimizer: torch.optim.Optimizer, cut: ModelCut | None
+) -> Amsp | None:
     """The model spread over the ranks of this replica, which exchange at every step; None where it has one rank."""
-    channel = mesh.replica
+    channel = mesh.replica if cut is None else mesh.same_parameters or mesh.alone
     if channel is None:
         return None
-    ranks = mesh.mesh.members(mesh.rank, *REPLICA)
-    sharding = Amsp(model, channel, _spread(plan, ranks, model))
+    ranks = mesh.mesh.members(mesh.rank, *(REPLICA if cut is None else DATA))
+    sharding = Amsp(model, channel, _spread(plan, ranks, model), cut)
     try:
         refuse_split(optimizer, sharding)
     except UserError:

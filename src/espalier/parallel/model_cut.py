@@ -6,19 +6,35 @@ follow it, whatever cut the model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
+
+from espalier.comm.base import Traffic, traffic
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+    from torch import Tensor
 
 
 class Slab(NamedTuple):
-    """Where a rank's part lies in a tensor of the whole model: the tensor's `shape`, the part's first element."""
+    """Where a rank's part lies in a tensor of the whole model.
+
+    Attributes:
+        shape: of the tensor; offsets: of the part's first element.
+        group: the ranks that together have all of it; None where nobody asks for that.
+        stands: this rank stands for all that hold the same part.
+    """
 
     shape: torch.Size
     offsets: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+    stands: bool = True
+
+    def box(self, part: Sequence[int]) -> tuple[slice, ...]:
+        """The part, of that shape, in the tensor."""
+        return tuple(slice(first, first + size) for first, size in zip(self.offsets, part, strict=True))
 
 
 class Holders(NamedTuple):
@@ -49,6 +65,24 @@ class ModelCut:
     replica: dist.ProcessGroup
     slabs: dict[str, Slab] = field(default_factory=dict)
     holders: dict[str, Holders] = field(default_factory=dict)
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """A tensor of the shape of parameter `name`, of which this rank has a part. All ranks that share it call this;
+        what is not cut is whole already."""
+        slab = self.slabs.get(name)
+        if slab is None or slab.group is None:
+            return part
+        found = part.new_zeros(slab.shape)
+        if slab.stands:
+            found[slab.box(part.shape)] = part
+        with traffic(Traffic.CONTROL):
+            slab.group.allreduce([found]).wait()
+        return found
+
+    def part(self, name: str, whole: Tensor, part: Sequence[int]) -> Tensor:
+        """This rank's part, of shape `part`, of a tensor of the shape of parameter `name`; any other as it is."""
+        slab = self.slabs.get(name)
+        return whole if slab is None or whole.shape != slab.shape else whole[slab.box(part)]
 
     def held_by(self, name: str) -> Holders:
         """Who holds the part that this rank has of a parameter."""

@@ -165,6 +165,11 @@ class FlatParameter:
         stages = self.mesh.gather(self.length, "optimizer", "grads", "params")
         return whole, [stage(whole, base) for stage in stages]
 
+    @property
+    def direct(self) -> bool:
+        """The optimizer moves the parameters themselves, as all of the model is here."""
+        return self.optimizer.length == self.length and self.masters is None and self.holders is None
+
     # --- what the optimizer moves ------------------------------------------------------------------------------------
 
     def _moved(self) -> list[MovedPiece]:
@@ -173,7 +178,7 @@ class FlatParameter:
             start, stop = max(slot.span.start, self.optimizer.start), min(slot.span.stop, self.optimizer.stop)
             if start < stop or self.optimizer.length == self.length:
                 span = Span(start, stop - start)
-                if self.optimizer.length == self.length and self.masters is None:
+                if self.direct:
                     tensor = slot.parameter  # all of it is here: it needs no second name
                 else:
                     piece = self.own[span.within(self.optimizer)]

@@ -50,7 +50,11 @@ class OptimizerPieces:
     def _cut(self, parameter: nn.Parameter, value: Any) -> Any:
         """This rank's part of a state: of what is shaped like the parameter, its piece."""
         found = self._moved.get(id(parameter))
-        if found is None or not isinstance(value, Tensor) or value.shape != found[1].slot.shape:
+        if found is None or not isinstance(value, Tensor):
+            return value
+        if self.sharding.cut is not None:
+            value = self.sharding.cut.part(found[1].slot.name, value, found[1].slot.shape)
+        if value.shape != found[1].slot.shape:
             return value
         owned, span = found[1].owned, found[1].span
         return value.reshape(-1)[owned.start : owned.start + span.length].view(owned.tensor.shape).clone()
@@ -103,7 +107,11 @@ class OptimizerPieces:
             if id(slot.parameter) in numbers and value is not None:
                 state = table.setdefault(numbers[id(slot.parameter)], {})
                 shaped = whole is not None and isinstance(value, torch.dtype)
-                state[kind] = _part(whole, slot) if whole is not None and shaped else value
+                state[kind] = self._part(whole, slot) if whole is not None and shaped else value
+
+    def _part(self, whole: Tensor, slot: ParameterSlot) -> Tensor:
+        part = whole[slot.span.start : slot.span.stop].view(slot.shape).clone()
+        return part if self.sharding.cut is None else self.sharding.cut.whole(slot.name, part)
 
     def _lay(self, own: Tensor, flat: FlatParameter, moved: MovedPiece, kind: str) -> None:
         value = self.optimizer.state.get(moved.owned.tensor, {}).get(kind)
@@ -129,7 +137,3 @@ class OptimizerPieces:
         for group, members in zip(table["param_groups"], self._given, strict=True):
             groups.append({**group, "params": [place[id(one)] for one in members if id(one) in place]})
         self._own_load({"state": state, "param_groups": groups})
-
-
-def _part(whole: Tensor, slot: ParameterSlot) -> Tensor:
-    return whole[slot.span.start : slot.span.stop].view(slot.shape).clone()

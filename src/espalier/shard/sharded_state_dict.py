@@ -203,11 +203,13 @@ def whole_state_dict(sharding: UnitSharding, module: nn.Module, state: dict[str,
     if any(isinstance(value, Parameter) for value in state.values()):
         return  # keep_vars: the parameters themselves are wanted
     pieces: dict[int, Tensor] = {}
+    cut = sharding.cut
     for flat in sharding.flats:
-        if flat.sharded or flat.masters is not None:
+        if flat.sharded or flat.masters is not None or cut is not None:
             values = sharding.whole(flat, flat.own)
             for slot in flat.slots:
-                pieces[id(slot.parameter)] = values[slot.span.start : slot.span.stop].view(slot.shape)
+                part = values[slot.span.start : slot.span.stop].view(slot.shape)
+                pieces[id(slot.parameter)] = part if cut is None else cut.whole(slot.name, part)
     sharding.settle()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) in pieces:
@@ -223,6 +225,10 @@ def load_whole_state_dict(
     fill(known, {name: state[prefix + name] for name in known})
     sharding.adopt()
     sharding.summon()
+    if sharding.cut is not None:  # torch then copies what it finds in `state`
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if prefix + name in state:
+                state[prefix + name] = parameter.detach()
 
 
 def piece(flat: FlatParameter, own: Tensor, slot: ParameterSlot) -> Slice:

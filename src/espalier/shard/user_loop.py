@@ -52,7 +52,7 @@ class UserLoop:
         self._exchanges = True
         self._carried: dict[FlatParameter, Tensor] = {}
         self._norms: dict[float, dict[str, Tensor]] = {}
-        self._direct = {flat: flat.optimizer.length == flat.length and flat.masters is None for flat in sharding.flats}
+        self._among = channel if sharding.cut is None else sharding.cut.replica
         for flat in sharding.flats:
             flat.weight = weight
         sharding.on_backward = self._begin
@@ -122,7 +122,7 @@ class UserLoop:
         """Puts stand-ins where the gradient is in shards now."""
         for flat in self.sharding.flats:
             for slot in flat.slots:
-                if (flat.scattered or not self._pending) and slot.used and not self._direct[flat]:
+                if (flat.scattered or not self._pending) and slot.used and not flat.direct:
                     slot.parameter.grad = ShardedGradient(slot.parameter, slot.name, self)
 
     # --- the optimizer -----------------------------------------------------------------------------------------------
@@ -167,14 +167,15 @@ class UserLoop:
         return self._norms[order][name]
 
     def _all_norms(self, order: float) -> dict[str, Tensor]:
-        slots = [(flat, slot) for flat in self.sharding.flats if not self._direct[flat] for slot in flat.slots]
+        slots = [(flat, slot) for flat in self.sharding.flats if not flat.direct for slot in flat.slots]
         place = {slot.name: index for index, (_, slot) in enumerate(slots)}
         found = torch.zeros(len(slots), dtype=torch.float64, device=slots[0][0].full.device)
         if order == float("-inf"):
             found.fill_(float("inf"))
         power = order if order and not math.isinf(order) else 1.0  # order 0 counts, infinite orders compare
         for flat in dict.fromkeys(flat for flat, _ in slots):
-            copies = 1.0 if math.isinf(order) else self.channel.size() / flat.mesh.placement.factors.optimizer
+            held = 1 if flat.holders is None else flat.holders.copies
+            copies = 1.0 if math.isinf(order) else held * self.channel.size() / flat.mesh.placement.factors.optimizer
             for slot, owned, _ in flat.moved:
                 if owned.tensor.grad is not None and owned.tensor.numel():
                     norm = torch.linalg.vector_norm(owned.tensor.grad.double(), order)
@@ -182,7 +183,7 @@ class UserLoop:
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(REDUCTIONS.get(order, dist.ReduceOp.SUM))
         with traffic(Traffic.CONTROL):
-            self.channel.allreduce([found], options).wait()
+            self._among.allreduce([found], options).wait()
         norms = found ** (1.0 / power)
         kinds = {slot.name: torch.promote_types(slot.parameter.dtype, torch.float32) for _, slot in slots}
         return {name: norms[place[name]].to(kind) for name, kind in kinds.items()}

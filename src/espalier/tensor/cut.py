@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from espalier.errors import UserError
@@ -70,35 +71,34 @@ def cut_model(model: nn.Module, roles: Mapping[str, Role], stream: Stream, mesh:
     """Cuts `model` in place, and says in `cut` what this rank has of it. Raises UserError where it does not divide."""
     parts = found(model, roles)
     check(parts, stream.ranks)
-    everywhere = {name: Holders(stream.ranks) for name, _ in model.named_parameters()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    everywhere = {name: Holders(stream.ranks) for name in names.values()}
     among = mesh.mesh.members(mesh.rank, "tp")
     for one in parts:
         if one.role.kind == "partial":
-            for name, _ in one.module.named_parameters(recurse=False):
-                everywhere[_joined(one.name, name)] = Holders(stream.ranks, stream.group)
+            for parameter in one.module.parameters(recurse=False):
+                everywhere[names[parameter]] = Holders(stream.ranks, stream.group)
         elif one.role.kind in DIM:
-            for name in _slice(one, stream, cut):
-                copies = 1 if one.role.copies is None else one.role.copies(stream.ranks)
-                first = stream.rank - stream.rank % copies
-                everywhere[name] = Holders(copies, mesh.of(among[first : first + copies]))
+            copies = 1 if one.role.copies is None else one.role.copies(stream.ranks)
+            first = stream.rank - stream.rank % copies
+            for name, parameter in one.module.named_parameters(recurse=False):
+                known = names[parameter]
+                if known not in cut.slabs and (
+                    name != "bias" or DIM[one.role.kind] == 0
+                ):  # else added once, to the sum
+                    cut.slabs[known] = _slice(one, parameter, stream, first == stream.rank)
+                    everywhere[known] = Holders(copies, mesh.of(among[first : first + copies]))
     cut.holders |= everywhere
     _install(parts, stream)
 
 
-def _slice(one: Found, stream: Stream, cut: ModelCut) -> list[str]:
-    """Leaves this rank's slice of a module's parameters. Returns the names of those that are cut."""
+def _slice(one: Found, parameter: nn.Parameter, stream: Stream, stands: bool) -> Slab:
+    """Leaves this rank's slice of a parameter. Returns where it lies."""
     first, last = one.share(stream.rank, stream.ranks)
-    dim, names = DIM[one.role.kind], []
-    for name, parameter in list(one.module.named_parameters(recurse=False)):
-        if name == "bias" and dim == 1:
-            continue  # added once, to the sum
-        whole = parameter.shape
-        slices = tuple(slice(first, last) if index == dim else slice(None) for index in range(len(whole)))
-        kept = nn.Parameter(parameter.detach()[slices].clone(), requires_grad=parameter.requires_grad)
-        setattr(one.module, name, kept)
-        cut.slabs[_joined(one.name, name)] = Slab(whole, tuple(part.start or 0 for part in slices))
-        names.append(_joined(one.name, name))
-    return names
+    dim, whole = DIM[one.role.kind], parameter.shape
+    parameter.data = parameter.detach().narrow(dim, first, last - first).clone(memory_format=torch.contiguous_format)
+    parameter.grad = None
+    return Slab(whole, tuple(first if index == dim else 0 for index in range(len(whole))), stream.group, stands)
 
 
 def _install(parts: Sequence[Found], stream: Stream) -> None:
@@ -143,7 +143,3 @@ def _install_head(model: Any, stream: Stream) -> None:
         return layers.cross_entropy_sum(columns.product(0, x), targets, stream, first)
 
     model.predict, model.score = predict, score
-
-
-def _joined(name: str, leaf: str) -> str:
-    return f"{name}.{leaf}" if name else leaf
