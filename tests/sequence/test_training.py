@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from espalier.launch import agent
 from espalier.launch import base as launch
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
+from espalier.sequence.cost import SequenceGrid, SequenceLoad, cost
 
 STEPS = 5
 
@@ -104,3 +106,36 @@ def test_cut_sequences_give_the_curve_of_one_rank(
 def test_the_balance_of_experts_is_that_of_whole_sequences(corpus: Path) -> None:
     recipe = recipe_of(corpus, "moe")
     assert train(recipe, plan_of(4, (2, 2, 2)))[0] == pytest.approx(train(recipe, plan_of(1))[0], rel=1e-9)
+
+
+def test_the_bytes_of_a_step_are_those_of_the_formula(corpus: Path) -> None:
+    """Of lengths and heads that the degrees divide, over all layers and micro-batches."""
+    recipe = recipe_of(corpus, sequence=64, batch_tokens=256, validate_every=1000)
+    for cut, mode in (((1, 4, 2), "none"), ((2, 2, 1), "selective"), ((4, 1, 1), "block"), ((1, 2, 2), "block")):
+        heads, context, window = cut
+        _, sent = train(recipe, plan_of(4, cut, recompute=mode))
+        load = SequenceLoad(heads * context * 64, 4, 2, 8, layers=2, element_bytes=8, recompute=mode)
+        wanted = cost(load, SequenceGrid(heads, context, window)).sent
+        assert sent.get("keys_values", 0) == wanted["keys_values"], (cut, mode)
+        assert sent.get("activations", 0) == wanted["activations"], (cut, mode)
+
+
+@pytest.mark.parametrize(("codec", "bound", "share"), [("split", 1e-9, 1.0), ("int8", 2e-3, 0.5)])
+def test_keys_and_values_travel_encoded_where_the_plan_says_so(
+    corpus: Path, codec: str, bound: float, share: float
+) -> None:
+    """A lossless codec changes nothing but the order of sums; int8 stays close, and sends a fraction of the bytes."""
+    recipe = recipe_of(corpus, sequence=256, batch_tokens=1024, validate_tokens=512)
+    exchange = plans.Exchange(traffic="keys_values", codec=codec)
+    exact, sent = train(recipe, plan_of(2, (1, 2, 2)))
+    found, less = train(recipe, plan_of(2, (1, 2, 2), exchanges=(exchange,)))
+    assert found == pytest.approx(exact, rel=bound)
+    assert less["keys_values"] < share * sent["keys_values"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
+def test_what_a_compiler_makes_of_the_blocks_leaves_the_rings_alone(corpus: Path, whole: list[float]) -> None:
+    found, _ = train(recipe_of(corpus), plan_of(2, (1, 2, 2), compile=True))
+    assert found == pytest.approx(whole, rel=1e-9)

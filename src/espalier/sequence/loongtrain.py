@@ -21,6 +21,7 @@ from espalier.compose import Claim
 from espalier.errors import UserError
 from espalier.mechanism import Build, Mechanism
 from espalier.parallel.seams import Filled, fields_of
+from espalier.records import Record
 from espalier.sequence import cost as priced
 from espalier.sequence.ring import DoubleRing, Ring, Rings, ring_attention
 from espalier.sequence.slots import Bounds, SequenceSlots, bounds_of
@@ -36,6 +37,32 @@ if TYPE_CHECKING:
     from espalier.parallel.mesh import ProcessMesh
     from espalier.plan.base import Plan
     from espalier.sequence.base import Where
+
+RECORD = Record(
+    name="loongtrain",
+    title="LoongTrain: attention split two ways, over heads and over the sequence, with a double ring",
+    aliases=("loong-train", "2d attention", "double ring"),
+    paper="arXiv 2406.18485",
+    question="How is a long sequence split?",
+    files=(
+        "sequence/loongtrain.py",
+        "sequence/ring.py",
+        "sequence/ulysses.py",
+        "sequence/slots.py",
+        "sequence/block_attention.py",
+        "sequence/cost.py",
+        "kernels/merge.py",
+    ),
+    chosen="a sequence whose activations do not fit one rank, or more sequence ranks than there are key-value heads",
+    cost="all-to-alls of q, k, v and output inside the head group, plus outer steps of max(inner ring of max(compute, "
+    "block transfer), outer block transfer) over the context group",
+    law="outputs and gradients equal attention over the whole sequence, for every grid of heads and context, and the "
+    "ledger's bytes are the formula's",
+    law_test="tests/sequence/test_loongtrain.py::test_every_cut_equals_one_device",
+    bench="bench/loongtrain.py",
+    state="works",
+    remark="on CPUs; on GPUs the same rings call PyTorch's FlashAttention for bf16, which has not run there",
+)
 
 
 @dataclass(frozen=True, eq=False)
