@@ -119,11 +119,14 @@ def test_the_pieces_of_a_decoder_are_its_forward(kind: str, tmp_path: Path) -> N
     assert pieces is not None
     assert len(pieces.blocks) == 3
     (batch,) = workload.batches(0, Shard(0, 2, 2))
-    assert torch.equal(pieces((batch.tokens, batch.where)), model(batch.tokens, where=batch.where))
+    assert torch.equal(pieces(batch.tokens, where=batch.where), model(batch.tokens, where=batch.where))
     gradients = [torch.autograd.grad(given.square().sum(), list(model.parameters())) for given in (
-        pieces((batch.tokens, batch.where)), model(batch.tokens, where=batch.where)
+        pieces(batch.tokens, where=batch.where), model(batch.tokens, where=batch.where)
     )]  # fmt: skip
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    held = [{id(p) for module in own for p in module.parameters()} for own in pieces.modules]
+    assert len(held) == 5
+    assert set().union(*held) == {id(parameter) for parameter in model.parameters()}
 
 
 def test_a_sequential_module_is_in_pieces_and_others_are_whole(tmp_path: Path) -> None:

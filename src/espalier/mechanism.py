@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from espalier.plan.base import Plan
     from espalier.shard.base import Sharding
     from espalier.stages.base import Schedule
+    from espalier.stages.model_stages import ModelStages
     from espalier.sync.base import Agreement
     from espalier.workload import Workload
 
@@ -42,6 +43,7 @@ class Build:
         forward: makes the context that every forward pass runs in.
         matrices: names of the matrices that the optimizer moves as a whole.
         cut: how the model is cut over the ranks of a replica; None: each holds it whole.
+        stages: the pipeline stages of this rank; None: it has all layers.
         sharding, optimizer, schedule, agreement: what trains it; None until a mechanism has made it.
     """
 
@@ -54,6 +56,7 @@ class Build:
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
     matrices: frozenset[str] = frozenset()
     cut: ModelCut | None = None
+    stages: ModelStages | None = None
     sharding: Sharding | None = None
     optimizer: Optimizer | None = None
     schedule: Schedule | None = None

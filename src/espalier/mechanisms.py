@@ -21,6 +21,7 @@ from espalier.optim import adamw, muon
 from espalier.sequence import loongtrain
 from espalier.shard import mechanism as sharded_states
 from espalier.shard import placement_plan
+from espalier.stages import mechanism as pipelined
 from espalier.stages import whole
 from espalier.sync import every_step, outer_rounds
 from espalier.tensor import mechanism as tensor_parallel
@@ -144,7 +145,7 @@ CUT_LAYERS = Claim(
 )
 COPIES = Claim("faults.memory", question="copies", changes=frozenset({"states are copied"}))
 ROLLBACK = Claim("faults.rollback", question="rollback", changes=frozenset({"steps are taken back"}))
-UNMET = frozenset({"a schedule of stages"})
+UNMET: frozenset[str] = frozenset()
 """Needs that no mechanism meets yet: plans with them are refused by `compose`."""
 
 
@@ -166,7 +167,7 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
         (SINGLES, outer is not None and all(len(ranks) == 1 for ranks in outer.replicas)),
         (CUT_MATRICES, any(one.tensor > 1 for one in plan.stages)),
         (CUT_SEQUENCES, any(one.sequence > 1 for one in plan.stages)),
-        (CUT_LAYERS, len(plan.stages) > 1),
+        (CUT_LAYERS, len({one.layers for one in plan.stages}) > 1),
         (COPIES, recipe.faults.memory == "auto" or units.size(recipe.faults.memory, "faults.memory") > 0),
         (ROLLBACK, recipe.faults.rollback != "never"),
     )
@@ -182,6 +183,8 @@ TABLE: tuple[Choose, ...] = (
     lambda recipe, plan: Compile() if plan.compile else None,
     tensor_parallel.choose,
     muon.choose_matrices,
+    pipelined.choose_stages,
+    pipelined.choose,
     muon.choose,
     adamw.choose,
     outer_rounds.choose,

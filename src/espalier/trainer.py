@@ -37,7 +37,6 @@ from espalier.parallel.mesh import REPLICA, ProcessMesh
 from espalier.rank_setup import RankSetup
 from espalier.rollback import Healing, numbered
 from espalier.shard.base import Sharding
-from espalier.stages import whole
 from espalier.stages.base import Schedule
 from espalier.sync.base import Agreed, Agreement
 from espalier.workload import Shard, to_device
@@ -230,7 +229,7 @@ class Trainer:
         slot = self.setting.mesh.sequence_part(self.setting.place.rank)
         shards = [Shard(start, stop, size, *slot) for start, stop in itertools.pairwise(ends)]
         shown = self.built.agreement.shown()
-        with comm.phase("validation"), self.context(), shown:
+        with comm.phase("validation"), self.context(), shown, self.built.schedule.validation():
             found = self.workload.evaluate(self.built.model, shards[own.number])
             fewer = max(len(one.cuts) for one in shards) - len(shards[own.number].cuts)
             self.built.sharding.idle(fewer * len(self.workload.tasks()))
@@ -339,9 +338,7 @@ def not_finite(trainer: Trainer, agreed: Agreed, batches: Sequence[Any]) -> Anom
 def _ranks_with_bad_gradients(trainer: Trainer, batches: Sequence[Any]) -> tuple[int, ...]:
     built = trainer.built
     built.sharding.clear()
-    shares = tuple(trainer.workload.tasks().values())
-    nominal = trainer.workload.nominal_weight
-    apart = whole.Whole(nominal, lambda last: built.sharding.alone(), trainer.context, shares)
+    apart = built.schedule.apart(lambda last: built.sharding.alone())
     apart.run(built.model, batches, trainer.workload.loss)
     norm = torch.nn.utils.get_total_norm([p.grad for p in built.model.parameters() if p.grad is not None])
     group = trainer.mesh.replica

@@ -82,21 +82,46 @@ class Outcome(NamedTuple):
     tasks: Tensor | None = None
 
 
+def _nothing_given(*inputs: Any, **options: Any) -> None:
+    """Pieces that take nothing beside `x`."""
+
+
 @dataclass(frozen=True)
 class Pieces:
-    """A model in the order in which it computes: `head` of the last block of ... of `embed`. Each takes what the one
-    before it gave (a tensor or a tuple of tensors), so that a schedule may run them on different ranks."""
+    """A model in the order in which it computes, so that a schedule may run its pieces on different ranks.
 
-    embed: Callable[[Any], Any]
-    blocks: Sequence[Callable[[Any], Any]]
-    head: Callable[[Any], Any]
+    Attributes:
+        embed: makes `x` of what the model's forward takes: a tensor, or a tuple of tensors.
+        blocks: each makes the next `x` of (`x`, `given`).
+        head: makes what the model's forward gives of (`x`, `given`).
+        modules: of `embed`, each of `blocks` and `head`, the modules whose parameters it uses.
+        given: makes of what the model's forward takes what every piece needs beside `x`. It uses no parameters, as
+            every rank computes it.
+    """
 
-    def __call__(self, inputs: Any) -> Any:
+    embed: Callable[..., Any]
+    blocks: Sequence[Callable[[Any, Any], Any]]
+    head: Callable[[Any, Any], Any]
+    modules: Sequence[Sequence[nn.Module]]
+    given: Callable[..., Any] = _nothing_given
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
         """All of them in turn: what the model gives."""
-        state = self.embed(inputs)
+        given, x = self.given(*inputs, **options), self.embed(*inputs, **options)
         for block in self.blocks:
-            state = block(state)
-        return self.head(state)
+            x = block(x, given)
+        return self.head(x, given)
+
+
+def in_sequence(modules: Sequence[nn.Module]) -> Pieces:
+    """Of modules that are called one after the other, as those of an `nn.Sequential`."""
+
+    def called(module: nn.Module) -> Callable[[Any, Any], Any]:
+        return lambda x, given: module(x)
+
+    return Pieces(
+        lambda inputs: inputs, list(map(called, modules)), lambda x, given: x, [[], *([one] for one in modules), []]
+    )
 
 
 class Role(NamedTuple):

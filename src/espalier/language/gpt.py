@@ -163,6 +163,14 @@ def plainly(block: nn.Module, x: Tensor, turn: Rotary, past: Past | None) -> Any
     return block(x, turn, past)
 
 
+class Given(NamedTuple):
+    """What pieces take beside the residual stream."""
+
+    turn: Rotary
+    pasts: Sequence[Past | None]
+    targets: Tensor | None
+
+
 class GPT(nn.Module):
     """The decoder of `options` (resolved). Weights are those of `nn.Linear` until `initialise` is called."""
 
@@ -194,10 +202,7 @@ class GPT(nn.Module):
     ) -> Float[Tensor, "batch seq vocabulary"] | Float[Tensor, ""]:
         """Logits of the token after each of `tokens`, or with `targets` the sum of their losses. With a cache, `tokens`
         continue what it remembers. `where`: None for rows that are a document each, and whole."""
-        x, turn = self.embedding(tokens), self._turn(tokens, cache, where)
-        for block, past in zip(self.blocks, self._pasts(cache), strict=True):
-            x = self.through(block, x, turn, past)
-        return self.logits(x) if targets is None else self.losses(x, targets)
+        return self.pieces()(tokens, cache, where, targets)
 
     def loss_sum(
         self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"], where: Where | None = None
@@ -207,19 +212,30 @@ class GPT(nn.Module):
         return loss
 
     def pieces(self) -> Pieces:
-        """Of (tokens, where), to logits."""
-        return Pieces(self._begun, [partial(self._passed, block) for block in self.blocks], self._ended)
+        """Of what `forward` takes and gives."""
+        blocks = [partial(self._passed, index) for index in range(len(self.blocks))]
+        table = self.embedding if self.head is None else self.head
+        modules: list[list[nn.Module]] = [[self.embedding], *([block] for block in self.blocks), [self.norm, table]]
+        return Pieces(self._embedded, blocks, self._ended, modules, self._given)
 
-    def _begun(self, inputs: tuple[Tensor, Where | None]) -> Any:
-        tokens, where = inputs
-        return self.embedding(tokens), self._turn(tokens, None, where)
+    def _embedded(self, tokens: Tensor, *others: Any, **options: Any) -> Any:
+        return self.embedding(tokens)
 
-    def _passed(self, block: nn.Module, state: Any) -> Any:
-        x, turn = state
-        return self.through(block, x, turn, None), turn
+    def _given(
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        where: Where | None = None,
+        targets: Tensor | None = None,
+    ) -> Given:
+        pasts = [None] * len(self.blocks) if cache is None else cache.layers
+        return Given(self._turn(tokens, cache, where), pasts, targets)
 
-    def _ended(self, state: Any) -> Tensor:
-        return self.logits(state[0])
+    def _passed(self, index: int, x: Any, given: Given) -> Any:
+        return self.through(self.blocks[index], x, given.turn, given.pasts[index])
+
+    def _ended(self, x: Any, given: Given) -> Any:
+        return self.logits(x) if given.targets is None else self.losses(x, given.targets)
 
     def logits(self, x: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq vocabulary"]:
         """Logits from the residual stream after the last block."""
@@ -242,9 +258,6 @@ class GPT(nn.Module):
             where = Where(torch.arange(start, stop, device=tokens.device))
         turn: Rotary = self.rotation(where)
         return turn
-
-    def _pasts(self, cache: Cache | None) -> Sequence[Past | None]:
-        return [None] * self.size.layers if cache is None else cache.layers
 
 
 def score(

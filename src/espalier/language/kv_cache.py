@@ -43,5 +43,5 @@ class Cache:
 
     @property
     def length(self) -> int:
-        """Tokens remembered."""
-        return self.layers[0].length
+        """Tokens remembered, by the layers that this rank has."""
+        return max(layer.length for layer in self.layers)

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from espalier.cost import Anatomy, Product
 from espalier.experts.base import Route
 from espalier.experts.local import local
-from espalier.language.gpt import GPT, IGNORED, DecoderBlock, FeedForward, Rotary
-from espalier.language.kv_cache import Cache, Past
+from espalier.language.gpt import GPT, IGNORED, DecoderBlock, FeedForward, Given, Rotary
+from espalier.language.kv_cache import Past
 from espalier.language.operation_counts import DecoderLoad, Feed, decoder_work
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
     from espalier.config.decoder_shapes import Sizes
-    from espalier.sequence.base import Where
 
 
 class Experts(nn.Module):
@@ -97,45 +96,27 @@ class MOE(GPT):
         """A new layer."""
         return MoeBlock(self.size)
 
-    def forward(
-        self,
-        tokens: Int[Tensor, "batch seq"],
-        cache: Cache | None = None,
-        where: Where | None = None,
-        targets: Int[Tensor, "batch seq"] | None = None,
-    ) -> Float[Tensor, "batch seq vocabulary"] | Float[Tensor, ""]:
-        """See `GPT.forward`. While training, losses are cross entropies and `balance` x imbalance, summed over layers
-        and over the targets.
+    def _embedded(self, tokens: Tensor, *others: Any, **options: Any) -> Any:
+        x = self.embedding(tokens)
+        return x, torch.zeros((), device=x.device)
+
+    def _passed(self, index: int, x: Any, given: Given) -> Any:
+        stream, total = x
+        stream, uneven = super()._passed(index, stream, given)
+        return stream, total + uneven
+
+    def _ended(self, x: Any, given: Given) -> Any:
+        """While training, losses are cross entropies and `balance` x imbalance, summed over layers and targets.
 
         Each target carries the imbalance of its sequence, so the whole is a sum over samples whose weight is the
         number of targets: it does not matter how a batch is cut.
         """
-        x, uneven = self._through_blocks(tokens, cache, where)
-        if targets is None:
-            return self.logits(x)
-        loss = self.losses(x, targets)
-        if not self.training:
-            return loss
-        counted = (targets != IGNORED).sum(1)
-        return loss + self.size.balance * (uneven * counted).sum()
-
-    def _begun(self, inputs: tuple[Tensor, Where | None]) -> Any:
-        x, turn = super()._begun(inputs)
-        return x, turn, torch.zeros((), device=x.device)
-
-    def _passed(self, block: nn.Module, state: Any) -> Any:
-        x, turn, total = state
-        x, uneven = self.through(block, x, turn, None)
-        return x, turn, total + uneven
-
-    def _through_blocks(self, tokens: Tensor, cache: Cache | None, where: Where | None) -> tuple[Tensor, Tensor]:
-        """The residual stream after the last block, and the sum of the layers' imbalances `[batch]`."""
-        x, turn = self.embedding(tokens), self._turn(tokens, cache, where)
-        total = torch.zeros((), device=x.device)
-        for block, past in zip(self.blocks, self._pasts(cache), strict=True):
-            x, uneven = self.through(block, x, turn, past)
-            total = total + uneven
-        return x, total
+        stream, uneven = x
+        found = super()._ended(stream, given)
+        if given.targets is None or not self.training:
+            return found
+        counted = (given.targets != IGNORED).sum(1)
+        return found + self.size.balance * (uneven * counted).sum()
 
 
 def work(setting: DecoderLoad) -> Anatomy:

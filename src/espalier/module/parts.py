@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from espalier.artifacts import Artifact
 from espalier.errors import UserError
 from espalier.import_function import Author
-from espalier.workload import to_device
+from espalier.workload import Pieces, to_device
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 """`loss(model, batch)` gives (sum over the batch, weight), never a mean."""
@@ -37,6 +37,8 @@ class Parts(NamedTuple):
     A batch is what `torch.utils.data.default_collate` makes of the dataset's samples. `dataset` has `__len__` and
     `__getitem__`. `sample(model)` gives `espalier.artifacts` that the report shows: texts, images, tables. `tasks`
     stand in place of dataset, loss and held-out data where there are several; `phases` follow the first.
+    `pieces(model)` says how a model that is no `nn.Sequential` may be cut into pipeline stages
+    (`espalier.workload.Pieces`).
     """
 
     model: nn.Module
@@ -46,6 +48,7 @@ class Parts(NamedTuple):
     sample: Callable[[nn.Module], Sequence[Artifact]] | None = None
     tasks: Mapping[str, Task] | None = None
     phases: Sequence[Later] = ()
+    pieces: Callable[[nn.Module], Pieces] | None = None
 
 
 class Later(NamedTuple):

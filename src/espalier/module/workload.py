@@ -26,7 +26,7 @@ from espalier.errors import EspalierError, UserError
 from espalier.import_function import Author, function
 from espalier.module.parts import READING, Parts, Task, checked, collated, content, length, tasks_of, tensors, trial
 from espalier.shard.wrap_policy import blocks_of, profile
-from espalier.workload import Phase, Pieces, Progress, Role, Shard, Tagged, Workload, to_device
+from espalier.workload import Phase, Pieces, Progress, Role, Shard, Tagged, Workload, in_sequence, to_device
 from espalier.workload_row import Profile, Row
 
 
@@ -69,10 +69,11 @@ class ModuleWorkload:
         return blocks_of(model) or [model]
 
     def pieces(self, model: nn.Module) -> Pieces | None:
-        """The entries of an `nn.Sequential`."""
-        if not isinstance(model, nn.Sequential):
-            return None
-        return Pieces(lambda inputs: inputs, list(model), lambda state: state)
+        """What its author says, or the entries of an `nn.Sequential`."""
+        if self.parts.pieces is not None:
+            with self.author.answers("when it was asked for its pieces"):
+                return self.parts.pieces(model)
+        return in_sequence(list(model)) if isinstance(model, nn.Sequential) else None
 
     def roles(self, model: nn.Module) -> Mapping[str, Role] | None:
         """As the model says."""

@@ -26,7 +26,9 @@ WHOLE = Claim(
     question="shard",
     needs=frozenset({"a model"}),
     changes=frozenset({"gradients are summed", "whole matrices"}),
-    after=frozenset({"attend", "aggregate", "route", "recompute", "compile", "precision", "matrices", "tensor"}),
+    after=frozenset(
+        {"attend", "aggregate", "route", "recompute", "compile", "precision", "matrices", "tensor", "model stages"}
+    ),
 )
 """With every matrix on one rank."""
 SPLIT = Claim(
@@ -34,7 +36,9 @@ SPLIT = Claim(
     question="shard",
     needs=frozenset({"a model"}),
     changes=frozenset({"gradients are summed"}),
-    after=frozenset({"attend", "aggregate", "route", "recompute", "compile", "precision", "matrices", "tensor"}),
+    after=frozenset(
+        {"attend", "aggregate", "route", "recompute", "compile", "precision", "matrices", "tensor", "model stages"}
+    ),
     instead=("amsp",),
 )
 """With matrices cut by the shards of the optimizer's state (a plan's units that are not `whole`)."""
@@ -141,7 +145,8 @@ def claim(units: Iterable[PlannedUnit]) -> Claim:
     units = tuple(units)
     found = SPLIT if any(len(unit.optimizer) > 1 and not unit.whole for unit in units) else WHOLE
     cut = any(len(ranks) > 1 for unit in units for ranks in (unit.params, unit.grads, unit.optimizer))
-    return replace(found, changes=found.changes | {"states are cut"}) if cut else found
+    gathered = {"parameters are gathered"} if any(len(unit.params) > 1 for unit in units) else set()
+    return replace(found, changes=found.changes | {"states are cut"} | gathered) if cut else found
 
 
 class ParameterGroup(NamedTuple):

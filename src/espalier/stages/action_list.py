@@ -317,18 +317,19 @@ class _Simulation:
         for rank, action in sorted(blocked.items()):
             sender = self.ranks.get(action.peer)
             coming = () if sender is None else sender.actions[sender.at :]
-            way = self._way(rank, action)
-            if not any(one.kind in _ANSWER and self._way(action.peer, one) == way for one in coming):
+            wanted = *self._way(rank, action), action.micro_batch
+            sent = ((*self._way(action.peer, one), one.micro_batch) for one in coming if one.kind in _ANSWER)
+            if wanted not in sent:
                 raise self._wrong(rank, f"it waits without end, as rank {action.peer} never sends that")
         for rank, action in sorted(blocked.items()):
             other = blocked[action.peer]
             raise self._wrong(
                 rank, f"it waits without end: rank {action.peer} is to send that after {other}, which waits too"
             )
-        for (sender, receiver, stage, kind), queue in self.messages.items():
+        for (source, target, stage, kind), queue in self.messages.items():
             if queue:
-                left = Action(stage, kind, queue[0][0], sender)
-                raise self._refusal(f"rank {receiver} never receives what rank {sender} sends ({left})")
+                left = Action(stage, kind, queue[0][0], source)
+                raise self._refusal(f"rank {target} never receives what rank {source} sends ({left})")
         for rank, one in self.ranks.items():
             every = {(stage, number) for stage in one.held for number in range(self.pipeline.micro_batches)}
             if missing := sorted(every - one.finished):

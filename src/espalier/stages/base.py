@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from espalier.workload import Outcome
@@ -10,6 +11,8 @@ from espalier.workload import Outcome
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+Accumulate = Callable[[bool], AbstractContextManager[None]]
+"""Given whether this is the last micro-batch, the context in which its backward runs (gradients travel on the last)."""
 Loss = Callable[["nn.Module", Any], "tuple[Tensor, Tensor]"]
 
 
@@ -18,4 +21,12 @@ class Schedule(Protocol):
 
     def run(self, model: nn.Module, batches: Sequence[Any], loss: Loss) -> Outcome:
         """Forward and backward of all `batches`. Gradients are of the sum of losses divided by the nominal weight."""
+        ...
+
+    def apart(self, accumulate: Accumulate) -> Schedule:
+        """The same schedule, whose backward passes run inside `accumulate`."""
+        ...
+
+    def validation(self) -> AbstractContextManager[None]:
+        """Surrounds forward passes whose outputs are used only where losses count (`mesh.counts`)."""
         ...

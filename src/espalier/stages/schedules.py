@@ -37,7 +37,8 @@ def action_lists(pipelines: Sequence[Pipeline], schedule: str = "1f1b", ahead: S
         raise UserError(f"schedule = {schedule!r} is not known.", do=f"one of {', '.join(SCHEDULES)}")
     found: dict[int, list[Action]] = {}
     for pipeline in pipelines:
-        places, order = tuple(dict.fromkeys(pipeline.stages)), {}
+        places = tuple(dict.fromkeys(pipeline.stages))
+        order: dict[int, list[Action]] = {}
         for place, ranks in enumerate(places):
             rule = _rule(pipeline, schedule, place, places)
             extra = ahead[place] if place < len(ahead) else 0

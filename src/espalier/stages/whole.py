@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from espalier.compose import Claim
 from espalier.mechanism import Build, Mechanism
-from espalier.stages.base import Loss
+from espalier.stages.base import Accumulate, Loss
 from espalier.workload import Outcome, Tagged
 
 if TYPE_CHECKING:
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from espalier.plan.base import Plan
 
 CLAIM = Claim("whole", question="stages", needs=frozenset({"gradients are summed"}))
-
-Accumulate = Callable[[bool], AbstractContextManager[None]]
-"""Given whether this is the last micro-batch, the context in which its backward runs (gradients travel on the last)."""
 
 
 class Whole:
@@ -52,12 +49,28 @@ class Whole:
                 torch.autograd.backward(value / (self.nominal_weight / self.shares[task]))
             losses.append(value.detach().double())
             weights.append(weight.detach().double())
-        if len(self.shares) == 1:
-            return Outcome(torch.stack(losses).sum(), torch.stack(weights).sum())
+        return outcome(losses, weights, tasks, self.shares)
+
+    def apart(self, accumulate: Accumulate) -> Whole:
+        """See `Schedule.apart`."""
+        return type(self)(self.nominal_weight, accumulate, self.context, self.shares)
+
+    def validation(self) -> AbstractContextManager[None]:
+        """See `Schedule.validation`."""
+        return nullcontext()
+
+
+def outcome(losses: list[Tensor], weights: list[Tensor], tasks: Sequence[int], shares: Sequence[float]) -> Outcome:
+    """The sums of micro-batches' losses and weights; of none, 0. `tasks`: of each; `shares`: how much those count."""
+    zero = torch.zeros((), dtype=torch.float64)
+    if len(shares) == 1:
+        return Outcome(torch.stack(losses).sum(), torch.stack(weights).sum()) if losses else Outcome(zero, zero)
+    sums = torch.zeros(len(losses), 2, dtype=torch.float64)
+    if losses:
         sums = torch.stack([torch.stack(losses).cpu(), torch.stack(weights).cpu()], dim=1)
-        by_task = sums.new_zeros(len(self.shares), 2).index_add_(0, torch.tensor(tasks), sums)
-        total = (by_task[:, 0] * torch.tensor(self.shares, dtype=torch.float64)).sum()
-        return Outcome(total, by_task[:, 1].sum(), by_task)
+    by_task = sums.new_zeros(len(shares), 2).index_add_(0, torch.tensor(tasks[: len(losses)], dtype=torch.int64), sums)
+    total = (by_task[:, 0] * torch.tensor(shares, dtype=torch.float64)).sum()
+    return Outcome(total, by_task[:, 1].sum(), by_task)
 
 
 class WholeModel(Mechanism):

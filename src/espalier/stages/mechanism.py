@@ -1,0 +1,204 @@
+"""Pipeline parallelism as mechanisms: the plan's stages cut the model, and its schedule runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from espalier import plain_collectives
+from espalier.checkpoint.dcp_planners import Slice
+from espalier.comm.base import Traffic, traffic
+from espalier.compose import Claim
+from espalier.mechanism import Build, Mechanism
+from espalier.parallel.mesh import REPLICA, ProcessMesh
+from espalier.parallel.model_cut import ModelCut
+from espalier.stages import schedules
+from espalier.stages.action_list import ActionLists, Pipeline
+from espalier.stages.messages import Messages
+from espalier.stages.model_stages import ModelStages, check_layers, no_pieces, pipelines
+from espalier.stages.pipeline import Passes, PipelineSchedule
+from espalier.stages.split_backward import WeightGradients
+
+if TYPE_CHECKING:
+    from espalier.checkpoint.base import Stateful
+    from espalier.config import Recipe
+    from espalier.plan.base import Plan
+
+STAGES = Claim(
+    "model_stages",
+    question="model stages",
+    needs=frozenset({"a model"}),
+    changes=frozenset({"layers of one stage"}),
+    after=frozenset({"matrices", "tensor"}),
+)
+PIPELINE = Claim(
+    "1f1b",
+    question="stages",
+    needs=frozenset({"gradients are summed", "layers of one stage"}),
+    changes=frozenset({"a schedule of stages"}),
+)
+GPIPE = Claim(
+    "gpipe",
+    question="stages",
+    needs=frozenset({"gradients are summed", "layers of one stage"}),
+    changes=frozenset({"a schedule of stages"}),
+    instead=("1f1b",),
+)
+ZERO_BUBBLE = Claim(
+    "zero_bubble",
+    question="stages",
+    needs=frozenset({"gradients are summed", "layers of one stage"}),
+    changes=frozenset({"a schedule of stages"}),
+    forbids=frozenset({"compiles blocks", "parameters are gathered"}),
+    instead=("1f1b",),
+)
+"""Gradients of weights are computed when their block is not at work any more: neither gathered nor compiled."""
+
+
+class CutModel(Mechanism):
+    """A rank keeps the layers of its stages."""
+
+    claim = STAGES
+
+    def wrap(self, context: Build) -> None:
+        """Frees all others. Raises UserError for a model that cannot be cut, or not as the plan says."""
+        model, workload, mesh = context.model, context.workload, context.mesh
+        assert model is not None
+        pieces = workload.pieces(model)
+        if pieces is None:
+            raise no_pieces(model)
+        placed = pipelines(context.plan, len(workload.tasks()))
+        check_layers(placed, len(pieces.blocks))
+        rank = _alike(mesh)[mesh.rank]
+        own = next(one for one in placed if rank in one.pipeline.ranks)
+
+        def again() -> Any:
+            return workload.pieces(model)
+
+        context.stages = ModelStages(model, again, own, rank)
+        if context.cut is None:
+            assert mesh.replica is not None, "a pipeline has several ranks"
+            context.cut = ModelCut(mesh.replica)
+
+
+class Pipelined(Mechanism):
+    """The ranks of a pipeline run their action lists."""
+
+    def __init__(self, schedule: str) -> None:
+        self.schedule = schedule
+        self.claim = {"gpipe": GPIPE, "zero_bubble": ZERO_BUBBLE}.get(schedule, PIPELINE)
+
+    def wrap(self, context: Build) -> None:
+        """Makes the schedule. Raises UserError where the plan's lists cannot be run."""
+        stages, sharding, mesh, model = context.stages, context.sharding, context.mesh, context.model
+        assert stages is not None
+        assert sharding is not None
+        assert model is not None
+        alike = _alike(mesh)
+        places = {alike[rank]: place for place, rank in enumerate(_members(mesh))}
+        split = self.schedule == "zero_bubble"
+        passes = Passes(
+            context.workload.nominal_weight,
+            sharding.accumulate,
+            context.forward,
+            sharding.alone,
+            WeightGradients(model) if split else None,
+            tuple(context.workload.tasks().values()),
+        )
+        messages = Messages(mesh.replica, places, context.device)
+        made = PipelineSchedule(alike[mesh.rank], stages, messages, self._lists, passes)
+        made.actions(stages.pipeline.micro_batches)
+        context.schedule = made
+
+    def _lists(self, pipeline: Pipeline) -> ActionLists:
+        return schedules.action_lists([pipeline], self.schedule)
+
+    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+        """The parts with the names of the whole model; what a codec keeps back is each stage's own."""
+        group, stages = context.mesh.group("pp"), context.stages
+        assert stages is not None
+        found: dict[str, Stateful] = {}
+        for name, part in parts.items():
+            if name == "feedback":
+                found[f"feedback of stage {stages.held[0]}"] = part
+            else:
+                found[name] = AllStages(part, group)
+        return found
+
+
+class AllStages:
+    """A part of a checkpoint with the names of all stages: this rank has nothing of what others hold. Stateful.
+
+    Args:
+        part: of this rank's stages.
+        group: the ranks of the other stages, all of which call this together.
+    """
+
+    def __init__(self, part: Stateful, group: dist.ProcessGroup | None) -> None:
+        self._part, self._group = part, group
+
+    def state_dict(self) -> dict[str, Any]:
+        """Slices of what is here, and empty ones of what is not."""
+        own = self._part.state_dict()
+        mine = {
+            name: (list(one.size()), str(one.dtype)) for name, one in own.items() if isinstance(one, Tensor | Slice)
+        }
+        with traffic(Traffic.CONTROL):
+            everyone = plain_collectives.all_gather(mine, self._group)
+        found: dict[str, Any] = {}
+        for names in everyone:
+            for name, (shape, dtype) in names.items():
+                if name not in found:
+                    found[name] = self._entry(own.get(name), torch.Size(shape), dtype, name, everyone)
+        return found | {name: one for name, one in own.items() if name not in mine}
+
+    def _entry(self, own: Any, shape: torch.Size, dtype: str, name: str, everyone: list[Any]) -> Any:
+        if own is None:
+            nothing = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            return Slice(nothing, shape, 0, writes=False)
+        alone = sum(name in names for names in everyone) == 1
+        return Slice(own.detach().reshape(-1), shape, 0) if isinstance(own, Tensor) and alone else own
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what is this rank's."""
+        own = self._part.state_dict()
+        self._part.load_state_dict({name: _whole(state[name], like) for name, like in own.items()})
+
+
+def _whole(value: Any, like: Any) -> Any:
+    return value.local.view(like.shape) if isinstance(like, Tensor) and isinstance(value, Slice) else value
+
+
+def _members(mesh: ProcessMesh) -> list[int]:
+    """The trainers of this rank's replica in the order of their process group."""
+    ranks, group = mesh.mesh.members(mesh.rank, *REPLICA), mesh.replica
+    world, own = (dist.get_process_group_ranks(one) for one in (mesh.channel, group))
+    return sorted(ranks, key=lambda rank: own.index(world[rank]))
+
+
+def _alike(mesh: ProcessMesh) -> dict[int, int]:
+    """Of each rank of this replica, the one of the first replica in its place: plans name the stages of that."""
+    first = {one: rank for rank, one in mesh.mesh.coordinates.items()}
+    here = mesh.mesh.members(mesh.rank, *REPLICA)
+    return {rank: first[mesh.mesh.coordinates[rank]._replace(replica=0)] for rank in here}
+
+
+# --- rows of the table of mechanisms -------------------------------------------------------------------------------
+
+
+def choose_stages(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """Where there are several stages."""
+    return CutModel() if _several(plan) else None
+
+
+def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """The plan's schedule, where there are several stages."""
+    return Pipelined(plan.schedule) if _several(plan) else None
+
+
+def _several(plan: Plan) -> bool:
+    return len({one.layers for one in plan.stages}) > 1

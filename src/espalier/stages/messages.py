@@ -1,0 +1,127 @@
+"""Messages between pipeline stages: tensors from rank to rank through the Channel, sent without waiting.
+
+Shapes follow from those of the micro-batch. They are sent once for each, ahead of the first message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from espalier.comm.base import Traffic, traffic
+from espalier.errors import UserError
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+DIMS = 8
+TENSORS = 8
+HEADER = 2 + TENSORS * (2 + DIMS)
+"""int64 values that say how many tensors follow, whether they are a tuple, and the dtype and shape of each."""
+
+
+class Form(NamedTuple):
+    """Dtypes and shapes of what one stage gives the next: a tensor, or a `tuple` of them."""
+
+    tensors: tuple[tuple[torch.dtype, torch.Size], ...]
+    tuple: bool
+
+    @classmethod
+    def of(cls, value: Any, whose: str) -> Form:
+        """Of `value`. Raises UserError for what is neither a tensor nor a tuple of tensors."""
+        several = isinstance(value, tuple | list)
+        tensors = list(value) if several else [value]
+        known = all(isinstance(one, Tensor) and one.ndim <= DIMS and one.dtype in DTYPES for one in tensors)
+        if not known or len(tensors) > TENSORS:
+            raise UserError(
+                f"{whose} gives {type(value).__name__}, which cannot go to other ranks.",
+                why=f"a stage gives a tensor, or a tuple of at most {TENSORS} tensors",
+                do="put what all stages can compute from the batch into `Pieces.given`",
+            )
+        return cls(tuple((one.dtype, one.shape) for one in tensors), several)
+
+    def header(self) -> Tensor:
+        """As int64 [HEADER]."""
+        values = [len(self.tensors), int(self.tuple)]
+        for dtype, shape in self.tensors:
+            values += [DTYPES.index(dtype), len(shape), *shape, *[0] * (DIMS - len(shape))]
+        return torch.tensor(values + [0] * (HEADER - len(values)))
+
+    @classmethod
+    def read(cls, header: Tensor) -> Form:
+        """From int64 [HEADER]."""
+        count, several, *rows = header.tolist()
+        each = 2 + DIMS
+        found = (rows[at * each : (at + 1) * each] for at in range(count))
+        return cls(tuple((DTYPES[row[0]], torch.Size(row[2 : 2 + row[1]])) for row in found), bool(several))
+
+    def packed(self, tensors: Sequence[Tensor]) -> Any:
+        """As the stage gave them."""
+        return tuple(tensors) if self.tuple else tensors[0]
+
+
+def shapes_of(inputs: Any) -> Hashable:
+    """What the shapes of a stage's outputs may depend on."""
+    return tuple(tuple(one.shape) if isinstance(one, Tensor) else None for one in tree_leaves(inputs))
+
+
+class Messages:
+    """Has state: the forms that are known, and what is on its way.
+
+    Args:
+        group: the ranks of the pipelines; None where there is one.
+        places: rank in `group` of every rank of the plan.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, places: Mapping[int, int], device: torch.device) -> None:
+        self._group, self._places, self._device = group, places, device
+        self._known: dict[tuple[int, int, Hashable], Form] = {}
+        self._under_way: list[tuple[Any, Tensor]] = []
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int, kind: Traffic = Traffic.ACTIVATIONS) -> None:
+        """Begins to send; `finish` waits."""
+        assert self._group is not None
+        self._under_way = [one for one in self._under_way if not one[0].is_completed()]
+        with traffic(kind):
+            for tensor in tensors:
+                whole = tensor.detach().contiguous()
+                self._under_way.append((self._group.send([whole], self._places[peer], tag), whole))
+
+    def receive(self, rooms: Sequence[Tensor], peer: int, tag: int, kind: Traffic = Traffic.ACTIVATIONS) -> None:
+        """Fills `rooms` with what `peer` sends."""
+        assert self._group is not None
+        with traffic(kind):
+            for room in rooms:
+                self._group.recv([room], self._places[peer], tag).wait()
+
+    def announce(self, form: Form, peer: int, tag: int, key: Hashable) -> None:
+        """Tells `peer` the form of what is sent for micro-batches of `key`, unless it knows it."""
+        known = self._known.setdefault((peer, tag, key), form)
+        if known is form:
+            self.send([form.header().to(self._device)], peer, tag, Traffic.CONTROL)
+        elif known != form:
+            raise UserError(
+                f"A pipeline stage gives {form} where it gave {known} for a micro-batch of the same shapes.",
+                do="shapes may depend on those of the batch only; or plan.pin.pp=1",
+            )
+
+    def form(self, peer: int, tag: int, key: Hashable) -> Form:
+        """The form of what `peer` sends for micro-batches of `key`."""
+        if (peer, tag, key) not in self._known:
+            header = torch.empty(HEADER, dtype=torch.int64, device=self._device)
+            self.receive([header], peer, tag, Traffic.CONTROL)
+            self._known[peer, tag, key] = Form.read(header)
+        return self._known[peer, tag, key]
+
+    def rooms(self, form: Form) -> list[Tensor]:
+        """Memory for tensors of that form."""
+        return [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in form.tensors]
+
+    def finish(self) -> None:
+        """Waits until all that was sent has left."""
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way.clear()

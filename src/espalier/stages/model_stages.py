@@ -1,0 +1,200 @@
+"""The stages of a model that one rank holds: its modules stay under their names, all others are freed.
+
+A parameter that several stages use (tied embeddings) belongs to the first of them; ranks of the others borrow a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from espalier.errors import UserError
+from espalier.stages.action_list import Pipeline
+from espalier.workload import Pieces, Shard
+
+if TYPE_CHECKING:
+    from espalier.plan.base import Plan
+
+
+class Placed(NamedTuple):
+    """One pipeline of a plan, and the layers `[first, last)` of each of its stages."""
+
+    pipeline: Pipeline
+    layers: tuple[tuple[int, int], ...]
+
+
+def pipelines(plan: Plan, tasks: int = 1) -> list[Placed]:
+    """What the plan's stages say: a pipeline for each part of the samples, in the order of the plan."""
+    found = []
+    for number in sorted({stage.pipeline for stage in plan.stages}):
+        stages = sorted((one for one in plan.stages if one.pipeline == number), key=lambda one: one.layers)
+        widths = [one.tensor * one.sequence for one in stages]
+        for column in range(len(stages[0].ranks) // widths[0]):
+            ranks = tuple(
+                one.ranks[column * width : (column + 1) * width] for one, width in zip(stages, widths, strict=True)
+            )
+            share = Shard(*plan.ranks[ranks[0][0]].share, plan.micro_batch, rounds=plan.rounds)
+            found.append(Placed(Pipeline(ranks, len(share.cuts) * tasks), tuple(one.layers for one in stages)))
+    return found
+
+
+def check_layers(placed: Sequence[Placed], layers: int, origin: str = "plan.json") -> None:
+    """Raises UserError unless the stages of each pipeline hold all `layers` once, in order, and alike in each."""
+    for _, held in placed:
+        if len(held) > layers:
+            raise UserError(
+                f"{origin} has {len(held)} stages for {layers} layers.",
+                why="each stage holds a layer at least",
+                do=f"plan.pin.pp={layers}",
+            )
+        ends = [0, *(last for _, last in held)]
+        if [first for first, _ in held] != ends[:-1] or ends != sorted(set(ends)) or ends[-1] != layers:
+            shown = ", ".join(f"{first} to {last}" for first, last in held)
+            raise UserError(
+                f"{origin} cannot be run: its stages hold layers {shown}.",
+                why=f"the stages of a pipeline hold each of the {layers} layers once",
+                do=f"delete {origin}; it is then planned again",
+            )
+    if len({held for _, held in placed}) > 1:
+        raise UserError(
+            f"{origin} cannot be run: its pipelines are cut at different layers.",
+            why="gradients are summed over the ranks that hold the same stage",
+            do="the same layers in each pipeline",
+        )
+
+
+class Elsewhere(nn.Module):
+    """Stands where a module was whose parameters other ranks hold."""
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """A parameter of stage `owner` that stage `user`, on other ranks, takes too.
+
+    Attributes:
+        value: the parameter on the owner's ranks, a copy that is no parameter on the user's.
+        dtype: as the model was built.
+    """
+
+    name: str
+    owner: int
+    user: int
+    value: Tensor
+    dtype: torch.dtype
+
+
+class ModelStages:
+    """See above. Has state: `call`, what the model's forward does, which a schedule sets.
+
+    Args:
+        model: changed in place.
+        pieces: the model in pieces; asked twice, before and after modules are freed.
+        placed: the pipeline of this rank; rank: this one's.
+
+    Attributes:
+        held: the stages of this rank.
+        shapes: of everything in the whole model's state, by name.
+        borrowed: parameters that this rank lends or borrows.
+
+    Raises:
+        UserError: a parameter belongs to no piece.
+    """
+
+    def __init__(self, model: nn.Module, pieces: Callable[[], Pieces], placed: Placed, rank: int) -> None:
+        self.model, (self.pipeline, self.layers) = model, placed
+        self.held, self.last = self.pipeline.held(rank), len(self.layers) - 1
+        self.shapes = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
+        uses = [set(map(id, self._tensors(pieces(), stage))) for stage in range(len(self.layers))]
+        everywhere = set().union(*uses)
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in everywhere:
+                raise UserError(
+                    f"{type(model).__name__} cannot be cut into stages: {name} is in none of its pieces.",
+                    do="name its module in `Pieces.modules`, or plan.pin.pp=1",
+                )
+        own: set[int] = set().union(*(uses[stage] for stage in self.held))
+        self.borrowed = list(self._shared(uses))
+        _free(model, own, everywhere)
+        self.pieces = pieces()
+        self.call: Callable[[tuple[Any, ...], Mapping[str, Any]], Any] = self._whole
+        model.forward = self._forward
+
+    def compute(self, stage: int, x: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """What `stage` makes of `x`. `inputs`, `options`: what the model's forward takes."""
+        given = self.pieces.given(*inputs, **options)
+        if stage == 0:
+            x = self.pieces.embed(*inputs, **options)
+        for block in self.pieces.blocks[slice(*self.layers[stage])]:
+            x = block(x, given)
+        return self.pieces.head(x, given) if stage == self.last else x
+
+    def _forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.call(inputs, options)
+
+    def _whole(self, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        raise AssertionError("a stage is called by its schedule")
+
+    def _tensors(self, pieces: Pieces, stage: int) -> Iterator[Tensor]:
+        """Parameters and buffers that a stage uses."""
+        first, last = self.layers[stage]
+        start, stop = (0 if stage == 0 else 1 + first), (2 + last if stage == self.last else 1 + last)
+        for modules in pieces.modules[start:stop]:
+            for module in modules:
+                yield from module.parameters()
+                yield from module.buffers()
+
+    def _shared(self, uses: Sequence[set[int]]) -> Iterator[Borrowed]:
+        """What this rank lends or borrows. What it borrows becomes a copy that is no parameter."""
+        stages = self.pipeline.stages
+        for name, parameter in list(self.model.named_parameters()):
+            cells: dict[tuple[int, ...], int] = {}
+            for stage in range(len(stages)):
+                if id(parameter) in uses[stage]:
+                    cells.setdefault(stages[stage], stage)
+            (owner, *users) = cells.values()
+            for user in users:
+                if owner in self.held:
+                    yield Borrowed(name, owner, user, parameter, parameter.dtype)
+                elif user in self.held:
+                    copy = parameter.detach().clone().requires_grad_(parameter.requires_grad)
+                    _replace(self.model, parameter, copy)
+                    uses[user].add(id(copy))
+                    yield Borrowed(name, owner, user, copy, copy.dtype)
+
+
+def _replace(model: nn.Module, parameter: nn.Parameter, copy: Tensor) -> None:
+    """Puts `copy` wherever `parameter` is, as a plain attribute."""
+    for module in model.modules():
+        for name, value in list(module._parameters.items()):
+            if value is parameter:
+                del module._parameters[name]
+                setattr(module, name, copy)
+
+
+def _free(module: nn.Module, own: set[int], everywhere: set[int]) -> None:
+    """Takes away what is in some stage's pieces and not in this rank's `own`."""
+    for name, value in list(module._parameters.items()):
+        if value is not None and id(value) not in own:
+            module._parameters[name] = None
+    for name, child in list(module._modules.items()):
+        if child is None:
+            continue
+        tensors = {id(one) for one in (*child.parameters(), *child.buffers())} & everywhere
+        used = {id(value) for one in child.modules() for value in vars(one).values() if isinstance(value, Tensor)}
+        if tensors and not (tensors | used) & own:
+            module._modules[name] = Elsewhere()
+        elif tensors - own:
+            _free(child, own, everywhere)
+
+
+def no_pieces(model: nn.Module) -> UserError:
+    """The error for a model that cannot be cut."""
+    return UserError(
+        f"{type(model).__name__} cannot be cut into stages.",
+        why="it is no nn.Sequential, and nothing says which of its modules come one after the other",
+        do="return `pieces` from model.build (docs/pipelines.md shows how), or plan.pin.pp=1",
+    )

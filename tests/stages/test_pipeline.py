@@ -1,0 +1,184 @@
+"""A model that is cut into stages trains as one rank does: losses, norms, weights, validation, checkpoints."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from espalier import mechanisms
+from espalier.errors import UserError
+from espalier.language.workload import open_language
+from espalier.stages.action_list import in_flight
+from espalier.stages.model_stages import ModelStages, Placed, check_layers, pipelines
+from espalier.stages.schedules import action_lists
+from espalier.testing import same
+from espalier.workload import Pieces, in_sequence
+
+from .runs import Cut, corpus, recipe_of, together, train
+
+CUTS = {
+    "2 stages": Cut((2, 4)),
+    "4 unequal stages": Cut((1, 2, 3, 4), micro_batch=3),
+    "unequal stages, 2 pipelines": Cut((3, 4), dp=2),
+    "interleaved": Cut((1, 2, 3, 4), interleave=2),
+    "interleaved zero bubble": Cut((1, 2, 3, 4), interleave=2, schedule="zero_bubble"),
+    "zero bubble, 4 stages, recomputed": Cut((1, 2, 3, 4), schedule="zero_bubble", recompute="block"),
+    "gpipe": Cut((1, 4), schedule="gpipe", recompute="selective"),
+    "all states in shards": Cut((3, 4), dp=2, shard=(2, 2, 2)),
+    "gradients in shards, zero bubble": Cut((2, 4), dp=2, shard=(1, 2, 2), schedule="zero_bubble"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder):
+    return train(recipe_of(folder), Cut((4,)).plan())[0]
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_cut_model_trains_as_one_rank_does(folder, one_rank, name) -> None:
+    ranks = train(recipe_of(folder), CUTS[name].plan())
+    for rank in ranks:
+        assert rank.losses == pytest.approx(one_rank.losses, rel=1e-9)
+        assert rank.norms == pytest.approx(one_rank.norms, rel=1e-9)
+    assert ranks[0].validation == pytest.approx(one_rank.validation, rel=1e-9)
+    same(together(ranks), one_rank.weights, relative=1e-9)
+    assert sum(rank.held for rank in ranks) == CUTS[name].dp * one_rank.held  # each parameter on one rank of a pipeline
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "schedule"),
+    [({"tied": False}, "muon", "1f1b"), ({"kind": "moe", "experts": 4, "active": 2}, "adamw", "zero_bubble")],
+)
+def test_heads_of_their_own_experts_and_muon_are_cut_likewise(folder, model, optimizer, schedule) -> None:
+    recipe = recipe_of(folder, model, {"optimizer": {"kind": optimizer}})
+    whole = train(recipe, Cut((4,)).plan())[0]
+    ranks = train(recipe, Cut((1, 4), schedule=schedule).plan())
+    assert ranks[1].losses == pytest.approx(whole.losses, rel=1e-9)
+    same(together(ranks), whole.weights, relative=1e-9)
+
+
+def test_bf16_trains_as_on_one_rank(folder) -> None:
+    recipe = recipe_of(folder, train={"precision": "bf16"})
+    whole, cut = (train(recipe, Cut(ends, precision="bf16").plan()) for ends in ((4,), (2, 4)))
+    assert cut[0].losses == pytest.approx(whole[0].losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("first", [(2, 4), (4,)], ids=["cut", "whole"])
+def test_a_checkpoint_of_one_cut_is_read_under_another(folder, tmp_path, one_rank, first) -> None:
+    recipe = recipe_of(folder)
+    begun = train(recipe, Cut(first).plan(), tmp_path, until=2)
+    others = Cut((1, 3, 4), schedule="zero_bubble"), Cut((3, 4), dp=2, shard=(1, 1, 2)), Cut((4,))
+    for other in others:
+        read = train(recipe, other.plan(), tmp_path, until=2)
+        same(together(read), together(begun), bitwise=True)
+    ended = train(recipe, others[0].plan(), tmp_path)
+    assert ended[0].losses == pytest.approx(one_rank.losses[2:], rel=1e-9)
+    same(together(ended), one_rank.weights, relative=1e-9)
+
+
+def test_ranks_of_a_pipeline_send_what_the_formula_says(folder) -> None:
+    recipe = recipe_of(folder, {"tied": False}, {"validate_every": 1000})  # once, at the end
+    held_out = open_language(recipe).validation_samples()
+    ranks = train(recipe, Cut((1, 3, 4)).plan())
+    sample = 16 * 32 * 8  # tokens, width, bytes of a value
+    forward, backward = (3 * 8 + held_out) * sample, 3 * 8 * sample
+    assert [rank.bytes["activations", "send"] for rank in ranks] == [forward, forward + backward, backward]
+
+
+# --- what cannot be cut --------------------------------------------------------------------------------------------
+
+
+def test_more_stages_than_layers_are_refused_with_the_nearest_number() -> None:
+    plan = Cut((1, 2, 3, 4, 5)).plan()
+    with pytest.raises(UserError, match="5 stages for 4 layers") as refused:
+        check_layers(pipelines(plan), 4)
+    assert refused.value.do == "plan.pin.pp=4"
+
+
+@pytest.mark.parametrize("ends", [(2, 3), (0, 4), (4, 2)])
+def test_stages_that_leave_out_layers_are_refused(ends) -> None:
+    with pytest.raises(UserError, match="its stages hold layers"):
+        check_layers(pipelines(Cut(ends).plan()), 4)
+
+
+def test_a_plan_whose_ranks_would_wait_without_end_is_refused(folder) -> None:
+    plan = Cut((1, 2, 3, 4), interleave=2).plan()
+    turned = [msgspec.structs.replace(one, ranks=(rank,)) for one, rank in zip(plan.stages, (0, 1, 1, 0), strict=True)]
+    lists = action_lists([one.pipeline for one in pipelines(plan)])
+    assert in_flight(lists[0]) < 16
+    with pytest.raises(UserError) as refused:
+        train(recipe_of(folder), msgspec.structs.replace(plan, stages=tuple(turned)))
+    assert "cannot do its action" in refused.value.why
+
+
+def test_an_unknown_schedule_of_a_plan_is_refused(folder) -> None:
+    with pytest.raises(UserError, match="'vshape' is not known"):
+        train(recipe_of(folder), Cut((2, 4), schedule="vshape").plan())
+
+
+def test_zero_bubble_is_refused_with_gathered_parameters_and_compiled_blocks_by_name(folder) -> None:
+    recipe = recipe_of(folder)
+    gathered = Cut((2, 4), dp=2, shard=(2, 2, 2), schedule="zero_bubble").plan()
+    compiled = msgspec.structs.replace(Cut((2, 4), schedule="zero_bubble").plan(), compile=True)
+    for plan, other in ((gathered, "amsp"), (compiled, "compile")):
+        with pytest.raises(UserError, match=f"zero_bubble and {other} cannot run together|{other} and zero_bubble"):
+            mechanisms.ordered(recipe, plan)
+
+
+class TwoTowers(nn.Module):
+    """No order of modules is known of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def test_a_parameter_of_no_piece_is_named() -> None:
+    model = TwoTowers()
+    placed = Placed(pipelines(Cut((1, 2)).plan())[0].pipeline, ((0, 1), (1, 2)))
+    with pytest.raises(UserError, match="TwoTowers cannot be cut into stages: scale is in none of its pieces"):
+        ModelStages(model, lambda: in_sequence([model.left, model.right]), placed, 0)
+
+
+def test_only_the_modules_of_a_rank_stay_and_keep_their_names() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 4), nn.Linear(4, 1))
+    placed = Placed(pipelines(Cut((2, 4)).plan())[0].pipeline, ((0, 2), (2, 4)))
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    held = ModelStages(model, lambda: in_sequence(list(model)), placed, 1)
+    assert held.held == (1,)
+    assert set(model.state_dict()) == {"2.weight", "2.bias", "3.weight", "3.bias"}
+    same(dict(model.state_dict()), {name: whole[name] for name in model.state_dict()}, bitwise=True)
+    x = torch.ones(2, 3)
+    assert torch.equal(held.compute(1, x, (), {}), model[3](model[2](x)))
+
+
+def test_a_shared_parameter_belongs_to_its_first_stage() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.hidden = nn.Embedding(5, 3), nn.Linear(3, 3)
+
+    def pieces(model):
+        return lambda: Pieces(
+            model.table,
+            [lambda x, given: model.hidden(x)] * 2,
+            lambda x, given: x @ model.table.weight.t(),
+            [[model.table], [], [model.hidden], [model.table]],
+        )
+
+    models, stages = [Tied() for _ in range(2)], []
+    placed = Placed(pipelines(Cut((1, 2)).plan())[0].pipeline, ((0, 1), (1, 2)))
+    for rank, model in enumerate(models):
+        stages.append(ModelStages(model, pieces(model), placed, rank))
+    assert set(models[0].state_dict()) == {"table.weight"}
+    assert set(models[1].state_dict()) == {"hidden.weight", "hidden.bias"}
+    assert [(one.owner, one.user) for rank in stages for one in rank.borrowed] == [(0, 1), (0, 1)]
+    assert stages[1].borrowed[0].value is models[1].table.weight
