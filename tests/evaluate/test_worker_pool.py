@@ -117,3 +117,20 @@ def lives(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+SCRIPT = """
+from made_tasks import Made, workers
+with workers([Made("task", 1)], count=2) as pool:
+    print(len(pool), flush=True)
+"""
+
+
+def test_a_script_without_a_guard_starts_its_workers_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr

@@ -15,15 +15,18 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing import forkserver, resource_tracker
 from statistics import fmean
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import psutil
@@ -181,7 +184,8 @@ class _Worker:
     def __init__(self, pool: ProcessPoolExecutor) -> None:
         others = multiprocessing.active_children()
         self._pool = pool
-        self._pool.submit(os.getpid)  # the first call starts the process
+        with _no_main_program():
+            self._pool.submit(os.getpid)  # the first call starts the process
         (self._process,) = set(multiprocessing.active_children()) - set(others)
         self._used, self._since = -1.0, time.monotonic()
 
@@ -206,6 +210,18 @@ class _Worker:
         """Kills it."""
         self._process.kill()
         self._pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _no_main_program() -> Iterator[None]:
+    """Inside, a process that is started does not run the caller's main program again. A script without
+    `if __name__ == "__main__"` would start workers of its own there, without end."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 # --- one checkpoint --------------------------------------------------------------------------------------------------

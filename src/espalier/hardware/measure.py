@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from espalier import serialization
+from espalier.cluster import Link
 from espalier.hardware.peak_memory import held
 
 # Products [rows, inner] x [inner, columns] of small decoders: forward, then the two that backward does.
@@ -36,6 +37,11 @@ CUDA_SHAPES = ((512, 512, 512), (2048, 1024, 1024), (2048, 4096, 4096), (8192, 8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64, "fp16": torch.float16}
 WAIT = 40.0
 """Seconds after which a measuring process that does not answer is given up."""
+ROUNDS, BUSY_ROUNDS = 2, 4
+"""How often everything is measured, on a machine that is idle when the program begins and on one that is not. Several
+rounds see more of a machine than the same time spent at once."""
+LINK_ROUNDS, LINK_REPEATS = 4, 4
+"""The same of messages, and how often a round sends each."""
 
 Table = dict[str, Any]
 Gate = Callable[[], None]
@@ -56,13 +62,14 @@ def main(cores: int, seconds: float) -> Table:
     """Everything measured, as a table that `hardware.probe` makes a cluster of. `seconds`: time for each product."""
     torch.set_num_threads(1)
     result: Table = {"rates": [], "copies": [], "notes": [], "torch": torch.__version__}
+    busy = bool(_busy(cores))
     if torch.version.cuda is not None:
         _say("measuring CUDA devices")
         result |= _together(1, lambda _gate, _index: _cuda(seconds))[0]
     if not result.get("cuda"):
         for processes, threads in settings(cores):
             _say(f"multiplying matrices in {processes} process(es) of {threads} thread(s)")
-            _add(result, processes, threads, seconds)
+            _add(result, (processes, threads), seconds, busy)
     _say("timing messages between two processes on this machine")
     result["link"], notes = _loopback()
     result["notes"] += notes + _busy(cores)
@@ -75,14 +82,22 @@ def _busy(cores: int) -> list[str]:
     return [f"the machine was busy while it was measured (load {load:.1f})"] if load > cores + 0.5 else []
 
 
-def _add(result: Table, processes: int, threads: int, seconds: float) -> None:
-    """Runs one setting and puts the mean of its processes into `result`."""
-    parts = _together(processes, lambda gate, _index: _processor(gate, processes, threads, seconds))
+def _add(result: Table, setting: tuple[int, int], seconds: float, busy: bool) -> None:
+    """Runs one setting and puts the mean of its processes into `result`.
+
+    On a `busy` machine several threads are seldom all running, and wait for each other: there they count as fast as one
+    thread at least, which is measured first.
+    """
+    processes, threads = setting
+    rounds = BUSY_ROUNDS if busy else ROUNDS
+    parts = _together(processes, lambda gate, _index: _processor(gate, setting, seconds, rounds))
+    alone = {tuple(row[:5]): row[-1] for row in result["rates"] if row[5:7] == [1, 1]} if busy else {}
     for rows in zip(*(part["rates"] for part in parts), strict=True):
         mean = sum(row[-1] for row in rows) / len(rows)
-        result["rates"].append([*rows[0][:5], threads, processes, mean])
+        result["rates"].append([*rows[0][:5], threads, processes, max(mean, alone.get(tuple(rows[0][:5]), 0.0))])
     mean = sum(part["copy"] for part in parts) / processes
-    result["copies"].append([threads, processes, mean])
+    least = next((row[-1] for row in result["copies"] if row[:2] == [1, 1]), 0.0) / processes if busy else 0.0
+    result["copies"].append([threads, processes, max(mean, least)])
     if processes == threads == 1:
         result |= {"dispatch": parts[0]["dispatch"], "runtime": parts[0]["runtime"]}
 
@@ -90,22 +105,26 @@ def _add(result: Table, processes: int, threads: int, seconds: float) -> None:
 # --- one process -------------------------------------------------------------------------------------------------
 
 
-def _processor(gate: Gate, processes: int, threads: int, seconds: float) -> Table:
+def _processor(gate: Gate, setting: tuple[int, int], seconds: float, rounds: int) -> Table:
+    processes, threads = setting
     torch.set_num_threads(threads)
     runtime = held()
     warm = torch.ones(256, 256)
     _best(lambda: torch.mm(warm, warm), 0.05)  # threads start, clocks rise
     other = OTHER if processes == threads == 1 else OTHER[:1]
     asked = [("fp32", shape) for shape in SHAPES] + [(kind, shape) for kind in ("bf16", "fp64") for shape in other]
-    first, second = (_round(gate, asked, seconds / 2) for _ in range(2))
-    rates = [max(rows) for rows in zip(first, second, strict=True)]
-    gate()
-    copy = _copy(max(2**22, 2**24 // processes), seconds)
-    return {"rates": rates, "copy": copy, "dispatch": _dispatch(), "runtime": runtime}
+    found = [_round(gate, asked, seconds / 2) for _ in range(rounds)]
+    rates = [max(rows) for rows in zip(*found, strict=True)]
+    copies, dispatches = [], []
+    for _ in range(rounds):
+        gate()
+        copies.append(_copy(max(2**22, 2**24 // processes), seconds / 2))
+        dispatches.append(_dispatch())
+    return {"rates": rates, "copy": max(copies), "dispatch": min(dispatches), "runtime": runtime}
 
 
 def _round(gate: Gate, asked: Sequence[tuple[str, tuple[int, int, int]]], seconds: float) -> list[list[Any]]:
-    """Every product and attention once. Two rounds see more of the machine than twice the time on each."""
+    """Every product and attention once."""
     rates: list[list[Any]] = []
     for precision, shape in asked:
         gate()
@@ -151,22 +170,24 @@ def _dispatch(device: str = "cpu") -> float:
             x = x + functional.silu(hidden) * hidden
         x.sum().backward()
 
-    return _best(chain, 0.03) / (blocks * 5 * 3)
+    return _best(chain, 0.03, one_thread=device == "cpu") / (blocks * 5 * 3)
 
 
-def _best(run: Callable[[], Any], seconds: float) -> float:
+def _best(run: Callable[[], Any], seconds: float, one_thread: bool = True) -> float:
     """Seconds of the fastest `run` of at least three and of about `seconds`, after one warm-up.
 
     The fastest, because what else the machine does while it is measured is not the machine; what the processes of one
-    setting take from each other is in every run.
+    setting take from each other is in every run. For the same reason only processor time counts where torch uses one
+    thread and `run` is done by the calling one (`one_thread`).
     """
+    clock = time.thread_time if one_thread and torch.get_num_threads() == 1 else time.perf_counter
     run()
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < end:
-        begin = time.perf_counter()
+        begin = clock()
         run()
-        times.append(time.perf_counter() - begin)
+        times.append(clock() - begin)
     return min(times)
 
 
@@ -288,14 +309,24 @@ def _gloo(folder: str, rank: int) -> Table:
     os.environ["GLOO_SOCKET_IFNAME"] = loopback[0] if loopback else "lo"
     address = (Path(folder) / "store").as_uri()
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=10))
-    matrix = link.measure()
+    rounds = [link.measure(repeats=LINK_REPEATS) for _ in range(LINK_ROUNDS)]
     dist.destroy_process_group()
-    found = matrix.link(0, 1)
+    return fastest([one.link(0, 1) for one in rounds])
+
+
+def fastest(links: Sequence[Link], size: float = 4 * 2**20) -> Table:
+    """The link between two ranks without other programs' share of the processors.
+
+    Of several rounds the least seconds count of a small message, of one of `size` bytes, and of a small all-reduce (two
+    hops and the launch); what a link is made of follows from these three.
+    """
+    latency = min(one.latency for one in links)
+    whole = min(one.latency + size / one.bandwidth for one in links)
+    together = min(2 * one.latency + one.launch for one in links)
     return {
-        "bandwidth": found.bandwidth,
-        "latency": found.latency,
-        "launch": found.launch,
-        "notes": list(matrix.notes()),
+        "bandwidth": size / max(whole - latency, 1e-9),
+        "latency": latency,
+        "launch": max(0.0, together - 2 * latency),
     }
 
 

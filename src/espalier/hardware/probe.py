@@ -61,8 +61,7 @@ def probe(*, quick: bool = True, progress: Say | None = None, disk: str | Path |
              disks=(found,) if found is not None else ())
         for device, count, name in _devices(result, memory)
     )  # fmt: skip
-    link_notes = (result.get("link") or {}).get("notes", [])
-    return Cluster(nodes=nodes, machine=machine, notes=(*result["notes"], *link_notes, *notes))
+    return Cluster(nodes=nodes, machine=machine, notes=(*result["notes"], *notes))
 
 
 def ready(*, folder: Path | None = None, say: Say | None = None, disk: str | Path | None = None) -> Cluster:
