@@ -99,7 +99,9 @@ def variants(case: Case) -> list[Case]:
     found = [case._replace(kv_heads=heads, causal=causal) for heads in (1, 2, 4) for causal in (True, False)]
     odd = [case._replace(length=length, causal=causal) for length in (29, 17) for causal in (True, False)]
     packed = [one._replace(documents=documents(one.length)) for one in (case, *odd)]
-    uneven = case._replace(query_heads=6, kv_heads=3), case._replace(query_heads=5, kv_heads=1, length=31)
+    uneven = [
+        case._replace(query_heads=heads, kv_heads=kv, length=31) for heads, kv in ((6, 3), (5, 1), (10, 2), (9, 3))
+    ]
     fast = case._replace(shares=(3.0, *(1.0,) * (case.context - 1)), length=50)
     slow_head = case._replace(head_shares=(*(2.0,) * (case.heads - 1), 1.0), query_heads=8, length=37)
     return [*found, *odd, *packed, *uneven, fast, slow_head]

@@ -3,6 +3,8 @@ without end, and bf16 is as good as on one device."""
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from espalier import testing
+from espalier.errors import PeerLost, UserError
 from espalier.sequence import SequenceSlots, attend, ring
 from espalier.sequence.cost import SequenceGrid, SequenceLoad, cost
 from espalier.sequence.ring import Rings, schedule
+from espalier.sequence.ulysses import HeadSplit
 
 BATCH, HEADS, KV_HEADS, SIZE = 2, 8, 2, 4
 
@@ -185,3 +189,65 @@ def test_attention_runs_once_where_its_output_is_kept() -> None:
     assert {calls for calls, _ in again} == {2}
     for (_, some), (_, others) in zip(kept, again, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+# --- bad input and faults --------------------------------------------------------------------------------------------
+
+
+def struck(channel: Any, slots: SequenceSlots) -> None:
+    """Rank 1 is killed when it has sent its second block."""
+    plain = ring.Ring.exchange
+    sends: list[int] = []
+
+    def counted(self: Any, *args: Any) -> Any:
+        found = plain(self, *args)
+        sends.append(1)
+        if channel.rank() == 1 and len(sends) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    ring.Ring.exchange = counted  # type: ignore[method-assign]
+    booked(channel, slots, 2)
+
+
+def test_a_rank_killed_in_a_ring_step_is_missed_by_the_others() -> None:
+    found = testing.outcomes(4, struck, SequenceSlots(64, 4), timeout=15.0)
+    assert found[1] == testing.Died(signal=signal.SIGKILL)
+    assert all(isinstance(one, PeerLost) for rank, one in enumerate(found) if rank != 1), found
+
+
+def refused(channel: Any, how: dict[str, Any]) -> str:
+    query, key = torch.randn(1, 4, 8, 4), torch.randn(1, 2, 8, 4)
+    with pytest.raises(UserError) as error:
+        attend(query, key, key, **how)
+    return f"{error.value} {error.value.do}"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"window": 3}, "window = 3 does not divide cp = 4"),
+        ({"slots": SequenceSlots(32, 2), "causal": True}, "2 x 1 slots are not for a group of 4 ranks"),
+        ({"slots": SequenceSlots(32, 4)}, "the slots are for causal = True"),
+        ({"slots": SequenceSlots(40, 4), "causal": True}, "holds 10 of 40 tokens, and the queries are 8"),
+        ({"documents": torch.zeros(1, 8, dtype=torch.long)}, "the sequences have 32 tokens"),
+    ],
+)
+def test_what_cannot_be_cut_so_is_refused_with_the_nearest(how: dict[str, Any], words: str) -> None:
+    assert all(words in one for one in testing.forks(4, refused, how))
+
+
+def test_heads_that_do_not_suffice_or_divide_are_refused_with_the_nearest() -> None:
+    with pytest.raises(UserError, match="hp = 8 is too much for 6 heads") as error:
+        HeadSplit(6, 2, 8)
+    assert error.value.do.startswith("hp = 4")
+    with pytest.raises(UserError, match="4 key-value heads do not divide 6 query heads") as error:
+        HeadSplit(6, 4, 2)
+    assert error.value.do == "kv_heads = 3"
+
+
+def test_head_shares_follow_speeds() -> None:
+    split = HeadSplit(8, 8, 3, (2.0, 1.0, 1.0))
+    assert [stop - start for start, stop in split.queries] == [4, 2, 2]
+    assert HeadSplit(6, 3, 4).repeated(1) is None
+    assert HeadSplit(10, 2, 3).repeated(1) == [0, 0, 1]

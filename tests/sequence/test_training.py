@@ -103,6 +103,15 @@ def test_cut_sequences_give_the_curve_of_one_rank(
     assert found == pytest.approx(whole, rel=1e-9)
 
 
+@pytest.mark.parametrize("algorithm", ["megatron", "fsp"])
+def test_ranks_may_share_matrices_and_sequences(corpus: Path, whole: list[float], algorithm: str) -> None:
+    """Each of two pairs of ranks holds half the heads, and rings go between the pairs."""
+    each = (plans.Rank(share=(0, 4)),) * 4
+    stage = plans.Stage(ranks=(0, 1, 2, 3), layers=(0, 2), tensor=2, context=2)
+    plan = plans.Plan(ranks=each, micro_batch=2, precision="fp64", stages=(stage,), algorithm=algorithm)
+    assert train(recipe_of(corpus), plan)[0] == pytest.approx(whole, rel=1e-9)
+
+
 def test_the_balance_of_experts_is_that_of_whole_sequences(corpus: Path) -> None:
     recipe = recipe_of(corpus, "moe")
     assert train(recipe, plan_of(4, (2, 2, 2)))[0] == pytest.approx(train(recipe, plan_of(1))[0], rel=1e-9)

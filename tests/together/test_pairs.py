@@ -44,6 +44,8 @@ ALONE = {
     "optimizer states in shards": ({}, {"ranks": 2, "shard": (1, 1, 2)}, 1e-9),
     "gradients in shards": ({}, {"ranks": 2, "shard": (1, 2, 2)}, 1e-9),
     "all states in shards": ({}, {"ranks": 2, "shard": (2, 2, 2)}, 1e-9),
+    "context of 2": ({}, {"sequence": (1, 2)}, 1e-9),
+    "heads of 2": ({}, {"sequence": (2, 1)}, 1e-9),
     "codec without loss": ({}, {"ranks": 2, "codec": "split"}, 1e-9),
     "int8 with feedback": ({}, {"ranks": 2, "codec": "int8"}, 2e-2),
 }
@@ -58,6 +60,7 @@ QUESTIONS = [
     ["cosine"],
     ["bf16"],
     ["optimizer states in shards", "gradients in shards", "all states in shards"],
+    ["context of 2", "heads of 2"],
     ["codec without loss", "int8 with feedback"],
 ]
 LOSSY = {name for name, (_, _, tolerance) in ALONE.items() if tolerance > 1e-6}
@@ -119,15 +122,17 @@ def recipe_of(corpus, train):
     return defaults.resolve(recipe_file.from_table(table))[0]
 
 
-def curve(recipe, micro_batch=8, recompute="none", ranks=1, cuts=None, shard=(), codec="exact"):
+def curve(recipe, micro_batch=8, recompute="none", ranks=1, cuts=None, shard=(), sequence=(1, 1), codec="exact"):
     samples = recipe.train.batch_tokens // recipe.train.sequence
     cuts = cuts or tuple(samples * one // ranks for one in range(ranks + 1))
-    shares = tuple(plans.Rank(share=share) for share in itertools.pairwise(cuts))
+    heads, context = sequence
+    shares = tuple(plans.Rank(share=share) for share in itertools.pairwise(cuts) for _ in range(heads * context))
+    stage = plans.Stage(ranks=tuple(range(len(shares))), layers=(0, 1), heads=heads, context=context)
     groups = [tuple(range(size)) if size > 1 else () for size in shard]
     unit = plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups, strict=False)), whole=True)
     how = {"micro_batch": micro_batch, "recompute": recompute, "precision": recipe.train.precision}
     exchange = plans.Exchange(traffic="gradients", codec=codec)
-    plan = plans.Plan(ranks=shares, units=(unit,), exchanges=(exchange,), **how)
+    plan = plans.Plan(ranks=shares, units=(unit,), exchanges=(exchange,), stages=(stage,), **how)
     workload = open_language(recipe)
 
     def life(place):
