@@ -12,13 +12,13 @@ ARGV = ["ssh", "b", "exec python -m it"]
 
 
 def test_a_host_without_espalier_or_python_is_told_from_one_that_is_away() -> None:
-    away = host_errors.gone(Host("b"), "", ARGV, 255, "ssh: connect to host b port 22: Connection refused")
+    away = host_errors.gone(Host("b"), False, ARGV, 255, "ssh: connect to host b port 22: Connection refused")
     assert isinstance(away, UserError)
     assert away.what == "Host b cannot be reached."
     assert "ssh b 'exec python -m it'" in away.why
     assert "Connection refused" in away.why
-    assert "no such Python" in host_errors.gone(Host("b"), "", ARGV, 127, "sh: python: not found").what
-    bare = host_errors.gone(Host("b"), "", ARGV, 1, "python: No module named espalier")
+    assert "no such Python" in host_errors.gone(Host("b"), False, ARGV, 127, "sh: python: not found").what
+    bare = host_errors.gone(Host("b"), False, ARGV, 1, "python: No module named espalier")
     assert "Espalier is not installed on host b" in bare.what
     assert "launch.python" in bare.do
 
@@ -27,8 +27,8 @@ def test_a_host_without_espalier_or_python_is_told_from_one_that_is_away() -> No
     ("code", "words"),
     [(-9, "killed (SIGKILL)"), (137, "killed (SIGKILL)"), (255, "connection to host b"), (3, "exit code 3")],
 )
-def test_a_rank_that_ends_is_named_with_its_host(code, words) -> None:
-    error = host_errors.gone(Host("b"), "Rank 2", ARGV, code, "last words")
+def test_a_supervisor_that_ends_is_named_with_its_host(code, words) -> None:
+    error = host_errors.gone(Host("b"), True, ARGV, code, "last words")
     assert isinstance(error, RunFailed)
     assert words in error.what
     assert "b" in error.what
@@ -36,7 +36,7 @@ def test_a_rank_that_ends_is_named_with_its_host(code, words) -> None:
 
 
 def test_several_hosts_that_are_away_are_one_error() -> None:
-    both = host_errors.together([host_errors.gone(Host(name), "", ARGV, 255, "") for name in ("b", "c")])
+    both = host_errors.together([host_errors.gone(Host(name), False, ARGV, 255, "") for name in ("b", "c")])
     assert "Host b cannot be reached." in both.what
     assert "Nor can c" in both.what
 

@@ -88,9 +88,9 @@ class Outcome:
         program.write_text(PROGRAM.format(python=sys.executable, folder=str(self.folder)))
         program.chmod(0o755)
         options = Launch(command="env PRETENDED={host} sh -c {command}", python=str(program))
-        with ssh.Crowd(options, "x", lambda *_: None, whole=True) as crowd:
+        with ssh.Crowd(options, "x", lambda *_: None) as crowd:
             crowd.gather(parse(names))
-            crowd.prepare(lambda far: {"is": "task", "names": names.split(","), "patience": patience})
+            crowd.prepare({"is": "task", "patience": patience})
             crowd.log_to(self.folder / "hosts.log")
             crowd.returning = Returning(crowd, absence, self.said.extend)
             try:

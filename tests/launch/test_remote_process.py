@@ -48,11 +48,9 @@ def test_its_end_is_good_told_or_silent() -> None:
     assert far.done == {"is": "done", "code": 0}
 
 
-def test_its_name_is_its_label_or_its_host_and_rank() -> None:
+def test_its_name_is_its_label_or_its_host() -> None:
     far = started("true")
     far.close()
     assert far.named == "a"
-    far.rank = 2
-    assert far.named == "a 2"
     far.label = "a 2,3"
     assert far.named == "a 2,3"

@@ -131,7 +131,7 @@ def _visible_gpus() -> int:
 
 
 def meet(launcher: Launcher) -> RankSpec | None:
-    """Finds the other ranks: the first listens, the others look for it; the interface found is Gloo's and NCCL's. Who
+    """Finds the other hosts: the first listens, the others look for it; the interface found is Gloo's and NCCL's. Who
     is started when the others have met long since is told no word: that their store answers is enough.
 
     None when the first host does not answer, which the launcher is told. Raises UserError when the port is taken or the
@@ -160,16 +160,8 @@ def meet(launcher: Launcher) -> RankSpec | None:
 
 
 def _place(asked: Told, host: str = "127.0.0.1", port: int = 0, descriptor: int = -1) -> RankSpec:
-    each = max(1, resource_limits.cores() // asked["local_world"])
     return RankSpec(
-        rank=asked["rank"],
-        world=asked["world"],
-        local_rank=asked["local_rank"],
-        threads=each,
-        host=host,
-        port=port,
-        serves=descriptor >= 0,
-        listen_fd=descriptor,
+        rank=asked["rank"], world=asked["world"], host=host, port=port, serves=descriptor >= 0, listen_fd=descriptor
     )
 
 

@@ -16,17 +16,17 @@ from espalier.launch.hosts import Host
 _SHELL = 128  # a shell adds this to the number of the signal that ended its child
 
 
-def gone(host: Host, who: str, argv: Sequence[str], code: int, last: str) -> EspalierError:
-    """The process on `host` has ended with `code` (negative: by that signal) and said nothing of it.
+def gone(host: Host, met: bool, argv: Sequence[str], code: int, last: str) -> EspalierError:
+    """The supervisor on `host` has ended with `code` (negative: by that signal) and said nothing of it.
 
-    `who` it was (`Rank 2`); empty as long as ranks have no numbers: then the host itself could not be reached.
+    `met`: whether it ever spoke; else the host itself could not be reached.
     """
     shown = shlex.join(argv)
     words = f"; its last words: {last}" if last else ""
-    if who:
-        what, why = rank_process.ended(f"{who} on host {host.name}", _status(code))
+    if met:
+        what, why = rank_process.ended(f"The supervisor on host {host.name}", _status(code))
         if code == 255:
-            what = f"The connection to host {host.name} ({who.lower()}) was lost."
+            what = f"The connection to host {host.name} (the supervisor) was lost."
             why = f"`{shown}` ended with 255, as ssh does"
         why = why or "it said nothing of it"
         return RunFailed(what, why=why + words, do="run the same command to resume")

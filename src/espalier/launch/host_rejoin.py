@@ -29,7 +29,7 @@ class Crowd(Protocol):
 
     all: list[Far]
     patience: float
-    message: Callable[[Far], Told]
+    message: Told
 
     def again(self, rank: int) -> Far:
         """Another process in place of one that has ended."""
@@ -169,7 +169,7 @@ class Returning:
         said = yield from _answer(far, ("reached", "lost"), TRY_SECONDS + crowd.patience)
         if said["is"] == "lost":
             raise _NotYet(PeerLost(f"Host {far.host.name} does not reach the first host, {crowd.all[0].host.name}."))
-        far.tell({**crowd.message(far), "life": self._lives[number]})
+        far.tell({**crowd.message, "life": self._lives[number]})
         said = yield from _answer(far, ("ready",), PATIENCE)
         compare(crowd.all, [(far, said["identity"])])
         far.tell({"is": "go"})

@@ -25,8 +25,7 @@ class Far:
     argv: Sequence[str]
     process: subprocess.Popen[bytes]
     rank: int = -1
-    local: tuple[int, int] = (0, 1)
-    """Its number on its host, and how many there are."""
+    """The number of its host, once it has spoken."""
     said: list[Told] = field(default_factory=list)
     open: dict[int, tuple[str, bytes]] = field(default_factory=dict)
     """Its output still read: descriptor -> (`out` or `err`, the beginning of a line)."""
@@ -37,7 +36,7 @@ class Far:
     told: bool = False
     """Whether it told that error itself."""
     label: str = ""
-    """Its name in logs, where that is not host and rank."""
+    """Its name in logs, once its ranks are known."""
     identity: dict[str, str] = field(default_factory=dict)
     """What it is, as far as it has said."""
     reached: Told = field(default_factory=dict)
@@ -48,9 +47,7 @@ class Far:
     @property
     def named(self) -> str:
         """For messages and logs."""
-        if self.label:
-            return self.label
-        return f"{self.host.name} {self.rank}" if self.rank >= 0 else self.host.name
+        return self.label or self.host.name
 
     @property
     def silent(self) -> bool:

@@ -1,9 +1,9 @@
 """Starts processes on hosts that the user names, over ssh or any other command, and watches them from here.
 
-One for each rank, or one for each host that starts its ranks itself (`launch.leader`), each on a command of its own,
-whose standard input is its lifeline (`launch.host_agent`). PyTorch's store and Gloo or NCCL do everything between the
-ranks; this file only starts, hears and ends. Commands run in process groups of their own: Ctrl-C reaches this process,
-which passes it on. No torch.
+One for each host, which starts that host's ranks itself (`launch.leader`), on a command of its own whose standard input
+is its lifeline (`launch.host_agent`). PyTorch's store and Gloo or NCCL do everything between the ranks; this file only
+starts, hears and ends. Commands run in process groups of their own: Ctrl-C reaches this process, which passes it on. No
+torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from espalier.config import Launch
 from espalier.errors import EspalierError, HostLost, UserError
-from espalier.launch import network_interface, postmortem
+from espalier.launch import message_auth, network_interface, postmortem
 from espalier.launch.host_agent import MARK, PATIENCE, Told
 from espalier.launch.host_errors import gone, retold, together, unanswered
 from espalier.launch.host_rejoin import Returning
@@ -50,19 +50,15 @@ class Crowd:
         options, module: what to start, and by which command.
         show: see `Show`.
         patience: seconds that a host may take to answer.
-        whole: whether there is one process for each host, whatever the number of its ranks.
     """
 
-    def __init__(
-        self, options: Launch, module: str, show: Show, patience: float = ANSWER_SECONDS, whole: bool = False
-    ) -> None:
-        self.whole = whole
+    def __init__(self, options: Launch, module: str, show: Show, patience: float = ANSWER_SECONDS) -> None:
         self.nodes: list[int] = []
         """Of each rank, the number of its host."""
         self.options, self.module, self.show, self.patience = options, module, show, patience
         self.all: list[Far] = []
-        self.message: Callable[[Far], Told] = lambda far: {}
-        """What each was told that it is about."""
+        self.message: Told = {}
+        """What all were told that it is about."""
         self.returning = Returning(self)
         self._selector = selectors.DefaultSelector()
         self._log: Any = None
@@ -78,7 +74,8 @@ class Crowd:
             self._log.close()
 
     def log_to(self, file: Path) -> None:
-        """Every line of every process goes to `file` from now on, and those heard before now. Lines name host, rank."""
+        """Every line of every process goes to `file` from now on, and those heard before now. Lines name the
+        host and its ranks."""
         file.parent.mkdir(parents=True, exist_ok=True)
         self._log = file.open("a", encoding="utf-8", buffering=1)
         self._log.writelines(self._waiting)
@@ -87,29 +84,18 @@ class Crowd:
     # --- starting ----------------------------------------------------------------------------------------------------
 
     def gather(self, hosts: Sequence[Host]) -> list[str]:
-        """Starts the ranks on all hosts, has them compare who they are and find each other. Returns what to tell the
+        """Starts a process on each host, has them compare who they are and find each other. Returns what to tell the
         user. Raises UserError naming the host that cannot be reached, is another, or is not met by the others."""
-        first = [self._start(host) for host in hosts]
-        greetings = self.ask(first, None, "hello", self.patience)
-        notes = _agree(first, greetings)
-        for far, said in zip(first, greetings, strict=True):
-            ranks = far.host.ranks or max(1, said["gpus"])
-            own = range(len(self.nodes), len(self.nodes) + ranks)
-            self.nodes += [hosts.index(far.host)] * ranks
-            if self.whole:
-                far.label = f"{far.host.name} {','.join(map(str, own))}"
-                continue
-            more = [self._start(far.host) for _ in range(ranks - 1)]
-            for index, one in enumerate([far, *more]):
-                one.local = (index, ranks)
-        self.all.sort(key=lambda far: (hosts.index(far.host), far.local[0]))
-        for rank, far in enumerate(self.all):
-            far.rank = rank
-        later = [far for far in self.all if far not in first]
-        self.ask(later, None, "hello", self.patience)
+        self.all = [self._run(host) for host in hosts]
+        greetings = self.ask(self.all, None, "hello", self.patience)
+        notes = _agree(self.all, greetings)
+        for number, (far, said) in enumerate(zip(self.all, greetings, strict=True)):
+            own = range(len(self.nodes), len(self.nodes) + (far.host.ranks or max(1, said["gpus"])))
+            self.nodes += [number] * len(own)
+            far.rank, far.label = number, f"{far.host.name} {','.join(map(str, own))}"
         known = {
             far.host: [network_interface.Address(**one) for one in said["addresses"]]
-            for far, said in zip(first, greetings, strict=True)
+            for far, said in zip(self.all, greetings, strict=True)
         }
         self._meet(known)
         return notes
@@ -119,13 +105,8 @@ class Crowd:
         old = self.all[rank]
         self._close(old)
         far = self._run(old.host)
-        far.local, far.label, far.identity, far.reached = old.local, old.label, old.identity, old.reached
+        far.label, far.identity, far.reached = old.label, old.identity, old.reached
         self.all[rank] = far
-        return far
-
-    def _start(self, host: Host) -> Far:
-        far = self._run(host)
-        self.all.append(far)
         return far
 
     def _run(self, host: Host) -> Far:
@@ -181,10 +162,7 @@ class Crowd:
 
     def seat(self, far: Far) -> Told:
         """What a process is told of its place."""
-        index, each = far.local
-        return {
-            "rank": far.rank, "world": len(self.all), "local_rank": index, "local_world": each, "host": far.host.name,
-        }  # fmt: skip
+        return {"rank": far.rank, "world": len(self.all), "host": far.host.name}
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
@@ -218,14 +196,16 @@ class Crowd:
         if late and not failing:
             raise unanswered(late[0].host, late[0].argv, seconds, late[0].last)
 
-    def prepare(self, message: Callable[[Far], Told]) -> None:
-        """Tells every rank what it is about, waits until all have opened their data, and compares what they found."""
-        self.message = message
-        answers = self.ask(self.all, message, "ready", PATIENCE)
+    def prepare(self, message: Told) -> None:
+        """Tells every host what it is about and who is there, waits until all have opened their data, and compares what
+        they found."""
+        there = {"nodes": self.nodes, "names": [far.host.name for far in self.all], "token": message_auth.token()}
+        self.message = {**message, **there}
+        answers = self.ask(self.all, lambda far: self.message, "ready", PATIENCE)
         compare(self.all, [(far, said["identity"]) for far, said in zip(self.all, answers, strict=True)])
 
     def carry_out(self) -> Told:
-        """Lets all ranks begin and waits for their end; what the first had to say. Raises the error that ended them.
+        """Lets all begin and waits for their end; what the first had to say. Raises the error that ended them.
 
         The first Ctrl-C, SIGTERM or SIGHUP asks the ranks to save and stop, the second ends them at once. A host that
         was lost may come back meanwhile (`host_rejoin`).
@@ -293,8 +273,7 @@ class Crowd:
                 self._drain(far)
                 far.code = far.process.returncode
                 if far.error is None and not far.done:
-                    who = "The supervisor" if self.whole else f"Rank {far.rank}"
-                    far.error = gone(far.host, who if far.rank >= 0 else "", far.argv, far.code, far.last)
+                    far.error = gone(far.host, far.rank >= 0, far.argv, far.code, far.last)
 
     def _drain(self, far: Far) -> None:
         """Takes in what an ended process has left behind, a line that it did not finish too. A multiplexing ssh leaves

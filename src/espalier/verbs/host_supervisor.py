@@ -25,6 +25,7 @@ from espalier.launch.host_map import HostMap
 from espalier.launch.supervisor import RestartOptions
 from espalier.launch.supervisor_protocol import Meeting
 from espalier.launch.version_check import identity
+from espalier.plan import codecs
 from espalier.verbs import prepare, train
 from espalier.verbs.run_start import RunStart
 
@@ -89,18 +90,11 @@ def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: train.Ope
     hosts. One that was started in place of another (`life`) finds the plan where the others have left it."""
     recipe, first = given.resolved.recipe, place.rank == 0
     own = identity(data=given.workload.fingerprint(), recipe=cache_dir.hashed(recipe_file.to_table(recipe)))
-    launcher.tell("ready", identity={key: own[key] for key in ("data", "recipe")})
-    launcher.hear()
-    token, here = asked["token"], store_server.near(place, asked["token"])
-    line = Meeting(
-        place.rank, len(asked["names"]), here.host, here.port, "", life=asked.get("life", 0), token=token,
-        gate=None if first else (place.host, place.port),
-    )  # fmt: skip
     absence = units.seconds(recipe.comm.timeout, "comm.timeout")
-    team = HostMap(line, tuple(asked["names"]), tuple(asked["nodes"]), absence)
-    post = Post(team, given)
-    store = supervisor_protocol.opened(here.host, here.port)
-    others = Announcement(store, _DECIDED, f"Host {team.names[0]}", token)
+    team = _met(launcher, place, asked, {key: own[key] for key in ("data", "recipe")}, absence)
+    post, line = Post(team, given), team.line
+    store = supervisor_protocol.opened(line.address, line.port)
+    others = Announcement(store, _DECIDED, f"Host {team.names[0]}", line.token)
     launcher.led = 0.0 if first else absence
     if not (first or line.life) and post.measured() is None:
         return {"code": 1}  # the first says why
@@ -111,6 +105,18 @@ def supervise(launcher: Launcher, place: RankSpec, asked: Told, given: train.Ope
 
     begin = (lambda: train.announced(post.decide, others)) if first else (lambda: train.heard(opened, others))
     return {"code": train.carry_out(train.Ranks(begin, post.run, first), asked["quiet"])}
+
+
+def _met(launcher: Launcher, place: RankSpec, asked: Told, own: dict[str, str], absence: float) -> HostMap:
+    """The hosts of the run, once each has said what it has (`own`) and all are to begin."""
+    launcher.tell("ready", identity=own)
+    launcher.hear()
+    here = store_server.near(place, asked["token"])
+    line = Meeting(
+        place.rank, len(asked["names"]), here.host, here.port, "", life=asked.get("life", 0), token=asked["token"],
+        gate=(place.host, place.port) if place.rank else None,
+    )  # fmt: skip
+    return HostMap(line, tuple(asked["names"]), tuple(asked["nodes"]), absence)
 
 
 # --- measuring ---------------------------------------------------------------------------------------------------
@@ -125,6 +131,28 @@ def _measuring(recipe: config.Recipe) -> Callable[[RankSpec], tuple[str, list[st
             return clusters.dumps(machines_of(channel, place, recipe)), machines
 
     return life
+
+
+def probed(launcher: Launcher, place: RankSpec, asked: Told) -> Told:
+    """`probe --hosts`: this host measured anew, and the links to the others."""
+    torch.set_num_threads(1)
+    team = _met(launcher, place, asked, {}, PROBING)
+
+    def measure() -> clusters.Cluster:
+        found = codecs.measured(probe.probe(progress=prepare.say, disk=Path(asked["disk"])))
+        probe.save(found, say=prepare.say)
+        return found
+
+    def life(place: RankSpec) -> str:
+        with place.pulse.elsewhere("storing"), worker.joined(place, PROBING) as channel:
+            if channel is None:
+                return clusters.dumps(measure())
+            found = multihost_probe.probe_ranks(channel, place.local_rank, measure)
+            multihost_probe.keep(found, multihost_probe.key(channel))
+            return clusters.dumps(found)
+
+    found = leader.run(life, team, RestartOptions(0), _threads(team))
+    return {"cluster": found[0]} if found and not place.rank else {}
 
 
 def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: config.Recipe) -> clusters.Cluster:

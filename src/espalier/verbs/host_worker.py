@@ -1,5 +1,5 @@
-"""`python -m espalier.verbs.host_worker`: what `--hosts` starts on a host, the supervisor of its ranks (`train`) or one
-rank (`probe`). It says who it is before it loads torch."""
+"""`python -m espalier.verbs.host_worker`: what `--hosts` starts on a host, the supervisor of its ranks. It says who it
+is before it loads torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import Any, TextIO, cast
 
 from espalier.errors import EspalierError, Interrupted, UserError
 from espalier.launch import host_agent
 from espalier.launch.base import RankSpec
 from espalier.launch.host_agent import Launcher, Told
-
-if TYPE_CHECKING:
-    from espalier.cluster import Cluster
 
 
 def main() -> int:
@@ -64,31 +61,10 @@ def _train(launcher: Launcher, place: RankSpec, asked: Told) -> Told:
 
 def _probe(launcher: Launcher, place: RankSpec, asked: Told) -> Told:
     """Measures this host anew, and the links to the others."""
-    import torch
-
-    from espalier import cluster as clusters
-    from espalier import worker
-    from espalier.hardware import multihost_probe, probe
-    from espalier.launch import store_server
-    from espalier.plan import codecs
-    from espalier.verbs import prepare
-    from espalier.verbs.host_supervisor import PROBING
-
-    torch.set_num_threads(1)
     _enter(place, asked)
-    launcher.tell("ready", identity={})
-    launcher.hear()
+    from espalier.verbs import host_supervisor
 
-    def measure() -> Cluster:
-        found = codecs.measured(probe.probe(progress=prepare.say, disk=Path(asked["disk"])))
-        probe.save(found, say=prepare.say)
-        return found
-
-    with worker.joined(store_server.near(place, asked["token"]), PROBING) as channel:
-        found = measure() if channel is None else multihost_probe.probe_ranks(channel, place.local_rank, measure)
-        if channel is not None:
-            multihost_probe.keep(found, multihost_probe.key(channel))
-    return {"cluster": clusters.dumps(found)} if place.rank == 0 else {}
+    return host_supervisor.probed(launcher, place, asked)
 
 
 TASKS: dict[str, Callable[[Launcher, RankSpec, Told], Told]] = {"train": _train, "probe": _probe}

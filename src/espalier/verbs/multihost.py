@@ -18,7 +18,7 @@ from espalier import cache_dir, units
 from espalier import cluster as clusters
 from espalier.config import Recipe, recipe_file, value_ranges
 from espalier.errors import EspalierError, PeerLost, RunFailed, UserError
-from espalier.launch import hosts, message_auth, torchrun
+from espalier.launch import hosts, torchrun
 from espalier.launch.host_rejoin import Returning
 from espalier.launch.remote_process import Far
 from espalier.launch.ssh import Crowd
@@ -83,13 +83,11 @@ def _attempt(
     others may do better. Processes, store and addresses are new each time. A host other than the first is brought back
     while the others wait. Raises what the supervisors came to."""
     log = folder / "logs" / LOG
-    with Crowd(recipe.launch, MODULE, _show, whole=True) as crowd:
+    with Crowd(recipe.launch, MODULE, _show) as crowd:
         if recipe.faults.restarts:
             crowd.returning = Returning(crowd, units.seconds(recipe.comm.timeout, "comm.timeout"), _say)
         _say(crowd.gather(chosen))
-        names = [host.name for host in chosen]
-        run = {"nodes": crowd.nodes, "names": names, "token": message_auth.token()}
-        crowd.prepare(lambda far: {**message, **run})
+        crowd.prepare(message)
         crowd.log_to(log)
         try:
             done = crowd.carry_out()
@@ -116,10 +114,9 @@ def _probe(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
     options = _launch_options(arguments.overrides)
     chosen, _ = hosts.here_first(named)
     message = {"is": "task", "task": "probe", "folder": os.getcwd(), "absolute": True, "disk": arguments.disk}
-    message["token"] = message_auth.token()
     with Crowd(options.launch, MODULE, _show) as crowd:
         _say(crowd.gather(chosen))
-        crowd.prepare(lambda far: message)
+        crowd.prepare(message)
         done = crowd.carry_out()
     found = clusters.loads(done["cluster"])
     cache_dir.replace(Path(arguments.out), done["cluster"])
