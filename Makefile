@@ -62,9 +62,9 @@ docs: setup-dev
 
 pictures: setup
 	$(BIN)/espalier report $(RUN)
-	$(PICTURE) --window-size=1000,1050 --screenshot=docs/images/report.png file://$(abspath $(RUN))/report.html
+	$(PICTURE) --window-size=1000,775 --screenshot=docs/images/report.png file://$(abspath $(RUN))/report.html
 	$(BIN)/espalier plan examples/llama-7b.toml --cluster examples/a100.toml --html $(abspath $(RUN))/plan.html
-	$(PICTURE) --window-size=1000,1015 --screenshot=docs/images/plan.png file://$(abspath $(RUN))/plan.html
+	$(PICTURE) --window-size=1000,990 --screenshot=docs/images/plan.png file://$(abspath $(RUN))/plan.html
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

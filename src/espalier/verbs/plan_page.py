@@ -84,7 +84,7 @@ def words(layout: Layout) -> list[str]:
         said.append(", ".join(f"{name} over {over:,}" for name, over in split))
     size = f"micro-batch {layout.micro_batch}"
     said.append(f"{size}, {layout.accumulate:,} to a step" if layout.accumulate > 1 else size)
-    said.append(f"recompute {layout.recompute}")
+    said += [f"recompute {layout.recompute}"] * (layout.recompute != "none")
     said.append(layout.precision)
     return said
 
