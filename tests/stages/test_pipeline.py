@@ -10,6 +10,7 @@ from torch import nn
 from espalier import mechanisms
 from espalier.errors import UserError
 from espalier.language.workload import open_language
+from espalier.plan import base as plans
 from espalier.stages.action_list import in_flight
 from espalier.stages.model_stages import ModelStages, Placed, check_layers, pipelines
 from espalier.stages.schedules import action_lists
@@ -81,6 +82,47 @@ def test_a_checkpoint_of_one_cut_is_read_under_another(folder, tmp_path, one_ran
     ended = train(recipe, others[0].plan(), tmp_path)
     assert ended[0].losses == pytest.approx(one_rank.losses[2:], rel=1e-9)
     same(together(ended), one_rank.weights, relative=1e-9)
+
+
+def stages_of(*stages):
+    """A plan of (layers, ranks, tensor ranks, context ranks), whose ranks all have the same samples."""
+    made, first, ranks = [], 0, 0
+    for last, count, tensor, context in stages:
+        cut = {"tensor": tensor, "context": context, "window": context}
+        made.append(plans.Stage(ranks=tuple(range(ranks, ranks + count)), layers=(first, last), **cut))
+        first, ranks = last, ranks + count
+    return msgspec.structs.replace(
+        Cut((2, 4)).plan(), ranks=(plans.Rank(share=(0, 8)),) * ranks, stages=tuple(made), algorithm="megatron"
+    )
+
+
+SHARED = {
+    "tensor ranks": (stages_of((1, 2, 2, 1), (4, 2, 2, 1)), True),
+    "more tensor ranks in the last stage": (stages_of((1, 1, 1, 1), (4, 2, 2, 1)), False),
+    "fewer tensor ranks in the last stage": (stages_of((3, 2, 2, 1), (4, 1, 1, 1)), False),
+    "context ranks": (stages_of((2, 2, 1, 2), (4, 2, 1, 2)), True),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_stages_whose_ranks_share_matrices_or_sequences_train_as_one_rank_does(folder, one_rank, name) -> None:
+    plan, tied = SHARED[name]
+    recipe = recipe_of(folder, {"tied": tied})
+    whole = one_rank if tied else train(recipe, Cut((4,)).plan())[0]
+    found = train(recipe, plan)[0]
+    assert found.losses == pytest.approx(whole.losses, rel=1e-9)
+    assert found.norms == pytest.approx(whole.norms, rel=1e-9)
+    assert found.validation == pytest.approx(whole.validation, rel=1e-9)
+
+
+def test_a_tied_table_that_two_stages_would_cut_differently_is_refused(folder) -> None:
+    with pytest.raises(UserError, match=r"embedding\.weight is used by stage 0 on 1 ranks and by stage 1 on 2"):
+        train(recipe_of(folder), SHARED["more tensor ranks in the last stage"][0])
+
+
+def test_stages_that_share_sequences_unequally_are_refused() -> None:
+    with pytest.raises(UserError, match="pipeline 0 share sequences over unequal numbers"):
+        pipelines(stages_of((2, 2, 1, 2), (4, 1, 1, 1)))
 
 
 def test_ranks_of_a_pipeline_send_what_the_formula_says(folder) -> None:

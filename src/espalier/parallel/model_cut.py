@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from espalier.comm.base import Traffic, traffic
 
@@ -52,6 +52,16 @@ class Holders(NamedTuple):
 ALONE = Holders()
 
 
+class ShardedStream(Protocol):
+    """A residual stream of which each rank has some tokens, between matrices that ranks share."""
+
+    def part(self, whole: Tensor) -> Tensor:
+        """[batch, seq, width] to this rank's tokens. Differentiable."""
+
+    def whole(self, part: Tensor) -> Tensor:
+        """This rank's tokens to [batch, seq, width], on each rank. Differentiable."""
+
+
 @dataclass
 class ModelCut:
     """How a model is cut, as this rank sees it. Has state: every mechanism that cuts adds to it.
@@ -60,11 +70,13 @@ class ModelCut:
         replica: the ranks that hold one model together: norms and a step's totals are sums over them.
         slabs: of each parameter that is cut, its part here.
         holders: of each parameter that other ranks of the cut hold too.
+        stream: how the residual stream lies on the ranks that share matrices; None: each has all of it.
     """
 
     replica: dist.ProcessGroup
     slabs: dict[str, Slab] = field(default_factory=dict)
     holders: dict[str, Holders] = field(default_factory=dict)
+    stream: ShardedStream | None = None
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """A tensor of the shape of parameter `name`, of which this rank has a part. All ranks that share it call this;

@@ -19,7 +19,7 @@ from espalier.parallel.model_cut import ModelCut
 from espalier.stages import schedules
 from espalier.stages.action_list import ActionLists, Pipeline
 from espalier.stages.messages import Messages
-from espalier.stages.model_stages import ModelStages, check_layers, no_pieces, pipelines
+from espalier.stages.model_stages import ModelStages, check_borrowed, check_layers, no_pieces, pipelines
 from espalier.stages.pipeline import Passes, PipelineSchedule
 from espalier.stages.split_backward import WeightGradients
 
@@ -79,10 +79,10 @@ class CutModel(Mechanism):
         def again() -> Any:
             return workload.pieces(model)
 
-        context.stages = ModelStages(model, again, own, rank)
-        if context.cut is None:
-            assert mesh.replica is not None, "a pipeline has several ranks"
-            context.cut = ModelCut(mesh.replica)
+        assert mesh.replica is not None, "a pipeline has several ranks"
+        context.cut = context.cut or ModelCut(mesh.replica)
+        context.stages = ModelStages(model, again, own, rank, context.cut.stream)
+        check_borrowed(context.stages)
 
 
 class Pipelined(Mechanism):
@@ -119,8 +119,9 @@ class Pipelined(Mechanism):
 
     def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
         """The parts with the names of the whole model; what a codec keeps back is each stage's own."""
-        group, stages = context.mesh.group("pp"), context.stages
+        stages, alike = context.stages, _alike(context.mesh)
         assert stages is not None
+        group = context.mesh.of(tuple(sorted(rank for rank in alike if alike[rank] in stages.pipeline.ranks)))
         found: dict[str, Stateful] = {}
         for name, part in parts.items():
             if name == "feedback":

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from espalier.errors import UserError
 from espalier.stages.action_list import Pipeline
 from espalier.workload import Pieces, Shard
 
 if TYPE_CHECKING:
+    from espalier.parallel.model_cut import ShardedStream
     from espalier.plan.base import Plan
 
 
@@ -28,11 +30,18 @@ class Placed(NamedTuple):
 
 
 def pipelines(plan: Plan, tasks: int = 1) -> list[Placed]:
-    """What the plan's stages say: a pipeline for each part of the samples, in the order of the plan."""
+    """What the plan's stages say: a pipeline for each part of the samples, in the order of the plan. Raises UserError
+    where a boundary would cut sequences anew."""
     found = []
     for number in sorted({stage.pipeline for stage in plan.stages}):
         stages = sorted((one for one in plan.stages if one.pipeline == number), key=lambda one: one.layers)
         widths = [one.tensor * one.sequence for one in stages]
+        if len({one.sequence for one in stages}) > 1:
+            raise UserError(
+                f"The stages of pipeline {number} share sequences over unequal numbers of ranks.",
+                why="each rank of a stage takes the tokens of one rank of the stage before",
+                do="the same `heads` and `context` in each stage",
+            )
         for column in range(len(stages[0].ranks) // widths[0]):
             ranks = tuple(
                 one.ranks[column * width : (column + 1) * width] for one, width in zip(stages, widths, strict=True)
@@ -94,20 +103,28 @@ class ModelStages:
         model: changed in place.
         pieces: the model in pieces; asked twice, before and after modules are freed.
         placed: the pipeline of this rank; rank: this one's.
+        stream: how the residual stream lies on the ranks of a stage. Between stages of unequal numbers of ranks each
+            has all of it.
 
     Attributes:
         held: the stages of this rank.
-        shapes: of everything in the whole model's state, by name.
         borrowed: parameters that this rank lends or borrows.
 
     Raises:
         UserError: a parameter belongs to no piece.
     """
 
-    def __init__(self, model: nn.Module, pieces: Callable[[], Pieces], placed: Placed, rank: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        pieces: Callable[[], Pieces],
+        placed: Placed,
+        rank: int,
+        stream: ShardedStream | None = None,
+    ) -> None:
         self.model, (self.pipeline, self.layers) = model, placed
         self.held, self.last = self.pipeline.held(rank), len(self.layers) - 1
-        self.shapes = {name: value.shape for name, value in model.state_dict(keep_vars=True).items()}
+        self.stream = stream
         uses = [set(map(id, self._tensors(pieces(), stage))) for stage in range(len(self.layers))]
         everywhere = set().union(*uses)
         for name, parameter in model.named_parameters():
@@ -128,9 +145,25 @@ class ModelStages:
         given = self.pieces.given(*inputs, **options)
         if stage == 0:
             x = self.pieces.embed(*inputs, **options)
+        elif self._unequal(stage - 1):
+            x = self._converted(x, "part")
         for block in self.pieces.blocks[slice(*self.layers[stage])]:
             x = block(x, given)
-        return self.pieces.head(x, given) if stage == self.last else x
+        if stage == self.last:
+            return self.pieces.head(x, given)
+        return self._converted(x, "whole") if self._unequal(stage) else x
+
+    def _converted(self, x: Any, what: Literal["part", "whole"]) -> Any:
+        """Streams [batch, seq, width] in `x` as the whole of them, or as this rank's part."""
+        if self.stream is None:
+            return x
+        convert = getattr(self.stream, what)
+        return tree_map(lambda one: convert(one) if isinstance(one, Tensor) and one.ndim == 3 else one, x)
+
+    def _unequal(self, stage: int) -> bool:
+        """Whether more or fewer ranks hold the stage after."""
+        one, other = self.pipeline.stages[stage : stage + 2]
+        return len(one) != len(other)
 
     def _forward(self, *inputs: Any, **options: Any) -> Any:
         return self.call(inputs, options)
@@ -164,6 +197,18 @@ class ModelStages:
                     _replace(self.model, parameter, copy)
                     uses[user].add(id(copy))
                     yield Borrowed(name, owner, user, copy, copy.dtype)
+
+
+def check_borrowed(stages: ModelStages) -> None:
+    """Raises UserError where a parameter is shared by stages of unequal numbers of ranks, which cut it differently."""
+    for one in stages.borrowed:
+        owner, user = (len(stages.pipeline.stages[stage]) for stage in (one.owner, one.user))
+        if owner != user:
+            raise UserError(
+                f"{one.name} is used by stage {one.owner} on {owner} ranks and by stage {one.user} on {user}.",
+                why="what two stages share is cut in the same way on both",
+                do="model.tied=false, or as many ranks to a matrix in both stages",
+            )
 
 
 def _replace(model: nn.Module, parameter: nn.Parameter, copy: Tensor) -> None:

@@ -162,7 +162,7 @@ def table_forward(stream: Stream, module: nn.Embedding, first: int) -> Callable[
     """The forward of an `Embedding` of which this rank has the words from `first` on."""
 
     def forward(input: Tensor) -> Tensor:
-        stream.tokens = (input.shape[0], input.shape[1])
+        stream.begin(input)
         here = (input >= first) & (input < first + len(module.weight))
         rows = F.embedding((input - first).where(here, 0), module.weight)
         return leave(rows * here.unsqueeze(-1), stream)

@@ -65,7 +65,11 @@ def share(
     if roles is None:
         roles = declared(model)
         check_heads(model, group.size())
-    cut_model(model, roles, Stream(group, sharded, regather), mesh, cut)
+    stream = Stream(group, sharded, regather)
+    cut_model(model, roles, stream, mesh, cut)
+    if sharded:
+        cut.stream = stream
+        model.register_forward_pre_hook(lambda _, inputs: stream.begin(inputs[0]))  # also where no embedding is
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:

@@ -50,7 +50,11 @@ class Stream:
         self.group, self.sharded, self.regather = group, sharded, regather and sharded
         self.rank, self.ranks = group.rank(), group.size()
         self.tokens: tuple[int, int] = (0, 0)
-        """(batch, seq): whoever makes the stream sets it (the embedding)."""
+        """(batch, seq) of the forward pass under way."""
+
+    def begin(self, tokens: Tensor) -> None:
+        """A forward pass of `tokens` `[batch, seq, ...]` begins."""
+        self.tokens = (tokens.shape[0], tokens.shape[1])
 
     def counts(self, tokens: tuple[int, int]) -> list[int]:
         """Tokens of each rank."""
@@ -70,6 +74,21 @@ class Stream:
             return self.sum(whole)
         scattered = self._scatter(whole.reshape(-1, whole.shape[-1]), self.counts((whole.shape[0], whole.shape[1])))
         return lambda: scattered().unsqueeze(0)
+
+    def own(self, whole: Tensor, tokens: tuple[int, int]) -> Tensor:
+        """`[batch, seq, width]` to `[1, part, width]`: this rank's tokens."""
+        first, last = even(tokens[0] * tokens[1], self.rank, self.ranks)
+        return whole.reshape(-1, whole.shape[-1])[first:last].unsqueeze(0)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """See `ShardedStream.part`."""
+        found: Tensor = _Part.apply(whole, self)
+        return found
+
+    def whole(self, part: Tensor) -> Tensor:
+        """See `ShardedStream.whole`."""
+        found: Tensor = _Whole.apply(part, self)
+        return found
 
     def sum(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Arrived:
         """The reduction over the ranks."""
@@ -101,6 +120,32 @@ class Stream:
             found = rows.new_empty(self.ranks * own, rows.shape[1])
             work = self.group.alltoall_base(found, rows, [own] * self.ranks, list(counts), AllToAllOptions())
         return _after(work, lambda: found.view(self.ranks, own, rows.shape[1]).sum(0))
+
+
+class _Part(torch.autograd.Function):
+    """This rank's tokens of a stream that each rank has whole; each gets the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, stream: Stream) -> Tensor:
+        ctx.stream, ctx.tokens = stream, stream.tokens
+        return stream.own(whole, stream.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.stream.spread(gradients[0], ctx.tokens)(), None
+
+
+class _Whole(torch.autograd.Function):
+    """All tokens on each rank, of which each then has the same gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, stream: Stream) -> Tensor:
+        ctx.stream, ctx.tokens = stream, stream.tokens
+        return stream.spread(part, stream.tokens)()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.stream.own(gradients[0], ctx.tokens), None
 
 
 def _after(work: Any, found: Callable[[], Tensor]) -> Arrived:
