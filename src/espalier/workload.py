@@ -130,9 +130,10 @@ class Role(NamedTuple):
     Attributes:
         kind: `column`, `row`: a `Linear` cut by its outputs or inputs; `table`: an `Embedding` or a head cut by words;
             `words`: a `Linear` cut by outputs that every rank then gets whole; `head`: the module whose seams `predict`
-            and `score` use a table or head that is cut; `columns`, `rows`: a `Linear` cut without an exchange, inside
-            a `region`, which needs all tokens and gives each rank's part of a sum; `partial`: every rank has it, and
-            its gradient is the sum of theirs. Whatever has no role is on every rank, with the same gradient.
+            and `score` use a table or head that is cut, and whose `turn` and `through` know of the tokens; `columns`,
+            `rows`: a `Linear` cut without an exchange, inside a `region`, which needs all tokens and gives each rank's
+            part of a sum; `partial`: every rank has it, and its gradient is the sum of theirs. Whatever has no role is
+            on every rank, with the same gradient.
         share: (rank, ranks) to the `[first, last)` of its rows or columns; None: as even as can be.
         copies: ranks to how many neighbours hold the same part.
         unit: what cannot be divided, for messages.

@@ -48,18 +48,25 @@ def recipe_of(corpus: Path, model: dict[str, Any] | None = None, **train: Any) -
 
 
 def plan_of(
-    recipe: Recipe, ranks: int, tensor: int, shard: tuple[int, int, int] = (1, 1, 1), **more: Any
+    recipe: Recipe, ranks: int, tensor: int, shard: Any = (1, 1, 1), *, pipe: bool = False, **more: Any
 ) -> plans.Plan:
-    samples, groups = recipe.train.batch_tokens // recipe.train.sequence, ranks // tensor
+    cut = {name: more.pop(name, 1) for name in ("heads", "context")}
+    width = tensor * cut["heads"] * cut["context"]
+    samples, groups = recipe.train.batch_tokens // recipe.train.sequence, 1 if pipe else ranks // width
     share = [(samples * group // groups, samples * (group + 1) // groups) for group in range(groups)]
     held = {
         name: tuple(range(0, ranks, tensor))[:size] if size > 1 else ()
         for name, size in zip(("params", "grads", "optimizer"), shard, strict=True)
     }
-    stages = (plans.Stage(ranks=tuple(range(ranks)), layers=(0, 2), tensor=tensor),) if tensor > 1 else ()
-    given: dict[str, Any] = {"micro_batch": 2, "algorithm": "megatron" if tensor > 1 else "data", **more}
+    stages = (plans.Stage(ranks=tuple(range(ranks)), layers=(0, 2), tensor=tensor, **cut),) if tensor > 1 else ()
+    if pipe:
+        stages = tuple(
+            plans.Stage(ranks=tuple(range(n * tensor, (n + 1) * tensor)), layers=(n, n + 1), tensor=tensor)
+            for n in range(2)
+        )
+    given: dict[str, Any] = {"micro_batch": 3 if pipe else 2, "algorithm": "megatron" if tensor > 1 else "data", **more}
     return plans.Plan(
-        ranks=tuple(plans.Rank(share=share[rank // tensor]) for rank in range(ranks)),
+        ranks=tuple(plans.Rank(share=share[rank // width % groups]) for rank in range(ranks)),
         units=(plans.Unit(**held),),
         stages=stages,
         precision=recipe.train.precision,
@@ -119,6 +126,16 @@ CASES = {
     "2 replicas of 2, all states sharded, FSP": (4, 2, (2, 2, 2), {"algorithm": "fsp"}, {"tied": True}),
     "2 replicas of 2, gradients sharded, blocks recomputed": (4, 2, (1, 2, 2), {"recompute": "block"}, {}),
     "FSP, selective recomputation": (2, 2, (1, 1, 1), {"algorithm": "fsp", "recompute": "selective"}, {}),
+    "2 stages of 2, micro-batches of 3 and 2, tied, blocks recomputed": (
+        4,
+        2,
+        (1, 1, 1),
+        {"pipe": True, "recompute": "block"},
+        {"tied": True},
+    ),
+    "2 by 2 heads of a sequence": (4, 2, (1, 1, 1), {"heads": 2}, {}),
+    "2 by 2 slots of a sequence, optimizer states sharded": (4, 2, (1, 1, 2), {"context": 2}, {"tied": True}),
+    "2 stages of 2, FSP": (4, 2, (1, 1, 1), {"pipe": True, "algorithm": "fsp"}, {}),
     "experts": (2, 2, (1, 1, 1), {}, {"kind": "moe", "experts": 3, "active": 2}),
 }
 

@@ -229,7 +229,7 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
     ) -> Given:
         pasts = [None] * len(self.blocks) if cache is None else cache.layers
-        return Given(self._turn(tokens, cache, where), pasts, targets)
+        return Given(self.turn(tokens, cache, where), pasts, targets)
 
     def _passed(self, index: int, x: Any, given: Given) -> Any:
         return self.through(self.blocks[index], x, given.turn, given.pasts[index])
@@ -250,7 +250,8 @@ class GPT(nn.Module):
         """The matrix of the head: its own, or the token table."""
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def _turn(self, tokens: Tensor, cache: Cache | None, where: Where | None) -> Rotary:
+    def turn(self, tokens: Tensor, cache: Cache | None, where: Where | None) -> Rotary:
+        """Where `tokens` stand."""
         if where is None:
             start = 0 if cache is None else cache.length
             stop = start + tokens.shape[1]

@@ -131,7 +131,24 @@ def _install_columns(siblings: Sequence[Found], stream: Stream) -> None:
 
 
 def _install_head(model: Any, stream: Stream) -> None:
-    """The seams `predict` and `score` of a model whose head is cut by words."""
+    """The seams of a model whose head is cut by words. `turn` and `through` tell the stream how many tokens pass: also
+    where another rank has the table, and where backward computes a block again."""
+    turn, through = model.turn, model.through
+
+    def turned(tokens: Tensor, *more: Any) -> Any:
+        stream.tokens = (tokens.shape[0], tokens.shape[1])
+        return turn(tokens, *more)
+
+    def passed(block: Any, *given: Any) -> Any:
+        tokens = stream.tokens
+
+        def again(*x: Any) -> Any:
+            stream.tokens = tokens
+            return block(*x)
+
+        return through(again, *given)
+
+    model.turn, model.through = turned, passed
     columns = layers.Columns(stream, [lambda: model.words])
     total = model.size.vocabulary
     first, _ = even(total, stream.rank, stream.ranks)
