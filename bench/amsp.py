@@ -33,9 +33,9 @@ from espalier import cluster as clusters
 from espalier.config import Pin
 from espalier.plan import request_from_recipe
 from espalier.plan.calibrate import DATASHEET, UNCALIBRATED, Calibration
+from espalier.plan.calibration_factors import CostFactors
 from espalier.plan.decide import decide
 from espalier.plan.estimate import estimate
-from espalier.plan.factors import CostFactors
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from netlab import Lab, Shape, first_said, ranked

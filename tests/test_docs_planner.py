@@ -15,9 +15,9 @@ import pytest
 
 from espalier import cluster, units
 from espalier.plan import (
+    calibration_factors,
     collective_time,
     device_model,
-    factors,
     layouts,
     memory_model,
     reference_models,
@@ -107,7 +107,7 @@ def test_every_constant_says_what_it_is_and_where_it_comes_from() -> None:
 
 def test_the_table_of_factors_is_the_codes() -> None:
     rows = {row[0].replace("`", ""): row for row in table("Calibration")}
-    assert list(rows) == list(factors.CostFactors.__struct_fields__)
+    assert list(rows) == list(calibration_factors.CostFactors.__struct_fields__)
     for name, row in rows.items():
         if name not in calibrate.PRIOR:
             assert row[2:] == ["–", "–", "–"], name

@@ -19,7 +19,7 @@ from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import recipe_file
 from espalier.errors import EspalierError, UserError
 from espalier.evaluate.eval_history import EvalHistory
-from espalier.graph import tables as graphs
+from espalier.graph import edge_lists as graphs
 from espalier.language import hf
 from espalier.plan import base as plans
 from espalier.resilience.acme import skip_list

@@ -12,7 +12,7 @@ import torch
 from espalier import cluster, make_plan, workload_registry
 from espalier.config import model_kinds
 from espalier.config import recipe_file as recipes
-from espalier.language import tokens
+from espalier.language import token_store
 from espalier.plan import request_from_recipe
 from espalier.workload import Shard
 from espalier.workload_row import Row
@@ -75,13 +75,13 @@ assert not found, found
 def test_a_corpus_is_opened_once(tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"path": str(corpus(tmp_path)), "cache": str(tmp_path / "cache"), "tokenizer": tokenizer}
     opened = []
-    build_all = tokens.build_all
+    build_all = token_store.build_all
 
     def counted(*given, **named):  # type: ignore[no-untyped-def]
         opened.append(given)
         return build_all(*given, **named)
 
-    monkeypatch.setattr(tokens, "build_all", counted)
+    monkeypatch.setattr(token_store, "build_all", counted)
     recipe = recipes.from_table({"model": {"depth": 1}, "data": [table]})
     resolved = workload_registry.settle(recipe, tmp_path)
     workload = workload_registry.open_workload(resolved)

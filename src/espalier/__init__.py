@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from espalier.errors import EspalierError
     from espalier.plan.base import Plan
     from espalier.track.run_tables import open_run as open
-    from espalier.verbs.api import make_plan
+    from espalier.verbs.make_plan import make_plan
 
 _HOME = {
     "Cluster": ("espalier.cluster", "Cluster"),
@@ -29,7 +29,7 @@ _HOME = {
     "Recipe": ("espalier.config", "Recipe"),
     "apply": ("espalier.apply_plan", "apply"),
     "load": ("espalier.config.recipe_file", "load"),
-    "make_plan": ("espalier.verbs.api", "make_plan"),
+    "make_plan": ("espalier.verbs.make_plan", "make_plan"),
     "open": ("espalier.track.run_tables", "open_run"),
 }
 

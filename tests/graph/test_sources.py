@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from espalier.errors import UserError
-from espalier.graph import planetoid, pyg, python_imports, tables
+from espalier.graph import edge_lists, import_graph, planetoid, pyg
 
 from .conftest import load, made
 
@@ -238,7 +238,7 @@ def test_ogb_folders(tmp_path):
     write("raw/node-label", "0\n1\n0\n")
     for name, node in (("train", 0), ("valid", 1), ("test", 2)):
         write(f"split/time/{name}", f"{node}\n")
-    assert tables.is_ogb(tmp_path)
+    assert edge_lists.is_ogb(tmp_path)
     graph = load(tmp_path)
     assert graph.edges == 4
     assert graph.labels.tolist() == [0, 1, 0]
@@ -249,7 +249,7 @@ def test_ogb_folders(tmp_path):
     write("raw/graph-label", "1\n0\n")
     for name, item in (("train", 0), ("valid", 1), ("test", 1)):
         write(f"split/time/{name}", f"{item}\n" if name != "test" else "")
-    many = tables.load_ogb
+    many = edge_lists.load_ogb
     with pytest.warns(UserWarning, match="no data"):
         graph = many(tmp_path, undirected=True)
     assert graph.starts.tolist() == [0, 1, 3]
@@ -278,8 +278,8 @@ x = "import quoted"
 
 
 def test_imports_are_read_as_python_means_them():
-    module = python_imports.SourceModule("pack.sub.mine", "", "pack", False)
-    found = set(python_imports._imported(module, SOURCE))
+    module = import_graph.SourceModule("pack.sub.mine", "", "pack", False)
+    found = set(import_graph._imported(module, SOURCE))
     assert {
         "os",
         "json",
@@ -291,8 +291,8 @@ def test_imports_are_read_as_python_means_them():
         "pack.inner.four",
     } <= found
     assert "commented" not in found
-    package = python_imports.SourceModule("pack.sub", "", "pack", True)
-    assert "pack.sub.beside" in set(python_imports._imported(package, SOURCE))
+    package = import_graph.SourceModule("pack.sub", "", "pack", True)
+    assert "pack.sub.beside" in set(import_graph._imported(package, SOURCE))
 
 
 def test_this_machine_has_an_import_graph(tmp_path, monkeypatch):
@@ -300,16 +300,16 @@ def test_this_machine_has_an_import_graph(tmp_path, monkeypatch):
     for at, folder in enumerate((site / "alpha", library / "json")):
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text("from . import part\n")
-        for name in ["part", *(f"m{one}" for one in range(python_imports.FEWEST))]:
+        for name in ["part", *(f"m{one}" for one in range(import_graph.FEWEST))]:
             (folder / f"{name}.py").write_text(f"import json\nimport alpha.part\nword{at} = {at}\n")
     info = site / "alpha-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: alpha\nVersion: 1\n")
     (info / "RECORD").write_text("alpha/__init__.py,,\nalpha/part.py,,\n")
     paths = {"stdlib": str(library), "purelib": str(site), "platlib": str(site)}
-    monkeypatch.setattr(python_imports.sysconfig, "get_paths", lambda: paths)
+    monkeypatch.setattr(import_graph.sysconfig, "get_paths", lambda: paths)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    graph, again = python_imports.load(), python_imports.load()
+    graph, again = import_graph.load(), import_graph.load()
     assert graph.classes == ("alpha", "python")
     assert graph.called(graph.find("alpha.part")) == "alpha.part"
     near = graph.indices[graph.indptr[graph.find("alpha.part")] :][:3]

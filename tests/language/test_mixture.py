@@ -11,7 +11,7 @@ from espalier.config import Data
 from espalier.errors import UserError
 from espalier.language import mixture
 from espalier.language.mixture import SampleOrder, documents, held_out, permute, read_windows
-from espalier.language.tokens import build
+from espalier.language.token_store import build
 
 seeds = st.integers(-(2**63), 2**64)
 weight_lists = st.lists(

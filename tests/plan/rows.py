@@ -14,7 +14,7 @@ from asked import gpus
 
 from espalier.config.decoder_shapes import Sizes
 from espalier.plan.calibrate import Batch, Measurement
-from espalier.plan.factors import PLAIN, CostFactors
+from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.layouts import Layouts
 from espalier.plan.reference_models import ReferenceDecoder
 

@@ -12,7 +12,7 @@ from rows import timed, unmeasured
 
 from espalier.errors import UserError
 from espalier.plan.calibrate import LOWEST, PRIOR, RANGE, Batch, Calibration, Measurement, calibrate
-from espalier.plan.factors import PLAIN, CostFactors
+from espalier.plan.calibration_factors import PLAIN, CostFactors
 
 TRUTH = CostFactors(product=1.15, startup=1.5, memory=1.2, issue=1.8, inside=1.1, call=2.5, held=1.3)
 

@@ -14,7 +14,7 @@ from espalier.errors import UserError
 from espalier.plan import Calibration, calibrate, estimate
 from espalier.plan.base import Layout
 from espalier.plan.calibrate import Measurement
-from espalier.plan.factors import CostFactors
+from espalier.plan.calibration_factors import CostFactors
 from espalier.plan.layouts import Layouts
 
 RECIPE = """

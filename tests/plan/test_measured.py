@@ -15,7 +15,7 @@ from rows import HEAD, LINE, ROW, changed, lines, table
 
 from espalier.errors import UserError
 from espalier.plan.calibrate import Batch, Measurement
-from espalier.plan.factors import PLAIN
+from espalier.plan.calibration_factors import PLAIN
 from espalier.plan.layouts import Layouts
 from espalier.plan.measurements.table import read
 

@@ -20,9 +20,9 @@ from espalier.config.decoder_shapes import Sizes
 from espalier.cost import Cut
 from espalier.plan import collective_time, search
 from espalier.plan.calibrate import UNCALIBRATED, Measurement, calibrate
+from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.collective_time import Fleet
 from espalier.plan.estimate import Priced, grid, price
-from espalier.plan.factors import PLAIN, CostFactors
 from espalier.plan.layouts import Layouts, chains
 from espalier.plan.reference_models import ReferenceDecoder
 from espalier.plan.request import Request

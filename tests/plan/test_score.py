@@ -13,7 +13,7 @@ from rows import LINE, changed, lines, table
 
 from espalier.errors import UserError
 from espalier.plan.calibrate import DATASHEET, Calibration, calibrate
-from espalier.plan.factors import PLAIN
+from espalier.plan.calibration_factors import PLAIN
 from espalier.plan.measurements import score
 from espalier.plan.measurements.table import MeasuredRow, MeasuredTable, read
 from espalier.verbs import measurements as verb

@@ -19,10 +19,10 @@ from espalier.cluster import Link
 from espalier.config.decoder_shapes import Sizes
 from espalier.cost import Cut
 from espalier.plan import collective_time, memory_model, step_time
+from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.collective_time import Fleet
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.estimate import price
-from espalier.plan.factors import PLAIN, CostFactors
 from espalier.plan.layouts import Layouts
 from espalier.plan.reference_models import MIXED, ReferenceDecoder
 from espalier.plan.request import Request

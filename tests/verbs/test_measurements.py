@@ -14,7 +14,7 @@ from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
 from espalier.plan import base, request_from_recipe
 from espalier.plan.calibrate import Batch, calibrate
-from espalier.plan.factors import PLAIN
+from espalier.plan.calibration_factors import PLAIN
 from espalier.run import RunFolder
 from espalier.track.events import Log
 from espalier.verbs.measurements import from_run, measurements

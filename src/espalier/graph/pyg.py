@@ -14,7 +14,7 @@ import torch
 
 from espalier.errors import UserError, missing_extra
 from espalier.graph.data import Array, Graph
-from espalier.graph.tables import both_ends, masked_parts, matrix_labels, whole_labels
+from espalier.graph.edge_lists import both_ends, masked_parts, matrix_labels, whole_labels
 
 _MASKS = (("train", "train_mask"), ("validation", "val_mask"), ("test", "test_mask"))
 

@@ -10,7 +10,7 @@ from espalier import config
 from espalier.cache_dir import cache_folder
 from espalier.config import Data
 from espalier.errors import UserError, nearest
-from espalier.graph import planetoid, pyg, python_imports, synthetic, tables
+from espalier.graph import edge_lists, import_graph, planetoid, pyg, synthetic
 from espalier.graph.data import Graph
 
 KNOWN = (
@@ -27,7 +27,7 @@ def load(data: Data, options: config.GraphOptions, progress: Progress | None = N
     path = data.path
     both = options.undirected
     if path == "python:imports":
-        return python_imports.load(progress)
+        return import_graph.load(progress)
     if path.startswith("pyg:"):
         return pyg.dataset(path.removeprefix("pyg:"), _cache(data) / "pyg", undirected=both)
     if path.partition(":")[0] in synthetic.KINDS:
@@ -47,8 +47,8 @@ def load(data: Data, options: config.GraphOptions, progress: Progress | None = N
             why="unpickling can execute arbitrary code",
             do="numpy.savez(file, edge_index=…, x=…, y=…), or torch.save(data.to_dict(), path)",
         )
-    if place.suffix in tables.SUFFIXES:
-        return tables.load(place, undirected=both)
+    if place.suffix in edge_lists.SUFFIXES:
+        return edge_lists.load(place, undirected=both)
     raise UserError(f"data.path = {path!r} is not a graph known by its name.", do=f"one of: {'; '.join(KNOWN)}")
 
 
@@ -59,8 +59,8 @@ def _cache(data: Data) -> Path:
 def _folder(place: Path, undirected: bool) -> Graph:
     if synthetic.is_store(place):
         return synthetic.opened(place)
-    if tables.is_ogb(place):
-        return tables.load_ogb(place, undirected=undirected)
+    if edge_lists.is_ogb(place):
+        return edge_lists.load_ogb(place, undirected=undirected)
     for folder in (place, place / "raw"):
         found = planetoid.names(folder)
         if len(found) == 1:
@@ -70,9 +70,9 @@ def _folder(place: Path, undirected: bool) -> Graph:
                 f"data.path = {str(place)!r} holds several data sets: {', '.join(found)}.",
                 do=f"data.path = {str(place / found[0])!r}",
             )
-    for suffix in tables.SUFFIXES:
+    for suffix in edge_lists.SUFFIXES:
         if (place / f"edges{suffix}").exists():
-            return tables.load(place / f"edges{suffix}", undirected=undirected)
+            return edge_lists.load(place / f"edges{suffix}", undirected=undirected)
     raise UserError(
         f"data.path = {str(place)!r} holds no graph that is known.",
         why="looked for ind.NAME.graph (Planetoid), raw/edge.csv.gz (OGB) and edges.csv, .npz or .parquet",

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from espalier.errors import UserError
-from espalier.language.tokens import TokenSplit
+from espalier.language.token_store import TokenSplit
 
 Int64 = NDArray[np.int64]
 _Word = NDArray[np.uint64]

@@ -16,7 +16,7 @@ from espalier.config import Gpt, Moe, Recipe
 from espalier.config.decoder_shapes import sizes
 from espalier.cost import Work
 from espalier.errors import UserError
-from espalier.language import generate, gpt, hf, mixture, moe, tokens
+from espalier.language import generate, gpt, hf, mixture, moe, token_store
 from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer
 from espalier.sequence.base import Where
@@ -38,7 +38,7 @@ class LanguageWorkload(Plain):
 
     whole_evaluation = False
 
-    def __init__(self, recipe: Recipe, stores: Sequence[tokens.TokenStore]) -> None:
+    def __init__(self, recipe: Recipe, stores: Sequence[token_store.TokenStore]) -> None:
         assert isinstance(recipe.model, Gpt | Moe)
         assert recipe.train.sequence is not None
         assert recipe.train.batch_tokens is not None
@@ -54,7 +54,7 @@ class LanguageWorkload(Plain):
         names = [source.path for source in recipe.data]
         counts = [split.tokens for split in self.splits]
         self.order = mixture.SampleOrder(counts, weights, self.sequence, recipe.train.seed, names)
-        self.held_out: list[tuple[tokens.TokenSplit, int]] = []
+        self.held_out: list[tuple[token_store.TokenSplit, int]] = []
         """(split, first token) of every held-out window, each corpus by its weight."""
         for store, name, weight in zip(stores, names, weights, strict=True):
             limit = round(recipe.train.validate_tokens * weight / sum(weights))
@@ -182,7 +182,7 @@ def open_language(recipe: Recipe, progress: Progress | None = None) -> LanguageW
     """Builds (or finds) the token shards of every source. `recipe` must be resolved. Raises UserError."""
     if not recipe.data:
         raise UserError("The recipe has no [data].", do='[data] path = "python:stdlib"')
-    return LanguageWorkload(recipe, tokens.build_all(recipe.data, progress=progress))
+    return LanguageWorkload(recipe, token_store.build_all(recipe.data, progress=progress))
 
 
 def new_model(options: Gpt | Moe, seed: int, device: torch.device) -> gpt.GPT:

@@ -15,7 +15,7 @@ from espalier import data_hash
 from espalier.config import Gpt, Moe, Recipe, decoder_shapes
 from espalier.cost import Anatomy, Cut
 from espalier.errors import UserError
-from espalier.language import generate, gpt, hf, moe, text_sources, tokens
+from espalier.language import generate, gpt, hf, moe, text_sources, token_store
 from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer
 from espalier.language.workload import LanguageWorkload, embeddings, new_model, open_language
@@ -34,7 +34,7 @@ def _prepare(recipe: Recipe, progress: Progress) -> Prepared:
         recipe = _with_initial(recipe, _options(recipe).initial or "")
     if not recipe.data or _options(recipe).vocabulary is not None:
         return Prepared(recipe)
-    stores = tokens.build_all(recipe.data, progress=progress)
+    stores = token_store.build_all(recipe.data, progress=progress)
     return Prepared(recipe, stores[0].tokenizer.vocabulary, stores)
 
 

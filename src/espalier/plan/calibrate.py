@@ -1,6 +1,6 @@
 """Fits the planner's few coefficients to measured steps, and says how sure it is. No torch.
 
-Each factor of `plan.factors` is a multiple of a datasheet's or an assumed value. They are fitted together, in
+Each factor of `plan.calibration_factors` is a multiple of a datasheet's or an assumed value. They are fitted together, in
 logarithms, by robust least squares with a prior that holds each near 1 until measurements say otherwise, and within
 what is physical: no product is faster than the peak, no link than its bandwidth (scipy's trust-region reflective). The
 spread of what remains is the uncertainty of a prediction.
@@ -19,8 +19,8 @@ from msgspec import Struct
 from espalier.cluster import Cluster
 from espalier.errors import UserError
 from espalier.plan import collective_time, device_model
+from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.estimate import grid, slowest
-from espalier.plan.factors import PLAIN, CostFactors
 from espalier.plan.layouts import NUMBERS, Layouts
 from espalier.plan.request import Request
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from espalier.cluster import Cluster, Device, Link, Node, Place
 from espalier.cost import Number, in_turn, ring_bytes
+from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.device_model import DeviceUse
 from espalier.plan.device_model import peak as speed_peak
-from espalier.plan.factors import PLAIN, CostFactors
 from espalier.plan.request import Crossing
 from espalier.shard.placement import inside
 

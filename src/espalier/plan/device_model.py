@@ -16,7 +16,7 @@ from espalier import cluster as clusters
 from espalier.cluster import Device
 from espalier.cost import Number, Product
 from espalier.errors import UserError, nearest
-from espalier.plan.factors import PLAIN, CostFactors
+from espalier.plan.calibration_factors import PLAIN, CostFactors
 
 PRODUCT_SHARE = 0.8
 """Share of a datasheet's peak that a large product reaches: cuBLAS on an A100 gives about 250 of 312 TFLOP/s."""

@@ -17,9 +17,9 @@ from espalier.cluster import Cluster
 from espalier.cost import Number, ring_bytes
 from espalier.plan import collective_time, memory_model, step_time
 from espalier.plan.base import Predicted
+from espalier.plan.calibration_factors import CostFactors
 from espalier.plan.collective_time import Fleet, devices, peak_flops, seats
 from espalier.plan.cost_inputs import CostInputs
-from espalier.plan.factors import CostFactors
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request, exchanges
 from espalier.shard import placement_plan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from espalier.config import EveryStep, Pin, Sync
 from espalier.cost import WHOLE, Anatomy, Cut
 from espalier.plan.base import Exchange
-from espalier.plan.factors import PLAIN, CostFactors
+from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.shard.cost import StateBytes
 
 if TYPE_CHECKING:

@@ -32,13 +32,13 @@ from espalier.errors import UserError
 from espalier.optim.base import Optimizer, Owned, names_of, owned_by
 from espalier.parallel.model_cut import ModelCut
 from espalier.records import Record
+from espalier.shard.async_collectives import Exchanges
 from espalier.shard.axis_groups import AxisGroups, Codecs, Groups
 from espalier.shard.broadcast import BufferSync, same_start
 from espalier.shard.flat_layout import Piece
 from espalier.shard.flat_parameter import FlatParameter, ParameterSlot
 from espalier.shard.gather_hooks import GatherHooks
 from espalier.shard.model_signature import ModelSignature, twice
-from espalier.shard.overlap import Exchanges
 from espalier.shard.placement import place
 from espalier.shard.placement_plan import Spread, flags_per_value, groups, units
 from espalier.shard.sharded_state_dict import Kinds, ModelState, OptimizerState, Residuals

@@ -15,7 +15,7 @@ from espalier.comm.base import Codec, Traffic, feedback, traffic
 from espalier.comm.codecs import codec
 from espalier.comm.hierarchical_all_reduce import level
 from espalier.errors import UserError
-from espalier.shard.overlap import Stage
+from espalier.shard.async_collectives import Stage
 from espalier.shard.placement import Axis, Placement, Span
 from espalier.shard.placement_plan import LOSSLESS
 

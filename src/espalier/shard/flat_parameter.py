@@ -21,9 +21,9 @@ from espalier.comm.base import Traffic, traffic
 from espalier.comm.c10d_arguments import residual_like
 from espalier.optim.base import Owned
 from espalier.parallel.model_cut import Holders
+from espalier.shard.async_collectives import Chain, Stage
 from espalier.shard.axis_groups import AxisGroups
 from espalier.shard.flat_layout import Arranged
-from espalier.shard.overlap import Chain, Stage
 from espalier.shard.placement import Span
 from espalier.shard.sharded_gradient import ShardedGradient
 

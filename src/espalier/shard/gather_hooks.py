@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from espalier.errors import UserError
+from espalier.shard.async_collectives import Exchanges
 from espalier.shard.flat_parameter import FlatParameter
-from espalier.shard.overlap import Exchanges
 from espalier.shard.wrap_policy import Membership
 
 

@@ -1,4 +1,4 @@
-"""`python:imports`: the import graph of the Python modules installed on this machine.
+"""Import graph (`python:imports`): the graph of the Python modules installed on this machine.
 
 A node is a module, an edge leads from the imported module to the one that imports it, features count the identifiers in
 its source (hashed into 256 columns, TF-IDF, rows of length one), the label is the distribution it came with (`python`

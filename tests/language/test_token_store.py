@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from espalier.config import Data
 from espalier.errors import UserError
-from espalier.language import token_shards, tokens
-from espalier.language.tokens import build, build_all
+from espalier.language import token_shards, token_store
+from espalier.language.token_store import build, build_all
 
 
 def corpus(folder, documents=60, seed=0):
@@ -217,7 +217,7 @@ def test_a_damaged_store_is_named_and_built_again(data, small_shards, victim, ha
 
 
 def test_large_stores_are_hashed_by_verify(data, monkeypatch):
-    monkeypatch.setattr(tokens, "CHECKED_AT_OPEN", 0)
+    monkeypatch.setattr(token_store, "CHECKED_AT_OPEN", 0)
     store = build(data)
     store.verify()
     shard = store.path / "train-00000.bin"
@@ -276,7 +276,7 @@ def test_a_mixture_shares_one_tokenizer_trained_on_all(tmp_path):
 
 
 def test_a_bpe_of_one_large_document_has_text_to_learn_from(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens, "SAMPLE", 1)
+    monkeypatch.setattr(token_store, "SAMPLE", 1)
     (tmp_path / "one.txt").write_text("the same words again\n" * 100)
     store = build(Data(path=str(tmp_path / "one.txt"), tokenizer="bpe:300"), tmp_path / "cache")
     assert store.train.tokens < store.train.bytes / 3
