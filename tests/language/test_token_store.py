@@ -288,7 +288,7 @@ DRIVER = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 from espalier.config import Data
-from espalier.language import token_shards, tokens
+from espalier.language import token_shards, token_store
 
 path, cache, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 data = Data(path=path, validation=0.2)
@@ -310,7 +310,7 @@ def build_and_tell(slow=0.0):
     def progress(done, total):
         calls.append(done)
         time.sleep(slow)
-    store = tokens.build(data, cache, progress)
+    store = token_store.build(data, cache, progress)
     with open(cache.parent / f"told-{os.getpid()}", "w") as file:
         json.dump([store.fingerprint, len(calls)], file)
 
@@ -329,7 +329,7 @@ def killed_at(last):
             if seen == last:
                 os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(hook)
-    tokens.build(data, cache)
+    token_store.build(data, cache)
 """
 
 KILLS = """
@@ -344,12 +344,12 @@ for moment in range(1, 500):
 draw = random.Random(seed)
 for _ in range(15):
     data = Data(path=path, validation=0.2 + draw.random() / 100)
-    pid = child(lambda: tokens.build(data, cache))
+    pid = child(lambda: token_store.build(data, cache))
     time.sleep(draw.random() * 0.03)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     good()
-tokens.build(Data(path=path, validation=0.3), cache)
+token_store.build(Data(path=path, validation=0.3), cache)
 left = [p.name for p in (cache / "tokens").glob("*" + token_shards.BUILDING)]
 print(json.dumps([kills, good(), left]))
 """

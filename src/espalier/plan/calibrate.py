@@ -1,7 +1,7 @@
 """Fits the planner's few coefficients to measured steps, and says how sure it is. No torch.
 
-Each factor of `plan.calibration_factors` is a multiple of a datasheet's or an assumed value. They are fitted together, in
-logarithms, by robust least squares with a prior that holds each near 1 until measurements say otherwise, and within
+Each factor of `plan.calibration_factors` is a multiple of a datasheet's or an assumed value. They are fitted together,
+in logarithms, by robust least squares with a prior that holds each near 1 until measurements say otherwise, and within
 what is physical: no product is faster than the peak, no link than its bandwidth (scipy's trust-region reflective). The
 spread of what remains is the uncertainty of a prediction.
 """
