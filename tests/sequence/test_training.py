@@ -6,16 +6,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
-from espalier import trainer, worker
+from espalier import mechanisms, trainer, worker
 from espalier.config import defaults, recipe_file
-from espalier.language.workload import open_language
+from espalier.errors import UserError
+from espalier.language.workload import Windows, open_language
 from espalier.launch import agent
 from espalier.launch import base as launch
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
+from espalier.sequence import loongtrain
 from espalier.sequence.cost import SequenceGrid, SequenceLoad, cost
+from espalier.workload import Shard
 
 STEPS = 5
 
@@ -29,10 +34,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe_of(corpus: Path, kind: str = "gpt", **train: Any) -> Any:
+def recipe_of(corpus: Path, kind: str = "gpt", packing: str = "stream", **train: Any) -> Any:
     table = {
         "model": {"kind": kind, "depth": 2, "width": 32, "heads": 4, "kv_heads": 2, "feed_forward": 64},
-        "data": {"path": str(corpus), "cache": str(corpus.parent / "cache"), "validation": 0.2},
+        "data": {"path": str(corpus), "cache": str(corpus.parent / "cache"), "validation": 0.2, "packing": packing},
         "train": {
             "steps": STEPS,
             "sequence": 37,
@@ -56,7 +61,7 @@ def plan_of(ranks: int, cut: tuple[int, int, int] = (1, 1, 1), **changes: Any) -
     return plans.Plan(**{"ranks": each, "micro_batch": 2, "precision": "fp64", "stages": (stage,), **changes})
 
 
-def train(recipe: Any, plan: plans.Plan) -> tuple[list[float], dict[str, float]]:
+def train(recipe: Any, plan: plans.Plan, table: Any = mechanisms.TABLE) -> tuple[list[float], dict[str, float]]:
     """Losses of the steps and of the validation, and the bytes that rank 0 sent in its last step."""
     workload = open_language(recipe)
 
@@ -71,7 +76,7 @@ def train(recipe: Any, plan: plans.Plan) -> tuple[list[float], dict[str, float]]
                 sent.update(fields["bytes"])
 
         with worker.joined(place, 20.0) as channel:
-            trainer.Trainer(RankSetup(recipe, plan, workload, place, emit=emit), channel).run()
+            trainer.Trainer(RankSetup(recipe, plan, workload, place, emit=emit), channel, table).run()
         return seen, sent
 
     places = launch.places(plan)
@@ -148,3 +153,56 @@ def test_keys_and_values_travel_encoded_where_the_plan_says_so(
 def test_what_a_compiler_makes_of_the_blocks_leaves_the_rings_alone(corpus: Path, whole: list[float]) -> None:
     found, _ = train(recipe_of(corpus), plan_of(2, (1, 2, 2), compile=True))
     assert found == pytest.approx(whole, rel=1e-9)
+
+
+# --- packed documents ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def short_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("short")
+    for number in range(120):
+        (folder / f"{number}.txt").write_text(f"{number} and {number * 7}" + number % 5 * " more")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["gpt", "moe"])
+def test_packed_documents_equal_documents_one_by_one(short_documents: Path, kind: str) -> None:
+    """Their losses and gradients add up. The penalty of uneven experts is of windows, so the router's is left out."""
+    workload = open_language(recipe_of(short_documents, kind, packing="documents", sequence=96, batch_tokens=192))
+    model = workload.build(torch.device("cpu"), torch.float64).eval()
+    (batch,) = workload.batches(0, Shard(0, 2, 2))
+    assert batch.where is not None
+    assert batch.where.documents is not None
+    workload.loss(model, batch)[0].backward()
+    found = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+    model.zero_grad()
+    apart = 0
+    for tokens, targets, documents in zip(batch.tokens, batch.targets, batch.where.documents, strict=True):
+        for label in documents.unique():
+            own = documents == label
+            workload.loss(model, Windows(tokens[None, own], targets[None, own]))[0].backward()
+            apart += 1
+    assert apart > 6
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(value.grad, found.get(name), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "cut"), [(1, (1, 1, 1)), (2, (1, 2, 2)), (4, (2, 2, 1))], ids=str)
+def test_packed_documents_train_alike_whatever_the_cut(
+    short_documents: Path, ranks: int, cut: tuple[int, int, int]
+) -> None:
+    """As with PyTorch's attention under a mask."""
+    recipe = recipe_of(short_documents, packing="documents", sequence=96, batch_tokens=4 * 96, validate_tokens=192)
+    found = train(recipe, plan_of(ranks, cut))[0]
+    plain = [row for row in mechanisms.TABLE if row is not loongtrain.choose]
+    assert found == pytest.approx(train(recipe, plan_of(1), plain)[0], rel=1e-9)
+
+
+def test_sources_that_differ_in_packing_are_refused(corpus: Path) -> None:
+    recipe = recipe_of(corpus)
+    both = msgspec.structs.replace(
+        recipe, data=(*recipe.data, msgspec.structs.replace(recipe.data[0], packing="documents"))
+    )
+    with pytest.raises(UserError, match="differ in packing"):
+        open_language(both)

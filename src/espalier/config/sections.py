@@ -27,7 +27,11 @@ Recompute = Literal["none", "selective", "block"]
 
 
 class Data(Options, frozen=True):
-    """One source of training data; several `[[data]]` tables make a weighted mixture."""
+    """One source of training data; several `[[data]]` tables make a weighted mixture.
+
+    `packing`: text is cut into windows of `train.sequence` tokens, so one may hold several documents. In a `stream`
+    later ones see earlier ones; with `documents` each sees itself only, and its positions start at 0.
+    """
 
     path: str
     weight: float = 1.0
@@ -35,6 +39,7 @@ class Data(Options, frozen=True):
     split: str = "train"
     tokenizer: str = "bytes"
     validation: float = 0.01
+    packing: Literal["stream", "documents"] = "stream"
     cache: str | None = None
 
 

@@ -53,6 +53,7 @@ class LanguageWorkload(Plain):
         weights = [source.weight for source in recipe.data]
         names = [source.path for source in recipe.data]
         counts = [split.tokens for split in self.splits]
+        self.packed = _packed(recipe)
         self.order = mixture.SampleOrder(counts, weights, self.sequence, recipe.train.seed, names)
         self.held_out: list[tuple[token_store.TokenSplit, int]] = []
         """(split, first token) of every held-out window, each corpus by its weight."""
@@ -98,12 +99,27 @@ class LanguageWorkload(Plain):
 
     # --- the data ------------------------------------------------------------------------------------------------
 
+    def _part(self, rows: Tensor, shard: Shard) -> Windows:
+        """What a rank that holds one slot of the sequence takes of windows, [samples, sequence + 1]."""
+        tokens, targets = rows[:, :-1], rows[:, 1:]
+        if shard.sequence_slots == 1 and not self.packed:
+            return Windows(tokens, targets)
+        positions, documents = torch.arange(tokens.shape[1]), None
+        if self.packed:
+            begins = tokens == self.tokenizer.boundary
+            documents = begins.cumsum(1)
+            positions = positions - torch.where(begins, positions, 0).cummax(1).values
+        heads, number = shard.sequence_heads, shard.sequence_slot
+        slots = SequenceSlots(tokens.shape[1], shard.sequence_slots // heads, heads)
+        own = [slots.take(one, number) for one in (tokens, targets, positions)]
+        return Windows(own[0], own[1], Where(own[2], documents, slots))
+
     def batches(self, step: int, shard: Shard) -> list[Windows]:
         """Windows of the global order, cut into micro-batches."""
         first = step * self.global_batch
         rows = mixture.read_windows(self.splits, self.order, first + shard.start, first + shard.stop)
         windows = torch.from_numpy(rows)
-        return [_part(windows[start - shard.start : stop - shard.start], shard) for start, stop in shard.cuts]
+        return [self._part(windows[start - shard.start : stop - shard.start], shard) for start, stop in shard.cuts]
 
     def documents(self, step: int, shard: Shard) -> list[str]:
         """Names of the documents those windows cover."""
@@ -125,7 +141,7 @@ class LanguageWorkload(Plain):
         device = next(model.parameters()).device
         nats = count = length = 0.0
         for start, stop in shard.cuts:
-            batch = _part(self._read_held_out(start, stop), shard)
+            batch = self._part(self._read_held_out(start, stop), shard)
             nats += float(model.loss_sum(*to_device(batch, device)))
             count += batch.targets.numel()
             length += float(self._byte_lengths[batch.targets].sum())
@@ -200,12 +216,9 @@ def embeddings(model: gpt.GPT) -> list[nn.Parameter]:
     return [parameter for layer in layers if layer is not None for parameter in layer.parameters()]
 
 
-def _part(rows: Tensor, shard: Shard) -> Windows:
-    """What a rank that holds one slot of the sequence takes of windows, [samples, sequence + 1]."""
-    whole = Windows(rows[:, :-1], rows[:, 1:])
-    if shard.sequence_slots == 1:
-        return whole
-    length, heads, number = whole.tokens.shape[1], shard.sequence_heads, shard.sequence_slot
-    slots = SequenceSlots(length, shard.sequence_slots // heads, heads)
-    tokens, targets, positions = (slots.take(one, number) for one in (*whole[:2], torch.arange(length)))
-    return Windows(tokens, targets, Where(positions, slots=slots))
+def _packed(recipe: Recipe) -> bool:
+    """Whether tokens see their own document only. Raises UserError where sources differ in that."""
+    found = {source.packing for source in recipe.data}
+    if len(found) > 1:
+        raise UserError("The [[data]] tables differ in packing.", do='packing = "documents" in all of them, or in none')
+    return found == {"documents"}

@@ -294,5 +294,6 @@ def _total(mesh: ProcessMesh, module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """Where ranks share a sequence."""
-    return CutAttention() if any(one.sequence > 1 for one in plan.stages) else None
+    """Where ranks share a sequence, or it holds several documents: between them nothing is computed."""
+    packed = any(data.packing == "documents" for data in recipe.data)
+    return CutAttention() if packed or any(one.sequence > 1 for one in plan.stages) else None
