@@ -10,7 +10,7 @@ import pytest
 import torch
 from decoders import whole
 
-from espalier import mechanisms, trainer, worker
+from espalier import cluster, mechanisms, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import Recipe, defaults, recipe_file
 from espalier.errors import Interrupted, UserError
@@ -20,8 +20,11 @@ from espalier.language.workload import open_language
 from espalier.launch import agent
 from espalier.launch import base as launch
 from espalier.plan import base as plans
+from espalier.plan.estimate import estimate
+from espalier.plan.layouts import Layouts
 from espalier.rank_setup import RankSetup
 from espalier.tensor.cut import check, found
+from espalier.verbs import prepare
 
 STEPS = 4
 
@@ -248,3 +251,18 @@ def test_what_cannot_stand_beside_cut_matrices_is_refused_by_name(corpus: Path) 
         refused = mechanisms.refusal(recipe, plan_of(recipe, 2, 2, **changes))
         assert refused is not None
         assert set(refused.pair) == {beside, "tensor_parallel"}
+
+
+@pytest.mark.parametrize(("algorithm", "mode"), [("megatron", "none"), ("megatron", "block"), ("fsp", "selective")])
+def test_the_plan_s_bytes_of_activations_are_the_ledger_s(
+    corpus: Path, tmp_path: Path, algorithm: str, mode: str
+) -> None:
+    recipe = recipe_of(corpus, sequence=16, batch_tokens=128)
+    machine = cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
+    request = prepare.request(prepare.Resolved(recipe))
+    for ranks in (2, 4):
+        layout = Layouts(algorithm=algorithm, recompute=mode, dp=ranks // 2, tp=2, micro_batch=2)
+        predicted = estimate(request, machine, layout).sent_bytes["activations"]
+        plan = plan_of(recipe, ranks, 2, algorithm=algorithm, recompute=mode)
+        found = trained(recipe, plan, tmp_path / str(ranks))
+        assert {step["activations"] for step in found["bytes"]} == {predicted}

@@ -26,6 +26,7 @@ from espalier.shard import placement_plan
 from espalier.shard.cost import cost, wire_bytes
 from espalier.shard.placement import ShardFactors as Shards
 from espalier.sync.base import TOTAL_BYTES, TOTALS, task_totals
+from espalier.tensor import cost as tensor_cost
 
 
 @dataclass(frozen=True)
@@ -121,20 +122,21 @@ def estimate(
         terms=terms,
         memory_bytes={**kinds, "peak": sum(kinds.values())},
         memory_limit=tight.limit,
-        sent_bytes=sent(made, -(-most // int(layout.micro_batch)), nodes),
+        sent_bytes=sent(made, most, nodes),
         sources={**step_time.sources(made), **memory_model.sources(request, on)},
     )
 
 
-def sent(step: CostInputs, rounds: int, nodes: Sequence[int]) -> dict[str, float]:
-    """Payload bytes that a rank sends in a step of one layout of `rounds` micro-batches: what goes on the ledger of the
-    rank that sends most, by the mechanisms' own formulas. Empty classes are left out, but for gradients.
+def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, float]:
+    """Payload bytes that a rank sends in a step of one layout of so many samples: what goes on the ledger of the rank
+    that sends most, by the mechanisms' own formulas. Empty classes are left out, but for gradients.
 
     Beside the gradients, ranks tell each other at every step which tensors they used, the loss, and their part of the
     norm, in one exchange (`shard.amsp.ControlMessage`); the first gives the others its running statistics
     (`shard.broadcast`).
     """
     request, layout = step.request, step.layouts
+    rounds = -(-samples // int(layout.micro_batch))
     found = dict(cost(step.states, step.division, rounds=rounds).sent)
     codecs = placement_plan.codecs(exchanges(request.crossings))
     if codecs and step.states.sizes and not np.any(step.states.cut):
@@ -145,6 +147,9 @@ def sent(step: CostInputs, rounds: int, nodes: Sequence[int]) -> dict[str, float
     steering = TOTAL_BYTES * placement_plan.control_values(request.tensors, world, totals)
     found["control"] = ring_bytes("all_reduce", steering, world)
     found["parameters"] += request.running * (world > 1)
+    if request.width and layout.tp > 1:
+        load = step_time.tensor_load(step, samples * request.tokens_per_sample / layout.sp, step.stage_layers)
+        found["activations"] = found.get("activations", 0.0) + tensor_cost.cost(load).sent[tensor_cost.ACTIVATIONS]
     return {name: float(size) for name, size in found.items() if size or name != "parameters"}
 
 

@@ -17,6 +17,7 @@ from espalier.cost import Anatomy, Number, Product, Work
 from espalier.plan import collective_time, device_model
 from espalier.plan.cost_inputs import CostInputs
 from espalier.shard.cost import cost, volumes
+from espalier.tensor import cost as tensor_cost
 
 OPERATIONS = 6.0
 """Operations issued per matrix product in an eager forward pass where the workload does not count them: a decoder block
@@ -88,7 +89,7 @@ def _passes(step: CostInputs, size: Number) -> tuple[Pass, dict[str, Number]]:
     request, layouts = step.request, step.layouts
     anatomy = request.anatomy(size, layouts.recompute, request.precision, step.cut)
     layer = _together(step, _exchanged(step, compute(step, anatomy.layer), anatomy))
-    rest = _together(step, compute(step, anatomy.rest))
+    rest = _together(step, replace(compute(step, anatomy.rest), tensor=ends_seconds(step, anatomy.rest.tokens)))
     layers = step.stage_layers
     return layer, {name: layers * value + getattr(rest, name) for name, value in vars(layer).items()}
 
@@ -139,18 +140,43 @@ def _exchanged(step: CostInputs, layer: Pass, anatomy: Anatomy) -> Pass:
 
 
 def tensor_seconds(step: CostInputs, stream: Number, again: Number) -> Number:
-    """Seconds that a layer's tensor ranks exchange: all-gathers and reduce-scatters of `stream` bytes, 4 forward and as
-    many backward, 4 more with recomputation and 2 more for FSP (Buff, section 2.5); without sequence parallelism half
-    as many all-reduces."""
+    """Seconds that a layer's tensor ranks exchange: transfers of `stream` bytes, as many as `tensor.cost` says. Other
+    trainers recompute to the layer's end (Buff, section 2.5)."""
     layouts = step.layouts
+    repeated = 3 if step.request.storage is None else 4
+    times = tensor_cost.of_layer(again, layouts.algorithm == "fsp", step.request.sequence_parallel, repeated)
 
     def one(operation: collective_time.Operation) -> Number:
         return collective_time.seconds(operation, stream, layouts.tp, 1, step.on)
 
-    if not step.request.sequence_parallel:
-        return (4 + 2 * again) * one("all_reduce")
-    pairs = 4 + 2 * again + (1 if layouts.algorithm == "fsp" else 0)
-    return pairs * (one("all_gather") + one("reduce_scatter"))
+    pairs = times.gathers * one("all_gather") + times.scatters * one("reduce_scatter")
+    return pairs + times.reductions * one("all_reduce")
+
+
+def ends_seconds(step: CostInputs, tokens: Number) -> Number:
+    """Seconds that tensor ranks exchange for embedding, head and loss of `tokens`. Published figures leave them out."""
+    if step.request.storage is not None or not step.request.width or np.all(np.asarray(step.layouts.tp) == 1):
+        return 0.0 * np.asarray(tokens)
+
+    def wire(operation: Any, size: Number, ranks: Number, stride: Number, traffic: str) -> Number:
+        return collective_time.seconds(operation, size, ranks, stride, step.on)
+
+    return tensor_cost.cost(tensor_load(step, tokens, 0), wire).seconds["tensor"]
+
+
+def tensor_load(step: CostInputs, tokens: Number, layers: Number) -> tensor_cost.TensorLoad:
+    """What ranks that share matrices exchange for `tokens` in so many layers, embedding, head and loss."""
+    request, layouts = step.request, step.layouts
+    return tensor_cost.TensorLoad(
+        tokens=tokens,
+        width=request.width,
+        compute=request.compute,
+        whole=max(4, request.compute),
+        layers=layers,
+        ranks=layouts.tp,
+        again=float(layouts.recompute != "none"),
+        regather=layouts.algorithm == "fsp",
+    )
 
 
 def sequence_seconds(step: CostInputs, stream: Number, again: Number) -> Number:

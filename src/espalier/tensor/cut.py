@@ -136,7 +136,7 @@ def _install_head(model: Any, stream: Stream) -> None:
     turn, through = model.turn, model.through
 
     def turned(tokens: Tensor, *more: Any) -> Any:
-        stream.tokens = (tokens.shape[0], tokens.shape[1])
+        stream.begin(tokens)
         return turn(tokens, *more)
 
     def passed(block: Any, *given: Any) -> Any:

@@ -69,7 +69,6 @@ def share(
     cut_model(model, roles, stream, mesh, cut)
     if sharded:
         cut.stream = stream
-        model.register_forward_pre_hook(lambda _, inputs: stream.begin(inputs[0]))  # also where no embedding is
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
