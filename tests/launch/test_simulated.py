@@ -65,6 +65,18 @@ def outlives(ranks: int, schedule: list[Fault], stays: str) -> None:
     assert len(incidents) == len(schedule)
     assert sum(event == "recovered" for _, event, _ in told) >= (1 if schedule else 0)
     assert {fields["action"].partition(" ")[0] for fields in incidents} <= {"start", "replace"}
+    if stays and ranks > 1:
+        only_who_failed_was_replaced(incidents, schedule)
+
+
+def only_who_failed_was_replaced(incidents: list[dict[str, Any]], schedule: list[Fault]) -> None:
+    """Where ranks stay and the run got further since the last failure, one rank's own failure costs no other's
+    process."""
+    furthest = 0
+    for fields, fault in zip(incidents, schedule, strict=True):
+        if fault.what not in ("hang", "terminate") and fault.step > furthest:
+            assert fields["action"].startswith(f"replace rank {fault.rank}, the others stay")
+        furthest = max(furthest, fault.step)
 
 
 def endurable(schedule: list[Fault]) -> bool:

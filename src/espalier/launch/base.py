@@ -1,4 +1,4 @@
-"""How do the ranks start? A Place is what one process needs to know of itself to join the others."""
+"""How do the ranks start? A RankSpec is what one process needs to know of itself to join the others."""
 
 from __future__ import annotations
 
