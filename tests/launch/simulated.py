@@ -346,13 +346,13 @@ class SimulatedAgent(LocalAgent):
             step = held if attempt.later or self.world.stays else self.world.saved
             self.signals.add(SimulatedChild(self.world.begin(self.actor, spec, step)))
 
-    def _replace(self, specs: Sequence[RankSpec], gone: Sequence[int], later: bool) -> None:
+    def _replace(self, attempt: Attempt, gone: Sequence[int]) -> None:
         self.world.alive(self.actor)
         for child in self.children:
             if child.place.rank in gone:
                 child.close()
         held = max((one.step for one in self.world.ranks if one.status is None), default=self.world.saved)
-        for index, spec in enumerate(specs):
+        for index, spec in enumerate(attempt.specs):
             rank = self.children[index].rank
             if spec.rank in gone:
                 self.children[index] = SimulatedChild(self.world.begin(self.actor, spec, held))

@@ -38,7 +38,7 @@ def supervised(
 
     def life(actor: Any) -> Any:
         agent = SimulatedAgent(world, actor)
-        return Supervisor([(spec, None) for spec in specs(world.world)], care, agent, agent).run()
+        return Supervisor(specs(world.world), care, agent, agent).run()
 
     actor = world.act("supervisor", life)
     world.run()
@@ -159,7 +159,7 @@ def test_an_error_of_the_supervisor_itself_leaves_no_rank_behind() -> None:
     def life(actor: Actor) -> Any:
         agent = SimulatedAgent(world, actor)
         care = RestartOptions(memory=0, stays="alike", tell=tell)
-        return Supervisor([(spec, None) for spec in specs(3)], care, agent, agent).run()
+        return Supervisor(specs(3), care, agent, agent).run()
 
     actor = world.act("supervisor", life)
     world.run()

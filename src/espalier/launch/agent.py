@@ -96,6 +96,23 @@ class Attempt:
     between_failures: float = 0.0
     later: bool = False
 
+    @classmethod
+    def of(
+        cls, number: int, places: Sequence[RankSpec], pulses: Pulses, between: float = 0.0, later: bool = False
+    ) -> Attempt:
+        """The start `number` of the ranks at `places`, of which nothing is known yet."""
+        specs = [
+            replace(
+                place,
+                attempt=place.attempt + number,
+                pulse=pulses.of(index),
+                refuge=place.refuge and replace(place.refuge, between_failures=between),
+                patience=PATIENCE if later else 0.0,
+            )
+            for index, place in enumerate(places)
+        ]
+        return cls(number, specs, pulses, between, later)
+
 
 class Agent(Protocol):
     """What a supervisor asks of the processes of its ranks: `LocalAgent` on one host, `leader.HostAgents` on several.
@@ -179,11 +196,10 @@ class LocalAgent(Agent):
     def start(self, attempt: Attempt) -> None:
         """See `Agent.start`. Ranks meet where their specs say, or at a store that the first of them serves."""
         self.children.clear()
-        patience = PATIENCE if attempt.later else 0.0
         try:
             with ranks.meeting(attempt.specs, 0) as specs:
                 for spec in specs:
-                    self.signals.add(ranks.fork(self.task, replace(spec, patience=patience)))
+                    self.signals.add(ranks.fork(self.task, spec))
         except BaseException:
             self.end(0.0)
             raise
@@ -192,22 +208,21 @@ class LocalAgent(Agent):
         """See `Agent.replace`. Ranks meet where their specs say, or at a store that the first of the new ones
         serves."""
         with ranks.meeting(attempt.specs, gone[0]) as specs:
-            self._replace(specs, gone, attempt.later)
+            self._replace(replace(attempt, specs=specs), gone)
 
-    def _replace(self, specs: Sequence[RankSpec], gone: Sequence[int], later: bool) -> None:
+    def _replace(self, attempt: Attempt, gone: Sequence[int]) -> None:
         before = [child for child in self.children if child.place.rank in gone]
         for child in before:
             child.kill()
         after = [
-            ranks.fork(self.task, replace(spec, patience=PATIENCE if later else 0.0)) if spec.rank in gone
-            else replace(child, place=spec)
-            for child, spec in zip(self.children, specs, strict=True)
-        ]  # fmt: skip
+            ranks.fork(self.task, spec) if spec.rank in gone else replace(child, place=spec)
+            for child, spec in zip(self.children, attempt.specs, strict=True)
+        ]
         for child in after:
             if child.place.rank not in gone:
                 spec = child.place
-                between = spec.refuge.between_failures if spec.refuge is not None else 0.0
-                rejoin_signal.tell(child.calls, Call(spec.attempt, spec.host, spec.port, tuple(gone), later, between))
+                call = Call(spec.attempt, spec.host, spec.port, tuple(gone), attempt.later, attempt.between_failures)
+                rejoin_signal.tell(child.calls, call)
         self.children.clear()
         for child in after:
             self.signals.add(child)

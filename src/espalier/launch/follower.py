@@ -7,7 +7,6 @@ It decides one thing alone: a leader that is not heard for too long is given up,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from espalier.errors import HostLost
@@ -105,16 +104,7 @@ class Follower:
         if not stays:
             self.pulses = Pulses(len(self.places), self.care.heartbeat)
         self.pulses.begin(self.clock.monotonic())
-        specs = [
-            replace(
-                place,
-                attempt=order.attempt - 1,
-                pulse=self.pulses.of(index),
-                refuge=place.refuge and replace(place.refuge, between_failures=order.between_failures),
-            )
-            for index, place in enumerate(self.places)
-        ]
-        attempt = Attempt(order.attempt - 1, specs, self.pulses, order.between_failures, order.later)
+        attempt = Attempt.of(order.attempt - 1, self.places, self.pulses, order.between_failures, order.later)
         if stays:
             self.agent.replace(attempt, order.replaced or ())
         else:

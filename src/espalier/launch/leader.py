@@ -80,9 +80,8 @@ def lead(
 ) -> list[Any]:
     """Runs all attempts of the run as the first host; what the ranks of this host returned. `link`: to the others."""
     hosts = HostAgents(here, team, care, link)
-    seats = [(replace(place, refuge=None), place.refuge) for place in places]
     with hosts.listening():
-        returned = Supervisor(seats, care, hosts, here.clock).run()
+        returned = Supervisor(places, care, hosts, here.clock).run()
         return [returned[rank] for rank in team.own]
 
 

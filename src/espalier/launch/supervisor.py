@@ -81,12 +81,12 @@ def run(task: Entrypoint, places: Sequence[RankSpec], care: RestartOptions) -> l
     # Replicas that go on meet where they met before, also when the first of them is gone.
     met = store_server.served() if care.stays == "rounds" else nullcontext(0)
     with met as port, agents.passing_on_signals() as signals:
-        places = [replace(place, port=port) for place in places]
         slots = shared_memory.slots(len(places))
         refuges = shared_memory.build(len(places), care.memory, slots) if care.memory != 0 else []
         own: Sequence[SharedMemory | None] = refuges or [None] * len(places)
+        places = [replace(place, port=port, refuge=one) for place, one in zip(places, own, strict=True)]
         try:
-            found = Supervisor(list(zip(places, own, strict=True)), care, LocalAgent(task, signals)).run()
+            found = Supervisor(places, care, LocalAgent(task, signals)).run()
         finally:
             shared_memory.release(refuges)
         if care.continues and signals.seen:  # it came too late for the ranks to hear of it
@@ -103,28 +103,25 @@ def warm() -> None:
         importlib.import_module("torch._dynamo")
 
 
-Seat = tuple[RankSpec, SharedMemory | None]
-
-
 class Supervisor:
     """One supervised run: decides when an attempt is over and what follows. Has state: the attempt's signs of life, and
     what was spent on restarts.
 
     Args:
-        seats: the ranks' specs, and where their copies in memory are.
+        places: of the ranks.
         care: see `RestartOptions`.
         agent: who starts, watches and ends the ranks.
         clock: see `agent.Clock`.
     """
 
-    def __init__(self, seats: Sequence[Seat], care: RestartOptions, agent: Agent, clock: Clock = time) -> None:
-        self.seats, self.care, self.agent, self.clock = seats, care, agent, clock
+    def __init__(self, places: Sequence[RankSpec], care: RestartOptions, agent: Agent, clock: Clock = time) -> None:
+        self.places, self.care, self.agent, self.clock = places, care, agent, clock
         self.signals = agent.signals
         self.began = clock.monotonic()
         self.budget = Budget(care.restarts)
         self.reshaping = Reshaping(care.shapes, care.tell)
         self.next: RunShape | None = None
-        self.spins = any(place.device.startswith("cuda") for place, _ in seats)  # waits of NCCL take CPU time
+        self.spins = any(place.device.startswith("cuda") for place in places)  # waits of NCCL take CPU time
         self.attempt, self.patience, self.hung_at = 0, 1.0, -1
         self.trouble: Ended | None = None
         """What the run has not made good yet."""
@@ -168,27 +165,18 @@ class Supervisor:
     def _begin(self, pulses: Pulses | None = None) -> Attempt:
         """A new attempt, of which nothing is known yet. `pulses`: of ranks that stay."""
         now = self.clock.monotonic()
-        self.pulses = pulses or Pulses(len(self.seats), self.care.heartbeat)
+        self.pulses = pulses or Pulses(len(self.places), self.care.heartbeat)
         self.pulses.begin(now)
-        self.logs = {place.rank: (place.log, postmortem.size(place.log)) for place, _ in self.seats}
+        self.logs = {place.rank: (place.log, postmortem.size(place.log)) for place in self.places}
         between = young_daly.between_failures(now - self.began, self.attempt)
-        specs = [
-            replace(
-                place,
-                attempt=place.attempt + self.attempt,
-                pulse=self.pulses.of(index),
-                refuge=own and replace(own, between_failures=between),
-            )
-            for index, (place, own) in enumerate(self.seats)
-        ]
         later = pulses is not None and self.care.stays == "rounds"
-        return Attempt(self.attempt, specs, self.pulses, between, later)
+        return Attempt.of(self.attempt, self.places, self.pulses, between, later)
 
     def _watch(self) -> Ended | None:
         """Waits until all have ended well (None) or one has not, or none goes on."""
         self.watcher = Watcher(self.care.heartbeat, self.patience, self.spins)
         self.stragglers = Stragglers()
-        self.reshaping.begin(self.clock.monotonic(), [place for place, _ in self.seats])
+        self.reshaping.begin(self.clock.monotonic(), self.places)
         every = self.care.heartbeat / _LOOKS
         looked, looks = 0.0, 0
         for child in self.agent.endings(every):
@@ -339,12 +327,12 @@ class Supervisor:
 
     def _take(self, shape: RunShape) -> None:
         """The next attempt is of this shape. Copies in memory go on where they serve it."""
-        before, self.next = self.seats, None
+        before, self.next = self.places, None
         if not shape.copies:
-            shared_memory.clear(own for _, own in before if own is not None)
+            shared_memory.clear(place.refuge for place in before if place.refuge is not None)
         self.agent.task = shape.task
-        self.seats = [
-            (replace(place, seat=before[rank][0].seat), before[rank][1])
+        self.places = [
+            replace(place, seat=before[rank].seat, refuge=before[rank].refuge)
             for place, rank in zip(shape.places, shape.kept, strict=True)
         ]
         self.budget = Budget(self.care.restarts)
