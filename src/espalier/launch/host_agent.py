@@ -112,8 +112,7 @@ def hello(launcher: Launcher) -> None:
     """Says who this is, before anything heavy is loaded."""
     own = {key: value for key, value in version_check.identity().items() if key != "host"}
     found = [asdict(one) for one in network_interface.addresses()]
-    gpus = _visible_gpus()
-    launcher.tell("hello", identity=own, addresses=found, gpus=gpus, cores=resource_limits.cores(), time=time.time())
+    launcher.tell("hello", identity=own, addresses=found, gpus=_visible_gpus(), time=time.time())
 
 
 def _visible_gpus() -> int:

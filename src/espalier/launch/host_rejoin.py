@@ -66,10 +66,6 @@ class Lost:
     over: EspalierError | None = None
 
 
-def _nobody(lines: Sequence[str]) -> None:
-    """Where nobody listens."""
-
-
 class Returning:
     """The hosts that were lost and are to come back. Has state: those, and how often each was started.
 
@@ -79,7 +75,9 @@ class Returning:
         say: takes lines for people.
     """
 
-    def __init__(self, crowd: Crowd, absence: float = 0.0, say: Callable[[Sequence[str]], None] = _nobody) -> None:
+    def __init__(
+        self, crowd: Crowd, absence: float = 0.0, say: Callable[[Sequence[str]], None] = lambda lines: None
+    ) -> None:
         self._crowd, self._absence, self._say = crowd, absence, say
         self._lost: dict[int, Lost] = {}
         self._lives: dict[int, int] = {}

@@ -36,14 +36,6 @@ class Call:
     between_failures: float = 0.0
 
 
-def _nothing(whole: bool) -> None:
-    """Where there is nothing to release."""
-
-
-def _idle() -> None:
-    """Where there is nothing to learn."""
-
-
 class Recall:
     """The end of the line at which a rank listens. Has state: the thread, the newest call, and what lets a wait end.
 
@@ -56,9 +48,9 @@ class Recall:
         self._call: Call | None = None
         self.gone: frozenset[int] = frozenset()
         """Ranks that are known to be lost."""
-        self._release: Callable[[bool], None] = _nothing
-        self.look: Callable[[], None] = _idle
+        self.look: Callable[[], None]
         """Learns, while it can, what is to be released."""
+        self.released_by(lambda whole: None)
         self.answered = False
         """Whether this rank has ever stayed."""
         self.called = threading.Event()
@@ -73,7 +65,7 @@ class Recall:
         """Makes this rank's waits for others fail."""
         self._release(True)
 
-    def released_by(self, release: Callable[[bool], None], look: Callable[[], None] = _idle) -> None:
+    def released_by(self, release: Callable[[bool], None], look: Callable[[], None] = lambda: None) -> None:
         """Calls `release` when a call comes, in another thread, with whether all have to leave at once: then it makes
         each wait of this rank for others fail, else those that cannot go on without one of them. `look` is called now
         and then, to learn which those are."""
@@ -89,7 +81,8 @@ class Recall:
             return None
         self.called.clear()
         self.answered = True
-        self._release, self.look, self.gone = _nothing, _idle, frozenset()
+        self.released_by(lambda whole: None)
+        self.gone = frozenset()
         return self._call
 
     def _listen(self) -> None:
