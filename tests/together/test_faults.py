@@ -1,4 +1,4 @@
-"""A killed rank among whatever else a run may be made of: shards, rounds in flight, codecs. No bit changes."""
+"""A killed rank among whatever else a run may be made of: shards, cut sequences, rounds in flight. No bit changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,15 @@ def shards(recipe, ranks):
     return plans.Plan(ranks=plan_of(recipe, ranks).ranks, units=(unit,), micro_batch=2)
 
 
+def ring(recipe):
+    """Both ranks hold half of every sequence."""
+    each = (plan_of(recipe, 1).ranks[0],) * 2
+    stage = plans.Stage(ranks=(0, 1), layers=(0, recipe.model.depth), context=2)
+    return plans.Plan(ranks=each, stages=(stage,), micro_batch=2)
+
+
 PLANS = {
+    "ring": ring,
     "co2": lambda recipe: rounds(recipe, "co2"),
     "streaming_diloco": lambda recipe: rounds(recipe, "streaming_diloco"),
     "shards": lambda recipe: shards(recipe, 2),
@@ -35,7 +43,7 @@ PLANS = {
 
 
 CASES = [
-    pytest.param(kind, memory, marks=() if (kind, memory) == ("co2", 1 << 26) else pytest.mark.slow)
+    pytest.param(kind, memory, marks=() if (kind, memory) in (("co2", 1 << 26), ("ring", 0)) else pytest.mark.slow)
     for kind in PLANS
     for memory in (0, 1 << 26)
 ]
