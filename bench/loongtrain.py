@@ -11,6 +11,7 @@ same processes, and each output is compared with one device's.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import socket
 import statistics
@@ -101,14 +102,22 @@ def between(length: int, rounds: int, note: str) -> list[Row]:
     return rows
 
 
+def lengths_like(files: int, length: int) -> tuple[int, ...]:
+    """Lengths in the proportions of the standard library's first files, `length` together."""
+    sizes = [path.stat().st_size for path in sorted(Path(os.__file__).parent.glob("*.py"))[:files]]
+    ends = [length * sum(sizes[:count]) // sum(sizes) for count in range(files + 1)]
+    return tuple(max(1, stop - start) for start, stop in itertools.pairwise(ends))
+
+
 def documents(length: int, rounds: int, note: str) -> list[Row]:
-    """One sequence of documents of unequal lengths, packed."""
-    lengths = tuple(length * share // 16 for share in (1, 3, 1, 2, 5, 1, 2, 1))
-    who = (DOUBLE, SINGLE, *(one for one in peers() if one.kind == "zigzag"))
+    """Documents of unequal lengths packed into one sequence, and padded to the longest."""
+    lengths = lengths_like(12, length)
+    padded = Contestant("padded documents", kind="padded", window=2)
+    who = (DOUBLE, SINGLE, padded, *(one for one in peers() if one.kind == "zigzag"))
     case = f"{length} tokens in {len(lengths)} documents, 2 nodes x 2, 100 Mbit/s{note}"
     print(f"{case}:")
     with Lab(LINKS) as lab:
-        found = outcome_of(lab.start(command(Task(length, who, rounds, lengths))))
+        found = outcome_of(lab.start(command(Task(sum(lengths), who, rounds, lengths))))
     return rows_of(f"{case}: double ring", found, DOUBLE.name)
 
 

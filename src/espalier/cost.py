@@ -168,7 +168,7 @@ def _scale(terms: Terms, factor: Number) -> Terms:
 def ring_bytes(operation: str, size: Number, ranks: Number) -> Number:
     """Payload bytes that leave one rank (of a broadcast: the root), the figure of the byte ledger.
 
-    `operation`: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast` or `send`.
+    `operation`: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `send` or `ring` (one step).
     """
     others = (ranks - 1) / ranks
     shares = {
@@ -178,5 +178,6 @@ def ring_bytes(operation: str, size: Number, ranks: Number) -> Number:
         "all_to_all": others,
         "broadcast": ranks > 1,
         "send": 1,
+        "ring": 1,
     }
     return size * shares[operation]

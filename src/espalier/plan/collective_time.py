@@ -41,7 +41,7 @@ CHAIN = 11e-6
 358). InternEvo's 7B loses 1.24 s more at 1,024 ranks than at 512 when optimizer states are split over all of them: 162
 owners, since tensors are owned whole, times 512 ranks more, 15 microseconds each."""
 
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "ring"]
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ def seconds(operation: Operation, size: Number, ranks: Number, stride: Number, o
 
     Args:
         operation: see `cost.ring_bytes`.
-        size: bytes of the whole tensor (of a send: what is sent).
-        ranks, stride: of each group; a send goes from a rank to the one `stride` further.
+        size: bytes of the whole tensor (of a send, or of one step of a ring: what is sent).
+        ranks, stride: of each group; a send goes from a rank to the one `stride` further, in a ring from every rank.
         on: the fleet.
 
     Returns:
@@ -264,6 +264,8 @@ def _hops(operation: Operation, group: Number, members: Number, on: Fleet) -> tu
     machines = np.maximum(1, group // members)
     if operation == "send":
         return (members > 1) * 1.0, (members == 1) * 1.0
+    if operation == "ring":
+        return (members == group) * 1.0, (members < group) * 1.0
     if operation == "broadcast" and not on.cuda:
         return np.ceil(np.log2(members)), np.ceil(np.log2(machines))
     far = machines - 1.0

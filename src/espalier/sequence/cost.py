@@ -16,7 +16,8 @@ from espalier.cost import Cost, Number
 
 KEYS_VALUES, ACTIVATIONS = "keys_values", "activations"
 Wire = Callable[[str, Number, Number, Number, str], Number]
-"""(operation, bytes of the whole tensor, ranks, their distance, class of traffic) -> seconds."""
+"""(operation, bytes, ranks, their distance, class of traffic) -> seconds: `all_to_all` of a whole tensor, and `ring`,
+one step in which every rank sends so many bytes to the next."""
 BACKWARD = 2.5
 """The work of attention backward, in forwards."""
 
@@ -103,8 +104,8 @@ def cost(load: SequenceLoad, grid: SequenceGrid, wire: Wire | None = None) -> Co
     def hidden(work: Number, size: Number) -> Number:
         """Seconds of one pass that attention does not hide."""
         step = work / cp
-        within = np.where(w > 1, wire("send", size, w, near, KEYS_VALUES), 0.0)
-        between = np.where(rings > 1, wire("send", size, rings, far, KEYS_VALUES), 0.0)
+        within = np.where(w > 1, wire("ring", size, w, near, KEYS_VALUES), 0.0)
+        between = np.where(rings > 1, wire("ring", size, rings, far, KEYS_VALUES), 0.0)
         busy = (w - 1) * np.maximum(step, within) + step
         return (rings - 1) * np.maximum(busy, between) + busy - work
 
