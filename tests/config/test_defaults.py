@@ -185,7 +185,7 @@ def test_a_model_that_does_not_fit_is_refused_by_name(named):
 @pytest.mark.parametrize(
     ("named", "train"),
     [
-        ("longer than the model", {"sequence": 512}),
+        ("longer than the context of the model", {"sequence": 512}),
         ("train.batch_tokens", {"sequence": 256, "batch_tokens": 1000}),
         ("train.steps", {"steps": 0}),
         ("train.sequence", {"sequence": -1}),

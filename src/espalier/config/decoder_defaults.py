@@ -156,7 +156,7 @@ def _check(recipe: RecipeBase) -> None:
     context, sequence = model.context, recipe.train.sequence
     if context and sequence and sequence > context:
         raise UserError(
-            f"train.sequence = {sequence} is longer than the model.",
+            f"train.sequence = {sequence} is longer than the context of the model.",
             why=f"model.context = {context}",
             do=f"train.sequence = {context}",
         )

@@ -93,7 +93,7 @@ def _start(name: str, launch: config.Launch) -> None:
             f"name = {name!r} is not possible.",
             why="a name is letters, digits, spaces and - _ ., "
             f"at most {recipe_file.LONGEST_NAME} bytes, no . or - first",
-            do=f'name = "{recipe_file.plain_name(name)}"; where the run is kept says --run FOLDER',
+            do=f'name = "{recipe_file.plain_name(name)}"; --run FOLDER says where the run is kept',
         )
     if "{command}" not in launch.command:
         raise UserError(

@@ -287,7 +287,9 @@ def whole_labels(values: Array) -> Array:
     if values.dtype.kind == "f":
         values = np.where(np.isnan(values), IGNORED, values)
         if not np.array_equal(values, np.round(values)) or np.isinf(values).any():
-            raise UserError("The labels are not whole numbers.", why="regression is not built", do="classes 0, 1, …")
+            raise UserError(
+                "The labels are not whole numbers.", why="regression is not supported", do="classes 0, 1, …"
+            )
     return values.astype(np.int64)
 
 

@@ -42,7 +42,11 @@ def split(graph: Graph, shares: tuple[float, float, float], seed: int) -> Links:
     keys = ends.min(0) * np.int64(graph.nodes) + ends.max(0)
     links, which = np.unique(keys, return_inverse=True)
     if len(links) < 3:
-        raise UserError(f"{graph.origin} has {len(links)} links.", why="some train and some are held out", do="more")
+        raise UserError(
+            f"{graph.origin} has only {len(links)} links.",
+            why="training, validation and test each need one",
+            do="a graph with more links",
+        )
     parts = parted(np.arange(len(links)), shares, seed)
     gone = np.ones(len(links), bool)
     gone[parts.train] = False

@@ -34,7 +34,7 @@ def answers(workload: GraphWorkload, model: nn.Module, text: str | None) -> list
     words = [word.strip() for line in text.splitlines() for word in line.split(",")]
     found = [word for word in words if word]
     if not found:
-        raise UserError("The input names nothing.", do="a node's name or number, such as 0")
+        raise UserError("The input is empty.", do="a node's name or number, such as 0")
     if isinstance(task, GraphTask):
         return task.answers(model, [_graph(task, word) for word in found])
     return task.answers(model, [workload.graph.find(word) for word in found])
@@ -57,7 +57,7 @@ def _pairs(task: LinkTask, text: str | None) -> list[tuple[int, int]]:
             raise UserError(f"{pair!r} is no pair of nodes.", do="two names or numbers with a comma, such as 0,1")
         found.append((task.graph.find(ends[0]), task.graph.find(ends[1])))
     if not found:
-        raise UserError("The input names nothing.", do="two nodes, such as 0,1")
+        raise UserError("The input is empty.", do="two nodes, such as 0,1")
     return found
 
 

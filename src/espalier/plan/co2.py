@@ -65,7 +65,7 @@ def cut(request: Request, cluster: Cluster, options: ByRounds) -> Replicas:
     count = options.replicas or (machines if machines > 1 else request.pin.ranks or 1)
     if count < 2:
         raise UserError(
-            "sync by rounds needs two replicas, and here is one machine.",
+            "Synchronization by rounds needs two replicas, and the cluster has one machine.",
             do="sync.replicas=2, --hosts for more machines, or sync.kind=every_step",
         )
     if machines > 1 and count != machines:

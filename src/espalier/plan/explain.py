@@ -253,7 +253,7 @@ def refusal(request: Request, cluster: Cluster, found: Found) -> UserError:
     return DoesNotFit(
         f"The model does not fit: rank {_fullest(request, nearest)} needs {units.show_size(nearest.peak)} and may use "
         f"{units.show_size(limit)}, {units.show_size(nearest.over)} are missing, most of it {largest}.",
-        why=f"the least violating of {found.priced:,} layouts is {label(nearest.layout)} on "
+        why=f"the closest of {found.priced:,} layouts is {label(nearest.layout)} on "
         f"{nearest.layout.world} devices: {told}",
         do=", or ".join([*cures(request, cluster, nearest), *_smaller(largest)]),
     )
@@ -285,7 +285,7 @@ def _no_layout(request: Request, cluster: Cluster) -> UserError:
             continue
         near = min(there, key=lambda one: (abs(one - value), one)) if isinstance(value, int) else there[0]
         return UserError(
-            f"plan.pin.{name} = {value!r} leaves no layout on this cluster, with the rest as it is.",
+            f"plan.pin.{name} = {value!r} leaves no layout on this cluster, with the other options as they are.",
             why="degrees multiply to the ranks, divide heads and sequence, and shards nest in dp x sp"
             + ("" if gpus(cluster) else "; on processors nothing is cut"),
             do=f"plan.pin.{name}={near}, or leave it out",

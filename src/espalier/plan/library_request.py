@@ -105,7 +105,7 @@ def pins_of(pins: dict[str, Any], before: Pin | None = None) -> Pin:
     for name, value in pins.items():
         if name not in known:
             near = nearest(name, known)
-            raise UserError(f"There is nothing called {name!r} to pin.", do=f"{near}=…" if near else ", ".join(known))
+            raise UserError(f"{name!r} cannot be pinned.", do=f"{near}=…" if near else ", ".join(known))
         if isinstance(value, bool):
             raise UserError(f"{name} = {value} is not possible.", do=f"{name} = a number")
     given = {name: msgspec.to_builtins(value) for name, value in pins.items()}

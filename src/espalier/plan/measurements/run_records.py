@@ -388,7 +388,7 @@ def _micro_batch(words: _Words, samples: int | None, dp: int, notes: set[str]) -
     if "micro_batch" not in words:
         if samples is None:
             do = "train.batch_tokens, or layout.micro_batch and layout.accumulate"
-            raise UserError("Nothing says how many samples a step has.", do=do)
+            raise UserError("The number of samples in a step is missing.", do=do)
         return max(1, -(-samples // (dp * accumulate))), samples
     micro_batch = words.count("micro_batch")
     if samples is None:
