@@ -206,3 +206,19 @@ def test_sources_that_differ_in_packing_are_refused(corpus: Path) -> None:
     )
     with pytest.raises(UserError, match="differ in packing"):
         open_language(both)
+
+
+def test_replicas_that_agree_by_rounds_may_share_sequences(corpus: Path) -> None:
+    """Two replicas of two ranks have the losses of two replicas of one."""
+
+    def plan(context: int) -> plans.Plan:
+        ranks = tuple(plans.Rank(share=share) for share in ((0, 2), (2, 4)) for _ in range(context))
+        replicas = tuple(tuple(range(start, start + context)) for start in (0, context))
+        stage = plans.Stage(ranks=replicas[0], layers=(0, 2), context=context)
+        outer = plans.Outer(replicas=replicas, method="co2", steps=2, adapt=False)
+        unit = plans.Unit(optimizer=replicas[0] if context > 1 else ())
+        how = {"micro_batch": 2, "precision": "fp64"}
+        return plans.Plan(ranks=ranks, units=(unit,), stages=(stage,), outer=outer, **how)
+
+    recipe = recipe_of(corpus, steps=4)
+    assert train(recipe, plan(2))[0] == pytest.approx(train(recipe, plan(1))[0], rel=1e-9)
