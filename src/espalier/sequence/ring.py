@@ -365,7 +365,10 @@ CORE = torch.ops.espalier.ring_attention.default
 
 def ring_attention(ring: DoubleRing, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention of this rank's queries over the keys and values of all ranks of `ring`: [batch, heads, tokens, head].
-    All of them must call it."""
+    All of them must call it. Under autocast it computes in autocast's dtype, as PyTorch's attention does."""
+    if query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):
+        low = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(low), key.to(low), value.to(low)
     _ALIVE[id(ring)] = ring
     out: Tensor = CORE(query, key, value, id(ring))[0]
     return out
