@@ -1,4 +1,4 @@
-"""A killed rank among whatever else a run may be made of: shards, cut sequences, rounds in flight. No bit changes."""
+"""A killed rank among whatever else a run may be made of: shards, cut sequences and matrices, rounds. No bit changes."""
 
 from __future__ import annotations
 
@@ -34,16 +34,24 @@ def ring(recipe):
     return plans.Plan(ranks=each, stages=(stage,), micro_batch=2)
 
 
+def matrices(recipe, algorithm):
+    whole = plan_of(recipe, 1).ranks[0].share
+    stage = plans.Stage(ranks=(0, 1), layers=(0, recipe.model.depth), tensor=2)
+    return plans.Plan(ranks=(plans.Rank(share=whole),) * 2, stages=(stage,), micro_batch=4, algorithm=algorithm)
+
+
 PLANS = {
     "ring": ring,
     "co2": lambda recipe: rounds(recipe, "co2"),
     "streaming_diloco": lambda recipe: rounds(recipe, "streaming_diloco"),
     "shards": lambda recipe: shards(recipe, 2),
+    "tensor_parallel": lambda recipe: matrices(recipe, "fsp"),
 }
 
 
+EVERY_TIME = {("co2", True), ("ring", False), ("tensor_parallel", True)}
 CASES = [
-    pytest.param(kind, memory, marks=() if (kind, memory) in (("co2", 1 << 26), ("ring", 0)) else pytest.mark.slow)
+    pytest.param(kind, memory, marks=() if (kind, bool(memory)) in EVERY_TIME else pytest.mark.slow)
     for kind in PLANS
     for memory in (0, 1 << 26)
 ]
