@@ -40,7 +40,16 @@ FENCE = re.compile(
 )
 FAILURE_IS_AN_ANSWER = {"diagnose"}
 """Verbs whose exit code is 1 when they have found something."""
-OWN = {"codecs.md": 2, "faults.md": 1, "graph.md": 1, "kernels.md": 1, "planner.md": 1, "rounds.md": 2, "sparse.md": 5}
+OWN = {
+    "codecs.md": 2,
+    "faults.md": 1,
+    "graph.md": 1,
+    "kernels.md": 1,
+    "planner.md": 1,
+    "rounds.md": 2,
+    "sparse.md": 5,
+    "tensor-parallel.md": 2,
+}
 """Python blocks that the normal suite runs, of each page."""
 
 
