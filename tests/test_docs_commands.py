@@ -45,6 +45,7 @@ OWN = {
     "faults.md": 1,
     "graph.md": 1,
     "kernels.md": 1,
+    "pipelines.md": 2,
     "planner.md": 1,
     "rounds.md": 2,
     "sparse.md": 5,

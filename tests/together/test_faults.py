@@ -1,4 +1,4 @@
-"""A killed rank among whatever else a run may be made of: shards, cut sequences and matrices, rounds. No bit changes."""
+"""A killed rank among whatever else a run may be made of: shards, cut sequences and matrices. No bit changes."""
 
 from __future__ import annotations
 
