@@ -236,7 +236,17 @@ STAY_BY_ROUNDS = Claim(
 )
 """Surviving replicas finish their round without the lost one, and let its replacement in at the next."""
 APPLIED = Claim(
-    "apply", question="caller", forbids=frozenset({"recomputes activations", "compiles blocks", "ranks of other roles"})
+    "apply",
+    question="caller",
+    forbids=frozenset(
+        {
+            "recomputes activations",
+            "compiles blocks",
+            "ranks of other roles",
+            "a schedule of stages",
+            "attention over cut sequences",
+        }
+    ),
 )
 """Somebody's own loop round a model whose blocks only its author knows (`espalier.apply`)."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import espalier
 from espalier import apply_plan, cli, mechanisms, workload_registry
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
-from espalier.config import Recipe, recipe_file
+from espalier.config import Adamw, Recipe, recipe_file
 from espalier.errors import UserError
 from espalier.plan import base
 from espalier.plan.base import Plan
@@ -155,17 +154,21 @@ def test_ranks_that_compute_one_sample_together_must_have_the_same(tp: int, pp: 
         base.check(msgspec.structs.replace(plan, ranks=ranks), 25)
 
 
-@pytest.mark.parametrize(("tp", "pp", "sp"), [(2, 1, 1), (1, 4, 1), (1, 1, 4)])
-def test_apply_and_train_refuse_a_plan_that_cuts_the_model_for_the_same_reason(tp: int, pp: int, sp: int) -> None:
-    """Also where a file says that it is executable: what they refuse are its mechanisms."""
+@pytest.mark.parametrize(
+    ("tp", "pp", "sp", "reason"),
+    [(2, 1, 1, ""), (1, 4, 1, "a schedule of stages"), (1, 1, 4, "attention over cut sequences")],
+)
+def test_train_takes_every_cut_and_apply_what_needs_no_order_of_layers(tp: int, pp: int, sp: int, reason: str) -> None:
+    """What apply refuses are a plan's mechanisms, also where a file says that it is executable."""
     plan = msgspec.structs.replace(cut(tp, pp, sp), executable=True, missing="", recompute="none")
-    asked = recipe(random.Random(0))
-    found = mechanisms.refusal(workload_registry.settle(asked, None).recipe, plan)
-    assert found is not None
-    with pytest.raises(UserError, match=re.escape(found.reason)):
+    asked = workload_registry.settle(recipe(random.Random(0)), None).recipe
+    train = msgspec.structs.replace(asked.train, optimizer=Adamw())
+    assert mechanisms.ordered(msgspec.structs.replace(asked, train=train), plan)
+    if not reason:
         apply_plan.refuse(plan)
-    with pytest.raises(UserError, match=re.escape(found.reason)):
-        mechanisms.ordered(workload_registry.settle(asked, None).recipe, plan)
+        return
+    with pytest.raises(UserError, match=f"apply does not allow what .* brings: .*{reason}"):
+        apply_plan.refuse(plan)
 
 
 @pytest.mark.parametrize("changes", [{"recompute": "block"}, {"recompute": "selective"}, {"compile": True}])

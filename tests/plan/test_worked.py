@@ -26,6 +26,7 @@ from espalier.plan.estimate import price
 from espalier.plan.layouts import Layouts
 from espalier.plan.reference_models import MIXED, ReferenceDecoder
 from espalier.plan.request import Request
+from espalier.stages.cost import hand_overs
 
 GIB = 2**30
 SIZE = Sizes(
@@ -171,7 +172,7 @@ def test_broadcasts_move_all_bytes_where_buff_counts_a_share(monkeypatch: pytest
 
 def test_hand_overs_between_two_stages() -> None:
     one = collective_time.seconds("send", stream(2, 8), 1, 64, fleet())
-    assert milliseconds(step_time.hand_overs(2, 2) * one) == 125.0
+    assert milliseconds(hand_overs(2, 2) * one) == 125.0
 
 
 LAYER = {

@@ -68,6 +68,15 @@ class CostInputs:
         outside = np.where(pp == 1, request.outside, request.outside / request.tables)
         return (self.stage_layers * request.layer_parameters + outside) / self.layouts.tp
 
+    @property
+    def stream_bytes(self) -> Number:
+        """Bytes of a value that goes from layer to layer. Under bf16 it is as precise as the parameters: these are
+        rounded only where the optimizer keeps masters."""
+        request = self.request
+        if not request.low or request.storage is not None:
+            return request.compute
+        return np.where(np.asarray(self.layouts.optimizer) > 1, request.low, request.bytes_each)
+
     # --- what sharded states cost (see `shard.cost`) -----------------------------------------------------------------
 
     @cached_property

@@ -142,6 +142,7 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     if codecs and step.states.sizes and not np.any(step.states.cut):
         chosen = Shards(int(layout.params), int(layout.grads), int(layout.optimizer))
         found = dict(wire_bytes(step.states, chosen, nodes, codecs, rounds=rounds))
+    found |= {name: size for name, size in step_time.pipeline(step, 1, samples).sent.items() if size}
     world = int(layout.world)
     totals = TOTALS + world + task_totals(request.tasks)
     steering = TOTAL_BYTES * placement_plan.control_values(request.tensors, world, totals)

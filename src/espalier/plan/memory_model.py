@@ -18,6 +18,7 @@ from espalier.plan.collective_time import DeviceGroup, Fleet
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
+from espalier.stages import cost as pipeline_cost
 
 CUDA_RUNTIME = 2 * 2**30
 """Bytes of context and libraries on a GPU, and the share of memory to be used: AMSP's rule 0.92 M - 2 GiB."""
@@ -70,10 +71,7 @@ def _stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: 
     found = dict(step.held)
     frozen = request.parameters - request.trainable
     found["params"] = found["params"] + storage.params * frozen / layouts.tp / pp
-    # 1F1B: the first stage holds as many micro-batches as there are stages; in chunks, a little more (arXiv 2104.04473)
-    chunks = np.asarray(layouts.chunks)
-    first = np.where(chunks > 1, pp + (pp - 1) / chunks, pp)
-    waiting = np.minimum(first if is_first else 1, micro_batches)
+    waiting = np.minimum(pipeline_cost.kept(pp, layouts.chunks) if is_first else 1, micro_batches)
     has_head = (pp == 1) | (not is_first)
     kept = waiting * step.stage_layers * anatomy.layer.kept + has_head * anatomy.rest.kept
     transient = np.maximum(anatomy.layer.transient, has_head * anatomy.rest.transient)

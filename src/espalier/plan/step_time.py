@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from espalier.cost import Anatomy, Number, Product, Work
+from espalier.cost import Anatomy, Cost, Number, Product, Work
 from espalier.plan import collective_time, device_model
 from espalier.plan.cost_inputs import CostInputs
 from espalier.shard.cost import cost, volumes
+from espalier.stages.cost import PipelineLoad
+from espalier.stages.cost import cost as stages_cost
 from espalier.tensor import cost as tensor_cost
 
 OPERATIONS = 6.0
@@ -76,7 +78,8 @@ def step_seconds(step: CostInputs, samples: Number) -> dict[str, Number]:
         terms = {name: value + (rest > 0) * part[name] for name, value in terms.items()}
         last = {name: np.where(rest > 0, part[name], stage[name]) for name in stage}
     micro_batches = full + (rest > 0)
-    terms |= _pipeline(step, size, micro_batches, whole)
+    found = pipeline(step, size, micro_batches, step.stage_layers * whole.total).seconds
+    terms |= {name: value + 0.0 * size for name, value in found.items()}
     terms |= _once(step, last)
     return terms
 
@@ -240,24 +243,16 @@ def exposed(piece: Number, pieces: Number, window: Number, interference: float) 
 # --- once a step -------------------------------------------------------------------------------------------------
 
 
-def _pipeline(step: CostInputs, size: Number, micro_batches: Number, layer: Pass) -> dict[str, Number]:
-    """The bubble, and the hand-overs between stages: (min(pp, m) + m - 1 + min(pp, m)) sends (Buff, section 2.5)."""
+def pipeline(step: CostInputs, size: Number, micro_batches: Number, seconds: Number = 0.0) -> Cost:
+    """Idle time, hand-overs and bytes of pipelines (`stages.cost`), whose fullest rank takes so many `seconds` for a
+    micro-batch of `size` samples."""
     layouts, request = step.layouts, step.request
-    pp, chunks = np.asarray(layouts.pp), np.asarray(layouts.chunks)
-    if np.all(pp == 1):
-        return {"pipeline": 0.0 * size, "send": 0.0 * size}
     tokens = size * request.tokens_per_sample / layouts.sp
-    bytes_ = tokens * request.width * request.compute / np.where(request.sequence_parallel, layouts.tp, 1)
+    bytes_ = tokens * request.width * step.stream_bytes / np.where(request.sequence_parallel, layouts.tp, 1)
     stride = layouts.tp * layouts.sp * layouts.dp
-    one = collective_time.seconds("send", bytes_, 1, stride, step.on) + step.on.factors.stall * STALL
-    times = hand_overs(pp, micro_batches) * chunks * (pp > 1)
-    bubble = (pp - 1) * step.stage_layers * layer.total / chunks
-    return {"pipeline": bubble + 0.0 * size, "send": times * one}
-
-
-def hand_overs(stages: Number, micro_batches: Number) -> Number:
-    """Transfers on the critical path of 1F1B."""
-    return np.minimum(stages, micro_batches) + (micro_batches - 1) + np.minimum(stages, micro_batches)
+    message = collective_time.seconds("send", bytes_, 1, stride, step.on) + step.on.factors.stall * STALL
+    load = PipelineLoad(layouts.pp, micro_batches, layouts.chunks, seconds, 0.0, message, bytes_)
+    return stages_cost(load)
 
 
 def _once(step: CostInputs, last: Mapping[str, Number]) -> dict[str, Number]:

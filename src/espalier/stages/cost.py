@@ -1,0 +1,62 @@
+"""What a pipeline costs: idle time, hand-overs, bytes sent and activations kept, of many layouts in one call. NumPy; no
+torch.
+
+Idle time is that of the timetable (`action_list.timetable`) for equal stages; hand-overs on the critical path as in
+Buff (arXiv 2401.09149, section on communication cost).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from espalier.cost import Cost, Number
+
+
+@dataclass(frozen=True)
+class PipelineLoad:
+    """A step of a pipeline of equal stages. Arrays allowed.
+
+    Attributes:
+        ranks: from the first stage to the last, those of one stage counted once; chunks: stages on each rank.
+        micro_batches: of the step.
+        seconds: forward and backward of one micro-batch in all stages of a rank; of it `weights` can be put off.
+        message: seconds of one hand-over; message_bytes: its payload.
+        split: whether gradients of weights are put off (zero bubble).
+    """
+
+    ranks: Number
+    micro_batches: Number
+    chunks: Number = 1
+    seconds: Number = 0.0
+    weights: Number = 0.0
+    message: Number = 0.0
+    message_bytes: Number = 0.0
+    split: Any = False
+
+
+def cost(load: PipelineLoad) -> Cost:
+    """`pipeline`: seconds without work; `send`: seconds of hand-overs; `activations`: bytes of the rank that sends most
+    of them (gradients of activations too)."""
+    ranks, several = np.asarray(load.ranks), np.asarray(load.ranks) > 1
+    put_off = np.where(load.split, 2 * np.asarray(load.weights), 0.0)
+    idle = (ranks - 1) * np.maximum(0.0, load.seconds - put_off) / load.chunks
+    times = hand_overs(ranks, load.micro_batches) * load.chunks * several
+    # A rank sends for each of its stages forward and back, but for the first and the last stage of all.
+    messages = (2 * np.asarray(load.chunks) - (ranks == 2)) * several
+    return Cost(
+        seconds={"pipeline": idle, "send": times * load.message},
+        sent={"activations": messages * load.micro_batches * load.message_bytes},
+    )
+
+
+def hand_overs(ranks: Number, micro_batches: Number) -> Number:
+    """Transfers on the critical path of 1F1B."""
+    return np.minimum(ranks, micro_batches) + (micro_batches - 1) + np.minimum(ranks, micro_batches)
+
+
+def kept(ranks: Number, chunks: Number = 1) -> Number:
+    """Micro-batches whose activations the first rank keeps at once, each of all its stages; the last keeps one."""
+    return np.where(np.asarray(chunks) > 1, ranks + (np.asarray(ranks) - 1) / chunks, ranks)
