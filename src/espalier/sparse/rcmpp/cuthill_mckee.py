@@ -2,8 +2,8 @@
 
 The walk towards remote nodes is George and Liu's (ACM TOMS 5(3), 1979). Deviations: a walk begins at the component's
 node of least degree, not at a random one, so that an order is reproducible; every traversal already is an ordering,
-so that the chosen one need not be made again; on small graphs two traversals are compared by bandwidth (small.py), and
-more restarts measure bandwidth and profile of a few more nodes of the last levels.
+so that the chosen one need not be made again; on small graphs two traversals are compared by bandwidth
+(`small_graphs`), and more restarts measure bandwidth and profile of a few more nodes of the last levels.
 """
 
 from __future__ import annotations
