@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from espalier import mechanisms, trainer, worker
+from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import defaults, recipe_file
-from espalier.errors import UserError
+from espalier.errors import Interrupted, UserError
 from espalier.language.workload import Windows, open_language
 from espalier.launch import agent
 from espalier.launch import base as launch
@@ -106,6 +108,34 @@ def test_cut_sequences_give_the_curve_of_one_rank(
     found, _ = train(recipe_of(corpus), plan_of(ranks, cut, **changes))
     assert len(found) == STEPS + 1
     assert found == pytest.approx(whole, rel=1e-9)
+
+
+def test_a_run_goes_on_under_another_cut(corpus: Path, whole: list[float], tmp_path: Path) -> None:
+    """Interrupted after two steps; the checkpoint holds whole tensors."""
+    recipe, seen = recipe_of(corpus), []
+    for number, (cut, stop) in enumerate((((1, 2, 2), 2), ((2, 1, 1), 4), ((1, 1, 1), None))):
+
+        def life(place: launch.RankSpec, cut: Any = cut, stop: Any = stop) -> list[float]:
+            found: list[float] = []
+
+            def emit(event: str, **fields: Any) -> None:
+                if event in ("step", "validation"):
+                    found.append(fields["loss"])
+
+            with worker.joined(place, 20.0) as channel:
+                plan, workload = plan_of(cut[0] * cut[1], cut), open_language(recipe)
+                one = trainer.Trainer(
+                    RankSetup(recipe, plan, workload, place, tmp_path, emit, stop_after=stop), channel
+                )
+                saved = Checkpoints(tmp_path / "checkpoints", keep=2, group=worker.saving_group(channel))
+                one.restore(saved)
+                with contextlib.suppress(Interrupted):
+                    one.run(saved)
+            return found
+
+        seen += agent.run(life, launch.places(plan_of(cut[0] * cut[1], cut)))[0]
+        assert len(seen) == (2, 4, STEPS + 1)[number]
+    assert seen == pytest.approx(whole, rel=1e-9)
 
 
 @pytest.mark.parametrize("algorithm", ["megatron", "fsp"])
