@@ -50,7 +50,7 @@ class Task(msgspec.Struct, frozen=True):
     heads: int = 8
     kv_heads: int = 8
     size: int = 64
-    limit: float = 120.0
+    limit: float = 80.0
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -7,11 +7,13 @@ of a column pass keys and values round a double ring (`ring`). One row is Ulysse
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -95,11 +97,14 @@ class Grid:
                 do="SequenceSlots(length, ...).take(tokens, rank), and the same slots for attend",
             )
         ring = DoubleRing(slots, self.rings, _bounds(documents, slots.length), self.keys, self.gradients)
+        core = partial(ring_attention, ring)
+        if slots.context == 1 and documents is None:  # one block
+            core = partial(F.scaled_dot_product_attention, is_causal=slots.causal, enable_gqa=True)
         if self.row is None:
-            return ring_attention(ring, query, key, value)
+            return core(query, key, value)
         split = HeadSplit(query.shape[1], key.shape[1], width, slots.head_shares)
         exchange = HeadExchange(split, pieces, self.row, self.head)
-        return exchange.to_tokens(ring_attention(ring, *exchange.to_heads(query, key, value)))
+        return exchange.to_tokens(core(*exchange.to_heads(query, key, value)))
 
 
 def _bounds(documents: Tensor | None, length: int) -> Bounds:
