@@ -35,7 +35,7 @@ def machine(cores: int = 4, gpus: int = 0) -> clusters.Cluster:
 def planned(asked: Request, cluster: clusters.Cluster, ranks: int) -> plans.Plan:
     asked = replace(asked, pin=Pin(ranks=ranks, threads=1))
     found = search.search(asked, cluster)
-    option = found.best(lambda one: build_plan.executable(one) and one.layout.optimizer == 1)
+    option = found.best(lambda one: one.layout.optimizer == 1 and one.layout.tp * one.layout.sp * one.layout.pp == 1)
     assert option is not None
     return build_plan.make(asked, found, option)
 

@@ -233,8 +233,6 @@ def test_every_rank_of_a_plan_has_its_place_and_the_batch_is_shared_whole() -> N
     assert sorted(rank for stage in plan.stages for rank in stage.ranks) == list(range(len(plan.ranks)))
     assert [stage.layers for stage in plan.stages] == [(0, 4), (4, 8)]
     assert sorted({rank.share for rank in plan.ranks})[-1][1] == 24
-    assert not plan.executable
-    assert "pipeline" in plan.missing
 
 
 def test_mixed_devices_get_shares_by_speed() -> None:

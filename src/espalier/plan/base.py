@@ -17,6 +17,8 @@ from espalier.errors import UserError
 
 VERSION = 1
 
+Placement = Literal["head_first", "context_first", "interleaved"]
+
 
 class PlanStruct(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=False):
     """Base of all plan structs."""
@@ -185,7 +187,7 @@ class Plan(PlanStruct, frozen=True):
     rules: tuple[AdaptiveRule, ...] = ()
     algorithm: str = "data"
     """What tensor and sequence ranks do: see `plan.layouts.ALGORITHMS`."""
-    placement: Literal["head_first", "context_first", "interleaved"] = "head_first"
+    placement: Placement = "head_first"
     """Which of the ranks that share a sequence are neighbours: see `parallel.mesh`."""
     schedule: str = "1f1b"
     """The order of forward and backward passes where there are several stages."""
@@ -197,6 +199,7 @@ class Plan(PlanStruct, frozen=True):
     compile: bool = False
     predicted: Predicted | None = None
     executable: bool = True
+    """Whether it fits; `missing`: what it lacks."""
     missing: str = ""
     why: tuple[str, ...] = ()
     runners_up: tuple[RunnerUp, ...] = ()

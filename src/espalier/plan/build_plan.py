@@ -9,16 +9,9 @@ from espalier.plan.base import Plan, Predicted, Rank, Stage, Unit
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.collective_time import seats
 from espalier.plan.estimate import estimate
+from espalier.plan.layouts import stage_layers
 from espalier.plan.request import Request, exchanges
 from espalier.plan.search import Found, Option
-
-
-def executable(option: Option) -> bool:
-    """True when `espalier train` runs it today."""
-    return not explain.missing(option.layout)
-
-
-# --- the plan ----------------------------------------------------------------------------------------------------
 
 
 def make(request: Request, found: Found, option: Option, calibration: Calibration = DATASHEET) -> Plan:
@@ -42,13 +35,14 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
         stages=_stages(request, option),
         exchanges=exchanges(request.crossings) if layout.shards > 1 else (),
         algorithm=layout.algorithm,
+        placement=layout.placement,
+        schedule=request.pin.schedule or "1f1b",
+        interleave=layout.chunks,
         micro_batch=int(min(layout.micro_batch, max(_samples(request, option)))),
         recompute=layout.recompute,
         precision=request.precision,
         compile=request.compile,
         predicted=predicted,
-        executable=executable(option),
-        missing=explain.missing(layout),
         why=tuple(explain.why(request, found, option, predicted)),
         runners_up=tuple(explain.runners_up(request, found, option)),
     )
@@ -103,21 +97,16 @@ def _ranks(request: Request, option: Option) -> tuple[Rank, ...]:
 def _stages(request: Request, option: Option) -> tuple[Stage, ...]:
     layout = option.layout
     each = layout.dp * layout.tp * layout.sp
-    few, over = divmod(request.layers, layout.pp)
     most = max(_samples(request, option))
-    made, first = [], 0
-    for index in range(layout.pp):
-        last = first + few + (index >= layout.pp - over)
-        made.append(
-            Stage(
-                ranks=tuple(range(index * each, (index + 1) * each)),
-                layers=(first, last),
-                micro_batches=-(-most // min(layout.micro_batch, most)),
-                tensor=layout.tp,
-                heads=layout.hp,
-                context=layout.cp,
-                window=layout.window,
-            )
+    return tuple(
+        Stage(
+            ranks=tuple(range(index % layout.pp * each, (index % layout.pp + 1) * each)),
+            layers=layers,
+            micro_batches=-(-most // min(layout.micro_batch, most)),
+            tensor=layout.tp,
+            heads=layout.hp,
+            context=layout.cp,
+            window=layout.window,
         )
-        first = last
-    return tuple(made)
+        for index, layers in enumerate(stage_layers(request.layers, layout.pp * layout.chunks))
+    )

@@ -39,10 +39,7 @@ WHOLE = ShardPin(params=1, grads=1, optimizer=1)
 
 @dataclass(frozen=True)
 class PlanDecision:
-    """What the search found, and the plan: the best that `espalier train` runs today, else the best of all.
-
-    It does not fit either when `fits` is False: it is then the one that lacks the fewest bytes.
-    """
+    """What the search found, and the plan: the best, or where `fits` is False the one that lacks the fewest bytes."""
 
     request: Request
     cluster: Cluster
@@ -53,15 +50,13 @@ class PlanDecision:
     @property
     def taken(self) -> Plan:
         """The plan, if it can be trained. Raises UserError: see `refusal`."""
-        if not (self.fits and self.plan.executable):
+        if not self.fits:
             raise self.refusal()
         return self.plan
 
     def refusal(self) -> UserError:
         """Why there is nothing to train with."""
-        if not self.fits:
-            return explain.refusal(self.request, self.cluster, self.found)
-        return explain.not_executable(self.plan)
+        return explain.refusal(self.request, self.cluster, self.found)
 
 
 def decide(
@@ -80,7 +75,7 @@ def decide(
         found = _by_rounds(request, cluster, calibration, request.sync)
     else:
         found = _every_step(request, cluster, calibration, trials)
-        if isinstance(request.sync, Auto) and cluster.machines > 1 and found.fits and found.plan.executable:
+        if isinstance(request.sync, Auto) and cluster.machines > 1 and found.fits:
             found = _if_rounds_pay(found, request, cluster, calibration)
     plan = checkpoint_cost.paced(found.plan, request.saves, cluster)
     return replace(found, plan=checkpoint_cost.with_copies(plan, request.copies, cluster))
@@ -153,7 +148,7 @@ def _every_step(
 def _searched(request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None) -> PlanDecision:
     pins.check(request, cluster)
     found = search.search(request, cluster, calibration)
-    option = found.best(build_plan.executable) or found.best()
+    option = found.best()
     if option is None:
         return _closest(request, cluster, found, calibration)
     free = request.pin.shard is None and request.redundancy == 1

@@ -17,7 +17,7 @@ from espalier.config import Pin
 from espalier.errors import UserError
 from espalier.plan import collective_time, memory_model, pins, search
 from espalier.plan import layouts as space
-from espalier.plan.base import Plan, Predicted, RunnerUp
+from espalier.plan.base import Predicted, RunnerUp
 from espalier.plan.collective_time import gpus, seats
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.estimate import estimate, samples_each
@@ -33,16 +33,6 @@ MOST_GROWTH = 10
 
 class DoesNotFit(UserError):
     """No layout fits in memory. Exit code 2."""
-
-
-def missing(layout: Layouts) -> str:
-    """Which parts `espalier train` lacks for this layout; empty when none."""
-    lacks = []
-    if layout.tp * layout.sp > 1:
-        lacks.append(f"the {layout.algorithm} algorithm (`espalier explain buff`)")
-    if layout.pp > 1:
-        lacks.append("pipeline stages (`espalier explain flashflex`)")
-    return " and ".join(lacks)
 
 
 def label(layout: Layouts) -> str:
@@ -110,7 +100,7 @@ def _cuts(request: Request, found: Found, option: Option, predicted: Predicted) 
     layout, said = option.layout, []
     for field, name, part in (
         ("tp", f"Matrices cut over {layout.tp} ranks ({layout.algorithm})", "tensor"),
-        ("sp", f"Sequences cut over {layout.sp} ranks (isp)", "sequence"),
+        ("sp", _sequence(layout), "sequence"),
         ("pp", f"{layout.pp} pipeline stages", "pipeline"),
     ):
         if getattr(layout, field) > 1:
@@ -126,6 +116,13 @@ def _cuts(request: Request, found: Found, option: Option, predicted: Predicted) 
     return said
 
 
+def _sequence(layout: Layouts) -> str:
+    """How sequences are cut."""
+    parts = [f"{layout.hp} of heads"] * (layout.hp > 1) + [f"{layout.cp} of context"] * (layout.cp > 1)
+    rings = f", in rings of {layout.window}" if 1 < layout.window < layout.cp else ""
+    return f"Sequences cut over {layout.sp} ranks ({' x '.join(parts)}{rings})"
+
+
 def _without_it(found: Found, option: Option, field: str, value: Any) -> str:
     """What the best layout whose `field` has that plain `value` loses."""
     without = found.best(lambda one: getattr(one.layout, field) == value)
@@ -134,12 +131,7 @@ def _without_it(found: Found, option: Option, field: str, value: Any) -> str:
 
 def _passed_over(found: Found, fastest: Option, option: Option) -> str:
     """Why the fastest by estimate is not the plan."""
-    gain, lacks = _gain(option, fastest), missing(fastest.layout)
-    if lacks and not missing(option.layout):
-        return (
-            f"A better plan is not executable yet: {label(fastest.layout)}, {units.show_seconds(fastest.seconds)} per "
-            f"step by estimate, {1 - fastest.seconds / option.seconds:.0%} less; it needs {lacks}."
-        )
+    gain = _gain(option, fastest)
     tie = f"a tie (within {found.tie:.0%}), which goes to the simpler plan, then to less memory"
     faster = f"{label(fastest.layout)} is {_faster(gain)} by estimate"
     return f"{faster}, but {_STAY_WHOLE}." if gain > found.tie else f"{faster}: {tie}."
@@ -264,16 +256,6 @@ def _smaller(largest: str) -> list[str]:
     return {"activations": ["a smaller train.sequence"], "buckets": ['comm.bucket="1MiB"']}.get(largest, [])
 
 
-def not_executable(plan: Plan) -> UserError:
-    """The error when what fits cannot be trained."""
-    layout = plan.layout
-    return DoesNotFit(
-        "No plan that `train` can run today fits in memory.",
-        why=f"the best plan is not executable yet, as {plan.missing} is missing",
-        do=f"espalier plan shows it ({layout}); a smaller model or batch runs today",
-    )
-
-
 def _no_layout(request: Request, cluster: Cluster) -> UserError:
     """The error when pins and demands leave no layout: which one it is, and the nearest value that leaves some."""
     for name, value in pins.given(request.pin):
@@ -286,8 +268,7 @@ def _no_layout(request: Request, cluster: Cluster) -> UserError:
         near = min(there, key=lambda one: (abs(one - value), one)) if isinstance(value, int) else there[0]
         return UserError(
             f"plan.pin.{name} = {value!r} leaves no layout on this cluster, with the other options as they are.",
-            why="degrees multiply to the ranks, divide heads and sequence, and shards nest in dp x sp"
-            + ("" if gpus(cluster) else "; on processors nothing is cut"),
+            why="degrees multiply to the ranks, divide heads and sequence, and shards nest in dp x sp",
             do=f"plan.pin.{name}={near}, or leave it out",
         )
     free = {"redundancy": replace(request, redundancy=1), "max_devices": replace(request, max_devices=None)}

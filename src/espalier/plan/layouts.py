@@ -9,6 +9,7 @@ shard of parameters holds whole shards of gradients, and each of those whole sha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from espalier.errors import UserError
-from espalier.plan.base import Layout
+from espalier.plan.base import Layout, Placement
 from espalier.shard.placement import ShardFactors
 
 ALGORITHMS = ("data", "megatron", "fsp", "isp")
@@ -28,9 +29,14 @@ MODES = ("none", "selective", "block")
 """Recomputation, from the least repeated work to the least memory."""
 
 
+LONG = 8192
+"""Tokens from which on sequences are cut by their tokens too (ring attention), and beside matrices. Below, attention is
+a small part of a layer, and the space stays small."""
+
+
 @dataclass(frozen=True)
 class Layouts:
-    """Layouts of one algorithm and one recomputation; every other field is an integer or an array [n] of them.
+    """Layouts of one algorithm, recomputation and placement; every other field is an integer or an array [n] of them.
 
     `params`, `grads`, `optimizer`: over how many ranks each state is split. `micro_batch`: samples per replica.
     `hp`, `cp`: ranks that share a sequence's heads, and its tokens; `window`: of the latter, those of an inner ring.
@@ -51,6 +57,7 @@ class Layouts:
     micro_batch: Any = 1
     chunks: Any = 1
     threads: int = 1
+    placement: Placement = "head_first"
 
     @property
     def sp(self) -> Any:
@@ -88,12 +95,21 @@ class Layouts:
         return int(mechanisms), MODES.index(self.recompute), int(self.grads > 1) + int(self.params > 1)
 
 
-NUMBERS = tuple(one.name for one in fields(Layouts) if one.name not in ("algorithm", "recompute", "threads"))
+NUMBERS = tuple(
+    one.name for one in fields(Layouts) if one.name not in ("algorithm", "recompute", "threads", "placement")
+)
 """The fields that may be arrays."""
 
 
 def _plain(value: Any) -> Any:
     return int(value) if np.ndim(value) == 0 else value
+
+
+def stage_layers(layers: int, stages: int) -> list[tuple[int, int]]:
+    """Layers `[first, last)` of each stage; the remainder goes to the last ones."""
+    few, over = divmod(layers, stages)
+    ends = [0, *itertools.accumulate(few + (index >= stages - over) for index in range(stages))]
+    return list(itertools.pairwise(ends))
 
 
 def view(layouts: Layouts, accumulate: int, precision: str) -> Layout:
@@ -122,9 +138,9 @@ def of_view(layout: Layout, chunks: int = 1) -> Layouts:
         raise UserError(f"layout.recompute = {layout.recompute!r} is not known.", do=f"one of {', '.join(MODES)}")
     if layout.accumulate < 1:
         raise UserError(f"layout.accumulate = {layout.accumulate} is not possible.", do="accumulate = 1 or more")
-    sizes = {name: getattr(layout, name) for name in ("dp", "tp", "cp", "window", "pp", "micro_batch")}
+    sizes: dict[str, Any] = {name: getattr(layout, name) for name in ("dp", "tp", "cp", "window", "pp", "micro_batch")}
     sizes["hp"] = layout.heads
-    shard = {name: layout.shard.get(name, 1) for name in ("params", "grads", "optimizer")}
+    shard: dict[str, Any] = {name: layout.shard.get(name, 1) for name in ("params", "grads", "optimizer")}
     for name, value in (*sizes.items(), *shard.items()):
         if value < 1:
             raise UserError(f"layout.{name} = {value} is not possible.", do=f"{name} = 1 or more")
@@ -185,9 +201,15 @@ def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[
     if not table.size:
         return
     names = ("dp", "tp", "hp", "cp", "window", "pp", "params", "grads", "optimizer", "micro_batch")
-    for mode in limits.modes:
-        arrays: dict[str, Any] = dict(zip(names, table, strict=True))
-        yield Layouts(algorithm=algorithm, recompute=mode, threads=limits.threads, **arrays)
+    arrays: dict[str, Any] = dict(zip(names, table, strict=True))
+    for placement in limits.placements:
+        # Which ranks are neighbours matters only where both heads and context are cut, or rings are nested.
+        matter = (arrays["cp"] > 1) & ((arrays["hp"] > 1) | (placement == "interleaved") & (arrays["window"] > 1))
+        nested = (placement != "interleaved") | (arrays["cp"] % (2 * arrays["window"]) == 0)
+        kept = np.flatnonzero((matter | (placement == limits.placements[0])) & nested)
+        for mode in limits.modes if len(kept) else ():
+            chosen = {name: array[kept] for name, array in arrays.items()}
+            yield Layouts(algorithm=algorithm, recompute=mode, threads=limits.threads, placement=placement, **chosen)
 
 
 @dataclass(frozen=True)
@@ -197,7 +219,8 @@ class Limits:
     Attributes:
         heads, kv_heads, width: of a decoder; 0: a module that cannot be cut.
         layers: what stages are made of; global_batch: samples per step; sequence: tokens of one.
-        modes: recomputations to consider; threads: of each rank.
+        modes: recomputations to consider; placements: of ranks that share a sequence; threads: of each rank.
+        per_node: ranks on one machine.
         redundancy: ranks that must hold each optimizer shard.
         pins: names of `layout` -> the value asked for.
     """
@@ -209,6 +232,8 @@ class Limits:
     width: int = 0
     sequence: int = 1
     modes: tuple[str, ...] = MODES
+    placements: tuple[Placement, ...] = ("head_first",)
+    per_node: int = 1
     threads: int = 1
     redundancy: int = 1
     pins: tuple[tuple[str, int], ...] = ()
@@ -227,10 +252,46 @@ class Limits:
         if algorithm == "data":
             found = [(1, 1, 1, 1)]
         elif algorithm == "isp":
-            found = [(1, d, 1, 1) for d in divisors(ranks) if d > 1 and self._heads(d) and self.sequence % d == 0]
+            found = [(1, *one) for sp in divisors(ranks) if sp > 1 for one in self._sequences(1, sp)]
         else:
-            found = [(d, 1, 1, 1) for d in divisors(ranks) if d > 1 and self._heads(d) and self.sequence % d == 0]
-        return [one for one in found if self._pinned("tp", [one[0]]) and self._pinned("sp", [one[1] * one[2]])]
+            tensor = [d for d in divisors(ranks) if d > 1 and self._heads(d) and self.sequence % d == 0]
+            found = [
+                (tp, *one)
+                for tp in tensor
+                for sp in (divisors(ranks // tp) if self._long and tp <= self.per_node else (1,))
+                for one in self._sequences(tp, sp)
+            ]
+        return [one for one in found if self._allows(*one)]
+
+    @property
+    def _long(self) -> bool:
+        """Whether sequences are cut by their tokens too, and beside matrices."""
+        return self.sequence >= LONG or any(name in dict(self.pins) for name in ("sp", "hp", "cp", "window"))
+
+    def _sequences(self, tp: int, sp: int) -> list[tuple[int, int, int]]:
+        """(head ranks, context ranks, ranks of an inner ring) of `sp` ranks that share a sequence. Of head ranks the
+        most, the most that stand in one machine, and one (LoongTrain, arXiv 2406.18485, section 4.5)."""
+        if self.sequence % sp or self.sequence < 2 * tp * sp:
+            return []
+        possible = [hp for hp in divisors(sp) if self._heads(tp * hp)]
+        if not self._long:
+            return [(sp, 1, 1)] if sp in possible else []
+        near = [hp for hp in possible if tp * hp <= self.per_node]
+        pinned = dict(self.pins).get("hp")
+        heads = sorted({max(possible), max(near, default=1), 1} if pinned is None else {pinned} & set(possible))
+        return [(hp, sp // hp, window) for hp in heads for window in self._windows(tp, hp, sp // hp)]
+
+    def _windows(self, tp: int, hp: int, cp: int) -> list[int]:
+        """Ranks of an inner ring: all of the ring, and those that one machine holds."""
+        pinned = dict(self.pins).get("window")
+        if pinned is not None:
+            return [pinned] if cp % pinned == 0 else []
+        inside = max(d for d in divisors(cp) if d == 1 or d * tp * hp <= self.per_node)
+        return sorted({cp} | ({inside} if inside > 1 else set()))
+
+    def _allows(self, tp: int, hp: int, cp: int, window: int) -> bool:
+        given = {"tp": tp, "sp": hp * cp, "hp": hp, "cp": cp, "window": window}
+        return all(self._pinned(name, [value]) for name, value in given.items())
 
     def _heads(self, ranks: int) -> bool:
         return bool(self.heads) and self.heads % ranks == 0 and self.width % ranks == 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from espalier.config import EveryStep, Pin, Sync
 from espalier.cost import WHOLE, Anatomy, Cut
-from espalier.plan.base import Exchange
+from espalier.plan.base import Exchange, Plan
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.shard.cost import StateBytes
 
@@ -74,6 +74,7 @@ class Request:
         running: bytes of buffers that every step moves.
         saves: steps between checkpoints, or `auto`; None: who trains saves by other means.
         copies: bytes that copies of the state may take of a machine's memory (`faults.memory`); 0: there are none.
+        refuses: why whoever trains cannot run a plan, empty where it can; None: it can run all.
     """
 
     parameters: int
@@ -115,6 +116,7 @@ class Request:
     running: int = 0
     saves: int | Literal["auto"] | None = None
     copies: int | Literal["auto"] = 0
+    refuses: Callable[[Plan], str] | None = None
 
     def crossing(self, traffic: str) -> Crossing | None:
         """How that class is encoded; None: it is not."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from espalier import units, workload_registry
+from espalier import mechanisms, units, workload_registry
 from espalier.config import Muon, Recipe
 from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import UserError
@@ -19,6 +20,7 @@ from espalier.workload_row import tally
 
 if TYPE_CHECKING:
     from espalier.config import Pin
+    from espalier.plan.base import Plan
 
 
 def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) -> Request:
@@ -66,7 +68,14 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         copies="auto" if recipe.faults.memory == "auto" else units.size(recipe.faults.memory, "faults.memory"),
         sizes=sizes,
         running=_running_bytes(counted.running, train.precision),
+        refuses=partial(_refused, recipe),
     )
+
+
+def _refused(recipe: Recipe, plan: Plan) -> str:
+    """Why the mechanisms of a plan cannot run together; empty: they can."""
+    found = mechanisms.refusal(recipe, plan)
+    return "" if found is None else found.reason
 
 
 def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> Request:

@@ -22,7 +22,7 @@ import numpy as np
 
 from espalier.cluster import Cluster, Device, Node
 from espalier.cost import WHOLE
-from espalier.plan import collective_time, device_model, memory_model
+from espalier.plan import collective_time, device_model, executable, memory_model
 from espalier.plan import layouts as space
 from espalier.plan.calibrate import DATASHEET, LEAST, Calibration
 from espalier.plan.collective_time import gpus
@@ -242,16 +242,18 @@ def _limits(request: Request, on: collective_time.Fleet, threads: int) -> Limits
     mode = pin.recompute or request.recompute
     modes = (mode,) if mode else MODES if request.heads else ("none",)
     names = {"dp": pin.dp, "tp": pin.tp, "sp": pin.sp, "pp": pin.pp, "micro_batch": pin.micro_batch}
-    names["accumulate"] = pin.accumulate
+    names |= {"hp": pin.hp, "cp": pin.cp, "window": pin.window, "accumulate": pin.accumulate}
     names |= {name: getattr(pin.shard, name) for name in ("params", "grads", "optimizer")} if pin.shard else {}
     return Limits(
         layers=request.layers,
         global_batch=request.global_batch,
-        heads=request.heads if on.cuda else 0,
+        heads=request.heads,
         kv_heads=request.kv_heads,
         width=request.width,
         sequence=int(request.tokens_per_sample),
         modes=modes,
+        placements=(pin.placement,) if pin.placement else ("head_first", "context_first"),
+        per_node=on.per_node,
         threads=threads,
         redundancy=request.redundancy,
         pins=tuple((name, value) for name, value in names.items() if value is not None),
@@ -262,7 +264,10 @@ def _batches(request: Request, limits: Limits, ranks: int, per_node: int) -> Ite
     pinned = request.pin.algorithm
     for algorithm in (pinned,) if pinned else ALGORITHMS:
         if algorithm == "data" or limits.heads:
-            yield from space.grid(algorithm, ranks, per_node, limits)
+            for batch in space.grid(algorithm, ranks, per_node, limits):
+                kept = np.flatnonzero(executable.runs(request, batch))
+                if len(kept):
+                    yield batch.at(kept)
 
 
 def _price(

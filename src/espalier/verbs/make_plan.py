@@ -40,8 +40,7 @@ def make_plan(
             between machines leave little else (`"every_step"`, or an `espalier.config.Co2(…)`).
 
     Returns:
-        The plan; `plan.executable` says whether `espalier train` runs it today, and is false only where no such plan
-        fits.
+        The plan.
 
     Raises:
         UserError: a pin is not known or cannot be met, or nothing fits in memory (exit code 2 on the command line).

@@ -49,7 +49,7 @@ def render(plan: Plan, points: Sequence[Point], title: str) -> str:
         "verbs/plan_page.html.j2",
         title=title,
         kind="plan",
-        state="runs today" if plan.executable else "not executable",
+        state="fits" if plan.executable else "does not fit",
         mood="good" if plan.executable else "not",
         subtitle=[where(plan), *words(plan.layout)],
         plan=plan,
@@ -79,7 +79,8 @@ def words(layout: Layout) -> list[str]:
     if layout.tp > 1:
         said.append(f"{layout.tp} tensor ranks ({NAMES.get(layout.algorithm, layout.algorithm)})")
     if layout.sp > 1:
-        said.append(f"{layout.sp} sequence ranks ({NAMES.get(layout.algorithm, layout.algorithm)})")
+        parts = [f"{layout.heads} of heads"] * (layout.heads > 1) + [f"{layout.cp} of context"] * (layout.cp > 1)
+        said.append(f"{layout.sp} sequence ranks ({' x '.join(parts)})")
     if split:
         said.append(", ".join(f"{name} over {over:,}" for name, over in split))
     size = f"micro-batch {layout.micro_batch}"

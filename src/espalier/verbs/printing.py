@@ -49,7 +49,7 @@ def plan(plan: Plan, derivations: Sequence[Derivation] = (), steps: int | None =
     for other in plan.runners_up:
         line(f"  - not taken: {_ranks(other.ranks, other.threads, on_gpus)}, {other.layout}: {other.loses}")
     if not plan.executable:
-        line(f"  - `train` cannot run this plan: it lacks {plan.missing}")
+        line(f"  - it does not fit: it lacks {plan.missing}")
     say(flush=True)
 
 

@@ -178,8 +178,6 @@ def _seconds(plan: plans.Plan, resolved: prepare.Resolved, workload: Workload) -
 
 def refuse_elsewhere(plan: plans.Plan, world: int | None) -> None:
     """Raises UserError when this machine has not what `plan` needs. With `world`, its ranks are started by others."""
-    if not plan.executable:
-        raise UserError(f"`train` cannot run this plan: {plan.missing}.", do="espalier plan still prices it")
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     wanted = {rank.device for rank in plan.ranks if rank.device.startswith("cuda")}
     elsewhere = max(rank.node for rank in plan.ranks) if world is None else 0

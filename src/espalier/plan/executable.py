@@ -1,0 +1,75 @@
+"""Executable layouts: which of them `train` runs, so that the planner offers nothing else. No torch.
+
+Whether mechanisms run together does not depend on how many ranks there are of each, so layouts are asked for by kind:
+one small plan for each set of degrees that are more than 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from espalier.plan.base import Plan, Rank, Stage, Unit
+from espalier.plan.layouts import Layouts, stage_layers
+from espalier.plan.request import Request
+
+AXES = ("dp", "tp", "hp", "cp", "pp", "chunks", "params", "grads", "optimizer")
+
+
+def runs(request: Request, layouts: Layouts) -> Any:
+    """Boolean [layouts]: those that whoever asks can run."""
+    if request.refuses is None:
+        return np.ones(len(layouts), dtype=bool)
+    kinds = np.zeros(len(layouts), dtype=np.int64)
+    for bit, axis in enumerate(AXES):
+        kinds += (np.asarray(getattr(layouts, axis)) > 1).astype(np.int64) << bit
+    fine = np.zeros(1 << len(AXES), dtype=bool)
+    for kind in np.flatnonzero(np.bincount(kinds, minlength=len(fine))).tolist():
+        more = {axis: bool(kind >> bit & 1) for bit, axis in enumerate(AXES)}
+        fine[kind] = not request.refuses(_smallest(request, layouts, more))
+    return fine[kinds]
+
+
+def refusal(request: Request, **degrees: int) -> str:
+    """Why `train` does not run a plan whose given degrees are more than 1; empty: it does."""
+    if request.refuses is None:
+        return ""
+    kind = {axis: degrees.get(axis, 1) > 1 for axis in AXES}
+    return request.refuses(_smallest(request, Layouts(recompute=request.recompute or "none"), kind))
+
+
+def _smallest(request: Request, layouts: Layouts, kind: dict[str, bool]) -> Plan:
+    """The smallest plan of a kind: two ranks along each axis that is more than one rank."""
+    degree = {axis: 2 if more else 1 for axis, more in kind.items()}
+    width = degree["tp"] * degree["hp"] * degree["cp"]
+    each = degree["dp"] * width
+    stages = degree["pp"] * degree["chunks"]
+    split = [tuple(range(0, 2 * degree["tp"], degree["tp"])) if kind[name] else () for name in AXES[-3:]]
+    return Plan(
+        ranks=(Rank(),) * (each * degree["pp"]),
+        units=(
+            Unit(
+                params=split[0],
+                grads=split[1],
+                optimizer=split[2],
+                whole=request.optimizer == "muon" and kind["optimizer"],
+            ),
+        ),
+        stages=tuple(
+            Stage(
+                ranks=tuple(range(number % degree["pp"] * each, (number % degree["pp"] + 1) * each)),
+                layers=layers,
+                tensor=degree["tp"],
+                heads=degree["hp"],
+                context=degree["cp"],
+                window=degree["cp"],
+            )
+            for number, layers in enumerate(stage_layers(request.layers, stages))
+        ),
+        interleave=degree["chunks"],
+        algorithm=layouts.algorithm,
+        recompute=layouts.recompute,
+        precision=request.precision,
+        compile=request.compile,
+    )
