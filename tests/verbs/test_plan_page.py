@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from espalier.errors import UserError
-from espalier.plan.base import Layout, Plan, Predicted, Rank, RunnerUp
+from espalier.plan.base import Layout, Plan, Predicted, Rank, RunnerUp, Stage
 from espalier.track import charts
 from espalier.units import show_seconds, show_size
 from espalier.verbs import plan_page
@@ -263,3 +263,31 @@ def test_a_browser_lays_it_out_without_overflow_or_error(tmp_path: Path) -> None
     assert found is not None, done.stderr[-2000:]
     assert found[1].split() == [f"{w}/{w}/0" for w in widths]
     assert "CONSOLE" not in done.stderr
+
+
+@pytest.mark.parametrize(("schedule", "interleave"), [("1f1b", 1), ("1f1b", 2), ("zero_bubble", 1)])
+def test_a_plan_with_stages_shows_the_timetable_of_a_step(schedule: str, interleave: int) -> None:
+    places, layers = 4, 8
+    count = places * interleave
+    stages = tuple(
+        Stage(
+            ranks=(2 * (stage % places), 2 * (stage % places) + 1),
+            layers=(layers * stage // count, layers * (stage + 1) // count),
+            micro_batches=6,
+        )
+        for stage in range(count)
+    )
+    plan = msgspec.structs.replace(PLAN, stages=stages, schedule=schedule, interleave=interleave)
+    shown = plan_page.render(plan, [BEST], "a plan")
+    assert "One step, rank by rank" in shown
+    passes = 3 if schedule == "zero_bubble" else 2
+    assert len(re.findall(r'<rect class="f\d"', shown)) == passes * 6 * count
+    assert "stage 0, micro-batch 5: backward" in shown
+    assert shown.count(">rank ") == places
+    starts = [float(one) for one in re.findall(r'<rect class="f\d" x="([\d.]+)%"', shown)]
+    assert min(starts) == 0
+    assert max(starts) < 100
+
+
+def test_a_plan_of_whole_models_shows_no_timetable() -> None:
+    assert "rank by rank" not in plan_page.render(PLAN, [BEST], "a plan")

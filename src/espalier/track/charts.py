@@ -269,6 +269,45 @@ def scatter(points: Sequence[Point], limit: float, limit_text: str, names: Mappi
     )
 
 
+class Span(NamedTuple):
+    """One bar of a timetable: seconds from its beginning; `kind` decides the colour."""
+
+    row: str
+    start: float
+    end: float
+    kind: str
+    text: str
+
+
+def timetable(spans: Sequence[Span]) -> Markup:
+    """What each row does when. Empty without a span."""
+    if not spans:
+        return Markup("")
+    rows, kinds = (list(dict.fromkeys(getattr(one, name) for one in spans)) for name in ("row", "kind"))
+    last = max(one.end for one in spans)
+    x_ticks = [tick for tick in ticks(0.0, last, 6) if tick <= last]
+    each = 100 / len(rows)
+    return _markup(
+        "timetable",
+        about=f"{len(rows)} ranks, {show_seconds(last)}",
+        rows=[(f"top:{place(each * (index + 0.5))}%", row) for index, row in enumerate(rows)],
+        x=[(f"left:{place(100 * tick / last)}%", show_seconds(tick)) for tick in x_ticks],
+        bars=[
+            {
+                "x": place(100 * one.start / last),
+                "y": place(each * rows.index(one.row) + 0.15 * each),
+                "width": f"{100 * (one.end - one.start) / last:.2f}",
+                "height": place(0.7 * each),
+                "colour": kinds.index(one.kind) % COLOURS + 1,
+                "text": one.text,
+            }
+            for one in spans
+        ],
+        keys=[(index % COLOURS + 1, kind) for index, kind in enumerate(kinds)],
+        tall=1.6 * len(rows),
+    )
+
+
 def _near(points: Sequence[Point], limit: float) -> list[Point]:
     fast = min((one.seconds for one in points if one.fits), default=min(one.seconds for one in points))
     most = limit if 0 < limit < math.inf else min(one.peak_bytes for one in points) * 1e3

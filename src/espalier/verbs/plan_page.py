@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 
 from espalier import cache_dir
 from espalier.plan.base import Layout, Plan, Predicted
+from espalier.stages.action_list import Action, Kind, Pipeline, Timed, timetable
+from espalier.stages.cost import hand_overs
+from espalier.stages.schedules import action_lists
 from espalier.track import charts, page
-from espalier.track.charts import Point
+from espalier.track.charts import Point, Span
 from espalier.track.page import Figure
 from espalier.units import plural, show_count, show_seconds, show_size
 
@@ -56,6 +59,7 @@ def render(plan: Plan, points: Sequence[Point], title: str) -> str:
         figures=_figures(predicted),
         chart=charts.scatter(points, predicted.memory_limit, _limit_of(predicted), NAMES),
         keys=[(charts.shape(name), NAMES.get(name, name), counts[name]) for name in _order(counts)],
+        timetable=charts.timetable(_spans(plan, predicted)),
         fitting=sum(point.fits for point in points),
         priced=len(points),
         time=_ladder(predicted.terms, predicted.step_seconds, show_seconds, predicted.sources),
@@ -125,6 +129,48 @@ def _figures(predicted: Predicted) -> list[Figure]:
         Figure("MFU", f"{predicted.mfu:.1%}"),
         Figure("memory", show_size(peak), room),
     ]
+
+
+PASSES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward of inputs",
+    Kind.BACKWARD_WEIGHT: "backward of weights",
+}
+"""Passes of a timetable, as its key calls them."""
+DRAWN = 2000
+"""Bars of a timetable; of more micro-batches the first ones are drawn."""
+
+
+def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
+    """The passes of the first pipeline, on the first rank of each stage; none where there is one stage."""
+    stages = sorted((one for one in plan.stages if one.pipeline == 0), key=lambda one: one.layers)
+    if len(stages) < 2:
+        return []
+    count = min(stages[0].micro_batches, max(1, DRAWN // (3 * len(stages))))
+    pipeline = Pipeline(tuple(one.ranks[:1] for one in stages), count)
+    layers = [one.layers[1] - one.layers[0] for one in stages]
+    terms = {name: seconds / stages[0].micro_batches for name, seconds in predicted.terms.items()}
+    fullest = max(sum(layers[stage] for stage in pipeline.held(rank)) for rank in pipeline.ranks)
+    forward, backward = terms.get("forward", 0.0), terms.get("backward", 0.0) + terms.get("recompute", 0.0)
+    takes = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
+    takes |= dict.fromkeys((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), backward / 2)
+    link = predicted.terms.get("send", 0.0) / hand_overs(len(pipeline.ranks), stages[0].micro_batches)
+
+    def seconds(one: Action) -> float:
+        return takes[one.kind] * layers[one.stage] / fullest if one.computes else float(link)
+
+    found = timetable(pipeline, action_lists([pipeline], plan.schedule), seconds)
+    return [
+        Span(f"rank {one.rank}", one.start, one.end, PASSES[one.action.kind], _told(one))
+        for one in sorted(found, key=lambda one: (pipeline.ranks.index(one.rank), one.start))
+        if one.action.computes
+    ]
+
+
+def _told(one: Timed) -> str:
+    stage, kind, number, _ = one.action
+    return f"stage {stage}, micro-batch {number}: {PASSES[kind]}, {show_seconds(one.end - one.start)}"
 
 
 def _limit_of(predicted: Predicted) -> str:
