@@ -45,7 +45,6 @@ class Hierarchy:
         channel: Channel,
         nodes: Sequence[Hashable] | None = None,
         codec: str | Codec = "int8",
-        kind: Traffic = Traffic.GRADIENTS,
     ) -> None:
         """All ranks of `channel` call it alike.
 
@@ -53,13 +52,12 @@ class Hierarchy:
             channel: the ranks, as `connect` or `torch.distributed.new_group` gives them.
             nodes: the machine of each rank, by any names; None: as their host names and networks tell.
             codec: between machines; see `comm.codec`.
-            kind: the class of what is sent, for the ledger.
 
         Raises:
             UserError: the ranks gave different arguments, `nodes` is not one for each rank, or there is no such codec.
         """
-        names, chosen, name = _agreed(channel, nodes, codec, kind)
-        self.nodes, self._kind = names, kind
+        names, chosen, name = _agreed(channel, nodes, codec)
+        self.nodes = names
         beside = [[rank for rank, name in enumerate(names) if name == one] for one in dict.fromkeys(names)]
         mine = next(ranks for ranks in beside if channel.rank() in ranks)
         self._ranks = len(names)
@@ -70,7 +68,7 @@ class Hierarchy:
         if self._seat < self._carriers:
             self._between = within(channel, [ranks[self._seat] for ranks in beside], f"{name} between")
             if len(beside) > 1:
-                self._between.use(kind, chosen)
+                self._between.use(Traffic.GRADIENTS, chosen)
 
     def all_reduce(self, tensor: Tensor, residual: Tensor | None = None, average: bool = False) -> None:
         """The sum (or mean) of all ranks' `tensor`, in place and with the same bits on all. Returns when it is there.
@@ -89,7 +87,7 @@ class Hierarchy:
         flat = tensor.detach().reshape(-1)
         ends = parts(flat.numel(), self._carriers)
         cut = [slice(a, b) for a, b in pairwise(ends)]
-        with traffic(self._kind), torch.no_grad():
+        with traffic(Traffic.GRADIENTS), torch.no_grad():
             total = self._collected(flat, cut)
             if self._between is not None and total.numel():
                 kept = None if residual is None else residual.view(-1)[cut[self._seat]]
@@ -131,16 +129,14 @@ def _check(tensor: Tensor, residual: Tensor | None, average: bool) -> None:
         )
 
 
-def _agreed(
-    channel: Channel, nodes: Sequence[Hashable] | None, codec: str | Codec, kind: Traffic
-) -> tuple[list[str], Codec, str]:
+def _agreed(channel: Channel, nodes: Sequence[Hashable] | None, codec: str | Codec) -> tuple[list[str], Codec, str]:
     """The machine of each rank and the codec, once all have said the same, and a name that nothing else bears. Raises
     UserError on all ranks."""
     name = codec if isinstance(codec, str) else codec.name
     given = None if nodes is None else [str(one) for one in nodes]
     with traffic(Traffic.CONTROL):
-        told = plain_collectives.all_gather((given, name, kind._value_, host(), secrets.token_hex(8)), channel)
-    for index, what in enumerate(("nodes", "codec", "kind")):
+        told = plain_collectives.all_gather((given, name, host(), secrets.token_hex(8)), channel)
+    for index, what in enumerate(("nodes", "codec")):
         odd = next((rank for rank, said in enumerate(told) if said[index] != told[0][index]), None)
         if odd is not None:
             first, other = (_shown(told[rank][index]) for rank in (0, odd))
@@ -153,7 +149,7 @@ def _agreed(
             f"nodes has {len(given)} entries for {channel.size()} ranks.",
             do="one name for each rank, in rank order, or none at all",
         )
-    return given or [said[3] for said in told], codec_of(codec), f"hierarchy {told[0][4]}"
+    return given or [said[2] for said in told], codec_of(codec), f"hierarchy {told[0][3]}"
 
 
 def _shown(said: Any) -> str:

@@ -314,12 +314,13 @@ def _gloo(folder: str, rank: int) -> Table:
     return fastest([one.link(0, 1) for one in rounds])
 
 
-def fastest(links: Sequence[Link], size: float = 4 * 2**20) -> Table:
+def fastest(links: Sequence[Link]) -> Table:
     """The link between two ranks without other programs' share of the processors.
 
-    Of several rounds the least seconds count of a small message, of one of `size` bytes, and of a small all-reduce (two
-    hops and the launch); what a link is made of follows from these three.
+    Of several rounds the least seconds count of a small message, of one of 4 MiB, and of a small all-reduce (two hops
+    and the launch); what a link is made of follows from these three.
     """
+    size = 4 * 2**20
     latency = min(one.latency for one in links)
     whole = min(one.latency + size / one.bandwidth for one in links)
     together = min(2 * one.latency + one.launch for one in links)

@@ -34,15 +34,17 @@ Table = dict[str, Any]
 
 QUIET = 2.0
 """Seconds before the first progress line: a quick probe says nothing."""
+PRODUCT_SECONDS = 0.02
+"""How long each product is measured."""
 TIMEOUT = 120.0
 """Seconds after which the measuring program is stopped."""
 
 
-def probe(*, quick: bool = True, progress: Say | None = None, disk: str | Path | None = None) -> Cluster:
+def probe(*, progress: Say | None = None, disk: str | Path | None = None) -> Cluster:
     """Measures this machine: cores, memory, matrix products, copies, loopback, the disk under `disk` (default: here).
 
-    `quick` takes about five seconds on two cores, otherwise about twenty. `progress` gets a line now and then once two
-    seconds are over. What could not be measured is in the cluster's `notes`. Raises RunFailed when measuring fails.
+    Takes about five seconds on two idle cores. `progress` gets a line now and then once two seconds are over. What
+    could not be measured is in the cluster's `notes`. Raises RunFailed when measuring fails.
     """
     begin = time.monotonic()
 
@@ -51,9 +53,9 @@ def probe(*, quick: bool = True, progress: Say | None = None, disk: str | Path |
             progress(text)
 
     cores, memory = resource_limits.cores(), resource_limits.memory()
-    result = _measured(cores, 0.02 if quick else 0.15, say)
+    result = _measured(cores, PRODUCT_SECONDS, say)
     say("reading and writing the disk")
-    found, notes = disks.measure(Path(disk or "."), (64 if quick else 512) * 2**20, 0.2 if quick else 1.0)
+    found, notes = disks.measure(Path(disk or "."), 64 * 2**20, 0.2)
     inside = _inside(result)
     machine = identity()
     nodes = tuple(

@@ -106,9 +106,9 @@ def read(path: str | Path, means: Means) -> Case:
     return _case(scan.scan(path), means)
 
 
-def of_text(text: bytes, means: Means = Means()) -> Case:
+def of_text(text: bytes) -> Case:
     """What the rules find in a text that is no file, such as the end of a log."""
-    return _case(scan.scan_text(text), means)
+    return _case(scan.scan_text(text), Means())
 
 
 def _case(scanned: Scanned, means: Means) -> Case:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
-import sys
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TextIO
 
 from espalier.errors import EspalierError, UserError
 from espalier.terminal import say
@@ -90,18 +88,17 @@ class _Handler(BaseHTTPRequestHandler):
         """One line per request is nothing anybody reads."""
 
 
-def serve(folder: str | Path, port: int = 0, out: TextIO | None = None) -> None:
+def serve(folder: str | Path, port: int = 0) -> None:
     """Serves the run in `folder` until Ctrl-C. Port 0 takes a free one.
 
     Raises UserError when there is no run in `folder`, or the port is in use (naming a free one).
     """
     with Live(folder, port) as server:
-        out = out if out is not None else sys.stdout
-        say(f"{server.folder} is live at {server.url} (Ctrl-C ends it)", file=out, flush=True)
+        say(f"{server.folder} is live at {server.url} (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            out.write("\n")
+            say()
 
 
 def _free_port() -> int:
