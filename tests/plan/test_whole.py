@@ -41,13 +41,11 @@ def planned(request, cluster, seconds: Seconds | None = None) -> Plan:  # type: 
 def test_every_plan_covers_the_batch_fits_and_reads_back(batch, width, recompute, cluster) -> None:  # type: ignore[no-untyped-def]
     request = decoder(width=width, batch=batch, recompute=recompute)
     plan = planned(request, cluster)
-    cuts = [rank.share for rank in plan.ranks]
-    assert [i for start, stop in cuts for i in range(start, stop)] == list(range(batch))
-    assert all(stop > start for start, stop in cuts)
+    base.check(plan, batch)
     assert plan.predicted is not None
     assert plan.predicted.memory_bytes["peak"] <= plan.predicted.memory_limit
-    assert plan.stages[0].ranks == tuple(range(len(plan.ranks)))
-    assert plan.stages[0].layers == (0, request.layers)
+    assert sorted(rank for stage in plan.stages for rank in stage.ranks) == list(range(len(plan.ranks)))
+    assert [layer for stage in plan.stages for layer in range(*stage.layers)] == list(range(request.layers))
     assert plan.stages[0].micro_batches == plan.layout.accumulate
     assert recompute in (None, plan.recompute)
     assert base.loads(base.dumps(plan)) == plan
@@ -212,7 +210,7 @@ BAD = [
     (Pin(ranks=9), gpus(), "more than the 8 devices"),
     (Pin(ranks=0), processor(), r"plan.pin.ranks = 0 is not possible"),
     (Pin(threads=-1), processor(), r"plan.pin.threads = -1 is not possible"),
-    (Pin(ranks=4, micro_batch=5), processor(), "leaves no layout"),
+    (Pin(ranks=4, dp=4, micro_batch=5), processor(), "leaves no layout"),
     (Pin(micro_batch=17), processor(), r"plan\.pin\.micro_batch = 17 leaves no layout.*micro_batch=16"),
 ]
 

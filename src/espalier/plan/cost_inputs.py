@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from espalier.plan import collective_time
 from espalier.plan.collective_time import DeviceGroup, Fleet
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
+from espalier.sequence.cost import SequenceGrid, SequenceLoad
+from espalier.sequence.cost import cost as sequence_cost
 from espalier.shard.cost import Division, StateBytes, StateSizes, cost
 
 
@@ -112,13 +115,35 @@ class CostInputs:
         machine = None if self.cuda or on.between is None else (on.per_node if equal else 1) // np.asarray(layouts.tp)
         return Division(layouts.params, layouts.grads, layouts.optimizer, layouts.shards, layouts.tp, machine)
 
-    def wire(
-        self, operation: collective_time.Operation, size: Number, ranks: Number, stride: Number, traffic: str
-    ) -> Number:
+    def wire(self, operation: Any, size: Number, ranks: Number, stride: Number, traffic: str) -> Number:
         """Seconds of a collective, encoded as its class is."""
-        storage = {"gradients": self.storage.grads, "parameters": self.storage.params}[traffic]
+        stored = {"gradients": self.storage.grads, "parameters": self.storage.params}
+        storage = stored.get(traffic, float(self.request.compute))
         on = collective_time.encoded(self.on, self.request.crossing(traffic), float(np.min(storage)))
         return collective_time.seconds(operation, size, ranks, stride, on)
+
+    def sequence(self, tokens: Number, attention: Number = 0.0) -> Cost:
+        """What ranks that share a sequence exchange in one layer of a micro-batch of `tokens` tokens of each rank.
+        `attention`: seconds of one rank's attention forward, which may hide it."""
+        request, layouts = self.request, self.layouts
+        load = SequenceLoad(
+            tokens=tokens * layouts.sp,
+            heads=request.heads / layouts.tp,
+            kv_heads=np.maximum(1, request.kv_heads / layouts.tp),
+            head_size=request.width / request.heads,
+            element_bytes=request.compute,
+            seconds=attention,
+            recompute=layouts.recompute,
+        )
+        grid = SequenceGrid(
+            heads=layouts.hp,
+            context=layouts.cp,
+            window=layouts.window,
+            head_first=layouts.placement == "head_first",
+            stride=layouts.tp,
+            apart=2 if layouts.placement == "interleaved" else 1,
+        )
+        return sequence_cost(load, grid, wire=self.wire)
 
     @cached_property
     def held(self) -> Mapping[str, Number]:

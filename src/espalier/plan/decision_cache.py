@@ -17,6 +17,7 @@ from espalier.cluster import Cluster
 from espalier.cost import WHOLE
 from espalier.errors import UserError
 from espalier.plan import base as plans
+from espalier.plan import executable
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import Calibration
 from espalier.plan.request import Request
@@ -38,7 +39,9 @@ def key(
         code: says which code decides.
         trials: what was measured of candidates of this request; None: nothing is to be measured.
     """
-    asked = {one.name: repr(getattr(request, one.name)) for one in fields(request) if one.name != "anatomy"}
+    plain = [one.name for one in fields(request) if one.name not in ("anatomy", "refuses")]
+    asked = {name: repr(getattr(request, name)) for name in plain}
+    asked["refuses"] = repr([executable.refusal(request, **{axis: 2}) for axis in executable.AXES])
     # Code of the user's own may say what a sample costs: its answers count, not its name.
     costs = [repr(request.anatomy(size, "none", request.precision, WHOLE)) for size in (1, request.global_batch)]
     return hashed([asked, costs, clusters.dumps(cluster), repr(calibration), trials, code])

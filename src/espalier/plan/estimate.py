@@ -128,7 +128,7 @@ def estimate(
 
 
 def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, float]:
-    """Payload bytes that a rank sends in a step of one layout of so many samples: what goes on the ledger of the rank
+    """Payload bytes that a rank of one layout sends in a step of `samples` samples: what goes on the ledger of the rank
     that sends most, by the mechanisms' own formulas. Empty classes are left out, but for gradients.
 
     Beside the gradients, ranks tell each other at every step which tensors they used, the loss, and their part of the
@@ -151,6 +151,10 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     if request.width and layout.tp > 1:
         load = step_time.tensor_load(step, samples * request.tokens_per_sample / layout.sp, step.stage_layers)
         found["activations"] = found.get("activations", 0.0) + tensor_cost.cost(load).sent[tensor_cost.ACTIVATIONS]
+    if int(layout.sp) > 1:
+        tokens = samples * request.tokens_per_sample / layout.sp
+        exchanged = step.sequence(tokens).sent
+        found |= {name: found.get(name, 0.0) + step.stage_layers * size for name, size in exchanged.items()}
     return {name: float(size) for name, size in found.items() if size or name != "parameters"}
 
 

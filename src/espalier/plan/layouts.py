@@ -91,7 +91,8 @@ class Layouts:
     def key(self) -> tuple[Any, ...]:
         """What orders equal plans. Fewer mechanisms (pipeline, cut matrices or tokens, sharded states), then less
         recomputation, then fewer states that are exchanged in every micro-batch."""
-        mechanisms = (self.pp > 1) + (self.tp * self.sp > 1) + (self.optimizer > 1)
+        nested = 1 < self.window < self.cp
+        mechanisms = (self.pp > 1) + (self.tp > 1) + (self.hp > 1) + (self.cp > 1) + nested + (self.optimizer > 1)
         return int(mechanisms), MODES.index(self.recompute), int(self.grads > 1) + int(self.params > 1)
 
 

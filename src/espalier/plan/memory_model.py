@@ -74,7 +74,8 @@ def _stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: 
     waiting = np.minimum(pipeline_cost.kept(pp, layouts.chunks) if is_first else 1, micro_batches)
     has_head = (pp == 1) | (not is_first)
     kept = waiting * step.stage_layers * anatomy.layer.kept + has_head * anatomy.rest.kept
-    transient = np.maximum(anatomy.layer.transient, has_head * anatomy.rest.transient)
+    travelling = step.sequence(anatomy.layer.tokens).held["keys_values"] if request.heads else 0.0
+    transient = np.maximum(anatomy.layer.transient + travelling, has_head * anatomy.rest.transient)
     update = np.maximum(orthogonal_bytes(request), request.temporaries * step.stage_parameters / layouts.optimizer)
     found["activations"] = factors.held * kept
     # The worst moment is in backward, or in the optimizer's step when no activation is held any more.

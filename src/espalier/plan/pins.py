@@ -9,7 +9,7 @@ from typing import Any
 from espalier.cluster import Cluster
 from espalier.config import Pin, ShardPin
 from espalier.errors import UserError
-from espalier.plan import device_model
+from espalier.plan import device_model, executable
 from espalier.plan.collective_time import gpus
 from espalier.plan.layouts import divisors
 from espalier.plan.request import Request
@@ -21,9 +21,10 @@ def check(request: Request, cluster: Cluster) -> None:
     for name, value in given(pin):
         if isinstance(value, int) and value < 1:
             raise UserError(f"plan.pin.{name} = {value} is not possible.", do=f"plan.pin.{name}=1, or leave it out")
-    for name in ("tp", "sp", "pp", "dp"):
+    for name in ("tp", "sp", "hp", "cp", "pp", "dp"):
         if (value := getattr(pin, name)) is not None:
             _check_degree(request, name, value, there)
+    _check_ring(pin)
     if pin.shard is not None:
         _check_chain(pin.shard, there)
     _check_algorithm(pin)
@@ -61,7 +62,9 @@ def _check_degree(request: Request, name: str, value: int, there: int) -> None:
             why="only decoders of kind gpt and moe say where they can be cut",
             do=f"plan.pin.{name}=1, or plan.pin.shard for its states",
         )
-    if name in ("tp", "sp") and value > 1 and request.heads % value:
+    if name != "dp" and value > 1 and (why := executable.refusal(request, **{"hp" if name == "sp" else name: value})):
+        raise UserError(f"plan.pin.{name} = {value} cannot run.", why=why, do=f"plan.pin.{name}=1, or leave it out")
+    if name in ("tp", "hp") and value > 1 and request.heads % value:
         raise _no_division(f"plan.pin.{name}", value, "heads", request.heads)
     if name == "pp":
         _at_most(name, value, request.layers, "layers of the model")
@@ -71,6 +74,17 @@ def _check_degree(request: Request, name: str, value: int, there: int) -> None:
         raise _no_division(f"plan.pin.{name}", value, "ranks", ranks)
     if there and not ranks:
         _at_most(name, value, there, "devices of the cluster")
+
+
+def _check_ring(pin: Pin) -> None:
+    """Whether heads, context and rings of what shares a sequence agree."""
+    if None not in (pin.sp, pin.hp, pin.cp) and pin.sp != (pin.hp or 1) * (pin.cp or 1):
+        raise UserError(
+            f"plan.pin.sp = {pin.sp} is not hp x cp = {pin.hp} x {pin.cp}.",
+            do=f"plan.pin.sp={(pin.hp or 1) * (pin.cp or 1)}, or leave it out",
+        )
+    if pin.window is not None and pin.cp is not None and pin.cp % pin.window:
+        raise _no_division("plan.pin.window", pin.window, "plan.pin.cp", pin.cp)
 
 
 def _check_chain(shard: ShardPin, there: int) -> None:
@@ -84,10 +98,8 @@ def _check_chain(shard: ShardPin, there: int) -> None:
 
 
 def _check_algorithm(pin: Pin) -> None:
-    if pin.algorithm in ("megatron", "fsp") and pin.sp not in (None, 1):
-        raise UserError(
-            f"plan.pin.algorithm = {pin.algorithm!r} has no sequence ranks.", do="plan.pin.tp instead of sp"
-        )
+    if pin.algorithm in ("megatron", "fsp") and pin.tp == 1:
+        raise UserError(f"plan.pin.algorithm = {pin.algorithm!r} has tensor ranks.", do="plan.pin.tp=2, or more")
     if pin.algorithm == "isp" and pin.tp not in (None, 1):
         raise UserError('plan.pin.algorithm = "isp" has no tensor ranks.', do="plan.pin.tp=1, sp instead")
     if pin.algorithm == "data" and (pin.tp or 1) * (pin.sp or 1) > 1:

@@ -135,7 +135,7 @@ def _exchanged(step: CostInputs, layer: Pass, anatomy: Anatomy) -> Pass:
     if np.any(np.asarray(layouts.tp) > 1):
         tensor = tensor_seconds(step, stream, again)
     if np.any(np.asarray(layouts.sp) > 1):
-        sequence = sequence_seconds(step, stream / layouts.tp, again)
+        sequence = sequence_seconds(step, anatomy.layer)
     gathers = weights(step, request.layer_parameters / layouts.tp)
     ahead = _awaited(step, gathers["all_gather"], layer.forward)
     behind = _awaited(step, gathers["all_gather"] + gathers["reduce_scatter"], layer.backward + layer.recompute)
@@ -182,16 +182,15 @@ def tensor_load(step: CostInputs, tokens: Number, layers: Number) -> tensor_cost
     )
 
 
-def sequence_seconds(step: CostInputs, stream: Number, again: Number) -> Number:
-    """Seconds of a layer's all-to-alls: query, key, value and the result, forward and backward (and once more)."""
-    request, layouts = step.request, step.layouts
-    spread = np.maximum(1.0, layouts.sp / max(1, request.kv_heads))
-    shared = request.kv_width / request.width * spread
-
-    def one(bytes_: Number) -> Number:
-        return collective_time.seconds("all_to_all", bytes_, layouts.sp, layouts.tp, step.on)
-
-    return (2 + again) * 2 * (one(stream) + one(stream * shared))
+def sequence_seconds(step: CostInputs, work: Work) -> Number:
+    """Seconds of a layer's all-to-alls of heads, and of its rings less what attention hides. On the cores of one
+    processor it hides nothing: they do the copying."""
+    device, setting = step.kind.table.device, step.kind.setting
+    hides = step.cuda or step.on.between is not None
+    attention = device_model.attention_seconds(
+        device, step.request.precision, work.attention * hides, setting, step.on.factors
+    )
+    return sum(step.sequence(work.tokens, attention).seconds.values())
 
 
 def weights(step: CostInputs, parameters: Number) -> Mapping[str, Number]:
@@ -335,7 +334,8 @@ def sources(step: CostInputs) -> dict[str, str]:
         "launch": f"operations counted by the workload, or {OPERATIONS:g} per product (assumed), "
         f"{device_model.issue_seconds(device) * 1e6:.1f} µs each; on a GPU only what the device waits for",
         "tensor": "all-gathers and reduce-scatters of each layer's activations (Buff, arXiv 2401.09149)",
-        "sequence": "all-to-alls of queries, keys, values and results (Buff, arXiv 2401.09149)",
+        "sequence": "all-to-alls of queries, keys, values and results, and transfers of rings that attention does not "
+        "hide (LoongTrain, arXiv 2406.18485)",
         "weights": "gathers of sharded parameters and scatters of gradients in every micro-batch, less what is hidden",
         "pipeline": "(stages - 1) micro-batches of one stage (1F1B), divided by its chunks",
         "send": f"activations from stage to stage, and {STALL * 1e6:g} µs for each hand-over (assumed)",
