@@ -8,8 +8,9 @@ optimizer's state is cut among all its ranks, so that each sends only what it ow
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -88,9 +89,17 @@ def cut(request: Request, cluster: Cluster, options: ByRounds) -> Replicas:
         pin=msgspec.structs.replace(pin, ranks=own),
         sync=EveryStep(),
         crossings=(),
+        refuses=None if request.refuses is None else partial(_refused, request.refuses, method_of(options)),
     )
     link = cluster.slowest(range(len(cluster.devices())), "between") if machines > 1 else cluster.nodes[0].inside
     return Replicas(_machines(cluster, count), inner, link)
+
+
+def _refused(refuses: Callable[[Plan], str], method: str, plan: Plan) -> str:
+    """Why two replicas that are each `plan` cannot agree by rounds; empty: they can."""
+    ranks = len(plan.ranks)
+    replicas = tuple(range(ranks)), tuple(range(ranks, 2 * ranks))
+    return refuses(msgspec.structs.replace(plan, ranks=plan.ranks * 2, outer=Outer(replicas=replicas, method=method)))
 
 
 def _machines(cluster: Cluster, count: int) -> list[Cluster]:

@@ -12,13 +12,13 @@ import numpy as np
 
 from espalier.plan.base import Plan, Rank, Stage, Unit
 from espalier.plan.layouts import Layouts, stage_layers
-from espalier.plan.request import Request
+from espalier.plan.request import Request, exchanges
 
 AXES = ("dp", "tp", "hp", "cp", "pp", "chunks", "params", "grads", "optimizer")
 
 
-def runs(request: Request, layouts: Layouts) -> Any:
-    """Boolean [layouts]: those that whoever asks can run."""
+def runs(request: Request, layouts: Layouts, known: dict[tuple[str, str, int], bool]) -> Any:
+    """Boolean [layouts]: those that whoever asks can run. `known`: answers to this request so far."""
     if request.refuses is None:
         return np.ones(len(layouts), dtype=bool)
     kinds = np.zeros(len(layouts), dtype=np.int64)
@@ -26,8 +26,11 @@ def runs(request: Request, layouts: Layouts) -> Any:
         kinds += (np.asarray(getattr(layouts, axis)) > 1).astype(np.int64) << bit
     fine = np.zeros(1 << len(AXES), dtype=bool)
     for kind in np.flatnonzero(np.bincount(kinds, minlength=len(fine))).tolist():
-        more = {axis: bool(kind >> bit & 1) for bit, axis in enumerate(AXES)}
-        fine[kind] = not request.refuses(_smallest(request, layouts, more))
+        key = layouts.algorithm, layouts.recompute, kind
+        if key not in known:
+            more = {axis: bool(kind >> bit & 1) for bit, axis in enumerate(AXES)}
+            known[key] = not request.refuses(_smallest(request, layouts, more))
+        fine[kind] = known[key]
     return fine[kinds]
 
 
@@ -67,6 +70,7 @@ def _smallest(request: Request, layouts: Layouts, kind: dict[str, bool]) -> Plan
             )
             for number, layers in enumerate(stage_layers(request.layers, stages))
         ),
+        exchanges=exchanges(request.crossings) if each > degree["tp"] else (),
         interleave=degree["chunks"],
         algorithm=layouts.algorithm,
         recompute=layouts.recompute,

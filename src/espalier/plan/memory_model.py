@@ -74,7 +74,9 @@ def _stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: 
     waiting = np.minimum(pipeline_cost.kept(pp, layouts.chunks) if is_first else 1, micro_batches)
     has_head = (pp == 1) | (not is_first)
     kept = waiting * step.stage_layers * anatomy.layer.kept + has_head * anatomy.rest.kept
-    travelling = step.sequence(anatomy.layer.tokens).held["keys_values"] if request.heads else 0.0
+    travelling: Number = 0.0
+    if np.any(np.asarray(layouts.cp) > 1):
+        travelling = step.sequence(anatomy.layer.tokens).held["keys_values"]
     transient = np.maximum(anatomy.layer.transient + travelling, has_head * anatomy.rest.transient)
     update = np.maximum(orthogonal_bytes(request), request.temporaries * step.stage_parameters / layouts.optimizer)
     found["activations"] = factors.held * kept

@@ -112,11 +112,12 @@ def search(request: Request, cluster: Cluster, calibration: Calibration = DATASH
     kept: list[Option] = []
     closest: Option | None = None
     best, priced = float("inf"), 0
+    known: dict[tuple[str, str, int], bool] = {}
     for part, on, threads, equal, unequal in _promising_first(request, cluster, calibration):
         if unequal > best * (1 + tie):
             continue
         limits = _limits(request, on, threads)
-        for batch in _batches(request, limits, on.ranks, on.per_node):
+        for batch in _batches(request, limits, on.ranks, on.per_node, known):
             if batch.algorithm != "data" and equal > best * (1 + tie):
                 continue
             options, nearest, count = _price(request, part, on, batch)
@@ -260,12 +261,14 @@ def _limits(request: Request, on: collective_time.Fleet, threads: int) -> Limits
     )
 
 
-def _batches(request: Request, limits: Limits, ranks: int, per_node: int) -> Iterator[Layouts]:
+def _batches(
+    request: Request, limits: Limits, ranks: int, per_node: int, known: dict[tuple[str, str, int], bool]
+) -> Iterator[Layouts]:
     pinned = request.pin.algorithm
     for algorithm in (pinned,) if pinned else ALGORITHMS:
         if algorithm == "data" or limits.heads:
             for batch in space.grid(algorithm, ranks, per_node, limits):
-                kept = np.flatnonzero(executable.runs(request, batch))
+                kept = np.flatnonzero(executable.runs(request, batch, known))
                 if len(kept):
                     yield batch.at(kept)
 
