@@ -9,8 +9,7 @@ import pytest
 
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
-from espalier.config import defaults, recipe_file
-from espalier.config import Pin
+from espalier.config import Pin, defaults, recipe_file
 from espalier.plan import build_plan, request_from_recipe, search
 from espalier.plan.base import Plan
 from espalier.plan.request import Request
