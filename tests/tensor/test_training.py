@@ -143,7 +143,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+CASES_OF_8 = {
+    "4 replicas of 2, states sharded by 2, 2 and 4": (8, 2, (2, 2, 4), {}, {}),
+    "2 replicas of 4, FSP, all states sharded": (8, 4, (2, 2, 2), {"algorithm": "fsp", "recompute": "block"}, {}),
+    "2 replicas of 2 by 2 heads": (8, 2, (1, 2, 2), {"heads": 2}, {"tied": True}),
+    "2 replicas of 2 by 2 slots": (8, 2, (1, 1, 4), {"context": 2, "recompute": "selective"}, {}),
+    "2 by 2 heads by 2 slots": (8, 2, (1, 1, 4), {"context": 2, "heads": 2}, {"kv_heads": 4}),
+    "2 stages of 4": (8, 4, (1, 1, 1), {"pipe": True, "algorithm": "fsp"}, {"tied": True}),
+}
+CASES |= CASES_OF_8
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in CASES_OF_8 else ()) for case in CASES]
+)
 def test_curve_weights_validation_and_sample_are_those_of_one_rank(corpus: Path, tmp_path: Path, case: str) -> None:
     ranks, tensor, shard, more, model = CASES[case]
     recipe = recipe_of(corpus, model)
@@ -244,13 +257,24 @@ def test_what_cannot_stand_beside_cut_matrices_is_refused_by_name(corpus: Path) 
     assert refused.instead == "optimizer = adamw instead of muon"
     recipe = recipe_of(corpus)
     assert mechanisms.refusal(recipe, plan_of(recipe, 2, 2)) is None
-    for changes, beside in (
-        ({"compile": True}, "compile"),
-        ({"exchanges": (plans.Exchange(traffic="gradients", codec="int8"),)}, "codecs"),
-    ):
-        refused = mechanisms.refusal(recipe, plan_of(recipe, 2, 2, **changes))
-        assert refused is not None
-        assert set(refused.pair) == {beside, "tensor_parallel"}
+    refused = mechanisms.refusal(recipe, plan_of(recipe, 2, 2, compile=True))
+    assert refused is not None
+    assert set(refused.pair) == {"compile", "tensor_parallel"}
+
+
+def test_error_feedback_goes_on_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
+    """Each rank's is of its own matrices."""
+    recipe = recipe_of(corpus, precision="fp32")
+    plan = plan_of(recipe, 4, 2, (1, 1, 2), exchanges=(plans.Exchange(traffic="gradients", codec="int8"),))
+    unbroken = trained(recipe, plan, tmp_path / "unbroken")
+    exact = trained(recipe, plan_of(recipe, 1, 1), tmp_path / "exact")
+    assert unbroken["loss"] != exact["loss"]
+    assert unbroken["loss"] == pytest.approx(exact["loss"], rel=1e-2)
+    trained(recipe, plan, tmp_path / "broken", stop_after=2)
+    again = trained(recipe, plan, tmp_path / "broken")
+    assert again["loss"] == unbroken["loss"][2:]
+    found, wanted = (weights(recipe, tmp_path / name) for name in ("broken", "unbroken"))
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize(("algorithm", "mode"), [("megatron", "none"), ("megatron", "block"), ("fsp", "selective")])

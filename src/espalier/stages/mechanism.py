@@ -124,8 +124,8 @@ class Pipelined(Mechanism):
         group = context.mesh.of(tuple(sorted(rank for rank in alike if alike[rank] in stages.pipeline.ranks)))
         found: dict[str, Stateful] = {}
         for name, part in parts.items():
-            if name == "feedback":
-                found[f"feedback of stage {stages.held[0]}"] = part
+            if name.startswith("feedback"):
+                found[f"{name} of stage {stages.held[0]}"] = part
             else:
                 found[name] = AllStages(part, group)
         return found

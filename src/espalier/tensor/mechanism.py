@@ -21,6 +21,7 @@ from espalier.tensor.stream import Stream
 from espalier.workload import Role
 
 if TYPE_CHECKING:
+    from espalier.checkpoint.base import Stateful
     from espalier.config import Recipe
     from espalier.parallel.mesh import ProcessMesh
     from espalier.plan.base import Plan
@@ -30,10 +31,10 @@ CLAIM = Claim(
     question="products",
     needs=frozenset({"a model"}),
     changes=frozenset({"products of cut matrices", "matrices are cut"}),
-    forbids=frozenset({"compiles blocks", "sums are encoded"}),
+    forbids=frozenset({"compiles blocks"}),
     after=frozenset({"attend", "aggregate", "route", "recompute", "precision"}),
 )
-"""What it forbids: compilers do not see the exchanges inside a block; error feedback is kept by whole parameters."""
+"""Compilers do not see the exchanges inside a block."""
 
 
 class TensorParallel(Mechanism):
@@ -52,6 +53,11 @@ class TensorParallel(Mechanism):
         assert mesh.replica is not None
         context.cut = context.cut or ModelCut(mesh.replica)
         share(model, context.workload.roles(model), mesh, context.cut, self.regather)
+
+    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+        """What a codec keeps back is of this rank's matrices: others that are cut alike take it up again."""
+        own = f"feedback of matrices {context.mesh.coordinates.tp}"
+        return {own if name == "feedback" else name: part for name, part in parts.items()}
 
 
 def share(
