@@ -28,7 +28,7 @@ def llama(tied: bool, heads: int = 4) -> Any:
         torch.manual_seed(1)
         config = LlamaConfig(
             hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
-            num_key_value_heads=heads // 2, max_position_embeddings=32, tie_word_embeddings=tied,
+            num_key_value_heads=heads // 2, max_position_embeddings=32, tie_word_embeddings=tied, pad_token_id=3,
         )  # fmt: skip
         return LlamaForCausalLM(config).double()
 
@@ -106,9 +106,15 @@ def test_a_model_that_does_not_say_how_is_refused_with_what_it_would_have_to_say
     error = ranks(2, lambda channel: refused(channel, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))[0]
     assert "Sequential does not say how ranks may share its matrices" in error.what
     assert "_tp_plan = {" in error.do
-    odd = nn.Sequential(nn.Linear(4, 4))
-    odd._tp_plan = {"0": "sideways"}  # type: ignore[assignment]
-    assert "'sideways' of 0" in ranks(2, lambda channel: refused(channel, odd))[0].what
+
+    def error(style: str, module: nn.Module, name: str = "0") -> str:
+        odd = nn.Sequential(module)
+        odd._tp_plan = {name: style}  # type: ignore[assignment]
+        return str(ranks(2, lambda channel: refused(channel, odd))[0].what)
+
+    assert "'sideways' of 0" in error("sideways", nn.Linear(4, 4))
+    assert "Ranks cannot share 0: Conv1d is no plain Linear." in error("colwise", nn.Conv1d(4, 4, 1))
+    assert "None of the modules that ranks are to share is in Sequential." in error("colwise", nn.Linear(4, 4), "7")
 
 
 def test_heads_that_ranks_cannot_share_equally_are_refused_with_the_nearest_degree() -> None:

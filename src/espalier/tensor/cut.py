@@ -44,15 +44,35 @@ class Found(NamedTuple):
 
 
 def found(model: nn.Module, roles: Mapping[str, Role]) -> list[Found]:
-    """The modules that have a role."""
+    """The modules that have a role. Raises UserError for one of a class that cannot have it, and where none has any."""
     made = []
     modules: Iterable[tuple[str, Any]] = model.named_modules()
     for name, module in modules:
         pattern = next((one for one in roles if fnmatchcase(name, one)), None)
         if pattern is not None:
             dim = DIM.get(roles[pattern].kind)
+            if dim is not None:
+                _refuse_other(name, module, roles[pattern])
             made.append(Found(name, module, roles[pattern], 0 if dim is None else module.weight.shape[dim]))
+    if not any(one.role.kind in DIM for one in made):
+        raise UserError(
+            f"None of the modules that ranks are to share is in {type(model).__name__}.",
+            why=f"its plan names {', '.join(roles)}",
+            do="the names of `model.named_modules()`, with * for a number",
+        )
     return made
+
+
+def _refuse_other(name: str, module: nn.Module, role: Role) -> None:
+    """Raises UserError for a module that computes something else than what is cut."""
+    kinds = (nn.Linear, nn.Embedding) if role.kind == "table" else (nn.Linear,)
+    plain = any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
+    if not plain or getattr(module, "max_norm", None) is not None:
+        raise UserError(
+            f"Ranks cannot share {name}: {type(module).__name__} is no plain {' or '.join(k.__name__ for k in kinds)}.",
+            why="its own forward is not known",
+            do="leave it out of the tensor-parallel plan, or tp = 1",
+        )
 
 
 def check(parts: Sequence[Found], ranks: int) -> None:

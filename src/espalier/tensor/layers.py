@@ -160,11 +160,14 @@ def row_forward(stream: Stream, module: nn.Linear) -> Callable[[Tensor], Tensor]
 
 def table_forward(stream: Stream, module: nn.Embedding, first: int) -> Callable[[Tensor], Tensor]:
     """The forward of an `Embedding` of which this rank has the words from `first` on."""
+    padding = module.padding_idx
+    if padding is not None:
+        padding = padding - first if first <= padding < first + len(module.weight) else None
 
     def forward(input: Tensor) -> Tensor:
         stream.begin(input)
         here = (input >= first) & (input < first + len(module.weight))
-        rows = F.embedding((input - first).where(here, 0), module.weight)
+        rows = F.embedding((input - first).where(here, 0), module.weight, padding)
         return leave(rows * here.unsqueeze(-1), stream)
 
     return forward
