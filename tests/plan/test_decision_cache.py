@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
@@ -17,6 +21,7 @@ from espalier.plan.base import Plan
 from espalier.plan.calibrate import DATASHEET
 from espalier.plan.decide import decide
 from espalier.plan.request import Request
+from espalier.plan.trials import Trials
 
 CLUSTER = clusters.loads('[[nodes]]\ndevice = "A100-80GB"\ndevices = 8\n')
 
@@ -90,3 +95,22 @@ def test_a_cache_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "espalier").write_text("a file, where the cache would be")
     decision_cache.keep("one", decide(asked(), CLUSTER).taken)
     assert decision_cache.read("one") is None
+
+
+@settings(max_examples=25)
+@given(st.randoms(use_true_random=False))
+def test_trials_that_ran_decide_the_same_for_whoever_asks_next(draw: Random) -> None:
+    """So the plan may be kept under the name that it has after them."""
+    cluster = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "16GiB"\n')
+    table = {
+        "model": {"depth": 2, "width": 64, "heads": 2, "vocabulary": 256},
+        "train": {"steps": 10, "sequence": 32, "batch_tokens": 2048, "seed": 1},
+    }
+    recipe = defaults.resolve(recipe_file.from_table(table))[0]
+    request = request_from_recipe.of_recipe(recipe)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        noisy = Trials(recipe, cluster, lambda plan: 0.01 * (1 + 0.1 * draw.random()) / len(plan.ranks) ** 0.1)
+        plan = decide(request, cluster, DATASHEET, noisy).taken
+        assert noisy.known()
+        assert decide(request, cluster, DATASHEET, Trials(recipe, cluster)).taken == plan
