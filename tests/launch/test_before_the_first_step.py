@@ -1,11 +1,10 @@
 """What a run executes before its first step, counted in the process of rank 0 and before it was forked.
 
 Of the first run of a recipe, which builds the corpus and decides the plan by estimates, and of the same begun again.
-Of 708 functions in the first, `plan` has 155: it prices layouts and says why one is the plan. `language` has 89, which
-cut the corpus into shards and build the model; `shard`, `parallel`, `optim`, `sync`, `stages`, `sequence` and `tensor`
-about 130, which lay states, groups and the optimizer on the ranks and price that; `config` and `verbs` 81; `launch`,
-`comm` and `resilience` 79. The second finds shards and plan in the cache, and leaves out 193 of them. A new row of the
-table of mechanisms adds one or two to both.
+The second finds shards and plan in the cache: of 523 functions `language` has 63, which open the corpus and build the
+model; `shard`, `parallel`, `optim`, `sync`, `stages`, `sequence` and `tensor` about 110, which lay states, groups and the
+optimizer on the ranks; `config` and `verbs` 80; `launch`, `comm` and `resilience` 79. The first has 212 more: it cuts the
+corpus into shards, searches the layouts of all mechanisms, prices them and says why one is the plan.
 """
 
 import json
@@ -53,7 +52,7 @@ def train_step(self, *arguments):
 trainer.Trainer.train_step = train_step
 sys.exit(main(sys.argv[2:]))
 """
-FIRST, REPEATED, RESILIENCE = 710, 517, 20
+FIRST, REPEATED, RESILIENCE = 740, 530, 20
 """Functions of the package before rank 0's first step, in a first run and in another of the same recipe; and of what is
 there for failures."""
 
