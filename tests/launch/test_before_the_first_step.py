@@ -2,9 +2,9 @@
 
 Of the first run of a recipe, which builds the corpus and decides the plan by estimates, and of the same begun again.
 The second finds shards and plan in the cache: of 523 functions `language` has 63, which open the corpus and build the
-model; `shard`, `parallel`, `optim`, `sync`, `stages`, `sequence` and `tensor` about 110, which lay states, groups and the
-optimizer on the ranks; `config` and `verbs` 80; `launch`, `comm` and `resilience` 79. The first has 212 more: it cuts the
-corpus into shards, searches the layouts of all mechanisms, prices them and says why one is the plan.
+model; `shard`, `parallel`, `optim`, `sync`, `stages`, `sequence` and `tensor` about 110, which lay states, groups and
+the optimizer on the ranks; `config` and `verbs` 80; `launch`, `comm` and `resilience` 79. The first has 212 more: it
+cuts the corpus into shards, searches the layouts of all mechanisms, prices them and says why one is the plan.
 """
 
 import json
