@@ -84,6 +84,7 @@ class Trained(NamedTuple):
     weights: dict[str, torch.Tensor]
     bytes: dict[tuple[str, str], float]
     held: int
+    texts: list[str]
 
 
 def train(
@@ -92,6 +93,7 @@ def train(
     saved: Path | None = None,
     workload: Workload | None = None,
     until: int | None = None,
+    sample: bool = False,
 ) -> list[Trained]:
     """The run of each rank. With `saved`, it begins with the newest checkpoint there and saves at its end."""
     opened = workload or open_language(recipe)
@@ -116,12 +118,13 @@ def train(
             made.run(checkpoints)
             if checkpoints is not None:
                 checkpoints.close()
+            texts = [str(one) for one in made.sample()] if sample else []
             model = made.built.model
             made.built.sharding.detach()
             weights = {name: one.detach().clone() for name, one in model.named_parameters()}
             sent = dict(channel.ledger.bytes) if channel is not None else {}
             held = sum(one.numel() for one in model.parameters())
-        return tuple(Trained(told["loss"], told["gradient_norm"], told["validation"], weights, sent, held))
+        return tuple(Trained(told["loss"], told["gradient_norm"], told["validation"], weights, sent, held, texts))
 
     return [Trained(*one) for one in agent.run(life, launch.places(plan))]
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from espalier import mechanisms
-from espalier.errors import UserError
+from espalier import mechanisms, workload_registry
+from espalier.config import recipe_file
+from espalier.errors import Anomaly, UserError
 from espalier.language.workload import open_language
 from espalier.plan import base as plans
 from espalier.stages.action_list import in_flight
@@ -19,6 +20,7 @@ from espalier.workload import Pieces, in_sequence
 
 from .runs import Cut, corpus, recipe_of, together, train
 
+CODECS = ("exact", "split", "int8")
 CUTS = {
     "2 stages": Cut((2, 4)),
     "4 unequal stages": Cut((1, 2, 3, 4), micro_batch=3),
@@ -132,6 +134,114 @@ def test_ranks_of_a_pipeline_send_what_the_formula_says(folder) -> None:
     sample = 16 * 32 * 8  # tokens, width, bytes of a value
     forward, backward = (3 * 8 + held_out) * sample, 3 * 8 * sample
     assert [rank.bytes["activations", "send"] for rank in ranks] == [forward, forward + backward, backward]
+
+
+def test_activations_cross_by_the_codec_of_the_plan(folder, one_rank) -> None:
+    exact, lossless, rounded = (
+        train(recipe_of(folder), Cut((2, 4), codec=codec, micro_batch=8).plan()) for codec in CODECS
+    )
+    assert lossless[0].losses == exact[0].losses
+    assert rounded[0].losses != exact[0].losses
+    assert rounded[0].losses[:2] == pytest.approx(one_rank.losses[:2], rel=2e-3)
+    key = "activations", "send"
+    assert rounded[0].bytes[key] < 0.3 * exact[0].bytes[key]
+
+
+def test_every_rank_of_a_pipeline_shows_the_sample_of_one_rank(folder) -> None:
+    recipe = recipe_of(folder)
+    (whole,), ranks = (train(recipe, Cut(ends).plan(), sample=True, until=1) for ends in ((4,), (1, 3, 4)))
+    assert len(whole.texts) == 1
+    assert len(whole.texts[0]) > 50
+    assert [rank.texts for rank in ranks] == [whole.texts] * 3
+
+
+def test_a_loss_that_is_not_finite_names_its_rank(folder) -> None:
+    opened = open_language(recipe_of(folder))
+    plain = opened.loss
+
+    def loss(model, batch):
+        value, weight = plain(model, batch)
+        return value * torch.nan, weight
+
+    opened.loss = loss
+    with pytest.raises(Anomaly, match="The loss is not finite in step 1 on rank 1"):
+        train(recipe_of(folder), Cut((2, 4)).plan(), workload=opened)
+
+
+MODULES = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from espalier.module import Parts
+from espalier.workload import Pieces
+
+def loss(model, batch):
+    x, y = batch
+    return nn.functional.mse_loss(model(x), y, reduction="sum"), torch.tensor(float(len(y)))
+
+def data(count):
+    x = torch.arange(count * 6.0).view(count, 6).sin()
+    return TensorDataset(x, x[:, :2] * x[:, 2:4])
+
+def sequential():
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2)
+    return Parts(nn.Sequential(*layers), data(32), loss, data(5))
+
+class Tree(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.start, self.end = nn.Linear(6, 8), nn.Linear(8, 2)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = self.start(x)
+        for one in self.layers:
+            x = one(x).tanh()
+        return self.end(x)
+
+def pieces(model):
+    blocks = [lambda x, given, one=one: one(x).tanh() for one in model.layers]
+    modules = [[model.start], *([one] for one in model.layers), [model.end]]
+    return Pieces(model.start, blocks, lambda x, given: model.end(x), modules)
+
+def with_pieces():
+    torch.manual_seed(0)
+    return Parts(Tree(), data(32), loss, data(5), pieces=pieces)
+
+def without():
+    return Parts(Tree(), data(32), loss, data(5))
+"""
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "cut_modules.py").write_text(MODULES)
+
+    def run(build, ends, schedule="1f1b"):
+        table = {"model": {"kind": "module", "build": f"cut_modules:{build}"}}
+        table["train"] = {"steps": 3, "batch_tokens": 8, "precision": "fp64", "optimizer": {"kind": "adamw"}}
+        settled = workload_registry.settle(recipe_file.from_table(table), folder)
+        opened = workload_registry.open_workload(settled)
+        return train(settled.recipe, Cut(ends, schedule=schedule).plan(), workload=opened)
+
+    return run
+
+
+@pytest.mark.parametrize(("build", "ends"), [("sequential", (2, 5)), ("with_pieces", (1, 3))])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_somebodys_own_module_is_cut(modules, build, ends, schedule) -> None:
+    (whole,), ranks = modules(build, ends[-1:]), modules(build, ends, schedule)
+    assert ranks[1].losses == pytest.approx(whole.losses, rel=1e-12)
+    assert ranks[0].validation == pytest.approx(whole.validation, rel=1e-12)
+    same(together(ranks), whole.weights)
+
+
+def test_a_module_that_names_no_pieces_is_refused_with_what_to_say(modules) -> None:
+    with pytest.raises(UserError, match="Tree cannot be cut into stages") as refused:
+        modules("without", (1, 3))
+    assert "return `pieces` from model.build" in refused.value.do
 
 
 # --- what cannot be cut --------------------------------------------------------------------------------------------

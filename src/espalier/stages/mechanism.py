@@ -11,8 +11,10 @@ from torch import Tensor
 
 from espalier import plain_collectives
 from espalier.checkpoint.dcp_planners import Slice
+from espalier.comm import codecs
 from espalier.comm.base import Traffic, traffic
 from espalier.compose import Claim
+from espalier.errors import UserError
 from espalier.mechanism import Build, Mechanism
 from espalier.parallel.mesh import REPLICA, ProcessMesh
 from espalier.parallel.model_cut import ModelCut
@@ -109,6 +111,7 @@ class Pipelined(Mechanism):
             WeightGradients(model) if split else None,
             tuple(context.workload.tasks().values()),
         )
+        _encode(context)
         messages = Messages(mesh.replica, places, context.device)
         made = PipelineSchedule(alike[mesh.rank], stages, messages, self._lists, passes)
         made.actions(stages.pipeline.micro_batches)
@@ -129,6 +132,20 @@ class Pipelined(Mechanism):
             else:
                 found[name] = AllStages(part, group)
         return found
+
+
+def _encode(context: Build) -> None:
+    """What goes from stage to stage is written by the plan's codec for activations."""
+    for one in context.plan.exchanges:
+        if one.traffic == Traffic.ACTIVATIONS and one.codec != "exact":
+            if one.level != "all":
+                raise UserError(
+                    f"The codec {one.codec!r} of activations is for links {one.level!r} machines only.",
+                    why="a pipeline sends all its activations in one form",
+                    do='level = "all", or codec = "exact"',
+                )
+            group: Any = context.mesh.replica
+            group.use(Traffic.ACTIVATIONS, codecs.codec(one.codec))
 
 
 class AllStages:
