@@ -86,3 +86,17 @@ def test_under_autocast_it_computes_as_pytorchs_attention_does() -> None:
         found = attend(query, key, value, causal=True, slots=SequenceSlots(12))
     assert found.dtype == right.dtype == torch.bfloat16
     torch.testing.assert_close(found, right, rtol=0, atol=1e-2)
+
+
+def test_documents_that_were_changed_are_looked_at_anew() -> None:
+    query, key, value, _ = inputs(12, 12, 6)
+    documents, slots = torch.zeros(2, 12, dtype=torch.long), SequenceSlots(12)
+    whole = attend(query, key, value, causal=True, slots=slots, documents=documents)
+    documents[:, 6:] = 1
+    halves = attend(query, key, value, causal=True, slots=slots, documents=documents)
+    torch.testing.assert_close(halves[:, :, :6], whole[:, :, :6], rtol=0, atol=1e-13)
+    apart = attend(*(one[:, :, 6:] for one in (query, key, value)), causal=True, slots=SequenceSlots(6))
+    torch.testing.assert_close(halves[:, :, 6:], apart, rtol=0, atol=1e-13)
+    with torch.inference_mode():
+        again = attend(query, key, value, causal=True, slots=slots, documents=documents.clone())
+    assert torch.equal(again, halves)

@@ -111,9 +111,9 @@ def _bounds(documents: Tensor | None, length: int) -> Bounds:
     """Those of the same tensor are found once for all layers."""
     if documents is None:
         return bounds_of(None, length)
-    known = _BOUNDS.get(documents)
-    if known is None or known[0] != documents._version:
-        known = _BOUNDS[documents] = (documents._version, bounds_of(documents, length))
+    known, version = _BOUNDS.get(documents), 0 if documents.is_inference() else documents._version
+    if known is None or known[0] != version:
+        known = _BOUNDS[documents] = (version, bounds_of(documents, length))
     return known[1]
 
 

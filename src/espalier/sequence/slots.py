@@ -173,7 +173,7 @@ class Runs(NamedTuple):
         return sum(max(0, int(stop - start)) for start, stop in self.parts[:, document] if start < position)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _runs(slots: SequenceSlots, bounds: tuple[int, ...]) -> tuple[Runs, ...]:
     """Of every slot."""
     begins, ends = np.array(bounds[:-1]), np.array(bounds[1:])
