@@ -278,15 +278,16 @@ def test_error_feedback_goes_on_bit_for_bit(corpus: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("algorithm", "mode"), [("megatron", "none"), ("megatron", "block"), ("fsp", "selective")])
-def test_the_plan_s_bytes_of_activations_are_the_ledger_s(
-    corpus: Path, tmp_path: Path, algorithm: str, mode: str
-) -> None:
+def test_the_plan_s_bytes_are_the_ledger_s(corpus: Path, tmp_path: Path, algorithm: str, mode: str) -> None:
     recipe = recipe_of(corpus, sequence=16, batch_tokens=128)
     machine = cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
     request = prepare.request(prepare.Resolved(recipe))
     for ranks in (2, 4):
         layout = Layouts(algorithm=algorithm, recompute=mode, dp=ranks // 2, tp=2, micro_batch=2)
-        predicted = estimate(request, machine, layout).sent_bytes["activations"]
+        predicted = estimate(request, machine, layout).sent_bytes
         plan = plan_of(recipe, ranks, 2, algorithm=algorithm, recompute=mode)
         found = trained(recipe, plan, tmp_path / str(ranks))
-        assert {step["activations"] for step in found["bytes"]} == {predicted}
+        for step in found["bytes"][1:]:  # the first compares what ranks hold
+            assert step["activations"] == predicted["activations"]
+            assert step["control"] == predicted["control"]
+            assert step["gradients"] == pytest.approx(predicted["gradients"], rel=0.01)  # 257 words: 128 and 129

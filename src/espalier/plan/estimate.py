@@ -148,9 +148,16 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     steering = TOTAL_BYTES * placement_plan.control_values(request.tensors, world, totals)
     found["control"] = ring_bytes("all_reduce", steering, world)
     found["parameters"] += request.running * (world > 1)
+    if layout.tp * layout.pp > 1:  # totals and norm go to the whole replica, flags to those of the same part
+        flags = TOTAL_BYTES * placement_plan.control_values(request.tensors, layout.shards, 0)
+        whole = ring_bytes("all_reduce", TOTAL_BYTES * (1 + totals), world)
+        found["control"] = whole + ring_bytes("all_reduce", flags, layout.shards)
     if request.width and layout.tp > 1:
         load = step_time.tensor_load(step, samples * request.tokens_per_sample / layout.sp, step.stage_layers)
         found["activations"] = found.get("activations", 0.0) + tensor_cost.cost(load).sent[tensor_cost.ACTIVATIONS]
+        norms = (2 * step.stage_layers + 1) * request.width * step.storage.grads
+        found["gradients"] += ring_bytes("all_reduce", norms, layout.tp) * (rounds if layout.grads > 1 else 1)
+        found["gradients"] += ring_bytes("all_reduce", norms * (1 - 1 / layout.tp), layout.shards)
     if int(layout.sp) > 1:
         tokens = samples * request.tokens_per_sample / layout.sp
         exchanged = step.sequence(tokens).sent
