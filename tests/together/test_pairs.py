@@ -46,16 +46,17 @@ ALONE = {
     "all states in shards": ({}, {"ranks": 2, "shard": (2, 2, 2)}, 1e-9),
     "context of 2": ({}, {"sequence": (1, 2)}, 1e-9),
     "heads of 2": ({}, {"sequence": (2, 1)}, 1e-9),
+    "matrices over 2": ({}, {"tensor": 2, "algorithm": "fsp"}, 1e-9),
     "codec without loss": ({}, {"ranks": 2, "codec": "split"}, 1e-9),
     "int8 with feedback": ({}, {"ranks": 2, "codec": "int8"}, 2e-2),
 }
 
-# Answers to one question exclude each other; all other pairs must run.
+# Answers to one question exclude each other (Muon moves whole matrices); all other pairs must run.
 QUESTIONS = [
     ["ranks", "unequal shares"],
     ["accumulation"],
     ["recompute selective", "recompute block"],
-    ["muon"],
+    ["muon", "matrices over 2"],
     ["clip"],
     ["cosine"],
     ["bf16"],
@@ -113,7 +114,7 @@ def curves():
 
 def recipe_of(corpus, train):
     table = {
-        "model": {"depth": 1, "width": 32, "heads": 2, "feed_forward": 64},
+        "model": {"depth": 1, "width": 32, "heads": 4, "feed_forward": 64},
         "data": {"path": str(corpus), "cache": str(corpus.parent / "cache"), "validation": 0.2},
         "train": {"steps": STEPS, "sequence": 32, "batch_tokens": 256, "precision": "fp64"}
         | {"optimizer": {"kind": "adamw"}}
@@ -122,15 +123,18 @@ def recipe_of(corpus, train):
     return defaults.resolve(recipe_file.from_table(table))[0]
 
 
-def curve(recipe, micro_batch=8, recompute="none", ranks=1, cuts=None, shard=(), sequence=(1, 1), codec="exact"):
+def curve(recipe, ranks=1, cuts=None, shard=(), sequence=(1, 1), tensor=1, codec="exact", **how):
     samples = recipe.train.batch_tokens // recipe.train.sequence
     cuts = cuts or tuple(samples * one // ranks for one in range(ranks + 1))
     heads, context = sequence
-    shares = tuple(plans.Rank(share=share) for share in itertools.pairwise(cuts) for _ in range(heads * context))
-    stage = plans.Stage(ranks=tuple(range(len(shares))), layers=(0, 1), heads=heads, context=context)
+    shares = tuple(
+        plans.Rank(share=share) for share in itertools.pairwise(cuts) for _ in range(heads * context * tensor)
+    )
+    cut = {"heads": heads, "context": context, "tensor": tensor}
+    stage = plans.Stage(ranks=tuple(range(len(shares))), layers=(0, 1), **cut)
     groups = [tuple(range(size)) if size > 1 else () for size in shard]
     unit = plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups, strict=False)), whole=True)
-    how = {"micro_batch": micro_batch, "recompute": recompute, "precision": recipe.train.precision}
+    how = {"micro_batch": 8, "precision": recipe.train.precision, **how}
     exchange = plans.Exchange(traffic="gradients", codec=codec)
     plan = plans.Plan(ranks=shares, units=(unit,), exchanges=(exchange,), stages=(stage,), **how)
     workload = open_language(recipe)
