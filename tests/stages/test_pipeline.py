@@ -13,6 +13,7 @@ from espalier.errors import Anomaly, UserError
 from espalier.language.workload import open_language
 from espalier.plan import base as plans
 from espalier.stages.action_list import in_flight
+from espalier.stages.mechanism import ahead
 from espalier.stages.model_stages import ModelStages, Placed, check_layers, pipelines
 from espalier.stages.schedules import action_lists
 from espalier.testing import same
@@ -242,6 +243,40 @@ def test_a_module_that_names_no_pieces_is_refused_with_what_to_say(modules) -> N
     with pytest.raises(UserError, match="Tree cannot be cut into stages") as refused:
         modules("without", (1, 3))
     assert "return `pieces` from model.build" in refused.value.do
+
+
+def foretold(seconds, limit):
+    """A prediction whose hand-overs take so many seconds in all, of 8 micro-batches of 3 s in 2 stages."""
+    return plans.Predicted(
+        step_seconds=30.0,
+        tokens_per_second=1.0,
+        tokens_per_second_per_device=1.0,
+        mfu=0.1,
+        terms={"forward": 8.0, "backward": 16.0, "send": seconds},
+        memory_bytes={"activations": 200.0, "peak": 1000.0},
+        memory_limit=limit,
+        sent_bytes={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit", "more"),
+    [(0.0, 2000.0, [0, 0]), (33.0, 2000.0, [2, 0]), (33.0, 1100.0, [1, 0]), (33.0, 1000.0, [0, 0])],
+)
+def test_a_plan_with_slow_links_begins_with_more_forward_passes_where_memory_is_free(seconds, limit, more) -> None:
+    stages = [msgspec.structs.replace(one, micro_batches=8) for one in Cut((2, 4)).plan().stages]
+    plan = msgspec.structs.replace(Cut((2, 4)).plan(), stages=tuple(stages), predicted=foretold(seconds, limit))
+    assert ahead(plan, ((0, 2), (2, 4))) == more
+    assert ahead(msgspec.structs.replace(plan, predicted=None), ((0, 2), (2, 4))) == []
+
+
+def test_more_warm_up_changes_no_result(folder, one_rank) -> None:
+    plan = Cut((2, 4)).plan()
+    stages = tuple(msgspec.structs.replace(one, micro_batches=8) for one in plan.stages)
+    slow = msgspec.structs.replace(plan, stages=stages, predicted=foretold(33.0, 2000.0))
+    ranks = train(recipe_of(folder), slow)
+    assert ranks[0].losses == pytest.approx(one_rank.losses, rel=1e-9)
+    same(together(ranks), one_rank.weights, relative=1e-9)
 
 
 # --- what cannot be cut --------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from espalier.parallel.mesh import REPLICA, ProcessMesh
 from espalier.parallel.model_cut import ModelCut
 from espalier.stages import schedules
 from espalier.stages.action_list import ActionLists, Pipeline
+from espalier.stages.cost import hand_overs
 from espalier.stages.messages import Messages
 from espalier.stages.model_stages import ModelStages, check_borrowed, check_layers, no_pieces, pipelines
 from espalier.stages.pipeline import Passes, PipelineSchedule
@@ -59,6 +60,10 @@ ZERO_BUBBLE = Claim(
     instead=("1f1b",),
 )
 """Gradients of weights are computed when their block is not at work any more: neither gathered nor compiled."""
+
+
+PASSES = ("forward", "backward", "recompute", "launch")
+"""Terms of a prediction that a stage repeats for each micro-batch."""
 
 
 class CutModel(Mechanism):
@@ -113,12 +118,14 @@ class Pipelined(Mechanism):
         )
         _encode(context)
         messages = Messages(mesh.replica, places, context.device)
-        made = PipelineSchedule(alike[mesh.rank], stages, messages, self._lists, passes)
+        more = ahead(context.plan, stages.layers)
+
+        def lists(pipeline: Pipeline) -> ActionLists:
+            return schedules.action_lists([pipeline], self.schedule, more)
+
+        made = PipelineSchedule(alike[mesh.rank], stages, messages, lists, passes)
         made.actions(stages.pipeline.micro_batches)
         context.schedule = made
-
-    def _lists(self, pipeline: Pipeline) -> ActionLists:
-        return schedules.action_lists([pipeline], self.schedule)
 
     def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
         """The parts with the names of the whole model; what a codec keeps back is each stage's own."""
@@ -132,6 +139,26 @@ class Pipelined(Mechanism):
             else:
                 found[name] = AllStages(part, group)
         return found
+
+
+def ahead(plan: Plan, layers: Sequence[tuple[int, int]]) -> list[int]:
+    """Further forward passes that each stage begins with, as the plan's links and free memory allow: see
+    `schedules.warm_up_for_links`. None where nothing was predicted, or a rank holds several stages."""
+    predicted, count = plan.predicted, max(1, plan.stages[0].micro_batches)
+    if predicted is None or plan.interleave > 1:
+        return []
+    each = sum(predicted.terms.get(name, 0.0) for name in PASSES) / count
+    sizes = [last - first for first, last in layers]
+    if not each:
+        return []
+    link = predicted.terms.get("send", 0.0) / float(hand_overs(len(sizes), count))
+    passes = [each * size / max(sizes) for size in sizes]
+    more = schedules.warm_up_for_links(passes, [link] * (len(sizes) - 1))
+    memory = predicted.memory_bytes
+    one = memory.get("activations", 0.0) / min(len(sizes), count)
+    room = predicted.memory_limit - memory.get("peak", 0.0)
+    most = int(min(count, room / one)) if one and room > 0 else 0
+    return [min(extra, most) for extra in more]
 
 
 def _encode(context: Build) -> None:

@@ -106,8 +106,9 @@ def warm_up_for_links(passes: Sequence[float], links: Sequence[float]) -> list[i
         passes: seconds of forward and backward of one micro-batch in each stage.
         links: seconds of one message between each stage and the next.
     """
-    cycle, found = max(passes), []
-    for stage in range(len(passes)):
+    cycle, found = max(passes), [0]
+    for stage in reversed(range(len(passes))):
         back = sum(passes[stage:]) + 2 * sum(links[stage:])
-        found.append(max(0, math.ceil(back / cycle - 1e-9) - (len(passes) - stage)))
-    return found
+        more = math.ceil(back / cycle - 1e-9) - (len(passes) - stage)
+        found.append(max(found[-1], more))  # a stage that began with fewer than the next would keep it waiting
+    return found[:0:-1]
