@@ -42,7 +42,10 @@ def every_layout(request: Request, ranks: int, per_node: int, starved: bool = Fa
         for algorithm, mode, size, (p, g, o) in itertools.product(algorithms, MODES, sizes, shards):
             if g > 1 and -(-share // size) > request.global_batch // dp and not starved:
                 continue
-            found.append(Layouts(algorithm, mode, dp, tp, sp, 1, 1, pp, p, g, o, size))
+            one = Layouts(algorithm, mode, dp, tp, sp, 1, 1, pp, p, g, o, size)
+            found.append(one)
+            found += [replace(one, schedule="zero_bubble")] * (pp > 1)
+            found += [replace(one, chunks=2)] * (pp > 1 and 2 * pp <= request.layers)
     return found
 
 
@@ -193,6 +196,10 @@ def test_pins_bind() -> None:
         (Pin(algorithm="isp", tp=2), "isp", "sp instead"),
         (Pin(dp=128), "plan.pin.dp = 128", "16"),
         (Pin(tp=0), "plan.pin.tp = 0", "tp=1"),
+        (Pin(sp=4, hp=2, cp=4), "plan.pin.sp = 4", "plan.pin.sp=8"),
+        (Pin(cp=4, window=3), "plan.pin.window = 3", "plan.pin.window=2"),
+        (Pin(pp=1, schedule="zero_bubble"), "plan.pin.schedule = 'zero_bubble'", "plan.pin.pp=2"),
+        (Pin(pp=4, interleave=3), "needs 12 layers", "plan.pin.interleave=2"),
     ],
 )
 def test_a_pin_that_cannot_be_met_is_named_with_the_nearest_that_can(pin: Pin, named: str, near: str) -> None:

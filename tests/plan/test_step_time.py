@@ -28,8 +28,10 @@ def asked(batch: int = 48, **more: Any) -> Request:
 
 def every(algorithm: str, mode: str, ranks: int, batch: int = 48, chunks: bool = False) -> Layouts:
     """All layouts on so many ranks; `chunks`: half of the staged ones in two pieces a stage."""
-    limits = Limits(layers=6, global_batch=batch, heads=8, kv_heads=8, width=512, sequence=256, modes=(mode,))
-    (found,) = layouts(algorithm, ranks, 8, limits)
+    limits = Limits(
+        layers=6, global_batch=batch, heads=8, kv_heads=8, width=512, sequence=256, modes=(mode,), schedule="1f1b"
+    )
+    found = next(iter(layouts(algorithm, ranks, 8, limits)))  # the others are of two stages on each rank
     if not chunks:
         return found
     numbers = {name: getattr(found, name) for name in NUMBERS}

@@ -36,7 +36,7 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
         exchanges=exchanges(request.crossings) if layout.shards > 1 else (),
         algorithm=layout.algorithm,
         placement=layout.placement,
-        schedule=request.pin.schedule or "1f1b",
+        schedule=layout.schedule,
         interleave=layout.chunks,
         micro_batch=int(min(layout.micro_batch, max(_samples(request, option)))),
         recompute=layout.recompute,

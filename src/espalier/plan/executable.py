@@ -26,7 +26,7 @@ def runs(request: Request, layouts: Layouts, known: dict[tuple[str, str, int], b
         kinds += (np.asarray(getattr(layouts, axis)) > 1).astype(np.int64) << bit
     fine = np.zeros(1 << len(AXES), dtype=bool)
     for kind in np.flatnonzero(np.bincount(kinds, minlength=len(fine))).tolist():
-        key = layouts.algorithm, layouts.recompute, kind
+        key = layouts.algorithm, layouts.recompute + layouts.schedule, kind
         if key not in known:
             more = {axis: bool(kind >> bit & 1) for bit, axis in enumerate(AXES)}
             known[key] = not request.refuses(_smallest(request, layouts, more))
@@ -71,6 +71,7 @@ def _smallest(request: Request, layouts: Layouts, kind: dict[str, bool]) -> Plan
             for number, layers in enumerate(stage_layers(request.layers, stages))
         ),
         exchanges=exchanges(request.crossings) if each > degree["tp"] else (),
+        schedule=layouts.schedule,
         interleave=degree["chunks"],
         algorithm=layouts.algorithm,
         recompute=layouts.recompute,

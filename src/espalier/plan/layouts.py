@@ -36,7 +36,7 @@ a small part of a layer, and the space stays small."""
 
 @dataclass(frozen=True)
 class Layouts:
-    """Layouts of one algorithm, recomputation and placement; every other field is an integer or an array [n] of them.
+    """Layouts of one algorithm, recomputation, placement and schedule; every other field is an integer or an array [n].
 
     `params`, `grads`, `optimizer`: over how many ranks each state is split. `micro_batch`: samples per replica.
     `hp`, `cp`: ranks that share a sequence's heads, and its tokens; `window`: of the latter, those of an inner ring.
@@ -58,6 +58,7 @@ class Layouts:
     chunks: Any = 1
     threads: int = 1
     placement: Placement = "head_first"
+    schedule: str = "1f1b"
 
     @property
     def sp(self) -> Any:
@@ -92,13 +93,21 @@ class Layouts:
         """What orders equal plans. Fewer mechanisms (pipeline, cut matrices or tokens, sharded states), then less
         recomputation, then fewer states that are exchanged in every micro-batch."""
         nested = 1 < self.window < self.cp
-        mechanisms = (self.pp > 1) + (self.tp > 1) + (self.hp > 1) + (self.cp > 1) + nested + (self.optimizer > 1)
+        mechanisms = (
+            (self.pp > 1)
+            + (self.chunks > 1)
+            + (self.schedule != "1f1b")
+            + (self.tp > 1)
+            + (self.hp > 1)
+            + (self.cp > 1)
+            + nested
+            + (self.optimizer > 1)
+        )
         return int(mechanisms), MODES.index(self.recompute), int(self.grads > 1) + int(self.params > 1)
 
 
-NUMBERS = tuple(
-    one.name for one in fields(Layouts) if one.name not in ("algorithm", "recompute", "threads", "placement")
-)
+WORDS = ("algorithm", "recompute", "threads", "placement", "schedule")
+NUMBERS = tuple(one.name for one in fields(Layouts) if one.name not in WORDS)
 """The fields that may be arrays."""
 
 
@@ -208,9 +217,12 @@ def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[
         matter = (arrays["cp"] > 1) & ((arrays["hp"] > 1) | (placement == "interleaved") & (arrays["window"] > 1))
         nested = (placement != "interleaved") | (arrays["cp"] % (2 * arrays["window"]) == 0)
         kept = np.flatnonzero((matter | (placement == limits.placements[0])) & nested)
-        for mode in limits.modes if len(kept) else ():
-            chosen = {name: array[kept] for name, array in arrays.items()}
-            yield Layouts(algorithm=algorithm, recompute=mode, threads=limits.threads, placement=placement, **chosen)
+        chosen = {name: array[kept] for name, array in arrays.items()}
+        for mode, (schedule, chunks, orders) in itertools.product(limits.modes, limits.orders(chosen)):
+            found = Layouts(
+                algorithm, mode, chunks=chunks, threads=limits.threads, placement=placement, schedule=schedule, **chosen
+            )
+            yield found.at(orders)
 
 
 @dataclass(frozen=True)
@@ -220,7 +232,8 @@ class Limits:
     Attributes:
         heads, kv_heads, width: of a decoder; 0: a module that cannot be cut.
         layers: what stages are made of; global_batch: samples per step; sequence: tokens of one.
-        modes: recomputations to consider; placements: of ranks that share a sequence; threads: of each rank.
+        modes: recomputations to consider; placements: of ranks that share a sequence; schedule: the one asked for.
+        threads: of each rank.
         per_node: ranks on one machine.
         redundancy: ranks that must hold each optimizer shard.
         pins: names of `layout` -> the value asked for.
@@ -234,6 +247,7 @@ class Limits:
     sequence: int = 1
     modes: tuple[str, ...] = MODES
     placements: tuple[Placement, ...] = ("head_first",)
+    schedule: str = ""
     per_node: int = 1
     threads: int = 1
     redundancy: int = 1
@@ -247,6 +261,18 @@ class Limits:
         """Numbers of pipeline stages."""
         most = self.layers if self.heads else 1
         return self._pinned("pp", [d for d in divisors(world) if d <= most])
+
+    def orders(self, arrays: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
+        """(schedule, stages on each rank, indices of the layouts that have them): 1F1B for all; for pipelines also with
+        two stages on each rank, and zero bubble."""
+        pinned = dict(self.pins).get("interleave")
+        for schedule in (self.schedule,) if self.schedule else ("1f1b", "zero_bubble"):
+            for chunks in (pinned,) if pinned else (1, 2) if schedule == "1f1b" else (1,):
+                several = (arrays["pp"] > 1) & (arrays["pp"] * chunks <= self.layers)
+                plain = chunks == 1 and schedule in (self.schedule, "1f1b")
+                indices = np.flatnonzero(several | (arrays["pp"] == 1) if plain else several)
+                if len(indices):
+                    yield schedule, chunks, indices
 
     def cuts(self, algorithm: str, ranks: int) -> list[tuple[int, int, int, int]]:
         """(tensor, head, context ranks, ranks of an inner ring) of an algorithm."""

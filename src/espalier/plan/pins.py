@@ -25,6 +25,7 @@ def check(request: Request, cluster: Cluster) -> None:
         if (value := getattr(pin, name)) is not None:
             _check_degree(request, name, value, there)
     _check_ring(pin)
+    _check_stages(request)
     if pin.shard is not None:
         _check_chain(pin.shard, there)
     _check_algorithm(pin)
@@ -74,6 +75,23 @@ def _check_degree(request: Request, name: str, value: int, there: int) -> None:
         raise _no_division(f"plan.pin.{name}", value, "ranks", ranks)
     if there and not ranks:
         _at_most(name, value, there, "devices of the cluster")
+
+
+def _check_stages(request: Request) -> None:
+    """Whether schedules and stages on each rank have stages to order."""
+    pin = request.pin
+    many = pin.interleave or 1
+    for name in ("schedule", "interleave"):
+        if getattr(pin, name) not in (None, 1) and pin.pp == 1:
+            raise UserError(
+                f"plan.pin.{name} = {getattr(pin, name)!r} orders stages, and plan.pin.pp = 1.",
+                do="plan.pin.pp=2, or more",
+            )
+    if many > 1 and (pin.pp or 2) * many > request.layers:
+        raise UserError(
+            f"plan.pin.interleave = {many} needs {(pin.pp or 2) * many} layers; the model has {request.layers}.",
+            do=f"plan.pin.interleave={max(1, request.layers // (pin.pp or 2))}",
+        )
 
 
 def _check_ring(pin: Pin) -> None:

@@ -243,7 +243,13 @@ def _limits(request: Request, on: collective_time.Fleet, threads: int) -> Limits
     mode = pin.recompute or request.recompute
     modes = (mode,) if mode else MODES if request.heads else ("none",)
     names = {"dp": pin.dp, "tp": pin.tp, "sp": pin.sp, "pp": pin.pp, "micro_batch": pin.micro_batch}
-    names |= {"hp": pin.hp, "cp": pin.cp, "window": pin.window, "accumulate": pin.accumulate}
+    names |= {
+        "hp": pin.hp,
+        "cp": pin.cp,
+        "window": pin.window,
+        "interleave": pin.interleave,
+        "accumulate": pin.accumulate,
+    }
     names |= {name: getattr(pin.shard, name) for name in ("params", "grads", "optimizer")} if pin.shard else {}
     return Limits(
         layers=request.layers,
@@ -253,6 +259,7 @@ def _limits(request: Request, on: collective_time.Fleet, threads: int) -> Limits
         width=request.width,
         sequence=int(request.tokens_per_sample),
         modes=modes,
+        schedule=pin.schedule or "",
         placements=(pin.placement,) if pin.placement else ("head_first", "context_first"),
         per_node=on.per_node,
         threads=threads,

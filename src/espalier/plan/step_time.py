@@ -58,11 +58,18 @@ class Pass:
     tensor: Number = 0.0
     sequence: Number = 0.0
     weights: Number = 0.0
+    weight: Number = 0.0
+    """Of backward: gradients of matrices, which zero bubble puts off."""
 
     @property
     def total(self) -> Number:
         """All of them."""
-        return sum(vars(self).values())
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, Number]:
+        """By part."""
+        return {name: value for name, value in vars(self).items() if name != "weight"}
 
 
 def step_seconds(step: CostInputs, samples: Number) -> dict[str, Number]:
@@ -78,7 +85,8 @@ def step_seconds(step: CostInputs, samples: Number) -> dict[str, Number]:
         terms = {name: value + (rest > 0) * part[name] for name, value in terms.items()}
         last = {name: np.where(rest > 0, part[name], stage[name]) for name in stage}
     micro_batches = full + (rest > 0)
-    found = pipeline(step, size, micro_batches, step.stage_layers * whole.total).seconds
+    layers = step.stage_layers
+    found = pipeline(step, size, micro_batches, layers * whole.total, layers * whole.weight).seconds
     terms |= {name: value + 0.0 * size for name, value in found.items()}
     terms |= _once(step, last)
     return terms
@@ -94,7 +102,7 @@ def _passes(step: CostInputs, size: Number) -> tuple[Pass, dict[str, Number]]:
     layer = _together(step, _exchanged(step, compute(step, anatomy.layer), anatomy))
     rest = _together(step, replace(compute(step, anatomy.rest), tensor=ends_seconds(step, anatomy.rest.tokens)))
     layers = step.stage_layers
-    return layer, {name: layers * value + getattr(rest, name) for name, value in vars(layer).items()}
+    return layer, {name: layers * value + getattr(rest, name) for name, value in layer.parts.items()}
 
 
 def compute(step: CostInputs, work: Work) -> Pass:
@@ -114,7 +122,8 @@ def compute(step: CostInputs, work: Work) -> Pass:
     again = work.again * dense + (work.again if work.moved_again is None else work.moved_again) * moved
     count = work.issued or OPERATIONS * sum((product.count for product in work.products), 0.0)
     count = count * (COMPILED if step.request.compile else 1.0) * (1 + BACKWARD + work.again)
-    return Pass(forward, backward, again, factors.issue * count * device_model.issue_seconds(device))
+    weight = products(both) / 2  # the other half of backward's products are gradients of inputs
+    return Pass(forward, backward, again, factors.issue * count * device_model.issue_seconds(device), weight=weight)
 
 
 def _together(step: CostInputs, one: Pass) -> Pass:
@@ -242,15 +251,18 @@ def exposed(piece: Number, pieces: Number, window: Number, interference: float) 
 # --- once a step -------------------------------------------------------------------------------------------------
 
 
-def pipeline(step: CostInputs, size: Number, micro_batches: Number, seconds: Number = 0.0) -> Cost:
+def pipeline(
+    step: CostInputs, size: Number, micro_batches: Number, seconds: Number = 0.0, weights: Number = 0.0
+) -> Cost:
     """Idle time, hand-overs and bytes of pipelines (`stages.cost`), whose fullest rank takes so many `seconds` for a
-    micro-batch of `size` samples."""
+    micro-batch of `size` samples, `weights` of them for gradients of matrices."""
     layouts, request = step.layouts, step.request
     tokens = size * request.tokens_per_sample / layouts.sp
     bytes_ = tokens * request.width * step.stream_bytes / np.where(request.sequence_parallel, layouts.tp, 1)
     stride = layouts.tp * layouts.sp * layouts.dp
     message = collective_time.seconds("send", bytes_, 1, stride, step.on) + step.on.factors.stall * STALL
-    load = PipelineLoad(layouts.pp, micro_batches, layouts.chunks, seconds, 0.0, message, bytes_)
+    split = layouts.schedule == "zero_bubble"
+    load = PipelineLoad(layouts.pp, micro_batches, layouts.chunks, seconds, weights, message, bytes_, split)
     return stages_cost(load)
 
 
