@@ -1,4 +1,4 @@
-"""A killed rank among whatever else a run may be made of: shards, cut sequences and matrices. No bit changes."""
+"""A killed rank among whatever else a run may be made of: shards, cut sequences, matrices, layers. No bit changes."""
 
 from __future__ import annotations
 
@@ -40,16 +40,25 @@ def matrices(recipe, algorithm):
     return plans.Plan(ranks=(plans.Rank(share=whole),) * 2, stages=(stage,), micro_batch=4, algorithm=algorithm)
 
 
+def stages(recipe, schedule):
+    """Each rank holds half of the layers."""
+    each, depth = (plan_of(recipe, 1).ranks[0],) * 2, recipe.model.depth
+    halves = ((0, depth // 2), (depth // 2, depth))
+    cut = tuple(plans.Stage(ranks=(rank,), layers=layers) for rank, layers in enumerate(halves))
+    return plans.Plan(ranks=each, stages=cut, micro_batch=2, schedule=schedule)
+
+
 PLANS = {
     "ring": ring,
     "co2": lambda recipe: rounds(recipe, "co2"),
     "streaming_diloco": lambda recipe: rounds(recipe, "streaming_diloco"),
     "shards": lambda recipe: shards(recipe, 2),
+    "pipeline": lambda recipe: stages(recipe, "zero_bubble"),
     "tensor_parallel": lambda recipe: matrices(recipe, "fsp"),
 }
 
 
-EVERY_TIME = {("co2", True), ("ring", False), ("tensor_parallel", True)}
+EVERY_TIME = {("co2", True), ("ring", False), ("tensor_parallel", True), ("pipeline", True)}
 CASES = [
     pytest.param(kind, memory, marks=() if (kind, bool(memory)) in EVERY_TIME else pytest.mark.slow)
     for kind in PLANS
@@ -59,9 +68,8 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "memory"), CASES)
 def test_a_killed_rank_changes_no_bit(corpus, tmp_path, kind, memory):
-    recipe = recipe_of(
-        corpus, train={"steps": STEPS, "optimizer": {"kind": "adamw"}}, checkpoint={"every": 100 if memory else 4}
-    )
+    tables = {"train": {"steps": STEPS, "optimizer": {"kind": "adamw"}}, "model": {"depth": 1 + (kind == "pipeline")}}
+    recipe = recipe_of(corpus, checkpoint={"every": 100 if memory else 4}, **tables)
     plan = PLANS[kind](recipe)
     whole = Struck(recipe, 2, tmp_path / "whole", plan=plan).run()
     run = Struck(recipe, 2, tmp_path / "run", (Fault(1, STRUCK, "kill"),), memory=memory, plan=plan).run()
