@@ -68,15 +68,15 @@ def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
     return model(batch).square().sum(), torch.tensor(float(len(batch)))
 
 
-def schedule(group: Any, model: nn.Module, stages: int, name: str, chunks: int = 1) -> PipelineSchedule:
-    """Ours, on blocks divided evenly. Weights are put off in every schedule that says so, and waited for in each."""
+def schedule(group: Any, model: nn.Module, stages: int, name: str, chunks: int = 1, split: bool = False) -> Any:
+    """Ours, on blocks divided evenly. `split`: gradients of weights may be put off."""
     count, blocks = stages * chunks, len(list(model.children()))
     placed = Placed(
         Pipeline(tuple((stage % stages,) for stage in range(count)), MICRO_BATCHES),
         tuple((blocks * stage // count, blocks * (stage + 1) // count) for stage in range(count)),
     )
     held = ModelStages(model, lambda: in_sequence(list(model.children())), placed, group.rank())
-    weights = split_backward.WeightGradients(model) if name == "zero_bubble" or blocks == 2 * stages else None
+    weights = split_backward.WeightGradients(model) if split else None
     passes = Passes(1.0, lambda last: nullcontext(), nullcontext, nullcontext, weights)
     messages = Messages(group, {rank: rank for rank in range(stages)}, torch.device("cpu"))
     return PipelineSchedule(group.rank(), held, messages, lambda one: action_lists([one], name), passes)
@@ -111,7 +111,7 @@ def schedules(group: Any, pairs: int) -> list[tuple[float, ...]]:
     batches, steps = list(torch.ones(MICRO_BATCHES, 4, 8)), []
     for name, chunks in (("zero_bubble", 1), ("1f1b", 2), ("1f1b", 1)):
         model = nn.Sequential(*(Block(WAIT / 2) for _ in range(2 * STAGES)))
-        made = schedule(group, model, STAGES, name, chunks)
+        made = schedule(group, model, STAGES, name, chunks, split=True)  # all of them wait for weights
         steps.append(lambda made=made, model=model: made.run(model, batches, loss))
     return turns(group, steps, pairs)
 
