@@ -92,10 +92,23 @@ class Messages:
 
     def receive(self, rooms: Sequence[Tensor], peer: int, tag: int, kind: Traffic = Traffic.ACTIVATIONS) -> None:
         """Fills `rooms` with what `peer` sends."""
+        for work in self.expect(rooms, peer, tag, kind):
+            work.wait()
+
+    def expect(self, rooms: Sequence[Tensor], peer: int, tag: int, kind: Traffic = Traffic.ACTIVATIONS) -> list[Any]:
+        """Begins to receive; what is returned waits."""
         assert self._group is not None
         with traffic(kind):
-            for room in rooms:
-                self._group.recv([room], self._places[peer], tag).wait()
+            return [self._group.recv([room], self._places[peer], tag) for room in rooms]
+
+    @property
+    def early(self) -> bool:
+        """Whether receives may begin early: on processors they hold up nothing else."""
+        return self._device.type == "cpu"
+
+    def known(self, peer: int, tag: int, key: Hashable) -> Form | None:
+        """The form of what `peer` sends, if it was told and its receive may begin early."""
+        return self._known.get((peer, tag, key)) if self.early else None
 
     def announce(self, form: Form, peer: int, tag: int, key: Hashable) -> None:
         """Tells `peer` the form of what is sent for micro-batches of `key`, unless it knows it."""

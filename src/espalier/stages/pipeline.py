@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -144,6 +145,7 @@ class _Step:
         stage, x: the forward pass at work; output: what it gave.
         taken, made: of each forward pass that has no backward pass yet, its inputs and its outputs (or the loss).
         inputs: of forward passes to come; gradients: of the outputs, of backward passes to come.
+        expected: receives that have begun early.
         back: gradients of inputs, to be sent; later: gradients of parameters, to be computed.
         losses, weights: of the micro-batches `counted`.
     """
@@ -160,6 +162,7 @@ class _Step:
     inputs: dict[_Key, Any] = field(default_factory=dict)
     gradients: dict[_Key, list[Tensor]] = field(default_factory=dict)
     back: dict[_Key, list[Tensor]] = field(default_factory=dict)
+    expected: dict[Action, list[Any]] = field(default_factory=dict)
     later: dict[_Key, split_backward.Later] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
@@ -172,27 +175,58 @@ class _Step:
         complete = {one.stage: at for at, one in numbered if one.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
         unsent = Counter((one.stage, one.micro_batch) for one in actions if one.kind is Kind.SEND_B)
         for at, action in numbered:
-            stage, kind, number, peer = action
-            key = stage, number
+            stage, kind = action.stage, action.kind
+            if not action.computes:
+                self._message(action, unsent)
+                continue
+            self._expect(islice(actions, at + 1, None))
             if kind is Kind.FORWARD:
-                self._forward(key)
-            elif kind is Kind.RECV_F:
-                self.inputs[key] = self.boundary.receive(stage, peer, shapes_of(self.batches[number]))
-            elif kind is Kind.SEND_F:
-                self.boundary.send(stage, peer, self.made[key], shapes_of(self.batches[number]))
-            elif kind is Kind.RECV_B:
-                rooms = self.gradients[key] = [torch.empty_like(one) for one in _floating(_tensors(self.made[key]))]
-                self.boundary.messages.receive(rooms, peer, 4 * stage + _BACKWARD)
-            elif kind is Kind.SEND_B:
-                unsent[key] -= 1
-                found = self.back[key] if unsent[key] else self.back.pop(key)
-                self.boundary.messages.send(found, peer, 4 * (stage - 1) + _BACKWARD)
-            else:
-                if complete[stage] == at:
-                    self.boundary.take_back(stage)
-                self._backward(action, last=at == max(complete.values()))
-                if through[stage] == at:
-                    self.boundary.give_back(stage)
+                self._forward((stage, action.micro_batch))
+                continue
+            if complete[stage] == at:
+                self.boundary.take_back(stage)
+            self._backward(action, last=at == max(complete.values()))
+            if through[stage] == at:
+                self.boundary.give_back(stage)
+
+    def _message(self, action: Action, unsent: Counter[_Key]) -> None:
+        """Sends or receives. `unsent`: of each gradient that is sent, to how many ranks it still goes."""
+        stage, kind, number, peer = action
+        key, boundary = (stage, number), self.boundary
+        if action in self.expected:
+            for work in self.expected.pop(action):
+                work.wait()
+        elif kind is Kind.RECV_F:
+            self.inputs[key] = boundary.receive(stage, peer, shapes_of(self.batches[number]))
+        elif kind is Kind.SEND_F:
+            boundary.send(stage, peer, self.made[key], shapes_of(self.batches[number]))
+        elif kind is Kind.RECV_B:
+            boundary.messages.receive(self._rooms(key), peer, 4 * stage + _BACKWARD)
+        else:
+            unsent[key] -= 1
+            found = self.back[key] if unsent[key] else self.back.pop(key)
+            boundary.messages.send(found, peer, 4 * (stage - 1) + _BACKWARD)
+
+    def _rooms(self, key: _Key) -> list[Tensor]:
+        """Memory for the gradients of what a forward pass gave."""
+        self.gradients[key] = [torch.empty_like(one) for one in _floating(_tensors(self.made[key]))]
+        return self.gradients[key]
+
+    def _expect(self, following: Iterable[Action]) -> None:
+        """Begins to receive what the next pass needs, so that it arrives while this one computes."""
+        for action in following:
+            stage, kind, number, peer = action
+            key, messages = (stage, number), self.boundary.messages
+            if action.computes:
+                return
+            if kind is Kind.RECV_F:
+                form = messages.known(peer, 4 * stage + _FORWARD, shapes_of(self.batches[number]))
+                if form is not None:
+                    rooms = messages.rooms(form)
+                    self.inputs[key] = form.packed(rooms)
+                    self.expected[action] = messages.expect(rooms, peer, 4 * stage + _FORWARD)
+            elif kind is Kind.RECV_B and key in self.made and messages.early:
+                self.expected[action] = messages.expect(self._rooms(key), peer, 4 * stage + _BACKWARD)
 
     def called(self, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """The model's forward, called by the loss."""
