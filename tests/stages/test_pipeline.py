@@ -344,7 +344,7 @@ def test_only_the_modules_of_a_rank_stay_and_keep_their_names() -> None:
     assert set(model.state_dict()) == {"2.weight", "2.bias", "3.weight", "3.bias"}
     same(dict(model.state_dict()), {name: whole[name] for name in model.state_dict()}, bitwise=True)
     x = torch.ones(2, 3)
-    assert torch.equal(held.compute(1, x, (), {}), model[3](model[2](x)))
+    assert torch.equal(held.compute(1, x, held.given((x,), {}), (x,), {}), model[3](model[2](x)))
 
 
 def test_a_shared_parameter_belongs_to_its_first_stage() -> None:

@@ -140,9 +140,13 @@ class ModelStages:
         self.call: Callable[[tuple[Any, ...], Mapping[str, Any]], Any] = self._whole
         model.forward = self._forward
 
-    def compute(self, stage: int, x: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    def given(self, inputs: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """What every stage is told of a forward pass. A cache changes while stages compute, so all of a rank's stages
+        are told the same."""
+        return self.pieces.given(*inputs, **options)
+
+    def compute(self, stage: int, x: Any, given: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """What `stage` makes of `x`. `inputs`, `options`: what the model's forward takes."""
-        given = self.pieces.given(*inputs, **options)
         if stage == 0:
             x = self.pieces.embed(*inputs, **options)
         elif self._unequal(stage - 1):

@@ -236,7 +236,8 @@ class _Step:
                 why="a pipeline stage computes a micro-batch in one forward pass",
                 do="one call of the model for each micro-batch, or plan.pin.pp=1",
             )
-        self.output = self.boundary.stages.compute(self.stage, self.x, inputs, options)
+        stages = self.boundary.stages
+        self.output = stages.compute(self.stage, self.x, stages.given(inputs, options), inputs, options)
         return self.output
 
     def _forward(self, key: _Key) -> None:
@@ -318,11 +319,12 @@ class _Boundary:
         if self.step is not None:
             return self.step.called(inputs, options)
         key, x, pipeline = shapes_of((inputs, options)), None, self.stages.pipeline
+        given = self.stages.given(inputs, options)
         for stage in self.stages.held:
             if stage and stage - 1 not in self.stages.held:
                 x = self.receive(stage, pipeline.source(stage, stage - 1, self.rank), key)
             self.borrow(stage)
-            x = self.stages.compute(stage, x, inputs, options)
+            x = self.stages.compute(stage, x, given, inputs, options)
             self.lend(stage)
             for peer in pipeline.targets(stage, stage + 1, self.rank) if stage < self.stages.last else ():
                 self.send(stage, peer, x, key)

@@ -1,0 +1,54 @@
+"""The examples whose model is cut over ranks: planned, trained, taken up again under another cut, and used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from espalier import cli
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = {
+    "long": ["train.steps=4", "train.sequence=512", "train.batch_tokens=2048", "train.validate_tokens=4096"],
+    "pipeline": [
+        "train.steps=4",
+        "train.batch_tokens=1024",
+        "train.validate_tokens=1024",
+        "model.width=64",
+        "plan.pin.interleave=2",
+    ],
+}
+OTHERWISE = {
+    "long": ["plan.pin.hp=1", "plan.pin.cp=4", "plan.pin.window=2"],
+    "pipeline": ["plan.pin.schedule=zero_bubble"],
+}
+
+
+def losses(run: Path) -> list[float]:
+    lines = (run / "events.jsonl").read_text().splitlines()
+    return [event["loss"] for event in map(json.loads, lines) if event["event"] == "step"]
+
+
+def planned(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "plan.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_an_example_trains_as_one_rank_does_and_however_else_it_is_cut(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe, small = str(EXAMPLES / f"{name}.toml"), [*SMALL[name], "plan.trial=false", "train.optimizer.kind=adamw"]
+    alone = ["plan.pin.ranks=1", "plan.pin.hp=1", "plan.pin.cp=1", "plan.pin.pp=1", "plan.pin.interleave=1"]
+    for run, more in (("cut", []), ("otherwise", OTHERWISE[name]), ("alone", alone)):
+        assert cli.main(["train", recipe, *small, *more, "--run", run]) == 0
+    assert len(planned(tmp_path / "cut")["ranks"]) == {"long": 4, "pipeline": 2}[name]
+    assert "heads 2, context 2" in capsys.readouterr().out or name == "pipeline"
+    for run in ("cut", "otherwise"):
+        assert losses(tmp_path / run) == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    assert cli.main(["predict", "cut", "def "]) == 0
+    assert cli.main(["export", "cut", "--to", "hf"]) == 0
