@@ -43,7 +43,14 @@ def test_an_example_trains_as_one_rank_does_and_however_else_it_is_cut(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     recipe, small = str(EXAMPLES / f"{name}.toml"), [*SMALL[name], "plan.trial=false", "train.optimizer.kind=adamw"]
-    alone = ["plan.pin.ranks=1", "plan.pin.hp=1", "plan.pin.cp=1", "plan.pin.pp=1", "plan.pin.interleave=1"]
+    alone = [
+        "plan.pin.ranks=1",
+        "plan.pin.threads=1",
+        "plan.pin.hp=1",
+        "plan.pin.cp=1",
+        "plan.pin.pp=1",
+        "plan.pin.interleave=1",
+    ]
     for run, more in (("cut", []), ("otherwise", OTHERWISE[name]), ("alone", alone)):
         assert cli.main(["train", recipe, *small, *more, "--run", run]) == 0
     assert len(planned(tmp_path / "cut")["ranks"]) == {"long": 4, "pipeline": 2}[name]
