@@ -18,6 +18,7 @@ from espalier import units
 from espalier.cluster import Cluster, Link
 from espalier.comm import compressed_collectives
 from espalier.comm.codecs import codec
+from espalier.compose import Refusal
 from espalier.config import ByRounds, Eager, EveryStep, ShardPin
 from espalier.errors import UserError
 from espalier.plan import collective_time
@@ -95,8 +96,8 @@ def cut(request: Request, cluster: Cluster, options: ByRounds) -> Replicas:
     return Replicas(_machines(cluster, count), inner, link)
 
 
-def _refused(refuses: Callable[[Plan], str], method: str, plan: Plan) -> str:
-    """Why two replicas that are each `plan` cannot agree by rounds; empty: they can."""
+def _refused(refuses: Callable[[Plan], Refusal | None], method: str, plan: Plan) -> Refusal | None:
+    """Why two replicas that are each `plan` cannot agree by rounds; None: they can."""
     ranks = len(plan.ranks)
     replicas = tuple(range(ranks)), tuple(range(ranks, 2 * ranks))
     return refuses(msgspec.structs.replace(plan, ranks=plan.ranks * 2, outer=Outer(replicas=replicas, method=method)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from espalier.compose import Refusal
 from espalier.plan.base import Plan, Rank, Stage, Unit
 from espalier.plan.layouts import Layouts, stage_layers
 from espalier.plan.request import Request, exchanges
@@ -29,15 +30,15 @@ def runs(request: Request, layouts: Layouts, known: dict[tuple[str, str, int], b
         key = layouts.algorithm, layouts.recompute + layouts.schedule, kind
         if key not in known:
             more = {axis: bool(kind >> bit & 1) for bit, axis in enumerate(AXES)}
-            known[key] = not request.refuses(_smallest(request, layouts, more))
+            known[key] = None is request.refuses(_smallest(request, layouts, more))
         fine[kind] = known[key]
     return fine[kinds]
 
 
-def refusal(request: Request, **degrees: int) -> str:
-    """Why `train` does not run a plan whose given degrees are more than 1; empty: it does."""
+def refusal(request: Request, **degrees: int) -> Refusal | None:
+    """Why `train` does not run a plan whose given degrees are more than 1; None: it does."""
     if request.refuses is None:
-        return ""
+        return None
     kind = {axis: degrees.get(axis, 1) > 1 for axis in AXES}
     return request.refuses(_smallest(request, Layouts(recompute=request.recompute or "none"), kind))
 

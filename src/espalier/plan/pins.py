@@ -64,7 +64,9 @@ def _check_degree(request: Request, name: str, value: int, there: int) -> None:
             do=f"plan.pin.{name}=1, or plan.pin.shard for its states",
         )
     if name != "dp" and value > 1 and (why := executable.refusal(request, **{"hp" if name == "sp" else name: value})):
-        raise UserError(f"plan.pin.{name} = {value} cannot run.", why=why, do=f"plan.pin.{name}=1, or leave it out")
+        raise UserError(
+            f"plan.pin.{name} = {value} cannot run.", why=why.reason, do=f"plan.pin.{name}=1, or {why.instead}"
+        )
     if name in ("tp", "hp") and value > 1 and request.heads % value:
         raise _no_division(f"plan.pin.{name}", value, "heads", request.heads)
     if name == "pp":

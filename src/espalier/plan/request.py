@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from espalier.compose import Refusal
 from espalier.config import EveryStep, Pin, Sync
 from espalier.cost import WHOLE, Anatomy, Cut
 from espalier.plan.base import Exchange, Plan
@@ -74,7 +75,7 @@ class Request:
         running: bytes of buffers that every step moves.
         saves: steps between checkpoints, or `auto`; None: who trains saves by other means.
         copies: bytes that copies of the state may take of a machine's memory (`faults.memory`); 0: there are none.
-        refuses: why whoever trains cannot run a plan, empty where it can; None: it can run all.
+        refuses: why whoever trains cannot run a plan; None where it can. Without it all plans can be run.
     """
 
     parameters: int
@@ -116,7 +117,7 @@ class Request:
     running: int = 0
     saves: int | Literal["auto"] | None = None
     copies: int | Literal["auto"] = 0
-    refuses: Callable[[Plan], str] | None = None
+    refuses: Callable[[Plan], Refusal | None] | None = None
 
     def crossing(self, traffic: str) -> Crossing | None:
         """How that class is encoded; None: it is not."""

@@ -20,7 +20,6 @@ from espalier.workload_row import tally
 
 if TYPE_CHECKING:
     from espalier.config import Pin
-    from espalier.plan.base import Plan
 
 
 def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) -> Request:
@@ -68,14 +67,8 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         copies="auto" if recipe.faults.memory == "auto" else units.size(recipe.faults.memory, "faults.memory"),
         sizes=sizes,
         running=_running_bytes(counted.running, train.precision),
-        refuses=partial(_refused, recipe),
+        refuses=partial(mechanisms.refusal, recipe),
     )
-
-
-def _refused(recipe: Recipe, plan: Plan) -> str:
-    """Why the mechanisms of a plan cannot run together; empty: they can."""
-    found = mechanisms.refusal(recipe, plan)
-    return "" if found is None else found.reason
 
 
 def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> Request:
