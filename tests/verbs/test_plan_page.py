@@ -144,12 +144,12 @@ def test_the_band_is_the_spread_by_factors_and_absent_where_not_known(tmp_path: 
     assert "two of three" not in page(tmp_path, plain).said
 
 
-def test_what_cannot_be_run_says_what_is_missing(tmp_path: Path) -> None:
-    assert "not executable" not in page(tmp_path).said
-    lacking = msgspec.structs.replace(PLAN, executable=False, missing="sharded states (`espalier explain amsp`)")
+def test_what_does_not_fit_says_what_is_missing(tmp_path: Path) -> None:
+    assert "does not fit" not in page(tmp_path).said
+    lacking = msgspec.structs.replace(PLAN, executable=False, missing="3 GiB of memory per rank")
     said = page(tmp_path, lacking).said
-    assert "not executable" in said
-    assert "sharded states ( espalier explain amsp )" in said
+    assert "does not fit" in said
+    assert "3 GiB of memory per rank" in said
 
 
 def test_labels_and_titles_are_escaped(tmp_path: Path) -> None:

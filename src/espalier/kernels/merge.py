@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from espalier.kernels.base import operation
-
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@operation("merge")
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Adds the attention over further keys to `out` and `lse`, in place.
 

@@ -120,6 +120,9 @@ class Layout(PlanStruct, frozen=True):
     pp: int = 1
     cp: int = 1
     window: int = 1
+    placement: Placement = "head_first"
+    schedule: str = "1f1b"
+    interleave: int = 1
     algorithm: str = "data"
     shard: dict[str, int] = msgspec.field(default_factory=lambda: {"params": 1, "grads": 1, "optimizer": 1})
     micro_batch: int = 1
@@ -139,7 +142,10 @@ class Layout(PlanStruct, frozen=True):
         parts += [f"{self.algorithm} tp {self.tp}"] * (self.tp > 1)
         parts += [f"heads {self.heads}"] * (self.heads > 1) + [f"context {self.cp}"] * (self.cp > 1)
         parts += [f"window {self.window}"] * (1 < self.window < self.cp)
-        parts += [f"pp {self.pp}"] * (self.pp > 1) + [f"shard {shard}"] * (shard != "1/1/1")
+        parts += [self.placement.replace("_", " ")] * (self.placement != "head_first")
+        parts += [f"pp {self.pp}"] * (self.pp > 1) + [self.schedule] * (self.schedule != "1f1b")
+        parts += [f"interleave {self.interleave}"] * (self.interleave > 1)
+        parts += [f"shard {shard}"] * (shard != "1/1/1")
         parts += [f"micro-batch {self.micro_batch}"]
         return ", ".join(parts + [f"recompute {self.recompute}"] * (self.recompute != "none"))
 
@@ -242,6 +248,9 @@ class Plan(PlanStruct, frozen=True):
             pp=len({one.layers for one in stages}) // self.interleave,
             cp=stage.context,
             window=stage.window,
+            placement=self.placement,
+            schedule=self.schedule,
+            interleave=self.interleave,
             algorithm=self.algorithm,
             shard={
                 "params": len(unit.params) or 1,
@@ -271,6 +280,9 @@ def loads(text: str | bytes, origin: str = "plan.json") -> Plan:
         table = serialization.from_json(text)
         if isinstance(table, dict):
             table = {key: value for key, value in table.items() if key not in ("layout", "what_if")}
+            for stage in table.get("stages", ()):  # plans from before sequences were cut two ways
+                if isinstance(stage, dict) and "sequence" in stage:
+                    stage.setdefault("heads", stage.pop("sequence"))
         return msgspec.convert(table, Plan)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise UserError(f"{origin} is not a plan: {error}.", do=f"delete {origin}; it is then planned again") from None

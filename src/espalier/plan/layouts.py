@@ -130,6 +130,9 @@ def view(layouts: Layouts, accumulate: int, precision: str) -> Layout:
         sp=layouts.sp,
         cp=layouts.cp,
         window=layouts.window,
+        placement=layouts.placement,
+        schedule=layouts.schedule,
+        interleave=layouts.chunks,
         pp=layouts.pp,
         algorithm=layouts.algorithm,
         shard={"params": layouts.params, "grads": layouts.grads, "optimizer": layouts.optimizer},
@@ -140,7 +143,7 @@ def view(layouts: Layouts, accumulate: int, precision: str) -> Layout:
     )
 
 
-def of_view(layout: Layout, chunks: int = 1) -> Layouts:
+def of_view(layout: Layout) -> Layouts:
     """The layout that a view describes. Raises UserError naming what is not possible."""
     if layout.algorithm not in ALGORITHMS:
         raise UserError(f"layout.algorithm = {layout.algorithm!r} is not known.", do=f"one of {', '.join(ALGORITHMS)}")
@@ -149,13 +152,14 @@ def of_view(layout: Layout, chunks: int = 1) -> Layouts:
     if layout.accumulate < 1:
         raise UserError(f"layout.accumulate = {layout.accumulate} is not possible.", do="accumulate = 1 or more")
     sizes: dict[str, Any] = {name: getattr(layout, name) for name in ("dp", "tp", "cp", "window", "pp", "micro_batch")}
-    sizes["hp"] = layout.heads
+    sizes |= {"hp": layout.heads, "chunks": layout.interleave}
     shard: dict[str, Any] = {name: layout.shard.get(name, 1) for name in ("params", "grads", "optimizer")}
     for name, value in (*sizes.items(), *shard.items()):
         if value < 1:
             raise UserError(f"layout.{name} = {value} is not possible.", do=f"{name} = 1 or more")
     ShardFactors(**shard).check(layout.dp * layout.sp, "layout.shard")
-    return Layouts(algorithm=layout.algorithm, recompute=layout.recompute, chunks=chunks, **sizes, **shard)
+    words: dict[str, Any] = {"placement": layout.placement, "schedule": layout.schedule}
+    return Layouts(algorithm=layout.algorithm, recompute=layout.recompute, **words, **sizes, **shard)
 
 
 @cache

@@ -312,7 +312,7 @@ def _layout(words: _Words, samples: int | None, cluster: Cluster, notes: set[str
         shard=_shard(words, dict.fromkeys(STATES, 1) | dict.fromkeys(sharded, dp * sp), dp * sp),
         micro_batch=micro_batch,
     )  # fmt: skip
-    found = of_view(view, words.count("chunks", 1))
+    found = replace(of_view(view), chunks=words.count("chunks", 1))
     if gpus(cluster):
         return found, samples
     return replace(found, threads=max(1, cluster.nodes[0].cores // -(-ranks // devices))), samples
