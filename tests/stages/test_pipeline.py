@@ -107,7 +107,13 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "fewer tensor ranks in the last stage" else pytest.mark.slow)
+        for name in SHARED
+    ],
+)
 def test_stages_whose_ranks_share_matrices_or_sequences_train_as_one_rank_does(folder, one_rank, name) -> None:
     plan, tied = SHARED[name]
     recipe = recipe_of(folder, {"tied": tied})

@@ -152,10 +152,17 @@ CASES_OF_8 = {
     "2 stages of 4": (8, 4, (1, 1, 1), {"pipe": True, "algorithm": "fsp"}, {"tied": True}),
 }
 CASES |= CASES_OF_8
+QUICK = {
+    "tensor of 4, more ranks than key-value heads, tied",
+    "2 replicas of 2, all states sharded, FSP",
+    "2 by 2 slots of a sequence, optimizer states sharded",
+    "experts",
+}
+"""In the normal suite; the others are marked slow."""
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in CASES_OF_8 else ()) for case in CASES]
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 )
 def test_curve_weights_validation_and_sample_are_those_of_one_rank(corpus: Path, tmp_path: Path, case: str) -> None:
     ranks, tensor, shard, more, model = CASES[case]
@@ -203,6 +210,7 @@ def test_a_checkpoint_of_one_cut_resumes_under_any_other(corpus: Path, tmp_path:
         assert torch.equal(value, saved[name]), name
 
 
+@pytest.mark.slow
 def test_bfloat16_follows_the_curve_of_one_rank(corpus: Path, tmp_path: Path) -> None:
     recipe = recipe_of(corpus, precision="bf16")
     one = trained(recipe, plan_of(recipe, 1, 1), tmp_path / "one")
@@ -262,6 +270,7 @@ def test_what_cannot_stand_beside_cut_matrices_is_refused_by_name(corpus: Path) 
     assert set(refused.pair) == {"compile", "tensor_parallel"}
 
 
+@pytest.mark.slow
 def test_error_feedback_goes_on_bit_for_bit(corpus: Path, tmp_path: Path) -> None:
     """Each rank's is of its own matrices."""
     recipe = recipe_of(corpus, precision="fp32")
@@ -277,7 +286,14 @@ def test_error_feedback_goes_on_bit_for_bit(corpus: Path, tmp_path: Path) -> Non
     assert all(torch.equal(value, wanted[name]) for name, value in found.items())
 
 
-@pytest.mark.parametrize(("algorithm", "mode"), [("megatron", "none"), ("megatron", "block"), ("fsp", "selective")])
+@pytest.mark.parametrize(
+    ("algorithm", "mode"),
+    [
+        pytest.param("megatron", "none", marks=pytest.mark.slow),
+        pytest.param("megatron", "block", marks=pytest.mark.slow),
+        ("fsp", "selective"),
+    ],
+)
 def test_the_plan_s_bytes_are_the_ledger_s(corpus: Path, tmp_path: Path, algorithm: str, mode: str) -> None:
     recipe = recipe_of(corpus, sequence=16, batch_tokens=128)
     machine = cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
