@@ -118,11 +118,16 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(monkeypatch) -> None:
 
     loopback = next(one.interface for one in network_interface.addresses() if one.address == "127.0.0.1")
 
+    def listening() -> set[tuple[str, int]]:
+        return {tuple(one.laddr) for one in psutil.Process().net_connections("tcp") if one.status == "LISTEN"}
+
+    inherited = listening()
+
     def life(place: launch.RankSpec) -> list[str]:
         with worker.joined(place, 20.0) as channel:
             assert channel is not None
             channel.barrier().wait()
-            found = sorted({one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.status == "LISTEN"})
+            found = sorted({host for host, _ in listening() - inherited})
             channel.barrier().wait()
         return [os.environ["GLOO_SOCKET_IFNAME"], *found]
 

@@ -97,12 +97,12 @@ def trained(asked: Recipe, plan: Plan) -> bool:
     return mechanisms.refusal(workload_registry.settle(asked, None).recipe, plan) is None
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 31))])
-def test_forty_recipes_have_one_plan_at_every_door(
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 41))])
+def test_thirty_recipes_have_one_plan_at_every_door(
     block: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = refused = rounds = cut = 0
-    for seed in range(40 * block, 40 * block + 40):
+    for seed in range(30 * block, 30 * block + 30):
         draw = random.Random(seed)
         asked, there = recipe(draw), cluster(draw)
         path, where = tmp_path / f"{seed}.toml", tmp_path / f"{seed}.cluster.toml"
@@ -128,7 +128,7 @@ def test_forty_recipes_have_one_plan_at_every_door(
         planned += 1
         rounds += plan.outer is not None
         cut += len(plan.units[0].grads) > 1
-    assert planned > 20
+    assert planned > 15
     assert refused
     assert rounds
     assert cut

@@ -33,6 +33,7 @@ CUTS = {
     "all states in shards": Cut((3, 4), dp=2, shard=(2, 2, 2)),
     "gradients in shards, zero bubble": Cut((2, 4), dp=2, shard=(1, 2, 2), schedule="zero_bubble"),
 }
+LONG = {"4 unequal stages", "interleaved", "zero bubble, 4 stages, recomputed", "gpipe", "all states in shards"}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def one_rank(folder):
     return train(recipe_of(folder), Cut((4,)).plan())[0]
 
 
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in CUTS])
 def test_a_cut_model_trains_as_one_rank_does(folder, one_rank, name) -> None:
     ranks = train(recipe_of(folder), CUTS[name].plan())
     for rank in ranks:

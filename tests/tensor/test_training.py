@@ -155,7 +155,6 @@ CASES |= CASES_OF_8
 QUICK = {
     "tensor of 4, more ranks than key-value heads, tied",
     "2 replicas of 2, all states sharded, FSP",
-    "2 by 2 slots of a sequence, optimizer states sharded",
     "experts",
 }
 """In the normal suite; the others are marked slow."""
