@@ -28,7 +28,7 @@ def action_lists(pipelines: Sequence[Pipeline], schedule: str = "1f1b", ahead: S
     Args:
         schedule: one of `SCHEDULES`.
         ahead: of each place in a pipeline, forward passes to do beyond the usual ones before its first backward pass
-            (see `warm_up_for_links`).
+            (see `warm_up_for_links`); where a rank holds several stages, none.
 
     Raises:
         UserError: there is no such schedule.
@@ -41,7 +41,10 @@ def action_lists(pipelines: Sequence[Pipeline], schedule: str = "1f1b", ahead: S
         order: dict[int, list[Action]] = {}
         for place, ranks in enumerate(places):
             rule = _rule(pipeline, schedule, place, places)
-            extra = ahead[place] if place < len(ahead) else 0
+            alone = len(places) == len(
+                pipeline.stages
+            )  # in turns of several stages, more of one could wait for another
+            extra = ahead[place] if place < len(ahead) and alone else 0
             actions = list(_ordered(rule._replace(warm_up=rule.warm_up + extra), pipeline))
             order |= dict.fromkeys(ranks, actions)
         found |= with_transfers(pipeline, order)
