@@ -15,7 +15,7 @@ from espalier import mechanisms, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import defaults, recipe_file
 from espalier.errors import Interrupted, UserError
-from espalier.language.workload import Windows, open_language
+from espalier.language.workload import LanguageWorkload, Windows, open_language
 from espalier.launch import agent
 from espalier.launch import base as launch
 from espalier.plan import base as plans
@@ -229,6 +229,24 @@ def test_packed_documents_train_alike_whatever_the_cut(
     assert found == pytest.approx(train(recipe, plan_of(1), plain)[0], rel=1e-9)
 
 
+def test_a_document_longer_than_the_sequence_is_split_and_that_is_said(corpus: Path, short_documents: Path) -> None:
+    """Its parts are documents of their own; where all documents fit, nothing is said."""
+    workload = open_language(recipe_of(corpus, packing="documents"))
+    split, (*_, note) = workload.stores[0].train, workload.notes()
+    count = split.documents
+    assert note.startswith(f"{count} of {count} documents have more than train.sequence = 37 tokens in")
+    longest = max(len((corpus / name).read_bytes()) for name in split.documents_in(0, split.tokens)) + 1
+    assert f"(the longest {longest})" in note
+    (batch,) = workload.batches(0, Shard(0, 4, 4))
+    assert batch.where is not None
+    for row, positions in zip(batch.tokens, batch.where.positions, strict=True):
+        if workload.tokenizer.boundary not in row:
+            assert positions.tolist() == list(range(37))
+    fitting = recipe_of(short_documents, packing="documents", sequence=96, batch_tokens=4 * 96)
+    for recipe in (fitting, recipe_of(corpus)):
+        assert "train.sequence" not in " ".join(open_language(recipe).notes())
+
+
 def test_sources_that_differ_in_packing_are_refused(corpus: Path) -> None:
     recipe = recipe_of(corpus)
     both = msgspec.structs.replace(
@@ -236,6 +254,18 @@ def test_sources_that_differ_in_packing_are_refused(corpus: Path) -> None:
     )
     with pytest.raises(UserError, match="differ in packing"):
         open_language(both)
+
+
+def test_more_ranks_than_heads_are_refused_before_the_first_step(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(*given: Any) -> Any:
+        raise AssertionError("a step has begun")
+
+    monkeypatch.setattr(LanguageWorkload, "loss", loss)
+    stage = plans.Stage(ranks=tuple(range(6)), layers=(0, 2), tensor=2, heads=3)
+    shared = plans.Plan(ranks=(plans.Rank(share=(0, 4)),) * 6, micro_batch=2, precision="fp64", stages=(stage,))
+    for plan, said in ((plan_of(6, (6, 1, 1)), "hp = 6 is too much for 4 heads"), (shared, "hp = 3 is too much for 2")):
+        with pytest.raises(UserError, match=said):
+            train(recipe_of(corpus), plan)
 
 
 def test_replicas_that_agree_by_rounds_may_share_sequences(corpus: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 
+import msgspec
 import pytest
 from programs import forked
 
@@ -17,6 +18,7 @@ from espalier.config import recipe_file
 from espalier.errors import UserError
 from espalier.hardware import probe
 from espalier.launch import version_check
+from espalier.plan import base as plans
 from espalier.testing import forks
 
 RECIPE = {
@@ -243,6 +245,37 @@ def test_a_spoilt_plan_is_refused_and_a_deleted_one_made_anew(home, capsys, text
     plan.unlink()
     assert cli.main(["train", "recipe.toml", "train.steps=3", "--json"]) == 0
     assert plan.exists()
+
+
+def edited(home, **changes):
+    """Changes the plan of the run by hand."""
+    path = home / "runs/small/plan.json"
+    path.write_text(plans.dumps(msgspec.structs.replace(plans.read(path), **changes)))
+
+
+def test_a_plan_edited_to_cut_more_heads_than_there_are_is_refused_before_the_first_step(home, capsys):
+    """And so is a pin of as many when the run is taken up again."""
+    assert cli.main(["train", "recipe.toml", "--json"]) == 0
+    capsys.readouterr()
+    stage = plans.Stage(ranks=(0, 1, 2, 3), layers=(0, 1), heads=4)
+    edited(home, ranks=(plans.Rank(share=(0, 2)),) * 4, stages=(stage,))
+    text = refused(capsys, "train", "recipe.toml", "train.steps=3")
+    assert "hp = 4 is too much for 2 heads" in text
+    assert "hp = 2" in text
+    text = refused(capsys, "train", "recipe.toml", "train.steps=3", "plan.pin.ranks=4", "plan.pin.hp=4")
+    assert "plan.pin.hp = 4 does not divide heads = 2" in text
+    assert "plan.pin.hp=2" in text
+
+
+def test_a_plan_edited_so_that_ranks_wait_without_end_names_the_first_and_its_action(home, capsys):
+    more = ["model.depth=4", "train.batch_tokens=256"]
+    assert cli.main(["train", "recipe.toml", *more, "--json"]) == 0
+    capsys.readouterr()
+    stages = tuple(plans.Stage(ranks=(rank,), layers=(at, at + 1)) for at, rank in enumerate((0, 1, 1, 0)))
+    edited(home, ranks=(plans.Rank(share=(0, 8)),) * 2, stages=stages, interleave=2, micro_batch=1)
+    text = refused(capsys, "train", "recipe.toml", *more, "train.steps=3")
+    assert "The schedule cannot be run." in text
+    assert "rank 0 cannot do its action" in text
 
 
 def test_a_plan_for_other_machines_is_not_begun_here(home, capsys):

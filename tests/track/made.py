@@ -99,6 +99,7 @@ START = {
     "versions": {"espalier": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.9"},
     "host": {"cpu": "Xeon Platinum 8481C", "cores": 2, "memory": "23.4 GiB", "system": "Linux 6.1"},
     "derivations": DERIVED,
+    "notes": ["2 files were skipped in python:stdlib"],
 }
 
 

@@ -53,6 +53,7 @@ def test_a_finished_run_shows_all_it_has(tmp_path: Path) -> None:
     for said in (
         "finished", "450", "bits per byte", "Predicted beside measured", "Incidents", "resumed from step 200",
         "Two ranks with one thread each", "heads are 48 wide", "2.13.0+cpu", "def read_lines", "gradients",
+        "2 files were skipped",
         "in 2 attempts", "prefers-color-scheme", "width=device-width",
         "peak, per rank; 300 MiB of files in the page cache apart",
     ):  # fmt: skip

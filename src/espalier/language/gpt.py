@@ -106,6 +106,11 @@ class CausalAttention(nn.Module):
         self.out = nn.Linear(size.width, size.width, bias=False)
         self.attend: Attend = causal
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query heads and key-value heads that are here."""
+        return self.query.weight.shape[0] // self.head_size, self.key.weight.shape[0] // self.head_size
+
     def forward(
         self, x: Float[Tensor, "batch seq width"], turn: Rotary, past: Past | None = None
     ) -> Float[Tensor, "batch seq width"]:

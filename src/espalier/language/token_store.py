@@ -63,6 +63,11 @@ class TokenSplit:
         end = start + count - last * self._shard_tokens
         return np.concatenate([parts[0][offset:], *parts[1:-1], parts[-1][:end]])
 
+    def longer_documents(self, tokens: int) -> tuple[int, int]:
+        """How many documents have more than `tokens` tokens, boundaries counted, and the tokens of the longest."""
+        lengths = np.diff(self._starts, append=self.tokens)
+        return int((lengths > tokens).sum()), int(lengths.max(initial=0))
+
     def documents_in(self, start: int, stop: int) -> list[str]:
         """Names of the documents that tokens `[start, stop)` belong to, in order."""
         assert 0 <= start < stop <= self.tokens, f"tokens {start} to {stop} of {self.tokens}"

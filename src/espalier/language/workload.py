@@ -186,6 +186,7 @@ class LanguageWorkload(Plain):
                 named = "; ".join(f"{name}: {why}" for name, why in store.skipped[:3])
                 was = "file was" if count == 1 else "files were"
                 found.append(f"{count} {was} skipped in {store.origin} ({named}{'; …' if count > 3 else ''})")
+            found += _split_documents(store, self.sequence) if self.packed else []
         return found
 
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
@@ -214,6 +215,19 @@ def embeddings(model: gpt.GPT) -> list[nn.Parameter]:
     """The token table and, unless tied to it, the head."""
     layers = [model.embedding, model.head]
     return [parameter for layer in layers if layer is not None for parameter in layer.parameters()]
+
+
+def _split_documents(store: token_store.TokenStore, sequence: int) -> list[str]:
+    """Says how many packed documents do not fit into a window; empty: all of them do."""
+    longer, longest = store.train.longer_documents(sequence)
+    if not longer:
+        return []
+    have = "document has" if longer == 1 else "documents have"
+    return [
+        f"{longer} of {store.train.documents} {have} more than train.sequence = {sequence} tokens in {store.origin} "
+        f"(the longest {longest}): they are split at the ends of windows, and no token sees another window. "
+        f"train.sequence={longest} holds the longest"
+    ]
 
 
 def _packed(recipe: Recipe) -> bool:

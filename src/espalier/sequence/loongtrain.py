@@ -244,8 +244,12 @@ class CutAttention(Filled):
             setattr(module, field, _total(context.mesh, module))
 
     def replacement(self, context: Build, module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Attention over all ranks; the plain one for sequences that a rank has alone (when it generates)."""
-        grid = self.grid
+        """Attention over all ranks; the plain one for sequences that a rank has alone (when it generates). Raises
+        UserError where the module says that it has fewer `heads` than ranks share them."""
+        grid, heads = self.grid, getattr(module, "heads", None)
+        if grid.row is not None and heads is not None:
+            own = len(context.mesh.mesh.members(context.mesh.rank, "tp"))  # which divide them first
+            HeadSplit(max(1, heads[0] // own), max(1, heads[1] // own), grid.row.size())
 
         def attend(query: Tensor, key: Tensor, value: Tensor, where: Where) -> Any:
             if where.slots is None:

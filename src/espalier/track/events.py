@@ -7,6 +7,7 @@ writes these; a reader ignores names and fields it does not know:
 |------------|--------|
 | run        | step (already done: 0, or the checkpoint resumed from), steps (wanted), name, workload, parameters, |
 |            | ranks, threads (per rank), versions {name: text}, host {name: text}, pid, |
+|            | notes (of the data, in sentences), |
 |            | derivations [{key, value, why}], source (where the state was taken up: memory or disk, and why), |
 |            | until (the last step of the phase) |
 | plan       | predicted: as `plan.base.Predicted` |

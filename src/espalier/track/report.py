@@ -65,6 +65,7 @@ def _context(run: Run) -> dict[str, Any]:
         "samples": _rows(run.samples)[-4:][::-1],
         "checkpoints": _rows(run.checkpoints)[-5:][::-1],
         "derivations": run.start.get("derivations") or [],
+        "notes": run.start.get("notes") or [],
         "about": {**(run.start.get("versions") or {}), **(run.start.get("host") or {})},
         "recipe": _flat(run.recipe),
     }

@@ -69,6 +69,7 @@ class RunStart:
             "data": self.workload.fingerprint(),
             "recipe_folder": str(self.resolved.folder),
             "seal": run_seal.seal(recipe, self.resolved.folder),
+            "notes": list(self.workload.notes()),
             "derivations": [{"key": one.key, "value": one.value, "why": one.reason} for one in derivations],
         }
         peak = peak_flops(self.cluster, len(self.plan.ranks), recipe.train.precision)
