@@ -50,24 +50,17 @@ def recipe_of(corpus: Path, model: dict[str, Any] | None = None, **train: Any) -
     return defaults.resolve(recipe_file.from_table(table))[0]
 
 
-def plan_of(
-    recipe: Recipe, ranks: int, tensor: int, shard: Any = (1, 1, 1), *, pipe: bool = False, **more: Any
-) -> plans.Plan:
+def plan_of(recipe: Recipe, ranks: int, tensor: int, shard: Any = (1, 1, 1), **more: Any) -> plans.Plan:
     cut = {name: more.pop(name, 1) for name in ("heads", "context")}
     width = tensor * cut["heads"] * cut["context"]
-    samples, groups = recipe.train.batch_tokens // recipe.train.sequence, 1 if pipe else ranks // width
+    samples, groups = recipe.train.batch_tokens // recipe.train.sequence, ranks // width
     share = [(samples * group // groups, samples * (group + 1) // groups) for group in range(groups)]
     held = {
         name: tuple(range(0, ranks, tensor))[:size] if size > 1 else ()
         for name, size in zip(("params", "grads", "optimizer"), shard, strict=True)
     }
     stages = (plans.Stage(ranks=tuple(range(ranks)), layers=(0, 2), tensor=tensor, **cut),) if tensor > 1 else ()
-    if pipe:
-        stages = tuple(
-            plans.Stage(ranks=tuple(range(n * tensor, (n + 1) * tensor)), layers=(n, n + 1), tensor=tensor)
-            for n in range(2)
-        )
-    given: dict[str, Any] = {"micro_batch": 3 if pipe else 2, "algorithm": "megatron" if tensor > 1 else "data", **more}
+    given: dict[str, Any] = {"micro_batch": 2, "algorithm": "megatron" if tensor > 1 else "data", **more}
     return plans.Plan(
         ranks=tuple(plans.Rank(share=share[rank // width % groups]) for rank in range(ranks)),
         units=(plans.Unit(**held),),
@@ -123,45 +116,15 @@ def same(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> None
 
 
 CASES = {
-    "tensor of 2": (2, 2, (1, 1, 1), {}, {}),
     "tensor of 4, more ranks than key-value heads, tied": (4, 4, (1, 1, 1), {}, {"tied": True}),
-    "2 replicas of 2, optimizer states sharded": (4, 2, (1, 1, 2), {}, {}),
     "2 replicas of 2, all states sharded, FSP": (4, 2, (2, 2, 2), {"algorithm": "fsp"}, {"tied": True}),
-    "2 replicas of 2, gradients sharded, blocks recomputed": (4, 2, (1, 2, 2), {"recompute": "block"}, {}),
-    "FSP, selective recomputation": (2, 2, (1, 1, 1), {"algorithm": "fsp", "recompute": "selective"}, {}),
-    "2 stages of 2, micro-batches of 3 and 2, tied, blocks recomputed": (
-        4,
-        2,
-        (1, 1, 1),
-        {"pipe": True, "recompute": "block"},
-        {"tied": True},
-    ),
     "2 by 2 heads of a sequence": (4, 2, (1, 1, 1), {"heads": 2}, {}),
-    "2 by 2 slots of a sequence, optimizer states sharded": (4, 2, (1, 1, 2), {"context": 2}, {"tied": True}),
-    "2 stages of 2, FSP": (4, 2, (1, 1, 1), {"pipe": True, "algorithm": "fsp"}, {}),
     "experts": (2, 2, (1, 1, 1), {}, {"kind": "moe", "experts": 3, "active": 2}),
 }
 
 
-CASES_OF_8 = {
-    "4 replicas of 2, states sharded by 2, 2 and 4": (8, 2, (2, 2, 4), {}, {}),
-    "2 replicas of 4, FSP, all states sharded": (8, 4, (2, 2, 2), {"algorithm": "fsp", "recompute": "block"}, {}),
-    "2 replicas of 2 by 2 heads": (8, 2, (1, 2, 2), {"heads": 2}, {"tied": True}),
-    "2 replicas of 2 by 2 slots": (8, 2, (1, 1, 4), {"context": 2, "recompute": "selective"}, {}),
-    "2 by 2 heads by 2 slots": (8, 2, (1, 1, 4), {"context": 2, "heads": 2}, {"kv_heads": 4}),
-    "2 stages of 4": (8, 4, (1, 1, 1), {"pipe": True, "algorithm": "fsp"}, {"tied": True}),
-}
-CASES |= CASES_OF_8
-QUICK = {
-    "tensor of 4, more ranks than key-value heads, tied",
-    "2 replicas of 2, all states sharded, FSP",
-    "experts",
-}
-"""In the normal suite; the others are marked slow."""
-
-
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+    "case", [pytest.param(case, marks=pytest.mark.slow if "heads of" in case else ()) for case in CASES]
 )
 def test_curve_weights_validation_and_sample_are_those_of_one_rank(corpus: Path, tmp_path: Path, case: str) -> None:
     ranks, tensor, shard, more, model = CASES[case]
