@@ -32,8 +32,8 @@ class Shard:
     """The part of each global batch one rank computes: samples `[start, stop)` in micro-batches of `micro_batch`.
 
     `sequence_slot` of `sequence_slots` says which part of the sequence it holds (one slot: all of it); `sequence_heads`
-    consecutive slots share the heads (see `sequence.slots`). With `rounds` there are exactly so many micro-batches, of
-    nearly equal size.
+    consecutive slots share the heads, in proportion to `sequence_speeds` (see `sequence.slots`). With `rounds` there
+    are exactly so many micro-batches, of nearly equal size.
     """
 
     start: int
@@ -42,6 +42,7 @@ class Shard:
     sequence_slot: int = 0
     sequence_slots: int = 1
     sequence_heads: int = 1
+    sequence_speeds: tuple[float, ...] = ()
     rounds: int | None = None
 
     @property

@@ -256,6 +256,24 @@ def test_mixed_devices_get_shares_by_speed() -> None:
     assert shares[0] > 2 * shares[1]
 
 
+def test_mixed_devices_share_a_long_sequence_by_speed() -> None:
+    fast, slow = gpus("H100", devices=1), gpus("A100-80GB", devices=1)
+    mixed = msgspec.structs.replace(fast, nodes=(*fast.nodes, *slow.nodes), between=gpus(count=2).between)
+    request = decoder(2048, 4, 65_536, 1, precision="bf16", heads=16, pin=Pin(cp=2))
+    found = search.search(request, mixed)
+    equal = min(one.seconds for one in found.options if one.speeds is None)
+    best = found.best()
+    assert best is not None
+    assert best.seconds < 0.8 * equal
+    plan = build_plan.make(request, found, best)
+    assert best.speeds is not None
+    assert plan.stages[0].speeds == best.speeds
+    assert sum(best.speeds) == pytest.approx(2.0)
+    assert best.speeds[0] > 1.5 * best.speeds[1]
+    assert any("of the mean number of tokens" in said for said in plan.why)
+    assert base.check(plan, 1) is plan
+
+
 def test_a_hundred_thousand_layouts_are_priced_in_a_second() -> None:
     request = decoder(4096, 32, sequence=4096, batch=1024, precision="bf16", heads=32)
     begun = time.process_time()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier.errors import UserError
-from espalier.sequence.slots import SequenceSlots, bounds_of
+from espalier.sequence.slots import SequenceSlots, bounds_of, shares_of
 
 
 @st.composite
@@ -95,3 +95,12 @@ def test_documents_of_another_length_and_torn_ones_are_refused() -> None:
         bounds_of(torch.zeros(1, 9, dtype=torch.long), 8)
     with pytest.raises(UserError, match="in several places"):
         bounds_of(torch.tensor([[0, 1, 1, 0]]), 4)
+
+
+def test_shares_of_a_grid_are_those_of_its_ranks() -> None:
+    slots, heads = shares_of((2.0, 1.0, 4.0, 2.0), heads=2)
+    assert slots == (3.0, 6.0)
+    assert heads[0] / heads[1] == pytest.approx(2.0)
+    found = SequenceSlots(360, 2, 2, True, slots, heads)
+    assert [found.pieces(slot) for slot in range(2)] == [[80, 40], [160, 80]]
+    assert shares_of((), heads=2) == ((), ())

@@ -53,12 +53,16 @@ def recipe_of(corpus: Path, kind: str = "gpt", packing: str = "stream", **train:
     return defaults.resolve(recipe_file.from_table(table))[0]
 
 
-def plan_of(ranks: int, cut: tuple[int, int, int] = (1, 1, 1), **changes: Any) -> plans.Plan:
+def plan_of(
+    ranks: int, cut: tuple[int, int, int] = (1, 1, 1), speeds: tuple[float, ...] = (), **changes: Any
+) -> plans.Plan:
     """`ranks` ranks, of which heads x context share a sequence in inner rings of a window."""
     heads, context, window = cut
     copies = ranks // (heads * context)
     shares = [(4 * number // copies, 4 * (number + 1) // copies) for number in range(copies)]
-    stage = plans.Stage(ranks=tuple(range(ranks)), layers=(0, 2), heads=heads, context=context, window=window)
+    stage = plans.Stage(
+        ranks=tuple(range(ranks)), layers=(0, 2), heads=heads, context=context, window=window, speeds=speeds
+    )
     each = tuple(plans.Rank(share=share) for share in shares for _ in range(heads * context))
     return plans.Plan(**{"ranks": each, "micro_batch": 2, "precision": "fp64", "stages": (stage,), **changes})
 
@@ -88,6 +92,11 @@ def train(recipe: Any, plan: plans.Plan, table: Any = mechanisms.TABLE) -> tuple
 @pytest.fixture(scope="module")
 def whole(corpus: Path) -> list[float]:
     return train(recipe_of(corpus), plan_of(1))[0]
+
+
+def test_ranks_of_unequal_speeds_share_tokens_and_heads(corpus: Path, whole: list[float]) -> None:
+    found, _ = train(recipe_of(corpus), plan_of(4, (2, 2, 2), (3.0, 1.0, 1.0, 1.0)))
+    assert found == pytest.approx(whole, rel=1e-9)
 
 
 def test_a_run_goes_on_under_another_cut(corpus: Path, whole: list[float], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from espalier.language import generate, gpt, hf, mixture, moe, token_store
 from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer
 from espalier.sequence.base import Where
-from espalier.sequence.slots import SequenceSlots
+from espalier.sequence.slots import SequenceSlots, shares_of
 from espalier.workload import Pieces, Plain, Progress, Role, Shard, to_device
 
 
@@ -109,9 +109,10 @@ class LanguageWorkload(Plain):
             begins = tokens == self.tokenizer.boundary
             documents = begins.cumsum(1)
             positions = positions - torch.where(begins, positions, 0).cummax(1).values
-        heads, number = shard.sequence_heads, shard.sequence_slot
-        slots = SequenceSlots(tokens.shape[1], shard.sequence_slots // heads, heads)
-        own = [slots.take(one, number) for one in (tokens, targets, positions)]
+        heads = shard.sequence_heads
+        shares = shares_of(shard.sequence_speeds, heads)
+        slots = SequenceSlots(tokens.shape[1], shard.sequence_slots // heads, heads, True, *shares)
+        own = [slots.take(one, shard.sequence_slot) for one in (tokens, targets, positions)]
         return Windows(own[0], own[1], Where(own[2], documents, slots))
 
     def batches(self, step: int, shard: Shard) -> list[Windows]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
@@ -53,11 +53,13 @@ class DataShare(NamedTuple):
 
 
 class SequenceShare(NamedTuple):
-    """Slot `number` of `total` along a sequence; so many consecutive ones share the `heads`."""
+    """Slot `number` of `total` along a sequence; so many consecutive ones share the `heads`. `speeds`: of the ranks of
+    all slots; empty: equal."""
 
     number: int
     total: int
     heads: int
+    speeds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,14 @@ class Mesh:
         coordinates: of every trainer, by rank.
         experts: ranks of an expert group (`ep`); it divides the ranks along the data axes.
         heads: trainers whose loss counts: of each pipeline the last stage, and one of each tensor-parallel group.
+        speeds: relative ones of ranks that share sequences unequally.
     """
 
     roles: tuple[str, ...]
     coordinates: Mapping[int, Coordinates]
     experts: int = 1
     heads: frozenset[int] = frozenset()
+    speeds: Mapping[int, float] = field(default_factory=dict)
     _groups: dict[tuple[str, ...], dict[int, tuple[int, ...]]] = field(
         default_factory=dict, compare=False, hash=False, repr=False
     )
@@ -126,7 +130,8 @@ class Mesh:
     def sequence_part(self, rank: int) -> SequenceShare:
         """Which part of each sequence `rank` holds."""
         group = self.members(rank, *SEQUENCE)
-        return SequenceShare(group.index(rank), len(group), len(self.members(rank, "hp")))
+        speeds = tuple(self.speeds[one] for one in group if one in self.speeds)
+        return SequenceShare(group.index(rank), len(group), len(self.members(rank, "hp")), speeds)
 
     def expert_group(self, rank: int) -> tuple[int, ...]:
         """The ranks among which one copy of the experts is divided."""
@@ -175,7 +180,14 @@ def of_plan(plan: Plan) -> Mesh:
         inside, last = {rank: Coordinates(dp=index) for index, rank in enumerate(replicas[0])}, set(replicas[0])
     like = {rank: replicas[0][index] for ranks in replicas for index, rank in enumerate(ranks)}
     found = {rank: inside[like[rank]]._replace(replica=n) for n, ranks in enumerate(replicas) for rank in ranks}
-    return _made(roles, found, {rank for rank in found if like[rank] in last}, 1)
+    mesh = _made(roles, found, {rank for rank in found if like[rank] in last}, 1)
+    speeds = {
+        rank: stage.speeds[index // stage.tensor % stage.sequence]
+        for stage in plan.stages
+        for index, rank in enumerate(stage.ranks)
+        if stage.speeds
+    }
+    return replace(mesh, speeds={rank: speeds[like[rank]] for rank in found if like[rank] in speeds})
 
 
 def _of_stages(plan: Plan) -> tuple[dict[int, Coordinates], set[int]]:

@@ -6,6 +6,7 @@ the shorthand people read, derived from the rest.
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -57,6 +58,8 @@ class Stage(PlanStruct, frozen=True):
         tensor: ranks that share each matrix; they are consecutive.
         heads: ranks that share the attention heads of a sequence (Ulysses).
         context: ranks that share the tokens of a sequence (ring attention), in inner rings of `window` ranks.
+        speeds: relative ones of the ranks that share a sequence, in the order of `ranks`: tokens and heads are in
+            proportion; empty: equal.
     """
 
     pipeline: int = 0
@@ -67,6 +70,7 @@ class Stage(PlanStruct, frozen=True):
     heads: int = 1
     context: int = 1
     window: int = 1
+    speeds: tuple[float, ...] = ()
 
     @property
     def sequence(self) -> int:
@@ -341,6 +345,9 @@ def _check_stage(plan: Plan, stage: Stage, origin: str) -> None:
     if min(stage.tensor, stage.heads, stage.context, stage.window) < 1 or len(stage.ranks) % width:
         why = f"tensor {stage.tensor} x heads {stage.heads} x context {stage.context} does not divide the stage's "
         raise _nonsense(origin, f"{why}{len(stage.ranks)} ranks")
+    if stage.speeds and (len(stage.speeds) != stage.sequence or not 0 < min(stage.speeds) <= max(stage.speeds) < inf):
+        told = f"{len(stage.speeds)} speeds, the lowest {min(stage.speeds):g}"
+        raise _nonsense(origin, f"a stage has {told}, for {stage.sequence} ranks that share a sequence")
     rings = stage.window * (2 if plan.placement == "interleaved" and stage.context > 1 else 1)
     if stage.context % rings:
         raise _nonsense(origin, f"inner rings of {stage.window} ranks do not divide a context of {stage.context} ranks")

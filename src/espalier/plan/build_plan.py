@@ -8,7 +8,7 @@ from espalier.plan import collective_time, explain
 from espalier.plan.base import Plan, Predicted, Rank, Stage, Unit
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.collective_time import seats
-from espalier.plan.estimate import estimate
+from espalier.plan.estimate import Shares, estimate
 from espalier.plan.layouts import stage_layers
 from espalier.plan.request import Request, exchanges
 from espalier.plan.search import Found, Option
@@ -50,7 +50,7 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
 
 def predict(request: Request, option: Option, calibration: Calibration) -> Predicted:
     """What the option should cost, in full."""
-    shares = option.shares
+    shares = Shares(option.shares, option.speeds)
     predicted = estimate(request, option.cluster, option.layout, calibration.factors, shares)
     return msgspec.structs.replace(
         predicted, spread=calibration.spread, sources={**predicted.sources, "coefficients": calibration.source}
@@ -98,6 +98,8 @@ def _stages(request: Request, option: Option) -> tuple[Stage, ...]:
     layout = option.layout
     each = layout.dp * layout.tp * layout.sp
     most = max(_samples(request, option))
+    kinds = collective_time.kinds(seats(option.cluster, int(layout.world)))
+    speed = dict(zip(dict.fromkeys(kinds), option.speeds or (), strict=False))
     return tuple(
         Stage(
             ranks=tuple(range(index % layout.pp * each, (index % layout.pp + 1) * each)),
@@ -107,6 +109,7 @@ def _stages(request: Request, option: Option) -> tuple[Stage, ...]:
             heads=layout.hp,
             context=layout.cp,
             window=layout.window,
+            speeds=tuple(speed[kind] for kind in kinds) if speed else (),
         )
         for index, layers in enumerate(stage_layers(request.layers, layout.pp * layout.chunks))
     )

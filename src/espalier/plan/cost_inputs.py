@@ -21,17 +21,19 @@ from espalier.shard.cost import Division, StateBytes, StateSizes, cost
 
 @dataclass(frozen=True)
 class CostInputs:
-    """What a price is of: request, fleet, the kind of rank at hand, and layouts."""
+    """What a price is of: request, fleet, the kind of rank at hand, and layouts. `speed`: of this kind's ranks over the
+    mean, where they share sequences in proportion to it."""
 
     request: Request
     on: Fleet
     kind: DeviceGroup
     layouts: Layouts
+    speed: Number = 1.0
 
     @property
     def cut(self) -> Cut:
         """How the model is cut."""
-        return Cut(self.layouts.tp, self.layouts.sp, self.layouts.algorithm != "fsp")
+        return Cut(self.layouts.tp, np.asarray(self.layouts.sp) / self.speed, self.layouts.algorithm != "fsp")
 
     @cached_property
     def storage(self) -> StateBytes:
@@ -127,7 +129,7 @@ class CostInputs:
         `attention`: seconds of one rank's attention forward, which may hide it."""
         request, layouts = self.request, self.layouts
         load = SequenceLoad(
-            tokens=tokens * layouts.sp,
+            tokens=tokens * layouts.sp / self.speed,
             heads=request.heads / layouts.tp,
             kv_heads=np.maximum(1, request.kv_heads / layouts.tp),
             head_size=request.width / request.heads,

@@ -30,6 +30,21 @@ from espalier.tensor import cost as tensor_cost
 
 
 @dataclass(frozen=True)
+class Shares:
+    """What a rank of each kind computes where devices differ. None: all ranks alike.
+
+    `samples`: of each batch (unequal data parallelism). `speeds`: over the mean, to which its tokens of each sequence
+    are proportional.
+    """
+
+    samples: Any = None
+    speeds: Any = None
+
+
+EQUAL = Shares()
+
+
+@dataclass(frozen=True)
 class Priced:
     """Layouts priced on one kind of rank, each value [n]."""
 
@@ -65,16 +80,13 @@ def samples_each(request: Request, layouts: Layouts) -> Number:
     return -(-request.global_batch // np.asarray(layouts.dp))
 
 
-def price(request: Request, on: Fleet, layouts: Layouts, shares: Any = None) -> list[Priced]:
-    """Prices `layouts` on every kind of rank of a fleet.
-
-    Args:
-        shares: samples of a rank of each kind (unequal data parallelism); None: equal shares.
-    """
+def price(request: Request, on: Fleet, layouts: Layouts, shares: Shares = EQUAL) -> list[Priced]:
+    """Prices `layouts` on every kind of rank of a fleet."""
     found = []
+    samples_of, speeds = shares.samples, shares.speeds
     for index, kind in enumerate(on.kinds):
-        samples = samples_each(request, layouts) if shares is None else np.asarray(shares[index])
-        step = CostInputs(request, on, kind, layouts)
+        samples = samples_each(request, layouts) if samples_of is None else np.asarray(samples_of[index])
+        step = CostInputs(request, on, kind, layouts, 1.0 if speeds is None else np.asarray(speeds[index]))
         size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
         held = memory_model.held(step, size, -(-samples // size))
         found.append(Priced(step_time.step_seconds(step, samples), held, memory_model.limit(kind, request)))
@@ -99,7 +111,11 @@ def slowest(request: Request, on: Fleet, layouts: Layouts) -> Number:
 
 
 def estimate(
-    request: Request, cluster: Cluster, layout: Layouts, factors: CostFactors | None = None, shares: Any = None
+    request: Request,
+    cluster: Cluster,
+    layout: Layouts,
+    factors: CostFactors | None = None,
+    shares: Shares = EQUAL,
 ) -> Predicted:
     """What one step of one layout should cost: its slowest rank's seconds, its tightest's bytes."""
     ranks = int(layout.world)
@@ -112,7 +128,7 @@ def estimate(
     step = sum(terms.values())
     tokens = request.global_batch * request.tokens_per_sample
     made = CostInputs(request, on, on.kinds[slow], layout)
-    most = int(samples_each(request, layout)) if shares is None else int(np.max(shares))
+    most = int(samples_each(request, layout)) if shares.samples is None else int(np.max(shares.samples))
     nodes = [0 if on.cuda else place.node for place in seats(cluster, ranks)]
     return Predicted(
         step_seconds=step,

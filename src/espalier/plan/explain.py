@@ -64,6 +64,9 @@ def why(request: Request, found: Found, option: Option, predicted: Predicted) ->
     if option.shares is not None:
         told = " and ".join(str(share) for share in option.shares)
         said.append(f"Devices differ in speed: ranks have up to {told} samples, by their speed.")
+    elif option.speeds is not None:
+        told = " and ".join(f"{speed:.2f}" for speed in option.speeds)
+        said.append(f"Devices differ in speed: ranks have {told} of the mean number of tokens, by their speed.")
     elif len({id(place.table.device) for place in seats(option.cluster, used)}) > 1 and not option.cluster.same_speed:
         said.append("Devices differ in speed and shares are equal, so the slowest sets the step.")
     said += _crowded(option)

@@ -25,7 +25,7 @@ from espalier.plan import collective_time, device_model
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import Calibration
 from espalier.plan.decide import decide
-from espalier.plan.estimate import price
+from espalier.plan.estimate import Shares, price
 from espalier.plan.layouts import of_view
 from espalier.plan.request import Request
 
@@ -101,7 +101,7 @@ def seconds(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> fl
     on = collective_time.fleet(measured(cluster, plan.ranks, found), len(plan.ranks), threads)
     shares = [rank.share[1] - rank.share[0] for rank in plan.ranks]
     layout = replace(of_view(plan.layout), threads=threads)
-    costs = price(request, replace(on, factors=request.factors), layout, shares)
+    costs = price(request, replace(on, factors=request.factors), layout, Shares(shares))
     return max(float(one.step) for one in costs)
 
 

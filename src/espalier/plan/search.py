@@ -27,7 +27,7 @@ from espalier.plan import layouts as space
 from espalier.plan.calibrate import DATASHEET, LEAST, Calibration
 from espalier.plan.collective_time import gpus
 from espalier.plan.cost_inputs import CostInputs
-from espalier.plan.estimate import grid, price, samples_each
+from espalier.plan.estimate import Shares, grid, price, samples_each
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts, Limits
 from espalier.plan.request import Request
 from espalier.plan.step_time import compute
@@ -58,6 +58,8 @@ class Option:
     over: float
     shares: tuple[int, ...] | None = None
     """Samples of a rank of each kind of device; None: equal."""
+    speeds: tuple[float, ...] | None = None
+    """Speed of a rank of each kind over the mean; its tokens of each sequence are proportional. None: equal."""
     nodes: tuple[int, ...] = ()
     """The machines' numbers in the user's cluster, in the order of this one; empty: the same."""
 
@@ -117,8 +119,10 @@ def search(request: Request, cluster: Cluster, calibration: Calibration = DATASH
         if unequal > best * (1 + tie):
             continue
         limits = _limits(request, on, threads)
-        for batch in _batches(request, limits, on.ranks, on.per_node, known):
-            if batch.algorithm != "data" and equal > best * (1 + tie):
+        for every in _batches(request, limits, on.ranks, on.per_node, known):
+            slow = every.algorithm != "data" and equal > best * (1 + tie)
+            batch = every.at(np.flatnonzero(in_one_ring(every, on.ranks))) if slow else every
+            if not len(batch):
                 continue
             options, nearest, count = _price(request, part, on, batch)
             priced += count
@@ -299,6 +303,9 @@ def _price(
     if len(on.kinds) > 1 and batch.algorithm == "data":
         whole = [index for index, option in zip(picked, found, strict=True) if option.layout.pp == 1][:UNEQUAL]
         found += by_speed(request, part, on, chosen.at(np.array(whole, dtype=int)), seconds[whole])
+    elif len(on.kinds) > 1 and batch.algorithm == "isp":
+        rings = [index for index in picked if in_one_ring(chosen, on.ranks)[index]][:UNEQUAL]
+        found += slots_by_speed(request, part, on, chosen.at(np.array(rings, dtype=int)), seconds[rings])
     return found, None, count
 
 
@@ -332,21 +339,52 @@ def by_speed(request: Request, part: Cluster, on: collective_time.Fleet, layouts
     than the `equal` seconds [n]."""
     if not len(equal):
         return []
-    size = np.minimum(layouts.micro_batch, samples_each(request, layouts))
-    rates = []
-    for kind in on.kinds:
-        work = request.anatomy(size, layouts.recompute, request.precision, WHOLE).whole
-        one = compute(CostInputs(request, on, kind, layouts), work)
-        rates.append(1.0 / (one.forward + one.backward + one.recompute))
-    exact = _in_proportion(request.global_batch, np.array(rates), np.array([kind.ranks for kind in on.kinds]))
+    rates = _rates(request, on, layouts)
+    exact = _in_proportion(request.global_batch, rates, np.array([kind.ranks for kind in on.kinds]))
     shares = np.ceil(exact - 1e-9).astype(int)
-    costs = price(request, on, layouts, np.maximum(1, shares))
+    costs = price(request, on, layouts, Shares(np.maximum(1, shares)))
     seconds, peak = (np.max([getattr(one, name) for one in costs], axis=0) for name in ("step", "peak"))
     over = np.max([one.peak - one.limit for one in costs], axis=0)
     least = np.where(np.asarray(layouts.grads) > 1, -(-shares.max(axis=0) // layouts.micro_batch), 1)
     kept = np.flatnonzero((exact.astype(int).min(axis=0) >= least) & (over <= 0) & (seconds < equal))
     values = (seconds[kept].tolist(), peak[kept].tolist(), over[kept].tolist(), map(tuple, shares[:, kept].T.tolist()))
     return [Option(one, part, *known) for one, *known in zip(layouts.each(kept), *values, strict=True)]
+
+
+def in_one_ring(layouts: Layouts, ranks: int) -> Any:
+    """Boolean [layouts]: those in which all ranks share each sequence along the context."""
+    return np.broadcast_to(np.asarray(layouts.cp) == ranks, len(layouts)) & (len(layouts) > 0)
+
+
+def slots_by_speed(
+    request: Request, part: Cluster, on: collective_time.Fleet, layouts: Layouts, equal: Any
+) -> list[Option]:
+    """Layouts in which all ranks share each sequence along the context, with each rank's tokens in proportion to its
+    device's speed, where that fits and is faster than the `equal` seconds [n]."""
+    if not len(equal):
+        return []
+    rates, ranks = _rates(request, on, layouts), np.array([kind.ranks for kind in on.kinds])
+    speeds = rates * ranks.sum() / (rates * ranks[:, None]).sum(0)
+    costs = price(request, on, layouts, Shares(speeds=speeds))
+    seconds, peak = (np.max([getattr(one, name) for one in costs], axis=0) for name in ("step", "peak"))
+    over = np.max([one.peak - one.limit for one in costs], axis=0)
+    kept = np.flatnonzero((over <= 0) & (seconds < equal))
+    values = (seconds[kept].tolist(), peak[kept].tolist(), over[kept].tolist(), map(tuple, speeds[:, kept].T.tolist()))
+    return [
+        Option(one, part, taken, most, beyond, speeds=each)
+        for one, taken, most, beyond, each in zip(layouts.each(kept), *values, strict=True)
+    ]
+
+
+def _rates(request: Request, on: collective_time.Fleet, layouts: Layouts) -> Any:
+    """Passes of the whole model in a second [kinds, layouts] by a rank of each kind, alone."""
+    size = np.minimum(layouts.micro_batch, samples_each(request, layouts))
+    rates = []
+    for kind in on.kinds:
+        work = request.anatomy(size, layouts.recompute, request.precision, WHOLE).whole
+        one = compute(CostInputs(request, on, kind, layouts), work)
+        rates.append(1.0 / (one.forward + one.backward + one.recompute) + 0.0 * np.asarray(layouts.dp))
+    return np.array(rates)
 
 
 def _in_proportion(batch: int, rates: Any, ranks: Any) -> Any:

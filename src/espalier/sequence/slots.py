@@ -147,6 +147,18 @@ class SequenceSlots:
         return _united(found)
 
 
+def shares_of(speeds: Sequence[float], heads: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """`shares` and `head_shares` of `SequenceSlots` for ranks of these speeds, `heads` of which share a slot.
+
+    Heads are divided alike in all slots, as keys and values of the same heads pass from slot to slot.
+    """
+    if not speeds:
+        return (), ()
+    slots = np.array(speeds).reshape(-1, heads)
+    rows = slots.sum(1)
+    return tuple(rows.tolist()), tuple((slots / rows[:, None]).sum(0).tolist())
+
+
 def divided(count: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """The ends of runs of `count` things that are proportional to `speeds`, beginning with 0."""
     weights = np.cumsum([0.0, *speeds])

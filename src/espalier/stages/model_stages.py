@@ -36,11 +36,11 @@ def pipelines(plan: Plan, tasks: int = 1) -> list[Placed]:
     for number in sorted({stage.pipeline for stage in plan.stages}):
         stages = sorted((one for one in plan.stages if one.pipeline == number), key=lambda one: one.layers)
         widths = [one.tensor * one.sequence for one in stages]
-        if len({one.sequence for one in stages}) > 1:
+        if len({(one.sequence, one.speeds) for one in stages}) > 1:
             raise UserError(
-                f"The stages of pipeline {number} share sequences over unequal numbers of ranks.",
+                f"The stages of pipeline {number} share sequences over unequal numbers of ranks, or unequally.",
                 why="each rank of a stage takes the tokens of one rank of the stage before",
-                do="the same `heads` and `context` in each stage",
+                do="the same `heads`, `context` and `speeds` in each stage",
             )
         for column in range(len(stages[0].ranks) // widths[0]):
             ranks = tuple(
