@@ -82,6 +82,8 @@ class Struck:
     """Ranks that are left stay."""
     validating: bool = False
     """The faults happen while the state after their step is validated."""
+    inside: tuple[type, str] | None = None
+    """A class and its method: the faults happen where that is called, not where the loss is."""
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def run(self) -> Struck:
@@ -128,11 +130,9 @@ class Struck:
         def loss(model: Any, batch: Any) -> Any:
             if model.training:
                 step = self.trainer.step + 1
-                if self.orphans:
-                    for fault in self.faults:
-                        if (fault.rank, fault.step) == (place.rank, step):
-                            os.kill(supervisor, signal.SIGKILL)
-                elif not self.validating:
+                if self.orphans and any((one.rank, one.step) == (place.rank, step) for one in self.faults):
+                    os.kill(supervisor, signal.SIGKILL)
+                elif not (self.orphans or self.validating or self.inside):
                     strike(self.faults, place.rank, step, self.folder)
                 if self.dead is not None and place.seat == self.dead[0] and step >= self.dead[1]:
                     time.sleep(0.3)
@@ -140,11 +140,23 @@ class Struck:
             return plain(model, batch)
 
         workload.loss = loss
+        if self.inside is not None:
+            self._arm_inside(*self.inside, place)
         self._arm_validation(workload, place)
         if self.asleep is not None and self.asleep[0] == place.rank:
             _sleep_in(workload, self.asleep[1], self.folder / "slept")
         if self.phase is not None and self.phase[0] == place.rank:
             _kill_in(self.phase[1], self.folder / "killed-in-save")
+
+    def _arm_inside(self, owner: type, name: str, place: launch.RankSpec) -> None:
+        plain = getattr(owner, name)
+
+        def struck(*arguments: Any, **options: Any) -> Any:
+            if self.trainer.built.model.training:
+                strike(self.faults, place.rank, self.trainer.step + 1, self.folder)
+            return plain(*arguments, **options)
+
+        setattr(owner, name, struck)
 
     def _arm_validation(self, workload: Any, place: launch.RankSpec) -> None:
         evaluate = workload.evaluate

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import msgspec
 import pytest
 import torch
@@ -61,6 +63,14 @@ def test_heads_of_their_own_experts_and_muon_are_cut_likewise(folder, model, opt
     ranks = train(recipe, Cut((1, 4), schedule=schedule).plan())
     assert ranks[1].losses == pytest.approx(whole.losses, rel=1e-9)
     same(together(ranks), whole.weights, relative=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
+def test_compiled_blocks_train_as_on_one_rank(folder, one_rank) -> None:
+    plan = msgspec.structs.replace(Cut((1, 4)).plan(), compile=True)
+    assert train(recipe_of(folder), plan)[0].losses == pytest.approx(one_rank.losses, rel=1e-9)
 
 
 def test_bf16_trains_as_on_one_rank(folder) -> None:

@@ -46,12 +46,14 @@ ALONE = {
     "all states in shards": ({}, {"ranks": 2, "shard": (2, 2, 2)}, 1e-9),
     "context of 2": ({}, {"sequence": (1, 2)}, 1e-9),
     "heads of 2": ({}, {"sequence": (2, 1)}, 1e-9),
+    "two stages": ({}, {"stages": 2}, 1e-9),
     "matrices over 2": ({}, {"tensor": 2, "algorithm": "fsp"}, 1e-9),
     "codec without loss": ({}, {"ranks": 2, "codec": "split"}, 1e-9),
     "int8 with feedback": ({}, {"ranks": 2, "codec": "int8"}, 2e-2),
 }
 
-# Answers to one question exclude each other (Muon moves whole matrices); all other pairs must run.
+# Answers to one question exclude each other (Muon moves whole matrices); all other pairs must run. Stages whose ranks
+# share sequences are in test_cuts.py, killed ranks in test_faults.py, replicas that agree by rounds in test_rounds.py.
 QUESTIONS = [
     ["ranks", "unequal shares"],
     ["accumulation"],
@@ -61,7 +63,7 @@ QUESTIONS = [
     ["cosine"],
     ["bf16"],
     ["optimizer states in shards", "gradients in shards", "all states in shards"],
-    ["context of 2", "heads of 2"],
+    ["context of 2", "heads of 2", "two stages"],
     ["codec without loss", "int8 with feedback"],
 ]
 LOSSY = {name for name, (_, _, tolerance) in ALONE.items() if tolerance > 1e-6}
@@ -114,7 +116,7 @@ def curves():
 
 def recipe_of(corpus, train):
     table = {
-        "model": {"depth": 1, "width": 32, "heads": 4, "feed_forward": 64},
+        "model": {"depth": 2, "width": 32, "heads": 4, "feed_forward": 64},
         "data": {"path": str(corpus), "cache": str(corpus.parent / "cache"), "validation": 0.2},
         "train": {"steps": STEPS, "sequence": 32, "batch_tokens": 256, "precision": "fp64"}
         | {"optimizer": {"kind": "adamw"}}
@@ -123,20 +125,22 @@ def recipe_of(corpus, train):
     return defaults.resolve(recipe_file.from_table(table))[0]
 
 
-def curve(recipe, ranks=1, cuts=None, shard=(), sequence=(1, 1), tensor=1, codec="exact", **how):
+def curve(recipe, ranks=1, cuts=None, shard=(), sequence=(1, 1), tensor=1, stages=1, codec="exact", **how):
     samples = recipe.train.batch_tokens // recipe.train.sequence
     cuts = cuts or tuple(samples * one // ranks for one in range(ranks + 1))
     heads, context = sequence
-    shares = tuple(
-        plans.Rank(share=share) for share in itertools.pairwise(cuts) for _ in range(heads * context * tensor)
-    )
+    shares = [plans.Rank(share=share) for share in itertools.pairwise(cuts) for _ in range(heads * context * tensor)]
     cut = {"heads": heads, "context": context, "tensor": tensor}
-    stage = plans.Stage(ranks=tuple(range(len(shares))), layers=(0, 1), **cut)
+    ends = itertools.pairwise(range(0, 3, 2 // stages))
+    held = tuple(
+        plans.Stage(ranks=tuple(range(at * len(shares), (at + 1) * len(shares))), layers=layers, **cut)
+        for at, layers in enumerate(ends)
+    )
     groups = [tuple(range(size)) if size > 1 else () for size in shard]
     unit = plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups, strict=False)), whole=True)
     how = {"micro_batch": 8, "precision": recipe.train.precision, **how}
     exchange = plans.Exchange(traffic="gradients", codec=codec)
-    plan = plans.Plan(ranks=shares, units=(unit,), exchanges=(exchange,), stages=(stage,), **how)
+    plan = plans.Plan(ranks=(*shares,) * stages, units=(unit,), exchanges=(exchange,), stages=held, **how)
     workload = open_language(recipe)
 
     def life(place):

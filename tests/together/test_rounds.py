@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from espalier import trainer, worker
+from espalier import mechanisms, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import defaults, recipe_file
 from espalier.errors import Interrupted, UserError
@@ -33,9 +33,9 @@ def corpus(tmp_path_factory):
     return folder
 
 
-def recipe_of(corpus, precision="fp64", steps=STEPS, **train):
+def recipe_of(corpus, precision="fp64", steps=STEPS, depth=1, **train):
     table = {
-        "model": {"depth": 1, "width": 32, "heads": 2, "feed_forward": 64},
+        "model": {"depth": depth, "width": 32, "heads": 2, "feed_forward": 64},
         "data": {"path": str(corpus), "cache": str(corpus.parent / "cache"), "validation": 0.2},
         "train": {"steps": steps, "sequence": 32, "batch_tokens": 256, "precision": precision, "validate_every": 4}
         | {"optimizer": {"kind": "adamw"}}
@@ -101,6 +101,29 @@ def test_replicas_of_two_ranks_with_shards_are_replicas_of_one(corpus, shard):
     whole, shards = (train(recipe, plan)[0] for plan in (plan_of(), plan_of(4, shard)))
     assert shards[0] == pytest.approx(whole[0], rel=1e-6)
     close(shards[1], whole[1], 1e-6)
+
+
+def test_replicas_that_are_pipelines_are_replicas_of_one_rank(corpus):
+    """Each of the two has two stages, which exchange nothing between rounds with the other's."""
+    recipe = recipe_of(corpus, depth=2)
+    whole = train(recipe, plan_of())[0]
+    stages = tuple(plans.Stage(ranks=(rank,), layers=(rank, rank + 1)) for rank in (0, 1))
+    shares = tuple(plans.Rank(share=share) for share in ((0, 4), (4, 8)) for _ in stages)
+    outer = plans.Outer(replicas=((0, 1), (2, 3)), method="co2", steps=4, adapt=False)
+    ranks = train(recipe, plans.Plan(ranks=shares, stages=stages, micro_batch=2, precision="fp64", outer=outer))
+    assert ranks[0][0] == pytest.approx(whole[0], rel=1e-6)
+    for one in ranks:
+        close({name: whole[1][name] for name in one[1]}, one[1], 1e-6)
+
+
+def test_replicas_whose_ranks_share_matrices_are_refused_by_name(corpus):
+    stage = plans.Stage(ranks=(0, 1), layers=(0, 1), tensor=2)
+    outer = plans.Outer(replicas=((0, 1), (2, 3)), method="co2", steps=4, adapt=False)
+    plan = plans.Plan(ranks=(plans.Rank(share=(0, 8)),) * 4, stages=(stage,), outer=outer, algorithm="megatron")
+    refused = mechanisms.refusal(recipe_of(corpus), plan)
+    assert refused is not None
+    assert set(refused.pair) == {"outer_rounds", "tensor_parallel"}
+    assert "every_step" in refused.instead
 
 
 def test_a_penalty_over_shards_is_that_of_the_whole(corpus):

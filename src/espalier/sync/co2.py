@@ -29,10 +29,11 @@ CLAIM = Claim(
     question="sync",
     needs=frozenset({"gradients are summed"}),
     changes=frozenset({"owns the optimizer step", "replicas differ between rounds"}),
-    forbids=frozenset({"owns the optimizer step"}),
+    forbids=frozenset({"owns the optimizer step", "matrices are cut"}),
     after=frozenset({"optimizer", "stages"}),
     instead=("every_step",),
 )
+"""Ranks that share matrices hold the same norms, which each of them would exchange."""
 RECORD = Record(
     name="co2",
     title="CO2: local steps, and an outer step whose exchange is hidden behind the next round",

@@ -255,11 +255,12 @@ def engine(plan: Plan, mesh: ProcessMesh, owned: Sequence[Tensor], timeout: floa
     assert outer is not None
     replica = mesh.coordinates.replica
     ranks = world.replicas[replica]
-    if any((len(unit.optimizer) or 1) != len(ranks) for unit in plan.units):
+    alike = len(world.same_parameters(rank))
+    if any((len(unit.optimizer) or 1) != alike for unit in plan.units):
         raise UserError(
-            f"A replica has {len(ranks)} ranks, and the optimizer's state is not cut among all of them.",
+            f"A replica has {alike} ranks with the same parameters, and not all of them share the optimizer's state.",
             why="each rank exchanges its shard with the same rank of the other replicas",
-            do=f"plan.pin.shard.optimizer={len(ranks)}",
+            do=f"plan.pin.shard.optimizer={alike}",
         )
     paces = outer.paces or (1.0,) * len(world.replicas)
     shares = [[plan.ranks[one].share for one in members] for members in world.replicas]
