@@ -36,7 +36,7 @@ class Task(msgspec.Struct, frozen=True):
     model: Model
     plans: tuple[Plan, ...] = ()
     rounds: int = 3
-    limit: float = 100.0
+    limit: float = 60.0
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -86,13 +86,15 @@ LINKS = {"loopback": (on_loopback, "loopback"), "slow": (on_slow_links, "2 nodes
 
 
 def cluster_of(here: Cluster, inside: Link | None, between: Link | None) -> Cluster:
-    """This machine with these links; with some `between`, as two nodes that have half of its cores each."""
+    """This machine with these links; with some `between`, as two nodes that have half of its cores each. They have
+    names, so that the planner takes both."""
     node = here.nodes[0]
     near = inside or node.inside
     if between is None:
         return msgspec.structs.replace(here, nodes=(msgspec.structs.replace(node, inside=near),))
-    half = Node(device=node.device, inside=near, count=2, cores=max(1, node.cores // 2), memory=node.memory)
-    return Cluster(nodes=(half,), between=between)
+    cores = max(1, node.cores // 2)
+    halves = (Node(device=node.device, inside=near, cores=cores, memory=node.memory, name=f"node{n}") for n in range(2))
+    return Cluster(nodes=tuple(halves), between=between)
 
 
 def request_of(task: Task, pin: Pin) -> Request:

@@ -100,15 +100,15 @@ def row_of(name: str, pairs: int, note: str) -> Row:
     turn("ours", ours, 3)
     steps = max(3, int(TURN / turn("plain", plain, 3)))
     turn("ours", ours, 3)
+    assert abs(losses["ours"] / losses["plain"] - 1) < CLOSE, f"contestants do not train alike: {losses}"
     found = []
     for number in range(pairs):
         both = [("ours", ours), ("plain", plain)]
         taken = {who: turn(who, runner, steps) for who, runner in (both if number % 2 else both[::-1])}
         found.append((1e3 * taken["ours"], 1e3 * taken["plain"]))
-    assert abs(losses["ours"] / losses["plain"] - 1) < CLOSE, f"contestants do not train alike: {losses}"
     parameters = sum(one.numel() for one in plain.model.parameters())
     case = f"one rank, all degrees 1: {name}, {parameters / 1e6:.1f} M, {workload.global_batch} x {workload.sequence}"
-    print(f"  {case}: {steps} steps a turn; loss {losses['ours']:.6f}")
+    print(f"  {case}: {steps} steps a turn; losses {losses['ours']:.4f} and {losses['plain']:.4f}")
     return compare(f"{case} tokens{note}", "plain loop", "ms/step", found, higher_is_better=False)
 
 

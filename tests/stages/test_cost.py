@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.stages.action_list import Kind, Pipeline, in_flight, timetable
+from espalier.stages.action_list import Action, ActionLists, Kind, Pipeline, in_flight, timetable
 from espalier.stages.cost import PipelineLoad, cost, kept
 from espalier.stages.schedules import action_lists
 
@@ -35,3 +35,43 @@ def test_many_layouts_are_priced_in_one_call() -> None:
     assert found.seconds["pipeline"].tolist() == [0.0, 2.0, 3.0, 1.5]
     assert found.seconds["send"].tolist() == [0.0, 0.5 * 11, 0.5 * 15, 0.5 * 30]
     assert found.sent["activations"].tolist() == [0, 80, 160, 320]
+
+
+def on_shared_cores(lists: ActionLists, cores: float, passes: dict[Kind, float]) -> float:
+    """Seconds until all passes are done, where ranks that have work to do share `cores` equally, and one has one at
+    most. Messages take no time."""
+    waiting = {rank: [one for one in actions if one.computes] for rank, actions in lists.items()}
+    done: set[tuple[int, Kind, int]] = set()
+    last = max(one.stage for actions in waiting.values() for one in actions)
+    left: dict[int, float] = {}
+    now = 0.0
+
+    def ready(one: Action) -> bool:
+        if one.kind is Kind.FORWARD:
+            return not one.stage or (one.stage - 1, Kind.FORWARD, one.micro_batch) in done
+        return one.stage == last or (one.stage + 1, Kind.BACKWARD, one.micro_batch) in done
+
+    while any(waiting.values()):
+        for rank, actions in waiting.items():
+            if actions and rank not in left and ready(actions[0]):
+                left[rank] = passes[actions[0].kind]
+        speed = min(1.0, cores / len(left))
+        taken = min(left.values()) / speed
+        now += taken
+        for rank in list(left):
+            left[rank] -= taken * speed
+            if left[rank] < 1e-9:
+                del left[rank]
+                one = waiting[rank].pop(0)
+                done.add((one.stage, one.kind, one.micro_batch))
+    return now
+
+
+@pytest.mark.parametrize(("ranks", "cores"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 3), (8, 2)])
+def test_ranks_that_share_cores_have_those_of_ranks_that_wait(ranks: int, cores: int) -> None:
+    count = 4 * ranks
+    lists = action_lists([Pipeline(tuple((stage,) for stage in range(ranks)), count)])
+    share = min(1.0, cores / ranks)
+    found = on_shared_cores(lists, cores, {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0})
+    priced = cost(PipelineLoad(ranks, count, 1, 3.0 / share, share=share, together=ranks))
+    assert 3.0 / share * count + priced.seconds["pipeline"] == pytest.approx(found, rel=0.12)

@@ -262,7 +262,11 @@ def pipeline(
     stride = layouts.tp * layouts.sp * layouts.dp
     message = collective_time.seconds("send", bytes_, 1, stride, step.on) + step.on.factors.stall * STALL
     split = layouts.schedule == "zero_bubble"
-    load = PipelineLoad(layouts.pp, micro_batches, layouts.chunks, seconds, weights, message, bytes_, split)
+    together = np.clip(step.on.per_node // stride, 1, layouts.pp)
+    share = 1.0 if step.cuda else step.kind.setting.share
+    load = PipelineLoad(
+        layouts.pp, micro_batches, layouts.chunks, seconds, weights, message, bytes_, split, share, together
+    )
     return stages_cost(load)
 
 

@@ -1,8 +1,9 @@
 """What a pipeline costs: idle time, hand-overs, bytes sent and activations kept, of many layouts in one call. NumPy; no
 torch.
 
-Idle time is that of the timetable (`action_list.timetable`) for equal stages; hand-overs on the critical path as in
-Buff (arXiv 2401.09149, section on communication cost).
+Idle time is that of the timetable (`action_list.timetable`) for equal stages. Where ranks share cores, those that
+compute have the cores of those that wait. Hand-overs on the critical path as in Buff (arXiv 2401.09149, section on
+communication cost).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class PipelineLoad:
         seconds: forward and backward of one micro-batch in all stages of a rank; of it `weights` can be put off.
         message: seconds of one hand-over; message_bytes: its payload.
         split: whether gradients of weights are put off (zero bubble).
+        share: of a core's speed that a rank has while all compute; together: stages whose ranks share cores.
     """
 
     ranks: Number
@@ -35,6 +37,8 @@ class PipelineLoad:
     message: Number = 0.0
     message_bytes: Number = 0.0
     split: Any = False
+    share: Number = 1.0
+    together: Number = 1
 
 
 def cost(load: PipelineLoad) -> Cost:
@@ -42,7 +46,7 @@ def cost(load: PipelineLoad) -> Cost:
     of them (gradients of activations too)."""
     ranks, several = np.asarray(load.ranks), np.asarray(load.ranks) > 1
     put_off = np.where(load.split, 2 * np.asarray(load.weights), 0.0)
-    idle = (ranks - 1) * np.maximum(0.0, load.seconds - put_off) / load.chunks
+    idle = waits(load) * np.maximum(0.0, load.seconds - put_off) / load.chunks
     times = hand_overs(ranks, load.micro_batches) * load.chunks * several
     # A rank sends for each of its stages forward and back, but for the first and the last stage of all.
     messages = (2 * np.asarray(load.chunks) - (ranks == 2)) * several
@@ -50,6 +54,15 @@ def cost(load: PipelineLoad) -> Cost:
         seconds={"pipeline": idle, "send": times * load.message},
         sent={"activations": messages * load.micro_batches * load.message_bytes},
     )
+
+
+def waits(load: PipelineLoad) -> Number:
+    """Micro-batches for whose time a rank has no work, in 1F1B: the first ones until they come to it, the last ones
+    until they come back. Ranks that share cores are slowed down by the others' work only."""
+    ranks, count = np.asarray(load.ranks), np.asarray(load.micro_batches)
+    alone = (count + ranks - 1) * load.share  # the longest chain of passes, with cores of its own
+    shared = count + (ranks - load.together) * load.share  # all work of the cores that begin last
+    return np.maximum(0.0, np.maximum(alone, shared) - count)
 
 
 def hand_overs(ranks: Number, micro_batches: Number) -> Number:
