@@ -15,7 +15,7 @@ from espalier.config import Adamw, Module, Recipe, Train
 from espalier.errors import UserError
 from espalier.launch import base as launch
 from espalier.launch import detect_launcher
-from espalier.parallel.mesh import DATA, REPLICA, ProcessMesh, of_plan
+from espalier.parallel.mesh import REPLICA, ProcessMesh, of_plan
 from espalier.parallel.model_cut import ModelCut
 from espalier.plan.base import Plan
 from espalier.shard.amsp import Amsp
@@ -117,7 +117,7 @@ def _shard(
     channel = mesh.replica if cut is None else mesh.same_parameters or mesh.alone
     if channel is None:
         return None
-    ranks = mesh.mesh.members(mesh.rank, *(REPLICA if cut is None else DATA))
+    ranks = mesh.mesh.members(mesh.rank, *REPLICA) if cut is None else mesh.mesh.same_parameters(mesh.rank)
     sharding = Amsp(model, channel, _spread(plan, ranks, model), cut)
     try:
         refuse_split(optimizer, sharding)
@@ -185,6 +185,7 @@ def _spread(plan: Plan, ranks: Sequence[int], model: nn.Module) -> Spread:
         nodes=() if on_gpus else [plan.ranks[rank].node for rank in ranks],
         whole=matrices if any(unit.whole for unit in plan.units) else frozenset(),
         codecs=codecs(plan.exchanges),
+        prefetch=plan.prefetch,
         low=torch.bfloat16 if plan.precision == "bf16" and any(unit.optimizer for unit in plan.units) else None,
     )
 

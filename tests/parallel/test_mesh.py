@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from espalier.errors import UserError
 from espalier.parallel.mesh import AXES, DATA, REPLICA, SEQUENCE, Coordinates, Degrees, ProcessMesh, of_plan, regular
 from espalier.plan.base import Outer, Plan, Rank, Stage
+from espalier.shard import placement as shards
 from espalier.testing import ranks
 
 degrees = st.builds(Degrees, *(st.integers(1, 3) for _ in AXES)).filter(lambda one: prod(one) <= 96)
@@ -150,6 +151,16 @@ def test_placement_says_which_of_the_ranks_that_share_a_sequence_are_neighbours(
     assert mesh.members(0, "cp_out") == outer
     assert len(set(mesh.coordinates.values())) == 8
     assert sorted(mesh.sequence_part(rank).number for rank in range(8)) == list(range(8))
+
+
+@pytest.mark.parametrize("placement", ["head_first", "context_first", "interleaved"])
+def test_shards_lie_on_neighbours_whatever_the_placement(placement: Any) -> None:
+    """Two of eight ranks that hold the same parameters split them: ranks of one machine, however sequences are cut."""
+    stage = Stage(ranks=tuple(range(8)), layers=(0, 4), heads=2, context=4, window=2)
+    mesh = of_plan(Plan(ranks=(Rank(),) * 8, stages=(stage,), placement=placement))
+    assert mesh.same_parameters(5) == tuple(range(8))
+    placed = shards.place(shards.ShardFactors(2, 4, 8), [rank // 4 for rank in mesh.same_parameters(0)])
+    assert [axis.members(0) for axis in placed.axes] == [(0, 1), (0, 2), (0, 4)]
 
 
 def test_a_rank_of_interleaved_stages_stands_where_its_first_stage_is() -> None:

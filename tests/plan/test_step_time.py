@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier.cluster import Cluster
-from espalier.plan import collective_time
+from espalier.config import Pin
+from espalier.plan import collective_time, step_time
 from espalier.plan.estimate import estimate, grid, price
 from espalier.plan.layouts import ALGORITHMS, MODES, NUMBERS, Layouts, Limits, chains
 from espalier.plan.layouts import grid as layouts
@@ -165,3 +166,34 @@ def test_one_node_needs_no_shards_that_memory_does_not_ask_for(device: str) -> N
     assert priced.step[0] <= 1.02 * priced.step.min()
     exchanged = sum(priced.seconds[name] for name in EXCHANGES)
     assert exchanged[0] == pytest.approx(exchanged.min(), abs=1e-3 * priced.step[0])
+
+
+# --- when the weights of the next block are gathered ---------------------------------------------------------------
+
+
+def starts(cluster: Cluster, layout: Layouts, **more: Any) -> tuple[dict[Any, float], float]:
+    """Seconds of a layer by when the gather of the next begins, the fastest first; and those of the whole step."""
+    request = decoder(width=2048, layers=6, sequence=65_536, batch=8, storage=MIXED, precision="bf16", **more)
+    on = collective_time.fleet(cluster, int(layout.world))
+    step = step_time.CostInputs(request, on, on.kinds[0], layout)
+    return step_time.prefetch(step, 1), float(sum(step_time.step_seconds(step, 1).values()))
+
+
+def test_a_gather_waits_for_attention_where_both_need_the_same_links() -> None:
+    """Eight ranks of one machine share sequences and weights. Of two machines, links between them carry weights only:
+    then a gather has the whole block to hide behind."""
+    inside, _ = starts(gpus(inside="100Gbit/s"), Layouts("isp", hp=8, params=8, grads=8, optimizer=8))
+    assert next(iter(inside)) == "attention"
+    across, _ = starts(gpus(count=2), Layouts("isp", dp=2, hp=8, params=16, grads=16, optimizer=16))
+    assert next(iter(across)) == "block"
+    assert list(inside)[-1] == list(across)[-1] == "none"
+    assert starts(gpus(), Layouts("isp", hp=8))[0] == {}
+
+
+def test_a_step_is_priced_with_the_best_choice_and_with_a_pinned_one() -> None:
+    cluster, layout = gpus(inside="100Gbit/s"), Layouts("isp", hp=8, params=8, grads=8, optimizer=8)
+    free, taken = starts(cluster, layout)
+    for start in ("block", "attention", "none"):
+        found, pinned = starts(cluster, layout, pin=Pin(prefetch=start))
+        assert list(found) == [start]
+        assert pinned - taken == pytest.approx(6 * (found[start] - min(free.values())))

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from espalier import mechanisms, trainer, worker
+from espalier import cluster, mechanisms, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import defaults, recipe_file
 from espalier.errors import Interrupted, UserError
@@ -19,9 +19,12 @@ from espalier.language.workload import LanguageWorkload, Windows, open_language
 from espalier.launch import agent
 from espalier.launch import base as launch
 from espalier.plan import base as plans
+from espalier.plan.estimate import estimate
+from espalier.plan.layouts import Layouts
 from espalier.rank_setup import RankSetup
 from espalier.sequence import loongtrain
 from espalier.sequence.cost import SequenceGrid, SequenceLoad, cost
+from espalier.verbs import prepare
 from espalier.workload import Shard
 
 STEPS = 5
@@ -125,6 +128,41 @@ def test_a_run_goes_on_under_another_cut(corpus: Path, whole: list[float], tmp_p
         seen += agent.run(life, launch.places(plan_of(cut[0] * cut[1], cut)))[0]
         assert len(seen) == (2, 4, STEPS + 1)[number]
     assert seen == pytest.approx(whole, rel=1e-9)
+
+
+def sharded(*factors: int) -> tuple[plans.Unit, ...]:
+    """States over so many of the ranks that hold the same parameters, the first of them."""
+    groups = (tuple(range(factor)) if factor > 1 else () for factor in factors)
+    return (plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups, strict=True))),)
+
+
+@pytest.mark.parametrize("cut", [(4, 1, 1), (1, 4, 2), (2, 1, 1), (1, 2, 2)], ids=str)
+def test_weights_are_sharded_over_ranks_of_their_own_number(
+    corpus: Path, whole: list[float], cut: tuple[int, int, int]
+) -> None:
+    """Over 1, 2 or 4 of four ranks, whether these share one sequence or two: neither degree asks for the other."""
+    recipe, (heads, context, window) = recipe_of(corpus), cut
+    machine = cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
+    request = prepare.request(prepare.Resolved(recipe))
+    for factors in ((1, 1, 1), (2, 2, 2), (4, 4, 4), (2, 2, 4)):
+        found, sent = train(recipe, plan_of(4, cut, units=sharded(*factors)))
+        assert found == pytest.approx(whole, rel=1e-9), factors
+        states = dict(zip(("params", "grads", "optimizer"), factors, strict=True))
+        dp = 4 // (heads * context)
+        layout = Layouts("isp", dp=dp, hp=heads, cp=context, window=window, micro_batch=2, **states)
+        wanted = estimate(request, machine, layout).sent_bytes
+        for name in ("gradients", "parameters"):
+            assert sent.get(name, 0) == wanted.get(name, 0), (factors, name)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "block"])
+def test_when_weights_are_gathered_changes_neither_results_nor_bytes(corpus: Path, mode: str) -> None:
+    recipe = recipe_of(corpus)
+    seen = [
+        train(recipe, plan_of(2, (2, 1, 1), units=sharded(2, 2, 2), recompute=mode, prefetch=prefetch))
+        for prefetch in ("block", "attention", "none")
+    ]
+    assert seen[0] == seen[1] == seen[2]
 
 
 def test_the_balance_of_experts_is_that_of_whole_sequences(corpus: Path) -> None:

@@ -21,6 +21,77 @@ from espalier.testing import ranks, same
 STEPS = 5
 
 
+class AttendingLayer(nn.Module):
+    """A block with an attention that bears its name, and a feed-forward after it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attn = nn.Linear(width, width)
+        self.mlp = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Both, one after the other."""
+        return self.mlp(torch.tanh(self.attn(x)))
+
+
+def _order(channel: Channel, prefetch: Any, again: bool, attends: bool) -> tuple[list[str], list[Tensor]]:
+    """What begins in the second step of three blocks, and the weights after it."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(AttendingLayer(3) if attends else nn.Linear(3, 3) for _ in range(3)))
+    for block in model if again else ():
+        block.forward = lambda x, inner=block.forward: checkpoint(inner, x, use_reentrant=False)
+    sharding = Amsp(model, channel, every(ShardFactors(2, 2, 2), prefetch=prefetch))
+    optimizer = adamw.build(Adamw(learning_rate=1e-2), sharding.owned)
+    said: list[str] = []
+    for flat in sharding.flats:
+
+        def gather(flat: Any = flat, plain: Any = flat.gather) -> Any:
+            said.append(f"gather {flat.slots[0].name[0]}")
+            return plain()
+
+        flat.gather = gather  # type: ignore[method-assign]
+    for number, block in enumerate(model):
+        for name, module in block.named_children() if attends else [("block", block)]:
+            module.register_forward_pre_hook(lambda *_, said_=f"{name} {number}": said.append(said_))
+    for _ in range(2):
+        said.clear()
+        sharding.clear()
+        with sharding.accumulate(last=True):
+            model(torch.ones(1, 3)).sum().backward()
+        sharding.wait()
+        optimizer.step(1.0)
+        sharding.refresh()
+    return list(said), list(whole(sharding).values())
+
+
+FORWARD = {
+    "block": "gather 0, gather 1, attn 0, mlp 0, gather 2, attn 1, mlp 1, attn 2, mlp 2",
+    "attention": "gather 0, attn 0, gather 1, mlp 0, attn 1, gather 2, mlp 1, attn 2, mlp 2",
+    "none": "gather 0, attn 0, mlp 0, gather 1, attn 1, mlp 1, gather 2, attn 2, mlp 2",
+}
+RECOMPUTED = {
+    "block": "gather 1, attn 2, mlp 2, gather 0, attn 1, mlp 1, attn 0, mlp 0",
+    "attention": "attn 2, gather 1, mlp 2, attn 1, gather 0, mlp 1, attn 0, mlp 0",
+    "none": "attn 2, mlp 2, gather 1, attn 1, mlp 1, gather 0, attn 0, mlp 0",
+}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_next_block_is_gathered_from_the_chosen_moment_on(again: bool) -> None:
+    """The last block stays from forward to backward. Weights are the same bit for bit."""
+    weights = []
+    for prefetch, forward in FORWARD.items():
+        for said, found in ranks(2, _order, prefetch, again, True):
+            assert ", ".join(said) == f"{forward}, {RECOMPUTED[prefetch] if again else 'gather 1, gather 0'}"
+            weights.append(found)
+    assert all(torch.equal(one, other) for found in weights[1:] for one, other in zip(found, weights[0], strict=True))
+
+
+def test_blocks_without_attention_gather_the_next_one_as_they_begin() -> None:
+    said = [ranks(2, _order, prefetch, False, False)[0][0] for prefetch in ("block", "attention")]
+    assert said[0] == said[1] == ["gather 0", "gather 1", "block 0", "gather 2", *said[0][4:]]
+
+
 def _bypassed(channel: Channel) -> None:
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
     sharding = Amsp(model, channel, every(ShardFactors(2, 2, 2)))

@@ -153,6 +153,7 @@ class Pin(Options, frozen=True):
     interleave: int | None = None
     algorithm: Literal["data", "megatron", "fsp", "isp"] | None = None
     shard: ShardPin | None = None
+    prefetch: Literal["block", "attention", "none"] | None = None
     micro_batch: int | None = None
     accumulate: int | None = None
     recompute: Recompute | None = None

@@ -113,8 +113,9 @@ class Mesh:
         return self.groups(*REPLICA)
 
     def same_parameters(self, rank: int) -> tuple[int, ...]:
-        """The ranks of `rank`'s replica that hold the same parameters: gradients are summed over them."""
-        return self.members(rank, *DATA)
+        """The ranks of `rank`'s replica that hold the same parameters, in order: gradients are summed over them, and
+        shards of states lie on neighbours, whatever neighbours do with a sequence."""
+        return tuple(sorted(self.members(rank, *DATA)))
 
     def counts(self, rank: int) -> bool:
         """Whether the loss that `rank` computes is counted. The others of its tensor-parallel group compute the same,
@@ -276,7 +277,7 @@ class ProcessMesh:
     @property
     def same_parameters(self) -> dist.ProcessGroup | None:
         """The ranks of the replica that hold the same parameters; None where it is alone."""
-        return self.group(*DATA)
+        return self.of(self.mesh.same_parameters(self.rank))
 
     @property
     def trainers(self) -> dist.ProcessGroup | None:

@@ -203,6 +203,8 @@ class Plan(PlanStruct, frozen=True):
     """The order of forward and backward passes where there are several stages."""
     interleave: int = 1
     """Stages of one pipeline that each of its ranks holds."""
+    prefetch: Literal["block", "attention", "none"] = "block"
+    """From when on the sharded parameters of the next block are gathered: see `shard.gather_hooks`."""
     micro_batch: int = 1
     recompute: str = "none"
     precision: str = "fp32"

@@ -38,6 +38,7 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
         placement=layout.placement,
         schedule=layout.schedule,
         interleave=layout.chunks,
+        prefetch=explain.prefetch(request, option),
         micro_batch=int(min(layout.micro_batch, max(_samples(request, option)))),
         recompute=layout.recompute,
         precision=request.precision,

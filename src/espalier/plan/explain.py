@@ -15,7 +15,7 @@ from espalier import units
 from espalier.cluster import Cluster, machine_order
 from espalier.config import Pin
 from espalier.errors import UserError
-from espalier.plan import collective_time, memory_model, pins, search
+from espalier.plan import collective_time, memory_model, pins, search, step_time
 from espalier.plan import layouts as space
 from espalier.plan.base import Predicted, RunnerUp
 from espalier.plan.collective_time import gpus, seats
@@ -24,6 +24,7 @@ from espalier.plan.estimate import estimate, samples_each
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
+from espalier.shard.placement_plan import Prefetch
 
 RUNNERS_UP = 6
 """How many other plans are told, the best of each kind."""
@@ -54,6 +55,7 @@ def why(request: Request, found: Found, option: Option, predicted: Predicted) ->
         said.append(_passed_over(found, fastest, option))
     if option.fits:
         said += _states(request, found, option)
+        said += _gathers(request, option)
         said += _cuts(request, found, option, predicted)
     used = int(layout.world)
     there = len(option.cluster.devices())
@@ -93,6 +95,36 @@ def _states(request: Request, found: Found, option: Option) -> list[str]:
     else:
         why = f"replicated they fit, but {_change(looser.seconds, option.seconds)}"
     return [f"States sharded ({factors}): {why}."]
+
+
+def prefetch(request: Request, option: Option) -> Prefetch:
+    """When the gather of the next layer's weights begins: what takes the shortest time."""
+    return next(iter(_gathering(request, option)), "block")
+
+
+def _gathering(request: Request, option: Option) -> dict[Prefetch, float]:
+    layout = option.layout
+    on = collective_time.fleet(option.cluster, int(layout.world), layout.threads)
+    size = np.minimum(layout.micro_batch, samples_each(request, layout))
+    step = CostInputs(request, replace(on, factors=request.factors), on.kinds[0], layout)
+    return step_time.prefetch(step, size)
+
+
+_STARTS: dict[Prefetch, str] = {
+    "block": "as the block before begins",
+    "attention": "when the attention before has ended",
+    "none": "when they are needed",
+}
+
+
+def _gathers(request: Request, option: Option) -> list[str]:
+    """When weights are gathered, and what the other choices lose."""
+    (chosen, taken), *others = [*_gathering(request, option).items()] or [("block", 0.0)]
+    if not taken:
+        return []
+    lost = [f"{_STARTS[start]}, {slower(seconds, taken)}" for start, seconds in others]
+    why = f"({'; '.join(lost)}, in each layer)" if lost else "(it was set)"
+    return [f"Weights of a block are gathered {_STARTS[chosen]} {why}."]
 
 
 def _same_cut(one: Layouts, other: Layouts) -> bool:
@@ -262,7 +294,7 @@ def _smaller(largest: str) -> list[str]:
 def _no_layout(request: Request, cluster: Cluster) -> UserError:
     """The error when pins and demands leave no layout: which one it is, and the nearest value that leaves some."""
     for name, value in pins.given(request.pin):
-        if name == "threads":
+        if name in ("threads", "prefetch"):
             continue
         others = search.search(replace(request, pin=_without(request.pin, name)), cluster)
         there = sorted({_value(option.layout, name) for option in others.options})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from espalier.cost import Anatomy, Cost, Number, Product, Work
 from espalier.plan import collective_time, device_model
 from espalier.plan.cost_inputs import CostInputs
 from espalier.shard.cost import cost, volumes
+from espalier.shard.placement_plan import Prefetch
 from espalier.stages.cost import PipelineLoad
 from espalier.stages.cost import cost as stages_cost
 from espalier.tensor import cost as tensor_cost
@@ -126,6 +128,18 @@ def compute(step: CostInputs, work: Work) -> Pass:
     return Pass(forward, backward, again, factors.issue * count * device_model.issue_seconds(device), weight=weight)
 
 
+def prefetch(step: CostInputs, size: Number) -> dict[Prefetch, float]:
+    """Seconds of a layer's micro-batch of `size` samples of one layout, exchanges included, by when the next layer's
+    gather begins, the fastest first; empty where nothing is gathered."""
+    if int(step.layouts.params) == 1:
+        return {}
+    anatomy = step.request.anatomy(size, step.layouts.recompute, step.request.precision, step.cut)
+    layer = _exchanged(step, compute(step, anatomy.layer), anatomy)
+    rest = float(layer.total - layer.weights)
+    found = {start: rest + float(taken) for start, taken in gathering(step, layer, anatomy.layer).items()}
+    return dict(sorted(found.items(), key=lambda one: one[1]))
+
+
 def _together(step: CostInputs, one: Pass) -> Pass:
     """`one` with the host's time beside the device's: on a GPU the host runs ahead, also of exchanges, so only what the
     device waits for counts."""
@@ -145,10 +159,9 @@ def _exchanged(step: CostInputs, layer: Pass, anatomy: Anatomy) -> Pass:
         tensor = tensor_seconds(step, stream, again)
     if np.any(np.asarray(layouts.sp) > 1):
         sequence = sequence_seconds(step, anatomy.layer)
-    gathers = weights(step, request.layer_parameters / layouts.tp)
-    ahead = _awaited(step, gathers["all_gather"], layer.forward)
-    behind = _awaited(step, gathers["all_gather"] + gathers["reduce_scatter"], layer.backward + layer.recompute)
-    return replace(layer, tensor=tensor, sequence=sequence, weights=ahead + behind)
+    made = replace(layer, tensor=tensor, sequence=sequence)
+    by_start = gathering(step, made, anatomy.layer)
+    return replace(made, weights=reduce(np.minimum, by_start.values()))
 
 
 def tensor_seconds(step: CostInputs, stream: Number, again: Number) -> Number:
@@ -214,6 +227,53 @@ def weights(step: CostInputs, parameters: Number) -> Mapping[str, Number]:
     return {"all_gather": found["gather"] / 2, "reduce_scatter": scatter}
 
 
+def gathering(step: CostInputs, layer: Pass, work: Work) -> dict[Prefetch, Number]:
+    """Seconds that gathers of weights and scatters of their gradients add to a layer of a micro-batch, by when the
+    gather of the next layer begins; only what is pinned, where something is.
+
+    From the block's beginning (`block`) a gather has all of its computation to hide behind, and takes bandwidth from
+    the exchanges that attention waits for; from the end of attention (`attention`) it has the feed-forward. Scatters
+    begin with the block in any case.
+    """
+    request, layouts = step.request, step.layouts
+    found = weights(step, request.layer_parameters / layouts.tp)
+    gather, scatter = found["all_gather"], found["reduce_scatter"]
+    backward = layer.backward + layer.recompute
+    waited = _same_links(step) * layer.sequence / (2 + (np.asarray(work.again) > 0))
+    after = _after_attention(step, work)
+
+    def beside(taken: Number, window: Number) -> Number:
+        contested = np.minimum(taken, waited)
+        return contested + _awaited(step, taken - contested, window)
+
+    scattered = beside(scatter, backward)
+    by_start: dict[Prefetch, Number] = {
+        "block": beside(gather, layer.forward) + beside(gather + scatter, backward),
+        "none": 2 * gather + scattered,
+    }
+    if request.heads:
+        contested = np.minimum(scatter, waited)
+        both = contested + _awaited(step, gather + scatter - contested, backward)
+        late = _awaited(step, gather, after * backward)
+        by_start["attention"] = _awaited(step, gather, after * layer.forward) + np.maximum(both, late)
+    pinned = request.pin.prefetch
+    return by_start if pinned is None or pinned not in by_start else {pinned: by_start[pinned]}
+
+
+def _same_links(step: CostInputs) -> Any:
+    """Whether ranks that share a sequence and ranks that split parameters are as far apart as each other."""
+    layouts, machine = step.layouts, step.on.per_node
+    within = [np.asarray(ranks) * layouts.tp <= machine for ranks in (layouts.sp, layouts.params)]
+    return within[0] == within[1]
+
+
+def _after_attention(step: CostInputs, work: Work) -> Number:
+    """The share of a decoder layer's pass that comes after its attention, by FLOP."""
+    width, kv_width = step.request.width, step.request.kv_width
+    projections = 4 * work.tokens * width * (width + kv_width) / step.layouts.tp
+    return np.clip(1 - (work.attention + projections) / work.forward_flops, 0.0, 1.0)
+
+
 def _owner_by_owner(step: CostInputs, size: Number, ranks: Number, stride: Number, tensors: float) -> Number:
     """Seconds of `size` bytes that come from their owners by a broadcast each, or go to them by a reduction each:
     tensors are owned whole, so that there are no more owners than tensors."""
@@ -233,10 +293,11 @@ def _exposed(step: CostInputs, taken: Number, window: Number, pieces: Number = 1
 
 
 def _awaited(step: CostInputs, taken: Number, window: Number) -> Number:
-    """The same for what computation itself waits for, block by block. On processors none of it counts as hidden: a
-    gather moves on only between blocks, and its copies take the cores that compute. So counted, five layouts on slow
+    """The same for what computation itself waits for, block by block. On processors nothing counts as hidden of what
+    goes through machines and then between them, as it moves on only between blocks: so counted, five layouts on slow
     links come in the order in which they were measured (bench/amsp.py)."""
-    return _exposed(step, taken, window) if step.cuda else taken + 0.0 * window
+    hides = step.cuda | ~np.asarray(step.division.by_level)
+    return np.where(hides, _exposed(step, taken, window), taken + 0.0 * window)
 
 
 def exposed(piece: Number, pieces: Number, window: Number, interference: float) -> Number:

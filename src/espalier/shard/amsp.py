@@ -126,7 +126,7 @@ class Amsp:
                 hook = slot.parameter.register_post_accumulate_grad_hook(self._arrival(flat, slot))
                 self._hooks.append(hook)
         self._seen = ModelSignature(model)
-        self._windows = GatherHooks(model, self._member, self.flats, self._moving)
+        self._windows = GatherHooks(model, self._member, self.flats, self._moving, self.spread.prefetch)
         _WRAPPINGS[model] = ref(self)
 
     # --- making the units --------------------------------------------------------------------------------------------

@@ -1,11 +1,15 @@
 """Gather hooks: all-gather the parameters of a block around its passes, and refresh them before their first use.
 
-Hooks sit on the model and its blocks only, so what is inside a block may be compiled or checkpointed.
+Hooks sit on the model and its blocks, so what is inside a block may be compiled or checkpointed. When the gather of the
+next block begins is a choice (selective overlap: Buff, arXiv 2401.09149): with the block before it (`block`), at the
+end of that block's attention, so that it takes no bandwidth from what attention waits for (`attention`), or when it is
+needed (`none`). Results and bytes are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,30 +19,45 @@ from torch.utils._pytree import tree_leaves
 from espalier.errors import UserError
 from espalier.shard.async_collectives import Exchanges
 from espalier.shard.flat_parameter import FlatParameter
-from espalier.shard.wrap_policy import Membership
+from espalier.shard.placement_plan import Prefetch
+from espalier.shard.wrap_policy import Membership, attention_of
 
 
 class GatherWindow:
-    """One block (or, for `module` the model itself, all that lies outside the blocks) and its units. Has state."""
+    """One block (or, for `module` the model itself, all that lies outside the blocks) and its units. Has state.
 
-    def __init__(self, module: nn.Module, flats: Sequence[FlatParameter]) -> None:
-        self.module, self.flats = module, list(flats)
+    Attributes:
+        attention: what must have ended before the next block's parameters are gathered; None: nothing.
+        in_backward: between its backward's beginning and the end of the pass.
+        recomputes: its backward begins with another pass through its attention.
+    """
+
+    def __init__(self, module: nn.Module, flats: Sequence[FlatParameter], attention: nn.Module | None = None) -> None:
+        self.module, self.flats, self.attention = module, list(flats), attention
         self.sharded = [flat for flat in flats if flat.sharded]
-        self.in_backward = False
+        self.in_backward = self.recomputes = False
 
 
 class GatherHooks:
     """The hooks that bring parameters in time and let them go. Has state: the order in which blocks ran last."""
 
     def __init__(
-        self, model: nn.Module, member: Membership, flats: Sequence[FlatParameter], exchanges: Exchanges
+        self,
+        model: nn.Module,
+        member: Membership,
+        flats: Sequence[FlatParameter],
+        exchanges: Exchanges,
+        prefetch: Prefetch = "block",
     ) -> None:
         self._exchanges = exchanges
+        self._ahead = prefetch != "none"
         self._flats = flats
         used = [{member.of(slot.parameter) for slot in flat.slots} for flat in flats]
 
         def of(module: nn.Module, block: int | None) -> GatherWindow:
-            return GatherWindow(module, [flat for flat, blocks in zip(flats, used, strict=True) if block in blocks])
+            attention = attention_of(module) if prefetch == "attention" and block is not None else None
+            mine = [flat for flat, blocks in zip(flats, used, strict=True) if block in blocks]
+            return GatherWindow(module, mine, attention)
 
         self._root = of(model, None)
         self._blocks = [of(block, index) for index, block in enumerate(member.blocks)]
@@ -54,14 +73,23 @@ class GatherHooks:
 
     def _watch(self, window: GatherWindow) -> list[Any]:
         def enter(module: nn.Module, args: Any) -> None:
-            self._enter(window)
+            with _apart(window):
+                self._enter(window)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._leave(window, output)
 
+        def attended(module: nn.Module, args: Any, output: Any) -> None:
+            window.recomputes |= window.in_backward
+            with _apart(window):
+                self._exchanges.advance()
+                self._prefetch(window)
+
         hooks: list[Any] = [window.module.register_forward_pre_hook(enter, prepend=True)]
         if window.sharded:
             hooks.append(window.module.register_forward_hook(leave))
+            if window.attention is not None:
+                hooks.append(window.attention.register_forward_hook(torch.compiler.disable(attended)))
         return hooks
 
     # --- after the optimizer -----------------------------------------------------------------------------------------
@@ -95,6 +123,12 @@ class GatherHooks:
                     return  # gathers begin in one order on all ranks, so none may overtake it
                 self._refreshed(flat)
                 flat.gathering = self._exchanges.begin(flat.gather())
+
+    def _prefetch(self, window: GatherWindow) -> None:
+        """Begins the gathers of the block that comes after `window` in this pass."""
+        beside = self._beside(window, -1 if window.in_backward else 1) if self._ahead else None
+        if beside is not None:
+            self._launch(beside, ahead=not window.in_backward)
 
     def _need(self, window: GatherWindow) -> None:
         self._launch(window)
@@ -138,9 +172,8 @@ class GatherHooks:
         if window.sharded and not window.in_backward and window not in self._seen:
             self._seen.append(window)
         self._launch(window)
-        following = self._beside(window, 1)
-        if following is not None and not window.in_backward:
-            self._launch(following, ahead=True)
+        if not window.in_backward and window.attention is None:
+            self._prefetch(window)
         self._need(window)
 
     def _leave(self, window: GatherWindow, output: Any) -> None:
@@ -161,9 +194,8 @@ class GatherHooks:
     def _backward(self, window: GatherWindow) -> None:
         window.in_backward = True
         self._launch(window)
-        preceding = self._beside(window, -1)
-        if preceding is not None:
-            self._launch(preceding)
+        if window.attention is None or not window.recomputes:  # else attention comes first, and is waited for
+            self._prefetch(window)
         self._need(window)
 
     def gradients_are_there(self, flat: FlatParameter) -> None:
@@ -200,6 +232,11 @@ class GatherHooks:
         """Takes off the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _apart(window: GatherWindow) -> AbstractContextManager[Any]:
+    """Where selective checkpointing computes a block again, it takes every operation for the model's own."""
+    return torch._C._DisableTorchDispatch() if window.in_backward else nullcontext()
 
 
 def _outside(flat: FlatParameter) -> UserError:

@@ -49,6 +49,7 @@ def spread(context: Build) -> spreading.Spread:
         low=torch.bfloat16 if masters else None,
         bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"),
         codecs=spreading.codecs(plan.exchanges, recipe.comm.nonfinite == "stop"),
+        prefetch=plan.prefetch,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -53,6 +53,9 @@ hosts on two nodes, 200 Mbit/s and 2 ms between these, 10.8 M parameters: steps 
 
 LOSSLESS = "split"
 
+Prefetch = Literal["block", "attention", "none"]
+"""From when on the parameters of the next block are gathered: see `shard.gather_hooks`."""
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -67,6 +70,7 @@ class Spread:
         bucket_bytes: bytes of gradients exchanged at once, and at most `PIPED` where that goes machine by machine.
         codecs: by class of traffic and level (`inside` a machine or `between`), as `comm.codecs.codec` reads them.
             Parameters are not rounded: a lossy codec becomes `LOSSLESS`, as no rank keeps them in full precision.
+        prefetch: from when on the parameters of the next block are gathered.
     """
 
     factors: Sequence[tuple[str, ShardFactors]] = (("*", ShardFactors()),)
@@ -76,6 +80,7 @@ class Spread:
     low: torch.dtype | None = None
     bucket_bytes: int = BUCKET
     codecs: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    prefetch: Prefetch = "block"
 
     def of(self, name: str) -> ShardFactors:
         """The factors of a parameter."""

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from espalier.parallel.seams import fields_of
 from espalier.workload import Workload
 from espalier.workload_row import Profile, tally
 
 LISTS = (nn.ModuleList, nn.Sequential)
+ATTENTION = ("attention", "attn", "self_attention", "self_attn")
+"""What models call the attention of their blocks."""
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -24,6 +27,18 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     if isinstance(model, LISTS) and len(entries) > 1:
         return list(dict.fromkeys(entries))
     return list(dict.fromkeys(block for child in entries for block in blocks_of(child)))
+
+
+def attention_of(block: nn.Module) -> nn.Module | None:
+    """The attention of a block, the last where it has several: what fills the seam `attend`, PyTorch's own, or a module
+    that bears its name. None: it has none."""
+    filled = [module for module, _ in fields_of(block, "attend")]
+    found = [
+        module
+        for name, module in block.named_modules()
+        if module in filled or isinstance(module, nn.MultiheadAttention) or name.rpartition(".")[2] in ATTENTION
+    ]
+    return found[-1] if found else None
 
 
 def norms_of(model: nn.Module) -> set[int]:
