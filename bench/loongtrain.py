@@ -1,8 +1,8 @@
 """Attention over cut sequences, forward and backward: a double ring beside one ring, heads, and gathered keys.
 
-    python bench/loongtrain.py [--quick] [--pairs N] [--json FILE] [--only rings,between,grouped,documents,loopback]
+    python bench/loongtrain.py [--quick] [--pairs N] [--json FILE] [--only CASES]
 
-Two nodes of four or two ranks with slow links between them (bench/netlab.py; needs root), and loopback. Contestants are
+The cases are rings, between, grouped, documents, loopback and unequal. Two nodes of four or two ranks with slow links between them (bench/netlab.py; needs root), and loopback. Contestants are
 our own forms and, where the package axolotl-ringmaster is installed, its own: its zigzag and contiguous
 rings, its all-gather of keys and its Ulysses, on PyTorch's Gloo. All attend to the same causal sequence in turn, in the
 same processes, and each output is compared with one device's.
@@ -17,7 +17,8 @@ import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -30,6 +31,9 @@ from table import Row, arguments, compare, publish
 LINKS = Shape(nodes=2, hosts=2, rate=100e6)
 WIDE = Shape(nodes=2, hosts=4, rate=50e6)
 WORLD = 4
+CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
+PERIOD = 5000
+"""Microseconds in which a limited process gets its part of the cores."""
 DOUBLE = Contestant("double ring", window=2)
 SINGLE = Contestant("single ring", window=4)
 HEADS = Contestant("heads", heads=4)
@@ -60,13 +64,16 @@ def outcome_of(ranks: Sequence[subprocess.Popen[str]]) -> Outcome:
     return found
 
 
-def on_loopback(task: Task) -> Outcome:
-    """In plain processes of this machine."""
+def on_loopback(task: Task, started: Callable[[int, int], None] = lambda index, process: None) -> Outcome:
+    """In plain processes of this machine, each of which `started` is told of."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     places = ({**os.environ, **ranked(index, [0] * WORLD, "127.0.0.1", port)} for index in range(WORLD))
-    return outcome_of([subprocess.Popen(command(task), env=env, stdout=subprocess.PIPE, text=True) for env in places])
+    ranks = [subprocess.Popen(command(task), env=env, stdout=subprocess.PIPE, text=True) for env in places]
+    for index, rank in enumerate(ranks):
+        started(index, rank.pid)
+    return outcome_of(ranks)
 
 
 def rows_of(case: str, found: Outcome, ours: str) -> list[Row]:
@@ -135,7 +142,55 @@ def loopback(length: int, rounds: int, note: str) -> list[Row]:
     return rows_of(f"{case}: single ring", found, SINGLE.name)
 
 
-CASES = {"rings": rings, "between": between, "grouped": grouped, "documents": documents, "loopback": loopback}
+def unequal(length: int, rounds: int, note: str) -> list[Row]:
+    """Ranks that get half a core or a quarter of one: tokens, or tokens and heads, in proportion, beside equal ones."""
+    speeds = (2.0, 2.0, 1.0, 1.0)
+    who = (
+        Contestant("ring, by speed", window=4, speeds=speeds),
+        Contestant("ring, equal", window=4),
+        Contestant("heads, by speed", heads=4, speeds=speeds),
+        Contestant("heads, equal", heads=4),
+    )
+    case = f"{length} tokens, 12 heads, 4 processes of speeds 2:2:1:1 on loopback{note}"
+    print(f"{case}:")
+    with limited([speed / 4 for speed in speeds]) as join:
+        found = on_loopback(Task(length, who, rounds, heads=12, kv_heads=12), join)
+    pairs = ((who[0], who[1]), (who[2], who[3]))
+    return [
+        compare(
+            f"{case}: {ours.name}",
+            theirs.name,
+            "s",
+            list(zip(found.seconds[ours.name], found.seconds[theirs.name], strict=True)),
+            higher_is_better=False,
+        )
+        for ours, theirs in pairs
+    ]
+
+
+@contextmanager
+def limited(cores: Sequence[float]) -> Iterator[Callable[[int, int], None]]:
+    """(index, process) -> None: gives a process so many of the cores, by control groups (root)."""
+    groups = [CPU_GROUPS / f"espalier-bench-{os.getpid()}-{index}" for index in range(len(cores))]
+    for group, share in zip(groups, cores, strict=True):
+        group.mkdir()
+        (group / "cpu.cfs_period_us").write_text(str(PERIOD))
+        (group / "cpu.cfs_quota_us").write_text(str(round(PERIOD * share)))
+    try:
+        yield lambda index, process: (groups[index] / "cgroup.procs").write_text(str(process)) and None
+    finally:
+        for group in groups:
+            group.rmdir()
+
+
+CASES = {
+    "rings": rings,
+    "between": between,
+    "grouped": grouped,
+    "documents": documents,
+    "loopback": loopback,
+    "unequal": unequal,
+}
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from espalier import comm
 from espalier.hardware.malloc_trim import keep_freed
 from espalier.sequence import SequenceSlots, attend
+from espalier.sequence.slots import shares_of
 
 TIMEOUT = 120.0
 CLOSE = 1e-4
@@ -32,12 +33,13 @@ CLOSE = 1e-4
 
 class Contestant(msgspec.Struct, frozen=True):
     """Who attends: `kind` is `ours`, `padded` (the same on a batch of documents), `gather` (our all-gather of keys) or
-    a name in PEERS; heads and window are of the first two."""
+    a name in PEERS; heads, window and the ranks' speeds are of the first two."""
 
     name: str
     kind: str = "ours"
     heads: int = 1
     window: int = 1
+    speeds: tuple[float, ...] = ()
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -177,7 +179,8 @@ class Runner:
         # Peers without zigzag hold one run of tokens each.
         apart = who.kind in ("p2p", "all-gather", "ulysses")
         length = max(task.documents) if who.kind == "padded" else task.length
-        self.slots = SequenceSlots(length, world // who.heads, who.heads, causal=not apart)
+        shares = shares_of(who.speeds, who.heads)
+        self.slots = SequenceSlots(length, world // who.heads, who.heads, not apart, *shares)
         if who.kind == "padded":
             tensors = [padded(one, task.documents) for one in tensors]
         *leaves, self.gradient, self.right = (self.slots.take(one, rank, 2) for one in tensors)
