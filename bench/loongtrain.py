@@ -3,8 +3,8 @@
     python bench/loongtrain.py [--quick] [--pairs N] [--json FILE] [--only CASES]
 
 The cases are rings, between, grouped, documents, loopback and unequal: two nodes of four or two ranks with slow links
-between them (bench/netlab.py; needs root), loopback, and ranks that get unequal parts of the cores (control groups; needs
-root). Contestants are our own forms and, where the package axolotl-ringmaster is installed, its own: its zigzag and
+between them (bench/netlab.py; needs root), loopback, and ranks that get unequal parts of the cores (control groups;
+needs root). Contestants are our own forms and, where the package axolotl-ringmaster is installed, its own: its zigzag and
 contiguous rings, its all-gather of keys and its Ulysses, on PyTorch's Gloo. All attend to the same causal sequence in
 turn, in the same processes, and each output is compared with one device's.
 """
