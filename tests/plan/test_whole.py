@@ -14,12 +14,13 @@ from asked import decoder, gpus, processor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.config import Pin, defaults, recipe_file
+from espalier.config import Pin, ShardPin, defaults, recipe_file
 from espalier.errors import UserError
 from espalier.plan import base, explain, search, trials
 from espalier.plan.base import Layout, Plan
-from espalier.plan.decide import decide
+from espalier.plan.decide import NEAR, decide
 from espalier.plan.layouts import view
+from espalier.verbs import prepare, run_plan
 
 Seconds = Mapping[tuple[int, int], float]
 
@@ -27,7 +28,7 @@ Seconds = Mapping[tuple[int, int], float]
 def planned(request, cluster, seconds: Seconds | None = None) -> Plan:  # type: ignore[no-untyped-def]
     """The plan taken where a step of (ranks, threads) takes `seconds`, whatever the micro-batch."""
 
-    def measure(plans: Sequence[Plan]) -> dict[tuple[int, int, int], float]:
+    def measure(plans: Sequence[Plan]) -> dict[trials.Key, float]:
         return {trials.key(one): seconds[len(one.ranks), one.ranks[0].threads] for one in plans}
 
     return decide(request, cluster, trials=measure if seconds else None).taken
@@ -59,7 +60,7 @@ def test_the_same_question_has_the_same_answer() -> None:
 def test_every_divisor_of_the_cores_is_tried_at_the_micro_batch_that_is_best_there() -> None:
     asked: list[list[Plan]] = []
 
-    def measure(plans: Sequence[Plan]) -> dict[tuple[int, int, int], float]:
+    def measure(plans: Sequence[Plan]) -> dict[trials.Key, float]:
         asked.append(list(plans))
         return {trials.key(one): 1.0 for one in plans}
 
@@ -104,7 +105,7 @@ def test_without_trials_estimates_decide() -> None:
 
 def test_of_trials_of_micro_batches_the_fastest_is_taken_and_of_equal_ones_the_smallest() -> None:
     def size(times: Mapping[int, float]) -> int:
-        def measure(plans: Sequence[Plan]) -> dict[tuple[int, int, int], float]:
+        def measure(plans: Sequence[Plan]) -> dict[trials.Key, float]:
             return {trials.key(one): times.get(one.micro_batch, 2.0) for one in plans}
 
         request = decoder(batch=32, pin=Pin(ranks=1))
@@ -115,6 +116,48 @@ def test_of_trials_of_micro_batches_the_fastest_is_taken_and_of_equal_ones_the_s
     assert size({32: 1.0, 16: 0.9}) == 16
     assert size({32: 1.0, 16: 1.01}) == 16
     assert size({32: 1.0, 16: 1.1}) == 32
+
+
+@pytest.mark.parametrize("cluster", [processor(4), gpus(devices=4)], ids=["processor", "GPUs"])
+@pytest.mark.parametrize("faster", ["head first", "context first"])
+def test_cut_plans_within_the_tie_are_all_tried_and_the_fastest_is_taken(cluster, faster) -> None:  # type: ignore[no-untyped-def]
+    asked: set[trials.Key] = set()
+
+    def measure(plans: Sequence[Plan]) -> dict[trials.Key, float]:
+        asked.update(map(trials.key, plans))
+        last = "context first" if faster == "context first" else "context 2"
+        return {trials.key(one): 1.0 if trials.key(one).cut.endswith(last) else 1.1 for one in plans}
+
+    request = decoder(layers=8, pin=Pin(ranks=4, hp=2, cp=2, micro_batch=4, shard=ShardPin(1, 1, 1)))
+    plan = decide(request, cluster, trials=measure).taken
+    assert {one.cut for one in asked} == {"heads 2, context 2", "heads 2, context 2, context first"}
+    assert plan.placement == faster.replace(" ", "_")
+    assert plan.predicted is not None
+    assert plan.predicted.step_seconds == 1.0
+    both = ("heads 2, context 2, micro-batch 4: 1.", "heads 2, context 2, context first, micro-batch 4: 1.")
+    assert all(one in plan.why[0] for one in both)
+    assert "10 % slower (measured 1.1 s)" in [other.loses for other in plan.runners_up]
+
+
+def test_two_cut_plans_are_tried_in_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(run_plan, "TRIAL_SECONDS", 0.05)
+    (tmp_path / "corpus").mkdir()
+    for number in range(9):
+        (tmp_path / "corpus" / f"{number}.txt").write_text(f"{number} and {number}\n" * 30)
+    table = {
+        "model": {"depth": 1, "width": 32, "heads": 2},
+        "data": {"path": str(tmp_path / "corpus"), "validation": 0.2},
+        "train": {"steps": 2, "sequence": 64, "batch_tokens": 128},
+        "plan": {"pin": {"ranks": 4, "hp": 2, "cp": 2, "micro_batch": 1, "recompute": "none"}},
+    }
+    resolved = prepare.settle(recipe_file.from_table(table), tmp_path)
+    plan = run_plan.choose(resolved, prepare.open_workload(resolved), processor(4))
+    known = trials.Trials(resolved.recipe, processor(4)).known()
+    assert {name.split("/")[1].count("context first") for name in known} == {0, 1}
+    assert plan.predicted is not None
+    assert plan.predicted.step_seconds in known.values()
+    assert plan.predicted.step_seconds <= NEAR * min(known.values())
 
 
 def test_all_gpus_are_used_and_others_stand_beside() -> None:

@@ -139,18 +139,25 @@ class Layout(PlanStruct, frozen=True):
         """Ranks that share the heads of a sequence: `sp / cp`."""
         return self.sp // self.cp
 
-    def __str__(self) -> str:
-        """In a few words."""
-        shard = "/".join(str(self.shard.get(name, 1)) for name in ("params", "grads", "optimizer"))
-        parts = [f"dp {self.dp}"]
-        parts += [f"{self.algorithm} tp {self.tp}"] * (self.tp > 1)
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """How the model is cut, in a few words; empty: every rank has all of it."""
+        parts = [f"{self.algorithm} tp {self.tp}"] * (self.tp > 1)
         parts += [f"heads {self.heads}"] * (self.heads > 1) + [f"context {self.cp}"] * (self.cp > 1)
         parts += [f"window {self.window}"] * (1 < self.window < self.cp)
         parts += [self.placement.replace("_", " ")] * (self.placement != "head_first")
         parts += [f"pp {self.pp}"] * (self.pp > 1) + [self.schedule] * (self.schedule != "1f1b")
-        parts += [f"interleave {self.interleave}"] * (self.interleave > 1)
-        parts += [f"shard {shard}"] * (shard != "1/1/1")
-        parts += [f"micro-batch {self.micro_batch}"]
+        return (*parts, *[f"interleave {self.interleave}"] * (self.interleave > 1))
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """How states are split, in a few words; empty: not at all."""
+        shard = "/".join(str(self.shard.get(name, 1)) for name in ("params", "grads", "optimizer"))
+        return (f"shard {shard}",) * (shard != "1/1/1")
+
+    def __str__(self) -> str:
+        """In a few words."""
+        parts = [f"dp {self.dp}", *self.cut, *self.split, f"micro-batch {self.micro_batch}"]
         return ", ".join(parts + [f"recompute {self.recompute}"] * (self.recompute != "none"))
 
 

@@ -23,6 +23,7 @@ from espalier.plan.base import Plan
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.collective_time import gpus
 from espalier.plan.estimate import scaled
+from espalier.plan.layouts import view
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
 
@@ -34,6 +35,8 @@ SIZES = (0.5, 2, 4)
 
 Trials = Callable[[Sequence[Plan]], trials.Measured]
 """Seconds of a step of each plan, measured; empty where nothing was."""
+TRIED = 3
+"""Plans that cut the model and are within the search's tie: tried beside one another, where they can be."""
 WHOLE = ShardPin(params=1, grads=1, optimizer=1)
 
 
@@ -66,7 +69,7 @@ def decide(
 
     Args:
         calibration: what measurements say of the coefficients.
-        trials: on one machine without GPUs, what settles ranks, threads and micro-batch; None: estimates do.
+        trials: what settles ranks, threads and micro-batch of a processor, and between cut plans; None: estimates do.
 
     Raises:
         UserError: pins that cannot be met. (That nothing fits is said by `PlanDecision.taken`.)
@@ -157,7 +160,35 @@ def _searched(request: Request, cluster: Cluster, calibration: Calibration, tria
         kept = search.search(whole, cluster, calibration)
         if kept.options:
             return PlanDecision(request, cluster, found, _whole(request, found, kept, calibration, trials))
-    return PlanDecision(request, cluster, found, build_plan.make(request, found, option, calibration))
+    make = partial(build_plan.make, request, found, calibration=calibration)
+    plans = [make(one) for one in _tied(found, option)]
+    plan, measured = _fastest(plans, trials)
+    return PlanDecision(request, cluster, found, _told(plan, plans, measured))
+
+
+def _tied(found: Found, best: Option) -> list[Option]:
+    """`best`, and if it cuts the model also those within the search's tie that do, of as many ranks and threads."""
+    if not best.cuts:
+        return [best]
+    fastest = min(one.seconds for one in found.options)
+    near = [
+        one
+        for one in found.options
+        if one.cuts
+        and one.seconds <= fastest * (1 + found.tie)
+        and _of((best.layout.world, best.layout.threads))(one)
+        and one is not best
+    ]
+    return [best, *sorted(near, key=Option.order)[: TRIED - 1]]
+
+
+def _fastest(plans: list[Plan], measure: Trials | None) -> tuple[Plan, trials.Measured]:
+    """The plan that was fastest in trials (the first of a tie, or of all that nobody tried), and what was measured."""
+    measured = {} if measure is None or len(plans) < 2 else measure(plans)
+    if not measured:
+        return plans[0], {}
+    least = min(measured[trials.key(one)] for one in plans)
+    return next(one for one in plans if measured[trials.key(one)] <= NEAR * least), measured
 
 
 def _closest(request: Request, cluster: Cluster, found: Found, calibration: Calibration) -> PlanDecision:
@@ -181,16 +212,19 @@ def _whole(request: Request, found: Found, kept: Found, calibration: Calibration
     make = partial(build_plan.make, request, found, calibration=calibration)
     best = kept.best()
     assert best is not None
-    divisions = {(one.layout.world, one.layout.threads) for one in kept.options}
-    tried = [make(one) for division in sorted(divisions) if (one := kept.best(_of(division))) is not None]
+    divisions = sorted({(one.layout.world, one.layout.threads) for one in kept.options})
+    options = [one for division in divisions if (one := kept.best(_of(division))) is not None]
+    tried = [make(one) for one in options]
     measured = {} if measure is None else dict(measure(tried))
-    plan = make(best)
     if measured:
         fastest = min(measured.values())
-        near = [one for one in tried if measured[trials.key(one)] <= NEAR * fastest]
-        plan = max(near, key=lambda one: len(one.ranks))
+        even = [at for at, one in enumerate(tried) if measured[trials.key(one)] <= NEAR * fastest]
+        best = options[max(even, key=lambda at: len(tried[at].ranks))]
     elif len(tried) > 1:
-        return plan
+        return make(best)
+    cuts = [make(one) for one in _tied(kept, best)]
+    plan, ways = _fastest(cuts, measure)
+    measured, tried = {**measured, **ways}, [*tried, *(cuts[1:] if ways else [])]
     sizes = [plan, *(make(one) for one in _other_sizes(kept, plan))]
     finer = {} if measure is None else dict(measure(sizes))
     if finer:
@@ -198,7 +232,7 @@ def _whole(request: Request, found: Found, kept: Found, calibration: Calibration
         near = [one for one in sizes if finer[trials.key(one)] <= NEAR * fastest]
         plan = min(near, key=lambda one: one.micro_batch)
     tried += [one for one in sizes[1:] if finer]
-    return _told(plan, tried, {**measured, **finer}, calibration)
+    return _told(plan, tried, {**measured, **finer})
 
 
 def _of(division: tuple[int, int]) -> Callable[[Option], bool]:
@@ -208,12 +242,13 @@ def _of(division: tuple[int, int]) -> Callable[[Option], bool]:
 
 def _other_sizes(kept: Found, plan: Plan) -> list[Option]:
     """The same ranks with other micro-batches, where these leave memory free."""
-    ranks, threads, size = trials.key(plan)
-    wanted = {int(size * factor) for factor in SIZES}
+    wanted = {int(plan.micro_batch * factor) for factor in SIZES}
+    division = len(plan.ranks), plan.ranks[0].threads
     fitting = [
         one
         for one in kept.options
-        if _of((ranks, threads))(one)
+        if _of(division)(one)
+        and view(one.layout, 1, plan.precision).cut == plan.layout.cut
         and one.layout.recompute == plan.recompute
         and one.layout.micro_batch in wanted
         and one.peak <= memory_model.ROOMY * (one.peak - one.over)
@@ -221,7 +256,7 @@ def _other_sizes(kept: Found, plan: Plan) -> list[Option]:
     return sorted(fitting, key=lambda one: int(one.layout.micro_batch))
 
 
-def _told(plan: Plan, tried: list[Plan], measured: trials.Measured, calibration: Calibration) -> Plan:
+def _told(plan: Plan, tried: list[Plan], measured: trials.Measured) -> Plan:
     """`plan` with what was measured of it and of those beside it."""
     if not measured or plan.predicted is None:
         return plan

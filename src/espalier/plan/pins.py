@@ -44,7 +44,9 @@ def check(request: Request, cluster: Cluster) -> None:
     if there:
         _check_devices(request, there)
         return
-    _at_most("ranks", pin.ranks, request.global_batch, "samples of the global batch", "a larger train.batch_tokens")
+    shared = (pin.tp or 1) * (pin.sp or (pin.hp or 1) * (pin.cp or 1)) * (pin.pp or 1)  # ranks that take one sample
+    what = "samples of the global batch" + (f" x {shared} ranks that share each" if shared > 1 else "")
+    _at_most("ranks", pin.ranks, request.global_batch * shared, what, "a larger train.batch_tokens")
     for table in cluster.nodes:
         device_model.peak(table.device, request.precision)  # raises UserError where a processor has no such precision
 

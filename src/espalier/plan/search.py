@@ -68,6 +68,11 @@ class Option:
         """True when no rank holds more than it may."""
         return self.over <= 0
 
+    @property
+    def cuts(self) -> bool:
+        """Whether ranks share matrices, sequences or layers."""
+        return bool(self.layout.tp * self.layout.sp * self.layout.pp > 1)
+
     def order(self) -> tuple[Any, ...]:
         """Some memory to spare, then fewer moving parts, then fewer states that leave their machine in every
         micro-batch, then less memory, then fewer devices. On processors with much memory fewer passes come before less

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from espalier import cluster as clusters
 from espalier.cache_dir import cache_folder, hashed, replace, table
@@ -13,8 +14,28 @@ from espalier.plan.base import Plan, RunnerUp
 from espalier.plan.explain import slower
 from espalier.units import plural, show_seconds
 
-Key = tuple[int, int, int]
-"""What a trial is of: ranks, threads of each, micro-batch."""
+
+class Key(NamedTuple):
+    """What a trial is of.
+
+    Attributes:
+        threads: of each rank.
+        cut: how the model is cut and states are split, in words; empty: every rank has all of it.
+    """
+
+    ranks: int
+    threads: int
+    micro_batch: int
+    cut: str = ""
+    recompute: str = "none"
+
+    def __str__(self) -> str:
+        """For people."""
+        cut = f"{self.cut}, " if self.cut else ""
+        divided = f"{plural(self.ranks, 'rank')} x {plural(self.threads, 'thread')}"
+        return f"{divided}, {cut}micro-batch {self.micro_batch}"
+
+
 Measured = Mapping[Key, float]
 """Seconds of a step in trials."""
 ROUNDS = 2
@@ -25,24 +46,24 @@ ROUNDS = 2
 class Trials:
     """Trials of one recipe on one cluster.
 
-    `run`: seconds of a step of a plan, measured now; None: only what was measured before counts. `phase`: the first
-    step of the phase that is planned, as a model may change its shape on the way.
+    `run`: seconds of a step of a plan, measured now; None: only what was measured before counts. `here`: whether all
+    ranks of a plan can run on this machine. `phase`: the first step of the phase that is planned, as a model may change
+    its shape on the way.
     """
 
     recipe: Recipe
     cluster: clusters.Cluster
     run: Callable[[Plan], float] | None = None
     phase: int = 0
+    here: Callable[[Plan], bool] = lambda plan: all(rank.device == "cpu" and rank.node == 0 for rank in plan.ranks)
 
     def __call__(self, plans: Sequence[Plan]) -> dict[Key, float]:
-        """Seconds of a step of each of `plans`; empty where they were not all tried, or are not of this machine's
-        processors."""
-        here = all(rank.device == "cpu" and rank.node == 0 for plan in plans for rank in plan.ranks)
-        if not (self.recipe.plan.trial and here and len(plans) > 1):
+        """Seconds of a step of each of `plans`; empty where they were not all tried, or cannot be here."""
+        if not (self.recipe.plan.trial and len(plans) > 1 and all(map(self.here, plans))):
             return {}
         file = cache_folder() / "trials.json"
         known, asked = table(file), self._asked()
-        names = {key(plan): "{}/{}x{}/{}/{}".format(asked, *key(plan), plan.recompute) for plan in plans}
+        names = {key(plan): f"{asked}/{key(plan)}/{plan.recompute}" for plan in plans}
         if self.run is not None and any(name not in known for name in names.values()):
             rounds = [{names[key(plan)]: self.run(plan) for plan in plans} for _ in range(ROUNDS)]
             rounds.append(known)
@@ -72,17 +93,14 @@ class Trials:
 
 def key(plan: Plan) -> Key:
     """What a trial of `plan` is of."""
-    return len(plan.ranks), plan.ranks[0].threads, plan.micro_batch
+    cut = ", ".join((*plan.layout.cut, *plan.layout.split))
+    return Key(len(plan.ranks), plan.ranks[0].threads, plan.micro_batch, cut, plan.recompute)
 
 
 def told(plans: Sequence[Plan], measured: Measured) -> str:
     """What the trials took, fastest first."""
     ordered = sorted((one for one in plans if key(one) in measured), key=lambda one: measured[key(one)])
-    each = [
-        f"{plural(ranks, 'rank')} x {plural(threads, 'thread')}, micro-batch {size}: "
-        f"{show_seconds(measured[ranks, threads, size])}"
-        for ranks, threads, size in map(key, ordered)
-    ]
+    each = [f"{one}: {show_seconds(measured[one])}" for one in map(key, ordered)]
     return f"Measured steps: {'; '.join(each)}."
 
 

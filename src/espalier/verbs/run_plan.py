@@ -152,7 +152,7 @@ def choose(
 
     phase = workload.phases()[0].start
     tried = world is None and resolved.recipe.plan.trial
-    trials = Trials(resolved.recipe, cluster, run, phase) if tried else None
+    trials = Trials(resolved.recipe, cluster, run, phase, _here) if tried else None
     request, calibration = prepare.request(resolved, world, workload), measurements.calibration(resolved.recipe)
     code = f"{version_check.code()} torch {torch.__version__}"
     key = partial(decision_cache.key, request, cluster, calibration, code)
@@ -162,6 +162,13 @@ def choose(
         # Trials that ran decide the same for whoever asks next.
         decision_cache.keep(key(None if trials is None else trials.known()), plan)
     return plan
+
+
+def _here(plan: plans.Plan) -> bool:
+    """Whether this machine has what the plan needs. Ranks on GPUs are tried as those on processors are: a step ends
+    when its loss was read, so that the clock needs no synchronization."""
+    wanted = {rank.device for rank in plan.ranks if rank.device != "cpu"}
+    return all(rank.node == 0 for rank in plan.ranks) and len(wanted) <= (torch.cuda.device_count() if wanted else 0)
 
 
 def _seconds(plan: plans.Plan, resolved: prepare.Resolved, workload: Workload) -> float:
