@@ -3,9 +3,10 @@
     python bench/choice.py [--quick] [--pairs N] [--json FILE] [--only loopback,1000,200,50]
 
 Four ranks of one thread each on loopback, or on two nodes of two with so many Mbit/s between them (bench/netlab.py;
-needs root). Links are measured as `espalier probe` measures them; processors are those of the probe. The planner prices
-every layout; the best of each kind is run for a few steps, in turn, through its plan, and compared: how much slower the
-first choice is than the fastest, and how far predictions are off.
+needs root). Links are measured as `espalier probe` measures them; processors are those of the probe, calibrated by
+measured steps of three layouts on loopback. The planner prices every layout; the best of each kind is run for a few
+steps, in turn, through its plan, and compared: how much slower the first choice is than the fastest, and how far
+predictions are off.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +33,20 @@ from espalier.config import Pin
 from espalier.hardware import probe
 from espalier.plan import build_plan, search
 from espalier.plan.base import Plan
+from espalier.plan.calibrate import Calibration, Measurement, calibrate
+from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Option
 from netlab import Lab, Shape, first_said, ranked
 from table import Row, arguments, compare, publish
 
 RANKS = 4
+CALIBRATING = 5
+"""Rounds in which the three layouts are run that the planner is calibrated by."""
 MODEL = Model(Cut())
-KINDS = 10
+KINDS = 8
 """Layouts that are run, the best of each kind in the planner's order."""
-FAR = 3.0
+FAR = 2.5
 """Layouts predicted to take so many times as long as the first choice are not run."""
 REGRET, ERROR = 0.05, 0.15
 
@@ -83,29 +89,54 @@ def kind(option: Option) -> tuple[Any, ...]:
     return one.algorithm, one.dp, one.tp, one.hp, one.cp, one.pp, one.optimizer > 1
 
 
-def candidates(request: Request, cluster: Cluster) -> list[Plan]:
+def calibrated(request: Request, here: Cluster) -> Calibration:
+    """What steps of three layouts on loopback say of this machine: samples, matrices and layers over the ranks."""
+    measured = on_links(0.0)(Task(MODEL))
+    cluster = cluster_of(here, measured.inside, None)
+    size = request.global_batch // RANKS
+    layouts = (
+        Layouts(dp=RANKS, micro_batch=size),
+        Layouts(algorithm="megatron", tp=RANKS, micro_batch=request.global_batch),
+        Layouts(pp=RANKS, micro_batch=1),
+    )
+    kept = search.search(request, cluster)
+    options = [Option(one, cluster, 0.0, 0.0, 0.0) for one in layouts]
+    plans = tuple(build_plan.make(request, kept, one) for one in options)
+    seconds = [statistics.median(one) for one in on_links(0.0)(Task(MODEL, plans, CALIBRATING)).seconds]
+    rows = [Measurement(request, cluster, one, taken) for one, taken in zip(layouts, seconds, strict=True)]
+    found = calibrate(rows, "steps of three layouts on loopback")
+    for plan, taken in zip(plans, seconds, strict=True):
+        assert plan.predicted is not None
+        print(f"  loopback, {plan.layout}: {taken:.3f} s, from the probe {plan.predicted.step_seconds:.3f} s")
+    named = {name: one for name, one in msgspec.structs.asdict(found.factors).items() if abs(one - 1) > 0.02}
+    print("  factors: " + ", ".join(f"{name} {one:.2f}" for name, one in named.items()))
+    return found
+
+
+def candidates(request: Request, cluster: Cluster, calibration: Calibration) -> list[Plan]:
     """The planner's choice, then the best of each other kind that it would run, fastest first."""
-    found = search.search(request, cluster)
+    request = replace(request, factors=calibration.factors)
+    found = search.search(request, cluster, calibration)
     first = found.best()
     assert first is not None
     known = {kind(first): first}
     for option in found.options:
         if option.seconds <= FAR * first.seconds:
             known.setdefault(kind(option), option)
-    return [build_plan.make(request, found, one) for one in [*known.values()][:KINDS]]
+    return [build_plan.make(request, found, one, calibration) for one in [*known.values()][:KINDS]]
 
 
 # --- measuring -----------------------------------------------------------------------------------------------------
 
 
-def case(name: str, rounds: int, note: str) -> list[Row]:
+def case(name: str, request: Request, here: Cluster, calibration: Calibration, rounds: int, note: str) -> list[Row]:
     """Rows of one class of links."""
     rate = 0.0 if name == "loopback" else float(name) * 1e6
     told = "loopback" if not rate else f"2 nodes x 2, {name} Mbit/s"
     run = on_links(rate)
     measured = run(Task(MODEL))
-    cluster = cluster_of(probe.probe(), measured.inside, measured.between if rate else None)
-    plans = candidates(request_of(MODEL, Pin(ranks=RANKS, threads=1, recompute="none")), cluster)
+    cluster = cluster_of(here, measured.inside, measured.between if rate else None)
+    plans = candidates(request, cluster, calibration)
     print(f"{told}{note}: {told_link('inside', measured.inside)}, {told_link('between', measured.between)}")
     print(f"  {len(plans)} kinds, from {plans[0].layout}")
     seconds = run(Task(MODEL, tuple(plans), rounds)).seconds
@@ -143,9 +174,11 @@ def main() -> None:
     )
     rounds, note = (asked.pairs or 2, ", quick") if asked.quick else (asked.pairs or 5, "")
     rows: list[Row] = []
+    request, here = request_of(MODEL, Pin(ranks=RANKS, threads=1, recompute="none")), probe.probe()
+    calibration = calibrated(request, here)
     try:
         for name in asked.only.split(","):
-            rows += case(name, rounds, note)
+            rows += case(name, request, here, calibration, rounds, note)
     finally:
         publish(rows, asked.json)
 

@@ -46,6 +46,7 @@ class Cut(msgspec.Struct, frozen=True):
     Attributes:
         pp, dp, cp, tp: ranks of each kind; heads: of `cp`, those that share heads (ours only).
         full: parameters are gathered anew in backward: FSDP2's `reshard_after_forward`, AMSP's n/n/n. Else 1/1/n.
+        schedule: of stages (ours only).
     """
 
     pp: int = 1
@@ -54,6 +55,7 @@ class Cut(msgspec.Struct, frozen=True):
     tp: int = 1
     heads: int = 1
     full: bool = False
+    schedule: str = "1f1b"
 
     @property
     def world(self) -> int:
@@ -85,6 +87,7 @@ class Cut(msgspec.Struct, frozen=True):
             units=(unit,),
             algorithm="megatron" if self.tp > 1 else "data",
             micro_batch=samples // self.dp // micro_batches,
+            schedule=self.schedule,
         )
 
 

@@ -5,6 +5,7 @@ Shapes follow from those of the micro-batch. They are sent once for each, ahead 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -79,12 +80,13 @@ class Messages:
     def __init__(self, group: dist.ProcessGroup | None, places: Mapping[int, int], device: torch.device) -> None:
         self._group, self._places, self._device = group, places, device
         self._known: dict[tuple[int, int, Hashable], Form] = {}
-        self._under_way: list[tuple[Any, Tensor]] = []
+        self._under_way: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, kind: Traffic = Traffic.ACTIVATIONS) -> None:
         """Begins to send; `finish` waits."""
         assert self._group is not None
-        self._under_way = [one for one in self._under_way if not one[0].is_completed()]
+        while self._under_way and self._under_way[0][0].is_completed():
+            self._under_way.popleft()
         with traffic(kind):
             for tensor in tensors:
                 whole = tensor.detach().contiguous()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -147,6 +147,7 @@ class _Step:
         inputs: of forward passes to come; gradients: of the outputs, of backward passes to come.
         expected: receives that have begun early.
         back: gradients of inputs, to be sent; later: gradients of parameters, to be computed.
+        shapes: of micro-batches, once they were asked for.
         losses, weights: of the micro-batches `counted`.
     """
 
@@ -164,6 +165,7 @@ class _Step:
     back: dict[_Key, list[Tensor]] = field(default_factory=dict)
     expected: dict[Action, list[Any]] = field(default_factory=dict)
     later: dict[_Key, split_backward.Later] = field(default_factory=dict)
+    shapes: dict[int, Hashable] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     counted: list[int] = field(default_factory=list)
@@ -197,15 +199,21 @@ class _Step:
             for work in self.expected.pop(action):
                 work.wait()
         elif kind is Kind.RECV_F:
-            self.inputs[key] = boundary.receive(stage, peer, shapes_of(self.batches[number]))
+            self.inputs[key] = boundary.receive(stage, peer, self._shapes(number))
         elif kind is Kind.SEND_F:
-            boundary.send(stage, peer, self.made[key], shapes_of(self.batches[number]))
+            boundary.send(stage, peer, self.made[key], self._shapes(number))
         elif kind is Kind.RECV_B:
             boundary.messages.receive(self._rooms(key), peer, 4 * stage + _BACKWARD)
         else:
             unsent[key] -= 1
             found = self.back[key] if unsent[key] else self.back.pop(key)
             boundary.messages.send(found, peer, 4 * (stage - 1) + _BACKWARD)
+
+    def _shapes(self, number: int) -> Hashable:
+        """Of a micro-batch."""
+        if number not in self.shapes:
+            self.shapes[number] = shapes_of(self.batches[number])
+        return self.shapes[number]
 
     def _rooms(self, key: _Key) -> list[Tensor]:
         """Memory for the gradients of what a forward pass gave."""
@@ -220,7 +228,7 @@ class _Step:
             if action.computes:
                 return
             if kind is Kind.RECV_F:
-                form = messages.known(peer, 4 * stage + _FORWARD, shapes_of(self.batches[number]))
+                form = messages.known(peer, 4 * stage + _FORWARD, self._shapes(number))
                 if form is not None:
                     rooms = messages.rooms(form)
                     self.inputs[key] = form.packed(rooms)
