@@ -4,7 +4,7 @@
 
 The cases are rings, between, grouped, documents, loopback and unequal: two nodes of four or two ranks with slow links
 between them (bench/netlab.py; needs root), loopback, and ranks that get unequal parts of the cores (control groups;
-needs root). Contestants are our own forms and, where the package axolotl-ringmaster is installed, its own: its zigzag and
+needs root). Contestants are our own forms and, where the package axolotl-ringmaster is installed, its own: zigzag and
 contiguous rings, its all-gather of keys and its Ulysses, on PyTorch's Gloo. All attend to the same causal sequence in
 turn, in the same processes, and each output is compared with one device's.
 """
