@@ -7,6 +7,8 @@ for the receiver. Messages from one rank to another for one stage arrive in orde
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,20 +152,15 @@ def loads(text: str, origin: str = "the action list") -> dict[int, list[Action]]
 
 
 def _parsed(text: str, origin: str) -> Action:
-    body, _, peer = text.partition("@")
-    stage, rest = _digits(body)
-    kind = rest.rstrip("0123456789")
-    number = rest[len(kind) :]
-    if not stage or not number or kind not in list(Kind) or (bool(peer) is (kind in _COMPUTE)):
+    found = _ACTION.fullmatch(text)
+    if found is None or found[2] not in list(Kind) or (found[4] is None) is not (found[2] in _COMPUTE):
         raise UserError(
             f"{origin}: {text!r} is not an action.", do="write 0F0 (stage, kind, micro-batch) or 0SEND_F0@1"
         )
-    return Action(int(stage), Kind(kind), int(number), int(peer) if peer else -1)
+    return Action(int(found[1]), Kind(found[2]), int(found[3]), int(found[4] or -1))
 
 
-def _digits(text: str) -> tuple[str, str]:
-    rest = text.lstrip("0123456789")
-    return text[: len(text) - len(rest)], rest
+_ACTION = re.compile(r"(\d+)([A-Z_]+)(\d+)(?:@(\d+))?")
 
 
 # --- the check and the timetable -----------------------------------------------------------------------------------
@@ -194,23 +191,34 @@ def timetable(pipeline: Pipeline, lists: ActionLists, seconds: Seconds) -> list[
     return _Simulation(pipeline, lists, "The schedule").run(seconds)
 
 
-_Key = tuple[int, int]
-"""Stage and micro-batch."""
+_NOT_COMPUTED = "what it sends is not computed yet"
+_NEEDS: Mapping[Kind, tuple[tuple[str, str], ...]] = {
+    Kind.FORWARD: (("x", "its inputs are not there"),),
+    Kind.BACKWARD: (("F", "its forward pass is not computed yet"), ("g", "the gradients of its outputs are not there")),
+    Kind.BACKWARD_WEIGHT: (("I", "the gradients of its inputs are not computed yet"),),
+    Kind.SEND_F: (("F", _NOT_COMPUTED),),
+    Kind.SEND_B: (("I", _NOT_COMPUTED),),
+}
+"""What must be there before an action, and what is said where it is not: inputs `x`, outputs `F`, their gradients `g`,
+gradients of inputs `I` and of parameters `W`."""
+_MAKES: Mapping[Kind, tuple[str, ...]] = {
+    Kind.FORWARD: ("F",),
+    Kind.BACKWARD: ("I", "W"),
+    Kind.BACKWARD_INPUT: ("I",),
+    Kind.BACKWARD_WEIGHT: ("W",),
+}
+"""What is there after a pass."""
 
 
 @dataclass
 class _Progress:
-    """How far a rank is. Has state: the next action, its clock, what is there to compute with, and what is done."""
+    """How far a rank is. Has state: the next action, its clock, and what is `there`, of each stage and micro-batch."""
 
     actions: Sequence[Action]
     held: frozenset[int]
     at: int = 0
     clock: float = 0.0
-    inputs: set[_Key] = field(default_factory=set)
-    gradients: set[_Key] = field(default_factory=set)
-    forward: set[_Key] = field(default_factory=set)
-    backward: set[_Key] = field(default_factory=set)
-    finished: set[_Key] = field(default_factory=set)
+    there: set[tuple[str, int, int]] = field(default_factory=set)
 
 
 _Way = tuple[int, int, int, Kind]
@@ -266,34 +274,20 @@ class _Simulation:
     def _possible(self, rank: int, one: _Progress, action: Action) -> bool:
         """Whether `action` can begin now; False: it waits for a message. Raises UserError where it never can."""
         stage, kind, number, _ = action
-        key = stage, number
-        self._need(
-            rank, stage in one.held and number < self.pipeline.micro_batches, "it has no such stage or micro-batch"
-        )
+        known = stage in one.held and number < self.pipeline.micro_batches
+        self._need(rank, known, "it has no such stage or micro-batch")
         if kind in (Kind.RECV_F, Kind.RECV_B):
             return self._received(rank, one, action)
-        if kind in (Kind.SEND_F, Kind.SEND_B):
-            made = one.forward if kind is Kind.SEND_F else one.backward
-            self._need(rank, key in made, "what it sends is not computed yet")
-        elif kind is Kind.FORWARD:
-            self._need(rank, key not in one.forward, "it has done that")
-            self._need(rank, key in one.inputs or stage == 0, "its inputs are not there")
-            one.forward.add(key)
-            if stage + 1 in one.held:
-                one.inputs.add((stage + 1, number))
-        elif kind is Kind.BACKWARD_WEIGHT:
-            self._need(rank, key in one.backward, "the gradients of its inputs are not computed yet")
-            self._need(rank, key not in one.finished, "it has done that")
-            one.finished.add(key)
-        else:
-            self._need(rank, key in one.forward, "its forward pass is not computed yet")
-            self._need(rank, key not in one.backward, "it has done that")
-            self._need(rank, key in one.gradients or stage == self.last, "the gradients of its outputs are not there")
-            one.backward.add(key)
-            if kind is Kind.BACKWARD:
-                one.finished.add(key)
-            if stage - 1 in one.held:
-                one.gradients.add((stage - 1, number))
+        given = ("x", 0), ("g", self.last)  # to the first stage and to the last
+        for what, why in _NEEDS[Kind.BACKWARD if kind is Kind.BACKWARD_INPUT else kind]:
+            self._need(rank, (what, stage) in given or (what, stage, number) in one.there, why)
+        made = _MAKES.get(kind, ())
+        self._need(rank, not any((what, stage, number) in one.there for what in made), "it has done that")
+        one.there.update((what, stage, number) for what in made)
+        if "F" in made and stage + 1 in one.held:
+            one.there.add(("x", stage + 1, number))
+        if "I" in made and stage - 1 in one.held:
+            one.there.add(("g", stage - 1, number))
         return True
 
     def _received(self, rank: int, one: _Progress, action: Action) -> bool:
@@ -304,7 +298,7 @@ class _Simulation:
             return False
         if queue[0][0] != action.micro_batch:
             raise self._wrong(rank, f"rank {action.peer} sends micro-batch {queue[0][0]} before that one")
-        (one.inputs if action.kind is Kind.RECV_F else one.gradients).add((action.stage, action.micro_batch))
+        one.there.add(("x" if action.kind is Kind.RECV_F else "g", action.stage, action.micro_batch))
         return True
 
     def _need(self, rank: int, there: bool, why: str) -> None:
@@ -331,11 +325,10 @@ class _Simulation:
                 left = Action(stage, kind, queue[0][0], source)
                 raise self._refusal(f"rank {target} never receives what rank {source} sends ({left})")
         for rank, one in self.ranks.items():
-            every = {(stage, number) for stage in one.held for number in range(self.pipeline.micro_batches)}
-            if missing := sorted(every - one.finished):
-                stage, number = missing[0]
-                what = "backward pass" if missing[0] in one.forward else "forward pass"
-                raise self._refusal(f"rank {rank} does no {what} of stage {stage} for micro-batch {number}")
+            for stage, number in itertools.product(sorted(one.held), range(self.pipeline.micro_batches)):
+                if ("W", stage, number) not in one.there:
+                    what = "backward pass" if ("F", stage, number) in one.there else "forward pass"
+                    raise self._refusal(f"rank {rank} does no {what} of stage {stage} for micro-batch {number}")
 
     def _wrong(self, rank: int, why: str) -> UserError:
         one = self.ranks[rank]

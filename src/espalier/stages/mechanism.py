@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,22 +45,10 @@ PIPELINE = Claim(
     needs=frozenset({"gradients are summed", "layers of one stage"}),
     changes=frozenset({"a schedule of stages"}),
 )
-GPIPE = Claim(
-    "gpipe",
-    question="stages",
-    needs=frozenset({"gradients are summed", "layers of one stage"}),
-    changes=frozenset({"a schedule of stages"}),
-    instead=("1f1b",),
-)
-ZERO_BUBBLE = Claim(
-    "zero_bubble",
-    question="stages",
-    needs=frozenset({"gradients are summed", "layers of one stage"}),
-    changes=frozenset({"a schedule of stages"}),
-    forbids=frozenset({"compiles blocks", "parameters are gathered"}),
-    instead=("1f1b",),
-)
+GPIPE = replace(PIPELINE, name="gpipe", instead=("1f1b",))
+ZERO_BUBBLE = replace(GPIPE, name="zero_bubble", forbids=frozenset({"compiles blocks", "parameters are gathered"}))
 """Gradients of weights are computed when their block is not at work any more: neither gathered nor compiled."""
+CLAIMS = {one.name: one for one in (PIPELINE, GPIPE, ZERO_BUBBLE)}
 
 
 PASSES = ("forward", "backward", "recompute", "launch")
@@ -97,7 +86,7 @@ class Pipelined(Mechanism):
 
     def __init__(self, schedule: str) -> None:
         self.schedule = schedule
-        self.claim = {"gpipe": GPIPE, "zero_bubble": ZERO_BUBBLE}.get(schedule, PIPELINE)
+        self.claim = CLAIMS.get(schedule, PIPELINE)
 
     def wrap(self, context: Build) -> None:
         """Makes the schedule. Raises UserError where the plan's lists cannot be run."""
