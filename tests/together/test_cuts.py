@@ -236,11 +236,16 @@ def test_every_factorisation_of_2_and_4_ranks_trains_as_one_rank_does(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(8))
 def test_100_steps_of_8_ranks_are_those_of_one(folder: Path, tmp_path: Path, known: dict[Any, Any], seed: int) -> None:
-    chosen = random.Random(seed)
-    while not proved(cases(chosen.choice, chosen.choice(factorisations(8))), folder, tmp_path, known, steps=100):
-        pass
+    """Axes are drawn first, as most factorisations differ in their shards only. Passes are few, to save time."""
+    chosen, every = random.Random(seed), factorisations(8)
+    while True:
+        axes = chosen.choice(sorted({one[:5] for one in every}))
+        case = cases(chosen.choice, chosen.choice([one for one in every if one[:5] == axes]))
+        if proved(case._replace(micro_batch=min(4, 8 // case.factors.data)), folder, tmp_path, known, steps=100):
+            return
 
 
 def test_whatever_compose_refuses_has_a_reason_and_a_choice(folder: Path) -> None:

@@ -5,6 +5,7 @@ Shapes follow from those of the micro-batch. They are sent once for each, ahead 
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,11 +18,9 @@ from torch.utils._pytree import tree_leaves
 from espalier.comm.base import Traffic, traffic
 from espalier.errors import UserError
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
-DIMS = 8
 TENSORS = 8
-HEADER = 2 + TENSORS * (2 + DIMS)
-"""int64 values that say how many tensors follow, whether they are a tuple, and the dtype and shape of each."""
+HEADER = 512
+"""Bytes of the message that says what follows: dtypes and shapes, as JSON."""
 
 
 class Form(NamedTuple):
@@ -35,8 +34,7 @@ class Form(NamedTuple):
         """Of `value`. Raises UserError for what is neither a tensor nor a tuple of tensors."""
         several = isinstance(value, tuple | list)
         tensors = list(value) if several else [value]
-        known = all(isinstance(one, Tensor) and one.ndim <= DIMS and one.dtype in DTYPES for one in tensors)
-        if not known or len(tensors) > TENSORS:
+        if not all(isinstance(one, Tensor) for one in tensors) or len(tensors) > TENSORS:
             raise UserError(
                 f"{whose} gives {type(value).__name__}, which cannot go to other ranks.",
                 why=f"a stage gives a tensor, or a tuple of at most {TENSORS} tensors",
@@ -45,19 +43,17 @@ class Form(NamedTuple):
         return cls(tuple((one.dtype, one.shape) for one in tensors), several)
 
     def header(self) -> Tensor:
-        """As int64 [HEADER]."""
-        values = [len(self.tensors), int(self.tuple)]
-        for dtype, shape in self.tensors:
-            values += [DTYPES.index(dtype), len(shape), *shape, *[0] * (DIMS - len(shape))]
-        return torch.tensor(values + [0] * (HEADER - len(values)))
+        """As uint8 [HEADER]."""
+        rows = [(str(dtype).removeprefix("torch."), *shape) for dtype, shape in self.tensors]
+        text = json.dumps([self.tuple, rows]).encode().ljust(HEADER)
+        assert len(text) == HEADER, "shapes have a few dims"
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     @classmethod
     def read(cls, header: Tensor) -> Form:
-        """From int64 [HEADER]."""
-        count, several, *rows = header.tolist()
-        each = 2 + DIMS
-        found = (rows[at * each : (at + 1) * each] for at in range(count))
-        return cls(tuple((DTYPES[row[0]], torch.Size(row[2 : 2 + row[1]])) for row in found), bool(several))
+        """From uint8 [HEADER]."""
+        several, rows = json.loads(bytes(header.tolist()))
+        return cls(tuple((getattr(torch, dtype), torch.Size(shape)) for dtype, *shape in rows), several)
 
     def packed(self, tensors: Sequence[Tensor]) -> Any:
         """As the stage gave them."""
@@ -126,7 +122,7 @@ class Messages:
     def form(self, peer: int, tag: int, key: Hashable) -> Form:
         """The form of what `peer` sends for micro-batches of `key`."""
         if (peer, tag, key) not in self._known:
-            header = torch.empty(HEADER, dtype=torch.int64, device=self._device)
+            header = torch.empty(HEADER, dtype=torch.uint8, device=self._device)
             self.receive([header], peer, tag, Traffic.CONTROL)
             self._known[peer, tag, key] = Form.read(header)
         return self._known[peer, tag, key]
