@@ -75,11 +75,14 @@ class Cut:
         sequence: ranks that share the tokens, each with whole matrices.
         gathered: the whole inputs of matrices cut by columns are kept for backward (Megatron's sequence parallelism,
             arXiv 2205.05198); False: only each rank's share, gathered once more in backward (Buff's FSP).
+        heads: of the ranks that share the tokens, those that share attention's heads: they exchange queries, keys,
+            values and its output (DeepSpeed Ulysses).
     """
 
     tensor: Number = 1
     sequence: Number = 1
     gathered: bool = True
+    heads: Number = 1
 
 
 WHOLE = Cut()

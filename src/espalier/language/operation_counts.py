@@ -105,8 +105,13 @@ def _kept(setting: DecoderLoad, feed: Feed) -> dict[str, Number]:
     core = size.width * compute + size.heads * whole  # its output and log-sum-exp
     everything = norms + (size.width + 2 * size.kv_width) * compute + core + feed.kept
     gathered = 2 * size.width * compute * (1 - 1 / tensor) if setting.cut.gathered else 0.0
+    # Ranks that share heads keep attention's output as they have computed it and as they got it back, and copies of
+    # keys and values where these are fewer than ranks.
+    heads, kv_heads = setting.cut.heads, size.kv_heads / tensor
+    copies = (heads > kv_heads) * (heads - kv_heads) * size.head_size
+    exchanged = (heads > 1) * (size.width / tensor + 2 * copies) * compute
     return {
-        "none": everything / tensor + gathered,
+        "none": everything / tensor + gathered + exchanged,
         "selective": (size.width * whole + core) / tensor,
         "block": size.width * whole / tensor,
     }

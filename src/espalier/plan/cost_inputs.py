@@ -33,7 +33,8 @@ class CostInputs:
     @property
     def cut(self) -> Cut:
         """How the model is cut."""
-        return Cut(self.layouts.tp, np.asarray(self.layouts.sp) / self.speed, self.layouts.algorithm != "fsp")
+        layouts = self.layouts
+        return Cut(layouts.tp, np.asarray(layouts.sp) / self.speed, layouts.algorithm != "fsp", layouts.hp)
 
     @cached_property
     def storage(self) -> StateBytes:
