@@ -10,6 +10,9 @@ from pathlib import Path
 
 from espalier import cli
 
+MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
+"""For plan.cluster, of programs that are to train and not to measure the machine, which takes ten seconds of CPU."""
+
 
 def environment(folder: Path) -> dict[str, str]:
     """Of a program that keeps what it measured in `folder`."""

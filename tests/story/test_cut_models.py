@@ -11,15 +11,21 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {
-    "long": ["train.steps=4", "train.sequence=512", "train.batch_tokens=2048", "train.validate_tokens=4096"],
+    "long": ["train.steps=3", "train.sequence=512", "train.batch_tokens=2048", "train.validate_tokens=4096"],
     "pipeline": [
-        "train.steps=4",
+        "train.steps=3",
         "train.batch_tokens=1024",
         "train.validate_tokens=1024",
         "model.width=64",
         "plan.pin.interleave=2",
     ],
 }
+COMMON = [
+    f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'stages'}",
+    "plan.cluster=machine.toml",
+    "plan.trial=false",
+    "train.optimizer.kind=adamw",
+]
 OTHERWISE = {
     "long": ["plan.pin.hp=1", "plan.pin.cp=4", "plan.pin.window=2"],
     "pipeline": ["plan.pin.schedule=zero_bubble"],
@@ -38,7 +44,8 @@ def planned(run: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_an_example_trains_as_one_rank_does_and_however_else_it_is_cut(name: str, tmp_path: Path) -> None:
-    recipe, small = str(EXAMPLES / f"{name}.toml"), [*SMALL[name], "plan.trial=false", "train.optimizer.kind=adamw"]
+    recipe, small = str(EXAMPLES / f"{name}.toml"), [*SMALL[name], *COMMON]
+    (tmp_path / "machine.toml").write_text(programs.MACHINE)
     alone = [
         "plan.pin.ranks=1",
         "plan.pin.threads=1",
@@ -56,6 +63,6 @@ def test_an_example_trains_as_one_rank_does_and_however_else_it_is_cut(name: str
     assert {"long": "heads 2, context 2", "pipeline": "pp 2"}[name] in said["cut"]
     for run in ("cut", "otherwise"):
         assert losses(tmp_path / run) == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
-    for verb in (["predict", "cut", "def "], ["export", "cut", "--to", "hf"]):
+    for verb in (["predict", "cut", "def ", "--tokens", "9"], ["export", "cut", "--to", "hf"]):
         ended = programs.forked(tmp_path, *verb)
         assert ended.returncode == 0, ended.stderr

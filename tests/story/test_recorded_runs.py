@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import forked
+from programs import MACHINE, forked
 
 import espalier
 from espalier.comm import compressed_collectives
@@ -31,6 +31,7 @@ def recorded(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     with tarfile.open(Path(__file__).parent / "recorded_runs.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     folder = tmp_path / request.param
+    (folder / "machine.toml").write_text(MACHINE)
     if request.param != "sampled":
         (folder / "corpus").mkdir()
         for number in range(6):
@@ -68,7 +69,7 @@ def test_a_recorded_run_goes_on_as_it_did(recorded: Path, monkeypatch: pytest.Mo
     expected = json.loads((recorded / "expected.json").read_text())
 
     assert evaluated(recorded) == pytest.approx(without_name(expected["eval_before"]), rel=CLOSE)
-    carried_out(recorded, "train", "recipe.toml", "--run", "run", "train.steps=12")
+    carried_out(recorded, "train", "recipe.toml", "--run", "run", "train.steps=12", "plan.cluster=machine.toml")
     found = steps_of(recorded)
     assert [step["step"] for step in found] == list(range(1, 13))
     for step, known in zip(found, expected["steps"], strict=True):
