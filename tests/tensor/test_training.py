@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from espalier import cluster, mechanisms, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import Recipe, defaults, recipe_file
 from espalier.errors import Interrupted, UserError
-from espalier.language import hf
+from espalier.language import generate, hf
 from espalier.language.gpt import roles
 from espalier.language.workload import open_language
 from espalier.launch import agent
@@ -36,6 +37,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = "".join(f"def f{i * number}(x):\n    return x * {i} + {number}\n" for i in range(60))
         (folder / f"{number}.py").write_text(text)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_samples() -> Iterator[None]:
+    """Of 30 tokens, twice what a window holds."""
+    plain = generate.generate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "generate", lambda *given, tokens, **how: plain(*given, tokens=30, **how))
+        yield
 
 
 def recipe_of(corpus: Path, model: dict[str, Any] | None = None, **train: Any) -> Recipe:
@@ -70,8 +80,10 @@ def plan_of(recipe: Recipe, ranks: int, tensor: int, shard: Any = (1, 1, 1), **m
     )
 
 
-def trained(recipe: Recipe, plan: plans.Plan, folder: Path, stop_after: int | None = None) -> dict[str, Any]:
-    """Curve, norms, validation and sample of rank 0; its checkpoints are in `folder`."""
+def trained(
+    recipe: Recipe, plan: plans.Plan, folder: Path, stop_after: int | None = None, *, sample: bool = False
+) -> dict[str, Any]:
+    """Curve, norms and validation of rank 0, and a sample on demand; its checkpoints are in `folder`."""
     workload = open_language(recipe)
 
     def life(place: Any) -> Any:
@@ -92,7 +104,7 @@ def trained(recipe: Recipe, plan: plans.Plan, folder: Path, stop_after: int | No
                 one.run(saved)
             except Interrupted:
                 assert stop_after is not None
-            found["sample"] = [artifact.fields for artifact in one.sample()] if stop_after is None else []
+            found["sample"] = [artifact.fields for artifact in one.sample()] if sample else []
             saved.wait()
             found["matrices"] = {n: tuple(p.shape) for n, p in one.built.model.named_parameters()}
         return found
@@ -101,6 +113,20 @@ def trained(recipe: Recipe, plan: plans.Plan, folder: Path, stop_after: int | No
     assert all(one["loss"] == results[0]["loss"] for one in results)
     found: dict[str, Any] = results[0]
     return found
+
+
+@pytest.fixture(scope="module")
+def one_rank(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(what one rank's run showed, its folder) of a model, made once."""
+    known: dict[str, Any] = {}
+
+    def made(model: dict[str, Any]) -> tuple[dict[str, Any], Path]:
+        if str(model) not in known:
+            recipe, folder = recipe_of(corpus, model), tmp_path_factory.mktemp("one")
+            known[str(model)] = trained(recipe, plan_of(recipe, 1, 1), folder, sample=True), folder
+        return known[str(model)]
+
+    return made
 
 
 def weights(recipe: Recipe, folder: Path) -> dict[str, torch.Tensor]:
@@ -126,23 +152,25 @@ CASES = {
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow if "heads of" in case else ()) for case in CASES]
 )
-def test_curve_weights_validation_and_sample_are_those_of_one_rank(corpus: Path, tmp_path: Path, case: str) -> None:
+def test_curve_weights_validation_and_sample_are_those_of_one_rank(
+    corpus: Path, one_rank: Any, tmp_path: Path, case: str
+) -> None:
     ranks, tensor, shard, more, model = CASES[case]
     recipe = recipe_of(corpus, model)
-    one = trained(recipe, plan_of(recipe, 1, 1), tmp_path / "one")
-    cut = trained(recipe, plan_of(recipe, ranks, tensor, shard, **more), tmp_path / "cut")
+    one, folder = one_rank(model)
+    cut = trained(recipe, plan_of(recipe, ranks, tensor, shard, **more), tmp_path / "cut", sample=True)
     same(cut, one, 1e-9)
     assert cut["sample"] == one["sample"]
-    wanted, found = weights(recipe, tmp_path / "one"), weights(recipe, tmp_path / "cut")
+    wanted, found = weights(recipe, folder), weights(recipe, tmp_path / "cut")
     assert wanted.keys() == found.keys()
     for name, value in found.items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-8, atol=1e-10)
     assert cut["matrices"]["blocks.0.attention.out.weight"] == (32, 32 // tensor)
 
 
-def test_a_checkpoint_of_one_cut_resumes_under_any_other(corpus: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_cut_resumes_under_any_other(corpus: Path, one_rank: Any, tmp_path: Path) -> None:
     recipe = recipe_of(corpus)
-    unbroken = trained(recipe, plan_of(recipe, 1, 1), tmp_path / "one")
+    unbroken, _ = one_rank({})
     begun = plan_of(recipe, 4, 2, (1, 2, 2))
     trained(recipe, begun, tmp_path / "begun", stop_after=2)
     saved = weights(recipe, tmp_path / "begun")
