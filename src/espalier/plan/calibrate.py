@@ -21,7 +21,7 @@ from espalier.errors import UserError
 from espalier.plan import collective_time, device_model
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.estimate import grid, slowest
-from espalier.plan.layouts import NUMBERS, Layouts
+from espalier.plan.layouts import ARRAYS, Layouts
 from espalier.plan.request import Request
 
 UNCALIBRATED = 0.25
@@ -120,9 +120,7 @@ class Batch:
 
 def _together(rows: Sequence[Measurement]) -> tuple[Request, collective_time.Fleet, Layouts]:
     first = rows[0]
-    arrays: dict[str, Any] = {
-        name: np.array([getattr(row.layout, name) for row in rows], dtype=np.int64) for name in NUMBERS
-    }
+    arrays: dict[str, Any] = {name: np.array([getattr(row.layout, name) for row in rows]) for name in ARRAYS}
     layouts = Layouts(
         algorithm=first.layout.algorithm, recompute=first.layout.recompute, threads=first.layout.threads, **arrays
     )

@@ -16,7 +16,7 @@ import msgspec
 from espalier import cluster as clusters
 from espalier import units
 from espalier.cluster import Cluster
-from espalier.config import Auto, ByRounds, Eager, ShardPin
+from espalier.config import Auto, ByRounds, Eager
 from espalier.errors import UserError
 from espalier.plan import build_plan, checkpoint_cost, co2, codecs, explain, memory_model, pins, search, trials
 from espalier.plan.base import Plan
@@ -37,7 +37,6 @@ Trials = Callable[[Sequence[Plan]], trials.Measured]
 """Seconds of a step of each plan, measured; empty where nothing was."""
 TRIED = 3
 """Plans that cut the model and are within the search's tie: tried beside one another, where they can be."""
-WHOLE = ShardPin(params=1, grads=1, optimizer=1)
 
 
 @dataclass(frozen=True)
@@ -150,16 +149,15 @@ def _every_step(
 
 def _searched(request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None) -> PlanDecision:
     pins.check(request, cluster)
-    found = search.search(request, cluster, calibration)
+    free = request.pin.shard is None and request.redundancy == 1
+    processor = not gpus(cluster) and len(cluster.devices()) == 1
+    found = search.search(request, cluster, calibration, whole=free and processor)
     option = found.best()
     if option is None:
         return _closest(request, cluster, found, calibration)
-    free = request.pin.shard is None and request.redundancy == 1
-    if free and not gpus(cluster) and len(cluster.devices()) == 1:
-        whole = replace(request, pin=msgspec.structs.replace(request.pin, shard=WHOLE))
-        kept = search.search(whole, cluster, calibration)
-        if kept.options:
-            return PlanDecision(request, cluster, found, _whole(request, found, kept, calibration, trials))
+    if found.whole:
+        kept = replace(found, options=found.whole)
+        return PlanDecision(request, cluster, found, _whole(request, found, kept, calibration, trials))
     make = partial(build_plan.make, request, found, calibration=calibration)
     plans = [make(one) for one in _tied(found, option)]
     plan, measured = _fastest(plans, trials)
@@ -208,7 +206,7 @@ def _closest(request: Request, cluster: Cluster, found: Found, calibration: Cali
 
 
 def _whole(request: Request, found: Found, kept: Found, calibration: Calibration, measure: Trials | None) -> Plan:
-    """The plan with whole states: the one tried best, else the best by estimate. `kept`: found with factors 1."""
+    """The plan with whole states (`kept` has the options): the one tried best, else the best by estimate."""
     make = partial(build_plan.make, request, found, calibration=calibration)
     best = kept.best()
     assert best is not None

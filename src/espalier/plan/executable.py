@@ -6,6 +6,7 @@ one small plan for each set of degrees that are more than 1.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,19 +19,25 @@ from espalier.plan.request import Request, exchanges
 AXES = ("dp", "tp", "hp", "cp", "pp", "chunks", "params", "grads", "optimizer")
 
 
-def runs(request: Request, layouts: Layouts, known: dict[tuple[str, str, int], bool]) -> Any:
+Kind = tuple[str, str, str, int]
+"""Algorithm, recomputation, schedule, and which degrees are more than 1."""
+
+
+def runs(request: Request, layouts: Layouts, known: dict[Kind, bool]) -> Any:
     """Boolean [layouts]: those that whoever asks can run. `known`: answers to this request so far."""
     if request.refuses is None:
         return np.ones(len(layouts), dtype=bool)
-    kinds = np.zeros(len(layouts), dtype=np.int64)
+    schedules, number = np.unique(layouts.schedule, return_inverse=True)
+    kinds = number.reshape(-1) << len(AXES)
     for bit, axis in enumerate(AXES):
-        kinds += (np.asarray(getattr(layouts, axis)) > 1).astype(np.int64) << bit
-    fine = np.zeros(1 << len(AXES), dtype=bool)
+        kinds = kinds + ((np.asarray(getattr(layouts, axis)) > 1).astype(np.int64) << bit)
+    fine = np.zeros(len(schedules) << len(AXES), dtype=bool)
     for kind in np.flatnonzero(np.bincount(kinds, minlength=len(fine))).tolist():
-        key = layouts.algorithm, layouts.recompute + layouts.schedule, kind
+        schedule = str(schedules[kind >> len(AXES)])
+        key = layouts.algorithm, layouts.recompute, schedule, kind & (1 << len(AXES)) - 1
         if key not in known:
             more = {axis: bool(kind >> bit & 1) for bit, axis in enumerate(AXES)}
-            known[key] = None is request.refuses(_smallest(request, layouts, more))
+            known[key] = None is request.refuses(_smallest(request, replace(layouts, schedule=schedule), more))
         fine[kind] = known[key]
     return fine[kinds]
 

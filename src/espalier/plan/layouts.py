@@ -36,7 +36,7 @@ a small part of a layer, and the space stays small."""
 
 @dataclass(frozen=True)
 class Layouts:
-    """Layouts of one algorithm, recomputation, placement and schedule; every other field is an integer or an array [n].
+    """Layouts of one algorithm, recomputation and placement; every other field is one value or an array [n].
 
     `params`, `grads`, `optimizer`: over how many ranks each state is split. `micro_batch`: samples per replica.
     `hp`, `cp`: ranks that share a sequence's heads, and its tokens; `window`: of the latter, those of an inner ring.
@@ -58,7 +58,7 @@ class Layouts:
     chunks: Any = 1
     threads: int = 1
     placement: Placement = "head_first"
-    schedule: str = "1f1b"
+    schedule: Any = "1f1b"
 
     @property
     def sp(self) -> Any:
@@ -76,18 +76,18 @@ class Layouts:
         return self.dp * self.sp
 
     def __len__(self) -> int:
-        return int(np.broadcast(*(np.asarray(getattr(self, name)) for name in NUMBERS)).size)
+        return int(np.broadcast(*(np.asarray(getattr(self, name)) for name in ARRAYS)).size)
 
     def at(self, chosen: Any) -> Layouts:
         """The layouts at some indices (or one index) of the arrays."""
-        arrays = np.broadcast_arrays(*(getattr(self, name) for name in NUMBERS))
-        return replace(self, **{name: _plain(a.reshape(-1)[chosen]) for name, a in zip(NUMBERS, arrays, strict=True)})
+        arrays = np.broadcast_arrays(*(getattr(self, name) for name in ARRAYS))
+        return replace(self, **{name: _plain(a.reshape(-1)[chosen]) for name, a in zip(ARRAYS, arrays, strict=True)})
 
     def each(self, chosen: Any) -> list[Layouts]:
         """The layouts at some indices, one by one."""
-        arrays = np.broadcast_arrays(*(getattr(self, name) for name in NUMBERS))
+        arrays = np.broadcast_arrays(*(getattr(self, name) for name in ARRAYS))
         rows = zip(*(array.reshape(-1)[chosen].tolist() for array in arrays), strict=True)
-        return [replace(self, **dict(zip(NUMBERS, row, strict=True))) for row in rows]
+        return [replace(self, **dict(zip(ARRAYS, row, strict=True))) for row in rows]
 
     def key(self) -> tuple[Any, ...]:
         """What orders equal plans. Fewer mechanisms (pipeline, cut matrices or tokens, sharded states), then less
@@ -106,13 +106,13 @@ class Layouts:
         return int(mechanisms), MODES.index(self.recompute), int(self.grads > 1) + int(self.params > 1)
 
 
-WORDS = ("algorithm", "recompute", "threads", "placement", "schedule")
-NUMBERS = tuple(one.name for one in fields(Layouts) if one.name not in WORDS)
+ONE = ("algorithm", "recompute", "threads", "placement")
+ARRAYS = tuple(one.name for one in fields(Layouts) if one.name not in ONE)
 """The fields that may be arrays."""
 
 
 def _plain(value: Any) -> Any:
-    return int(value) if np.ndim(value) == 0 else value
+    return value.item() if np.ndim(value) == 0 else value
 
 
 def stage_layers(layers: int, stages: int) -> list[tuple[int, int]]:
@@ -222,11 +222,16 @@ def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[
         nested = (placement != "interleaved") | (arrays["cp"] % (2 * arrays["window"]) == 0)
         kept = np.flatnonzero((matter | (placement == limits.placements[0])) & nested)
         chosen = {name: array[kept] for name, array in arrays.items()}
-        for mode, (schedule, chunks, orders) in itertools.product(limits.modes, limits.orders(chosen)):
-            found = Layouts(
-                algorithm, mode, chunks=chunks, threads=limits.threads, placement=placement, schedule=schedule, **chosen
-            )
-            yield found.at(orders)
+        orders = list(limits.orders(chosen))
+        if not orders:
+            continue
+        at = np.concatenate([indices for _, _, indices in orders])
+        counts = [len(indices) for _, _, indices in orders]
+        chosen = {name: array[at] for name, array in chosen.items()}
+        chosen["schedule"] = np.repeat([schedule for schedule, _, _ in orders], counts)
+        chosen["chunks"] = np.repeat([chunks for _, chunks, _ in orders], counts)
+        for mode in limits.modes:
+            yield Layouts(algorithm, mode, threads=limits.threads, placement=placement, **chosen)
 
 
 @dataclass(frozen=True)

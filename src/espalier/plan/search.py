@@ -27,7 +27,7 @@ from espalier.plan import layouts as space
 from espalier.plan.calibrate import DATASHEET, LEAST, Calibration
 from espalier.plan.collective_time import gpus
 from espalier.plan.cost_inputs import CostInputs
-from espalier.plan.estimate import Shares, grid, price, samples_each
+from espalier.plan.estimate import Shares, price, samples_each, slowest
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts, Limits
 from espalier.plan.request import Request
 from espalier.plan.step_time import compute
@@ -97,12 +97,14 @@ class Option:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search gives: a selection of what fits, fastest first; the least violating layout; how many it priced."""
+    """What a search gives: a selection of what fits, fastest first; the least violating layout; how many it priced.
+    `whole`: the selection of those with whole states, where it was asked for."""
 
     options: tuple[Option, ...]
     closest: Option | None
     priced: int
     tie: float
+    whole: tuple[Option, ...] = ()
 
     def best(self, allowed: Callable[[Option], bool] = lambda option: True) -> Option | None:
         """The best option: of those within a tie of the fastest, the one with the fewest moving parts."""
@@ -113,13 +115,15 @@ class Found:
         return min((one for one in usable if one.seconds <= fastest * (1 + self.tie)), key=Option.order)
 
 
-def search(request: Request, cluster: Cluster, calibration: Calibration = DATASHEET) -> Found:
-    """Prices every layout and keeps the best of each kind. Never raises for lack of memory: see `Found.closest`."""
+def search(request: Request, cluster: Cluster, calibration: Calibration = DATASHEET, *, whole: bool = False) -> Found:
+    """Prices every layout and keeps the best of each kind. Never raises for lack of memory: see `Found.closest`.
+    `whole`: keeps the best of those with whole states too, as a search that is pinned to them would."""
     tie = min(TIE, max(LEAST, calibration.spread))
     kept: list[Option] = []
+    kept_whole: list[Option] = []
     closest: Option | None = None
     best, priced = float("inf"), 0
-    known: dict[tuple[str, str, int], bool] = {}
+    known: dict[executable.Kind, bool] = {}
     for part, on, threads, equal, unequal in _promising_first(request, cluster, calibration):
         if unequal > best * (1 + tie):
             continue
@@ -129,17 +133,22 @@ def search(request: Request, cluster: Cluster, calibration: Calibration = DATASH
             batch = every.at(np.flatnonzero(in_one_ring(every, on.ranks))) if slow else every
             if not len(batch):
                 continue
-            options, nearest, count = _price(request, part, on, batch)
-            priced += count
+            options, unsharded, nearest = _price(request, part, on, batch, whole)
+            priced += len(batch)
             kept += options
+            kept_whole += unsharded
             best = min([best, *(option.seconds for option in options)])
             if nearest is not None and (closest is None or nearest.over < closest.over):
                 closest = nearest
+    return Found(_in_order(kept, cluster), closest, priced, tie, _in_order(kept_whole, cluster))
+
+
+def _in_order(kept: list[Option], cluster: Cluster) -> tuple[Option, ...]:
+    """The fastest first, each with the numbers that its machines have in the user's cluster."""
     orders = {id(one.cluster): one.cluster for one in kept if one.cluster is not cluster}
     nodes = {key: original_nodes(cluster, ordered) for key, ordered in orders.items()}
     kept = [replace(one, nodes=nodes[id(one.cluster)]) if id(one.cluster) in nodes else one for one in kept]
-    kept.sort(key=lambda option: (option.seconds, option.order()))
-    return Found(tuple(kept), closest, priced, tie)
+    return tuple(sorted(kept, key=lambda option: (option.seconds, option.order())))
 
 
 # --- parts of the cluster ----------------------------------------------------------------------------------------
@@ -278,7 +287,7 @@ def _limits(request: Request, on: collective_time.Fleet, threads: int) -> Limits
 
 
 def _batches(
-    request: Request, limits: Limits, ranks: int, per_node: int, known: dict[tuple[str, str, int], bool]
+    request: Request, limits: Limits, ranks: int, per_node: int, known: dict[executable.Kind, bool]
 ) -> Iterator[Layouts]:
     pinned = request.pin.algorithm
     for algorithm in (pinned,) if pinned else ALGORITHMS:
@@ -290,28 +299,33 @@ def _batches(
 
 
 def _price(
-    request: Request, part: Cluster, on: collective_time.Fleet, batch: Layouts
-) -> tuple[list[Option], Option | None, int]:
-    """The fastest of a batch that fit and the most frugal, the least violating one, and how many were priced."""
-    slowest = weakest(request, on)
-    peak, over = _fullness(request, slowest, batch)
-    count = len(batch)
+    request: Request, part: Cluster, on: collective_time.Fleet, batch: Layouts, whole: bool
+) -> tuple[list[Option], list[Option], Option | None]:
+    """Of each schedule of a batch the fastest that fit and the most frugal; the same of those with `whole` states, if
+    asked for; the least violating one where none fits."""
+    weak = weakest(request, on)
+    peak, over = _fullness(request, weak, batch)
     if not np.any(over <= 0):
         at = int(np.argmin(over))
-        return [], Option(batch.at(at), part, float("inf"), float(peak[at]), float(over[at])), count
+        return [], [], Option(batch.at(at), part, float("inf"), float(peak[at]), float(over[at]))
     fits = np.flatnonzero(over <= 0)
-    chosen = batch.at(fits)
-    seconds = np.broadcast_to(grid(request, slowest, chosen).seconds, fits.shape)
-    picked = np.array(_pick(seconds, peak[fits], chosen))
-    values = (seconds[picked].tolist(), peak[fits[picked]].tolist(), over[fits[picked]].tolist())
-    found = [Option(one, part, *known) for one, *known in zip(chosen.each(picked), *values, strict=True)]
+    chosen, peak, over = batch.at(fits), peak[fits], over[fits]
+    seconds = np.broadcast_to(slowest(request, weak, chosen), fits.shape)
+
+    def options(picked: list[int]) -> list[Option]:
+        values = (column[picked].tolist() for column in (seconds, peak, over))
+        return [Option(one, part, *known) for one, *known in zip(chosen.each(picked), *values, strict=True)]
+
+    picked = _pick(seconds, peak, chosen, np.arange(len(fits)))
+    found = options(picked)
     if len(on.kinds) > 1 and batch.algorithm == "data":
-        whole = [index for index, option in zip(picked, found, strict=True) if option.layout.pp == 1][:UNEQUAL]
-        found += by_speed(request, part, on, chosen.at(np.array(whole, dtype=int)), seconds[whole])
+        single = [index for index, option in zip(picked, found, strict=True) if option.layout.pp == 1][:UNEQUAL]
+        found += by_speed(request, part, on, chosen.at(np.array(single, dtype=int)), seconds[single])
     elif len(on.kinds) > 1 and batch.algorithm == "isp":
         rings = [index for index in picked if in_one_ring(chosen, on.ranks)[index]][:UNEQUAL]
         found += slots_by_speed(request, part, on, chosen.at(np.array(rings, dtype=int)), seconds[rings])
-    return found, None, count
+    unsharded = np.flatnonzero(np.broadcast_to(chosen.optimizer, fits.shape) == 1) if whole else np.empty(0, dtype=int)
+    return found, options(_pick(seconds, peak, chosen, unsharded)), None
 
 
 def _fullness(request: Request, on: collective_time.Fleet, batch: Layouts) -> tuple[Any, Any]:
@@ -327,16 +341,22 @@ def _fullness(request: Request, on: collective_time.Fleet, batch: Layouts) -> tu
     return np.max(peaks, axis=0).reshape(-1), np.max(overs, axis=0).reshape(-1)
 
 
-def _pick(seconds: Any, peak: Any, layouts: Layouts) -> list[int]:
-    """Indices of the fastest, of the fastest of each set of mechanisms, and of the front of seconds against bytes."""
-    order = np.argsort(seconds, kind="stable")
-    lowest = np.minimum.accumulate(peak[order])
-    front = order[np.flatnonzero(np.diff(lowest, prepend=np.inf) < 0)]
+def _pick(seconds: Any, peak: Any, layouts: Layouts, of: Any) -> list[int]:
+    """Indices among `of`, for each schedule: of the fastest, of the fastest of each set of mechanisms, and of the front
+    of seconds against bytes."""
+    schedule = np.broadcast_to(layouts.schedule, seconds.shape)[of]
+    chunks = np.broadcast_to(layouts.chunks, seconds.shape)[of]
     parts = (layouts.pp, layouts.optimizer, layouts.grads, layouts.params)
-    used = sum((np.asarray(part) > 1) * 2**place for place, part in enumerate(parts))
-    kinds = np.broadcast_to(used, order.shape)[order]
-    first_of_each = order[np.unique(kinds, return_index=True)[1]]
-    return list(dict.fromkeys([*order[:KEPT].tolist(), *first_of_each.tolist(), *front[:KEPT].tolist()]))
+    used = np.broadcast_to(sum((np.asarray(one) > 1) * 2**place for place, one in enumerate(parts)), seconds.shape)
+    picked: list[int] = []
+    for name, each in dict.fromkeys(zip(schedule.tolist(), chunks.tolist(), strict=True)):
+        mine = of[(schedule == name) & (chunks == each)]
+        order = mine[np.argsort(seconds[mine], kind="stable")]
+        lowest = np.minimum.accumulate(peak[order])
+        front = order[np.flatnonzero(np.diff(lowest, prepend=np.inf) < 0)]
+        first_of_each = order[np.unique(used[order], return_index=True)[1]]
+        picked += dict.fromkeys([*order[:KEPT].tolist(), *first_of_each.tolist(), *front[:KEPT].tolist()])
+    return picked
 
 
 def by_speed(request: Request, part: Cluster, on: collective_time.Fleet, layouts: Layouts, equal: Any) -> list[Option]:
