@@ -97,7 +97,8 @@ def test_a_grid_holds_only_what_divides(algorithm: str, world: int, layers: int,
         assert np.all((found.micro_batch >= 1) & (found.micro_batch <= -(-batch // found.dp)))
         assert np.all((found.tp > 1) == (algorithm in ("megatron", "fsp")))
         assert np.all((found.sp > 1) == (algorithm == "isp"))
-        rows = np.stack([found.tp, found.sp, found.pp, found.params, found.grads, found.optimizer, found.micro_batch])
+        parts = (found.tp, found.sp, found.pp, found.params, found.grads, found.optimizer, found.micro_batch)
+        rows = np.stack([*parts, found.chunks, found.schedule == "zero_bubble"])
         assert len(np.unique(rows, axis=1).T) == len(found)
 
 

@@ -286,6 +286,16 @@ def test_processors_are_searched_too() -> None:
     assert {int(one.layout.world) for one in found.options} == {1, 2, 4}
 
 
+@pytest.mark.parametrize("memory", ["1GiB", "64GiB"])
+def test_whole_states_are_found_beside_all_others_as_by_a_search_of_them_alone(memory: str) -> None:
+    request, cluster = decoder(512, 6, batch=12, precision="bf16"), processor(6, memory)
+    found = search.search(request, cluster, whole=True)
+    alone = search.search(replace(request, pin=Pin(shard=ShardPin(params=1, grads=1, optimizer=1))), cluster)
+    assert found.whole == alone.options
+    assert found.whole
+    assert search.search(request, cluster) == replace(found, whole=())
+
+
 def mixed(seed: int) -> tuple[Request, Cluster]:
     """The random case with machines of a second and sometimes a third kind beside the first."""
     draw = random.Random(1000 + seed)

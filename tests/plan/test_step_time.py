@@ -15,7 +15,7 @@ from espalier.cluster import Cluster
 from espalier.config import Pin
 from espalier.plan import collective_time, step_time
 from espalier.plan.estimate import estimate, grid, price
-from espalier.plan.layouts import ALGORITHMS, MODES, NUMBERS, Layouts, Limits, chains
+from espalier.plan.layouts import ALGORITHMS, ARRAYS, MODES, Layouts, Limits, chains
 from espalier.plan.layouts import grid as layouts
 from espalier.plan.reference_models import MIXED
 from espalier.plan.request import Request
@@ -35,7 +35,7 @@ def every(algorithm: str, mode: str, ranks: int, batch: int = 48, chunks: bool =
     found = next(iter(layouts(algorithm, ranks, 8, limits)))  # the others are of two stages on each rank
     if not chunks:
         return found
-    numbers = {name: getattr(found, name) for name in NUMBERS}
+    numbers = {name: getattr(found, name) for name in ARRAYS}
     return Layouts(algorithm, mode, **{**numbers, "chunks": 1 + (found.pp > 1) * (np.arange(len(found)) % 2)})
 
 
