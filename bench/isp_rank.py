@@ -1,4 +1,4 @@
-"""One rank of bench/buff.py: plans train in turn, a few steps each, through the product's own trainer.
+"""One rank of bench/isp.py: plans train in turn, a few steps each, through the product's own trainer.
 
     torchrun's environment; argument: a Task as JSON. Rank 0 prints an Outcome as JSON.
 
