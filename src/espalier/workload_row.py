@@ -74,6 +74,7 @@ class Profile:
         heads, kv_heads, width, kv_width: of a decoder; 0: a model that cannot be cut.
         remarks: what was decided of the data already, in sentences.
         tasks: trained together.
+        tensor: ranks that are to share a module's matrices, which can.
     """
 
     tally: Tally
@@ -89,6 +90,7 @@ class Profile:
     kv_width: int = 0
     remarks: Sequence[str] = ()
     tasks: int = 1
+    tensor: int = 1
 
 
 @dataclass(frozen=True)

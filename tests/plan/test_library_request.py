@@ -64,8 +64,10 @@ def test_pins_bind_and_a_slip_is_named() -> None:
         espalier.make_plan(model, gpus(), batch=8, micro_bach=2)
     with pytest.raises(UserError, match="batch"):
         espalier.make_plan(model, gpus())
-    with pytest.raises(UserError, match="only decoders of kind gpt and moe are cut by the planner"):
+    with pytest.raises(UserError, match="Linear does not say how ranks may share its matrices"):
         espalier.make_plan(model, gpus(), batch=8, tp=2)
+    with pytest.raises(UserError, match="pp = 2: only decoders of kind gpt and moe are cut by the planner"):
+        espalier.make_plan(model, gpus(), batch=8, pp=2)
     with pytest.raises(UserError, match="not a model"):
         espalier.make_plan(3, gpus(), batch=8)
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import espalier
+from espalier import cluster
 from espalier.comm import Channel
 from espalier.errors import UserError
 from espalier.plan import base as plans
@@ -46,6 +47,14 @@ def plan_of(world: int, tensor: int, shard: int) -> plans.Plan:
     )
 
 
+def made_plan(model: nn.Module, tensor: int) -> plans.Plan:
+    """What the planner says of `tensor` ranks."""
+    machine = cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
+    plan = espalier.make_plan(model, machine, batch=ROWS, ranks=tensor, tp=tensor)
+    assert [(stage.ranks, stage.tensor) for stage in plan.stages] == [(tuple(range(tensor)), tensor)]
+    return plan
+
+
 def looped(model: Any, optimizer: Any, start: int, stop: int) -> Any:
     """An ordinary loop: (losses, norms before clipping, states)."""
     draw = torch.Generator().manual_seed(4)
@@ -66,7 +75,7 @@ def looped(model: Any, optimizer: Any, start: int, stop: int) -> Any:
 def applied(channel: Channel, tensor: int, shard: int, tied: bool) -> Any:
     model = llama(tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    plan = plan_of(channel.size(), tensor, shard)
+    plan = plan_of(channel.size(), tensor, shard) if channel.size() > tensor else made_plan(model, tensor)
     model, optimizer = espalier.apply(plan, model, optimizer, group=channel)
     shape = tuple(model.model.layers[0].mlp.gate_proj.weight.shape)
     found = looped(model, optimizer, *plan.ranks[channel.rank()].share)

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from espalier import config, trainer, worker
+from espalier import cluster, config, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import defaults
+from espalier.errors import UserError
 from espalier.launch import agent
 from espalier.launch import base as launch
 from espalier.module import open_module
 from espalier.plan import base as plans
+from espalier.plan.decide import decide
+from espalier.plan.request_from_recipe import of_recipe
 from espalier.rank_setup import RankSetup
 
 THEIRS = """
@@ -85,20 +88,39 @@ def trained(recipe: Any, plan: plans.Plan, folder: Path) -> Any:
     return results, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def test_curve_validation_and_weights_are_those_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where dropout is: ranks that share matrices draw alike."""
+@pytest.fixture
+def tagger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (tmp_path / "tagger.py").write_text(THEIRS)
+    return tmp_path
+
+
+def planned(folder: Path, **pins: int) -> tuple[Any, plans.Plan]:
+    """A recipe with these pins, and its plan on four cores."""
     train = config.Train(steps=4, batch_tokens=8, precision="fp64", clip=0.3, optimizer=config.Adamw())
-    recipe = defaults.resolve(config.Recipe(model=config.Module(build="tagger:build"), train=train))[0]
-    one = plans.Plan(ranks=(plans.Rank(share=(0, 8)),), micro_batch=4, precision="fp64")
-    stage = plans.Stage(ranks=(0, 1), layers=(0, 1), tensor=2)
-    cut = plans.Plan(
-        ranks=(plans.Rank(share=(0, 8)),) * 2, stages=(stage,), micro_batch=4, precision="fp64", algorithm="megatron"
-    )
-    ((curve, held, _),), state = trained(recipe, one, tmp_path)
-    results, found = trained(recipe, cut, tmp_path)
+    planning = config.Planning(pin=config.Pin(micro_batch=4, **pins))
+    asked = config.Recipe(model=config.Module(build="tagger:build"), train=train, plan=planning)
+    recipe = defaults.resolve(asked)[0]
+    machine = cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
+    return recipe, decide(of_recipe(recipe, lambda: open_module(recipe, folder)), machine).taken
+
+
+def test_a_pin_that_the_module_s_plan_does_not_allow_names_the_nearest(tagger: Path) -> None:
+    with pytest.raises(UserError, match="tp = 11 ranks cannot share words") as refused:
+        planned(tagger, tp=11)
+    assert refused.value.do == "tp = 10"
+
+
+def test_curve_validation_and_weights_are_those_of_one_rank(tagger: Path) -> None:
+    """Also where dropout is: ranks that share matrices draw alike. `plan.pin.tp` is all that is asked."""
+    recipe, one = planned(tagger, ranks=1)
+    _, cut = planned(tagger, tp=2, ranks=2)
+    assert [stage.tensor for stage in cut.stages] == [2]
+    assert [rank.share for rank in cut.ranks] == [(0, 8), (0, 8)]
+    assert any("module's own plan" in line for line in cut.why)
+    ((curve, held, _),), state = trained(recipe, one, tagger)
+    results, found = trained(recipe, cut, tagger)
     assert [shape for _, _, shape in results] == [(10, 12), (11, 12)]
     for own, own_held, _ in results:
         assert [value for pair in own for value in pair] == pytest.approx([v for pair in curve for v in pair], rel=1e-9)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from espalier.errors import EspalierError, UserError
 from espalier.import_function import Author, function
 from espalier.module.parts import READING, Parts, Task, checked, collated, content, length, tasks_of, tensors, trial
 from espalier.shard.wrap_policy import blocks_of, profile
+from espalier.tensor.mechanism import OWN_PLAN, check_ranks
 from espalier.workload import Phase, Pieces, Progress, Role, Shard, Tagged, Workload, in_sequence, to_device
 from espalier.workload_row import Profile, Row
 
@@ -270,9 +272,12 @@ class ModuleWorkload:
         )
 
     def anatomy(self, micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
-        """All of it is one layer: nobody knows where a foreign module can be cut."""
+        """All of it is one layer: nobody knows where a foreign module can be cut. Ranks that share its matrices divide
+        the products; what they keep is taken for whole."""
         nothing = Work((), 0.0, 0.0, 0.0, 0.0, 0.0, micro_batch, micro_batch)
-        return Anatomy(1, self.work(micro_batch, recompute, precision), nothing)
+        work = self.work(micro_batch, recompute, precision)
+        products = tuple(replace(one, rows=one.rows / cut.tensor) for one in work.products)
+        return Anatomy(1, replace(work, products=products), nothing)
 
 
 def open_module(recipe: Recipe, folder: str | Path | None = None) -> ModuleWorkload:
@@ -310,7 +315,11 @@ def _open(recipe: Recipe, folder: Path | None, progress: Progress, data: Any) ->
 def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     workload = opened()
     assert isinstance(workload, ModuleWorkload)
-    return profile(workload, workload.anatomy)
+    ranks = recipe.plan.pin.tp or 1
+    if ranks == 1:
+        return profile(workload, workload.anatomy)
+    check_ranks(workload.parts.model, ranks)
+    return replace(profile(workload, workload.anatomy, OWN_PLAN), tensor=ranks)
 
 
 def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:

@@ -239,7 +239,7 @@ class Limits:
     """What a model, a batch and pins leave of the space.
 
     Attributes:
-        heads, kv_heads, width: of a decoder; 0: a module that cannot be cut.
+        heads, kv_heads, width: of a decoder; 0: a module, whose matrices `tensor` ranks share.
         layers: what stages are made of; global_batch: samples per step; sequence: tokens of one.
         modes: recomputations to consider; placements: of ranks that share a sequence; schedule: the one asked for.
         threads: of each rank.
@@ -253,6 +253,7 @@ class Limits:
     heads: int = 0
     kv_heads: int = 0
     width: int = 0
+    tensor: int = 1
     sequence: int = 1
     modes: tuple[str, ...] = MODES
     placements: tuple[Placement, ...] = ("head_first",)
@@ -287,6 +288,8 @@ class Limits:
         """(tensor, head, context ranks, ranks of an inner ring) of an algorithm."""
         if algorithm == "data":
             found = [(1, 1, 1, 1)]
+        elif not self.heads:
+            found = [(self.tensor, 1, 1, 1)] if ranks % self.tensor == 0 else []
         elif algorithm == "isp":
             found = [(1, *one) for sp in divisors(ranks) if sp > 1 for one in self._sequences(1, sp)]
         else:

@@ -14,16 +14,6 @@ from espalier.plan.collective_time import gpus
 from espalier.plan.layouts import divisors
 from espalier.plan.request import Request
 
-BY_HAND = (
-    "of a module of one's own it knows neither what its matrices nor what its layers send to one another, nor how long"
-)
-WHY_NOT = {"tp": BY_HAND, "pp": BY_HAND}
-MODULES = {
-    "tp": '; a plan.json whose stages say "tensor" is run where the module has a `_tp_plan` (docs/tensor-parallel.md)',
-    "pp": "; a plan.json with stages is run where the module says where it may be cut (docs/pipelines.md)",
-}
-"""What runs a cut module all the same."""
-
 
 def check(request: Request, cluster: Cluster) -> None:
     """Refuses pins that cannot be met. Raises UserError naming the pin and the nearest valid value."""
@@ -69,17 +59,18 @@ def _check_devices(request: Request, there: int) -> None:
 
 def _check_degree(request: Request, name: str, value: int, there: int) -> None:
     ranks = request.pin.ranks
-    if name != "dp" and value > 1 and not request.heads:
+    if name != "dp" and value > 1 and not request.heads and (name, value) != ("tp", request.tensor):
+        by_hand = "; a plan.json with stages is run where the module says where it may be cut (docs/pipelines.md)"
         raise UserError(
             f"plan.pin.{name} = {value}: only decoders of kind gpt and moe are cut by the planner.",
-            why=WHY_NOT.get(name, "a sequence is cut where a model has a seam for attention"),
-            do=f"plan.pin.{name}=1, or plan.pin.shard for its states" + MODULES.get(name, ""),
+            why="of other modules it knows neither how long their layers take nor what these send to one another",
+            do=f"plan.pin.{name}=1, or plan.pin.shard for its states" + (by_hand if name == "pp" else ""),
         )
     if name != "dp" and value > 1 and (why := executable.refusal(request, **{"hp" if name == "sp" else name: value})):
         raise UserError(
             f"plan.pin.{name} = {value} cannot run.", why=why.reason, do=f"plan.pin.{name}=1, or {why.instead}"
         )
-    if name in ("tp", "hp") and value > 1 and request.heads % value:
+    if name in ("tp", "hp") and value > 1 and request.heads and request.heads % value:
         raise _no_division(f"plan.pin.{name}", value, "heads", request.heads)
     if name == "pp":
         _at_most(name, value, request.layers, "layers of the model")

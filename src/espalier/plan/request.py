@@ -56,7 +56,8 @@ class Request:
         recompute: the mode asked for, None to leave it to the planner.
         bucket_bytes: gradients exchanged at once.
         outside: trainable parameters outside the layers, in `tables` tables (2: embedding and head).
-        heads, kv_heads, width, kv_width: of a decoder; 0: a module that cannot be cut.
+        heads, kv_heads, width, kv_width: of a decoder; 0: a module.
+        tensor: ranks that share a module's matrices by its own plan, as pinned; the search takes no other number.
         storage: bytes per parameter; None: what Espalier's own trainer keeps.
         temporaries: bytes per parameter that the optimizer step needs for a moment (torch's foreach AdamW: 8).
         memory: bytes a rank may hold, where the user says less than the device has.
@@ -99,6 +100,7 @@ class Request:
     kv_heads: int = 0
     width: int = 0
     kv_width: int = 0
+    tensor: int = 1
     storage: StateBytes | None = None
     temporaries: float = 0.0
     memory: float | None = None

@@ -15,6 +15,7 @@ from espalier.cost import Anatomy, Cut, Product, Work
 from espalier.errors import UserError
 from espalier.plan.request import Request
 from espalier.shard.wrap_policy import running_of, sizes_of
+from espalier.tensor.mechanism import OWN_PLAN, check_ranks
 from espalier.workload import Workload
 from espalier.workload_row import tally
 
@@ -48,6 +49,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         kv_heads=profile.kv_heads,
         width=profile.width,
         kv_width=profile.kv_width,
+        tensor=profile.tensor,
         remarks=profile.remarks,
         tasks=profile.tasks,
         optimizer="muon" if is_muon else "adamw",
@@ -79,11 +81,13 @@ def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> R
         raise UserError(f"{type(model).__name__} has no trainable parameter.", do="give the model that you train")
 
     layers = _layers(model)
+    if (pin.tp or 1) > 1:
+        check_ranks(model, pin.tp or 1)
 
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
         zero = 0.0 * micro_batch
         nothing = Work((), zero, zero, zero, zero, zero, micro_batch, micro_batch)
-        product = Product(micro_batch, counted.parameters / layers, 1)
+        product = Product(micro_batch, counted.parameters / layers / cut.tensor, 1)
         return Anatomy(layers, dataclasses.replace(nothing, products=(product,)), nothing)
 
     return Request(
@@ -98,6 +102,8 @@ def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> R
         anatomy=anatomy,
         precision=precision,
         pin=pin,
+        tensor=pin.tp or 1,
+        remarks=OWN_PLAN if (pin.tp or 1) > 1 else (),
     )
 
 

@@ -275,6 +275,7 @@ def _limits(request: Request, on: collective_time.Fleet, threads: int) -> Limits
         heads=request.heads,
         kv_heads=request.kv_heads,
         width=request.width,
+        tensor=request.tensor,
         sequence=int(request.tokens_per_sample),
         modes=modes,
         schedule=pin.schedule or "",
@@ -291,7 +292,7 @@ def _batches(
 ) -> Iterator[Layouts]:
     pinned = request.pin.algorithm
     for algorithm in (pinned,) if pinned else ALGORITHMS:
-        if algorithm == "data" or limits.heads:
+        if algorithm == "data" or limits.heads or (algorithm == "megatron" and limits.tensor > 1):
             for batch in space.grid(algorithm, ranks, per_node, limits):
                 kept = np.flatnonzero(executable.runs(request, batch, known))
                 if len(kept):

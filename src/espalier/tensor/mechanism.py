@@ -16,7 +16,7 @@ from espalier.compose import Claim
 from espalier.errors import UserError
 from espalier.mechanism import Build, Mechanism
 from espalier.parallel.model_cut import ModelCut
-from espalier.tensor.cut import cut_model
+from espalier.tensor.cut import check, cut_model, found
 from espalier.tensor.stream import Stream
 from espalier.workload import Role
 
@@ -86,6 +86,10 @@ def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
 
 # --- the plan that a model carries itself --------------------------------------------------------------------------
 
+OWN_PLAN = (
+    "The module's own plan says which matrices ranks share; what they send one another is not in the prediction.",
+)
+"""What is said of a plan with such a cut."""
 STYLES = {
     "colwise": "column",
     "rowwise": "row",
@@ -110,7 +114,7 @@ def declared(model: nn.Module) -> dict[str, Role]:
             why="tensor parallelism needs a plan of its modules: which are cut by columns and which by rows",
             do=f'{kind}._tp_plan = {{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}, or tp = 1',
         )
-    found = {}
+    roles = {}
     for pattern, style in dict(plan).items():
         if style not in STYLES:
             raise UserError(
@@ -118,8 +122,15 @@ def declared(model: nn.Module) -> dict[str, Role]:
                 why=f"known are {', '.join(STYLES)}",
                 do="tp = 1, or a plan of those",
             )
-        found[pattern] = Role(STYLES[style])
-    return found
+        roles[pattern] = Role(STYLES[style])
+    return roles
+
+
+def check_ranks(model: nn.Module, ranks: int) -> None:
+    """Raises UserError where so many ranks cannot share the model's matrices by the plan that it carries: says why, and
+    the nearest number that can."""
+    check(found(model, declared(model)), ranks)
+    check_heads(model, ranks)
 
 
 def check_heads(model: nn.Module, ranks: int) -> None:
