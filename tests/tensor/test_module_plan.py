@@ -99,7 +99,7 @@ def tagger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def planned(folder: Path, **pins: int) -> tuple[Any, plans.Plan]:
     """A recipe with these pins, and its plan on four cores."""
     train = config.Train(steps=4, batch_tokens=8, precision="fp64", clip=0.3, optimizer=config.Adamw())
-    planning = config.Planning(pin=config.Pin(micro_batch=4, **pins))
+    planning = config.Planning(pin=config.Pin(micro_batch=4, threads=1, **pins))
     asked = config.Recipe(model=config.Module(build="tagger:build"), train=train, plan=planning)
     recipe = defaults.resolve(asked)[0]
     machine = cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
