@@ -43,7 +43,8 @@ GATHER = 4 * 2**20
 LINKS = ((1024, 100e6), (4096, 400e6))
 """Tokens, and bits/s of each host's link, of `prefetch`: gathers take longer than all computation, or a part of it."""
 CROSSOVER_RATE = 200e6
-LIMIT = 150.0
+PREFETCH_LIMIT, CROSSOVER_LIMIT = 90.0, 180.0
+"""Seconds of a lab after which no further round begins."""
 ALONE = "alone"
 
 
@@ -102,11 +103,11 @@ def alone(recipe: dict[str, Any]) -> Contestant:
     return contestant(ALONE, recipe, plans.Plan(ranks=(plans.Rank(share=(0, 1)),)))
 
 
-def in_lab(rate: float, who: Sequence[Contestant], rounds: int) -> Outcome:
+def in_lab(rate: float, who: Sequence[Contestant], rounds: int, limit: float) -> Outcome:
     """What was measured, shown as it comes."""
     for one in who:
         open_language(recipe_of(one.recipe))  # fills the cache that the ranks read
-    task = msgspec.json.encode(Task(tuple(who), rounds, LIMIT, (GATHER,))).decode()
+    task = msgspec.json.encode(Task(tuple(who), rounds, limit, (GATHER,))).decode()
     with Lab(Shape(nodes=RANKS, hosts=1, rate=rate)) as lab:
         said = first_said(lab.start([sys.executable, str(Path(__file__).parent / "isp_rank.py"), task]))
     found = msgspec.json.decode(said, type=Outcome)
@@ -160,7 +161,7 @@ def prefetch(corpus: Corpus, rounds: int, quick: bool, note: str) -> list[Row]:
         case = f"ISP, {length} tokens, width {width}, {RANKS} hosts, {rate / 1e6:g} Mbit/s{note}"
         print(f"{case}:")
         who = [contestant(name, recipe, plan_of(ISP, depth, start)) for start, name in names.items()]
-        found = in_lab(rate, [*who, alone(part)], rounds)
+        found = in_lab(rate, [*who, alone(part)], rounds, PREFETCH_LIMIT)
         assert len({found.losses[name] for name in names.values()}) == 1, f"losses differ: {found.losses}"
         factors = calibrated(found, part, rate)
         request = request_from_recipe.of_recipe(recipe_of(recipe))
@@ -187,7 +188,7 @@ def crossover(corpus: Corpus, rounds: int, quick: bool, note: str) -> list[Row]:
         for length, recipe in recipes.items()
         for layout in (MSP, ISP)
     ]
-    found = in_lab(rate, [*who, alone(part)], rounds)
+    found = in_lab(rate, [*who, alone(part)], rounds, CROSSOVER_LIMIT)
     factors = calibrated(found, part, rate)
     expected = {}
     for length, recipe in recipes.items():

@@ -203,6 +203,15 @@ def test_what_a_compiler_makes_of_the_blocks_leaves_the_rings_alone(corpus: Path
     assert found == pytest.approx(whole, rel=1e-9)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
+def test_a_gather_begins_inside_a_compiled_block(corpus: Path, whole: list[float]) -> None:
+    plan = plan_of(2, (2, 1, 1), units=sharded(2, 2, 2), prefetch="attention", recompute="block", compile=True)
+    found, _ = train(recipe_of(corpus), plan)
+    assert found == pytest.approx(whole, rel=1e-9)
+
+
 # --- packed documents ------------------------------------------------------------------------------------------------
 
 
