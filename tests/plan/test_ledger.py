@@ -58,6 +58,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def language(corpus: Path, width: int = 32, **more: Any) -> Recipe:
     train = {"steps": 8, "sequence": 32, "batch_tokens": 384, "validate_every": 1000, "optimizer": {"kind": "adamw"}}
+    train["validate_tokens"] = 384
     train |= more.pop("train", {})
     table = {
         "model": {"depth": 3, "width": width, "heads": 2, "feed_forward": 70},

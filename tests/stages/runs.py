@@ -32,7 +32,7 @@ def recipe_of(folder: Path, model: Mapping[str, Any] | None = None, train: Mappi
         "model": {"depth": 4, "width": 32, "heads": 2, "feed_forward": 64} | dict(model or {}),
         "data": {"path": str(folder), "cache": str(folder.parent / "cache"), "validation": 0.2},
         "train": {"steps": STEPS, "sequence": 16, "batch_tokens": 128, "precision": "fp64"}
-        | {"optimizer": {"kind": "adamw"}, "validate_every": 2}
+        | {"optimizer": {"kind": "adamw"}, "validate_every": 2, "validate_tokens": 16 * 10}
         | dict(train or {}),
     }
     return defaults.resolve(recipe_file.from_table(table))[0]

@@ -118,7 +118,7 @@ def recipe_of(corpus, train):
     table = {
         "model": {"depth": 2, "width": 32, "heads": 4, "feed_forward": 64},
         "data": {"path": str(corpus), "cache": str(corpus.parent / "cache"), "validation": 0.2},
-        "train": {"steps": STEPS, "sequence": 32, "batch_tokens": 256, "precision": "fp64"}
+        "train": {"steps": STEPS, "sequence": 32, "batch_tokens": 256, "validate_tokens": 256, "precision": "fp64"}
         | {"optimizer": {"kind": "adamw"}}
         | train,
     }

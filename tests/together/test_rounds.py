@@ -37,7 +37,8 @@ def recipe_of(corpus, precision="fp64", steps=STEPS, depth=1, **train):
     table = {
         "model": {"depth": depth, "width": 32, "heads": 2, "feed_forward": 64},
         "data": {"path": str(corpus), "cache": str(corpus.parent / "cache"), "validation": 0.2},
-        "train": {"steps": steps, "sequence": 32, "batch_tokens": 256, "precision": precision, "validate_every": 4}
+        "train": {"steps": steps, "sequence": 32, "batch_tokens": 256, "precision": precision}
+        | {"validate_every": 4, "validate_tokens": 512}
         | {"optimizer": {"kind": "adamw"}}
         | train,
     }
