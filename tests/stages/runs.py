@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from espalier.launch import agent
 from espalier.launch import base as launch
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
+from espalier.stages.action_list import Action, Kind
 from espalier.workload import Workload
 
 STEPS = 3
@@ -73,6 +74,16 @@ class Cut(NamedTuple):
             precision=self.precision,
             exchanges=(plans.Exchange(traffic="activations", codec=self.codec),) if self.codec != "exact" else (),
         )
+
+
+def in_flight(actions: Iterable[Action]) -> int:
+    """The most micro-batches whose activations a rank keeps at once, counted for each of its stages."""
+    most = now = 0
+    for one in actions:
+        now += one.kind is Kind.FORWARD
+        now -= one.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        most = max(most, now)
+    return most
 
 
 class Trained(NamedTuple):

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.stages.action_list import Action, ActionLists, Kind, Pipeline, in_flight, timetable
+from espalier.stages.action_list import Action, ActionLists, Kind, Pipeline, timetable
 from espalier.stages.cost import PipelineLoad, cost, kept
 from espalier.stages.schedules import action_lists
+
+from .runs import in_flight
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(2, 4), st.booleans())

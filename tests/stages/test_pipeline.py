@@ -15,14 +15,13 @@ from espalier.config import recipe_file
 from espalier.errors import Anomaly, UserError
 from espalier.language.workload import open_language
 from espalier.plan import base as plans
-from espalier.stages.action_list import in_flight
 from espalier.stages.mechanism import ahead
 from espalier.stages.model_stages import ModelStages, Placed, check_layers, pipelines
 from espalier.stages.schedules import action_lists
 from espalier.testing import same
 from espalier.workload import Pieces, in_sequence
 
-from .runs import Cut, corpus, recipe_of, together, train
+from .runs import Cut, corpus, in_flight, recipe_of, together, train
 
 CODECS = ("exact", "split", "int8")
 CUTS = {

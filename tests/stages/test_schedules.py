@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 
 from espalier.errors import UserError
-from espalier.stages.action_list import Kind, Pipeline, check, in_flight, timetable
+from espalier.stages.action_list import Kind, Pipeline, check, timetable
 from espalier.stages.schedules import SCHEDULES, action_lists, warm_up_for_links
+
+from .runs import in_flight
 
 
 def straight(places, chunks, micro_batches):

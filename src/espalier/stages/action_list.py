@@ -122,16 +122,6 @@ def _peers(pipeline: Pipeline, stage: int, step: int, rank: int) -> tuple[int, l
     return source, pipeline.targets(stage, stage + step, rank) if stage + step in inside else []
 
 
-def in_flight(actions: Iterable[Action]) -> int:
-    """The most micro-batches whose activations a rank keeps at once, counted for each of its stages."""
-    most = now = 0
-    for one in actions:
-        now += one.kind is Kind.FORWARD
-        now -= one.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        most = max(most, now)
-    return most
-
-
 # --- text ----------------------------------------------------------------------------------------------------------
 
 
