@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier.cluster import Cluster
-from espalier.config import Pin
+from espalier.config import Pin, ShardPin
 from espalier.plan import collective_time, step_time
+from espalier.plan.decide import decide
 from espalier.plan.estimate import estimate, grid, price
 from espalier.plan.layouts import ALGORITHMS, ARRAYS, MODES, Layouts, Limits, chains
 from espalier.plan.layouts import grid as layouts
@@ -197,3 +198,12 @@ def test_a_step_is_priced_with_the_best_choice_and_with_a_pinned_one() -> None:
         found, pinned = starts(cluster, layout, pin=Pin(prefetch=start))
         assert list(found) == [start]
         assert pinned - taken == pytest.approx(6 * (found[start] - min(free.values())))
+
+
+@pytest.mark.parametrize(("start", "told"), [(None, "slower"), ("none", "it was set")])
+def test_the_plan_says_when_weights_are_gathered_and_what_the_others_lose(start: Any, told: str) -> None:
+    pin = Pin(algorithm="isp", hp=8, shard=ShardPin(params=8), prefetch=start)
+    plan = decide(decoder(width=2048, layers=6, sequence=65_536, batch=8, pin=pin), gpus(inside="100Gbit/s")).taken
+    assert plan.prefetch == (start or "attention")
+    (said,) = [one for one in plan.why if "are gathered" in one]
+    assert told in said

@@ -36,8 +36,10 @@ class AttendingLayer(nn.Module):
 
 def _order(channel: Channel, prefetch: Any, again: bool, attends: bool) -> tuple[list[str], list[Tensor]]:
     """What begins in the second step of three blocks, and the weights after it."""
-    torch.manual_seed(3)
     model = nn.Sequential(*(AttendingLayer(3) if attends else nn.Linear(3, 3) for _ in range(3)))
+    draw = torch.Generator().manual_seed(3)  # one of its own: ranks are threads
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.3, generator=draw)
     for block in model if again else ():
         block.forward = lambda x, inner=block.forward: checkpoint(inner, x, use_reentrant=False)
     sharding = Amsp(model, channel, every(ShardFactors(2, 2, 2), prefetch=prefetch))
