@@ -34,6 +34,7 @@ from espalier.hardware import probe
 from espalier.plan import build_plan, search
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import Calibration, Measurement, calibrate
+from espalier.plan.estimate import estimate
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Option
@@ -100,7 +101,7 @@ def calibrated(request: Request, here: Cluster) -> Calibration:
         Layouts(pp=RANKS, micro_batch=1),
     )
     kept = search.search(request, cluster)
-    options = [Option(one, cluster, 0.0, 0.0, 0.0) for one in layouts]
+    options = [Option(one, cluster, estimate(request, cluster, one).step_seconds, 0.0, 0.0) for one in layouts]
     plans = tuple(build_plan.make(request, kept, one) for one in options)
     seconds = [statistics.median(one) for one in on_links(0.0)(Task(MODEL, plans, CALIBRATING)).seconds]
     rows = [Measurement(request, cluster, one, taken) for one, taken in zip(layouts, seconds, strict=True)]

@@ -70,6 +70,8 @@ class Exchanges:
 
     def advance(self) -> None:
         """Moves on whatever can be moved on without waiting."""
+        if not self._chains:
+            return
         ceiling: float = float("inf")
         for chain in self._chains:
             while not chain.complete and chain.ended < ceiling and chain.arrived():
