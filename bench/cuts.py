@@ -11,6 +11,7 @@ processes; their losses agree to 1e-4. PyTorch's asynchronous tensor parallelism
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import statistics
@@ -153,8 +154,8 @@ def main() -> None:
     names = [name.strip() for name in asked.only.split(";")] if asked.only else list(TASKS)
     rows: list[Row] = []
     try:
-        for links in asked.links.split(","):
-            rows += [row_of(name, links, rounds, note) for name in names]
+        for links, name in itertools.product(asked.links.split(","), names):
+            rows.append(row_of(name, links, rounds, note))
     finally:
         publish(rows, asked.json)  # what is known when it is told to end
 
