@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from asked import decoder, gpus
+from asked import decoder, gpus, processor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -174,7 +174,8 @@ def test_one_node_needs_no_shards_that_memory_does_not_ask_for(device: str) -> N
 
 def starts(cluster: Cluster, layout: Layouts, **more: Any) -> tuple[dict[Any, float], float]:
     """Seconds of a layer by when the gather of the next begins, the fastest first; and those of the whole step."""
-    request = decoder(width=2048, layers=6, sequence=65_536, batch=8, storage=MIXED, precision="bf16", **more)
+    kind = {"storage": MIXED, "precision": "bf16", **more}
+    request = decoder(width=2048, layers=6, sequence=65_536, batch=8, **kind)
     on = collective_time.fleet(cluster, int(layout.world))
     step = step_time.CostInputs(request, on, on.kinds[0], layout)
     return step_time.prefetch(step, 1), float(sum(step_time.step_seconds(step, 1).values()))
@@ -189,6 +190,13 @@ def test_a_gather_waits_for_attention_where_both_need_the_same_links() -> None:
     assert next(iter(across)) == "block"
     assert list(inside)[-1] == list(across)[-1] == "none"
     assert starts(gpus(), Layouts("isp", hp=8))[0] == {}
+
+
+def test_on_the_cores_of_one_processor_nothing_is_hidden_and_gathers_begin_with_the_block() -> None:
+    layout = Layouts("isp", hp=4, params=4, grads=4, optimizer=4)
+    found, _ = starts(processor(cores=4), layout, storage=None, precision="fp32")
+    assert list(found) == ["block", "none", "attention"]
+    assert min(found.values()) == pytest.approx(max(found.values()))
 
 
 def test_a_step_is_priced_with_the_best_choice_and_with_a_pinned_one() -> None:

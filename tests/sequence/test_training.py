@@ -136,7 +136,7 @@ def sharded(*factors: int) -> tuple[plans.Unit, ...]:
     return (plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups, strict=True))),)
 
 
-@pytest.mark.parametrize("cut", [(4, 1, 1), (1, 4, 2), (2, 1, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("cut", [(4, 1, 1), (1, 4, 2), (2, 1, 1), (1, 2, 2), (2, 2, 2)], ids=str)
 def test_weights_are_sharded_over_ranks_of_their_own_number(
     corpus: Path, whole: list[float], cut: tuple[int, int, int]
 ) -> None:
@@ -145,7 +145,7 @@ def test_weights_are_sharded_over_ranks_of_their_own_number(
     machine = cluster.loads('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"\n')
     request = prepare.request(prepare.Resolved(recipe))
     for factors in ((1, 1, 1), (2, 2, 2), (4, 4, 4), (2, 2, 4)):
-        found, sent = train(recipe, plan_of(4, cut, units=sharded(*factors)))
+        found, sent = train(recipe, plan_of(4, cut, units=sharded(*factors), placement="context_first"))
         assert found == pytest.approx(whole, rel=1e-9), factors
         states = dict(zip(("params", "grads", "optimizer"), factors, strict=True))
         dp = 4 // (heads * context)

@@ -137,7 +137,10 @@ def prefetch(step: CostInputs, size: Number) -> dict[Prefetch, float]:
     layer = _exchanged(step, compute(step, anatomy.layer), anatomy)
     rest = float(layer.total - layer.weights)
     found = {start: rest + float(taken) for start, taken in gathering(step, layer, anatomy.layer).items()}
-    return dict(sorted(found.items(), key=lambda one: one[1]))
+    most = max(found.values())
+    return dict(
+        sorted(found.items(), key=lambda one: round(one[1] / most, 6))
+    )  # equal ones in the order of `gathering`
 
 
 def _together(step: CostInputs, one: Pass) -> Pass:
