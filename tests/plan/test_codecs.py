@@ -37,6 +37,7 @@ def machines(between: str, codecs: str = CODECS, hosts: int = 2) -> clusters.Clu
 
 
 def decided(cluster: clusters.Cluster, codec: str, ranks: int = 2) -> Plan:
+    """Of replicas of whole models: of cut ones less than all gradients would cross."""
     shard = ShardPin(params=1, grads=1, optimizer=1)
     asked = replace(request(pin=Pin(ranks=ranks, threads=1, shard=shard, tp=1, sp=1, pp=1)), codec=codec)
     return decide(asked, cluster).taken

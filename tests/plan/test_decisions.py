@@ -13,6 +13,7 @@ from espalier.config import Pin, defaults, recipe_file
 from espalier.plan import build_plan, request_from_recipe, search
 from espalier.plan.base import Plan
 from espalier.plan.request import Request
+from espalier.plan.search import TIE
 
 
 def asked(shape: str = "llama-7b", sequence: int = 4096, samples: int = 1024, **model: Any) -> Request:
@@ -81,13 +82,17 @@ def test_a_network_that_is_too_slow_is_not_crossed() -> None:
     assert said(plan, "24 of 32 devices are left out", "slower")
 
 
-def test_tiny_memory_recomputes_and_shards_everything() -> None:
-    pin = Pin(tp=1, sp=1, pp=1)
-    plan = planned(replace(asked(), precision="fp16", pin=pin), machines(("T4", 8, 8), between="100Gbit/s"))
-    layout = plan.layout
-    assert layout.recompute != "none"
-    assert layout.shard["params"] > 1 or layout.pp * layout.tp * layout.sp > 1
-    assert layout.shard["optimizer"] > 1
+def test_tiny_memory_recomputes_and_shards_everything_where_the_model_is_not_cut() -> None:
+    """Where it may be cut, the plan is at least as fast and divides the parameters one way or the other."""
+    request, there = replace(asked(), precision="fp16"), machines(("T4", 8, 8), between="100Gbit/s")
+    plan, free = (planned(replace(request, pin=pin), there) for pin in (Pin(tp=1, sp=1, pp=1), Pin()))
+    assert plan.predicted is not None
+    assert free.predicted is not None
+    assert free.predicted.step_seconds <= plan.predicted.step_seconds * (1 + TIE)
+    assert free.layout.shard["params"] > 1 or free.layout.pp * free.layout.tp > 1
+    assert plan.layout.recompute != "none"
+    assert plan.layout.shard["params"] > 1
+    assert plan.layout.shard["optimizer"] > 1
     assert said(plan, "Activations are recomputed")
     assert said(plan, "replicated they do not fit")
 
