@@ -3,8 +3,9 @@
 Of the first run of a recipe, which builds the corpus and decides the plan by estimates, and of the same begun again.
 The second finds shards and plan in the cache: of 523 functions `language` has 63, which open the corpus and build the
 model; `shard`, `parallel`, `optim`, `sync`, `stages`, `sequence` and `tensor` about 110, which lay states, groups and
-the optimizer on the ranks; `config` and `verbs` 80; `launch`, `comm` and `resilience` 79. The first has 212 more: it
-cuts the corpus into shards, searches the layouts of all mechanisms, prices them and says why one is the plan.
+the optimizer on the ranks; `config` and `verbs` 80; `launch`, `comm` and `resilience` 79. The first has 224 more: it
+cuts the corpus into shards, searches the layouts of all mechanisms, prices them (of those that share sequences also
+shares by speed and when parameters are gathered) and says why one is the plan.
 """
 
 import json
@@ -52,7 +53,7 @@ def train_step(self, *arguments):
 trainer.Trainer.train_step = train_step
 sys.exit(main(sys.argv[2:]))
 """
-FIRST, REPEATED, RESILIENCE = 740, 530, 20
+FIRST, REPEATED, RESILIENCE = 750, 530, 20
 """Functions of the package before rank 0's first step, in a first run and in another of the same recipe; and of what is
 there for failures."""
 

@@ -81,7 +81,9 @@ class Layouts:
     def at(self, chosen: Any) -> Layouts:
         """The layouts at some indices (or one index) of the arrays."""
         arrays = np.broadcast_arrays(*(getattr(self, name) for name in ARRAYS))
-        return replace(self, **{name: _plain(a.reshape(-1)[chosen]) for name, a in zip(ARRAYS, arrays, strict=True)})
+        picked = (array.reshape(-1)[chosen] for array in arrays)
+        plain = (one.item() if np.ndim(one) == 0 else one for one in picked)
+        return replace(self, **dict(zip(ARRAYS, plain, strict=True)))
 
     def each(self, chosen: Any) -> list[Layouts]:
         """The layouts at some indices, one by one."""
@@ -109,10 +111,6 @@ class Layouts:
 ONE = ("algorithm", "recompute", "threads", "placement")
 ARRAYS = tuple(one.name for one in fields(Layouts) if one.name not in ONE)
 """The fields that may be arrays."""
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if np.ndim(value) == 0 else value
 
 
 def stage_layers(layers: int, stages: int) -> list[tuple[int, int]]:
