@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from espalier.cluster import Cluster
 from espalier.config import Pin, ShardPin
-from espalier.plan import collective_time, step_time
+from espalier.plan import collective_time, cost_inputs, step_time
 from espalier.plan.decide import decide
 from espalier.plan.estimate import estimate, grid, price
 from espalier.plan.layouts import ALGORITHMS, ARRAYS, MODES, Layouts, Limits, chains
@@ -215,3 +215,14 @@ def test_the_plan_says_when_weights_are_gathered_and_what_the_others_lose(start:
     assert plan.prefetch == (start or "attention")
     (said,) = [one for one in plan.why if "are gathered" in one]
     assert told in said
+
+
+def test_ranks_that_share_a_core_wait_for_it_at_each_exchange_in_a_layer() -> None:
+    """Four exchanges each way in every layer, two for the table, two for the head and two all-reduces of the loss."""
+    request = decoder(layers=3, batch=4, precision="fp32")
+    layout = Layouts(algorithm="megatron", tp=2, micro_batch=4)
+    alone, shared = (estimate(request, processor(cores), layout).terms["tensor"] for cores in (2, 1))
+    assert shared - alone == pytest.approx((3 * 8 + 6) * cost_inputs.TURN)
+    heads = Layouts(algorithm="isp", hp=2, micro_batch=4)
+    alone, shared = (estimate(request, processor(cores), heads).terms["sequence"] for cores in (2, 1))
+    assert shared - alone == pytest.approx(3 * 4 * cost_inputs.TURN)

@@ -18,6 +18,10 @@ from espalier.sequence.cost import SequenceGrid, SequenceLoad
 from espalier.sequence.cost import cost as sequence_cost
 from espalier.shard.cost import Division, StateBytes, StateSizes, cost
 
+TURN = 3e-3
+"""Seconds that each further rank on a core keeps a rank from it: what the scheduler gives at once. Four ranks on two
+cores took 3 to 4 ms longer for each exchange in a layer (bench/cuts.py: tp4, pp2 x tp2 beside dp4, pp2 x dp2)."""
+
 
 @dataclass(frozen=True)
 class CostInputs:
@@ -125,6 +129,13 @@ class CostInputs:
         on = collective_time.encoded(self.on, self.request.crossing(traffic), float(np.min(storage)))
         return collective_time.seconds(operation, size, ranks, stride, on)
 
+    def awaited(self, operation: Any, size: Number, ranks: Number, stride: Number, traffic: str) -> Number:
+        """Seconds of a collective amid a layer's computation: where ranks share cores, each of its ranks waits for a
+        core in turn."""
+        found = self.wire(operation, size, ranks, stride, traffic)
+        turns = 0.0 if self.cuda else TURN * (1 / self.kind.setting.share - 1)
+        return found + np.where(np.asarray(found) > 0, turns, 0.0)
+
     def sequence(self, tokens: Number, attention: Number = 0.0) -> Cost:
         """What ranks that share a sequence exchange in one layer of a micro-batch of `tokens` tokens of each rank.
         `attention`: seconds of one rank's attention forward, which may hide it."""
@@ -146,7 +157,7 @@ class CostInputs:
             stride=layouts.tp,
             apart=2 if layouts.placement == "interleaved" else 1,
         )
-        return sequence_cost(load, grid, wire=self.wire)
+        return sequence_cost(load, grid, wire=self.awaited)
 
     @cached_property
     def held(self) -> Mapping[str, Number]:

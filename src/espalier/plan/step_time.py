@@ -175,7 +175,7 @@ def tensor_seconds(step: CostInputs, stream: Number, again: Number) -> Number:
     times = tensor_cost.of_layer(again, layouts.algorithm == "fsp", step.request.sequence_parallel, repeated)
 
     def one(operation: collective_time.Operation) -> Number:
-        return collective_time.seconds(operation, stream, layouts.tp, 1, step.on)
+        return step.awaited(operation, stream, layouts.tp, 1, tensor_cost.ACTIVATIONS)
 
     pairs = times.gathers * one("all_gather") + times.scatters * one("reduce_scatter")
     return pairs + times.reductions * one("all_reduce")
@@ -186,10 +186,7 @@ def ends_seconds(step: CostInputs, tokens: Number) -> Number:
     if step.request.storage is not None or not step.request.width or np.all(np.asarray(step.layouts.tp) == 1):
         return 0.0 * np.asarray(tokens)
 
-    def wire(operation: Any, size: Number, ranks: Number, stride: Number, traffic: str) -> Number:
-        return collective_time.seconds(operation, size, ranks, stride, step.on)
-
-    return tensor_cost.cost(tensor_load(step, tokens, 0), wire).seconds["tensor"]
+    return tensor_cost.cost(tensor_load(step, tokens, 0), step.awaited).seconds["tensor"]
 
 
 def tensor_load(step: CostInputs, tokens: Number, layers: Number) -> tensor_cost.TensorLoad:
