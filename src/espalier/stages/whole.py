@@ -62,6 +62,8 @@ class Whole:
 
 def outcome(losses: list[Tensor], weights: list[Tensor], tasks: Sequence[int], shares: Sequence[float]) -> Outcome:
     """The sums of micro-batches' losses and weights; of none, 0. `tasks`: of each; `shares`: how much those count."""
+    if len(shares) == len(losses) == 1:
+        return Outcome(losses[0], weights[0])
     zero = torch.zeros((), dtype=torch.float64)
     if len(shares) == 1:
         return Outcome(torch.stack(losses).sum(), torch.stack(weights).sum()) if losses else Outcome(zero, zero)

@@ -109,17 +109,13 @@ class Totals:
 
     def of(self, outcome: Outcome, stop: bool) -> Tensor:
         """float64 [3 + world], or with several tasks [3 + world + 2 tasks]: this rank's part of the sum."""
-        values = torch.zeros(TOTALS + self.world + task_totals(self.tasks), dtype=torch.float64)
-        loss = float(outcome.loss)
-        values[2] = float(stop)
-        values[TOTALS + self.rank] = float(not math.isfinite(loss))
-        if not self.counts:
-            return values
-        values[0] = loss if math.isfinite(loss) else 0.0
-        values[1] = float(outcome.weight)
-        if outcome.tasks is not None:
-            values[TOTALS + self.world :] = outcome.tasks.flatten()
-        return values
+        loss, tasks = float(outcome.loss), [0.0] * task_totals(self.tasks)
+        finite, flags = math.isfinite(loss), [0.0] * self.world
+        flags[self.rank] = float(not finite)
+        first = [loss if finite else 0.0, float(outcome.weight)] if self.counts else [0.0, 0.0]
+        if self.counts and outcome.tasks is not None:
+            tasks = outcome.tasks.flatten().tolist()
+        return torch.tensor([*first, float(stop), *flags, *tasks], dtype=torch.float64)
 
     def read(self, values: Tensor) -> tuple[float, float, bool, tuple[int, ...], tuple[float, ...]]:
         """(loss sum, weight sum, whether some rank stops, ranks whose loss is not finite, each task's loss) of the
