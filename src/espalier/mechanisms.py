@@ -7,7 +7,7 @@ ranks, stand in this file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -253,8 +253,14 @@ APPLIED = Claim(
 
 def refusal(recipe: Recipe, plan: Plan, *beside: Claim) -> compose.Refusal | None:
     """Why the mechanisms of a plan cannot run, with those `beside` them; None: they can."""
-    found = compose.compose([*(one.claim for one in chosen(recipe, plan)), *beside], known=[placement_plan.WHOLE])
+    found = _composed(frozenset((*(one.claim for one in chosen(recipe, plan)), *beside)))
     return found if isinstance(found, compose.Refusal) else None
+
+
+@lru_cache(maxsize=4096)
+def _composed(claims: frozenset[Claim]) -> compose.Composition | compose.Refusal:
+    """The planner asks of the same mechanisms again and again."""
+    return compose.compose(claims, known=[placement_plan.WHOLE])
 
 
 def accepts(recipe: Recipe, plan: Plan, claim: Claim) -> bool:
