@@ -4,8 +4,8 @@
 
 Both train Espalier's own decoder on the same tokens in one process and one thread, so that only the machinery differs:
 the Trainer with a plan whose list of stages, sharding factors and codecs are all there and do nothing, and a loop of
-forward, backward, clipping and fused AdamW that reads its loss. They take turns of several steps. One thread computes, and
-its processor time counts: whatever else runs on the machine matters less.
+forward, backward, clipping and fused AdamW that reads its loss. They take turns of several steps. One thread
+computes, and its processor time counts: whatever else runs on the machine matters less.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 from espalier.compose import Claim
 from espalier.mechanism import Build, Mechanism
 from espalier.optim.base import Optimizer
-from espalier.sync.base import TOTALS, Agreed, Gradients, LauncherNews, task_totals
+from espalier.sync.base import Agreed, Gradients, LauncherNews, task_totals
 from espalier.workload import Outcome
 
 if TYPE_CHECKING:
