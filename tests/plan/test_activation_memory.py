@@ -109,10 +109,20 @@ def per_layer(corpus: Path, made: Any) -> float:
     return (deep - shallow) / 4
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "block"])
-@pytest.mark.parametrize("cut", [(4, 1, 1), (1, 4, 2), (2, 2, 2)], ids=["heads", "context", "both"])
-def test_of_cut_sequences(corpus: Path, cut: tuple[int, int, int], mode: str) -> None:
-    heads, context, window = cut
+CUTS = {"heads": (4, 1, 1), "context": (1, 4, 2), "both": (2, 2, 2)}
+OFTEN = [("heads", "none"), ("context", "selective"), ("both", "block")]
+
+
+@pytest.mark.parametrize(
+    ("cut", "mode"),
+    [
+        pytest.param(cut, mode, marks=() if (cut, mode) in OFTEN else pytest.mark.slow)
+        for cut in CUTS
+        for mode in ("none", "selective", "block")
+    ],
+)
+def test_of_cut_sequences(corpus: Path, cut: str, mode: str) -> None:
+    heads, context, window = CUTS[cut]
 
     def plan(depth: int) -> plans.Plan:
         stage = plans.Stage(ranks=(0, 1, 2, 3), layers=(0, depth), heads=heads, context=context, window=window)

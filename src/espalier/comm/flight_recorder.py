@@ -26,6 +26,7 @@ KEPT = 16  # collectives remembered per rank
 BEAT = 1.0  # seconds between two published records
 _LOOK = 0.02  # seconds
 _COMPUTES = 0.1  # CPU seconds a second from which a rank computes; publishing takes a hundredth
+LEAVE = 30.0  # seconds that a rank that leaves waits for its last record to be written
 SILENCE = 2.5  # beats after which a rank whose record stands still counts as dead or stopped
 
 
@@ -81,12 +82,13 @@ class FlightRecorder:
             self._last.append(entry)
 
     def close(self) -> None:
-        """Tells the others that this rank left on purpose, and ends the publisher."""
-        self._stopped = True
-        if self._state == "running":
+        """Tells the others that this rank left on purpose, and ends the publisher. A thread that is still in C++ when
+        the interpreter ends aborts the process, so a rank that leaves waits for it; one that failed is in a hurry."""
+        self._stopped, leaves = True, self._state == "running"
+        if leaves:
             self._state = "left"
         self._wake.set()
-        self._thread.join(timeout=2 * BEAT)
+        self._thread.join(timeout=LEAVE if leaves else 2 * BEAT)
 
     def reach(self, timeout: timedelta) -> timedelta:
         """The longest that a wait with a deadline of `timeout` may take."""
