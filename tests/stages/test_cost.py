@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from espalier.stages.action_list import Action, ActionLists, Kind, Pipeline, timetable
 from espalier.stages.cost import PipelineLoad, cost, kept
-from espalier.stages.schedules import action_lists
+from espalier.stages.schedules import action_lists, warm_up_for_links
 
 from .runs import in_flight
 
@@ -29,6 +29,25 @@ def test_idle_time_and_bytes_are_those_of_the_lists(ranks, chunks, times, split)
     assert priced.sent["activations"] == 7 * max(sends)
     if not split:
         assert in_flight(lists[0]) == pytest.approx(float(kept(ranks, chunks)) * chunks)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("message", [0.1, 0.3, 0.6])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("count", [4, 8, 16])
+def test_more_warm_up_hides_all_hand_overs_but_those_of_filling_and_draining(ranks, count, message, split) -> None:
+    pipeline = Pipeline(tuple((stage,) for stage in range(ranks)), count)
+    more = warm_up_for_links([3.0] * ranks, [message] * (ranks - 1))
+    lists = action_lists([pipeline], "zero_bubble" if split else "1f1b", more)
+    seconds = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+    seconds |= {Kind.SEND_F: message, Kind.SEND_B: message}
+    taken = max(one.end for one in timetable(pipeline, lists, lambda one: seconds.get(one.kind, 0.0)))
+    ahead, plain = (
+        sum(cost(PipelineLoad(ranks, count, 1, 3.0, 1.0, message, split=split, ahead=ahead)).seconds.values())
+        for ahead in (True, False)
+    )
+    assert taken == pytest.approx(3 * count + ahead, rel=0.1)
+    assert ahead < plain
 
 
 def test_many_layouts_are_priced_in_one_call() -> None:

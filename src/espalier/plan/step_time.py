@@ -325,8 +325,9 @@ def pipeline(
     split = layouts.schedule == "zero_bubble"
     together = np.clip(step.on.per_node // stride, 1, layouts.pp)
     share = 1.0 if step.cuda else step.kind.setting.share
+    ahead = request.refuses is not None  # `train` carries the plan out; others begin as 1F1B does
     load = PipelineLoad(
-        layouts.pp, micro_batches, layouts.chunks, seconds, weights, message, bytes_, split, share, together
+        layouts.pp, micro_batches, layouts.chunks, seconds, weights, message, bytes_, split, ahead, share, together
     )
     return stages_cost(load)
 

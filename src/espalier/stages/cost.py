@@ -26,6 +26,7 @@ class PipelineLoad:
         seconds: forward and backward of one micro-batch in all stages of a rank; of it `weights` can be put off.
         message: seconds of one hand-over; message_bytes: its payload.
         split: whether gradients of weights are put off (zero bubble).
+        ahead: whether stages begin with more forward passes where links are slow (`schedules.warm_up_for_links`).
         share: of a core's speed that a rank has while all compute; together: stages whose ranks share cores.
     """
 
@@ -37,6 +38,7 @@ class PipelineLoad:
     message: Number = 0.0
     message_bytes: Number = 0.0
     split: Any = False
+    ahead: bool = False
     share: Number = 1.0
     together: Number = 1
 
@@ -47,7 +49,8 @@ def cost(load: PipelineLoad) -> Cost:
     ranks, several = np.asarray(load.ranks), np.asarray(load.ranks) > 1
     put_off = np.where(load.split, 2 * np.asarray(load.weights), 0.0)
     idle = waits(load) * np.maximum(0.0, load.seconds - put_off) / load.chunks
-    times = hand_overs(ranks, load.micro_batches) * load.chunks * several
+    alone = np.asarray(load.chunks) == 1
+    times = hand_overs(ranks, load.micro_batches, load.ahead & alone) * load.chunks * several
     # A rank sends for each of its stages forward and back, but for the first and the last stage of all.
     messages = (2 * np.asarray(load.chunks) - (ranks == 2)) * several
     return Cost(
@@ -65,9 +68,11 @@ def waits(load: PipelineLoad) -> Number:
     return np.maximum(0.0, np.maximum(alone, shared) - count)
 
 
-def hand_overs(ranks: Number, micro_batches: Number) -> Number:
-    """Transfers on the critical path of 1F1B."""
-    return np.minimum(ranks, micro_batches) + (micro_batches - 1) + np.minimum(ranks, micro_batches)
+def hand_overs(ranks: Number, micro_batches: Number, ahead: Any = False) -> Number:
+    """Transfers on the critical path of 1F1B. With more forward passes `ahead`, those in between are hidden, and the
+    pipeline waits for messages while it fills and drains."""
+    every = np.minimum(ranks, micro_batches) + (micro_batches - 1) + np.minimum(ranks, micro_batches)
+    return np.where(ahead, np.minimum(every, 2 * (np.asarray(ranks) - 1)), every)
 
 
 def kept(ranks: Number, chunks: Number = 1) -> Number:

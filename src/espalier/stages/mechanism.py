@@ -140,7 +140,7 @@ def ahead(plan: Plan, layers: Sequence[tuple[int, int]]) -> list[int]:
     sizes = [last - first for first, last in layers]
     if not each:
         return []
-    link = predicted.terms.get("send", 0.0) / float(hand_overs(len(sizes), count))
+    link = predicted.terms.get("send", 0.0) / float(hand_overs(len(sizes), count, ahead=True))
     passes = [each * size / max(sizes) for size in sizes]
     more = schedules.warm_up_for_links(passes, [link] * (len(sizes) - 1))
     memory = predicted.memory_bytes

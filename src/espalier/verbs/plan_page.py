@@ -155,7 +155,9 @@ def _spans(plan: Plan, predicted: Predicted) -> list[Span]:
     forward, backward = terms.get("forward", 0.0), terms.get("backward", 0.0) + terms.get("recompute", 0.0)
     takes = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
     takes |= dict.fromkeys((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), backward / 2)
-    link = predicted.terms.get("send", 0.0) / hand_overs(len(pipeline.ranks), stages[0].micro_batches)
+    link = predicted.terms.get("send", 0.0) / float(
+        hand_overs(len(pipeline.ranks), stages[0].micro_batches, plan.interleave == 1)
+    )
 
     def seconds(one: Action) -> float:
         return takes[one.kind] * layers[one.stage] / fullest if one.computes else float(link)
