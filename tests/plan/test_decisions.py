@@ -67,7 +67,9 @@ def test_one_node_shards_the_optimizer_only_and_cuts_nothing() -> None:
 
 
 def test_a_slow_network_is_crossed_once_a_step_behind_a_long_backward() -> None:
-    fast, slow = (planned(asked(), machines(("A100-80GB", 4, 8), between=b)) for b in ("800Gbit/s", "10Gbit/s"))
+    """Where layers are not cut: messages of a pipeline are fewer."""
+    request = replace(asked(), pin=Pin(pp=1))
+    fast, slow = (planned(request, machines(("A100-80GB", 4, 8), between=b)) for b in ("800Gbit/s", "10Gbit/s"))
     layout = slow.layout
     assert max(layout.shard["params"], layout.shard["grads"], layout.tp * layout.sp) <= 8  # inside a machine
     assert layout.accumulate < fast.layout.accumulate  # the last backward is long enough to hide most of the exchange
@@ -124,10 +126,14 @@ def test_a_long_sequence_is_cut() -> None:
 
 
 def test_without_a_fast_link_only_gradients_travel_and_large_micro_steps_hide_them() -> None:
+    """Where layers are not cut. Where they may be, the plan is at least as fast, and cuts nothing else."""
     cluster = machines(("RTX 3090", 8, 1), between="1Gbit/s")
-    plan = planned(asked("gpt2-124m", 1024, 512), cluster)
+    request = asked("gpt2-124m", 1024, 512)
+    plan, free = (planned(replace(request, pin=pin), cluster) for pin in (Pin(pp=1), Pin()))
     layout = plan.layout
     assert (layout.tp, layout.sp, layout.pp) == (1, 1, 1)
+    assert (free.layout.tp, free.layout.sp) == (1, 1)
+    assert sum(free.predicted.terms.values()) <= sum(plan.predicted.terms.values()) * (1 + TIE)
     assert layout.shard["params"] == layout.shard["grads"] == 1  # nothing is exchanged in every micro-batch
     assert seconds(plan, "all_reduce", "refresh") > seconds(plan, "forward", "backward")
 

@@ -49,12 +49,14 @@ def cost(load: PipelineLoad) -> Cost:
     ranks, several = np.asarray(load.ranks), np.asarray(load.ranks) > 1
     put_off = np.where(load.split, 2 * np.asarray(load.weights), 0.0)
     idle = waits(load) * np.maximum(0.0, load.seconds - put_off) / load.chunks
-    alone = np.asarray(load.chunks) == 1
-    times = hand_overs(ranks, load.micro_batches, load.ahead & alone) * load.chunks * several
+    ahead = load.ahead & (np.asarray(load.chunks) == 1)
+    times = hand_overs(ranks, load.micro_batches, ahead) * load.chunks * several
+    # Each way the link carries a message for each micro-batch, and one may take longer than its passes.
+    late = np.where(ahead, (np.asarray(load.micro_batches) - 1) * np.maximum(0.0, load.message - load.seconds), 0.0)
     # A rank sends for each of its stages forward and back, but for the first and the last stage of all.
     messages = (2 * np.asarray(load.chunks) - (ranks == 2)) * several
     return Cost(
-        seconds={"pipeline": idle, "send": times * load.message},
+        seconds={"pipeline": idle, "send": times * load.message + several * late},
         sent={"activations": messages * load.micro_batches * load.message_bytes},
     )
 
