@@ -65,6 +65,9 @@ pictures: setup
 	$(PICTURE) --window-size=1000,775 --screenshot=docs/images/report.png file://$(abspath $(RUN))/report.html
 	$(BIN)/espalier plan examples/llama-7b.toml --cluster examples/a100.toml --html $(abspath $(RUN))/plan.html
 	$(PICTURE) --window-size=1000,990 --screenshot=docs/images/plan.png file://$(abspath $(RUN))/plan.html
+	$(BIN)/espalier plan examples/llama-7b.toml --cluster examples/a100.toml plan.pin.pp=4 plan.pin.dp=16 \
+	  plan.pin.schedule=zero_bubble train.batch_tokens=524288 --html $(abspath $(RUN))/timetable.html
+	$(PICTURE) --window-size=1000,1245 --screenshot=docs/images/timetable.png file://$(abspath $(RUN))/timetable.html
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
