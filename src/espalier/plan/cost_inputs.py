@@ -20,7 +20,8 @@ from espalier.shard.cost import Division, StateBytes, StateSizes, cost
 
 TURN = 3e-3
 """Seconds that each further rank on a core keeps a rank from it: what the scheduler gives at once. Four ranks on two
-cores took 3 to 4 ms longer for each exchange in a layer (bench/cuts.py: tp4, pp2 x tp2 beside dp4, pp2 x dp2)."""
+cores took 3 to 4 ms longer for each exchange in a layer (bench/cuts.py: tp4, pp2 x tp2 beside dp4, pp2 x dp2), on a
+machine where other work ran; pairs of ranks that exchange nothing else did not show it. Provisional."""
 
 
 @dataclass(frozen=True)
