@@ -3,7 +3,7 @@
 Ranks are divided into tensor x heads x context x stages x data, and states among those that hold the same parameters
 (AMSP). What else a plan may say (schedule, recomputation, algorithm, placement, inner rings), key-value heads below, at
 and above the ranks that share heads, odd lengths and packed documents are drawn beside. `slow` takes every
-factorisation of 2 and of 4 ranks, and 100 steps of some of 8.
+factorisation of 2, 4 and 8 ranks for 3 steps, and some of 8 for 100.
 """
 
 from __future__ import annotations
@@ -219,20 +219,29 @@ def test_a_drawn_factorisation_trains_as_one_rank_does(
         pass
 
 
-PIECES = 9
+PIECES = {2: 1, 4: 9, 8: 32}
+"""Into how many tests the factorisations of so many ranks are divided."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "piece"), [(2, 0), *((4, piece) for piece in range(PIECES))])
-def test_every_factorisation_of_2_and_4_ranks_trains_as_one_rank_does(
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("ranks", "piece"), [(ranks, piece) for ranks, pieces in PIECES.items() for piece in range(pieces)]
+)
+def test_every_factorisation_trains_as_one_rank_does(
     folder: Path, tmp_path: Path, known: dict[Any, Any], ranks: int, piece: int
 ) -> None:
-    every = list(enumerate(factorisations(ranks)))
-    ran = [
-        proved(cases(random.Random(number).choice, one), folder, tmp_path / str(number), known, steps=3)
-        for number, one in (every if ranks == 2 else every[piece::PIECES])
-    ]
-    assert sum(ran) > 0.8 * len(ran)
+    """What is drawn beside a factorisation is drawn again until the plan can be run. Of 8 ranks with few passes."""
+    for number, one in list(enumerate(factorisations(ranks)))[piece :: PIECES[ranks]]:
+        drawn = random.Random(number)
+        for _ in range(20):
+            case = cases(drawn.choice, one)
+            if ranks == 8:
+                case = case._replace(micro_batch=min(4, 8 // one.data))
+            if proved(case, folder, tmp_path / str(number), known, steps=3):
+                break
+        else:
+            pytest.fail(f"no plan of {one} can be run")
 
 
 @pytest.mark.slow
