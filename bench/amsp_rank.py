@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,17 +21,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from espalier import comm
+sys.path.insert(0, str(Path(__file__).parent))
 from espalier.config import Gpt, defaults, recipe_file
-from espalier.hardware.malloc_trim import keep_freed
 from espalier.language.gpt import GPT
 from espalier.language.workload import new_model
 from espalier.shard.amsp import Amsp
 from espalier.shard.placement import ShardFactors
 from espalier.shard.placement_plan import Spread
+from rank import late, run, stock
 
 SEED = 11
-TIMEOUT = 120.0
 
 
 class Contestant(msgspec.Struct, frozen=True):
@@ -108,13 +107,13 @@ class Runner:
             channel = group if who.kind == "amsp" else None
             self.model, parameters = self._ours(model, channel)
         else:
-            self.model = PEERS[who.kind](model, _stock())
+            self.model = PEERS[who.kind](model, stock())
             parameters = list(self.model.parameters())
         if who.kind == "zero":
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
             self.optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
-                parameters, torch.optim.AdamW, process_group=_stock(), lr=1e-3, fused=True
+                parameters, torch.optim.AdamW, process_group=stock(), lr=1e-3, fused=True
             )
         else:
             self.optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
@@ -162,29 +161,19 @@ class Runner:
 
     def turn(self, steps: int) -> tuple[float, float]:
         """Seconds of a step when `steps` are taken, everything that belongs to them waited for; the last loss."""
-        dist.barrier(_stock())
+        dist.barrier(stock())
         begun = time.perf_counter()
         for _ in range(steps):
             loss = self.step()
         if self.sharding is not None:
             self.sharding.settle()
-        dist.barrier(_stock())
+        dist.barrier(stock())
         seconds = (time.perf_counter() - begun) / steps
-        dist.all_reduce(loss, group=_stock())
+        dist.all_reduce(loss, group=stock())
         return seconds, float(loss)
 
 
 # --- the peers -----------------------------------------------------------------------------------------------------
-
-
-_GROUPS: list[Any] = []
-
-
-def _stock() -> Any:
-    """PyTorch's own Gloo over all ranks."""
-    if not _GROUPS:
-        _GROUPS.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT)))
-    return _GROUPS[0]
 
 
 def _ddp(model: GPT, group: Any) -> nn.Module:
@@ -233,28 +222,11 @@ def measure(task: Task, group: dist.ProcessGroup) -> Outcome:
         for runner in runners[first:] + runners[:first]:
             taken, losses[runner.who.name] = runner.turn(task.steps)
             seconds[runner.who.name].append(taken)
-        late = torch.tensor([time.perf_counter() - begun > task.limit], dtype=torch.int32)
-        dist.broadcast(late, 0, group=_stock())
-        if late.item():
+        if late(begun, task.limit):
             break
     model = new_model(task.options(), SEED, torch.device("meta"))
     return Outcome(seconds, losses, sum(parameter.numel() for parameter in model.parameters()))
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Joins the others, measures, says what came out."""
-    task = msgspec.json.decode(arguments[0], type=Task)
-    torch.set_num_threads(1)
-    keep_freed()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0)
-    group = comm.connect(store, rank, world, timeout=TIMEOUT)
-    outcome = measure(task, group)
-    if rank == 0:
-        print(msgspec.json.encode(outcome).decode(), flush=True)
-    dist.barrier(_stock())
-    comm.disconnect()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(Task, measure)

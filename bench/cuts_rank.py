@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier import comm
 from espalier.config import Gpt, Recipe, defaults, recipe_file
-from espalier.hardware.malloc_trim import keep_freed
 from espalier.language.workload import LanguageWorkload, Windows, new_model
 from espalier.launch import base as launch
 from espalier.plan import base as plans
@@ -32,9 +29,9 @@ from espalier.rank_setup import RankSetup
 from espalier.trainer import Trainer
 from espalier.workload import Shard
 from peers.stock import Degrees, Stock
+from rank import late, run, stock
 from table import settle
 
-TIMEOUT = 120.0
 STOCK = ("stock", "stock, kept")
 CLOSE = 1e-4
 """Largest relative difference of losses that are still the same."""
@@ -166,7 +163,6 @@ class Place(NamedTuple):
     task: Task
     workload: RandomTokens
     channel: dist.ProcessGroup
-    control: Any
     nodes: Sequence[int]
 
 
@@ -217,13 +213,14 @@ class Theirs:
     def loss(self, own: Tensor | None) -> float:
         """Of all ranks."""
         total = torch.zeros(2) if own is None else torch.tensor([float(own), 1.0])
-        dist.all_reduce(total, group=self.place.control)
+        dist.all_reduce(total, group=stock())
         return float(total[0] / total[1])
 
 
-def measure(place: Place) -> Outcome:
+def measure(task: Task, channel: dist.ProcessGroup) -> Outcome:
     """Both in turn: a step to warm up, then rounds of turns, each from another beginning."""
-    task, begun = place.task, time.perf_counter()
+    nodes = [int(node) for node in os.environ["NETLAB_NODES"].split(",")]
+    place, begun = Place(task, RandomTokens(task.recipe()), channel, nodes), time.perf_counter()
     runners: dict[str, Any] = {"ours": Ours(place), "stock": Theirs(place)}
     done = dict.fromkeys(runners, 0)
     seconds: dict[str, list[float]] = {name: [] for name in runners}
@@ -232,11 +229,11 @@ def measure(place: Place) -> Outcome:
     def turn(name: str, steps: int) -> float:
         runner = runners[name]
         settle()
-        dist.barrier(place.control)
+        dist.barrier(stock())
         start = time.perf_counter()
         for number in range(done[name], done[name] + steps):
             loss = runner.step(number)
-        dist.barrier(place.control)
+        dist.barrier(stock())
         taken = (time.perf_counter() - start) / steps
         done[name] += steps
         losses[name] = loss if name == "ours" else runner.loss(loss)
@@ -248,31 +245,12 @@ def measure(place: Place) -> Outcome:
         names = list(runners) if number % 2 else list(runners)[::-1]
         for name in names:
             seconds[name].append(turn(name, task.steps))
-        late = torch.tensor([time.perf_counter() - begun > task.limit], dtype=torch.int32)
-        dist.broadcast(late, 0, group=place.control)
-        if late.item():
+        if late(begun, task.limit):
             break
     assert abs(losses["ours"] / losses["stock"] - 1) < CLOSE, f"contestants do not train alike: {losses}"
     model = new_model(place.workload.options, 0, torch.device("meta"))
     return Outcome(seconds, losses, sum(one.numel() for one in model.parameters()))
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Joins the others, measures, says what came out."""
-    task = msgspec.json.decode(arguments[0], type=Task)
-    torch.set_num_threads(1)
-    keep_freed()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0)
-    channel = comm.connect(store, rank, world, timeout=TIMEOUT)
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT))
-    nodes = [int(node) for node in os.environ["NETLAB_NODES"].split(",")]
-    outcome = measure(Place(task, RandomTokens(task.recipe()), channel, control, nodes))
-    if rank == 0:
-        print(msgspec.json.encode(outcome).decode(), flush=True)
-    dist.barrier(control)
-    comm.disconnect()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(Task, measure)

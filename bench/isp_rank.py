@@ -7,26 +7,23 @@ All contestants live in one process at once, so that their turns are as close to
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from espalier import comm
+sys.path.insert(0, str(Path(__file__).parent))
 from espalier.config import defaults, recipe_file
-from espalier.hardware.malloc_trim import keep_freed
 from espalier.language.workload import open_language
 from espalier.launch import base as launch
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
 from espalier.trainer import Trainer
-
-TIMEOUT = 120.0
+from rank import late, run
 
 
 class Contestant(msgspec.Struct, frozen=True):
@@ -106,27 +103,10 @@ def measure(task: Task, group: dist.ProcessGroup) -> Outcome:
         first = number % len(runners)
         for runner in runners[first:] + runners[:first]:
             seconds[runner.name].append(runner.turn())
-        late = torch.tensor([time.perf_counter() - begun > task.limit], dtype=torch.int32)
-        dist.broadcast(late, 0)
-        if late.item():
+        if late(begun, task.limit):
             break
     return Outcome(seconds, {runner.name: runner.loss for runner in runners}, gathers)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Joins the others, measures, says what came out."""
-    task = msgspec.json.decode(arguments[0], type=Task)
-    torch.set_num_threads(1)
-    keep_freed()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0)
-    group = comm.connect(store, rank, world, timeout=TIMEOUT)
-    outcome = measure(task, group)
-    if rank == 0:
-        print(msgspec.json.encode(outcome).decode(), flush=True)
-    dist.barrier()
-    comm.disconnect()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(Task, measure)

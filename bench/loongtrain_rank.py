@@ -8,11 +8,10 @@ own layout gives this rank, and its output is compared with attention over the w
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,12 +20,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier import comm
-from espalier.hardware.malloc_trim import keep_freed
+sys.path.insert(0, str(Path(__file__).parent))
 from espalier.sequence import SequenceSlots, attend
 from espalier.sequence.slots import shares_of
+from rank import late, run, stock
 
-TIMEOUT = 120.0
 CLOSE = 1e-4
 """Largest difference of an output that is still the same, in float32."""
 
@@ -105,14 +103,14 @@ def _zigzag(query: Tensor, key: Tensor, value: Tensor, task: Task) -> Tensor:
     group = query.shape[1] // key.shape[1]
     key, value = (one.repeat_interleave(group, 1) for one in (key, value))
     ends = torch.tensor([0, *task.documents]).cumsum(0) if task.documents else torch.tensor([0, task.length])
-    out = zigzag_ring_attention(query, key, value, group=_stock(), scaling=None, cu_seqlens=ends)
+    out = zigzag_ring_attention(query, key, value, group=stock(), scaling=None, cu_seqlens=ends)
     return out.transpose(1, 2)
 
 
 def _p2p(query: Tensor, key: Tensor, value: Tensor, task: Task) -> Tensor:
     from ringmaster.ring.p2p_attn import ring_p2p_attention
 
-    return ring_p2p_attention(query, key, value, group=_stock(), causal=True, scaling=None).transpose(1, 2)
+    return ring_p2p_attention(query, key, value, group=stock(), causal=True, scaling=None).transpose(1, 2)
 
 
 def _all_gather(query: Tensor, key: Tensor, value: Tensor, task: Task) -> Tensor:
@@ -120,15 +118,15 @@ def _all_gather(query: Tensor, key: Tensor, value: Tensor, task: Task) -> Tensor
     from ringmaster.ring import ring_attention
 
     how = {"dropout": 0.0, "provider": "math", "rotate_method": RotateMethod.ALLGATHER, "attn_implementation": "math"}
-    return ring_attention(query, key, value, group=_stock(), causal=True, scaling=None, **how).transpose(1, 2)
+    return ring_attention(query, key, value, group=stock(), causal=True, scaling=None, **how).transpose(1, 2)
 
 
 def _ulysses(query: Tensor, key: Tensor, value: Tensor, task: Task) -> Tensor:
     from ringmaster.comm import seq_all_to_all
 
-    query, key, value = (seq_all_to_all(one, 1, 2, _stock()) for one in (query, key, value))
+    query, key, value = (seq_all_to_all(one, 1, 2, stock()) for one in (query, key, value))
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
-    return seq_all_to_all(out, 2, 1, _stock())
+    return seq_all_to_all(out, 2, 1, stock())
 
 
 PEERS: dict[str, Callable[[Tensor, Tensor, Tensor, Task], Tensor]] = {
@@ -137,16 +135,6 @@ PEERS: dict[str, Callable[[Tensor, Tensor, Tensor, Task], Tensor]] = {
     "all-gather": _all_gather,
     "ulysses": _ulysses,
 }
-
-
-_GROUPS: list[Any] = []
-
-
-def _stock() -> Any:
-    """PyTorch's own Gloo over all ranks."""
-    if not _GROUPS:
-        _GROUPS.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT)))
-    return _GROUPS[0]
 
 
 # --- the measurement -----------------------------------------------------------------------------------------------
@@ -201,18 +189,18 @@ class Runner:
 
     def turn(self) -> float:
         """Seconds of forward and backward on the slowest rank."""
-        dist.barrier(_stock())
+        dist.barrier(stock())
         begun = time.perf_counter()
         out = self.attended()
         torch.autograd.grad(out, self.leaves, self.gradient)
-        dist.barrier(_stock())
+        dist.barrier(stock())
         seconds = time.perf_counter() - begun
         wrong = float(((out.detach() - self.right) * self.holds).abs().max())
         assert wrong < CLOSE, f"{self.who.name} differs by {wrong}"
         return seconds
 
 
-def measure(task: Task) -> Outcome:
+def measure(task: Task, channel: dist.ProcessGroup) -> Outcome:
     """All contestants in turn: one pass to warm up, then rounds, each from another beginning."""
     begun, tensors = time.perf_counter(), whole(task)
     runners = [Runner(who, task, tensors) for who in task.contestants]
@@ -226,27 +214,10 @@ def measure(task: Task) -> Outcome:
         first = number % len(runners)
         for runner in runners[first:] + runners[:first]:
             seconds[runner.who.name].append(runner.turn())
-        late = torch.tensor([time.perf_counter() - begun > task.limit], dtype=torch.int32)
-        dist.broadcast(late, 0, group=_stock())
-        if late.item():
+        if late(begun, task.limit):
             break
     return Outcome(seconds, sent)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Joins the others, measures, says what came out."""
-    task = msgspec.json.decode(arguments[0], type=Task)
-    torch.set_num_threads(1)
-    keep_freed()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0)
-    comm.connect(store, rank, world, timeout=TIMEOUT)
-    outcome = measure(task)
-    if rank == 0:
-        print(msgspec.json.encode(outcome).decode(), flush=True)
-    dist.barrier(_stock())
-    comm.disconnect()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(Task, measure)
