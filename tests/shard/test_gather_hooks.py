@@ -94,6 +94,29 @@ def test_blocks_without_attention_gather_the_next_one_as_they_begin() -> None:
     assert said[0] == said[1] == ["gather 0", "gather 1", "block 0", "gather 2", *said[0][4:]]
 
 
+def _evaluated_by_some(channel: Channel, factors: ShardFactors) -> float:
+    """The loss of eight rows, after a step, of which ranks that have none only wait for the sum."""
+    rank, world = channel.rank(), channel.size()
+    model = Odd(torch.float64)
+    sharding = Amsp(model, channel, every(factors))
+    one_step(sharding, adamw.build(Adamw(learning_rate=1e-2), sharding.owned), 0, 1, (rank, world))
+    total = torch.zeros((), dtype=torch.float64)
+    with torch.no_grad():
+        if rank % 3 == 0:
+            total += loss(model, range(8 * (rank // 3) // 3, 8 * (rank // 3 + 1) // 3))
+        sharding.idle(rank % 3 != 0)
+    channel.allreduce([total]).wait()
+    return float(total)
+
+
+@pytest.mark.parametrize("factors", [ShardFactors(1, 1, 1), ShardFactors(1, 2, 4), ShardFactors(2, 4, 8)])
+def test_ranks_without_a_forward_pass_bring_parameters_to_those_that_have_one(factors: ShardFactors) -> None:
+    """Their exchanges go on too, also those of several stages."""
+    found = ranks(8, _evaluated_by_some, factors)
+    same(found, [found[0]] * 8)
+    same(found[0], ranks(8, _evaluated_by_some, ShardFactors(1, 1, 8))[0], relative=1e-12)
+
+
 def _bypassed(channel: Channel) -> None:
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
     sharding = Amsp(model, channel, every(ShardFactors(2, 2, 2)))

@@ -332,6 +332,7 @@ class Amsp:
         """See `Sharding.idle`."""
         for _ in range(times if self.together else 0):
             self._windows.idle()
+        self.settle()  # ranks that compute wait for a refresh of several stages on this one
 
     # --- the whole model ---------------------------------------------------------------------------------------------
 
