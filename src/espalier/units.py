@@ -49,6 +49,11 @@ def show_rate(bytes_per_second: float) -> str:
     return _show(bytes_per_second, 1000.0, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 
+def show_bits(bytes_per_second: float) -> str:
+    """Bandwidth of a network in decimal bits: `100 Mbit/s`."""
+    return _show(8 * bytes_per_second, 1000.0, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+
+
 def show_count(count: float) -> str:
     """A plain count in decimal units: `1.92 M`."""
     return _show(count, 1000.0, ("", "k", "M", "B", "T")).strip()

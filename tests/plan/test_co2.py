@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from espalier import cluster as clusters
+from espalier import units
 from espalier.cluster import Cluster, Link
-from espalier.config import Auto, ByRounds, Co2, DiLoCo, EveryStep, LocalSgd, ShardPin, defaults, recipe_file
+from espalier.config import Auto, ByRounds, Co2, DiLoCo, Eager, EveryStep, LocalSgd, ShardPin, defaults, recipe_file
 from espalier.errors import UserError
 from espalier.plan import co2, request_from_recipe
 from espalier.plan.base import Plan, dumps, loads
 from espalier.plan.calibrate import DATASHEET
 from espalier.plan.decide import decide
+from espalier.plan.explain import DoesNotFit
 from espalier.plan.request import Request
 from espalier.sync import overlap_cost
+from espalier.sync.co2 import chosen_of
 
 
 def asked(sync: Any, samples: int = 64, **pins: Any) -> Request:
@@ -133,10 +137,80 @@ def test_steps_by_hand_say_what_stays_in_view() -> None:
 def test_settings_are_those_that_differ() -> None:
     assert co2.settings_of(Co2(momentum=0.2, clip=0.5), "exact") == {"clip": 0.5}
     assert co2.method_of(DiLoCo()) == "diloco"
-    assert ShardPin(params=1, grads=1, optimizer=2) == co2.sharded(asked(EveryStep()), 2).pin.shard
+    assert co2.sharded(asked(EveryStep()), 2).pin.shard == ShardPin(optimizer=2)
+    kept = asked(EveryStep(), shard={"params": 1, "grads": 1})
+    assert co2.sharded(kept, 2).pin.shard == ShardPin(params=1, grads=1, optimizer=2)
 
 
 def test_a_penalty_by_tensors_is_refused_where_ranks_hold_pieces_of_them() -> None:
     assert planned(asked(Co2(penalty="per_tensor"), ranks=4), office()).outer is not None
     with pytest.raises(UserError, match=r"sync\.penalty = 'per_tensor' with replicas of 2 ranks"):
         planned(asked(Co2(penalty="per_tensor"), ranks=8), office())
+
+
+# --- what rounds keep --------------------------------------------------------------------------------------------
+
+
+def hosts(device: str = "A100-80GB", machines: int = 4, devices: int = 8, between: str = "100Mbit/s") -> Cluster:
+    return clusters.loads(
+        f'[[nodes]]\ndevice = "{device}"\ncount = {machines}\ndevices = {devices}\n[links]\nbetween = "{between}"'
+    )
+
+
+def shape(name: str, sync: Any, **sizes: Any) -> Request:
+    """128 sequences of 2,048 tokens a step of a published shape, or of a decoder of such sizes."""
+    table = {
+        "model": sizes or {"shape": name},
+        "data": {"path": "python:stdlib"},
+        "train": {"sequence": 2048, "batch_tokens": 2**18, "precision": "bf16", "optimizer": {"kind": "adamw"}},
+    }
+    return replace(request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]), sync=sync)
+
+
+@pytest.mark.parametrize(
+    "options", [Co2(), DiLoCo(steps=100), LocalSgd(steps=100), Eager(), Eager(codec="exact", steps=3000)]
+)
+def test_what_rounds_keep_is_part_of_the_peak_of_a_plan_that_fits(options: ByRounds) -> None:
+    plan = planned(shape("llama-7b", options), hosts())
+    assert plan.outer is not None
+    assert plan.predicted is not None
+    held = plan.predicted.memory_bytes
+    assert held["peak"] == pytest.approx(sum(size for kind, size in held.items() if kind != "peak"))
+    assert held["peak"] <= plan.predicted.memory_limit
+    chosen = chosen_of(plan.outer.method, dict(plan.outer.settings))
+    assert held["outer"] == pytest.approx(overlap_cost.copies(chosen, False) * 4 * 6_738_415_616 / 8, rel=0.01)
+    assert any(f"{units.show_size(held['peak'])} of " in sentence for sentence in plan.why)
+
+
+def test_rounds_whose_states_do_not_fit_are_refused_with_their_bytes() -> None:
+    """Without what rounds keep, the same model fits on one machine."""
+    assert planned(shape("llama-13b", EveryStep()), hosts(machines=1)).executable
+    with pytest.raises(DoesNotFit, match="most of it outer") as caught:
+        planned(shape("llama-13b", Co2()), hosts())
+    assert "outer 42" in caught.value.why
+    kept = planned(shape("llama-13b", Auto()), hosts())
+    assert kept.outer is None
+    assert kept.predicted is not None
+    assert kept.predicted.memory_bytes["peak"] <= kept.predicted.memory_limit
+
+
+def test_a_machine_is_a_replica_where_none_of_its_cards_can_hold_one() -> None:
+    plan = planned(shape("", Auto(), depth=28, width=2048, heads=16), hosts("A10"))
+    assert plan.outer is not None
+    assert len(plan.outer.replicas) == 4
+    assert all(len(unit.optimizer) == 8 for unit in plan.units)
+    assert plan.predicted is not None
+    assert plan.predicted.memory_bytes["peak"] <= plan.predicted.memory_limit
+    assert "which pay below about" in plan.why[0]
+    assert "link of 100 Mbit/s" in plan.why[0]
+
+
+@pytest.mark.parametrize(("between", "shown"), [("10Mbit/s", "10.0 Mbit/s"), ("100Mbit/s", "100 Mbit/s")])
+def test_a_link_that_is_too_slow_is_told_a_faster_one(between: str, shown: str) -> None:
+    with pytest.raises(UserError, match=f"link of {shown}") as caught:
+        planned(shape("llama-7b", DiLoCo()), hosts(between=between))
+    (wanted,) = re.findall(r"a link of (\S+ [MG]bit/s)", caught.value.do)
+    faster = units.rate(wanted.replace(" ", ""))
+    assert faster > units.rate(between)
+    assert planned(shape("llama-7b", DiLoCo()), hosts(between=f"{1.01 * 8 * faster}bit/s")).outer is not None
+    assert ('sync.kind="eager"' in caught.value.do) == (between == "100Mbit/s")

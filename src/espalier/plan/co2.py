@@ -19,7 +19,7 @@ from espalier.cluster import Cluster, Link
 from espalier.comm import compressed_collectives
 from espalier.comm.codecs import codec
 from espalier.compose import Refusal
-from espalier.config import ByRounds, Eager, EveryStep, ShardPin
+from espalier.config import ByRounds, EveryStep, ShardPin
 from espalier.errors import UserError
 from espalier.plan import collective_time
 from espalier.plan.base import AdaptiveRule, Exchange, Outer, Plan, Predicted, Rank
@@ -89,11 +89,19 @@ def cut(request: Request, cluster: Cluster, options: ByRounds) -> Replicas:
         global_batch=request.global_batch // count,
         pin=msgspec.structs.replace(pin, ranks=own),
         sync=EveryStep(),
+        outer=_kept(options, cluster),
         crossings=(),
         refuses=None if request.refuses is None else partial(_refused, request.refuses, method_of(options)),
     )
     link = cluster.slowest(range(len(cluster.devices())), "between") if machines > 1 else cluster.nodes[0].inside
     return Replicas(_machines(cluster, count), inner, link)
+
+
+def _kept(options: ByRounds, cluster: Cluster) -> float:
+    """Copies of what a rank moves that the outer engine keeps."""
+    name = method_of(options)
+    chosen = chosen_of(name, settings_of(options, options.codec or METHODS[name].codec))
+    return overlap_cost.copies(chosen, on_host=not collective_time.gpus(cluster))
 
 
 def _refused(refuses: Callable[[Plan], Refusal | None], method: str, plan: Plan) -> Refusal | None:
@@ -121,8 +129,8 @@ def _machines(cluster: Cluster, count: int) -> list[Cluster]:
 
 
 def sharded(request: Request, ranks: int) -> Request:
-    """`request` with the optimizer's state cut among all `ranks`."""
-    shard = ShardPin(params=1, grads=1, optimizer=ranks)
+    """`request` with the optimizer's state cut among all `ranks`; pins of parameters and gradients stay."""
+    shard = msgspec.structs.replace(request.pin.shard or ShardPin(), optimizer=ranks)
     return replace(request, pin=msgspec.structs.replace(request.pin, ranks=ranks, shard=shard))
 
 
@@ -144,6 +152,11 @@ class RoundChoice:
     codec: str
     flight: float
     why: tuple[str, ...]
+
+    @property
+    def lossy(self) -> bool:
+        """Whether what travels is rounded."""
+        return not codec(self.codec).lossless
 
 
 def round_of(options: ByRounds, made: Replicas, step: float, size: float) -> RoundChoice:
@@ -180,7 +193,7 @@ def round_of(options: ByRounds, made: Replicas, step: float, size: float) -> Rou
         + (f", {steps} with the differences as {name}." if name != "exact" else ".")
     ]
     if options.steps is None and steps > MOST:
-        raise _never(made, step, size, name)
+        raise _never(made, step, size, name, hidden)
     if options.steps is not None and options.steps < steps:
         waits = flight - (options.steps * step if hidden else 0.0)
         said.append(
@@ -189,19 +202,18 @@ def round_of(options: ByRounds, made: Replicas, step: float, size: float) -> Rou
     return RoundChoice(options.steps or steps, name, flight, tuple(said))
 
 
-def _never(made: Replicas, step: float, size: float, name: str) -> UserError:
-    """Says what link or batch would do."""
-    sent = 2 * size * (made.count - 1) / made.count / ratio(name)
-    bandwidth = overlap_cost.MARGIN * sent / (MOST * step)
-    factor = math.ceil(
-        float(overlap_cost.flight_seconds(size, made.count, made.link, ratio(name)))
-        * overlap_cost.MARGIN
-        / (MOST * step)
-    )
+def _never(made: Replicas, step: float, size: float, name: str, hidden: bool) -> UserError:
+    """Says what link, batch or method would do."""
+    room = MOST * step * (1.0 if hidden else WAITING)
+    flight = float(overlap_cost.flight_seconds(size, made.count, made.link, ratio(name)))
+    short = overlap_cost.MARGIN * flight / room
+    other = "" if hidden or short * WAITING > 1 else 'sync.kind="eager", which computes meanwhile, '
+    aim = "hides the exchange" if hidden else f"has an exchange of less than {WAITING:.0%} of its time"
     return UserError(
-        f"No round of up to {MOST} steps hides the exchange between these replicas.",
-        why=f"it takes {units.show_seconds(sent / made.link.bandwidth)} as {name}, a step {units.show_seconds(step)}",
-        do=f"a link of {bandwidth * 8 / 1e6:.3g} Mbit/s, a batch {factor} times as large, or sync.steps=… by hand",
+        f"No round of up to {MOST} steps {aim} over this link of {units.show_bits(made.link.bandwidth)}.",
+        why=f"an exchange takes {units.show_seconds(flight)} as {name}, a step {units.show_seconds(step)}",
+        do=f"{other}a link of {units.show_bits(short * made.link.bandwidth)}, a batch {math.ceil(short)} times as "
+        "large, or sync.steps=… by hand",
     )
 
 
@@ -286,10 +298,8 @@ def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: Outer) ->
     times = min(choices.fragments, chosen.steps)  # of a round in which live parameters are set
     again = {"control": steering, "parameters": times * float(refreshed(step.states, step.division))}
     sent |= {name: sent.get(name, 0.0) + size / chosen.steps for name, size in again.items() if size}
-    held = {key: float(value) for key, value in added.held.items()}
     seconds = inside.step_seconds + exposed
     speed = made.count * inside.step_seconds / seconds
-    peak = inside.memory_bytes.get("peak", 0.0) + sum(held.values())
     return msgspec.structs.replace(
         inside,
         step_seconds=seconds,
@@ -297,15 +307,23 @@ def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: Outer) ->
         tokens_per_second_per_device=inside.tokens_per_second_per_device * speed / made.count,
         mfu=inside.mfu * speed / made.count,
         terms={**inside.terms, "outer": exposed},
-        memory_bytes={**inside.memory_bytes, **held, "peak": peak},
         sent_bytes=sent,
         sources={**inside.sources, **added.sources},
     )
 
 
-def instead(together: Plan, apart: Sequence[Plan]) -> ByRounds | None:
-    """With `auto`: the rounds that pay for what a step with every exchange loses; None: it loses little."""
-    seconds = [plan.predicted.step_seconds for plan in (together, *apart) if plan.predicted is not None]
-    if len(seconds) < 2 or seconds[0] < min(SLOW, ALONE * len(apart)) * max(seconds[1:]):
-        return None
-    return Eager()
+def pays(together: Plan, apart: Sequence[Plan], made: Replicas) -> str:
+    """With `auto`: why rounds pay for what a step with every exchange loses; empty: it loses little."""
+    whole, *alone = [plan.predicted.step_seconds for plan in (together, *apart) if plan.predicted is not None]
+    times = min(SLOW, ALONE * len(apart))
+    if not alone or whole < times * max(alone):
+        return ""
+    request, here = made.request, made.link.bandwidth
+    sent = here * overlap_cost.flight_seconds(
+        (request.low or request.bytes_each) * request.trainable, made.count, made.link
+    )
+    return (
+        f"Over the link of {units.show_bits(here)} the best plan that agrees at every step takes "
+        f"{units.show_seconds(whole)} a step, a replica by itself {units.show_seconds(max(alone))}: replicas agree by "
+        f"rounds, which pay below about {units.show_bits(float(sent) / (times - 1) / max(alone))} here."
+    )

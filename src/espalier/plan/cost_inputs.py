@@ -16,7 +16,7 @@ from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.sequence.cost import SequenceGrid, SequenceLoad
 from espalier.sequence.cost import cost as sequence_cost
-from espalier.shard.cost import Division, StateBytes, StateSizes, cost
+from espalier.shard.cost import Division, StateBytes, StateSizes, cost, volumes
 
 TURN = 3e-3
 """Seconds that each further rank on a core keeps a rank from it: what the scheduler gives at once. Four ranks on two
@@ -162,8 +162,12 @@ class CostInputs:
 
     @cached_property
     def held(self) -> Mapping[str, Number]:
-        """Bytes of sharded states by kind."""
-        return cost(self.states, self.division).held
+        """Bytes of sharded states by kind, with what rounds keep beside them."""
+        found = cost(self.states, self.division).held
+        if not self.request.outer:
+            return found
+        moved = sum(one.elements for one in volumes(self.states, self.division)) / self.division.optimizer
+        return {**found, "outer": self.request.outer * self.request.bytes_each * moved}
 
     @cached_property
     def exchanged(self) -> Cost:

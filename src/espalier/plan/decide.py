@@ -91,8 +91,11 @@ def _if_rounds_pay(found: PlanDecision, request: Request, cluster: Cluster, cali
     they were not asked for."""
     try:
         made = co2.cut(request, cluster, Eager())
-        options = co2.instead(found.plan, _apart(made, calibration))
-        return found if options is None else _by_rounds(request, cluster, calibration, options)
+        told = co2.pays(found.plan, _apart(made, calibration), made)
+        if not told:
+            return found
+        rounds = _by_rounds(request, cluster, calibration, Eager())
+        return replace(rounds, plan=msgspec.structs.replace(rounds.plan, why=(told, *rounds.plan.why)))
     except UserError as error:
         why = f"Replicas that agree by rounds were left out: {error.what}"
         return replace(found, plan=msgspec.structs.replace(found.plan, why=(*found.plan.why, why)))
@@ -118,6 +121,20 @@ def _alone(request: Request, cluster: Cluster, calibration: Calibration) -> Plan
 
 
 def _by_rounds(request: Request, cluster: Cluster, calibration: Calibration, options: ByRounds) -> PlanDecision:
+    """What is kept depends on the codec, which depends on the seconds of a local step: first as asked for; where the
+    codec is then a lossy one, that again with what it keeps back."""
+    made, parts, rounds = _rounds(request, cluster, calibration, options)
+    if rounds.codec != options.codec and rounds.lossy:
+        options = msgspec.structs.replace(options, codec=rounds.codec)
+        made, parts, rounds = _rounds(request, cluster, calibration, options)
+    plan = co2.join(parts, made, rounds, options)
+    return PlanDecision(request, cluster, Found((), None, 0, 0.0), plan)
+
+
+def _rounds(
+    request: Request, cluster: Cluster, calibration: Calibration, options: ByRounds
+) -> tuple[co2.Replicas, list[Plan], co2.RoundChoice]:
+    """The replicas, a plan of each, and how they agree."""
     made = co2.cut(request, cluster, options)
     parts = _apart(made, calibration)
     counts = sorted({len(part.ranks) for part in parts})
@@ -128,9 +145,7 @@ def _by_rounds(request: Request, cluster: Cluster, calibration: Calibration, opt
             do=f"plan.pin.ranks={made.count * counts[0]}",
         )
     step = min(part.predicted.step_seconds if part.predicted else 1.0 for part in parts)
-    rounds = co2.round_of(options, made, step, 4.0 * request.trainable)
-    plan = co2.join(parts, made, rounds, options)
-    return PlanDecision(request, cluster, Found((), None, 0, 0.0), plan)
+    return made, parts, co2.round_of(options, made, step, 4.0 * request.trainable)
 
 
 # --- at every step -----------------------------------------------------------------------------------------------

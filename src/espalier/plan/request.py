@@ -71,7 +71,7 @@ class Request:
         refresh: how sharded parameters come back after the optimizer step: one gather, or a broadcast per owner, as in
             InternEvo, which also sums gradients whole, or reduces them to each owner in turn.
         codec: what the recipe says of that; crossings: what is encoded on its way.
-        sync: when replicas are to agree.
+        sync: when replicas are to agree; outer: copies of what a rank moves that rounds keep (`sync.overlap_cost`).
         sizes: of the trainable tensors, in the model's order; empty: not known.
         running: bytes of buffers that every step moves.
         saves: steps between checkpoints, or `auto`; None: who trains saves by other means.
@@ -115,6 +115,7 @@ class Request:
     codec: str = "exact"
     crossings: Sequence[Crossing] = ()
     sync: Sync = field(default_factory=EveryStep)
+    outer: float = 0.0
     sizes: Sequence[Sized] = ()
     running: int = 0
     saves: int | Literal["auto"] | None = None

@@ -10,12 +10,25 @@ from espalier.cluster import Link
 from espalier.comm import compressed_collectives
 from espalier.comm.codecs import codec as codec_of
 from espalier.cost import Cost, Number, ring_bytes
+from espalier.sync.diloco_slowmo import OuterMethod
 
 MARGIN = 1.1
 """Rounds are planned this much longer than a flight."""
-COPIES = 4
-"""Copies of what a rank moves that an outer engine holds: the outer parameters, momentum, what was sent, its sum; and
-one of what a lossy codec keeps back."""
+
+
+def copies(chosen: OuterMethod, on_host: bool = True) -> float:
+    """Copies of what a rank moves that the outer engine holds at its fullest. Law: tests/sync/test_overlap_cost.py.
+
+    All the time: the outer parameters, the momentum, what a lossy codec keeps back, and with `eager` a replica's own
+    difference before and after a departure. For a fragment in flight: what was sent, its sum, what the codec will have
+    kept back, and the bytes on their way out and in (of a processor; a GPU's lie in host memory). Another sum is
+    released late: two fragments count, and one more sum where flights are used late.
+    """
+    lossy = not codec_of(chosen.codec).lossless
+    wire = 2.0 / compressed_collectives.ratio(codec_of(chosen.codec)) if on_host else 0.0
+    kept = 1 + (chosen.momentum > 0) + lossy + 2 * chosen.eager
+    flying = 2 + lossy + (chosen.average == "parameters") + wire
+    return kept + min(1.0, 2 / chosen.fragments) * flying + (chosen.delay > 0) / chosen.fragments
 
 
 def flight_seconds(size: Number, replicas: Number, link: Link, ratio: Number = 1.0) -> Number:
@@ -31,12 +44,14 @@ def least_steps(flight: float, step: float) -> int:
 
 
 class Round(NamedTuple):
-    """What a rank gives in a round of so many steps: elements of each fragment, of `width` bytes each."""
+    """What a rank gives in a round of so many steps: elements of each fragment, of `width` bytes each; `copies` of all
+    of them are held."""
 
     fragments: Sequence[Number]
     steps: Number
     codec: str = "exact"
     width: int = 4
+    copies: float = 0.0
 
 
 def cost(given: Round, replicas: int, link: Link) -> Cost:
@@ -55,7 +70,7 @@ def cost(given: Round, replicas: int, link: Link) -> Cost:
     return Cost(
         seconds={"outer": flight_seconds(size, replicas, link, exact / sent) / given.steps},
         sent={"outer_step": sent / given.steps},
-        held={"outer": (COPIES + (not chosen.lossless)) * size},
+        held={"outer": given.copies * size},
         sources={"outer": "2(G-1)/G bytes / bandwidth, once in a round (sync.hiding)"},
     )
 

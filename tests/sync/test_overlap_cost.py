@@ -1,0 +1,67 @@
+"""What an outer engine holds, measured: resident memory of two replicas in one process, by the size of their model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from espalier.sync.diloco_slowmo import METHODS
+from espalier.sync.overlap_cost import copies
+
+RUN = """
+import os, sys, threading
+import torch
+from crews import Replica, together
+from espalier.sync.diloco_slowmo import METHODS
+from espalier.sync.round_length import Rounds
+from dataclasses import replace
+
+name, codec, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+choices, met, before = replace(METHODS[name], codec=codec), threading.Barrier(2), []
+
+def status(key):
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith(key))
+
+def run(member, make):
+    replica = Replica(member, torch.float32)
+    replica.live = [torch.randn(size // 8) for _ in range(8)]
+    met.wait()
+    before.append(status("VmRSS"))
+    engine = make(replica, choices, Rounds(4, adapt=False))
+    for _ in range(16):
+        for tensor in replica.live:
+            tensor.add_(0.01)
+        engine.after_step(0.1)
+    return status("VmHWM")
+
+torch.set_num_threads(1)
+print(max(together(2, run)) - min(before), flush=True)
+os._exit(0)  # threads of Gloo may outlive the interpreter
+"""
+
+
+def measured(name: str, codec: str, size: int) -> int:
+    """Bytes that two engines of models of so many float32 hold at most, above what was there."""
+    run = [sys.executable, "-c", RUN, name, codec, str(size)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=True, cwd=Path(__file__).parent)
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize(("name", "codec"), [("local_sgd", "exact"), ("co2", "int4"), ("streaming_diloco", "int4")])
+def test_an_engine_holds_as_many_copies_as_its_cost_says(name: str, codec: str) -> None:
+    few, many = 2_000_000, 10_000_000
+    found = (measured(name, codec, many) - measured(name, codec, few)) / (many - few) / 4 / 2
+    assert found == pytest.approx(copies(replace(METHODS[name], codec=codec)), rel=0.15)
+
+
+def test_more_is_kept_by_those_that_keep_more() -> None:
+    plain = METHODS["local_sgd"]
+    assert copies(replace(plain, momentum=0.9)) == copies(plain) + 1
+    assert copies(replace(plain, delay=1.0, eager=True)) == copies(replace(plain, delay=1.0)) + 2
+    assert copies(replace(plain, delay=1.0, fragments=4)) < copies(replace(plain, delay=1.0))
+    assert copies(plain, on_host=False) == pytest.approx(copies(plain) - 2, rel=1e-3)
