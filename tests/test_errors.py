@@ -39,6 +39,21 @@ def test_the_nearest_word_is_the_misspelt_one_and_nothing_for_nonsense() -> None
     assert errors.nearest("x", []) is None
 
 
+@pytest.mark.parametrize(
+    ("word", "known"),
+    [
+        ("fp8", ["fp64", "fp32", "fp16"]),
+        ("cp", ["tp", "pp", "sp", "dp"]),
+        ("A6000", ["A800", "A100"]),
+        ("llama-70b", ["llama-7b"]),
+        ("adafactor", ["adamw", "muon"]),
+        ("gpt2", ["gpt"]),
+    ],
+)
+def test_another_thing_is_not_advised_for_being_spelled_alike(word: str, known: list[str]) -> None:
+    assert errors.nearest(word, known) is None
+
+
 def test_a_missing_extra_names_the_library_and_the_command() -> None:
     error = errors.missing_extra("datasets", "hub", "hf: data")
     assert "'datasets'" in error.what

@@ -95,10 +95,17 @@ _KINDS = {
 }
 
 
+MISSPELLED = 0.7
+"""How alike two words are (2 x letters in common / letters of both) that one may be a misspelling of the other."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word closest in spelling to `word`, or None when nothing is close."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return found[0] if found else None
+    """The known word that `word` misspells, or None: a slip of the pen changes few letters and no digit."""
+    digits = [letter for letter in word if letter.isdigit()]
+    same = [one for one in known if [letter for letter in one if letter.isdigit()] == digits]
+    found = difflib.get_close_matches(word, same, n=1, cutoff=MISSPELLED)
+    swapped = (one for one in same if len(word) > 2 and sorted(one) == sorted(word))
+    return found[0] if found else next(swapped, None)
 
 
 def missing_extra(library: str, extra: str, purpose: str) -> UserError:

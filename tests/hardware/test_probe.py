@@ -146,7 +146,7 @@ def test_gpus_are_grouped_named_and_linked(tmp_path: Path, monkeypatch: pytest.M
     cluster = probe.probe(disk=tmp_path)
     assert [(table.device.name, table.devices) for table in cluster.nodes] == [
         ("A100-80GB", 2),
-        ("NVIDIA GeForce RTX 3060 Ti", 1),
+        ("RTX 3060 Ti", 1),
     ]
     assert [(place.node, place.slot) for place in cluster.devices()] == [(0, 0), (0, 1), (0, 2)]
     assert cluster.nodes[0].device.flops == {"fp32": 1e12, "bf16": 2e14}
@@ -165,12 +165,14 @@ def test_gpus_are_grouped_named_and_linked(tmp_path: Path, monkeypatch: pytest.M
         ("Tesla T4", "T4"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 D"),
-        ("NVIDIA A100-PCIE-40GB", "NVIDIA A100-PCIE-40GB"),
-        ("NVIDIA A10G", "NVIDIA A10G"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40GB"),
+        ("NVIDIA A800 80GB PCIe", "NVIDIA A800 80GB PCIe"),
+        ("NVIDIA GeForce RTX 3060 Laptop GPU", "RTX 3060 Laptop"),
+        ("NVIDIA A10G", "A10G"),
     ],
 )
 def test_drivers_names_are_matched_only_where_the_figures_hold(driver: str, known: str) -> None:
-    assert probe._known(driver) == known
+    assert probe._named(driver) == known
 
 
 def test_a_failing_measurement_is_told_with_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from `devices.toml`, where each constant has its source.
 
 from __future__ import annotations
 
-from espalier.cluster.catalogue import default_link, device, known_devices
+from espalier.cluster.catalogue import default_link, device, known, known_devices, known_links
 from espalier.cluster.file import dumps, loads, read
 from espalier.cluster.values import Cluster, Coding, Copy, Device, Disk, Link, Node, Pair, Place, Rate
 
@@ -24,7 +24,9 @@ __all__ = [
     "default_link",
     "device",
     "dumps",
+    "known",
     "known_devices",
+    "known_links",
     "loads",
     "read",
 ]

@@ -30,8 +30,13 @@ class _Line(Struct, forbid_unknown_fields=True):
     bandwidth: Quantity
     latency: Quantity | None = None
     launch: Quantity | None = None
+    share: float | None = None
     measured: bool = False
     source: str = "declared"
+
+
+class _Network(_Line, forbid_unknown_fields=True):
+    fabric: catalogue.Fabric | None = None
 
 
 class _Latencies(Struct, forbid_unknown_fields=True):
@@ -41,7 +46,7 @@ class _Latencies(Struct, forbid_unknown_fields=True):
 
 class _Links(Struct, forbid_unknown_fields=True):
     inside: str | int | float | _Line | None = None
-    between: str | int | float | _Line | None = None
+    between: str | int | float | _Network | None = None
     latency: str | int | float | _Latencies | None = None
 
 
@@ -153,7 +158,9 @@ def _node(table: _Table, links: _Links, where: str) -> Node:
             _positive(getattr(disk, key), f"{where}.disks.{key}")
     latency = links.latency.inside if isinstance(links.latency, _Latencies) else None
     chosen = table.inside if table.inside is not None else links.inside
-    inside = _line(chosen, f"{where}: links.inside", partial(catalogue.default_link, it.name, it.kind))
+    usual = catalogue.default_link(it.name, it.kind)
+    named = catalogue.link(chosen) if isinstance(chosen, str) else usual if chosen is None else None
+    inside = named or _line(chosen, f"{where}: links.inside", partial(catalogue.of_bandwidth, usual))
     if latency is not None:
         inside = msgspec.structs.replace(inside, latency=units.seconds(latency, "links.latency.inside"))
     return Node(
@@ -165,26 +172,26 @@ def _node(table: _Table, links: _Links, where: str) -> Node:
 def _between(links: _Links, first: Device, origin: str) -> Link | None:
     if links.between is None:
         return None
-    latency, launch = catalogue.network(first.kind)
-    link = _line(
-        links.between, f"{origin}: links.between", partial(Link, bandwidth=1.0, latency=latency, launch=launch)
-    )
+    fabric = links.between.fabric if isinstance(links.between, _Network) else None
+    link = _line(links.between, f"{origin}: links.between", partial(catalogue.network, first.kind, fabric=fabric))
     said = links.latency.between if isinstance(links.latency, _Latencies) else links.latency
     if said is None:
         return link
     return msgspec.structs.replace(link, latency=units.seconds(said, f"{origin}: links.latency"))
 
 
-def _line(said: Quantity | _Line | None, where: str, default: Callable[[], Link]) -> Link:
-    """The link as it is said; `default` is asked for what is not."""
-    if said is None:
-        return default()
-    line = said if isinstance(said, _Line) else _Line(bandwidth=said)
-    bandwidth = units.rate(_finite(line.bandwidth, where), where)
-    return Link(
-        bandwidth=_positive(bandwidth, where),
-        latency=default().latency if line.latency is None else units.seconds(line.latency, f"{where}.latency"),
-        launch=default().launch if line.launch is None else units.seconds(line.launch, f"{where}.launch"),
+def _line(said: Quantity | _Line | None, where: str, usual: Callable[[float], Link]) -> Link:
+    """The link as it is said; `usual` tells what is not, of one of that bandwidth."""
+    line = said if isinstance(said, _Line) else _Line(bandwidth=said or 0)
+    bandwidth = _positive(units.rate(_finite(line.bandwidth, where), where), where)
+    found = usual(bandwidth)
+    if not 0 <= (line.share or 0) <= 1:
+        raise UserError(f"{where}.share is {line.share}.", do="share = 0.9, of the bandwidth that collectives reach")
+    return msgspec.structs.replace(
+        found,
+        latency=found.latency if line.latency is None else units.seconds(line.latency, f"{where}.latency"),
+        launch=found.launch if line.launch is None else units.seconds(line.launch, f"{where}.launch"),
+        share=found.share if line.share is None else line.share,
         measured=line.measured,
         source=line.source,
     )
@@ -259,7 +266,7 @@ _TABLES: dict[str, tuple[type[Struct], str]] = {
     "nodes": (_Table, "in [[nodes]]"),
     "links": (_Links, "in [links]"),
     "links.inside": (_Line, "in links.inside or links.between"),
-    "links.between": (_Line, "in links.inside or links.between"),
+    "links.between": (_Network, "in links.inside or links.between"),
     "links.latency": (_Latencies, "in links.latency"),
     "nodes.inside": (_Line, "in links.inside or links.between"),
     "nodes.device": (Device, "in nodes.device"),

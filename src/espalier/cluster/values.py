@@ -58,7 +58,10 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     peak: bool = True
     """True when `flops` are the vendor's peak, False when measured (then the best measured)."""
     sustained: dict[str, float] = {}
-    """Share of the peak that large `product`s and fused `attention` reach; what is not said is assumed."""
+    """Share of the peak that large `product`s and fused `attention` reach, and products in a precision (`fp32`) where
+    it is another; what is not said is assumed."""
+    spread: float = 0.0
+    """Relative error to expect of a step's seconds where nothing is calibrated; 0 when not known."""
     dispatch: float = 0.0
     """Seconds the host needs to issue one operation; 0 when not measured."""
     runtime: int = 0
@@ -72,12 +75,14 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
 class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """alpha-beta plus a price per launch: seconds = launch + latency·hops + bytes / bandwidth.
 
-    `bandwidth` is of one direction: per device inside a node, per node between nodes.
+    `bandwidth` is of one direction: per device inside a node, per node between nodes. Collectives reach `share` of it,
+    unless it was `measured`.
     """
 
     bandwidth: float  # bytes/s
     latency: float = 0.0  # seconds
     launch: float = 0.0  # seconds per collective call, whatever its size
+    share: float = 0.0  # 0: as of its level
     measured: bool = False
     source: str = ""
 

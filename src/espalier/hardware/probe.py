@@ -201,7 +201,7 @@ def _inside(result: Table) -> Link:
     """The link between two devices of this machine."""
     cuda = result.get("cuda") or []
     if cuda:
-        link = clusters.default_link(_known(cuda[0]["name"]), "cuda")
+        link = clusters.default_link(_named(cuda[0]["name"]), "cuda")
         if not result.get("peer"):
             return link
         return Link(bandwidth=result["peer"], latency=link.latency, launch=link.launch, measured=True,
@@ -250,7 +250,7 @@ def _processor(result: Table, memory: int) -> Device:
 
 def _gpu(table: Table) -> Device:
     return Device(
-        name=_known(table["name"]),
+        name=_named(table["name"]),
         kind="cuda",
         memory=table["memory"],
         memory_bandwidth=table["memory_bandwidth"],
@@ -271,14 +271,6 @@ def _best(rates: Iterable[list[Any]]) -> dict[str, float]:
     return best
 
 
-def _known(name: str) -> str:
-    """The catalogue's name for a driver's name such as `NVIDIA A100-SXM4-80GB`, else the driver's own.
-
-    Variants with other rates or links than the catalogue's (PCIe cards, Ti, laptops) keep their own name.
-    """
-    words = set(name.upper().replace("-", " ").split())
-    if words & {"TI", "SUPER", "LAPTOP", "D", "PCIE", "NVL"}:
-        return name
-    known = {entry: set(entry.upper().replace("-", " ").split()) for entry in clusters.known_devices()}
-    fits = [entry for entry, needed in known.items() if needed <= words]
-    return max(fits, key=len) if fits else name
+def _named(name: str) -> str:
+    """The catalogue's name for a driver's name such as `NVIDIA A100-SXM4-80GB`, else the driver's own."""
+    return clusters.known(name) or name

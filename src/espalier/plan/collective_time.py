@@ -26,8 +26,8 @@ from espalier.plan.request import Crossing
 from espalier.shard.placement import inside
 
 LINK_SHARE = {"inside": 0.78, "between": 0.9}
-"""What collectives reach of a declared bandwidth. Inside: all-reduce on 8 A800s moves 149-156 of 200 GB/s per rank;
-between: 91-97 GB/s of 4 x 200 Gbit/s (measurements that Buff's planner uses)."""
+"""What collectives reach of a declared bandwidth, where the link does not say. Inside: all-reduce on 8 A800s moves
+149-156 of 200 GB/s per rank; between: 91-97 GB/s of 4 x 200 Gbit/s (measurements that Buff's planner uses)."""
 TREE = 0.92
 """Share of a ring's bandwidth that a tree of machines reaches: NCCL 2.11, src/graph/tuning.cc."""
 ALL_TO_ALL = (16, 0.1)
@@ -143,7 +143,8 @@ def kinds(placed: Sequence[Place]) -> list[tuple[int, int]]:
 
 def _reached(link: Link, level: Literal["inside", "between"]) -> Link:
     """The link as a collective finds it: a declared one less what protocols take."""
-    return link if link.measured else msgspec.structs.replace(link, bandwidth=link.bandwidth * LINK_SHARE[level])
+    share = 1.0 if link.measured else link.share or LINK_SHARE[level]
+    return msgspec.structs.replace(link, bandwidth=link.bandwidth * share)
 
 
 def seconds(operation: Operation, size: Number, ranks: Number, stride: Number, on: Fleet) -> Number:

@@ -64,7 +64,7 @@ def product_seconds(
         each = factors.product * one / _measured(device, "product", precision, sizes, setting)
     elif device.peak and device.kind == "cuda":
         each = (
-            factors.product * one / (_peak(device, precision) * share(device, "product"))
+            factors.product * one / (_peak(device, precision) * share(device, "product", precision))
             + factors.startup * PRODUCT_STARTUP
         )
     else:
@@ -105,10 +105,11 @@ def moved_seconds(device: Device, moved: Number, setting: DeviceUse, factors: Co
     return factors.memory * moved / rate
 
 
-def share(device: Device, what: str) -> float:
-    """The share of its peak that a catalogue's device sustains in a large `product`, or in `attention`."""
+def share(device: Device, what: str, precision: str = "") -> float:
+    """The share of its peak that a named device sustains in large `product`s in a precision, or in `attention`."""
     assumed = PRODUCT_SHARE if what == "product" else ATTENTION_SHARE[device.kind]
-    return device.sustained.get(what, assumed)
+    found = device.sustained.get(what, assumed)
+    return device.sustained.get(precision, found) if what == "product" else found
 
 
 def issue_seconds(device: Device) -> float:

@@ -473,9 +473,9 @@ def _worse(request: Request, one: collective_time.DeviceGroup, other: collective
 def _abilities(request: Request, device: Device) -> tuple[float, ...]:
     """Everything of a catalogue's device that seconds and bytes depend on, more being better."""
     peak = device_model.peak(device, request.precision)
-    rates = [peak * device_model.share(device, what) for what in ("product", "attention")]
+    rates = [peak * device_model.share(device, what, request.precision) for what in ("product", "attention")]
     if request.optimizer == "muon":
-        rates += [device.flops.get(name, 0.0) * device_model.share(device, "product") for name in MUON]
+        rates += [device.flops.get(name, 0.0) * device_model.share(device, "product", name) for name in MUON]
     return (*rates, device.memory_bandwidth, -device_model.issue_seconds(device), device.memory, -float(device.runtime))
 
 
