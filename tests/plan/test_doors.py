@@ -70,10 +70,12 @@ def cluster(draw: random.Random) -> Cluster:
 
 
 def far(draw: random.Random) -> Cluster:
-    """Several machines."""
+    """Several machines, each with memory for a model and for what rounds keep of it."""
     count, between = draw.choice([2, 3, 4]), draw.choice(["100Mbit/s", "10Gbit/s"])
     return (
-        processor(draw.choice([1, 2]), "8GiB", count, between) if draw.random() < 0.5 else gpus("L4", count, 1, between)
+        processor(draw.choice([1, 2]), "64GiB", count, between)
+        if draw.random() < 0.5
+        else gpus("A100-80GB", count, 1, between)
     )
 
 
