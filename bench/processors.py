@@ -156,7 +156,9 @@ def compared(bench: Bench, name: str, ranks: int, pairs: int, note: str) -> list
     terms = ", ".join(f"{k} {v * 1e3:.1f}" for k, v in plan.predicted.terms.items() if v > 2e-4)
     held = ", ".join(f"{k} {v / 2**20:.1f}" for k, v in plan.predicted.memory_bytes.items() if v > 2**18)
     fastest = f"fastest {min(seconds):.4f}"
-    print(f"{case}, micro-batch {plan.micro_batch}: {told(rows[0])} ({fastest}); {told(rows[1])}\n   {terms}\n   {held}")
+    print(
+        f"{case}, micro-batch {plan.micro_batch}: {told(rows[0])} ({fastest}); {told(rows[1])}\n   {terms}\n   {held}"
+    )
     return rows
 
 

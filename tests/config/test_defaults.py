@@ -257,3 +257,15 @@ def test_any_numbers_either_resolve_or_are_refused(numbers):
     assert size.head_size % 2 == 0
     assert size.heads % size.kv_heads == 0
     assert decoder_shapes.parameter_count(resolved.model) > 0
+
+
+@pytest.mark.parametrize("optimizer", [config.Muon(), config.Adamw()])
+def test_training_that_goes_on_from_weights_takes_a_tenth_of_the_rate(optimizer):
+    def rates(**initial):
+        derived = defaults.resolve(recipe(config.Gpt(depth=4, **initial), optimizer=optimizer))[1]
+        given = [one for one in derived if one.key.endswith("learning_rate")]
+        return [one.value for one in given], [one.reason for one in given]
+
+    (scratch, _), (tenths, reasons) = rates(), rates(initial="somewhere")
+    assert tenths == pytest.approx([one / 10 for one in scratch])
+    assert all("model.initial" in reason for reason in reasons)

@@ -44,13 +44,14 @@ class Draft:
             self.recipe = _replaced(self.recipe, key.split("."), value)
             self.found.append(Derivation(key, value, reason))
 
-    def rates(self, adamw: float, reason: str) -> None:
-        """The learning rates of either optimizer."""
+    def rates(self, adamw: float, reason: str, share: float = 1.0, because: str = "") -> None:
+        """The learning rates of either optimizer, times `share`, which is `because`."""
+        adamw, reason = float(f"{share * adamw:.3g}"), reason + because
         if self.get("train.optimizer").__struct_config__.tag == "adamw":
             self.fill("train.optimizer.learning_rate", adamw, reason)
             return
         muon = "Muon's steps have the same size at every width: 0.02 (its author's)"
-        self.fill("train.optimizer.learning_rate", 0.02, muon)
+        self.fill("train.optimizer.learning_rate", float(f"{share * 0.02:.3g}"), muon + because)
         self.fill("train.optimizer.adamw.learning_rate", adamw, reason)
 
 

@@ -17,6 +17,9 @@ DEPTH = 4
 """Layers when neither depth nor shape is given: about 3 M parameters, minutes on a laptop."""
 
 HEAD_SIZE = 64
+FINE_TUNING = 0.1
+"""Of the learning rates from scratch, for weights that are trained already (Llama 2's chat models: 2e-5 after 3e-4,
+arXiv 2307.09288, sections 2.2 and 3.1)."""
 TOKENS_PER_PARAMETER = 20  # Chinchilla, arXiv 2203.15556, table 3: compute-optimal tokens are about 20 x parameters
 SMALLEST_BATCH, LARGEST_BATCH = 2_048, 4_194_304  # tokens; 4 Mi is Llama 2's (arXiv 2307.09288)
 
@@ -25,7 +28,11 @@ def _fill(draft: Draft) -> None:
     _model(draft)
     width = draft.get("model.width")
     rate = float(f"{3e-3 * 192 / width:.3g}")
-    draft.rates(rate, f"3e-3 at width 192, falling as 1/width (GPT-3's table 2.1 falls so): width {width}")
+    falling = f"3e-3 at width 192, falling as 1/width (GPT-3's table 2.1 falls so): width {width}"
+    if draft.get("model.initial") is None:
+        draft.rates(rate, falling)
+    else:
+        draft.rates(rate, falling, FINE_TUNING, "; a tenth of it, as training goes on from model.initial")
     if draft.get("model.vocabulary") is None:
         return
     parameters = active_parameter_count(_decoder(draft.recipe))

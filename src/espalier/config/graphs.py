@@ -8,7 +8,7 @@ import msgspec
 from msgspec import field
 
 from espalier.config.base import Draft, Kind, Model, RecipeBase
-from espalier.config.sections import GraphOptions
+from espalier.config.sections import GraphOptions, Stable
 from espalier.errors import UserError
 
 
@@ -62,6 +62,16 @@ _PAPERS = {
     "gat": (2, 64, "elu", 0.6),
     "gin": (3, 64, "relu", 0.5),
 }
+_DECAYS = {
+    "node": (5e-4, "L2 of GCN's authors (arXiv 1609.02907, section 5.2)"),
+    "link": (0.0, "L2 would shrink the embeddings, whose products are the scores of links"),
+    "graph": (0.0, "GIN's authors use none (arXiv 1810.00826, section 7)"),
+}
+"""The default weight decay of each task."""
+
+_WARMUP = (0.2, "sums grow with degrees: early steps at the full rate end all activity of GIN's ReLUs")
+"""The default share of steps in which the rate of GIN rises."""
+
 _SOURCES = {
     "gcn": "two layers, dropout 0.5 (arXiv 1609.02907, section 5.2), and wider than its 16",
     "sage": "two layers (arXiv 1706.02216, section 4)",
@@ -84,6 +94,9 @@ def _fill(draft: Draft) -> None:
         draft.fill("train.batch_tokens", 1024 if graph.task != "graph" else 64, f"{graph.task}s per step, as is usual")
     steps = (200, "as many passes as GCN's authors make (arXiv 1609.02907, section 5.2)")
     draft.fill("train.steps", *(steps if whole else (1000, "the size of the data is not known here: a thousand steps")))
+    draft.fill("train.optimizer.weight_decay", *_DECAYS[graph.task])
+    if isinstance(draft.get("train.schedule"), Stable):
+        draft.fill("train.schedule.warmup", *_WARMUP)
     draft.rates(0.01, "the rate of GCN's authors (arXiv 1609.02907, section 5.2)")
 
 
@@ -175,12 +188,15 @@ def _graph(graph: GraphOptions, model: Model) -> None:
 
 
 def _usual(table: dict[str, Any]) -> dict[str, Any]:
-    """A graph network gets its authors' optimizer where none is named: Adam with L2 (arXiv 1609.02907, section 5.2)."""
+    """A graph network gets its authors' optimizer where none is named: Adam with L2 (arXiv 1609.02907, section 5.2).
+    None leaves a value to `_fill`, which sees the task."""
     train = table.get("train", {})
     given = train.get("optimizer", {}) if isinstance(train, dict) else None
+    if isinstance(train, dict) and table["model"]["kind"] == "gin" and "schedule" not in train:
+        train = {**train, "schedule": {"kind": "stable", "warmup": None}}
     if not isinstance(given, dict) or "kind" in given:
-        return table
-    usual = {"kind": "adamw", "coupled": True, "weight_decay": 5e-4, "betas": [0.9, 0.999]}
+        return {**table, "train": train}
+    usual = {"kind": "adamw", "coupled": True, "weight_decay": None, "betas": [0.9, 0.999]}
     return {**table, "train": {**train, "optimizer": {**usual, **given}}}
 
 

@@ -73,7 +73,7 @@ class Adamw(Choice, frozen=True, tag="adamw"):
     """AdamW (fused) on every parameter; `coupled`: Adam, the decay a part of the gradient (L2)."""
 
     learning_rate: float | None = None
-    weight_decay: float = 0.1
+    weight_decay: float | None = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
     coupled: bool = False
@@ -92,7 +92,7 @@ class Muon(Choice, frozen=True, tag="muon"):
 class Stable(Choice, frozen=True, tag="stable"):
     """Warmup, stable, decay (WSD): linear up, constant, linear down to `floor`. Shares of all steps."""
 
-    warmup: float = 0.02
+    warmup: float | None = 0.02
     decay: float = 0.4
     floor: float = 0.0
 

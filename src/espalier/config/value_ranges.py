@@ -165,7 +165,7 @@ def _batch(train: config.Train) -> None:
             do=f"train.batch_tokens = {below}",
         )
     schedule = train.schedule
-    if isinstance(schedule, config.Stable) and schedule.warmup + schedule.decay > 1:
+    if isinstance(schedule, config.Stable) and schedule.warmup is not None and schedule.warmup + schedule.decay > 1:
         raise UserError(
             "train.schedule.warmup and train.schedule.decay together are longer than the run.",
             why=f"they are shares of all steps: {schedule.warmup} + {schedule.decay}",

@@ -47,6 +47,7 @@ def build(options: Adamw, owned: Sequence[Owned]) -> Optimizer:
     if not owned:
         return Together([])  # more ranks than pieces: this one has nothing to move
     assert options.learning_rate is not None, "config.defaults.resolve fills the learning rate"
+    assert options.weight_decay is not None, "config.defaults.resolve fills the weight decay"
     groups = [
         {"params": [one.tensor for one in owned if len(one.shape) >= 2], "weight_decay": options.weight_decay},
         {"params": [one.tensor for one in owned if len(one.shape) < 2], "weight_decay": 0.0},

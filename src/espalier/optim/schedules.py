@@ -14,6 +14,7 @@ def factor(schedule: Stable | Cosine | Constant, step: int, steps: int) -> float
     """
     if isinstance(schedule, Constant):
         return 1.0
+    assert schedule.warmup is not None, "config.defaults.resolve fills the warmup"
     warmup = math.ceil(schedule.warmup * steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)
