@@ -10,8 +10,21 @@ import numpy as np
 import pytest
 from rows import timed, unmeasured
 
+from espalier import cluster as clusters
+from espalier.cluster import Device
 from espalier.errors import UserError
-from espalier.plan.calibrate import LOWEST, PRIOR, RANGE, Batch, Calibration, Measurement, calibrate
+from espalier.plan.calibrate import (
+    DATASHEET,
+    LOWEST,
+    PRIOR,
+    RANGE,
+    UNCALIBRATED,
+    UNKNOWN,
+    Batch,
+    Calibration,
+    Measurement,
+    calibrate,
+)
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 
 TRUTH = CostFactors(product=1.15, startup=1.5, memory=1.2, issue=1.8, inside=1.1, call=2.5, held=1.3)
@@ -100,3 +113,19 @@ def test_rows_out_of_memory_say_nothing_of_time(rows: list[Measurement]) -> None
     assert calibrate(measured + broken).factors == calibrate(measured).factors
     with pytest.raises(UserError, match="no measured step"):
         calibrate(broken)
+
+
+def test_where_nothing_was_measured_a_prediction_is_as_certain_as_what_is_known_of_the_devices() -> None:
+    known, cards, laptop = (clusters.device(name) for name in ("A100-80GB", "RTX 4090", "RTX 4090 Laptop"))
+    described = Device(name="mine", kind="cuda", memory=2**35, memory_bandwidth=1e12, flops={"fp32": 1e13})
+    spreads = [DATASHEET.on([device]).spread for device in (known, cards, laptop)]
+    assert spreads == sorted(set(spreads))
+    assert spreads[0] == UNCALIBRATED
+    assert DATASHEET.on([known, laptop, cards]).spread == spreads[-1]
+    assert DATASHEET.on([described]).spread == UNKNOWN
+    assert DATASHEET.on([clusters.device("cpu", 4, 2**33)]).spread == UNCALIBRATED
+
+
+def test_measurements_say_how_certain_a_prediction_is_whatever_the_devices() -> None:
+    measured = Calibration(spread=0.07, rows=9)
+    assert measured.on([clusters.device("RTX 4090 Laptop")]) == measured

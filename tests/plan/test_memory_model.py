@@ -131,3 +131,13 @@ def test_recomputation_keeps_less_however_the_model_is_cut(algorithm: str) -> No
     kept = [held(request(options()), Layouts(algorithm, mode, 2, **cut))["activations"] for mode in MODES]
     assert kept == sorted(kept, reverse=True)
     assert kept[0] < held(request(options()), Layouts("data", "none", 8))["activations"]
+
+
+@pytest.mark.parametrize(
+    ("name", "least"), [("RTX 3060", 0.87), ("RTX 3090", 0.9), ("RTX 4060", 0.84), ("A100-80GB", 0.93)]
+)
+def test_a_card_keeps_what_its_size_allows(name: str, least: float) -> None:
+    """Before anything is held: a small card loses little more of its memory than a large one."""
+    on = collective_time.fleet(gpus(name, devices=1), 1)
+    nothing = memory_model.limit(on.kinds[0], decoder()) - memory_model.CUDA_RUNTIME
+    assert least < nothing / on.kinds[0].table.device.memory < 0.96

@@ -8,7 +8,7 @@ spread of what remains is the uncertainty of a prediction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from espalier.cluster import Cluster
+from espalier.cluster import Cluster, Device
 from espalier.errors import UserError
 from espalier.plan import collective_time, device_model
 from espalier.plan.calibration_factors import PLAIN, CostFactors
@@ -25,8 +25,11 @@ from espalier.plan.layouts import ARRAYS, Layouts
 from espalier.plan.request import Request
 
 UNCALIBRATED = 0.25
-"""Relative error to expect of a step's seconds from datasheets alone: published Megatron-LM runs on up to 3,072 A100s
-(arXiv 2104.04473, 2205.05198) are met within 12 %, eager PyTorch on newer devices within 40 %."""
+"""Relative error to expect of a step's seconds where nothing was calibrated, on devices known from whole runs: those of
+Megatron-LM on up to 3,072 A100s (arXiv 2104.04473, 2205.05198) are met within 12 %, eager PyTorch on newer devices
+within 40 %."""
+UNKNOWN = 0.5
+"""The same of a GPU of which only the peak is known. The catalogue says it of its own devices (`Device.spread`)."""
 LEAST = 0.02
 """No prediction claims to be closer than this."""
 NOISE = 0.05
@@ -80,10 +83,21 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     rows: int = 0
     source: str = "datasheets; nothing measured"
 
+    def on(self, devices: Iterable[Device]) -> Calibration:
+        """The same; where no time was measured, as certain as what is known of the least known of these devices."""
+        if self.rows or self.spread != UNCALIBRATED:
+            return self
+        return msgspec.structs.replace(self, spread=max(map(_uncalibrated, devices), default=UNCALIBRATED))
+
     @property
     def band(self) -> tuple[float, float]:
         """Factors below and above a predicted time within which two of three measurements should lie."""
         return 1 / (1 + self.spread), 1 + self.spread
+
+
+def _uncalibrated(device: Device) -> float:
+    """Relative error to expect on a device of which no steps were measured."""
+    return device.spread or (UNKNOWN if device.peak and device.kind == "cuda" else UNCALIBRATED)
 
 
 DATASHEET = Calibration()

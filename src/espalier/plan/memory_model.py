@@ -20,9 +20,12 @@ from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.stages import cost as pipeline_cost
 
-CUDA_RUNTIME = 2 * 2**30
-"""Bytes of context and libraries on a GPU, and the share of memory to be used: AMSP's rule 0.92 M - 2 GiB."""
-CUDA_MEMORY = 0.92
+CUDA_RUNTIME = 800 * 2**20
+"""Bytes on a GPU that hold nothing of the model: the context (300 MB with kernels loaded when needed, as CUDA does
+since 11.7, more than 1,000 MB before: pytorch/pytorch issue 107667), the kernels that a step then loads, and workspaces."""
+CUDA_MEMORY = 0.95
+"""Share of a GPU's memory to be used: the allocator's blocks do not fill the rest. AMSP's rule, 0.92 M - 2 GiB, was
+made for cards of 80 GB: of one of 12 GB it takes a quarter before anything is held."""
 CPU_RUNTIME = 256 * 2**20
 """Bytes of a process with PyTorch and Espalier loaded: 201 MiB of its own were measured; the rest is for its data."""
 CPU_MEMORY = 0.9
@@ -122,7 +125,7 @@ def sources(request: Request, on: Fleet) -> Mapping[str, str]:
         "slack": f"{SLACK[device.kind]:.0%} for the allocator (assumed)",
         "runtime": "measured"
         if device.runtime > (0 if device.kind == "cuda" else CPU_RUNTIME)
-        else "assumed (AMSP's 2 GiB)"
+        else "context, kernels and workspaces (assumed)"
         if device.kind == "cuda"
         else "a process with PyTorch and Espalier loaded",
     }

@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from espalier.plan.calibrate import Batch, Calibration, Measurement, refuse_other_units
 from espalier.plan.calibration_factors import PLAIN, CostFactors
+from espalier.plan.collective_time import devices
 from espalier.plan.estimate import price
 from espalier.plan.measurements.table import PREDICTED, MeasuredRow, MeasuredTable
 
@@ -61,6 +62,8 @@ class Scores(Struct, frozen=True, kw_only=True):
     mape: float | None = None
     bias: float | None = None
     spearman: float | None = None
+    covered: float | None = None
+    """Share of measured times that lie in the predictions' own bands."""
     groups: int = 0
     mean_regret: float | None = None
     largest_regret: float | None = None
@@ -128,6 +131,7 @@ def score(
         rows=len(rows),
         timed=len(taken),
         **_times([found[at].seconds for at in taken], list(taken.values())),
+        covered=_covered([(taken[at] / found[at].seconds, band(rows[at], calibration)) for at in taken]),
         **_regrets(rows, found, taken),
         memory_rows=len(peaks),
         memory_mape=_mape([found[at].peak for at in peaks], list(peaks.values())),
@@ -140,6 +144,11 @@ def score(
 
 def _mape(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
     return float(np.mean(np.abs(np.divide(predicted, measured) - 1))) if predicted else None
+
+
+def _covered(found: Sequence[tuple[float, tuple[float, float]]]) -> float | None:
+    """The share of measured over predicted times that lie in their bands."""
+    return float(np.mean([low <= ratio <= high for ratio, (low, high) in found])) if found else None
 
 
 def _times(predicted: Sequence[float], measured: Sequence[float]) -> dict[str, Any]:
@@ -207,7 +216,9 @@ def beside(table: MeasuredTable, predictions: Sequence[Prediction], calibration:
     """The file's rows with their predictions added, in the file's own form. Older predictions are replaced."""
     pairs = list(zip(table.rows, predictions, strict=True))
     if table.form == "jsonl":
-        lines = [msgspec.json.encode({**row.given, "predicted": _words(one, calibration)}) for row, one in pairs]
+        lines = [
+            msgspec.json.encode({**row.given, "predicted": _words(one, band(row, calibration))}) for row, one in pairs
+        ]
         return b"\n".join((*lines, b"")).decode()
     columns = [*(name for name in table.columns if name != PREDICTED), PREDICTED]
     text = io.StringIO()
@@ -218,8 +229,14 @@ def beside(table: MeasuredTable, predictions: Sequence[Prediction], calibration:
     return text.getvalue()
 
 
-def _words(one: Prediction, calibration: Calibration) -> dict[str, Any]:
-    low, high = calibration.band
+def band(row: MeasuredRow, calibration: Calibration) -> tuple[float, float]:
+    """Factors below and above a row's predicted time within which its measured one should lie."""
+    run = row.measurement
+    return calibration.on(devices(run.cluster, int(run.layout.world)).values()).band
+
+
+def _words(one: Prediction, around: tuple[float, float]) -> dict[str, Any]:
+    low, high = around
     return {
         "step_seconds": one.seconds,
         "low": one.seconds * low,
