@@ -22,7 +22,7 @@ from espalier.stages import cost as pipeline_cost
 
 CUDA_RUNTIME = 800 * 2**20
 """Bytes on a GPU that hold nothing of the model: the context (300 MB with kernels loaded when needed, as CUDA does
-since 11.7, more than 1,000 MB before: pytorch/pytorch issue 107667), the kernels that a step then loads, and workspaces."""
+since 11.7, more than 1,000 MB before: pytorch/pytorch issue 107667), kernels that a step then loads, and workspaces."""
 CUDA_MEMORY = 0.95
 """Share of a GPU's memory to be used: the allocator's blocks do not fill the rest. AMSP's rule, 0.92 M - 2 GiB, was
 made for cards of 80 GB: of one of 12 GB it takes a quarter before anything is held."""
