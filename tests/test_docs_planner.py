@@ -20,6 +20,7 @@ from espalier.plan import (
     device_model,
     layouts,
     memory_model,
+    precision,
     reference_models,
     request,
     search,
@@ -32,7 +33,10 @@ calibrate = importlib.import_module("espalier.plan.calibrate")  # the package ha
 PAGE = Path(__file__).parent.parent / "docs" / "planner.md"
 MODULES = {
     module.__name__.rpartition(".")[2]: module
-    for module in (calibrate, memory_model, collective_time, reference_models, search, step_time, device_model)
+    for module in (
+        *(calibrate, memory_model, collective_time, reference_models, search, step_time, device_model),
+        precision,
+    )
 }
 NAMES = {**MODULES, "cluster": cluster, "request": request, "layouts": layouts}
 IN_FACTORS = {"calibrate.PRIOR", "calibrate.LOWEST"}

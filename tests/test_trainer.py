@@ -39,7 +39,8 @@ def recipe_of(corpus, tmp_path, **train):
     table = {
         "model": {"depth": 2, "width": 32, "heads": 2, "feed_forward": 64},
         "data": {"path": str(corpus), "cache": str(tmp_path / "cache"), "validation": 0.2},
-        "train": {"steps": STEPS, "sequence": 32, "batch_tokens": 256, "validate_tokens": 512, **train},
+        "train": {"steps": STEPS, "sequence": 32, "batch_tokens": 256, "validate_tokens": 512, "precision": "fp32"}
+        | train,
     }
     return defaults.resolve(recipe_file.from_table(table))[0]
 

@@ -20,6 +20,7 @@ from espalier.parallel.model_cut import ModelCut
 from espalier.plan.base import Plan
 from espalier.shard.amsp import Amsp
 from espalier.shard.broadcast import same_start
+from espalier.shard.mechanism import LOW
 from espalier.shard.placement_plan import Spread, codecs, factors
 from espalier.shard.sharded_optimizer import OptimizerPieces
 from espalier.shard.user_loop import UserLoop, refuse_split
@@ -186,7 +187,7 @@ def _spread(plan: Plan, ranks: Sequence[int], model: nn.Module) -> Spread:
         whole=matrices if any(unit.whole for unit in plan.units) else frozenset(),
         codecs=codecs(plan.exchanges),
         prefetch=plan.prefetch,
-        low=torch.bfloat16 if plan.precision == "bf16" and any(unit.optimizer for unit in plan.units) else None,
+        low=LOW.get(plan.precision) if any(unit.optimizer for unit in plan.units) else None,
     )
 
 

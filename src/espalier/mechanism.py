@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from espalier.config import Recipe
     from espalier.cost import Cost
     from espalier.optim.base import Optimizer
+    from espalier.optim.loss_scale import LossScale
     from espalier.parallel.mesh import ProcessMesh
     from espalier.parallel.model_cut import ModelCut
     from espalier.plan.base import Plan
@@ -41,6 +42,7 @@ class Build:
         device: where this rank computes.
         model: None until the model is built; changed in place by later mechanisms.
         forward: makes the context that every forward pass runs in.
+        loss_scale: what multiplies the loss, where gradients would else be too small for their precision; None: 1.
         matrices: names of the matrices that the optimizer moves as a whole.
         cut: how the model is cut over the ranks of a replica; None: each holds it whole.
         stages: the pipeline stages of this rank; None: it has all layers.
@@ -54,6 +56,7 @@ class Build:
     device: torch.device
     model: nn.Module | None = None
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    loss_scale: LossScale | None = None
     matrices: frozenset[str] = frozenset()
     cut: ModelCut | None = None
     stages: ModelStages | None = None

@@ -6,18 +6,20 @@ ranks, stand in this file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import nn
 
 from espalier import compose, units
 from espalier.compose import Claim
+from espalier.config import Precision
 from espalier.errors import UserError
 from espalier.mechanism import Build, Choose, Mechanism
 from espalier.optim import adamw, muon
+from espalier.optim.loss_scale import LossScale
 from espalier.sequence import loongtrain
 from espalier.shard import mechanism as sharded_states
 from espalier.shard import placement_plan
@@ -27,11 +29,12 @@ from espalier.sync import every_step, outer_rounds
 from espalier.tensor import mechanism as tensor_parallel
 
 if TYPE_CHECKING:
+    from espalier.checkpoint.base import Stateful
     from espalier.config import Recipe
     from espalier.plan.base import Plan
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
-"""Precision of the parameters. With bf16 they stay fp32 (the master weights); autocast computes in bf16."""
+DTYPES = dict.fromkeys(get_args(Precision), torch.float32) | {"fp64": torch.float64}
+"""Precision of the parameters. With bf16 and fp16 they stay fp32 (the master weights); autocast computes in these."""
 
 MODEL = Claim("model", question="model", changes=frozenset({"a model"}))
 SELECTIVE = Claim(
@@ -49,6 +52,15 @@ BLOCK = Claim(
     instead=("recompute_selective",),
 )
 BF16 = Claim("bf16", question="precision")
+FP16 = Claim(
+    "fp16",
+    question="precision",
+    changes=frozenset({"the loss is scaled"}),
+    forbids=frozenset({"sums are encoded"}),
+    instead=("bf16",),
+)
+"""A codec keeps back what it loses of a gradient, in units of a factor that changes and of steps that are left out."""
+TF32 = Claim("tf32", question="precision")
 COMPILE = Claim(
     "compile",
     question="compile",
@@ -91,6 +103,36 @@ class Autocast(Mechanism):
     def wrap(self, context: Build) -> None:
         """Sets the context of forward passes."""
         context.forward = partial(torch.autocast, context.device.type, torch.bfloat16)
+
+
+class Fp16(Mechanism):
+    """Forward and backward compute in float16 where that is safe (autocast), with a scaled loss."""
+
+    claim = FP16
+
+    def wrap(self, context: Build) -> None:
+        """Sets the context of forward passes, and the scale."""
+        context.forward = partial(torch.autocast, context.device.type, torch.float16)
+        context.loss_scale = LossScale()
+
+    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+        """With the scale."""
+        assert context.loss_scale is not None
+        return {**parts, "loss scale": context.loss_scale}
+
+
+class Tf32(Mechanism):
+    """Products of fp32 matrices round their inputs to 10 bits of mantissa, which tensor cores multiply."""
+
+    claim = TF32
+
+    def wrap(self, context: Build) -> None:
+        """Tells torch, for this process."""
+        torch.set_float32_matmul_precision("high")
+
+
+PRECISIONS: Mapping[str, type[Mechanism]] = {"bf16": Autocast, "fp16": Fp16, "tf32": Tf32}
+"""What else than dtypes makes a precision."""
 
 
 class Compile(Mechanism):
@@ -179,7 +221,7 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
 TABLE: tuple[Choose, ...] = (
     lambda recipe, plan: BuildModel(plan.precision),
     lambda recipe, plan: Recompute(plan.recompute) if plan.recompute != "none" else None,
-    lambda recipe, plan: Autocast() if plan.precision == "bf16" else None,
+    lambda recipe, plan: PRECISIONS[plan.precision]() if plan.precision in PRECISIONS else None,
     lambda recipe, plan: Compile() if plan.compile else None,
     tensor_parallel.choose,
     muon.choose_matrices,
@@ -245,6 +287,7 @@ APPLIED = Claim(
             "ranks of other roles",
             "a schedule of stages",
             "attention over cut sequences",
+            "the loss is scaled",
         }
     ),
 )

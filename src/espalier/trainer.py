@@ -110,7 +110,7 @@ class Trainer:
             agreed = self.built.agreement.step(outcome, rate, self.stopping)
             if following == self.steps:
                 self.built.agreement.finish(rate)
-        if agreed.faulty or not math.isfinite(agreed.gradient_norm):
+        if agreed.faulty or not (agreed.skipped or math.isfinite(agreed.gradient_norm)):
             raise not_finite(self, agreed, batches)
         self.tokens += round(self.step_tokens * (following - self.step))
         self.step = following
@@ -141,7 +141,7 @@ class Trainer:
                 profile()
                 self._report(agreed, time.perf_counter() - begun + waited)
                 self.setting.place.pulse.stepped(self.step, agreed.exposed)
-                if self.healing is not None:
+                if self.healing is not None and not agreed.skipped:
                     self.healing.watch(self.step, agreed)
                 self._between(saved, agreed.stop)
                 if (
@@ -212,6 +212,8 @@ class Trainer:
             **self.sent.read(),
             "exposed": agreed.exposed,
         }
+        if (scale := self.built.context.loss_scale) is not None:
+            fields |= {"loss_scale": scale.factor, "skipped": scale.skipped}
         if agreed.tasks:
             fields["tasks"] = dict(zip(self.workload.tasks(), agreed.tasks, strict=True))
         setting.emit("step", **fields)

@@ -21,7 +21,7 @@ def decoder(width: int = 64, layers: int = 2, sequence: int = 128, batch: int = 
     """A made-up decoder: per layer one [width, 12 width] product; activations by the table above."""
 
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
-        rows, size = micro_batch * sequence / cut.sequence, {"bf16": 2, "fp64": 8}.get(precision, 4)
+        rows, size = micro_batch * sequence / cut.sequence, {"bf16": 2, "fp16": 2, "fp64": 8}.get(precision, 4)
         each = rows * width * size / cut.tensor
         layer = Work(
             products=(Product(rows, width, 12 * width / cut.tensor),),

@@ -14,8 +14,10 @@ from espalier.errors import UserError, nearest
 
 Table = dict[str, Any]
 
-SAME = {"fp16": "bf16", "half": "bf16", "float16": "bf16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
-"""Other words for a choice, or for the nearest to it: half precision is bf16, whose range needs no loss scaling."""
+SAME = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32", "double": "fp64"}
+"""Other words for a choice."""
+INSTEAD = {"fp8": "bf16", "fp4": "bf16", "int8": "bf16"}
+"""Precisions that are not there, and the one to take."""
 
 
 def known_keys(kind: Any = config.Recipe, prefix: str = "", choices: bool = True) -> list[str]:
@@ -110,8 +112,10 @@ def invalid(error: msgspec.ValidationError, table: Table, origin: str, overridde
     found = re.fullmatch(r"Invalid enum value '(.*)'", text, re.DOTALL)
     choices = _choices(key.split(".")) if found else []
     if found and choices:
-        near = SAME.get(found[1]) if SAME.get(found[1]) in choices else nearest(found[1], choices)
-        why, do = f"the choices are {', '.join(choices)}", f'{key} = "{near or choices[0]}"'
+        known = SAME.get(found[1]) or INSTEAD.get(found[1])
+        near = known if known in choices else nearest(found[1], choices)
+        missing = f"training in {found[1]} is not there yet; " if known in choices and found[1] in INSTEAD else ""
+        why, do = f"{missing}the choices are {', '.join(choices)}", f'{key} = "{near or choices[0]}"'
         return UserError(f"{origin}: {key} = {found[1]!r} is not a choice.", why=why, do=do)
     expected, got, _ = text.partition(", got ")
     value = _at(table, where)

@@ -19,7 +19,7 @@ class Model(Choice, frozen=True):
     """Base of what `[model]` may be: one struct for each `model.kind`."""
 
 
-Precision = Literal["fp32", "bf16", "fp64"]
+Precision = Literal["auto", "bf16", "fp16", "tf32", "fp32", "fp64"]
 Recompute = Literal["none", "selective", "block"]
 
 
@@ -115,7 +115,7 @@ class Train(Options, frozen=True):
     sequence: int | None = None
     batch_tokens: int | None = None
     seed: int = 1
-    precision: Precision = "fp32"
+    precision: Precision = "auto"
     compile: bool = False
     recompute: Recompute | None = None
     optimizer: Muon | Adamw = Muon()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from espalier import config
 from espalier.artifacts import Artifact, Table
 from espalier.config import Recipe
-from espalier.cost import Anatomy, Cut, Number, Product, Work
+from espalier.cost import VALUE_BYTES, Anatomy, Cut, Number, Product, Work
 from espalier.errors import UserError
 from espalier.graph import compiled_aggregate, data, graph_plan, link_prediction, metrics, sources
 from espalier.graph.data import Array, Graph
@@ -299,10 +299,6 @@ def open_graph(recipe: Recipe, folder: str | Path | None = None, progress: Progr
 # --- work ------------------------------------------------------------------------------------------------------------
 
 
-_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}
-"""Of a value that is aggregated: autocast leaves aggregation in fp32."""
-
-
 @dataclass(frozen=True)
 class Reach:
     """What one layer passes over: rows it reads and writes, and edges; per sample where `each`, else in all."""
@@ -319,7 +315,7 @@ def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision
         reach: of each layer of the network, the farthest from the targets first.
         each: `reach` is per target (sampled); False: the graph is passed over whole, whatever the micro-batch.
     """
-    size = _BYTES[precision]
+    size = max(4, VALUE_BYTES[precision])  # autocast leaves aggregation in fp32
     times = micro_batch if each else micro_batch * 0 + 1.0
     products: list[Product] = []
     moved: Number = 0.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from espalier.config.decoder_shapes import Sizes
-from espalier.cost import WHOLE, Anatomy, Cut, Number, Product, Work
+from espalier.cost import VALUE_BYTES, WHOLE, Anatomy, Cut, Number, Product, Work
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DecoderLoad:
     @property
     def compute(self) -> int:
         """Bytes of a value that products read and write."""
-        return {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2}[self.precision]
+        return VALUE_BYTES[self.precision]
 
     @property
     def whole(self) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from espalier.artifacts import Artifact
 from espalier.config import Module as Options
 from espalier.config import Recipe
-from espalier.cost import Anatomy, Cut, Product, Work
+from espalier.cost import VALUE_BYTES, Anatomy, Cut, Product, Work
 from espalier.errors import EspalierError, UserError
 from espalier.import_function import Author, function
 from espalier.module.parts import READING, Parts, Task, checked, collated, content, length, tasks_of, tensors, trial
@@ -259,7 +259,7 @@ class ModuleWorkload:
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
         """Counted on one real forward pass: FLOPs by torch's counter, kept bytes by saved-tensor hooks."""
         counted = self._counted
-        factor = micro_batch * {"bf16": 0.5, "fp64": 2.0}.get(precision, 1.0)
+        factor = micro_batch * VALUE_BYTES[precision] / 4
         return Work(
             products=(Product(rows=counted.flops / 2 * micro_batch, inner=1, columns=1),),
             attention=0.0,

@@ -4,8 +4,8 @@ After Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (
 quintic Newton-Schulz iterations that bring every singular value near one. The update is scaled by
 sqrt(max(1, rows / columns)) so that wide and tall matrices move alike.
 
-We deviate in two ways: the iteration runs in the parameter's own precision on CPUs (bfloat16 products are slower there)
-and in bfloat16 on GPUs; and matrices of one shape go through it as one batched product.
+We deviate in two ways: the iteration runs in the parameter's own precision on CPUs and on GPUs before Ampere (bfloat16
+products are slower there) and in bfloat16 on later GPUs; and matrices of one shape go through it as one batched product.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
-    if x.is_cuda:
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0):
         x = x.bfloat16()
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
     for _ in range(iterations):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -24,6 +24,9 @@ from espalier.plan.device_model import DeviceUse
 from espalier.plan.device_model import peak as speed_peak
 from espalier.plan.request import Crossing
 from espalier.shard.placement import inside
+
+if TYPE_CHECKING:
+    from espalier.plan.base import Plan
 
 LINK_SHARE = {"inside": 0.78, "between": 0.9}
 """What collectives reach of a declared bandwidth, where the link does not say. Inside: all-reduce on 8 A800s moves
@@ -103,6 +106,16 @@ def devices(cluster: Cluster, ranks: int) -> dict[int, Device]:
 def peak_flops(cluster: Cluster, ranks: int, precision: str) -> float:
     """FLOP/s that count for MFU of the devices `ranks` ranks use together."""
     return sum(speed_peak(device, precision) for device in devices(cluster, ranks).values())
+
+
+def used(cluster: Cluster, plan: Plan) -> list[Device]:
+    """The devices of a plan's ranks."""
+    there = {(rank.node, rank.device) for rank in plan.ranks}
+    return [
+        place.table.device
+        for place in cluster.devices()
+        if (place.node, "cpu" if place.table.device.kind == "cpu" else f"cuda:{place.slot}") in there
+    ]
 
 
 def gpus(cluster: Cluster) -> int:

@@ -18,13 +18,24 @@ from espalier import units
 from espalier.cluster import Cluster
 from espalier.config import Auto, ByRounds, Eager
 from espalier.errors import UserError
-from espalier.plan import build_plan, checkpoint_cost, co2, codecs, explain, memory_model, pins, search, trials
+from espalier.plan import (
+    build_plan,
+    checkpoint_cost,
+    co2,
+    codecs,
+    explain,
+    memory_model,
+    pins,
+    precision,
+    search,
+    trials,
+)
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import DATASHEET, Calibration
 from espalier.plan.collective_time import gpus
 from espalier.plan.estimate import scaled
 from espalier.plan.layouts import view
-from espalier.plan.request import Request
+from espalier.plan.request import AUTO, Request
 from espalier.plan.search import Found, Option
 
 NEAR = 1.02
@@ -64,7 +75,7 @@ class PlanDecision:
 def decide(
     request: Request, cluster: Cluster, calibration: Calibration = DATASHEET, trials: Trials | None = None
 ) -> PlanDecision:
-    """The plan of `request` on `cluster`.
+    """The plan of `request` on `cluster`, in the precision that makes it fastest, where the recipe says none.
 
     Args:
         calibration: what measurements say of the coefficients.
@@ -73,6 +84,56 @@ def decide(
     Raises:
         UserError: pins that cannot be met. (That nothing fits is said by `PlanDecision.taken`.)
     """
+    known = precision.candidates(request, cluster)
+    if request.precision != AUTO:
+        found = _in_one_precision(request, cluster, calibration, trials)
+        return _with_reasons(found, precision.narrower(request, found.found))
+    if len(known) == 1:
+        made = [best := _in_one_precision(replace(request, precision=known[0]), cluster, calibration, trials)]
+    else:
+        best = min(made := _in_each(request, cluster, calibration, trials, known), key=_rank)
+    others = {one.request.precision: one.found for one in made if one is not best}
+    return _with_reasons(best, precision.reasons(best.plan, best.request, cluster, others))
+
+
+# --- precisions ----------------------------------------------------------------------------------------------------
+
+
+def _in_each(
+    request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None, known: Sequence[str]
+) -> list[PlanDecision]:
+    """A decision for each precision that could be fastest; all where devices differ, to say what leaving some out
+    gains. Raises UserError where there is none at all."""
+    made: list[PlanDecision] = []
+    refusal: UserError | None = None
+    for name in known:
+        asked, best = replace(request, precision=name), min(map(_rank, made), default=(True, 0.0))
+        if not best[0] and cluster.same_speed and search.fastest_possible(asked, cluster, calibration) >= best[1]:
+            continue
+        try:
+            made.append(_in_one_precision(asked, cluster, calibration, trials))
+        except UserError as error:
+            refusal = refusal or error
+    if not made and refusal is not None:
+        raise refusal
+    return made
+
+
+def _rank(found: PlanDecision) -> tuple[bool, float]:
+    """What fits, then what is fastest; of what does not, what lacks the fewest bytes."""
+    if not found.fits:
+        return True, 0.0 if found.found.closest is None else found.found.closest.over
+    return False, 0.0 if found.plan.predicted is None else found.plan.predicted.step_seconds
+
+
+def _with_reasons(found: PlanDecision, why: Sequence[str]) -> PlanDecision:
+    return replace(found, plan=msgspec.structs.replace(found.plan, why=(*found.plan.why, *why))) if why else found
+
+
+def _in_one_precision(
+    request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None
+) -> PlanDecision:
+    """The decision for a request that says its precision."""
     if isinstance(request.sync, ByRounds):
         found = _by_rounds(request, cluster, calibration, request.sync)
     else:

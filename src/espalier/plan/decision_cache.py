@@ -20,7 +20,7 @@ from espalier.plan import base as plans
 from espalier.plan import executable
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import Calibration
-from espalier.plan.request import Request
+from espalier.plan.request import AUTO, Request
 
 KEPT = 64
 """Plans; the oldest make room for new ones."""
@@ -43,7 +43,8 @@ def key(
     asked = {name: repr(getattr(request, name)) for name in plain}
     asked["refuses"] = repr([executable.refusal(request, **{axis: 2}) for axis in executable.AXES])
     # Code of the user's own may say what a sample costs: its answers count, not its name.
-    costs = [repr(request.anatomy(size, "none", request.precision, WHOLE)) for size in (1, request.global_batch)]
+    precision = "fp32" if request.precision == AUTO else request.precision
+    costs = [repr(request.anatomy(size, "none", precision, WHOLE)) for size in (1, request.global_batch)]
     return hashed([asked, costs, clusters.dumps(cluster), repr(calibration), trials, code])
 
 

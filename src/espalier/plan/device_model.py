@@ -15,7 +15,7 @@ import numpy as np
 from espalier import cluster as clusters
 from espalier.cluster import Device
 from espalier.cost import Number, Product
-from espalier.errors import UserError, nearest
+from espalier.errors import UserError
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 
 PRODUCT_SHARE = 0.8
@@ -38,6 +38,10 @@ bookkeeping, and on GPUs the kernel's launch."""
 
 SETTING_WEIGHT = 4.0
 """A factor of two in threads or processes is as far as a factor of sixteen in a size."""
+
+
+PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
+"""Of products in a model with fp32 weights, the first of equals first."""
 
 
 @dataclass(frozen=True)
@@ -132,14 +136,26 @@ def describe(device: Device) -> str:
     return f"{device.source}; {sustained} and {PRODUCT_STARTUP * 1e6:g} µs for each product, assumed"
 
 
+def rate(device: Device, precision: str) -> float:
+    """`peak`, or 0 where there is none."""
+    return peak(device, precision) if has(device, precision) else 0.0
+
+
+def has(device: Device, precision: str) -> bool:
+    """Whether a device has a rate for products in this precision."""
+    return precision in device.flops
+
+
 def _peak(device: Device, precision: str) -> float:
     if precision in device.flops:
         return device.flops[precision]
-    near = nearest(precision, device.flops) or "fp32"
+    wide = device.kind == "cpu" or precision == "fp64"
+    near = "fp32" if wide else next((name for name in PRECISIONS if has(device, name)), "fp32")
+    missing = f"training in {precision} is not there yet; " if precision.startswith("fp8") else ""
     raise UserError(
         f"{device.name} has no rate for {precision}.",
-        why="its precisions are " + ", ".join(sorted(device.flops)),
-        do=f'train.precision = "{near if near in ("fp32", "bf16", "fp64") else "fp32"}"',
+        why=f"{missing}its precisions are " + ", ".join(sorted(device.flops)),
+        do=f'train.precision = "{near}", or "auto" for the fastest that the devices have',
     )
 
 

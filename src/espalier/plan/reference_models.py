@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from espalier.config.decoder_shapes import Sizes
-from espalier.cost import Anatomy, Cut, Number, Product, Work
+from espalier.cost import VALUE_BYTES, Anatomy, Cut, Number, Product, Work
 from espalier.plan.request import Request
 from espalier.shard.cost import StateBytes
 
@@ -65,7 +65,7 @@ class ReferenceDecoder:
         """Operations and bytes of one micro-batch on one rank."""
         size, tensor = self.size, cut.tensor
         tokens = micro_batch * self.sequence / cut.sequence
-        value = {"fp32": 4, "fp64": 8}.get(precision, 2)
+        value = VALUE_BYTES.get(precision, 2)
         inner, rows = size.feed_forward / tensor, tokens * size.active
         up = Product(rows, size.width, inner, 2 if self.gated else 1)
         projections = (
@@ -151,6 +151,6 @@ class ReferenceDecoder:
             "tokens_per_sample": float(self.sequence), "anatomy": self.anatomy, "tensors": 10 * size.layers + 3,
             "precision": precision, "outside": self.outside, "tables": 1 if size.tied else 2, "heads": size.heads,
             "kv_heads": size.kv_heads, "width": size.width, "kv_width": size.kv_width,
-            "storage": {"fp32": FULL, "fp64": DOUBLE}.get(precision, MIXED), "temporaries": FOREACH,
+            "storage": {"fp32": FULL, "tf32": FULL, "fp64": DOUBLE}.get(precision, MIXED), "temporaries": FOREACH,
             "sequence_parallel": self.sequence_parallel, "headroom": False, **more,
         })  # fmt: skip

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from espalier.shard.wrap_policy import Sized
 
 
+AUTO = "auto"
+"""A precision that is derived: see `plan.precision`."""
+
+
 class Crossing(NamedTuple):
     """How one class of traffic crosses the links of one level: see `comm.hybrid_compression`.
 

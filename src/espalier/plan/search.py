@@ -174,10 +174,18 @@ def parts(request: Request, cluster: Cluster) -> Iterator[tuple[Cluster, int, in
         return
     ordered = fastest_first(request, cluster)
     places = [place for place in ordered.devices() if place.table.device.kind == "cuda"]
+    places = list(itertools.takewhile(lambda place: device_model.has(place.table.device, request.precision), places))
+    if not places:
+        return
     threads = request.pin.threads or max(1, min(place.table.cores // place.table.devices for place in places))
-    sizes = {pinned} if pinned is not None else _sizes(ordered, request.max_devices or len(places))
+    sizes = {pinned} if pinned is not None else _sizes(ordered, min(request.max_devices or len(places), len(places)))
     for ranks in sorted((size for size in sizes if size <= len(places)), reverse=True):
         yield (cluster if ranks == len(cluster.devices()) else ordered), ranks, threads
+
+
+def fastest_possible(request: Request, cluster: Cluster, calibration: Calibration) -> float:
+    """Seconds that no plan on any part of the cluster can beat."""
+    return min((one[-1] for one in _promising_first(request, cluster, calibration)), default=float("inf"))
 
 
 def original_nodes(cluster: Cluster, ordered: Cluster) -> tuple[int, ...]:
@@ -194,7 +202,7 @@ def fastest_first(request: Request, cluster: Cluster) -> Cluster:
     tables = [table for table in cluster.nodes if table.device.kind == "cuda"]
     if cluster.pairs or any(table.name for table in tables):
         return cluster
-    tables.sort(key=lambda table: -device_model.peak(table.device, request.precision))
+    tables.sort(key=lambda table: -device_model.rate(table.device, request.precision))
     return msgspec.structs.replace(cluster, nodes=tuple(tables))
 
 

@@ -387,10 +387,8 @@ def _orthogonal(step: CostInputs, shape: tuple[int, int, int]) -> float:
     device, (rows, columns, count) = step.kind.table.device, shape
     small, large = min(rows, columns), max(rows, columns)
     times = count * NEWTON_SCHULZ
-    wanted = step.request.precision
-    precision = "bf16" if device.kind == "cuda" and "bf16" in device.flops else wanted
-    if precision not in device.flops or device.kind == "cpu":
-        precision = "fp64" if wanted == "fp64" else "fp32"
+    low = device.kind == "cuda" and device_model.has(device, "bf16")
+    precision = "bf16" if low else "fp64" if step.request.precision == "fp64" else "fp32"
     sizes = [(small, large, small), (small, small, small), (small, small, large)]
     products = [Product(*size, times) for size in sizes]
     setting: Any = step.kind.setting

@@ -63,7 +63,7 @@ class Trials:
             return {}
         file = cache_folder() / "trials.json"
         known, asked = table(file), self._asked()
-        names = {key(plan): f"{asked}/{key(plan)}/{plan.recompute}" for plan in plans}
+        names = {key(plan): f"{asked}/{key(plan)}/{plan.recompute}/{plan.precision}" for plan in plans}
         if self.run is not None and any(name not in known for name in names.values()):
             rounds = [{names[key(plan)]: self.run(plan) for plan in plans} for _ in range(ROUNDS)]
             rounds.append(known)
@@ -81,8 +81,7 @@ class Trials:
         """Says everything that the speed of a plan depends on, besides the plan."""
         recipe = recipe_file.to_table(self.recipe)
         asked = {name: recipe[name] for name in ("model", "comm")} | {
-            name: recipe["train"].get(name)
-            for name in ("sequence", "batch_tokens", "precision", "compile", "optimizer")
+            name: recipe["train"].get(name) for name in ("sequence", "batch_tokens", "compile", "optimizer")
         }
         if self.phase:
             asked["phase"] = self.phase

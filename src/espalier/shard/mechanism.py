@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from espalier.plan.base import Plan
 
 
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtype of sharded parameters, beside fp32 masters, by the precision of a plan."""
+
+
 class ShardedStates(Mechanism):
     """Parameters, gradients and optimizer states, each over its own number of the ranks that hold the same model."""
 
@@ -38,7 +42,7 @@ def spread(context: Build) -> spreading.Spread:
     """How the plan lays the states of the context's model on the ranks."""
     recipe, plan, mesh = context.recipe, context.plan, context.mesh
     assert context.model is not None
-    masters = plan.precision == "bf16" and any(unit.optimizer for unit in plan.units)
+    low = LOW.get(plan.precision) if any(unit.optimizer for unit in plan.units) else None
     nccl = context.device.type == "cuda" and not plan.mixed  # finds the way through machines by itself
     ranks = mesh.mesh.same_parameters(mesh.rank)
     return spreading.Spread(
@@ -46,7 +50,7 @@ def spread(context: Build) -> spreading.Spread:
         nodes=() if nccl else [plan.ranks[rank].node for rank in ranks],
         blocks=context.workload.blocks(context.model),
         whole=context.matrices,
-        low=torch.bfloat16 if masters else None,
+        low=low,
         bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"),
         codecs=spreading.codecs(plan.exchanges, recipe.comm.nonfinite == "stop"),
         prefetch=plan.prefetch,

@@ -104,6 +104,7 @@ class Pipelined(Mechanism):
             sharding.alone,
             WeightGradients(model) if split else None,
             tuple(context.workload.tasks().values()),
+            context.loss_scale,
         )
         _encode(context)
         messages = Messages(mesh.replica, places, context.device)

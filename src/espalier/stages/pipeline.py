@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from espalier.comm.base import Traffic
 from espalier.errors import UserError
+from espalier.optim.loss_scale import LossScale
 from espalier.stages import split_backward
 from espalier.stages.action_list import Action, ActionLists, Kind, Pipeline, check
 from espalier.stages.base import Accumulate, Loss
 from espalier.stages.messages import Form, Messages, shapes_of
 from espalier.stages.model_stages import Borrowed, ModelStages
-from espalier.stages.whole import outcome
+from espalier.stages.whole import divisor, outcome
 from espalier.workload import Outcome, Tagged
 
 _FORWARD, _BACKWARD, _COPY, _OUTPUT = range(4)
@@ -40,7 +41,7 @@ class Passes:
     """How forward and backward passes run.
 
     Attributes:
-        nominal_weight, accumulate, context, shares: see `stages.whole.Whole`.
+        nominal_weight, accumulate, context, shares, loss_scale: see `stages.whole.Whole`.
         alone: surrounds a backward pass that gives parameters no gradient.
         weights: puts off gradients of parameters; None: the schedule does not.
     """
@@ -51,6 +52,7 @@ class Passes:
     alone: Callable[[], AbstractContextManager[None]]
     weights: split_backward.WeightGradients | None = None
     shares: tuple[float, ...] = (1.0,)
+    loss_scale: LossScale | None = None
 
 
 class PipelineSchedule:
@@ -263,7 +265,8 @@ class _Step:
         else:
             if stage != boundary.stages.last or self.output is None:
                 raise UserError("The loss does not call the model.", do="call the model once for each micro-batch")
-            made = value / (self.passes.nominal_weight / self.passes.shares[_task(self.batches[number])])
+            share = self.passes.shares[_task(self.batches[number])]
+            made = value / divisor(self.passes.nominal_weight, share, self.passes.loss_scale)
             self.losses.append(value.detach().double())
             self.weights.append(weight.detach().double())
             self.counted.append(number)

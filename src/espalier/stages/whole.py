@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from espalier.compose import Claim
 from espalier.mechanism import Build, Mechanism
+from espalier.optim.loss_scale import LossScale
 from espalier.stages.base import Accumulate, Loss
 from espalier.workload import Outcome, Tagged
 
@@ -23,7 +24,7 @@ CLAIM = Claim("whole", question="stages", needs=frozenset({"gradients are summed
 
 class Whole:
     """Forward and backward of each micro-batch in turn; gradients add up in `.grad`. `shares`: how much the losses of
-    each task count."""
+    each task count; `loss_scale`: see `mechanism.Build`."""
 
     def __init__(
         self,
@@ -31,11 +32,13 @@ class Whole:
         accumulate: Accumulate,
         context: Callable[[], AbstractContextManager[Any]],
         shares: Sequence[float] = (1.0,),
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.nominal_weight = nominal_weight
         self.accumulate = accumulate
         self.context = context
         self.shares = tuple(shares)
+        self.loss_scale = loss_scale
 
     def run(self, model: nn.Module, batches: Sequence[Any], loss: Loss) -> Outcome:
         """See `Schedule.run`. `context` (autocast, say) holds round the forward pass only."""
@@ -46,18 +49,24 @@ class Whole:
             with self.accumulate(index == len(batches) - 1):
                 with self.context():
                     value, weight = loss(model, batch)
-                torch.autograd.backward(value / (self.nominal_weight / self.shares[task]))
+                torch.autograd.backward(value / divisor(self.nominal_weight, self.shares[task], self.loss_scale))
             losses.append(value.detach().double())
             weights.append(weight.detach().double())
         return outcome(losses, weights, tasks, self.shares)
 
     def apart(self, accumulate: Accumulate) -> Whole:
         """See `Schedule.apart`."""
-        return type(self)(self.nominal_weight, accumulate, self.context, self.shares)
+        return type(self)(self.nominal_weight, accumulate, self.context, self.shares, self.loss_scale)
 
     def validation(self) -> AbstractContextManager[None]:
         """See `Schedule.validation`."""
         return nullcontext()
+
+
+def divisor(nominal_weight: float, share: float, loss_scale: LossScale | None) -> float:
+    """What the loss of a micro-batch is divided by before its backward pass. `share`: how much its task counts."""
+    whole = nominal_weight / share
+    return whole if loss_scale is None else whole / loss_scale.factor
 
 
 def outcome(losses: list[Tensor], weights: list[Tensor], tasks: Sequence[int], shares: Sequence[float]) -> Outcome:
@@ -86,7 +95,7 @@ class WholeModel(Mechanism):
         assert context.sharding is not None
         shares = tuple(context.workload.tasks().values())
         nominal_weight, accumulate = context.workload.nominal_weight, context.sharding.accumulate
-        context.schedule = self.schedule(nominal_weight, accumulate, context.forward, shares)
+        context.schedule = self.schedule(nominal_weight, accumulate, context.forward, shares, context.loss_scale)
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:

@@ -42,6 +42,8 @@ class Agreed(NamedTuple):
     """Ranks whose own loss or gradient was not finite; the parameters were then left untouched."""
     tasks: tuple[float, ...] = ()
     """Each task's own loss, where there are several."""
+    skipped: bool = False
+    """The scaled gradient was not finite: the step was left out, and the loss scale made smaller."""
 
 
 class Gradients(Protocol):

@@ -14,6 +14,7 @@ from torch import Tensor
 from espalier.compose import Claim
 from espalier.mechanism import Build, Mechanism
 from espalier.optim.base import Optimizer
+from espalier.optim.loss_scale import LossScale
 from espalier.sync.base import Agreed, Gradients, LauncherNews, task_totals
 from espalier.workload import Outcome
 
@@ -33,13 +34,23 @@ CLAIM = Claim(
 
 
 class StepAgreement:
-    """Waits for the summed gradients, clips them by their global norm, and takes one optimizer step. Has no state."""
+    """Waits for the summed gradients, clips them by their global norm, and takes one optimizer step. Has no state.
 
-    def __init__(self, sharding: Gradients, optimizer: Optimizer, totals: Totals, clip: float) -> None:
+    `loss_scale`: see `mechanism.Build`; what is summed is divided by it."""
+
+    def __init__(
+        self,
+        sharding: Gradients,
+        optimizer: Optimizer,
+        totals: Totals,
+        clip: float,
+        loss_scale: LossScale | None = None,
+    ) -> None:
         self.sharding = sharding
         self.optimizer = optimizer
         self.totals = totals
         self.clip = clip
+        self.loss_scale = loss_scale
 
     def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
         """See `Agreement.step`. Nothing moves when a loss or the gradient is not finite."""
@@ -49,14 +60,18 @@ class StepAgreement:
         loss, weight, stopping, faulty, tasks = self.totals.read(values)
         exposed = time.perf_counter() - begun
         scale = self.totals.nominal_weight / weight if weight else 0.0
+        if self.loss_scale is not None:
+            scale /= self.loss_scale.factor
         size = self.sharding.norm() * scale
-        if not faulty and math.isfinite(size):
+        finite = math.isfinite(size)
+        skipped = self.loss_scale is not None and not faulty and self.loss_scale.after(finite)
+        if not faulty and finite:
             self._scale([one.tensor.grad for one in self.sharding.owned if one.tensor.grad is not None], scale, size)
             self.optimizer.step(learning_rate)
+        if skipped or (finite and not faulty):
             self.sharding.refresh()
-        return Agreed(
-            loss / weight if weight else math.nan, weight, size, learning_rate, stopping, exposed, faulty, tasks
-        )
+        mean = loss / weight if weight else math.nan
+        return Agreed(mean, weight, size, learning_rate, stopping, exposed, faulty, tasks, skipped)
 
     level = whole = common = True
     leaving = outlives = False
@@ -137,7 +152,7 @@ def agreement(context: Build) -> StepAgreement:
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     counts = context.mesh.mesh.counts(context.mesh.rank)
     totals = Totals(context.workload.nominal_weight, rank, world, len(context.workload.tasks()), counts)
-    return StepAgreement(context.sharding, context.optimizer, totals, context.recipe.train.clip)
+    return StepAgreement(context.sharding, context.optimizer, totals, context.recipe.train.clip, context.loss_scale)
 
 
 class DataParallel(Mechanism):

@@ -14,6 +14,7 @@ writes these; a reader ignores names and fields it does not know:
 | step       | step, loss, tokens, seconds, mfu, learning_rate, gradient_norm, memory (the most bytes the rank held: |
 |            | anonymous and shared pages, or of a GPU), page_cache (bytes of files it has mapped and read, apart), |
 |            | tasks {name: its own loss} where there are several, |
+|            | loss_scale (after the step) and skipped (steps left out so far, as a gradient overflowed) in fp16, |
 |            | bytes {traffic class: bytes sent by the rank}, exposed (seconds waiting for communication), |
 |            | and of encoded classes saved {class: bytes}, coding {class: seconds}, lost {class: share of the 2-norm} |
 | data       | changed (files that are not what they were when the run was begun), action |

@@ -65,7 +65,7 @@ def _tell(as_json: bool, resolved: prepare.Resolved, decision: PlanDecision, cha
         print(plans.dumps(plan, **beside), end="", flush=True)
     else:
         recipe = resolved.recipe
-        printing.plan(plan, resolved.derivations, recipe.train.steps, model_kinds.of(recipe.model).unit)
+        printing.plan(plan, prepare.derivations(resolved, plan), recipe.train.steps, model_kinds.of(recipe.model).unit)
         printing.sources(plan)
         if changed is not None:
             printing.beside(plan, changed.plan, changed.fits)

@@ -17,7 +17,8 @@ from espalier.hardware import resource_limits
 from espalier.launch import base as launch
 from espalier.launch import version_check
 from espalier.plan import base as plans
-from espalier.plan.collective_time import peak_flops
+from espalier.plan import device_model
+from espalier.plan.collective_time import used
 from espalier.rank_setup import RankSetup
 from espalier.verbs import prepare as ready
 from espalier.verbs import run_seal
@@ -49,7 +50,7 @@ class RunStart:
 
     def setting(self, place: launch.RankSpec) -> RankSetup:
         """What the rank at `place` needs to know, and what the run's first event says of it."""
-        recipe, derivations = self.resolved.recipe, self.resolved.derivations
+        recipe, derivations = self.resolved.recipe, ready.derivations(self.resolved, self.plan)
         about = {
             "name": recipe.name,
             "workload": type(self.workload).__name__.removesuffix("Workload").lower(),
@@ -72,7 +73,7 @@ class RunStart:
             "notes": list(self.workload.notes()),
             "derivations": [{"key": one.key, "value": one.value, "why": one.reason} for one in derivations],
         }
-        peak = peak_flops(self.cluster, len(self.plan.ranks), recipe.train.precision)
+        peak = sum(device_model.peak(one, self.plan.precision) for one in used(self.cluster, self.plan))
         return RankSetup(
             recipe, self.plan, self.workload, place, self.folder.path, about=about, flops_per_second=peak,
             trust=self.resolved.trust,

@@ -321,7 +321,9 @@ def decided(
             printing.notes(
                 [*workload.notes(), *data.notes, *(_stretched(given.before, recipe) if given.before else ())]
             )
-            printing.plan(plan, resolved.derivations, recipe.train.steps, model_kinds.of(recipe.model).unit)
+            printing.plan(
+                plan, ready.derivations(resolved, plan), recipe.train.steps, model_kinds.of(recipe.model).unit
+            )
     parameters = ready.parameters(recipe, workload)
     new = given.before is None and not saved
     return RunStart(resolved, workload, cluster, plan, parameters, folder, given.quiet, given.workload, new, finished)

@@ -28,8 +28,9 @@ from espalier.plan.base import Layout
 from espalier.plan.calibrate import Measurement
 from espalier.plan.collective_time import gpus
 from espalier.plan.layouts import ALGORITHMS, Layouts, of_view
+from espalier.plan.precision import fast
 from espalier.plan.reference_models import DOUBLE, MEGATRON, ReferenceDecoder
-from espalier.plan.request import Request
+from espalier.plan.request import AUTO, Request
 
 PRECISIONS: Mapping[Any, str] = {
     **{name: name for name in ("fp16", "bf16", "fp32", "fp64")},
@@ -222,10 +223,9 @@ class Descriptions:
         return _Model(decoder_shapes.sizes(resolved.model), gated, said)
 
     def _precision(self, said: Any, cluster: Cluster) -> str:
-        if said is not None:
+        if said not in (None, AUTO):
             return _meant("precision", str(said), PRECISIONS)
-        device = cluster.nodes[0].device
-        name = next((one for one in ("bf16", "fp16") if device.kind == "cuda" and one in device.flops), "fp32")
+        name = fast(cluster.nodes[0].device)[0]
         self.notes.add(f"precision is missing: {name} assumed")
         return name
 

@@ -1,0 +1,227 @@
+"""The precision of a plan: no allowed one is faster by the planner's own estimate, and what it says is what it counted."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from asked import decoder, gpus, processor
+
+from espalier import cluster as clusters
+from espalier import mechanisms
+from espalier.cluster import Cluster, Rate
+from espalier.config import Pin, defaults, recipe_file
+from espalier.errors import UserError
+from espalier.plan import base as plans
+from espalier.plan import device_model, precision, request_from_recipe
+from espalier.plan.base import Plan
+from espalier.plan.decide import PlanDecision, decide
+from espalier.plan.request import AUTO, Request
+
+LARGE = {"width": 2048, "layers": 8, "sequence": 1024, "batch": 256, "heads": 16, "kv_heads": 16}
+
+
+def mixed(*tables: tuple[str, int, int], between: str = "100Gbit/s") -> Cluster:
+    """Of (device, machines, devices of each)."""
+    nodes = "".join(f'[[nodes]]\ndevice = "{name}"\ncount = {n}\ndevices = {each}\n' for name, n, each in tables)
+    return clusters.loads(f'{nodes}[links]\nbetween = "{between}"\n')
+
+
+def seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.step_seconds
+
+
+def derived(request: Request, cluster: Cluster) -> PlanDecision:
+    return decide(replace(request, precision=AUTO), cluster)
+
+
+# --- which precisions there are ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "known"),
+    [
+        ("A100-80GB", ("bf16", "tf32")),
+        ("H100", ("bf16", "tf32")),
+        ("RTX 4090", ("bf16", "fp32")),
+        ("V100-32GB", ("fp16", "fp32")),
+        ("T4", ("fp16", "fp32")),
+    ],
+)
+def test_a_device_computes_fast_what_its_rates_say(device: str, known: tuple[str, ...]) -> None:
+    assert precision.fast(clusters.device(device)) == known
+    assert derived(decoder(**LARGE), gpus(device)).plan.precision == known[0]
+
+
+def test_slow_bf16_beside_fast_fp16_does_not_count() -> None:
+    slow = msgspec.structs.replace(clusters.device("V100-32GB"), flops={"fp32": 15.7e12, "bf16": 16e12, "fp16": 125e12})
+    assert precision.fast(slow) == ("fp16", "fp32")
+    middling = msgspec.structs.replace(slow, flops={"fp32": 15.7e12, "bf16": 40e12, "fp16": 125e12})
+    assert precision.fast(middling) == ("bf16", "fp16", "fp32")
+
+
+@pytest.mark.parametrize(("rate", "name"), [(None, "fp32"), (0.4, "fp32"), (1.2, "fp32"), (4.0, "bf16")])
+def test_processors_compute_in_fp32_unless_bf16_was_measured_to_be_faster(rate: float | None, name: str) -> None:
+    cluster = processor(4)
+    (node,) = cluster.nodes
+    if rate is not None:
+        flops = {"fp32": 40e9, "bf16": 40e9 * rate}
+        rates = tuple(Rate("product", one, 512, 512, 512, 1, 1, flops[one]) for one in flops)
+        device = msgspec.structs.replace(node.device, flops=flops, rates=rates, peak=False)
+        cluster = msgspec.structs.replace(cluster, nodes=(msgspec.structs.replace(node, device=device),))
+    plan = derived(decoder(), cluster).plan
+    assert plan.precision == name
+    plain = decide(decoder(precision=name), cluster).plan
+    assert msgspec.structs.replace(plan, why=()) == msgspec.structs.replace(plain, why=())
+
+
+# --- the law -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_allowed_precision_is_faster_by_the_planners_own_estimate(seed: int) -> None:
+    draw = random.Random(seed)
+    kinds = draw.sample(["A100-40GB", "H100", "RTX 3090", "V100-16GB", "T4"], draw.choice([1, 1, 2, 3]))
+    cluster = mixed(*((kind, draw.choice([1, 2]), draw.choice([1, 2, 4])) for kind in kinds),
+                    between=f"{draw.choice([1, 10, 400])}Gbit/s")  # fmt: skip
+    request = decoder(
+        draw.choice([256, 2048, 4096]), draw.choice([2, 8]), draw.choice([128, 1024]), draw.choice([4, 64])
+    )
+    names = precision.candidates(replace(request, precision=AUTO), cluster)
+    alone = [decide(replace(request, precision=name), cluster) for name in names]
+    found = derived(request, cluster)
+    fitting = [one for one in alone if one.fits]
+    assert found.fits == bool(fitting)
+    if fitting:
+        best = min(fitting, key=lambda one: seconds(one.plan))
+        assert seconds(found.plan) == seconds(best.plan)
+        assert found.plan.precision == best.plan.precision  # the first of equals
+        assert found.plan.layout == best.plan.layout
+
+
+def test_memory_decides_where_a_faster_precision_does_not_fit() -> None:
+    """Of one layout on one rank the precision that holds less is taken where only that fits."""
+    request = decoder(**LARGE, pin=Pin(ranks=1, micro_batch=1, recompute="none"))
+    cluster = gpus(devices=1)
+    peaks = {}
+    for name in ("bf16", "tf32"):
+        plan = decide(replace(request, precision=name), cluster).plan
+        assert plan.predicted is not None
+        peaks[name] = plan.predicted.memory_bytes["peak"]
+    between = replace(request, memory=(peaks["bf16"] + peaks["tf32"]) / 2)
+    assert derived(request, cluster).plan.precision == "bf16"
+    assert derived(between, cluster).plan.precision == min(peaks, key=lambda name: peaks[name])
+    nothing = derived(replace(request, memory=min(peaks.values()) / 4), cluster)
+    assert not nothing.fits
+    assert nothing.request.precision != AUTO
+
+
+# --- mixed clusters ------------------------------------------------------------------------------------------------
+
+
+def test_one_t4_does_not_slow_sixteen_a100s() -> None:
+    request = decoder(**LARGE)
+    alone, beside = mixed(("A100-80GB", 2, 8)), mixed(("A100-80GB", 2, 8), ("T4", 1, 1))
+    plan = derived(request, beside).plan
+    assert plan.precision == "bf16"
+    assert len(plan.ranks) == 16
+    assert seconds(plan) == seconds(derived(request, alone).plan)
+    assert {beside.devices()[rank].table.device.name for rank in range(len(plan.ranks))} == {"A100-80GB"}
+    (told,) = (sentence for sentence in plan.why if "T4" in sentence)
+    found = re.fullmatch(
+        r"1 x T4 is left out: no bf16 there; with all, in (\w+), a step takes .*, (.*) times as long\.", told
+    )
+    assert found is not None
+    all_of_them = decide(replace(request, precision=found[1], pin=Pin(ranks=17)), beside).plan
+    assert float(found[2]) == pytest.approx(seconds(all_of_them) / seconds(plan), rel=0.04)
+    assert float(found[2]) > 1.2
+
+
+def test_a_slow_card_first_in_the_file_is_left_out_too() -> None:
+    request = decoder(**LARGE)
+    plan = derived(request, mixed(("T4", 1, 1), ("A100-80GB", 1, 8))).plan
+    assert plan.precision == "bf16"
+    assert {rank.node for rank in plan.ranks} == {1}
+
+
+def test_cards_that_share_fast_fp16_train_together_in_it() -> None:
+    plan = derived(decoder(**LARGE), mixed(("V100-32GB", 1, 8), ("T4", 1, 8))).plan
+    assert plan.precision == "fp16"
+
+
+def test_a_precision_that_was_set_leaves_out_who_lacks_it() -> None:
+    cluster = mixed(("A100-80GB", 1, 8), ("T4", 1, 1))
+    plan = decide(decoder(**LARGE, precision="bf16"), cluster).plan
+    assert len(plan.ranks) == 8
+    with pytest.raises(UserError, match=r"T4 has no rate for bf16[\s\S]*precisions are fp16, fp32[\s\S]*\"fp16\""):
+        decide(decoder(**LARGE, precision="bf16"), gpus("T4"))
+
+
+# --- what is said --------------------------------------------------------------------------------------------------
+
+
+def test_six_lines_of_llama_7b_on_eight_a100s_are_planned_in_bf16(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """And say why; fp32 that is set stays, beside how much faster bf16 would be."""
+    words = {"model": {"shape": "llama-7b"}, "data": {"path": str(tmp_path)}, "train": {"batch_tokens": 2**22}}
+
+    def planned(**train: str) -> Plan:
+        table = {**words, "train": {**words["train"], **train}}
+        recipe, _ = defaults.resolve(recipe_file.from_table(table), vocabulary=32_000)
+        return decide(request_from_recipe.of_recipe(recipe), gpus()).taken
+
+    fast, exact = planned(), planned(precision="fp32")
+    assert fast.precision == "bf16"
+    assert "bf16: 16x fp32's rate and 2x TF32's on A100-80GB." in fast.why
+    assert exact.precision == "fp32"
+    (told,) = (sentence for sentence in exact.why if sentence.startswith("fp32 was set"))
+    times = re.fullmatch(r"fp32 was set: in bf16 this layout is (.*) times as fast\.", told)
+    assert times is not None
+    assert 8 < float(times[1]) < 17
+    assert seconds(exact) > 8 * seconds(fast)
+
+
+def test_what_was_set_is_not_called_slow_where_nothing_is_faster() -> None:
+    for name, device in (("bf16", "A100-80GB"), ("fp16", "A100-80GB"), ("fp16", "T4")):
+        assert not any("was set" in one for one in decide(decoder(**LARGE, precision=name), gpus(device)).plan.why)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+def test_fp8_is_not_there_and_bf16_is_its_alternative(name: str) -> None:
+    with pytest.raises(UserError, match=f"H100 has no rate for {name}") as caught:
+        decide(decoder(**LARGE, precision=name), gpus("H100"))
+    assert "is not there yet" in caught.value.why
+    assert 'train.precision = "bf16"' in caught.value.do
+    assert "fp64" not in caught.value.do
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "says"), [("T4", "tf32", "fp16"), ("T4", "fp64", "fp32"), ("A100-80GB", "fp7", "bf16")]
+)
+def test_a_rate_that_is_missing_is_told_with_one_that_is_there(device: str, asked: str, says: str) -> None:
+    with pytest.raises(UserError, match=f"{device} has no rate for {asked}") as caught:
+        device_model.peak(clusters.device(device), asked)
+    assert f'train.precision = "{says}"' in caught.value.do
+
+
+# --- TF32 ----------------------------------------------------------------------------------------------------------
+
+
+def test_tf32_is_switched_on_by_its_plans_only(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    table = {"model": {"depth": 1}, "data": {"path": str(tmp_path)}}
+    recipe = recipe_file.from_table(table)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for name, wanted in (("fp32", before), ("bf16", before), ("tf32", "high")):
+            made = mechanisms.chosen(recipe, plans.Plan(precision=name))
+            switches = [one for one in made if isinstance(one, mechanisms.Tf32)]
+            assert len(switches) == (name == "tf32")
+            for one in switches:
+                one.wrap(None)  # type: ignore[arg-type]
+            assert torch.get_float32_matmul_precision() == wanted
+    finally:
+        torch.set_float32_matmul_precision(before)
