@@ -21,7 +21,10 @@ def request(samples: int = 32, **more: object) -> Request:
         "model": {"depth": 2, "width": 128, "heads": 4, "vocabulary": 512},
         "train": {"steps": 10, "sequence": 64, "batch_tokens": 64 * samples},
     }
-    return replace(request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]), **more)  # type: ignore[arg-type]
+    return replace(
+        request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]),
+        **{"precision": "fp32", **more},
+    )  # type: ignore[arg-type]
 
 
 def machine(cores: int = 4, gpus: int = 0) -> clusters.Cluster:

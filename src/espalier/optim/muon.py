@@ -5,7 +5,7 @@ quintic Newton-Schulz iterations that bring every singular value near one. The u
 sqrt(max(1, rows / columns)) so that wide and tall matrices move alike.
 
 We deviate in two ways: the iteration runs in the parameter's own precision on CPUs and on GPUs before Ampere (bfloat16
-products are slower there) and in bfloat16 on later GPUs; and matrices of one shape go through it as one batched product.
+products are slower there) and in bfloat16 on later ones; matrices of one shape go through it as one batched product.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from espalier.cluster import Cluster, Device, Link, Node, Place
 from espalier.cost import Number, in_turn, ring_bytes
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.device_model import DeviceUse
-from espalier.plan.device_model import peak as speed_peak
 from espalier.plan.request import Crossing
 from espalier.shard.placement import inside
 
@@ -101,11 +100,6 @@ def seats(cluster: Cluster, ranks: int) -> list[Place]:
 def devices(cluster: Cluster, ranks: int) -> dict[int, Device]:
     """The devices that `ranks` ranks use, by their number in the cluster."""
     return {place.rank: place.table.device for place in seats(cluster, ranks)}
-
-
-def peak_flops(cluster: Cluster, ranks: int, precision: str) -> float:
-    """FLOP/s that count for MFU of the devices `ranks` ranks use together."""
-    return sum(speed_peak(device, precision) for device in devices(cluster, ranks).values())
 
 
 def used(cluster: Cluster, plan: Plan) -> list[Device]:

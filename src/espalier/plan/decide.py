@@ -84,39 +84,45 @@ def decide(
     Raises:
         UserError: pins that cannot be met. (That nothing fits is said by `PlanDecision.taken`.)
     """
-    known = precision.candidates(request, cluster)
-    if request.precision != AUTO:
-        found = _in_one_precision(request, cluster, calibration, trials)
-        return _with_reasons(found, precision.narrower(request, found.found))
-    if len(known) == 1:
-        made = [best := _in_one_precision(replace(request, precision=known[0]), cluster, calibration, trials)]
+    there = gpus(cluster)
+    if request.precision == AUTO and there:
+        return _in_the_fastest_precision(request, cluster, calibration, trials)
+    if request.precision == AUTO:
+        request = replace(request, precision="fp32", remarks=(*request.remarks, precision.ON_PROCESSORS))
+    if isinstance(request.sync, ByRounds):
+        found = _by_rounds(request, cluster, calibration, request.sync)
     else:
-        best = min(made := _in_each(request, cluster, calibration, trials, known), key=_rank)
-    others = {one.request.precision: one.found for one in made if one is not best}
-    return _with_reasons(best, precision.reasons(best.plan, best.request, cluster, others))
+        found = _every_step(request, cluster, calibration, trials)
+        if isinstance(request.sync, Auto) and cluster.machines > 1 and found.fits:
+            found = _if_rounds_pay(found, request, cluster, calibration)
+    plan = checkpoint_cost.with_copies(
+        checkpoint_cost.paced(found.plan, request.saves, cluster), request.copies, cluster
+    )
+    why = (*plan.why, *(precision.faster(request, found.found) if there else ()))
+    return replace(found, plan=msgspec.structs.replace(plan, why=why))
 
 
-# --- precisions ----------------------------------------------------------------------------------------------------
-
-
-def _in_each(
-    request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None, known: Sequence[str]
-) -> list[PlanDecision]:
-    """A decision for each precision that could be fastest; all where devices differ, to say what leaving some out
-    gains. Raises UserError where there is none at all."""
+def _in_the_fastest_precision(
+    request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None
+) -> PlanDecision:
+    """The fastest decision of those for each precision that could be fastest. All are made where devices differ, to say
+    what leaving some out gains. Raises UserError where none can be made."""
     made: list[PlanDecision] = []
     refusal: UserError | None = None
-    for name in known:
+    for name in precision.candidates(cluster):
         asked, best = replace(request, precision=name), min(map(_rank, made), default=(True, 0.0))
         if not best[0] and cluster.same_speed and search.fastest_possible(asked, cluster, calibration) >= best[1]:
             continue
         try:
-            made.append(_in_one_precision(asked, cluster, calibration, trials))
+            made.append(decide(asked, cluster, calibration, trials))
         except UserError as error:
             refusal = refusal or error
     if not made and refusal is not None:
         raise refusal
-    return made
+    best_of = min(made, key=_rank)
+    others = {one.request.precision: one.found for one in made if one is not best_of}
+    why = (*best_of.plan.why, *precision.reasons(best_of.plan, cluster, others))
+    return replace(best_of, plan=msgspec.structs.replace(best_of.plan, why=why))
 
 
 def _rank(found: PlanDecision) -> tuple[bool, float]:
@@ -124,24 +130,6 @@ def _rank(found: PlanDecision) -> tuple[bool, float]:
     if not found.fits:
         return True, 0.0 if found.found.closest is None else found.found.closest.over
     return False, 0.0 if found.plan.predicted is None else found.plan.predicted.step_seconds
-
-
-def _with_reasons(found: PlanDecision, why: Sequence[str]) -> PlanDecision:
-    return replace(found, plan=msgspec.structs.replace(found.plan, why=(*found.plan.why, *why))) if why else found
-
-
-def _in_one_precision(
-    request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None
-) -> PlanDecision:
-    """The decision for a request that says its precision."""
-    if isinstance(request.sync, ByRounds):
-        found = _by_rounds(request, cluster, calibration, request.sync)
-    else:
-        found = _every_step(request, cluster, calibration, trials)
-        if isinstance(request.sync, Auto) and cluster.machines > 1 and found.fits:
-            found = _if_rounds_pay(found, request, cluster, calibration)
-    plan = checkpoint_cost.paced(found.plan, request.saves, cluster)
-    return replace(found, plan=checkpoint_cost.with_copies(plan, request.copies, cluster))
 
 
 # --- rounds ------------------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ import numpy as np
 
 from espalier.cluster import Cluster
 from espalier.cost import Number, ring_bytes
-from espalier.plan import collective_time, memory_model, step_time
+from espalier.plan import collective_time, device_model, memory_model, step_time
 from espalier.plan.base import Predicted
 from espalier.plan.calibration_factors import CostFactors
-from espalier.plan.collective_time import Fleet, devices, peak_flops, seats
+from espalier.plan.collective_time import Fleet, devices, seats
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request, exchanges
@@ -148,12 +148,13 @@ def estimate(
     tokens = request.global_batch * request.tokens_per_sample
     made = CostInputs(request, on, on.kinds[slow], layout)
     most = int(samples_each(request, layout)) if shares.samples is None else int(np.max(shares.samples))
+    peak = sum(device_model.peak(one, request.precision) for one in devices(cluster, ranks).values())
     nodes = [0 if on.cuda else place.node for place in seats(cluster, ranks)]
     return Predicted(
         step_seconds=step,
         tokens_per_second=tokens / step,
         tokens_per_second_per_device=tokens / step / len(devices(cluster, ranks)),
-        mfu=request.model_flops / step / peak_flops(cluster, ranks, request.precision),
+        mfu=request.model_flops / step / peak,
         terms=terms,
         memory_bytes={**kinds, "peak": sum(kinds.values())},
         memory_limit=tight.limit,

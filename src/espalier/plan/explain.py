@@ -15,7 +15,7 @@ from espalier import units
 from espalier.cluster import Cluster, machine_order
 from espalier.config import Pin
 from espalier.errors import UserError
-from espalier.plan import collective_time, device_model, memory_model, pins, search, step_time
+from espalier.plan import collective_time, memory_model, pins, search, step_time
 from espalier.plan import layouts as space
 from espalier.plan.base import Predicted, RunnerUp
 from espalier.plan.collective_time import gpus, seats
@@ -58,7 +58,7 @@ def why(request: Request, found: Found, option: Option, predicted: Predicted) ->
         said += _gathers(request, option)
         said += _cuts(request, found, option, predicted)
     used = int(layout.world)
-    there = sum(device_model.has(place.table.device, request.precision) for place in option.cluster.devices())
+    there = sum(request.precision in place.table.device.flops for place in option.cluster.devices())
     if used < there and not request.pin.ranks:
         whole = found.best(lambda one: one.layout.world == there)
         beside = "no plan uses them" if whole is None else f"with all, {_change(whole.seconds, option.seconds)}"

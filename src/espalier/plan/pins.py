@@ -31,16 +31,17 @@ def check(request: Request, cluster: Cluster) -> None:
     _check_algorithm(pin)
     if request.global_batch < 1:
         raise UserError(f"The global batch has {request.global_batch} samples.", do="a larger train.batch_tokens")
-    tables = [table for table in cluster.nodes if table.device.kind == ("cuda" if there else "cpu")]
-    lacking = [table.device for table in tables if not device_model.has(table.device, request.precision)]
-    if lacking and (not there or len(lacking) == len(tables)):
-        device_model.peak(lacking[0], request.precision)  # raises UserError; of several GPUs some may be left out
     if there:
+        devices = [table.device for table in cluster.nodes if table.device.kind == "cuda"]
+        if not any(device_model.has(device, request.precision) for device in devices):
+            device_model.peak(devices[0], request.precision)  # raises UserError; those that have it do without the rest
         _check_devices(request, there)
         return
     shared = (pin.tp or 1) * (pin.sp or (pin.hp or 1) * (pin.cp or 1)) * (pin.pp or 1)  # ranks that take one sample
     what = "samples of the global batch" + (f" x {shared} ranks that share each" if shared > 1 else "")
     _at_most("ranks", pin.ranks, request.global_batch * shared, what, "a larger train.batch_tokens")
+    for table in cluster.nodes:
+        device_model.peak(table.device, request.precision)  # raises UserError where a processor has no such precision
 
 
 def _check_devices(request: Request, there: int) -> None:

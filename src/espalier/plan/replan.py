@@ -2,7 +2,7 @@
 
 After FlashFlex (arXiv 2409.01143), which plans for unequal devices, and Acme (arXiv 2403.07648), section 6.1. The
 search and the cost model are those of any plan: each rank becomes a device of its own, slowed by what was measured.
-Where we deviate: only data-parallel ranks of one machine; what slowness has nothing to do with (micro-batch,
+Where we deviate: only data-parallel ranks of one machine; what slowness has nothing to do with (precision, micro-batch,
 recomputation, whether states are whole) stays as it was where that fits, so that only what was measured decides.
 """
 
@@ -101,7 +101,8 @@ def seconds(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> fl
     on = collective_time.fleet(measured(cluster, plan.ranks, found), len(plan.ranks), threads)
     shares = [rank.share[1] - rank.share[0] for rank in plan.ranks]
     layout = replace(of_view(plan.layout), threads=threads)
-    costs = price(request, replace(on, factors=request.factors), layout, Shares(shares))
+    asked = replace(request, precision=plan.precision)
+    costs = price(asked, replace(on, factors=request.factors), layout, Shares(shares))
     return max(float(one.step) for one in costs)
 
 
@@ -127,8 +128,9 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
         shard=ShardPin(params=1, grads=1, optimizer=1) if plan.replicated else None,
     )
     freer = Pin(ranks=len(kept), threads=ranks[0].threads, algorithm="data", pp=1)
+    asked = replace(request, precision=plan.precision, sync=EveryStep())
     for pin in (pinned, freer):
-        decision = decide(replace(request, pin=pin, sync=EveryStep()), there, Calibration(factors=request.factors))
+        decision = decide(replace(asked, pin=pin), there, Calibration(factors=request.factors))
         if decision.fits:
             return _seated(decision.taken, ranks, request.global_batch)
     closest = decision.found.closest

@@ -11,12 +11,14 @@ import torch
 from espalier import cluster as clusters
 from espalier.cluster import whatif
 from espalier.config import model_kinds
+from espalier.config.base import Derivation
 from espalier.errors import UserError
 from espalier.plan import base as plans
 from espalier.plan import explain, search
 from espalier.plan.collective_time import gpus
 from espalier.plan.decide import PlanDecision, decide
 from espalier.plan.layouts import view
+from espalier.plan.request import AUTO
 from espalier.plan.trials import Trials
 from espalier.terminal import say
 from espalier.verbs import measurements, prepare, printing
@@ -65,7 +67,10 @@ def _tell(as_json: bool, resolved: prepare.Resolved, decision: PlanDecision, cha
         print(plans.dumps(plan, **beside), end="", flush=True)
     else:
         recipe = resolved.recipe
-        printing.plan(plan, prepare.derivations(resolved, plan), recipe.train.steps, model_kinds.of(recipe.model).unit)
+        derived = [*resolved.derivations]
+        if recipe.train.precision == AUTO:
+            derived.append(Derivation("train.precision", plan.precision, prepare.PRECISION))
+        printing.plan(plan, derived, recipe.train.steps, model_kinds.of(recipe.model).unit)
         printing.sources(plan)
         if changed is not None:
             printing.beside(plan, changed.plan, changed.fits)

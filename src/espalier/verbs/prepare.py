@@ -13,15 +13,15 @@ import msgspec
 from espalier import cluster as clusters
 from espalier import terminal, workload_registry
 from espalier.config import Recipe, recipe_file
-from espalier.config.base import Derivation
 from espalier.hardware import probe
 from espalier.plan import request_from_recipe
-from espalier.plan.base import Plan
-from espalier.plan.request import AUTO, Request
+from espalier.plan.request import Request
 from espalier.track.progress import Waiting
 from espalier.workload import Workload
 
 Resolved = workload_registry.Resolved
+PRECISION = "on GPUs the fastest of what they compute fast, on processors fp32"
+"""Why `train.precision` is what its plan has."""
 
 
 def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False) -> Resolved:
@@ -68,13 +68,6 @@ def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
 def parameters(recipe: Recipe, workload: Workload) -> int:
     """How many parameters the recipe's model has."""
     return workload_registry.row(recipe).profile(recipe, lambda: workload).tally.parameters
-
-
-def derivations(resolved: Resolved, plan: Plan) -> Sequence[Derivation]:
-    """What was derived of a recipe, and by its plan."""
-    if resolved.recipe.train.precision != AUTO:
-        return resolved.derivations
-    return [*resolved.derivations, Derivation("train.precision", plan.precision, "fastest of those that devices have")]
 
 
 def request(resolved: Resolved, ranks: int | None = None, workload: Workload | None = None) -> Request:

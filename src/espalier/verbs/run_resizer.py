@@ -120,9 +120,7 @@ class RunResizer:
         job = self.job
         asked = prepare.request(job.resolved, None, job.workload)
         asked, _ = codecs.encoded(asked, job.cluster)
-        return replace(
-            asked, precision=job.plan.precision, factors=measurements.calibration(job.resolved.recipe).factors
-        )
+        return replace(asked, factors=measurements.calibration(job.resolved.recipe).factors)
 
 
 def _key(plan: Plan) -> str:

@@ -50,7 +50,7 @@ class RunStart:
 
     def setting(self, place: launch.RankSpec) -> RankSetup:
         """What the rank at `place` needs to know, and what the run's first event says of it."""
-        recipe, derivations = self.resolved.recipe, ready.derivations(self.resolved, self.plan)
+        recipe, derivations = self.resolved.recipe, self.resolved.derivations
         about = {
             "name": recipe.name,
             "workload": type(self.workload).__name__.removesuffix("Workload").lower(),

@@ -22,12 +22,14 @@ from espalier import run as runs
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.storage import open_place
 from espalier.config import Constant, Recipe, model_kinds
+from espalier.config.base import Derivation
 from espalier.errors import EspalierError, Interrupted
 from espalier.hardware import multihost_probe
 from espalier.launch import announcement, detect_launcher, rank_assignment, rank_process, supervisor, torchrun
 from espalier.launch import base as launch
 from espalier.launch.announcement import Announcement
 from espalier.plan import base as plans
+from espalier.plan.request import AUTO
 from espalier.run import RunFolder
 from espalier.terminal import say
 from espalier.track import report
@@ -312,6 +314,9 @@ def decided(
         folder.discard_if_empty()
         folder.release()
         raise
+    if recipe.train.precision == AUTO:
+        by_plan = Derivation("train.precision", plan.precision, ready.PRECISION)
+        resolved = replace(resolved, derivations=[*resolved.derivations, by_plan])
     saved = Checkpoints(recipe.checkpoint.target or str(folder.checkpoints)).entries()
     finished = bool(saved) and not saved[-1].why and saved[-1].step >= (recipe.train.steps or 0)
     if not finished:
@@ -321,9 +326,7 @@ def decided(
             printing.notes(
                 [*workload.notes(), *data.notes, *(_stretched(given.before, recipe) if given.before else ())]
             )
-            printing.plan(
-                plan, ready.derivations(resolved, plan), recipe.train.steps, model_kinds.of(recipe.model).unit
-            )
+            printing.plan(plan, resolved.derivations, recipe.train.steps, model_kinds.of(recipe.model).unit)
     parameters = ready.parameters(recipe, workload)
     new = given.before is None and not saved
     return RunStart(resolved, workload, cluster, plan, parameters, folder, given.quiet, given.workload, new, finished)
