@@ -22,7 +22,10 @@ def request(width: int = 256, samples: int = 64, **more: object) -> Request:
         "model": {"depth": 4, "width": width, "heads": 4, "vocabulary": 512},
         "train": {"steps": 10, "sequence": 128, "batch_tokens": 128 * samples},
     }
-    return replace(request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]), **more)  # type: ignore[arg-type]
+    return replace(
+        request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]),
+        **{"precision": "fp32", **more},
+    )  # type: ignore[arg-type]
 
 
 def processors(count: int, between: str = "1Gbit/s", cores: int = 2) -> clusters.Cluster:
