@@ -163,7 +163,7 @@ def _lines(found: Scores) -> list[tuple[str, str, str]]:
     lines = [
         ("MAPE of step times", _share(found.mape), f"{found.timed} rows with a time"),
         ("median error", _share(found.bias, "+"), "above 0: predicted too long"),
-        ("within their bands", _share(found.covered), "of the measured times; two of three are expected"),
+        ("within their bands", _share(found.covered), "of the measured times"),
         ("Spearman correlation", "-" if found.spearman is None else f"{found.spearman:.4f}", "1: ordered as measured"),
         ("mean regret", _share(found.mean_regret), f"{found.groups} groups of one model, batch and devices"),
         ("largest regret", _share(found.largest_regret), ""),
