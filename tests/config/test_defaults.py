@@ -84,14 +84,40 @@ def test_a_shape_gives_what_the_recipe_does_not(name):
 
 @pytest.mark.parametrize(
     ("name", "published"),
-    # Parameters as counted in the released weights (Llama 2: 6,738,415,616 / 13,015,864,320 / 68,976,648,192).
-    [("llama-7b", 6_738_415_616), ("llama-13b", 13_015_864_320), ("llama-70b", 68_976_648_192)],
+    # Parameters as counted in the released weights.
+    [
+        ("llama-7b", 6_738_415_616),
+        ("llama-13b", 13_015_864_320),
+        ("llama-70b", 68_976_648_192),
+        ("llama3-1b", 1_235_814_400),
+        ("llama3-3b", 3_212_749_824),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3-405b", 405_853_388_800),
+        ("mistral-7b", 7_241_732_096),
+        ("smollm2-135m", 134_515_008),
+        ("tinyllama-1b", 1_100_048_384),
+    ],
 )
-def test_llama_shapes_count_the_published_parameters(name, published):
+def test_shapes_count_the_published_parameters(name, published):
     assert decoder_shapes.parameter_count(defaults.resolve(recipe(config.Gpt(shape=name)))[0].model) == published
 
 
-@pytest.mark.parametrize(("name", "about"), [("gpt2-124m", 124e6), ("gpt3-175b", 175e9)])
+def test_mistral_with_eight_experts_is_mixtral():
+    model = defaults.resolve(recipe(config.Moe(shape="mistral-7b", experts=8, active=2)))[0].model
+    assert decoder_shapes.parameter_count(model) == 46_702_792_704
+
+
+def test_the_beginning_of_a_shape_names_it():
+    with pytest.raises(UserError) as caught:
+        decoder_shapes.published("gpt2")
+    assert caught.value.do == 'model.shape = "gpt2-124m"'
+
+
+@pytest.mark.parametrize(
+    ("name", "about"),
+    [("gpt2-124m", 124e6), ("gpt2-355m", 355e6), ("gpt2-774m", 774e6), ("gpt2-1558m", 1558e6), ("gpt3-175b", 175e9)],
+)
 def test_gpt_shapes_come_within_half_a_percent_of_their_name(name, about):
     count = decoder_shapes.parameter_count(defaults.resolve(recipe(config.Gpt(shape=name)))[0].model)
     assert count == pytest.approx(about, rel=5e-3)
