@@ -130,6 +130,7 @@ def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: 
     os.environ.setdefault(*store_client.QUIET)
     store_client.own_process()
     try:
+        importlib.import_module("espalier.verbs.input_check").check(arguments)  # before torch is imported
         verb = arguments.verb if getattr(arguments, "hosts", None) is None else "multihost"
         verb = verb if getattr(arguments, "slurm", None) is None else "sbatch"
         run: Callable[[argparse.Namespace], int] = importlib.import_module(f"espalier.verbs.{verb}").run

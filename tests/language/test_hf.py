@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from espalier import config
 from espalier.config import decoder_shapes, defaults
 from espalier.errors import UserError
-from espalier.language import gpt, hf, moe
+from espalier.language import generate, gpt, hf, moe, tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -217,3 +217,42 @@ def test_missing_and_damaged_files_are_named(tmp_path, name, content):
         (tmp_path / "out" / name).write_bytes(content)
     with pytest.raises(UserError, match=name):
         hf.load(tmp_path / "out", torch.float32)
+
+
+@pytest.mark.parametrize("spec", ["bytes", "bpe:300", "foreign"])
+def test_transformers_goes_on_from_a_text_as_predict_does_token_by_token(tmp_path, spec):
+    texts = ["the vines climb the wall and the wall holds the vines. "] * 20
+    if spec == "foreign":  # its own template puts another token first
+        made_of(texts, tmp_path / "foreign")
+        spec = str(tmp_path / "foreign")
+    words = tokenizer.open_tokenizer(spec, lambda: texts, tmp_path / "cache")
+    model = made(vocabulary=words.vocabulary, context=64).eval()
+    hf.export(model, words, tmp_path / "out")
+    theirs = transformers_model(tmp_path / "out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import AutoTokenizer
+
+        prompt = AutoTokenizer.from_pretrained(tmp_path / "out")("the wall", return_tensors="pt")["input_ids"]
+        continued = theirs.generate(prompt, max_new_tokens=12, do_sample=False)
+    ids = [words.boundary, *words.encode(b"the wall").tolist()]
+    ours = generate.generate(model, ids, tokens=12, stop=words.boundary)
+    assert prompt[0].tolist() == ids
+    assert [one for one in continued[0].tolist()[len(ids) :] if one != words.boundary] == list(ours)
+
+
+def made_of(texts, folder):
+    """A tokenizer of somebody else: `<s>` is put first, and texts end with `</s>`."""
+    import tokenizers
+
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.train_from_iterator(
+        texts, tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False)
+    )
+    inner.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    folder.mkdir()
+    inner.save(str(folder / "tokenizer.json"))
+    stated = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(stated))

@@ -48,7 +48,7 @@ def test_saved_bytes_tokenizer_gives_the_same_ids_in_tokenizers(saved_bytes, tex
     theirs = tokenizers.Tokenizer.from_file(str(saved_bytes / "tokenizer.json"))
     ours = open_tokenizer("bytes")
     ids = theirs.encode(text).ids
-    assert ids == ours.encode(text.encode()).tolist()
+    assert ids == [ours.boundary, *ours.encode(text.encode()).tolist()]
     assert theirs.decode(ids) == ours.decode(ids)
 
 
@@ -59,7 +59,7 @@ def test_saved_bytes_tokenizer_works_in_transformers(saved_bytes):
     text = "if x:  # Ā, é, 漢 and <|endoftext|> ,\n\treturn 'x' .\r\n"
     assert len(theirs) == 256
     assert theirs.eos_token_id == theirs.bos_token_id == 0
-    assert theirs(text).input_ids == list(text.encode())
+    assert theirs(text).input_ids == [0, *text.encode()]
     assert theirs.decode(list(text.encode())) == text
 
 

@@ -78,6 +78,7 @@ class Kind:
         usual: options that a table says nothing of, where they differ from what other kinds have.
         validation: what a validation costs, as a share of a training step; 0: not known.
         unit: what speed is counted in.
+        data: data of this kind that every machine has; empty: `data.path` may mean anything.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Kind:
     usual: Callable[[dict[str, Any]], dict[str, Any]] = dict
     validation: Callable[[RecipeBase], float] = lambda recipe: 0.0
     unit: str = "samples"
+    data: str = ""
 
     @property
     def tags(self) -> tuple[str, ...]:

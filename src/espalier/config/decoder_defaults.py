@@ -184,4 +184,5 @@ KIND = Kind(
     check=_check,
     validation=_validation,
     unit="tokens",
+    data="python:stdlib",
 )

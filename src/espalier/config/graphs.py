@@ -209,4 +209,5 @@ KIND = Kind(
     section="graph",
     usual=_usual,
     validation=lambda recipe: VALIDATION_COST,
+    data="python:imports",
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from espalier import config
 from espalier.cache_dir import cache_folder
-from espalier.config import Data
+from espalier.config import Data, data_path
 from espalier.errors import UserError, nearest
 from espalier.graph import edge_lists, import_graph, planetoid, pyg, synthetic
 from espalier.graph.data import Graph
@@ -87,4 +87,4 @@ def _missing(path: str) -> UserError:
             f"data.path = {path!r}: unknown kind of source.",
             do=f"did you mean {near}? known: {'; '.join(KNOWN)}" if near else f"known: {'; '.join(KNOWN)}",
         )
-    return UserError(f"data.path = {path!r} does not exist.", do="check the path, or use path = 'python:imports'")
+    return data_path.missing(path, "python:imports")

@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 import zstandard
 
-from espalier.config import Data
+from espalier.config import Data, data_path
 from espalier.errors import UserError, missing_extra, nearest
 
 KNOWN = ("a file", "a folder", "a glob", "python:stdlib", "hf:NAME")
@@ -96,7 +96,7 @@ def listing(data: Data) -> Listing:
         raise _unreadable(str(place), error) from None
     if glob.has_magic(path):
         return _filled(data, _glob(place))
-    raise _unknown(path) if _SCHEME.match(path) else _missing(place)
+    raise _unknown(path) if _SCHEME.match(path) else data_path.missing(path, "python:stdlib")
 
 
 def documents(data: Data, listed: Listing | None = None, skipped: Skipped | None = None) -> Iterator[Document]:
@@ -373,15 +373,3 @@ def _unknown(path: str) -> UserError:
         near = f"hf:{name}"
     hint = f"did you mean {near}? " if near else ""
     return UserError(f"data.path = {path!r}: unknown kind of source.", do=f"{hint}known: {', '.join(KNOWN)}")
-
-
-def _missing(place: Path) -> UserError:
-    parent = place.parent
-    names = sorted(os.listdir(parent)) if parent.is_dir() and os.access(parent, os.R_OK) else []
-    near = _similar(place.name, names)
-    where = f"from {os.getcwd()}" if not place.is_absolute() else ""
-    return UserError(
-        f"data.path = {str(place)!r} does not exist.",
-        why=f"looked {where}" if where else "",
-        do=f"did you mean {parent / near}?" if near else "check the path, or use path = 'python:stdlib'",
-    )

@@ -6,9 +6,9 @@ Byte-level BPE after Sennrich et al. (1508.07909) and GPT-2's alphabet of 256 pr
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -136,6 +136,7 @@ class ByteTokenizer:
             "added_tokens": [token | flags],
             "pre_tokenizer": level,
             "decoder": level,
+            "post_processor": _begun("\0", self.boundary),
             "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
         }
         folder.mkdir(parents=True, exist_ok=True)
@@ -150,6 +151,7 @@ class HfTokenizer:
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True  # "<|endoftext|>" written in a text is text, not a boundary
+        inner.post_processor = None  # what it adds to texts is not how they are encoded
         self._text = _boundary(inner, path)
         self._inner, self._path, self.name = inner, path, name
         table = inner.get_vocab(with_added_tokens=True)
@@ -179,14 +181,15 @@ class HfTokenizer:
         return str(self._inner.decode([int(token) for token in ids], skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
-        """Writes `tokenizer.json`, and the `tokenizer_config.json` that lay beside the original, or a plain one."""
+        """Writes `tokenizer.json` and `tokenizer_config.json`, with what the one beside the original says of other
+        things. The boundary stands before every text, as it did in training."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "tokenizer.json", self._inner.to_str(pretty=True).encode())
+        table = msgspec.json.decode(self._inner.to_str()) | {"post_processor": _begun(self._text, self.boundary)}
+        write_atomic(folder / "tokenizer.json", msgspec.json.format(msgspec.json.encode(table), indent=2))
         beside = self._path.with_name("tokenizer_config.json") if self._path else None
-        if beside and beside.is_file():
-            shutil.copyfile(beside, folder / beside.name)
-        else:
-            write_atomic(folder / "tokenizer_config.json", _config(self._text))
+        stated = msgspec.json.decode(beside.read_bytes()) if beside and beside.is_file() else {}
+        kept = {key: value for key, value in stated.items() if key not in ("add_bos_token", "add_eos_token")}
+        write_atomic(folder / "tokenizer_config.json", _config(self._text, kept))
 
 
 def _open_bpe(spec: str, corpus: Corpus | None, cache: Path | None) -> Tokenizer:
@@ -298,8 +301,18 @@ def _pieces(text: bytes) -> Iterator[bytes]:
     yield text[start:]
 
 
-def _config(boundary: str) -> bytes:
+def _begun(boundary: str, number: int) -> dict[str, Any]:
+    """The post-processor of a `tokenizer.json` that puts the boundary before every text."""
+    special = {"SpecialToken": {"id": boundary, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    tokens = {boundary: {"id": boundary, "ids": [number], "tokens": [boundary]}}
+    pair = [special, first, special, second]
+    return {"type": "TemplateProcessing", "single": [special, first], "pair": pair, "special_tokens": tokens}
+
+
+def _config(boundary: str, others: Mapping[str, Any] = MappingProxyType({})) -> bytes:
     table = {
+        **others,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": boundary,
         "eos_token": boundary,

@@ -1,0 +1,49 @@
+"""A mistake in the input is answered before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = '[model]\ndepth = 1\n[data]\npath = "python:stdlib"\n'
+
+PROGRAM = """
+import sys, time
+sys.modules["torch"] = None  # importing it raises
+from espalier.cli import main
+code = main(sys.argv[1:])
+assert time.process_time() < 1.5, time.process_time()
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("inputs")
+    (found / "recipe.toml").write_text(RECIPE)
+    (found / "graph.toml").write_text('[model]\nkind = "gin"\n[data]\npath = "nowhere.csv"\n')
+    (found / "corpus.txt").write_text("text")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train recipe.toml model.heads=7", "model.heads = 7"),
+        ("train recipe.toml train.stepz=7", "train.stepz"),
+        ("train recipe.toml data.path=corpsu.txt", "did you mean corpus.txt"),
+        ("train graph.toml", "data.path = 'nowhere.csv' does not exist"),
+        ("train nothing.toml", "No recipe at nothing.toml"),
+        ("plan recipe.toml --cluster nothing.toml", "No cluster file at nothing.toml"),
+        ("predict runs/none text", "There is no run in runs/none"),
+        ("export runs/none", "There is no run in runs/none"),
+    ],
+)
+def test_a_mistake_is_answered_without_torch(folder: Path, words: str, said: str) -> None:
+    command = [sys.executable, "-c", PROGRAM, *words.split()]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
