@@ -152,6 +152,14 @@ def test_bf16_keeps_fp32_weights_and_follows_the_fp32_curve(corpus, tmp_path):
     assert losses == pytest.approx(exact, rel=2e-2)
 
 
+def test_a_recipe_that_leaves_its_precision_open_trains_as_its_plan_says(corpus, tmp_path):
+    said, left_open = (recipe_of(corpus, tmp_path, precision=name) for name in ("fp32", "auto"))
+    plan = plan_of(said, 1, 4)
+    (losses, weights), (others, theirs) = train(said, plan), train(left_open, plan)
+    assert others == losses
+    assert all(torch.equal(theirs[name], value) for name, value in weights.items())
+
+
 class Poisoned:
     """A workload whose loss is infinite in one step on one rank's samples."""
 

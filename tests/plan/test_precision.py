@@ -14,7 +14,7 @@ from asked import decoder, gpus, processor
 from espalier import cluster as clusters
 from espalier import mechanisms
 from espalier.cluster import Cluster, Rate
-from espalier.config import Pin, defaults, recipe_file
+from espalier.config import Auto, Pin, defaults, recipe_file
 from espalier.errors import UserError
 from espalier.plan import base as plans
 from espalier.plan import device_model, precision, request_from_recipe
@@ -146,6 +146,16 @@ def test_a_slow_card_first_in_the_file_is_left_out_too() -> None:
     plan = derived(request, mixed(("T4", 1, 1), ("A100-80GB", 1, 8))).plan
     assert plan.precision == "bf16"
     assert {rank.node for rank in plan.ranks} == {1}
+
+
+def test_machines_of_one_precision_agree_by_rounds_without_the_card_that_lacks_it() -> None:
+    far = {"between": "100Mbit/s"}
+    request = decoder(**{**LARGE, "batch": 4096}, sync=Auto())
+    alone, beside = mixed(("A100-80GB", 2, 8), **far), mixed(("A100-80GB", 2, 8), ("T4", 1, 1), **far)
+    plan, whole = derived(request, beside).plan, derived(request, alone).plan
+    assert plan.outer is not None
+    assert plan.precision == "bf16"
+    assert (plan.outer, plan.ranks) == (whole.outer, whole.ranks)
 
 
 def test_cards_that_share_fast_fp16_train_together_in_it() -> None:

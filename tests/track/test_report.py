@@ -77,6 +77,15 @@ def test_a_folder_with_a_bare_log_makes_a_page(tmp_path: Path) -> None:
     checked(report.write(tmp_path))
 
 
+def test_steps_left_out_in_fp16_are_counted(tmp_path: Path) -> None:
+    assert "steps left out" not in checked(report.write(made.make(tmp_path, 20)))
+    with Log(tmp_path / "events.jsonl") as log:
+        log.write("step", step=21, loss=3.0, tokens=4096, seconds=0.7, gradient_norm=float("inf"), skipped=7)
+    text = checked(report.write(tmp_path))
+    assert re.search(r"steps left out.*?7", text, re.DOTALL) is not None
+    assert "gradients too large for fp16" in text
+
+
 def test_what_others_wrote_is_escaped(tmp_path: Path) -> None:
     folder = made.make(tmp_path, 3, end="")
     with (folder / "events.jsonl").open("a") as file:

@@ -34,7 +34,13 @@ OTHER = ((512, 192, 192), (512, 512, 512))
 """For precisions whose products are slow on processors."""
 ATTENTION = (256, 1024)
 CUDA_SHAPES = ((512, 512, 512), (2048, 1024, 1024), (2048, 4096, 4096), (8192, 8192, 8192), (1024, 8192, 1024))
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64, "fp16": torch.float16}
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp64": torch.float64,
+    "fp16": torch.float16,
+}
 WAIT = 40.0
 """Seconds after which a measuring process that does not answer is given up."""
 ROUNDS, BUSY_ROUNDS = 2, 4
@@ -206,9 +212,10 @@ def _cuda_device(index: int, seconds: float) -> Table:
     properties = torch.cuda.get_device_properties(index)
     torch.cuda.set_device(index)
     rates = []
-    for precision in ("fp32", "bf16", "fp16"):
-        if precision == "bf16" and properties.major < 8:
-            continue  # emulated before Ampere
+    for precision in ("fp32", "tf32", "bf16", "fp16"):
+        if precision in ("tf32", "bf16") and properties.major < 8:
+            continue  # not there, or emulated, before Ampere
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         for shape in CUDA_SHAPES:
             rates.append(["product", precision, *shape, 1, 1, _cuda_product(shape, DTYPES[precision], seconds)])
     source = torch.ones(2**26, device="cuda")

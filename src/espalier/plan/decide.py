@@ -89,12 +89,13 @@ def decide(
         return _in_the_fastest_precision(request, cluster, calibration, trials)
     if request.precision == AUTO:
         request = replace(request, precision="fp32", remarks=(*request.remarks, precision.ON_PROCESSORS))
+    replicas = precision.machines(cluster, request.precision) if there else cluster
     if isinstance(request.sync, ByRounds):
-        found = _by_rounds(request, cluster, calibration, request.sync)
+        found = _by_rounds(request, replicas, calibration, request.sync)
     else:
         found = _every_step(request, cluster, calibration, trials)
-        if isinstance(request.sync, Auto) and cluster.machines > 1 and found.fits:
-            found = _if_rounds_pay(found, request, cluster, calibration)
+        if isinstance(request.sync, Auto) and replicas.machines > 1 and found.fits:
+            found = _if_rounds_pay(found, request, replicas, calibration)
     plan = checkpoint_cost.with_copies(
         checkpoint_cost.paced(found.plan, request.saves, cluster), request.copies, cluster
     )

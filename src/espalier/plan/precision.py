@@ -7,8 +7,11 @@ the others. Processors train in fp32.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
+
+import msgspec
 
 from espalier import units
 from espalier.cluster import Cluster, Device
@@ -40,6 +43,15 @@ def fast(device: Device) -> tuple[str, ...]:
     if len(low) == 2 and _rate(device, "fp16") <= FASTER * _rate(device, "bf16"):
         low = ["bf16"]  # as fast, with a range that needs no loss scaling
     return (*low, exact)
+
+
+def machines(cluster: Cluster, name: str) -> Cluster:
+    """The machines that have a precision, where they come first and so keep their numbers; else all of them."""
+    having = tuple(itertools.takewhile(lambda table: _rate(table.device, name) > 0, cluster.nodes))
+    alike = any(_rate(table.device, name) for table in cluster.nodes[len(having) :])
+    if cluster.pairs or alike or not having or any(table.name for table in cluster.nodes):
+        return cluster
+    return msgspec.structs.replace(cluster, nodes=having)
 
 
 def _rate(device: Device, precision: str) -> float:

@@ -101,6 +101,8 @@ def _figures(run: Run) -> list[Figure]:
         figures.append(Figure("MFU", f"{mfu:.1%}"))
     if _peak(run):
         figures.append(Figure("memory", show_size(_peak(run)), "peak, per rank"))
+    if latest.get("skipped"):
+        figures.append(Figure("steps left out", f"{latest['skipped']:,}", "gradients too large for fp16"))
     attempts = f"in {run.attempts} attempts" if run.attempts > 1 else ""
     figures.append(Figure("time", show_seconds(run.seconds()), attempts))
     if run.account.failures:
