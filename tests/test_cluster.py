@@ -329,3 +329,15 @@ def test_the_docs_list_every_device_and_every_link() -> None:
     listed = {name for line in text.splitlines() if line.startswith("|") for name in re.findall(r"`([^`]+)`", line)}
     assert set(clusters.known_devices()) <= listed
     assert {name for name in clusters.known_links() if name.startswith("pcie")} <= listed
+
+
+def test_a_slow_link_to_one_machine_slows_what_goes_over_it_and_nothing_else() -> None:
+    slow = '[[nodes]]\ndevice = "T4"\nbetween = { bandwidth = "100Mbit/s", latency = "5ms" }\n'
+    cluster = clusters.loads(f'[[nodes]]\ndevice = "T4"\ncount = 2\n{slow}[links]\nbetween = "100Gbit/s"')
+    assert cluster.link(0, 1).bandwidth == cluster.slowest([0, 1], "between").bandwidth == 12.5e9
+    assert cluster.link(2, 0).bandwidth == cluster.slowest([0, 1, 2], "between").bandwidth == 12.5e6
+    assert cluster.slowest([0, 1, 2], "between").latency == 5e-3
+    assert cluster.links == [[12.5e9, 12.5e9, 12.5e6], [12.5e9, 12.5e9, 12.5e6], [12.5e6] * 3]
+    assert clusters.loads(clusters.dumps(cluster)) == cluster
+    faster = clusters.loads(clusters.dumps(cluster).replace("bandwidth = 12500000.0", "bandwidth = 1e12"))
+    assert faster.link(2, 0).bandwidth == 12.5e9

@@ -1,4 +1,4 @@
-"""Public figures of training steps on cards that people own, beside what the planner predicts from the catalogue alone."""
+"""Public figures of training steps on cards people own, beside what the planner predicts from the catalogue alone."""
 
 from __future__ import annotations
 

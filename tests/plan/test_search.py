@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from asked import decoder, gpus, processor
 
+from espalier import cluster as clusters
 from espalier.cluster import Cluster
 from espalier.config import Pin, ShardPin
 from espalier.errors import UserError
@@ -331,3 +332,23 @@ def test_a_thousand_devices_of_four_kinds_need_few_layouts() -> None:
     assert time.process_time() - begun < 10
     assert found.options
     assert found.priced < 500_000
+
+
+def test_machines_are_ranked_by_what_their_devices_sustain_not_by_their_peak() -> None:
+    lasting, short = clusters.device("RTX 3090"), clusters.device("L4")
+    assert lasting.flops["bf16"] < short.flops["bf16"]
+    mixed = msgspec.structs.replace(gpus("L4", devices=1), nodes=gpus("L4").nodes + gpus("RTX 3090").nodes)
+    ordered = search.fastest_first(replace(decoder(), precision="bf16"), mixed)
+    assert [table.device.name for table in ordered.nodes] == ["RTX 3090", "L4"]
+
+
+def test_a_machine_behind_a_slow_link_is_left_out_where_it_would_slow_all_others() -> None:
+    slow = clusters.loads(
+        '[[nodes]]\ndevice = "T4"\nbetween = "1Mbit/s"\n[[nodes]]\ndevice = "T4"\ncount = 2\n'
+        '[links]\nbetween = "100Gbit/s"'
+    )
+    found = search.search(replace(decoder(batch=64, sequence=1024), precision="fp16"), slow)
+    best = found.best()
+    assert best is not None
+    assert int(best.layout.world) == 2
+    assert all(table.between is None for table in best.cluster.nodes[:1])

@@ -59,6 +59,7 @@ class _Table(Struct, forbid_unknown_fields=True):
     inside: str | int | float | _Line | None = None
     disks: tuple[Disk, ...] = ()
     name: str = ""
+    between: str | int | float | _Network | None = None
 
 
 class _File(Struct, forbid_unknown_fields=True):
@@ -134,6 +135,7 @@ def _dump_node(node: Node) -> dict[str, Any]:
         "inside": msgspec.to_builtins(node.inside),
         "disks": msgspec.to_builtins(node.disks),
         "name": node.name,
+        "between": msgspec.to_builtins(node.between) if node.between else "",
     }
     return {key: value for key, value in table.items() if value not in ("", 0, [], ())}
 
@@ -165,19 +167,26 @@ def _node(table: _Table, links: _Links, where: str) -> Node:
         inside = msgspec.structs.replace(inside, latency=units.seconds(latency, "links.latency.inside"))
     return Node(
         device=it, inside=inside, count=table.count, devices=table.devices, cores=table.cores, memory=memory,
-        disks=table.disks, name=table.name,
+        disks=table.disks, name=table.name, between=_network(table.between, it, f"{where}.between"),
     )  # fmt: skip
 
 
 def _between(links: _Links, first: Device, origin: str) -> Link | None:
-    if links.between is None:
+    link = _network(links.between, first, f"{origin}: links.between")
+    if link is None:
         return None
-    fabric = links.between.fabric if isinstance(links.between, _Network) else None
-    link = _line(links.between, f"{origin}: links.between", partial(catalogue.network, first.kind, fabric=fabric))
     said = links.latency.between if isinstance(links.latency, _Latencies) else links.latency
     if said is None:
         return link
     return msgspec.structs.replace(link, latency=units.seconds(said, f"{origin}: links.latency"))
+
+
+def _network(said: Quantity | _Network | None, device: Device, where: str) -> Link | None:
+    """The link to other machines of one with such a device."""
+    if said is None:
+        return None
+    fabric = said.fabric if isinstance(said, _Network) else None
+    return _line(said, where, partial(catalogue.network, device.kind, fabric=fabric))
 
 
 def _line(said: Quantity | _Line | None, where: str, usual: Callable[[float], Link]) -> Link:
@@ -269,6 +278,7 @@ _TABLES: dict[str, tuple[type[Struct], str]] = {
     "links.between": (_Network, "in links.inside or links.between"),
     "links.latency": (_Latencies, "in links.latency"),
     "nodes.inside": (_Line, "in links.inside or links.between"),
+    "nodes.between": (_Network, "in links.inside or links.between"),
     "nodes.device": (Device, "in nodes.device"),
     "nodes.disks": (Disk, "in nodes.disks"),
 }

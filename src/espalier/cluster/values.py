@@ -112,6 +112,8 @@ class Node(Struct, frozen=True, kw_only=True):
     """Host memory in bytes; 0 when unknown."""
     disks: tuple[Disk, ...] = ()
     name: str = ""
+    between: Link | None = None
+    """To other machines, where it is slower than the cluster's."""
 
 
 class Pair(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -173,7 +175,9 @@ class Cluster(Struct, frozen=True, kw_only=True, dict=True):
         """[machine][machine] bytes/s: of the slowest measured pair of their devices, else what the level has."""
         machine = [place.node for place in self.devices()]
         rest = self.between.bandwidth if self.between else 0.0
-        found = [[rest] * self.machines for _ in range(self.machines)]
+        own = {place.node: place.table.between.bandwidth for place in self.devices() if place.table.between}
+        each = [min(rest, own.get(node, rest)) for node in range(self.machines)]
+        found = [[min(a, b) for b in each] for a in each]
         seen: dict[tuple[int, int], float] = {}
         for pair in self.pairs:
             a, b = sorted((machine[pair.a], machine[pair.b]))
@@ -200,9 +204,15 @@ class Cluster(Struct, frozen=True, kw_only=True, dict=True):
                 return _measured(pair)
         places = self.devices()
         if places[a].node != places[b].node:
-            assert self.between is not None, "reading refuses a cluster without it"
-            return self.between
+            return min(self._between(a, b), key=lambda link: link.bandwidth)
         return min((places[i].table.inside for i in (a, b)), key=lambda link: link.bandwidth)
+
+    def _between(self, *devices: int) -> list[Link]:
+        """The links over which these devices reach other machines."""
+        assert self.between is not None, "reading refuses a cluster without it"
+        places = self.devices()
+        own = {id(table): table.between for table in (places[at].table for at in devices) if table.between}
+        return [self.between, *own.values()]
 
     def level(self, ranks: Iterable[int]) -> Literal["inside", "between"]:
         """`inside` when all these devices are in one machine."""
@@ -214,7 +224,7 @@ class Cluster(Struct, frozen=True, kw_only=True, dict=True):
         places = self.devices()
         chosen = set(ranks)
         links = {id(places[r].table): places[r].table.inside for r in chosen}.values() if level == "inside" else ()
-        found = [*links, *([self.between] if level == "between" and self.between else [])]
+        found = [*links, *(self._between(*chosen) if level == "between" and self.between else [])]
         near = level == "inside"
         pairs = [p for p in self.pairs if {p.a, p.b} <= chosen and (places[p.a].node == places[p.b].node) == near]
         found = [_measured(pair) for pair in pairs] or found

@@ -72,6 +72,8 @@ def _set_link(table: dict[str, Any], name: str, value: Any) -> None:
             node["inside"] = _rate(node.get("inside"), value)
     elif name == "between":
         links["between"] = _rate(links.get("between"), value)
+        for node in table["nodes"]:
+            node.pop("between", None)
     else:
         links["latency"] = value
 

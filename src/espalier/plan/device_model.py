@@ -116,6 +116,12 @@ def share(device: Device, what: str, precision: str = "") -> float:
     return device.sustained.get(precision, found) if what == "product" else found
 
 
+def sustained(device: Device, precision: str) -> float:
+    """FLOP/s that a device sustains in large products; 0 where it has no rate for the precision."""
+    found = device.flops.get(precision, 0.0)
+    return found * share(device, "product", precision) if device.peak else found
+
+
 def issue_seconds(device: Device) -> float:
     """Seconds the host needs to issue one eager operation."""
     return device.dispatch or LAUNCH[device.kind]

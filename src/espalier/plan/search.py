@@ -13,6 +13,7 @@ finds the same plan with them as without.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -202,8 +203,16 @@ def fastest_first(request: Request, cluster: Cluster) -> Cluster:
     tables = [table for table in cluster.nodes if table.device.kind == "cuda"]
     if cluster.pairs or any(table.name for table in tables):
         return cluster
-    tables.sort(key=lambda table: -device_model.rate(table.device, request.precision))
+    tables.sort(key=_slowness(request))
     return msgspec.structs.replace(cluster, nodes=tuple(tables))
+
+
+def _slowness(request: Request) -> Callable[[Node], tuple[float, float]]:
+    """What sorts machines: the fastest devices first, of equal ones those without a slow link of their own."""
+    return lambda table: (
+        -device_model.sustained(table.device, request.precision),
+        -table.between.bandwidth if table.between else -math.inf,
+    )
 
 
 def _sizes(cluster: Cluster, most: int) -> set[int]:
@@ -245,7 +254,7 @@ def _machines(cluster: Cluster, request: Request) -> Iterator[Cluster]:
         yield cluster
     if there == 1 or cluster.pairs or any(table.name or table.devices > 1 for table in cluster.nodes):
         return
-    tables = sorted(cluster.nodes, key=lambda table: -device_model.peak(table.device, request.precision))
+    tables = sorted(cluster.nodes, key=_slowness(request))
     ordered = msgspec.structs.replace(cluster, nodes=tuple(tables))
     for size in sorted(_sizes(ordered, min(most, there)), reverse=True):
         if size < there:
