@@ -88,9 +88,8 @@ class Trainer:
         self.pace: Pace | None = None
         self.healing: Healing | None = None
         self.stopping, self.source = False, ""
-        one = self.workload.work(setting.plan.micro_batch, "none", setting.plan.precision)
-        self.step_flops = one.model_flops / setting.plan.micro_batch * self.workload.global_batch
-        self.step_tokens = one.tokens / setting.plan.micro_batch * self.workload.global_batch
+        work = self.workload.work(self.workload.global_batch, "none", setting.plan.precision)
+        self.step_flops, self.step_tokens = float(work.model_flops), float(work.tokens)
 
     # --- one step ------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from espalier.kernels.dropout import activated
 from espalier.launch import agent
 from espalier.launch import base as launch
 from espalier.plan import base as plans
+from espalier.plan import request_from_recipe
 from espalier.rank_setup import RankSetup
 from espalier.workload import Shard
 
@@ -301,3 +302,14 @@ def test_options_that_contradict_are_refused(model, graph, says):
 def test_the_workload_needs_data():
     with pytest.raises(UserError, match=r"no \[data\]"):
         open_graph(defaults.resolve(recipe_file.from_table({"model": {"kind": "gcn"}}))[0])
+
+
+def test_a_measured_mfu_counts_what_the_planner_counts():
+    recipe, graph = recipe_of(), made()
+    workload = GraphWorkload(recipe, graph)
+    plan = plan_of(recipe, workload, micro_batch=7)  # several passes over the graph, which count once
+    setting = RankSetup(recipe, plan, workload, launch.places(plan)[0])
+    with worker.joined(setting.place, 20.0) as channel:
+        begun = trainer.Trainer(setting, channel)
+    assert begun.step_flops == request_from_recipe.of_recipe(recipe, lambda: workload).model_flops
+    assert begun.step_tokens == workload.global_batch

@@ -183,7 +183,7 @@ def test_a_browser_lays_it_out_without_overflow_or_error(tmp_path: Path) -> None
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     found = re.search(r"<title>([^<]*)</title>", done.stdout.split("<iframe")[0] + done.stdout.split("</iframe>")[-1])
     assert found is not None, done.stderr[-2000:]
-    assert found[1].split() == [f"{w}/{w}/5" for w in widths]
+    assert found[1].split() == [f"{w}/{w}/6" for w in widths]
     assert "CONSOLE" not in done.stderr
 
 
@@ -206,3 +206,53 @@ def test_failures_and_what_they_cost_are_on_the_page(tmp_path: Path) -> None:
     assert "Time to recover" in page
     assert "1.2 s" in page or "1.25 s" in page
     assert "<small>the system</small>" in page
+
+
+def graph_run(folder: Path) -> Path:
+    """Two attempts of a graph run: a slow one, and one with another plan that is as fast as predicted."""
+    recipe = {"name": "graph", "model": {"kind": "gcn"}, "train": {"steps": 40}}
+    (folder / "run.toml").write_text(tomli_w.dumps(recipe))
+    plan = {"predicted": {"step_seconds": 0.01, "tokens_per_second": 200.0, "mfu": 0.1, "sent_bytes": {}}}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    with Log(folder / "events.jsonl") as log:
+        for first, last, seconds in ((0, 30, 1.0), (30, 40, 0.01)):
+            log.write("run", step=first, workload="graph", steps=40)
+            for step in range(first + 1, last + 1):
+                took = seconds * (3 if step % 3 == 0 else 1)
+                log.write("step", step=step, loss=1.0, tokens=2, seconds=took, mfu=0.001 / took, memory=1e6 / took)
+            log.write(
+                "validation",
+                step=last,
+                loss=0.3,
+                accuracy=0.812,
+                f1=0.8,
+                test_accuracy=0.797,
+                test_f1=0.79,
+                test_loss=0.4,
+            )
+    return folder
+
+
+def test_the_page_of_a_graph_begins_with_its_metric_and_knows_no_tokens(tmp_path: Path) -> None:
+    run = report.open_run(graph_run(tmp_path))
+    figures, plots = report._figures(run), report._plots(run)
+    assert figures[:2] == [
+        ("accuracy", "0.812", "validation; test 0.797"),
+        ("f1", "0.800", "validation; test 0.790"),
+    ]
+    assert plots[0][0] == "Accuracy"
+    text = checked(report.write(tmp_path))
+    shown = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL).lower()
+    assert "samples per second" in shown
+    assert "token" not in shown
+
+
+def test_predicted_is_beside_the_latest_attempt_and_tiles_say_the_same(tmp_path: Path) -> None:
+    run = report.open_run(graph_run(tmp_path))
+    rows = {row.label: row for row in report._compared(run, run.plan["predicted"])}
+    assert rows["Seconds per step"].measured == "10 ms"
+    assert rows["Samples per second"].error == pytest.approx(0)
+    assert rows["MFU"].error == pytest.approx(0)  # by the same seconds
+    tiles = {figure.label: figure.value for figure in report._figures(run)}
+    assert tiles["samples per second"] == rows["Samples per second"].measured
+    assert tiles["MFU"] == rows["MFU"].measured

@@ -18,6 +18,19 @@ from espalier.units import plural, show_count, show_seconds, show_size
 NAME = "report.html"
 
 
+METRICS = 3
+"""Figures of the task among the headline figures."""
+
+
+class Measured(NamedTuple):
+    """What the steps of the latest attempt took: medians, and the peak of memory. NaN: not known."""
+
+    seconds: float
+    speed: float
+    mfu: float
+    peak: float
+
+
 class ComparedRow(NamedTuple):
     """One line of predicted beside measured. `error` is measured / predicted - 1, or None."""
 
@@ -90,10 +103,13 @@ def _subtitle(run: Run) -> list[str]:
 
 def _figures(run: Run) -> list[Figure]:
     latest, wanted = run.latest, run.start.get("steps") or (run.recipe.get("train") or {}).get("steps")
-    figures = [Figure("step", f"{latest.get('step', 0):,}", f"of {wanted:,}" if wanted else "")]
+    measured = _measured(run)
+    figures = _metrics(run)
+    figures.append(Figure("step", f"{latest.get('step', 0):,}", f"of {wanted:,}" if wanted else ""))
     if latest.get("loss") is not None:
         figures.append(Figure("training loss", f"{latest['loss']:.3f}"))
     figures += _validated(run)
+<<<<<<< HEAD
     if latest.get("tokens"):
         figures.append(Figure("tokens per second", show_count(run.speed())))
     if latest.get("mfu"):
@@ -103,6 +119,14 @@ def _figures(run: Run) -> list[Figure]:
         figures.append(Figure("memory", show_size(_peak(run)), "peak, per rank"))
     if latest.get("skipped"):
         figures.append(Figure("steps left out", f"{latest['skipped']:,}", "gradients too large for fp16"))
+=======
+    if math.isfinite(measured.speed):
+        figures.append(Figure(f"{run.unit} per second", show_count(measured.speed)))
+    if math.isfinite(measured.mfu) and latest.get("mfu"):
+        figures.append(Figure("MFU", f"{measured.mfu:.1%}"))
+    if measured.peak:
+        figures.append(Figure("memory", show_size(measured.peak), "peak, per rank"))
+>>>>>>> ae21c76 (The report begins with the task's own figures and compares the latest attempt; a graph's MFU counts what the planner counts)
     attempts = f"in {run.attempts} attempts" if run.attempts > 1 else ""
     figures.append(Figure("time", show_seconds(run.seconds()), attempts))
     if run.account.failures:
@@ -113,25 +137,49 @@ def _figures(run: Run) -> list[Figure]:
 
 def _validated(run: Run) -> list[Figure]:
     table = run.validations
-    name = "bits_per_byte" if "bits_per_byte" in table else "loss"
-    values = table.get(name, np.empty(0))
+    values = table.get("loss", np.empty(0))
     if not np.isfinite(values).any():
         return []
     best = int(np.nanargmin(values))
-    label = "bits per byte" if name == "bits_per_byte" else "validation loss"
     note = "held out" if best == len(values) - 1 else f"best {values[best]:.3f} at {table['step'][best]:,}"
-    return [Figure(label, f"{values[-1]:.3f}", note)]
+    return [Figure("validation loss", f"{values[-1]:.3f}", note)]
+
+
+def _metrics(run: Run) -> list[Figure]:
+    """What the task is judged by, of the last validation; the test part's beside it."""
+    table, found = run.validations, []
+    for name in run.metrics()[:METRICS]:
+        test = table.get(f"test_{name}", np.array([math.nan]))[-1]
+        note = f"validation; test {test:.3f}" if math.isfinite(test) else "held out"
+        if math.isfinite(table[name][-1]):
+            found.append(Figure(name.replace("_", " "), f"{table[name][-1]:.3f}", note))
+    return found
+
+
+def _measured(run: Run) -> Measured:
+    steps = run.attempt
+
+    def median(values: Any) -> float:
+        return float(np.nanmedian(values)) if np.isfinite(values).any() else math.nan
+
+    empty = np.empty(0)
+    took, tokens, mfu = (steps.get(name, empty) for name in ("seconds", "tokens", "mfu"))
+    seconds = median(took)
+    work = median(mfu * took) if len(mfu) == len(took) else math.nan  # of the peak, so that it agrees with the seconds
+    return Measured(seconds, median(tokens) / seconds, work / seconds, _peak(steps))
 
 
 def _plots(run: Run) -> list[tuple[str, str, Any]]:
     """(title, remark, drawing) of each chart that has something to show."""
     steps, x = run.steps, run.steps.get("step", np.empty(0))
-    plots = [("Loss", "per token, in nats", charts.line_chart("Loss", _losses(run), _three))]
+    plots = [_metric(run, name) for name in run.metrics()[:1]]
+    per = "per token, in nats" if run.unit == "tokens" else "on training and held-out data"
+    plots += [("Loss", per, charts.line_chart("Loss", _losses(run), _three))]
     if "tokens" in steps and "seconds" in steps:
         speed = steps["tokens"] / np.maximum(steps["seconds"], 1e-9)
-        plots.append(("Speed", "tokens per second", _trend("Speed", x, speed, show_count)))
+        plots.append(("Speed", f"{run.unit} per second", _trend("Speed", x, speed, show_count)))
     if "memory" in steps:
-        unit = 1024.0 ** math.floor(math.log(max(_peak(run), 1.0), 1024))
+        unit = 1024.0 ** math.floor(math.log(max(_peak(steps), 1.0), 1024))
         line = charts.Series("memory", x, steps["memory"], colour=3)
         chart = charts.line_chart("Memory", [line], show_size, zero=True, unit=unit)
         plots.append(("Memory", _apart(run), chart))
@@ -143,6 +191,16 @@ def _plots(run: Run) -> list[tuple[str, str, Any]]:
             ("Learning rate", "", charts.line_chart("Learning rate", [series], lambda v: f"{v:.2g}", zero=True))
         )
     return [plot for plot in (*plots, *_evaluations(run)) if plot[2]]
+
+
+def _metric(run: Run, name: str) -> tuple[str, str, Any]:
+    title, table = name.replace("_", " "), run.validations
+    series = [
+        charts.Series(part, table["step"], table[key], "dots" if len(table["step"]) <= 60 else "line", colour)
+        for part, key, colour in (("validation", name, 4), ("test", f"test_{name}", 2))
+        if key in table
+    ]
+    return title[0].upper() + title[1:], "of held-out data", charts.line_chart(title, series, _three)
 
 
 def _losses(run: Run) -> list[charts.Series]:
@@ -194,7 +252,7 @@ def _evaluations(run: Run) -> list[tuple[str, str, Any]]:
 def _memory(run: Run, predicted: Mapping[str, Any]) -> dict[str, Any]:
     kinds = dict(predicted.get("memory_bytes") or {})
     whole = kinds.pop("peak", 0.0) or sum(kinds.values())
-    peak, limit = _peak(run), predicted.get("memory_limit") or 0.0
+    peak, limit = _measured(run).peak, predicted.get("memory_limit") or 0.0
     return {
         "kinds": charts.shares(kinds, show_size),
         "predicted": whole,
@@ -208,8 +266,8 @@ def _traffic(run: Run, predicted: Mapping[str, Any]) -> list[tuple[str, float, f
     """(class, predicted, measured) bytes per step and rank, largest first."""
     measured = {
         name.removeprefix("bytes."): float(np.nanmean(column))
-        for name, column in run.steps.items()
-        if name.startswith("bytes.")
+        for name, column in run.attempt.items()
+        if name.startswith("bytes.") and np.isfinite(column).any()
     }
     expected = predicted.get("sent_bytes") or {}
     names = [name for name in {**expected, **measured} if expected.get(name) or measured.get(name)]
@@ -230,18 +288,16 @@ def _encoded(run: Run) -> list[tuple[str, float, float, float]]:
 
 
 def _compared(run: Run, predicted: Mapping[str, Any]) -> list[ComparedRow]:
-    steps = run.steps
-    if not predicted or not len(steps.get("step", ())):
+    """Of the latest attempt alone: an earlier one may have had another plan."""
+    if not predicted or not len(run.attempt["step"]):
         return []
-    seconds = float(np.nanmedian(steps["seconds"])) if "seconds" in steps else math.nan
-    tokens = float(np.nanmedian(steps["tokens"])) if "tokens" in steps else math.nan
-    mfu = float(np.nanmedian(steps["mfu"])) if "mfu" in steps else math.nan
+    seconds, speed, mfu, peak = _measured(run)
     sent = sum(row[2] for row in _traffic(run, predicted))
     return [
         _row("Seconds per step", predicted.get("step_seconds"), seconds, show_seconds),
-        _row("Tokens per second", predicted.get("tokens_per_second"), tokens / seconds, show_count),
+        _row(f"{run.unit.capitalize()} per second", predicted.get("tokens_per_second"), speed, show_count),
         _row("MFU", predicted.get("mfu"), mfu, lambda value: f"{value:.1%}"),
-        _row("Memory at the peak", (predicted.get("memory_bytes") or {}).get("peak"), _peak(run), show_size),
+        _row("Memory at the peak", (predicted.get("memory_bytes") or {}).get("peak"), peak, show_size),
         _row("Bytes sent per step", sum((predicted.get("sent_bytes") or {}).values()), sent, show_size),
     ]
 
@@ -253,8 +309,8 @@ def _row(label: str, predicted: float | None, measured: float, show: Any) -> Com
     return ComparedRow(label, show(predicted), show(measured), error)
 
 
-def _peak(run: Run) -> float:
-    memory = run.steps.get("memory", np.empty(0))
+def _peak(steps: Mapping[str, Any]) -> float:
+    memory = steps.get("memory", np.empty(0))
     return float(np.nanmax(memory)) if np.isfinite(memory).any() else 0.0
 
 

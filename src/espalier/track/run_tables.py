@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from espalier.config import model_kinds
 from espalier.errors import UserError, nearest
 from espalier.track.events import Event, read
 from espalier.track.goodput import Account, GoodputMeter
@@ -100,6 +101,18 @@ class Run:
         return self.table("evals")
 
     @property
+    def attempt(self) -> Table:
+        """The rows of `steps` that the latest attempt made, with the plan that the folder holds."""
+        steps, begun = self.steps, self.start.get("step") or 0
+        return {name: column[steps["step"] > begun] for name, column in steps.items()}
+
+    @property
+    def unit(self) -> str:
+        """What speed is counted in: `tokens` of a language model, else `samples`."""
+        kind = model_kinds.tagged((self.recipe.get("model") or {}).get("kind"))
+        return "tokens" if kind is None else kind.unit
+
+    @property
     def latest(self) -> Event:
         """The newest step event; empty before the first step."""
         rows = self._rows["step"]
@@ -138,6 +151,13 @@ class Run:
         """What failures cost: goodput, work done again, time to recover, by cause."""
         return self._ledger.account()
 
+    def metrics(self) -> list[str]:
+        """The task's own figures among those of validations, as their workload orders them: all but losses and those
+        of the test part."""
+        others = ("step", "time", "seconds", "loss")
+        numbers = (name for name, column in self.validations.items() if column.dtype == np.float64)
+        return [name for name in numbers if name not in others and not name.startswith(("test_", "tasks."))]
+
     def speed(self, last: int = 50) -> float:
         """Tokens per second over the `last` steps; 0 before the first."""
         rows = self._rows["step"][-last:]
@@ -164,9 +184,9 @@ class Run:
             rows.append(("loss", f"{latest['loss']:.4g}"))
         if self._rows["validation"]:
             last = self._rows["validation"][-1]
-            rows += [(key.replace("_", " "), f"{last[key]:.4g}") for key in ("bits_per_byte",) if key in last]
+            rows += [(name.replace("_", " "), f"{last[name]:.4g}") for name in self.metrics()[:1] if name in last]
         if latest.get("tokens"):
-            rows.append(("speed", f"{show_count(self.speed())} tokens/s"))
+            rows.append(("speed", f"{show_count(self.speed())} {self.unit}/s"))
         if latest.get("memory"):
             rows.append(("memory", show_size(latest["memory"])))
         return [*rows, ("time", show_seconds(self.seconds()))]
