@@ -109,24 +109,14 @@ def _figures(run: Run) -> list[Figure]:
     if latest.get("loss") is not None:
         figures.append(Figure("training loss", f"{latest['loss']:.3f}"))
     figures += _validated(run)
-<<<<<<< HEAD
-    if latest.get("tokens"):
-        figures.append(Figure("tokens per second", show_count(run.speed())))
-    if latest.get("mfu"):
-        mfu = np.nanmedian(run.steps["mfu"][-50:])
-        figures.append(Figure("MFU", f"{mfu:.1%}"))
-    if _peak(run):
-        figures.append(Figure("memory", show_size(_peak(run)), "peak, per rank"))
-    if latest.get("skipped"):
-        figures.append(Figure("steps left out", f"{latest['skipped']:,}", "gradients too large for fp16"))
-=======
     if math.isfinite(measured.speed):
         figures.append(Figure(f"{run.unit} per second", show_count(measured.speed)))
     if math.isfinite(measured.mfu) and latest.get("mfu"):
         figures.append(Figure("MFU", f"{measured.mfu:.1%}"))
     if measured.peak:
         figures.append(Figure("memory", show_size(measured.peak), "peak, per rank"))
->>>>>>> ae21c76 (The report begins with the task's own figures and compares the latest attempt; a graph's MFU counts what the planner counts)
+    if latest.get("skipped"):
+        figures.append(Figure("steps left out", f"{latest['skipped']:,}", "gradients too large for fp16"))
     attempts = f"in {run.attempts} attempts" if run.attempts > 1 else ""
     figures.append(Figure("time", show_seconds(run.seconds()), attempts))
     if run.account.failures:
