@@ -71,7 +71,7 @@ def cluster(draw: random.Random) -> Cluster:
 
 def far(draw: random.Random) -> Cluster:
     """Several machines, each with memory for a model and for what rounds keep of it."""
-    count, between = draw.choice([2, 3, 4]), draw.choice(["100Mbit/s", "10Gbit/s"])
+    count, between = draw.choice([2, 3, 4]), draw.choice(["1Gbit/s", "10Gbit/s"])
     return (
         processor(draw.choice([1, 2]), "64GiB", count, between)
         if draw.random() < 0.5
