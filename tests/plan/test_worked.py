@@ -45,8 +45,8 @@ def fleet() -> Fleet:
 
 
 def asked(samples: int = 32, **more: Any) -> Request:
-    """The model's request; gradients in one piece, as in the example."""
-    return ReferenceDecoder(SIZE, SEQUENCE).request(samples, "bf16", **{"bucket_bytes": 2**60, **more})
+    """The model's request; gradients in one piece, as in the example, by InternEvo's executor."""
+    return ReferenceDecoder(SIZE, SEQUENCE).request(samples, "bf16", **{"bucket_bytes": 2**60, "fsdp": False, **more})
 
 
 def step(layouts: dict[str, Any], request: Request | None = None) -> CostInputs:
@@ -95,8 +95,9 @@ def test_the_head_and_the_last_norm_of_the_13b_model() -> None:
 
 
 def test_two_gathered_layers_of_the_13b_model() -> None:
+    """Beside them we count the table outside the layers, which stays gathered from forward to backward."""
     gathered = memory_model.held(step(ISP), 1, 1)["gathered"]
-    assert round(float(gathered) / GIB, 2) == 2.36
+    assert round((float(gathered) - 2 * TABLE) / GIB, 2) == 2.36
     assert float(memory_model.held(step({"algorithm": "isp", "dp": 32, "hp": 4}), 1, 1)["gathered"]) == 0
 
 

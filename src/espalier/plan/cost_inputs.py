@@ -106,7 +106,7 @@ class CostInputs:
             elements=self.stage_parameters,
             layers=self.stage_layers,
             layer=request.layer_parameters / layouts.tp,
-            outside=request.outside / layouts.tp,
+            outside=request.outside / np.where(np.asarray(layouts.pp) == 1, 1, request.tables) / layouts.tp,
             cut=(np.asarray(layouts.tp) > 1) | (np.asarray(layouts.pp) > 1),
             largest=largest / layouts.tp,
             width=request.bytes_each,

@@ -36,6 +36,8 @@ SLACK = {"cuda": 0.1, "cpu": 0.0}
 FSDP peaks of about 27 bytes per parameter are 16 of states, 8 of AdamW's temporaries, and the rest this."""
 COMMUNICATION = 2**28
 """Bytes of buffers that NCCL holds for each kind of group a rank is in. Assumed."""
+CAST = 4
+"""Bytes per parameter of 16-bit gradients that are cast for the update, all together."""
 
 
 def limit(kind: DeviceGroup, request: Request) -> float:
@@ -81,14 +83,35 @@ def _stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: 
     if np.any(np.asarray(layouts.cp) > 1):
         travelling = step.sequence(anatomy.layer.tokens).held["keys_values"]
     transient = np.maximum(anatomy.layer.transient + travelling, has_head * anatomy.rest.transient)
-    update = np.maximum(orthogonal_bytes(request), request.temporaries * step.stage_parameters / layouts.optimizer)
+    update = np.maximum(orthogonal_bytes(request), _temporaries(step) * step.stage_parameters / layouts.optimizer)
     found["activations"] = factors.held * kept
     # The worst moment is in backward, or in the optimizer's step when no activation is held any more.
     found["transient"] = np.maximum(factors.held * transient, update - factors.held * kept)
+    if request.fsdp:
+        found["gathered"] = np.where(_fsdp(step) & (pp > 1), _resident(step), found["gathered"])
     found["slack"] = factors.held * SLACK[device.kind] * sum(found.values())
     found["runtime"] = _runtime(device.runtime, step.on, layouts)
     zero = 0.0 * np.asarray(micro_batches)
     return {name: value + zero for name, value in found.items()}
+
+
+def _temporaries(step: CostInputs) -> Number:
+    """Bytes per parameter that an update needs beside its states: 16-bit gradients are cast for their fp32 masters."""
+    request = step.request
+    cast = CAST if request.low and request.temporaries else 0.0
+    return request.temporaries + np.where(_fsdp(step), 0.0, cast)
+
+
+def _fsdp(step: CostInputs) -> Any:
+    """Where PyTorch's FSDP shards parameters."""
+    return step.request.fsdp & (np.asarray(step.layouts.params) > 1)
+
+
+def _resident(step: CostInputs) -> Number:
+    """Bytes of a stage under FSDP: its parameters stay gathered and its gradients whole, in fp32, to the last
+    micro-batch. Ours are released after every block."""
+    storage = step.storage
+    return step.stage_parameters * (storage.params + storage.grads + step.request.low)
 
 
 def _runtime(measured: int, on: Fleet, layouts: Layouts) -> Number:

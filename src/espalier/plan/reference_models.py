@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from espalier.config.decoder_shapes import Sizes
 from espalier.cost import VALUE_BYTES, Anatomy, Cut, Number, Product, Work
 from espalier.plan.request import Request
@@ -19,8 +21,13 @@ MEGATRON = StateBytes(2, 4, 12)
 """Megatron-LM sums gradients in fp32."""
 FULL = StateBytes(4, 4, 8)
 DOUBLE = StateBytes(8, 8, 16)
-FOREACH = 8
-"""Bytes per parameter of torch's foreach AdamW beside its state: two fp32 values of each element it updates."""
+FOREACH = 4
+"""Bytes per parameter of an update by torch's foreach AdamW beside its states: the roots of the second moments, in a
+list. Fused, 8-bit and one-by-one updates have a tensor's at most, 0."""
+LOSSES = {"plain": 3.0, "parallel": 2.0, "fused": 0.5, "chunked": 3 / 8}
+"""fp32 values of each logit while backward works on the loss: `plain`, the log-softmax and two gradients; `parallel`
+(Megatron-LM), a softmax that was computed in place and its gradient; `fused`, a 16-bit gradient; `chunked`, all of an
+eighth at a time, and no logits are kept."""
 
 
 EAGER = 2.5
@@ -38,6 +45,7 @@ class ReferenceDecoder:
     `sequence_parallel`: tensor ranks share the tokens between matrices. `keeps_shards`: of the inputs they gather they
     keep their shares only, as Megatron-LM does (arXiv 2205.05198, section 4.2.2). `eager`: norms, positions and
     activations are chains of PyTorch operations (as in Llama's code) instead of fused kernels (as in Megatron-LM's).
+    `loss`: one of `LOSSES`; empty: `parallel` where ranks share matrices, else `plain`.
     """
 
     size: Sizes
@@ -47,6 +55,7 @@ class ReferenceDecoder:
     sequence_parallel: bool = True
     keeps_shards: bool = True
     eager: bool = False
+    loss: str = ""
 
     @property
     def layer_parameters(self) -> int:
@@ -102,12 +111,16 @@ class ReferenceDecoder:
             products=(Product(tokens, size.width, size.vocabulary / tensor),),
             attention=0.0 * tokens,
             moved=4 * stream + logits * (value + 2 * 4),
-            kept=2 * stream + logits * value,
-            transient=logits * 2 * 4,  # the loss in fp32, and its gradient
+            kept=2 * stream + logits * value * (self.loss != "chunked"),
+            transient=logits * max(4, value) * self._loss(tensor),
             again=0.0 * tokens,
             samples=micro_batch,
             tokens=tokens,
         )
+
+    def _loss(self, tensor: Number) -> Number:
+        """Full-precision values of each logit that its loss needs."""
+        return LOSSES[self.loss] if self.loss else np.where(np.asarray(tensor) > 1, LOSSES["parallel"], LOSSES["plain"])
 
     def _kept(self, value: int, cut: Cut) -> dict[str, Number]:
         """Bytes per token that one layer keeps, by recomputation."""
@@ -152,5 +165,5 @@ class ReferenceDecoder:
             "precision": precision, "outside": self.outside, "tables": 1 if size.tied else 2, "heads": size.heads,
             "kv_heads": size.kv_heads, "width": size.width, "kv_width": size.kv_width,
             "storage": {"fp32": FULL, "tf32": FULL, "fp64": DOUBLE}.get(precision, MIXED), "temporaries": FOREACH,
-            "sequence_parallel": self.sequence_parallel, "headroom": False, **more,
+            "fsdp": True, "sequence_parallel": self.sequence_parallel, "headroom": False, **more,
         })  # fmt: skip

@@ -63,7 +63,9 @@ class Request:
         heads, kv_heads, width, kv_width: of a decoder; 0: a module.
         tensor: ranks that share a module's matrices by its own plan, as pinned; the search takes no other number.
         storage: bytes per parameter; None: what Espalier's own trainer keeps.
-        temporaries: bytes per parameter that the optimizer step needs for a moment (torch's foreach AdamW: 8).
+        temporaries: bytes per parameter that the optimizer step needs for a moment (torch's foreach AdamW: 4).
+        fsdp: sharded parameters are PyTorch's FSDP's: fp32 masters and gradients, and in pipelines stages that stay
+            gathered from the first micro-batch to the last.
         memory: bytes a rank may hold, where the user says less than the device has.
         redundancy: ranks that must hold each shard of the optimizer's state.
         max_devices: devices to use at most.
@@ -107,6 +109,7 @@ class Request:
     tensor: int = 1
     storage: StateBytes | None = None
     temporaries: float = 0.0
+    fsdp: bool = False
     memory: float | None = None
     redundancy: int = 1
     max_devices: int | None = None

@@ -48,15 +48,12 @@ class StateSizes:
 
     Attributes:
         storage: bytes of a parameter; exact: of one that keeps its precision beside low ones, None: the same.
-        copied: bytes of a gathered parameter; 0: those of `storage`.
         sizes: the trainable tensors in the model's order; empty: not known.
         whole: matrices lie on one rank each (an optimizer of matrices moves them).
         elements, layers, layer: trainable parameters of a rank before sharding, its layers, parameters of one layer.
         outside: parameters outside the layers.
         cut: whether a rank has less than the whole model, so that `elements` counts and not `sizes`.
         largest: elements of the largest matrix that stays whole.
-        resident: whether parameters, once gathered, and their gradients stay whole until the step's last micro-batch,
-            as under torch.distributed.pipelining; our own are released after every block.
         width: bytes of a value that `storage` is meant for.
         bucket_bytes: as in `Spread`.
         lossy: the level (`inside`, `between`, `all`) at which sums of gradients are rounded; empty: at none.
@@ -64,7 +61,6 @@ class StateSizes:
 
     storage: StateBytes
     exact: StateBytes | None = None
-    copied: int = 0
     sizes: Sequence[Sized] = ()
     whole: bool = False
     elements: Number = 0
@@ -73,7 +69,6 @@ class StateSizes:
     outside: Number = 0
     cut: Any = False
     largest: Number = 0
-    resident: Any = False
     width: int = 4
     bucket_bytes: int = BUCKET
     lossy: str = ""
@@ -329,12 +324,9 @@ def held(states: StateSizes, division: Division, found: Sequence[Volume]) -> dic
     forward to backward, gradients in buckets, and what codecs keep back."""
     params, grads = np.asarray(division.params), np.asarray(division.grads)
     whole = [sum(one.storage[state] * one.elements for one in found) for state in range(3)]
-    coming = 2 * states.layer + states.outside, np.maximum(2 * states.layer, states.outside)
-    copies = (states.copied or states.storage.params, states.storage.grads)
-    gathered: Number = 0.0
-    for state, split in enumerate((params, grads)):
-        there = np.where(states.resident, states.elements, coming[state])
-        gathered = gathered + np.where(split > 1, copies[state] * there, 0.0)
+    layers, storage = 2 * states.layer, states.storage
+    gathered = np.where(params > 1, (layers + states.outside) * storage.params, 0.0)
+    gathered = gathered + np.where(grads > 1, np.maximum(layers, states.outside) * storage.grads, 0.0)
     summed = whole[1] / grads
     result = {
         "params": whole[0] / params,
