@@ -88,6 +88,20 @@ def test_full_fan_out_trains_as_the_whole_graph(kind):
     assert sampled == pytest.approx(whole, rel=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gat"])
+def test_narrow_products_follow_the_curve_of_fp32(kind, precision):
+    graph = made()
+    exact = train(recipe_of({"kind": kind}, precision="fp32"), graph)
+    assert train(recipe_of({"kind": kind}, precision=precision), graph) == pytest.approx(exact, rel=2e-2)
+
+
+def test_sums_over_neighbours_overflow_fp16_at_first_and_then_learn():
+    losses = train(recipe_of({"kind": "gin"}, precision="fp16", steps=24), made())
+    assert losses[1] == losses[0]  # left out
+    assert losses[-2] < 0.7 * losses[0]
+
+
 def test_training_learns():
     losses = train(recipe_of(steps=60, precision="fp32", optimizer={"learning_rate": 0.05}), made(nodes=200, edges=600))
     assert losses[-2] < 0.7 * losses[0]

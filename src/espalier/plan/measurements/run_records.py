@@ -33,7 +33,7 @@ from espalier.plan.reference_models import DOUBLE, MEGATRON, ReferenceDecoder
 from espalier.plan.request import AUTO, Request
 
 PRECISIONS: Mapping[Any, str] = {
-    **{name: name for name in ("fp16", "bf16", "fp32", "fp64")},
+    **{name: name for name in ("fp16", "bf16", "tf32", "fp32", "fp64")},
     **{"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"},
 }
 RECOMPUTES: Mapping[Any, str] = {
