@@ -38,6 +38,15 @@ def row(
     }
 
 
+def megatron(layers: int, width: int, heads: int, ranks: int, teraflops: float) -> dict[str, Any]:
+    """A step of 8 sequences of 1,024 tokens on V100s that sustain so many TFLOP/s each, recomputation not counted."""
+    model = {"depth": layers, "width": width, "heads": heads, "feed_forward": 4 * width, "vocabulary": 51200,
+             "tied": True, "fused": False}  # fmt: skip
+    flop = 8 * 1024 * (72 * layers * width**2 + 12 * layers * 1024 * width + 6 * 51200 * width)
+    layout = {"dp": 1, "tp": ranks, "micro_batch": 8, "recompute": "block", "precision": "fp16"}
+    return row(model, ("V100-32GB", ranks), layout, (1024, 8192), flop / (ranks * teraflops * 1e12))
+
+
 FSDP = {"dp": 8, "algorithm": "fsdp", "micro_batch": 1, "recompute": "block"}
 CUT = {"dp": 2, "tp": 2, "pp": 2, "micro_batch": 1, "recompute": "block",
        "shard": {"params": 2, "grads": 2, "optimizer": 2}}  # fmt: skip
@@ -56,6 +65,11 @@ STEPS = {
     ),
     "BERT-large at 128 tokens, V100-32GB: 272 samples/s (the same)": (
         row(BERT, ("V100-32GB", 1), {"micro_batch": 64, "precision": "fp16"}, (128, 128 * 64), 64 / 272),
+        BAND,
+    ),
+    "Megatron-LM 1.2B, V100-32GB: 39 TFLOP/s (arXiv 1909.08053, section 1)": (megatron(40, 1536, 16, 1, 39), BAND),
+    "Megatron-LM 8.3B, 8 tensor ranks on V100-32GB: 77 % of that each (arXiv 1909.08053, figure 5)": (
+        megatron(72, 3072, 32, 8, 0.77 * 39),
         BAND,
     ),
     "Llama 3.2 1B, 8 RTX 3090, FSDP (TouchNet pull requests 10 and 13)": (

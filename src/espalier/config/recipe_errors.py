@@ -115,7 +115,7 @@ def invalid(error: msgspec.ValidationError, table: Table, origin: str, overridde
         known = SAME.get(found[1]) or INSTEAD.get(found[1])
         near = known if known in choices else nearest(found[1], choices)
         missing = f"training in {found[1]} is not there yet; " if known in choices and found[1] in INSTEAD else ""
-        why, do = f"{missing}the choices are {', '.join(choices)}", f'{key} = "{near or choices[0]}"'
+        why, do = f"{missing}the choices are {', '.join(choices)}", f'{key} = "{near}"' if near else ""
         return UserError(f"{origin}: {key} = {found[1]!r} is not a choice.", why=why, do=do)
     expected, got, _ = text.partition(", got ")
     value = _at(table, where)
