@@ -17,6 +17,7 @@ from espalier import cluster, units
 from espalier.plan import (
     calibration_factors,
     collective_time,
+    cost_inputs,
     device_model,
     layouts,
     memory_model,
@@ -34,7 +35,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "planner.md"
 MODULES = {
     module.__name__.rpartition(".")[2]: module
     for module in (
-        *(calibrate, memory_model, collective_time, reference_models, search, step_time, device_model),
+        *(calibrate, memory_model, collective_time, cost_inputs, reference_models, search, step_time),
+        device_model,
         precision,
     )
 }

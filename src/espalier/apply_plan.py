@@ -186,6 +186,7 @@ def _spread(plan: Plan, ranks: Sequence[int], model: nn.Module) -> Spread:
         nodes=() if on_gpus else [plan.ranks[rank].node for rank in ranks],
         whole=matrices if any(unit.whole for unit in plan.units) else frozenset(),
         codecs=codecs(plan.exchanges),
+        bucket_bytes=plan.bucket,
         prefetch=plan.prefetch,
         low=LOW.get(plan.precision) if any(unit.optimizer for unit in plan.units) else None,
     )

@@ -27,7 +27,7 @@ from espalier.plan.calibrate import (
 )
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 
-TRUTH = CostFactors(product=1.15, startup=1.5, memory=1.2, issue=1.8, inside=1.1, call=2.5, held=1.3)
+TRUTH = CostFactors(product=1.15, small=1.5, memory=1.2, issue=1.8, inside=1.1, call=2.5, held=1.3)
 
 
 @pytest.fixture(scope="module")

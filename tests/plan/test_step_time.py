@@ -25,7 +25,8 @@ EXCHANGES = ("tensor", "sequence", "weights", "pipeline", "send", "all_reduce", 
 
 
 def asked(batch: int = 48, **more: Any) -> Request:
-    return decoder(width=512, layers=6, sequence=256, batch=batch, storage=MIXED, precision="bf16", **more)
+    sizes = {"width": 512, "layers": 6, "sequence": 256, "storage": MIXED, "precision": "bf16"}
+    return decoder(batch=batch, **{**sizes, **more})
 
 
 def every(algorithm: str, mode: str, ranks: int, batch: int = 48, chunks: bool = False) -> Layouts:
@@ -138,7 +139,7 @@ def test_more_micro_batches_favour_whole_parameters_and_gradients(between: str) 
     """Sharded parameters and gradients are paid for in each micro-batch, sharded optimizer states once."""
     lost = []
     for samples in (1, 2, 4, 16, 64):
-        rows, taken = shards(16, samples, gpus(count=2, between=between))
+        rows, taken = shards(16, samples, gpus(count=2, between=between), sequence=2048)
         whole = (rows[:, 0] == 1) & (rows[:, 1] == 1)
         lost.append(taken[~whole].min() - taken[whole].min())
     assert lost == sorted(lost)

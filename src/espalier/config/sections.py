@@ -193,6 +193,7 @@ class Checkpoint(Options, frozen=True):
 class Comm(Options, frozen=True):
     """What every exchange obeys.
 
+    `bucket`: gradients exchanged at once, `"auto"` (as the plan says) or a size.
     `codec`: what crosses links between machines, `"auto"` (as measured), `"exact"`, a policy (`"naive"`, `"mzhybrid"`,
     `"zhybrid"`) or the codec of gradients (`"int8"`, `"zfp:8"` …), which on one machine is used there.
     `nonfinite`: what becomes of NaN and infinity in what is encoded: `"pass"` (they arrive as they are), `"stop"` (the
@@ -200,7 +201,7 @@ class Comm(Options, frozen=True):
     """
 
     timeout: str = "60s"
-    bucket: str = "25MiB"
+    bucket: str = "auto"
     codec: str = "auto"
     nonfinite: Literal["pass", "stop"] = "pass"
 

@@ -66,7 +66,8 @@ def check(recipe: config.Recipe) -> None:
     _places(recipe)
     _start(recipe.name, recipe.launch)
     units.seconds(recipe.comm.timeout, "comm.timeout")
-    units.size(recipe.comm.bucket, "comm.bucket")
+    if recipe.comm.bucket != "auto":
+        units.size(recipe.comm.bucket, "comm.bucket")
     _faults(recipe.faults)
     if recipe.checkpoint.every != "auto" and recipe.checkpoint.every < 1:
         raise UserError(

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from espalier import serialization
 from espalier.errors import UserError
+from espalier.shard.flat_layout import BUCKET
 
 VERSION = 1
 
@@ -212,6 +213,8 @@ class Plan(PlanStruct, frozen=True):
     """Stages of one pipeline that each of its ranks holds."""
     prefetch: Literal["block", "attention", "none"] = "block"
     """From when on the sharded parameters of the next block are gathered: see `shard.gather_hooks`."""
+    bucket: int = BUCKET
+    """Bytes of gradients exchanged at once where parameters are not gathered by blocks."""
     micro_batch: int = 1
     recompute: str = "none"
     precision: str = "fp32"

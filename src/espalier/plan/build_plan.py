@@ -39,6 +39,7 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
         schedule=layout.schedule,
         interleave=layout.chunks,
         prefetch=explain.prefetch(request, option),
+        bucket=explain.bucket(request, option),
         micro_batch=int(min(layout.micro_batch, max(_samples(request, option)))),
         recompute=layout.recompute,
         precision=request.precision,

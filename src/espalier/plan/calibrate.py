@@ -36,7 +36,7 @@ NOISE = 0.05
 """Relative scatter of a measured step about a perfect model; the prior's widths are measured against it."""
 
 PRIOR = {
-    "product": 0.1, "startup": 0.7, "attention": 0.4, "memory": 0.3, "issue": 0.7, "inside": 0.3, "between": 0.4,
+    "product": 0.1, "small": 0.7, "attention": 0.4, "memory": 0.3, "issue": 0.7, "inside": 0.3, "between": 0.4,
     "call": 0.7, "exposed": 0.7, "stall": 1.0,
 }  # fmt: skip
 """How far each factor may easily be from 1, in logarithms."""
@@ -56,7 +56,8 @@ EXPOSED = 5.0
 
 @dataclass(frozen=True)
 class Measurement:
-    """One layout that was run: what it was, and what was measured of it (None: not measured)."""
+    """One layout that was run: what it was, and what was measured of it (None: not measured). `stack`: what ran it;
+    `memory`: which bytes the peak counts (`base.Predicted.memory_bytes` without `UNCOUNTED`)."""
 
     request: Request
     cluster: Cluster
@@ -65,6 +66,8 @@ class Measurement:
     peak_bytes: float | None = None
     out_of_memory: bool | None = None
     label: str = ""
+    stack: str = ""
+    memory: str = "device"
 
 
 class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

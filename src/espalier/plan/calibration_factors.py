@@ -10,8 +10,8 @@ class CostFactors(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     product: float = 1.0
     """Seconds of dense products per FLOP."""
-    startup: float = 1.0
-    """Seconds that each product takes whatever its size (datasheet devices only)."""
+    small: float = 1.0
+    """What products lose by small rows, columns or inner sizes (datasheet devices only)."""
     attention: float = 1.0
     """Seconds of the attention core."""
     memory: float = 1.0

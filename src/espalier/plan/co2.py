@@ -276,7 +276,7 @@ def _fragments(step: CostInputs, nodes: Sequence[int], count: int) -> Sequence[S
     if not states.sizes:
         return [[step.request.trainable / len(nodes) / count]] * count
     factors = ShardFactors(int(division.params), int(division.grads), int(division.optimizer))
-    return cut_sizes(owned(states.sizes, states.whole, factors, nodes, states.bucket_bytes), count)
+    return cut_sizes(owned(states.sizes, states.whole, factors, nodes, int(states.bucket_bytes)), count)
 
 
 def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: Outer) -> Predicted | None:

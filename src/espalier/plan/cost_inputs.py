@@ -17,11 +17,19 @@ from espalier.plan.request import Request
 from espalier.sequence.cost import SequenceGrid, SequenceLoad
 from espalier.sequence.cost import cost as sequence_cost
 from espalier.shard.cost import Division, StateBytes, StateSizes, cost, volumes
+from espalier.shard.flat_layout import BUCKET
 
 TURN = 3e-3
 """Seconds that each further rank on a core keeps a rank from it: what the scheduler gives at once. Four ranks on two
 cores took 3 to 4 ms longer for each exchange in a layer (bench/cuts.py: tp4, pp2 x tp2 beside dp4, pp2 x dp2), on a
 machine where other work ran; pairs of ranks that exchange nothing else did not show it. Provisional."""
+
+MEETING = 80e-6
+"""Seconds by which GPUs of several machines come late to an exchange that computation waits for. Assumed: 64 MiB on 128
+ranks move at 42 to 48 GB/s (measurements that Buff's planner uses), which this makes of 52."""
+EACH, LARGEST = 2**20, 2**29
+"""Bytes of gradients exchanged at once for each rank that sums them, since a piece waits for a hop of each
+(Megatron-Core takes a million gradients for each rank), and the most."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,14 @@ class CostInputs:
             return request.compute
         return np.where(np.asarray(self.layouts.optimizer) > 1, request.low, request.bytes_each)
 
+    @cached_property
+    def bucket_bytes(self) -> Number:
+        """Bytes of gradients exchanged at once: what was asked for, else more where many ranks sum them."""
+        if self.request.bucket_bytes is not None:
+            return self.request.bucket_bytes
+        ranks = self.layouts.shards // np.asarray(self.layouts.grads)
+        return np.clip(ranks * EACH, BUCKET, LARGEST)
+
     # --- what sharded states cost (see `shard.cost`) -----------------------------------------------------------------
 
     @cached_property
@@ -110,7 +126,7 @@ class CostInputs:
             cut=(np.asarray(layouts.tp) > 1) | (np.asarray(layouts.pp) > 1),
             largest=largest / layouts.tp,
             width=request.bytes_each,
-            bucket_bytes=request.bucket_bytes,
+            bucket_bytes=self.bucket_bytes,
             lossy=crossing.level if crossing is not None and crossing.lossy else "",
         )
 
@@ -132,10 +148,13 @@ class CostInputs:
 
     def awaited(self, operation: Any, size: Number, ranks: Number, stride: Number, traffic: str) -> Number:
         """Seconds of a collective amid a layer's computation: where ranks share cores, each of its ranks waits for a
-        core in turn."""
+        core in turn; GPUs of several machines wait for the last one to come (`MEETING`)."""
         found = self.wire(operation, size, ranks, stride, traffic)
-        turns = 0.0 if self.cuda else TURN * (1 / self.kind.setting.share - 1)
-        return found + np.where(np.asarray(found) > 0, turns, 0.0)
+        if not self.cuda:
+            turns = TURN * (1 / self.kind.setting.share - 1)
+            return found + np.where(np.asarray(found) > 0, turns, 0.0)
+        apart = (np.asarray(ranks) * stride > self.on.per_node) & (self.on.between is not None)
+        return found + np.where(apart & (np.asarray(found) > 0), self.on.factors.call * MEETING, 0.0)
 
     def sequence(self, tokens: Number, attention: Number = 0.0) -> Cost:
         """What ranks that share a sequence exchange in one layer of a micro-batch of `tokens` tokens of each rank.

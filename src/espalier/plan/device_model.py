@@ -19,22 +19,29 @@ from espalier.errors import UserError
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 
 PRODUCT_SHARE = 0.8
-"""Share of a datasheet's peak that a large product reaches: cuBLAS on an A100 gives about 250 of 312 TFLOP/s."""
-PRODUCT_STARTUP = 25e-6
-"""Seconds that each product takes beyond that: filling and draining the device, as seen in the public table of measured
-GPT iterations on A100s (vTrain, arXiv 2312.12391). Both are assumptions until probed or calibrated."""
+"""Share of a datasheet's peak that a large product reaches: cuBLAS on an A100 gives about 250 of 312 TFLOP/s. Assumed
+until probed or calibrated."""
+SMALL = (256, 256, 256)
+"""Rows, columns and inner size at which a product takes as long again: few tiles leave multiprocessors idle, and
+operands are read for little work.
+Assumed: measured GPT steps on A100s and H100s scatter less about their mean error with it."""
 COPY_SHARE = 0.8
 """Share of a datasheet's memory bandwidth in elementwise work. Assumed until probed."""
 
 # Share of the bf16 peak that FlashAttention-2 reaches on an A100 is 73 % forward and 63 % backward at best (Dao, arXiv
 # 2307.08691, section 4); shorter sequences reach less. Processors: half of their product rate. Assumed until probed.
 ATTENTION_SHARE = {"cuda": 0.6, "cpu": 0.5}
+EFFICIENT = 0.6
+"""What xFormers' and Triton's kernels reach of FlashAttention-2 (arXiv 2307.08691, section 4)."""
+SHORT = 450
+"""Tokens of a sequence at which a fused kernel reaches half of its share: FlashAttention-2's speed from 512 to 16 Ki
+tokens, causal, heads of 128 (the same)."""
 ATTENTION_BACKWARD = 2.5
 """FLOP of the attention core's backward over its forward (recomputes the scores; same paper)."""
 
-LAUNCH = {"cuda": 10e-6, "cpu": 4e-6}
-"""Seconds to issue one eager operation where it was not measured: a PyTorch dispatch with autograd's
-bookkeeping, and on GPUs the kernel's launch."""
+LAUNCH = {"cuda": 18e-6, "cpu": 4e-6}
+"""Seconds to issue one eager operation where it was not measured: a PyTorch dispatch with autograd's bookkeeping, and
+on GPUs the kernel's launch, as measured GPT iterations of small micro-batches show (vTrain, arXiv 2312.12391)."""
 
 SETTING_WEIGHT = 4.0
 """A factor of two in threads or processes is as far as a factor of sixteen in a size."""
@@ -67,10 +74,10 @@ def product_seconds(
         sizes = (product.rows, product.inner, product.columns)
         each = factors.product * one / _measured(device, "product", precision, sizes, setting)
     elif device.peak and device.kind == "cuda":
-        each = (
-            factors.product * one / (_peak(device, precision) * share(device, "product", precision))
-            + factors.startup * PRODUCT_STARTUP
-        )
+        sizes = (product.rows, product.columns, product.inner)
+        small = sum(lost / np.maximum(1, size) for lost, size in zip(SMALL, sizes, strict=True))
+        speed = _peak(device, precision) * share(device, "product", precision)
+        each = factors.product * one / speed * (1 + factors.small * small)
     else:
         each = factors.product * one / (_peak(device, precision) / _ranks(device, setting))
     return np.where(one > 0, each * product.count, 0.0)[()]
@@ -87,7 +94,7 @@ def backward(product: Product) -> tuple[Product, Product]:
 def attention_seconds(
     device: Device, precision: str, flop: Number, setting: DeviceUse, factors: CostFactors = PLAIN
 ) -> Number:
-    """Seconds of `flop` FLOP in the attention core, forward."""
+    """Seconds of `flop` FLOP in the attention core, forward, at the best that the device does."""
     rows = [rate for rate in device.rates if rate.what == "attention"]
     if rows:
         sizes = [[rate.rows, rate.inner, rate.columns] for rate in rows]
@@ -96,6 +103,13 @@ def attention_seconds(
     else:
         speed = _peak(device, precision) * share(device, "attention") / _ranks(device, setting)
     return factors.attention * flop / speed
+
+
+def kernel_share(device: Device, kernel: str, tokens: Number) -> Number:
+    """What an attention kernel reaches of that in sequences of so many tokens: of a catalogue's GPU."""
+    if device.kind != "cuda" or device.rates or kernel == "written":
+        return 1.0
+    return (EFFICIENT if kernel == "efficient" else 1.0) / (1 + SHORT / np.maximum(1, tokens))
 
 
 def moved_seconds(device: Device, moved: Number, setting: DeviceUse, factors: CostFactors = PLAIN) -> Number:
@@ -139,7 +153,7 @@ def describe(device: Device) -> str:
     if device.rates:
         return f"{device.source}; between measured shapes by inverse distance in log space"
     sustained = f"{share(device, 'product'):g} of the peak"
-    return f"{device.source}; {sustained} and {PRODUCT_STARTUP * 1e6:g} µs for each product, assumed"
+    return f"{device.source}; {sustained} in large products, less in small ones, assumed"
 
 
 def rate(device: Device, precision: str) -> float:

@@ -24,6 +24,7 @@ from espalier.plan.estimate import estimate, samples_each
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
+from espalier.shard.flat_layout import BUCKET
 from espalier.shard.placement_plan import Prefetch
 
 RUNNERS_UP = 6
@@ -55,7 +56,7 @@ def why(request: Request, found: Found, option: Option, predicted: Predicted) ->
         said.append(_passed_over(found, fastest, option))
     if option.fits:
         said += _states(request, found, option)
-        said += _gathers(request, option)
+        said += _gathers(request, option) + _pieces(request, option)
         said += _cuts(request, found, option, predicted)
     used = int(layout.world)
     there = sum(request.precision in place.table.device.flops for place in option.cluster.devices())
@@ -102,12 +103,33 @@ def prefetch(request: Request, option: Option) -> Prefetch:
     return next(iter(_gathering(request, option)), "block")
 
 
-def _gathering(request: Request, option: Option) -> dict[Prefetch, float]:
+def bucket(request: Request, option: Option) -> int:
+    """Bytes of gradients exchanged at once."""
+    return int(_inputs(request, option).bucket_bytes)
+
+
+def _inputs(request: Request, option: Option) -> CostInputs:
+    """What is priced of an option, on its first kind of rank."""
     layout = option.layout
     on = collective_time.fleet(option.cluster, int(layout.world), layout.threads)
-    size = np.minimum(layout.micro_batch, samples_each(request, layout))
-    step = CostInputs(request, replace(on, factors=request.factors), on.kinds[0], layout)
-    return step_time.prefetch(step, size)
+    return CostInputs(request, replace(on, factors=request.factors), on.kinds[0], layout)
+
+
+def _gathering(request: Request, option: Option) -> dict[Prefetch, float]:
+    size = np.minimum(option.layout.micro_batch, samples_each(request, option.layout))
+    return step_time.prefetch(_inputs(request, option), size)
+
+
+def _pieces(request: Request, option: Option) -> list[str]:
+    """Why gradients are exchanged in larger pieces than usual."""
+    chosen = bucket(request, option)
+    if request.bucket_bytes is not None or chosen <= BUCKET or option.layout.params > 1:
+        return []
+    ranks = option.layout.shards // option.layout.grads
+    return [
+        f"Gradients are exchanged in pieces of {units.show_size(chosen)} instead of {units.show_size(BUCKET)}: "
+        f"each waits for a hop of {ranks:,} ranks."
+    ]
 
 
 _STARTS: dict[Prefetch, str] = {

@@ -16,6 +16,9 @@ from espalier.shard.cost import StateBytes
 if TYPE_CHECKING:
     from espalier.shard.wrap_policy import Sized
 
+Kernel = Literal["auto", "flash", "efficient", "written"]
+"""An attention kernel: the best the device has; FlashAttention; another that writes no scores; one that does."""
+
 
 AUTO = "auto"
 """A precision that is derived: see `plan.precision`."""
@@ -58,7 +61,9 @@ class Request:
         anatomy: (micro_batch, recompute, precision, cut) -> Anatomy; micro_batch and cut may hold NumPy arrays.
         matrix_parameters: parameters that Muon moves; matrix_shapes: (rows, columns, count) of them.
         recompute: the mode asked for, None to leave it to the planner.
-        bucket_bytes: gradients exchanged at once.
+        bucket_bytes: gradients exchanged at once; None: derived from the links (`CostInputs.bucket_bytes`).
+        overlap: gradients are exchanged during backward; False: after it.
+        kernel: of attention.
         outside: trainable parameters outside the layers, in `tables` tables (2: embedding and head).
         heads, kv_heads, width, kv_width: of a decoder; 0: a module.
         tensor: ranks that share a module's matrices by its own plan, as pinned; the search takes no other number.
@@ -99,7 +104,9 @@ class Request:
     compile: bool = False
     recompute: str | None = None
     pin: Pin = field(default_factory=Pin)
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int | None = None
+    overlap: bool = True
+    kernel: Kernel = "auto"
     outside: int = 0
     tables: int = 1
     heads: int = 0

@@ -59,7 +59,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         compile=train.compile,
         recompute=recipe.plan.pin.recompute or train.recompute,
         pin=recipe.plan.pin,
-        bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"),
+        bucket_bytes=None if recipe.comm.bucket == "auto" else units.size(recipe.comm.bucket, "comm.bucket"),
         memory=None if options.memory is None else float(units.size(options.memory, "plan.memory")),
         redundancy=options.redundancy,
         max_devices=options.max_devices,

@@ -507,11 +507,10 @@ def least_seconds(request: Request, on: collective_time.Fleet) -> tuple[float, f
 
 
 def _sample(request: Request, on: collective_time.Fleet, kind: collective_time.DeviceGroup) -> float:
-    """Seconds of one sample on one device of this kind, products without their start; a probed device at its peak."""
-    device = kind.table.device
+    """Seconds of one sample on one device of this kind, products as large as can be; a probed device at its peak."""
+    device, batch = kind.table.device, request.global_batch
     if device.rates:
-        return request.model_flops / request.global_batch / device_model.peak(device, request.precision)
-    dense = replace(request.anatomy(1, "none", request.precision, WHOLE).whole, moved=0.0)
-    factors = msgspec.structs.replace(on.factors, startup=0.0)
-    one = compute(CostInputs(request, replace(on, factors=factors), kind, Layouts()), dense)
-    return float(one.forward + one.backward)
+        return request.model_flops / batch / device_model.peak(device, request.precision)
+    dense = replace(request.anatomy(batch, "none", request.precision, WHOLE).whole, moved=0.0)
+    one = compute(CostInputs(request, on, kind, Layouts()), dense)
+    return float(one.forward + one.backward) / batch

@@ -30,9 +30,9 @@ COMPILED = 1 / 3
 """Share of them left when blocks are compiled. Assumed."""
 BACKWARD = 2.0
 """Operations and bytes moved in backward over forward."""
-TOGETHER = 4.0
+TOGETHER = 8.0
 """A GPU and the host that feeds it work side by side: a pass takes (device^p + host^p)^(1/p), their maximum but where
-they are about equal. Assumed."""
+they are about equal: with 8, 9 % more than either there. Assumed; with 4 measured GPT steps are met less well."""
 CLIP_BYTES = 12
 """Per parameter: the norm reads a gradient, clipping reads and writes it."""
 ADAM_BYTES = 28
@@ -116,7 +116,7 @@ def compute(step: CostInputs, work: Work) -> Pass:
         return sum((device_model.product_seconds(device, precision, one, setting, factors) for one in chosen), 0.0)
 
     moved = device_model.moved_seconds(device, work.moved, setting, factors)
-    attention = device_model.attention_seconds(device, precision, work.attention, setting, factors)
+    attention = core_seconds(step, work.attention)
     dense = products(work.products) + attention
     forward = dense + moved
     both = [product for one in work.products for product in device_model.backward(one)]
@@ -126,6 +126,14 @@ def compute(step: CostInputs, work: Work) -> Pass:
     count = count * (COMPILED if step.request.compile else 1.0) * (1 + BACKWARD + work.again)
     weight = products(both) / 2  # the other half of backward's products are gradients of inputs
     return Pass(forward, backward, again, factors.issue * count * device_model.issue_seconds(device), weight=weight)
+
+
+def core_seconds(step: CostInputs, flop: Number) -> Number:
+    """Seconds of `flop` FLOP in the attention core, forward; ranks that share tokens have so many fewer in a block."""
+    request, kind = step.request, step.kind
+    device, tokens = kind.table.device, request.tokens_per_sample / np.asarray(step.layouts.cp)
+    work = flop / device_model.kernel_share(device, request.kernel, tokens)
+    return device_model.attention_seconds(device, request.precision, work, kind.setting, step.on.factors)
 
 
 def prefetch(step: CostInputs, size: Number) -> dict[Prefetch, float]:
@@ -207,11 +215,8 @@ def tensor_load(step: CostInputs, tokens: Number, layers: Number) -> tensor_cost
 def sequence_seconds(step: CostInputs, work: Work) -> Number:
     """Seconds of a layer's all-to-alls of heads, and of its rings less what attention hides. On the cores of one
     processor it hides nothing: they do the copying."""
-    device, setting = step.kind.table.device, step.kind.setting
     hides = step.cuda or step.on.between is not None
-    attention = device_model.attention_seconds(
-        device, step.request.precision, work.attention * hides, setting, step.on.factors
-    )
+    attention = core_seconds(step, work.attention * hides)
     return sum(step.sequence(work.tokens, attention).seconds.values())
 
 
@@ -282,14 +287,14 @@ def _owner_by_owner(step: CostInputs, size: Number, ranks: Number, stride: Numbe
     return owners * (one + collective_time.chained(ranks, step.on))
 
 
-def _exposed(step: CostInputs, taken: Number, window: Number, pieces: Number = 1) -> Number:
-    """Seconds a step gets longer by exchanges of `taken` seconds in all, in equal pieces that become ready evenly over
-    `window` seconds of computation and go one after the other. What is hidden still costs something."""
+def _exposed(step: CostInputs, taken: Number, window: Number, pieces: Number = 1, late: bool = False) -> Number:
+    """Seconds a step gets longer by exchanges of `taken` seconds in all beside `window` seconds of computation, in
+    equal pieces, one after the other: `exposed`. What is hidden still costs something."""
     unhidden = np.minimum(1.0, UNHIDDEN["cuda" if step.cuda else "cpu"] * step.on.factors.exposed)
     usable = (1 - unhidden) * window
     piece = taken / pieces
     kind = "cuda" if step.cuda else "cpu between" if step.on.between is not None else "cpu"
-    return exposed(piece, pieces, usable, INTERFERENCE[kind])
+    return exposed(piece, pieces, usable, INTERFERENCE[kind], late)
 
 
 def _awaited(step: CostInputs, taken: Number, window: Number) -> Number:
@@ -300,12 +305,13 @@ def _awaited(step: CostInputs, taken: Number, window: Number) -> Number:
     return np.where(hides, _exposed(step, taken, window), taken + 0.0 * window)
 
 
-def exposed(piece: Number, pieces: Number, window: Number, interference: float) -> Number:
+def exposed(piece: Number, pieces: Number, window: Number, interference: float, late: bool = False) -> Number:
     """Of `pieces` exchanges of `piece` seconds, what `window` seconds of computation cannot hide, and the loss by what
-    is hidden. A single exchange may run from the window's beginning; of several the last starts at its end."""
+    is hidden. `late`: they become ready evenly over the window, the last at its end, as gradients do; else all may run
+    from its beginning."""
     whole = piece * pieces
-    late = np.where(np.asarray(pieces) > 1, np.maximum(piece, window / pieces + whole - window), whole - window)
-    shown = np.where(whole > 0, np.clip(late, 0.0, whole), 0.0)
+    rest = np.maximum(piece, window / pieces + whole - window) if late else whole - window
+    shown = np.where(whole > 0, np.clip(rest, 0.0, whole), 0.0)
     return shown + interference * (whole - shown)
 
 
@@ -336,7 +342,9 @@ def _once(step: CostInputs, last: Mapping[str, Number]) -> dict[str, Number]:
     """Gradients, optimizer and refreshed parameters: what happens once a step, on the last micro-batch."""
     backward = last["backward"] + last["recompute"]
     found = gradients(step)
-    reduce = _exposed(step, found["seconds"], backward, np.maximum(1, found["units"]))
+    reduce = found["seconds"] + 0.0 * backward
+    if step.request.overlap:
+        reduce = _exposed(step, found["seconds"], backward, np.maximum(1, found["units"]), late=True)
     return {
         "all_reduce": reduce,
         "refresh": _awaited(step, refresh(step), last["forward"]),
@@ -352,7 +360,7 @@ def gradients(step: CostInputs) -> dict[str, Number]:
         units = sum(one.units for one in volumes(step.states, step.division))
         return {"seconds": step.exchanged.seconds["reduce"], "units": units}
     size = step.storage.grads * step.stage_parameters / layouts.grads
-    units = np.maximum(1, np.ceil(size / max(1, step.request.bucket_bytes)))
+    units = np.maximum(1, np.ceil(size / step.bucket_bytes))
     replicas = layouts.shards // np.asarray(layouts.grads)
     whole = step.wire("all_reduce", size / units, replicas, layouts.tp * layouts.grads, "gradients")
     return {"seconds": units * whole, "units": units}

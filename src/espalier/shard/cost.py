@@ -70,7 +70,7 @@ class StateSizes:
     cut: Any = False
     largest: Number = 0
     width: int = 4
-    bucket_bytes: int = BUCKET
+    bucket_bytes: Any = BUCKET
     lossy: str = ""
 
 
@@ -226,7 +226,7 @@ def _arranged(states: StateSizes, division: Division) -> list[Volume]:
     """By the units themselves; nothing of layouts that cut the model."""
     known = lengths(tuple(states.sizes), states.whole)
     owners = division.optimizer if states.whole else 1
-    limit = np.where(division.by_level, min(states.bucket_bytes, PIPED), states.bucket_bytes)
+    limit = np.where(division.by_level, np.minimum(states.bucket_bytes, PIPED), states.bucket_bytes)
     gathered, multiple, owners, limit, cut = np.broadcast_arrays(
         np.asarray(division.params) > 1, division.multiple, owners, limit, states.cut
     )
@@ -259,7 +259,7 @@ def _sums(row: Sequence[Units], kind: tuple[bool, int]) -> tuple[int, int, int, 
 def _even(states: StateSizes, division: Division) -> Volume:
     """As if all parameters were one length; a whole matrix makes every owner's share as long as itself."""
     gathered = np.asarray(division.params) > 1
-    limit = np.where(division.by_level, min(states.bucket_bytes, PIPED), states.bucket_bytes)
+    limit = np.where(division.by_level, np.minimum(states.bucket_bytes, PIPED), states.bucket_bytes)
     wanted = np.maximum(states.elements, states.largest * (np.asarray(division.optimizer) > 1) * division.optimizer)
     elements = np.ceil(np.ceil(wanted) / division.multiple) * division.multiple
     buckets = np.maximum(1, np.ceil(elements * states.storage.grads / limit))
@@ -394,7 +394,7 @@ def wire_bytes(
     """
     from espalier.comm.hierarchical_all_reduce import level  # codecs load torch
 
-    placement, rules = placed(chosen, nodes, states.whole, states.bucket_bytes)
+    placement, rules = placed(chosen, nodes, states.whole, int(states.bucket_bytes))
     sent = {GRADIENTS: 0.0, PARAMETERS: 0.0}
     for units in lengths(tuple(states.sizes), states.whole).of(rules):
         storage = states.storage if units.low or states.exact is None else states.exact

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from espalier import units
 from espalier.mechanism import Build, Mechanism
 from espalier.shard import cost as priced
 from espalier.shard import placement_plan as spreading
@@ -51,7 +50,7 @@ def spread(context: Build) -> spreading.Spread:
         blocks=context.workload.blocks(context.model),
         whole=context.matrices,
         low=low,
-        bucket_bytes=units.size(recipe.comm.bucket, "comm.bucket"),
+        bucket_bytes=plan.bucket,
         codecs=spreading.codecs(plan.exchanges, recipe.comm.nonfinite == "stop"),
         prefetch=plan.prefetch,
     )

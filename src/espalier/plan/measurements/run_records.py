@@ -28,14 +28,12 @@ from espalier.plan.base import Layout
 from espalier.plan.calibrate import Measurement
 from espalier.plan.collective_time import gpus
 from espalier.plan.layouts import ALGORITHMS, Layouts, of_view
+from espalier.plan.measurements import stack_words
+from espalier.plan.measurements.stack_words import PRECISIONS, Practice, meant
 from espalier.plan.precision import fast
 from espalier.plan.reference_models import DOUBLE, MEGATRON, ReferenceDecoder
 from espalier.plan.request import AUTO, Request
 
-PRECISIONS: Mapping[Any, str] = {
-    **{name: name for name in ("fp16", "bf16", "tf32", "fp32", "fp64")},
-    **{"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"},
-}
 RECOMPUTES: Mapping[Any, str] = {
     "none": "none", "selective": "selective", "block": "block", "full": "block", True: "block", False: "none",
 }  # fmt: skip
@@ -55,15 +53,17 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Other systems' names: the algorithm each means, and the states it splits over all replicas unless `shard` says."""
 
+CHUNKS = ("chunks", "vp", "interleave")
+"""Names of the number of stages that each rank of a pipeline holds."""
 _RECIPE_MODEL = ("kind", *config.Moe.__struct_fields__)
 _KEYS = {
     # Beyond a recipe's model: SwiGLU or two matrices, attention without written scores, chains of PyTorch operations
     # instead of fused kernels, and what it is called.
     "model": (*_RECIPE_MODEL, "gated", "fused", "eager", "name"),
-    "layout": (*("dp", "tp", "sp", "pp", "algorithm", "shard", "micro_batch", "accumulate", "recompute", "precision"),
-               "chunks"),
-    "train": (*config.Train.__struct_fields__, "attention"),
-    "measured": ("step_seconds", "peak_gib", "out_of_memory"),
+    "layout": (*("dp", "tp", "sp", "cp", "pp", "ep", "algorithm", "shard", "micro_batch", "accumulate", "recompute"),
+               *("precision", *CHUNKS), *stack_words.KEYS),
+    "train": (*config.Train.__struct_fields__, *stack_words.KEYS),
+    "measured": ("step_seconds", "peak_gib", "out_of_memory", "memory"),
 }  # fmt: skip
 _TABLES = ("model", "cluster", "layout", "train", "measured")
 
@@ -128,15 +128,6 @@ def refuse_misspelled(words: Mapping[str, Any], known: Iterable[str], where: str
         notes.add(f"{where}.{key} is not known here and was left out")
 
 
-def _meant(name: str, value: Any, known: Mapping[Any, str]) -> str:
-    """Our word for `value` in any of its spellings. Raises UserError with the nearest."""
-    if isinstance(value, str | bool) and value in known:
-        return known[value]
-    ours = list(dict.fromkeys(known.values()))
-    near = nearest(str(value), [one for one in known if isinstance(one, str)]) or ours[0]
-    raise UserError(f"{name} = {value!r} is not known.", do=f'"{near}"; one of {", ".join(ours)}')
-
-
 # --- model, cluster, training ------------------------------------------------------------------------------------
 
 
@@ -161,7 +152,7 @@ class Descriptions:
 
     def measurement(self, row: Mapping[str, Any], label: str) -> tuple[Measurement, tuple[Hashable, ...]]:
         """What a row measured, and the group in which its time can be compared. Raises UserError."""
-        refuse_misspelled(row, _TABLES, "row", set())
+        refuse_misspelled(row, (*_TABLES, "stack"), "row", set())
         model_words, cluster_words, layout, train, measured = (_Words.of(row, name) for name in _TABLES)
         for words in (train, model_words, layout, measured):
             refuse_misspelled(words, _KEYS[words.where], words.where, self.notes)
@@ -172,36 +163,44 @@ class Descriptions:
         layouts, samples = _layout(layout, _batch(train, sequence), cluster, self.notes)
         precision = self._precision(layout.get("precision", train.get("precision")), cluster)
         recompute = layout.get("recompute", train.get("recompute", "none"))
-        layouts = replace(layouts, recompute=_meant("recompute", recompute, RECOMPUTES))
+        layouts = replace(layouts, recompute=meant("recompute", recompute, RECOMPUTES))
         _check_possible(model, cluster, layouts, precision)
-        request = self._request(model, train, layouts, (samples, sequence, precision))
+        practice = stack_words.practice({key: said[key] for said in (layout, train) for key in said})
+        request = self._request(model, train, layouts, (samples, sequence, precision), practice)
         seconds, peak = measured.number("step_seconds"), measured.number("peak_gib")
         ended = measured.flag("out_of_memory", False) if "out_of_memory" in measured else None
         if ended is None and (seconds is not None or peak is not None):
             ended = False
         peak = None if peak is None else peak * 2**30
+        kind = meant("measured.memory", measured.get("memory", "device"), stack_words.MEMORIES)
+        stack = str(row.get("stack") or f"{practice.executor or 'unnamed'} on {cluster.nodes[0].device.name}")
         group = (model_text, samples, sequence, cluster_text, int(layouts.world))
-        return Measurement(request, cluster, layouts, seconds, peak, ended, label), group
+        return Measurement(request, cluster, layouts, seconds, peak, ended, label, stack, kind), group
 
-    def _request(self, model: _Model, train: _Words, layouts: Layouts, step: tuple[int, int, str]) -> Request:
+    def _request(
+        self, model: _Model, train: _Words, layouts: Layouts, step: tuple[int, int, str], practice: Practice
+    ) -> Request:
         """Of a step of (samples, tokens of each, precision)."""
         samples, sequence, precision = step
         compiled = train.flag("compile", False)
-        fused = model.said.flag("fused", train.get("attention") != "eager")
+        fused = model.said.flag("fused", practice.kernel != "written")
         # Who says that nothing is compiled runs PyTorch's own operations; other systems bring fused kernels.
         eager = model.said.flag("eager", model.gated and "compile" in train and not compiled)
-        decoder = ReferenceDecoder(model.size, sequence, gated=model.gated, fused=fused, eager=eager)
+        decoder = ReferenceDecoder(
+            model.size, sequence, gated=model.gated, fused=fused, eager=eager,
+            sequence_parallel=practice.sequence_parallel,
+        )  # fmt: skip
         said = train.get("optimizer", "adamw")
-        optimizer = _meant("train.optimizer", said.get("kind", "adamw") if isinstance(said, dict) else said, OPTIMIZERS)
+        optimizer = meant("train.optimizer", said.get("kind", "adamw") if isinstance(said, dict) else said, OPTIMIZERS)
         megatron = layouts.tp * layouts.pp > 1 and layouts.params == 1 and precision in ("fp16", "bf16")
-        key = (decoder, samples, precision, compiled, optimizer, megatron)
+        key = (decoder, samples, precision, compiled, optimizer, megatron, practice)
         if key not in self._requests:
             made = decoder.request(samples, precision, compile=compiled)
             if optimizer == "muon":
                 made = _with_muon(made, decoder)
             elif megatron:
                 made = replace(made, storage=MEGATRON)
-            self._requests[key] = made
+            self._requests[key] = stack_words.practised(made, practice)
         return self._requests[key]
 
     def _model(self, said: _Words) -> _Model:
@@ -224,7 +223,7 @@ class Descriptions:
 
     def _precision(self, said: Any, cluster: Cluster) -> str:
         if said not in (None, AUTO):
-            return _meant("precision", str(said), PRECISIONS)
+            return meant("precision", str(said), PRECISIONS)
         name = fast(cluster.nodes[0].device)[0]
         self.notes.add(f"precision is missing: {name} assumed")
         return name
@@ -299,6 +298,9 @@ def _layout(words: _Words, samples: int | None, cluster: Cluster, notes: set[str
     algorithm, sharded = _algorithm(words)
     devices = gpus(cluster) or len(cluster.devices())
     dp, tp, sp, pp = _degrees(words, algorithm, devices)
+    cp, chunks = words.count("cp", 1), max(words.count(name, 1) for name in CHUNKS)
+    if sp % cp:
+        raise UserError(f"layout.cp = {cp} does not divide layout.sp = {sp}.", do=f"layout.sp = {cp * sp}")
     ranks = dp * tp * sp * pp
     if gpus(cluster) and ranks > devices:
         raise UserError(
@@ -310,9 +312,11 @@ def _layout(words: _Words, samples: int | None, cluster: Cluster, notes: set[str
     view = Layout(
         dp=dp, tp=tp, sp=sp, pp=pp, algorithm=algorithm or ("megatron" if tp > 1 else "isp" if sp > 1 else "data"),
         shard=_shard(words, dict.fromkeys(STATES, 1) | dict.fromkeys(sharded, dp * sp), dp * sp),
-        micro_batch=micro_batch,
+        micro_batch=micro_batch, cp=cp, interleave=chunks,
     )  # fmt: skip
-    found = replace(of_view(view), chunks=words.count("chunks", 1))
+    found = of_view(view)
+    if words.count("ep", 1) > 1:
+        notes.add("layout.ep: experts are priced as if every rank held all of them")
     if gpus(cluster):
         return found, samples
     return replace(found, threads=max(1, cluster.nodes[0].cores // -(-ranks // devices))), samples
@@ -346,6 +350,8 @@ def _degrees(words: _Words, algorithm: str | None, devices: int) -> tuple[int, i
         tp, sp = 1, tp
     if algorithm in ("megatron", "fsp") and tp == 1:
         tp, sp = sp, 1
+    if sp == 1:
+        sp = words.count("cp", 1)  # a plan's `sp` holds the ranks of rings, other systems' does not
     if "dp" in words:
         return words.count("dp"), tp, sp, pp
     if devices < tp * sp * pp:

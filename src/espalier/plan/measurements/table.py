@@ -1,7 +1,7 @@
 """Reads files of measured steps: a CSV of Megatron-LM runs, or JSON lines that describe each run in full. No torch.
 
-The CSV's columns are a GPT as Megatron-LM trained it in 2021 on machines of 8 A100s (see `_Gpt`); JSON lines are in
-`run_records`. Blank lines and lines that begin with # are left out.
+A CSV's ten columns are a GPT as Megatron-LM trained it in 2021 on machines of 8 A100s (`_ASSUMED`); each further
+column says otherwise (`MORE`). JSON lines are in `run_records`. Blank lines and lines that begin with # are left out.
 """
 
 from __future__ import annotations
@@ -9,25 +9,19 @@ from __future__ import annotations
 import csv
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from espalier import cluster as clusters
 from espalier import serialization
-from espalier.cluster import Cluster
-from espalier.config.decoder_shapes import Sizes
 from espalier.errors import UserError, nearest
 from espalier.plan.calibrate import Measurement
-from espalier.plan.layouts import Layouts
+from espalier.plan.measurements import stack_words
 from espalier.plan.measurements.run_records import Descriptions
-from espalier.plan.reference_models import ReferenceDecoder
-from espalier.plan.request import Request
 
 COLUMNS = ("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "seq", "tp", "dp", "pp")
 """What a CSV must have: GPUs, sequences of a step and of a micro-batch, sizes of the model, and ranks of each axis."""
@@ -37,9 +31,24 @@ MEASURED = "iter_ms"
 PREDICTED = "predicted_ms"
 FORMATS = "a CSV with the columns " + ",".join((*COLUMNS, MEASURED)) + ", or JSON lines; docs/planner.md shows both"
 
-VOCABULARY = 51_200
-PER_NODE = 8
-NETWORK = "800Gbit/s"
+RENAMED = {"width": "hidden", "mbs": "micro_batch", "gbs": "global_batch"}
+"""Other names of columns."""
+MORE: Mapping[str, tuple[str, ...]] = {
+    "model": ("kv_heads", "feed_forward", "gated", "vocabulary", "tied", "experts", "active"),
+    "cluster": ("device", "per_node", "between"),
+    "layout": ("sp", "cp", "vp", "ep", "algorithm", "recompute"),
+    "train": ("precision", "compile", "optimizer", *stack_words.KEYS),
+    "measured": ("peak_gib", "out_of_memory", "memory"),
+    "row": ("stack",),
+}
+"""Columns that a CSV may have beside those, by the table of a JSON line whose words they are."""
+_ASSUMED: Mapping[str, Any] = {
+    "vocabulary": 51_200, "tied": True, "device": "A100-80GB", "per_node": 8, "between": "800Gbit/s",
+    "recompute": "block", "precision": "fp16", "executor": "megatron-lm", "gradients": "fp16", "attention": "written",
+    "sequence_parallel": False,
+}  # fmt: skip
+"""What the ten columns do not say. An executor that is named brings its own habits."""
+_HABITS = ("gradients", "attention", "sequence_parallel")
 
 
 @dataclass(frozen=True)
@@ -143,27 +152,50 @@ def _csv(path: str, lines: list[tuple[int, str]]) -> MeasuredTable:
         columns = [name.strip() for name in next(csv.reader([text]))]
         _check_columns(columns, text)
     rows: list[MeasuredRow] = []
-    request, cluster = cache(_request), cache(_cluster)  # rows that ask the same share both
+    descriptions = Descriptions()
     for number, line in body:
         with _at(path, number):
             given = _cells(columns, line)
-            at = _Gpt(**{name: _whole(name, given[name]) for name in COLUMNS})
-            _check(at)
-            key = (at.gpus, at.global_batch, at.hidden, at.heads, at.layers, at.seq)
-            layout = Layouts(
-                algorithm="megatron" if at.tp > 1 else "data", recompute="block", dp=at.dp, tp=at.tp, pp=at.pp,
-                micro_batch=at.micro_batch,
-            )  # fmt: skip
-            taken, label = _seconds(given.get(MEASURED, "")), f"{path}, line {number}"
-            run = Measurement(request(*key[1:]), cluster(at.gpus), layout, taken, label=label)
-            rows.append(MeasuredRow(number, given, run, key))
+            named = {RENAMED.get(name, name): value for name, value in given.items()}
+            at = _Gpt(**{name: _whole(name, named[name]) for name in COLUMNS})
+            record = _record(at, {name: _value(text) for name, text in named.items() if text.strip()})
+            _check(at, record["layout"])
+            measurement, group = descriptions.measurement(record, f"{path}, line {number}")
+            rows.append(MeasuredRow(number, given, measurement, group))
     if not rows:
         raise UserError(f"{path} has columns but no rows.", do="one row per measured step")
-    return MeasuredTable(path, "csv", tuple(columns), tuple(rows))
+    return MeasuredTable(path, "csv", tuple(columns), tuple(rows), tuple(sorted(descriptions.notes)))
+
+
+def _record(at: _Gpt, said: Mapping[str, Any]) -> dict[str, Any]:
+    """The row as a JSON line says it."""
+    assumed = {key: value for key, value in _ASSUMED.items() if "executor" not in said or key not in _HABITS}
+    words = {**assumed, **said}
+    found: dict[str, Any] = {table: {key: words[key] for key in keys if key in words} for table, keys in MORE.items()}
+    place, row, each = found.pop("cluster"), found.pop("row"), int(words["per_node"])
+    count, devices = (1, at.gpus) if at.gpus <= each else (-(-at.gpus // each), each)
+    found["model"] = {"depth": at.layers, "width": at.hidden, "heads": at.heads, "feed_forward": 4 * at.hidden,
+                      **found["model"]}  # fmt: skip
+    found["layout"] |= {"dp": at.dp, "tp": at.tp, "pp": at.pp, "micro_batch": at.micro_batch}
+    found["train"] |= {"sequence": at.seq, "batch_tokens": at.seq * at.global_batch}
+    found["measured"] |= {"step_seconds": _seconds(str(words.get(MEASURED, "")))}
+    links = {"between": place["between"]} if count > 1 else {}
+    nodes = {"device": place["device"], "count": count, "devices": devices}
+    return {**found, **row, "cluster": {"nodes": [nodes], "links": links}}
+
+
+def _value(text: str) -> Any:
+    """A cell as JSON has it: a number, true or false, or words."""
+    text = text.strip()
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if not _is_number(text):
+        return text
+    return int(float(text)) if float(text) == int(float(text)) else float(text)
 
 
 def _check_columns(columns: list[str], text: str) -> None:
-    missing = [name for name in COLUMNS if name not in columns]
+    missing = [name for name in COLUMNS if name not in {RENAMED.get(one, one) for one in columns}]
     twice = [name for name, count in Counter(columns).items() if count > 1]
     if twice and not all(_is_number(name) for name in columns):
         raise UserError(f"column {twice[0]!r} comes twice.", do="give each column a name of its own")
@@ -215,11 +247,12 @@ def _seconds(text: str) -> float | None:
     return float(text) / 1000
 
 
-def _check(at: _Gpt) -> None:
+def _check(at: _Gpt, layout: Mapping[str, Any]) -> None:
     """Refuses numbers that contradict one another."""
-    used = at.tp * at.dp * at.pp
+    axes = {"tp": at.tp, "dp": at.dp, "pp": at.pp} | {name: layout[name] for name in ("sp", "cp") if name in layout}
+    used = math.prod(axes.values())
     if used != at.gpus:
-        why = f"tp x dp x pp = {at.tp} x {at.dp} x {at.pp} = {used}"
+        why = f"{' x '.join(axes)} = {' x '.join(map(str, axes.values()))} = {used}"
         raise UserError(f"gpus = {at.gpus} does not fit the layout.", why=why, do=f"gpus = {used}")
     if at.hidden % at.heads:
         raise UserError(f"heads = {at.heads} does not divide hidden = {at.hidden}.", do="correct heads or hidden")
@@ -227,20 +260,3 @@ def _check(at: _Gpt) -> None:
         raise UserError(f"pp = {at.pp} is more than layers = {at.layers}.", do="a layer or more for every stage")
     if at.dp > at.global_batch:
         raise UserError(f"dp = {at.dp} is more than global_batch = {at.global_batch}.", do="a sequence per replica")
-
-
-def _request(global_batch: int, hidden: int, heads: int, layers: int, seq: int) -> Request:
-    """Gradients wait for the last micro-batch and go at once; Apex's fused Adam needs no memory for a moment."""
-    size = Sizes(
-        layers=layers, width=hidden, heads=heads, kv_heads=heads, feed_forward=4 * hidden, vocabulary=VOCABULARY,
-        context=seq, tied=True, rope_theta=1e4, norm_epsilon=1e-5,
-    )  # fmt: skip
-    decoder = ReferenceDecoder(size, seq, gated=False, fused=False, sequence_parallel=False)
-    return decoder.request(global_batch, "fp16", bucket_bytes=2**40, temporaries=0.0)
-
-
-def _cluster(gpus: int) -> Cluster:
-    count, devices = (1, gpus) if gpus <= PER_NODE else (-(-gpus // PER_NODE), PER_NODE)
-    return clusters.loads(
-        f'[[nodes]]\ndevice = "A100-80GB"\ncount = {count}\ndevices = {devices}\n[links]\nbetween = "{NETWORK}"'
-    )
