@@ -55,9 +55,9 @@ def sizes(width: int, layers: int, heads: int = 16) -> Sizes:
 
 
 def unmeasured() -> list[Measurement]:
-    """Layouts of a small decoder on one machine and of a large one on two, with tensor, data and pipeline ranks."""
+    """Layouts of a small decoder on one machine and of two large ones on two, with tensor, data and pipeline ranks."""
     found = []
-    for width, layers, machines in ((1024, 12, 1), (4096, 24, 2)):
+    for width, layers, machines in ((1024, 12, 1), (4096, 24, 2), (16384, 8, 2)):
         request = ReferenceDecoder(sizes(width, layers), 1024, gated=False).request(64, "fp16")
         cluster, ranks = gpus(count=machines), 8 * machines
         for tp, pp, micro_batch in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4)):

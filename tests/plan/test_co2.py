@@ -86,7 +86,7 @@ def test_a_slower_machine_takes_fewer_steps() -> None:
         '[[nodes]]\ndevice = "A100-80GB"\ncount = 1\ndevices = 1\n[[nodes]]\ndevice = "V100-32GB"\ncount = 1\n'
         'devices = 1\n[links]\nbetween = "50Mbit/s"'
     )
-    plan = planned(asked(Co2()), mixed)
+    plan = planned(replace(asked(Co2()), compile=True, global_batch=8192), mixed)
     assert plan.outer is not None
     assert plan.outer.paces[0] == 1.0
     assert 0 < plan.outer.paces[1] < 0.9

@@ -36,7 +36,7 @@ NOISE = 0.05
 """Relative scatter of a measured step about a perfect model; the prior's widths are measured against it."""
 
 PRIOR = {
-    "product": 0.1, "small": 0.7, "attention": 0.4, "memory": 0.3, "issue": 0.7, "inside": 0.3, "between": 0.4,
+    "product": 0.1, "small": 0.3, "attention": 0.4, "memory": 0.3, "issue": 0.7, "inside": 0.3, "between": 0.4,
     "call": 0.7, "exposed": 0.7, "stall": 1.0,
 }  # fmt: skip
 """How far each factor may easily be from 1, in logarithms."""

@@ -200,7 +200,8 @@ class Descriptions:
                 made = _with_muon(made, decoder)
             elif megatron:
                 made = replace(made, storage=MEGATRON)
-            self._requests[key] = stack_words.practised(made, practice)
+            kernel = practice.kernel if fused else "written"
+            self._requests[key] = stack_words.practised(made, replace(practice, kernel=kernel))
         return self._requests[key]
 
     def _model(self, said: _Words) -> _Model:
