@@ -188,7 +188,7 @@ class Descriptions:
         eager = model.said.flag("eager", model.gated and "compile" in train and not compiled)
         decoder = ReferenceDecoder(
             model.size, sequence, gated=model.gated, fused=fused, eager=eager,
-            sequence_parallel=practice.sequence_parallel,
+            sequence_parallel=practice.sequence_parallel, loss=practice.loss,
         )  # fmt: skip
         said = train.get("optimizer", "adamw")
         optimizer = meant("train.optimizer", said.get("kind", "adamw") if isinstance(said, dict) else said, OPTIMIZERS)

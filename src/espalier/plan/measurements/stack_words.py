@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from espalier import units
 from espalier.errors import UserError, nearest
+from espalier.plan.reference_models import FOREACH, LOSSES
 from espalier.plan.request import Kernel, Request
 from espalier.shard.cost import StateBytes
 
@@ -32,8 +33,6 @@ UPDATES: Mapping[Any, str] = {
     "fused": "fused", "apex": "fused", "foreach": "foreach", "multi-tensor": "foreach", "loop": "loop",
     "for-loop": "loop", "8bit": "8bit", "bitsandbytes": "8bit",
 }  # fmt: skip
-TEMPORARIES = {"fused": 0.0, "foreach": 8.0, "loop": 0.0, "8bit": 0.0}
-"""Bytes per parameter that each way of updating them needs for a moment."""
 MEMORIES: Mapping[Any, str] = {
     "allocated": "allocated", "max-allocated": "allocated", "reserved": "reserved", "max-reserved": "reserved",
     "device": "device", "nvidia-smi": "device", "smi": "device",
@@ -68,7 +67,7 @@ ALIASES = {"megatron": "megatron-lm", "megatron-core": "nemo", "fsdp1": "fsdp", 
     "accelerate": "fsdp", "lightning": "fsdp", "internlm": "internevo", "zero": "deepspeed"}  # fmt: skip
 UNNAMED = Habits()
 
-KEYS = ("executor", "sequence_parallel", "overlap", "bucket", "gradients", "update", "attention")
+KEYS = ("executor", "sequence_parallel", "overlap", "bucket", "gradients", "update", "attention", "loss")
 """What a row's `train` may say of its stack."""
 
 
@@ -79,7 +78,7 @@ class Practice:
     Attributes:
         executor: its name, or empty. sequence_parallel, overlap, bucket, broadcast: as a request's.
         update: how the optimizer moves parameters; None: not said. gradients: their dtype; None: not said.
-        kernel: of attention.
+        kernel: of attention; loss: one of `reference_models.LOSSES`, or empty.
     """
 
     executor: str = ""
@@ -89,6 +88,7 @@ class Practice:
     update: str | None = None
     gradients: str | None = None
     kernel: Kernel = "auto"
+    loss: str = ""
     broadcast: bool = False
 
 
@@ -127,6 +127,7 @@ def practice(words: Mapping[str, Any], where: str = "train") -> Practice:
         update=word("update", UPDATES, habits.update if executor else None),
         gradients=word("gradients", PRECISIONS, habits.gradients),
         kernel=kernel,
+        loss=word("loss", {name: name for name in LOSSES}, "") or "",
         broadcast=habits.broadcast,
     )
 
@@ -148,7 +149,7 @@ def practised(request: Request, practice: Practice) -> Request:
     if storage is not None and practice.gradients is not None:
         storage = storage._replace(grads=_BYTES[practice.gradients])
     if practice.update is not None:
-        temporaries = TEMPORARIES[practice.update]
+        temporaries = FOREACH if practice.update == "foreach" else 0.0
     if storage is not None and practice.update == "8bit":
         storage = StateBytes(storage.params, storage.grads, storage.optimizer - 6)  # two moments of one byte, not four
     return replace(
