@@ -79,7 +79,7 @@ class Trainer:
     def __init__(self, setting: RankSetup, channel: dist.ProcessGroup | None, table: Sequence[Choose] = TABLE) -> None:
         self.setting, self.workload = setting, setting.workload
         self.total, self.steps = setting.recipe.train.steps or 0, self.workload.phases()[-1].stop
-        self.step = self.level = self.tokens = 0
+        self.step = self.level = self.tokens = self.kept = 0
         self.mesh = ProcessMesh(setting.mesh, channel, setting.place.rank)
         self.built = build(setting, self.mesh, table)
         self.sent = Meter(channel)
@@ -262,6 +262,7 @@ class Trainer:
             self.healing.compare()
         with comm.phase("saving"):
             stood = saved.save(self.step, self.parts(), self.meta(), loss, wait=wait or self.step == self.steps)
+            self.kept = self.step
             if self.pace is not None:
                 self.pace.saved(self.step, stood)
 
@@ -280,6 +281,7 @@ class Trainer:
             loaded, self.source = take_up(self.memory, saved, self.parts(), most)
         if loaded is not None:
             self.step, self.tokens = int(loaded.meta["step"]), int(loaded.meta["tokens"])
+            self.kept = self.step if self.source.startswith("disk") else 0
             level = int(loaded.meta.get("level", self.step))
             self.level = saved.team.agree("what is left to do", lambda: level, lambda all_: [min(all_)] * len(all_))
             self.built.agreement.at(self.step)
@@ -332,7 +334,8 @@ def not_finite(trainer: Trainer, agreed: Agreed, batches: Sequence[Any]) -> Anom
     return Anomaly(
         f"The {what} is not finite in step {trainer.step + 1} on {who}.",
         why=f"that batch came from {shown}",
-        do="lower the learning rate, look at those documents, or resume from the last checkpoint with another rate",
+        do="lower the learning rate, or look at those documents"
+        + (f"; the checkpoint of step {trainer.kept} is kept" if trainer.kept else ""),
     )
 
 

@@ -1,10 +1,15 @@
 """The plan foretells how often a run saves, and why; a number that was given is obeyed."""
 
+import re
+import shutil
+
 import msgspec
 import pytest
 
 from espalier import cluster as clusters
+from espalier import config
 from espalier.checkpoint import save_interval, young_daly
+from espalier.errors import UserError
 from espalier.plan import base, checkpoint_cost
 
 pytestmark = pytest.mark.quick
@@ -41,3 +46,35 @@ def test_a_number_that_was_given_is_obeyed(here):
 def test_a_plan_without_a_prediction_begins_with_ten_steps(here):
     bare = msgspec.structs.replace(plan(), predicted=None)
     assert checkpoint_cost.first(checkpoint_cost.paced(bare, "auto", here)) == save_interval.FIRST
+
+
+def test_a_slow_disk_makes_checkpoints_rarer(here):
+    disk = '[[nodes.disks]]\npath = "/"\nwrite = 10e6\nread = 10e6\niops = 100.0\n'
+    slow = clusters.loads(clusters.dumps(here) + disk)
+    made = plan(params=4e9, grads=4e9, optimizer=8e9, peak=2e10)
+    assert checkpoint_cost.first(checkpoint_cost.paced(made, "auto", slow)) == round(12e9 / 10e6 / 0.5)
+    assert "the disk writes one in 20 min" in checkpoint_cost.paced(made, "auto", slow).why[-1]
+
+
+@pytest.mark.parametrize(("keep", "best", "count"), [(2, True, 4), (2, False, 3), (1, False, 2)])
+def test_a_full_disk_is_refused_with_the_bytes_that_are_missing(tmp_path, monkeypatch, keep, best, count):
+    folder, made = tmp_path / "run" / "checkpoints", plan(params=4e9, grads=4e9, optimizer=8e9)
+    options = config.Checkpoint(keep=keep, keep_best=best)
+
+    def free(size):
+        monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(size, 0, size))
+
+    free(count * 12_000_000_000)
+    checkpoint_cost.refuse_full(made, options, folder)
+    free(count * 12_000_000_000 - 7)
+    with pytest.raises(UserError, match=rf"{re.escape(str(folder))} need .*\(7 bytes\) more"):
+        checkpoint_cost.refuse_full(made, options, folder)
+    folder.mkdir(parents=True)
+    (folder / "old").write_bytes(b"1234567")  # is replaced
+    checkpoint_cost.refuse_full(made, options, folder)
+
+
+def test_shards_are_counted_as_the_whole_state(monkeypatch):
+    layout = base.Layout(tp=2, shard={"params": 1, "grads": 1, "optimizer": 4})
+    monkeypatch.setattr(base.Plan, "layout", layout)
+    assert checkpoint_cost.checkpoint_bytes(plan(params=3.0, optimizer=5.0)) == 2 * (3 + 4 * 5)

@@ -198,3 +198,16 @@ def test_mfu_is_that_of_the_recent_steps_together() -> None:
     progress.event(step(2, mfu=0.1, seconds=1.0))
     progress.close()
     assert "MFU 40.0%" in out.getvalue().splitlines()[2]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_the_step_is_whole_at_every_width(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = io.StringIO()
+    progress = Progress(120_000, out=out, terminal=True, clock=Clock())
+    progress.event(step(119_999))
+    progress.close()
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", out.getvalue())]
+    shown = [line for line in lines if "119999/120000" in line]
+    assert shown
+    assert all(len(line) <= columns and "loss 2.5" in line and "…" not in line for line in shown if "loss" in line)

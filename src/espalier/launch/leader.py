@@ -241,7 +241,7 @@ class HostAgents:
         """See `Agent.start`. Waits until the ranks of the last attempt are gone on every host."""
         self._until_idle()
         if self.away and self.signals.seen:
-            raise Interrupted("Stopped while a host was waited for; the newest checkpoint is kept.")
+            raise Interrupted("Stopped while a host was waited for; checkpoints made so far are kept.")
         self._counts_on_all(attempt)
         self.distant = {spec.rank: expected(spec) for spec in attempt.specs if spec.rank not in self.team.own}
         self._tell(run=True, between_failures=attempt.between_failures)

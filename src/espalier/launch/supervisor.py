@@ -379,7 +379,7 @@ class Supervisor:
         while self.clock.monotonic() < deadline and not self.signals.seen:
             self.clock.sleep(0.05)
         if self.signals.seen:
-            raise Interrupted("Stopped between two attempts; the newest checkpoint is kept.")
+            raise Interrupted("Stopped between two attempts; checkpoints made so far are kept.")
 
 
 def _named(failure: Failure, found: restart_advice.Ruling) -> Failure:

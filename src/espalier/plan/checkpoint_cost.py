@@ -7,7 +7,9 @@ whether a plan fits: a run keeps none where they take more than it allows them (
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -15,6 +17,8 @@ import msgspec
 from espalier import units
 from espalier.checkpoint import save_interval, shared_memory, young_daly
 from espalier.cluster import Cluster
+from espalier.config import Checkpoint
+from espalier.errors import UserError
 from espalier.plan.base import AdaptiveRule, Plan, Predicted
 from espalier.plan.collective_time import gpus
 
@@ -34,14 +38,46 @@ def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster) -> 
     bandwidth = min(place.table.device.memory_bandwidth for place in cluster.devices())  # of reading plus writing
     seconds = state / PCIE if gpus(cluster) else 2 * state * beside / bandwidth
     step = plan.predicted.step_seconds
-    found = save_interval.choose(seconds, 0.0, step, young_daly.ASSUMED)
+    disks = [disk.write for node in cluster.nodes for disk in node.disks if disk.write]
+    written = checkpoint_bytes(plan) / min(disks) if disks else 0.0
+    found = save_interval.choose(seconds, written, step, young_daly.ASSUMED)
     why = (
         f"A checkpoint every {found.steps} steps at first: a copy of {units.show_size(state)} should take "
         f"{units.show_seconds(seconds)}, a step {units.show_seconds(step)}, and with one failure an hour sqrt(2 s M) "
-        f"is {units.show_seconds(young_daly.optimal(seconds, young_daly.ASSUMED))}; what saves really cost corrects it."
+        f"is {units.show_seconds(young_daly.optimal(seconds, young_daly.ASSUMED))}; "
+        + (f"the disk writes one in {units.show_seconds(written)}; " if written else "")
+        + "what saves really cost corrects it."
     )
     rule = AdaptiveRule(name=NAME, start=float(found.steps), low=LEAST, high=MOST, signal="cost of a save, failures")
     return msgspec.structs.replace(plan, rules=(*plan.rules, rule), why=(*plan.why, why))
+
+
+def checkpoint_bytes(plan: Plan) -> float:
+    """Parameters and optimizer states of the whole model: what one checkpoint takes, without its manifest."""
+    if plan.predicted is None:
+        return 0.0
+    held, cut = plan.predicted.memory_bytes, plan.layout.tp * plan.layout.pp
+    return cut * sum(held.get(kind, 0.0) * plan.layout.shard.get(kind, 1) for kind in ("params", "optimizer"))
+
+
+def refuse_full(plan: Plan, options: Checkpoint, folder: Path) -> None:
+    """Raises UserError where the disk of `folder` has no room for the checkpoints that are kept, the best among them,
+    and the next one beside them. Those that are there already are replaced."""
+    size, count = checkpoint_bytes(plan), options.keep + options.keep_best + 1
+    place = Path(options.target).expanduser() if options.target else folder
+    if options.target and "://" in options.target:
+        return  # not a disk of this machine
+    there = next(one for one in (place, *place.absolute().parents) if one.exists())
+    held = sum(file.stat().st_size for file in place.rglob("*") if file.is_file()) if there == place else 0
+    free = shutil.disk_usage(there).free
+    if (lacking := count * size - held - free) > 0:
+        raise UserError(
+            f"The checkpoints in {place} need {units.show_size(lacking)} ({lacking:,.0f} bytes) more than is free.",
+            why=f"{count} of {units.show_size(size)} each: checkpoint.keep = {options.keep}"
+            + (", the best one" if options.keep_best else "")
+            + f" and the next beside them; {units.show_size(free)} are free",
+            do="free some space, checkpoint.target = a folder on another disk, or checkpoint.keep = 1",
+        )
 
 
 def first(plan: Plan) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections import deque
@@ -22,6 +23,8 @@ _EVERY = 60.0
 _PATIENCE = 2.0
 _WIDTHS = {"loss": 13, "speed": 12, "mfu": 9, "memory": 8, "left": 17}
 """Columns of each figure beside the bar, so that nothing jumps when a number gets longer."""
+_BAR, _DROPPED = 24, ("mfu", "memory", "speed", "left")
+"""Columns of the bar, and what a narrow terminal does not show, the first of them first."""
 
 
 class Forgiving:
@@ -186,14 +189,26 @@ class _Bar:
     """rich's bar with our figures after it. Has state."""
 
     def __init__(self, out: TextIO, total: int, first: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn
+        from rich.table import Column
 
-        columns = (MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[figures]}", markup=False))
+        count = 2 * len(str(total)) + 1
+        steps = MofNCompleteColumn(table_column=Column(min_width=count, no_wrap=True))
+        figures = TextColumn("{task.fields[figures]}", markup=False, table_column=Column(no_wrap=True))
+        room = shutil.get_terminal_size().columns - count - 1
+        self._room = room - _BAR - 1 if room - _BAR > sum(_WIDTHS.values()) + 3 * (len(_WIDTHS) - 1) else room
+        bars = [BarColumn(bar_width=_BAR)] if self._room < room else []
+        columns: tuple[ProgressColumn, ...] = (steps, *bars, figures)
         self._bars, self._task = _bars(out, columns, total, figures="")
         self._bars.update(self._task, completed=first)
 
     def show(self, step: int, figures: dict[str, str]) -> None:
-        shown = " · ".join(text.ljust(_WIDTHS[name]) for name, text in figures.items())
+        padded = {name: text.ljust(_WIDTHS[name]) for name, text in figures.items()}
+        for name in ("", *_DROPPED):  # the step stays whole
+            padded.pop(name, None)
+            shown = " · ".join(padded.values())
+            if len(shown) <= self._room:
+                break
         self._bars.update(self._task, completed=step, figures=shown)
 
     def say(self, text: str) -> None:

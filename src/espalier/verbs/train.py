@@ -29,6 +29,7 @@ from espalier.launch import announcement, detect_launcher, rank_assignment, rank
 from espalier.launch import base as launch
 from espalier.launch.announcement import Announcement
 from espalier.plan import base as plans
+from espalier.plan import checkpoint_cost
 from espalier.plan.request import AUTO
 from espalier.run import RunFolder
 from espalier.terminal import say
@@ -310,6 +311,7 @@ def decided(
         plan = run_plan.planned(folder, resolved, workload, cluster, world)
         if nodes is not None:
             plan = run_plan.on_hosts(nodes, plan, cluster)
+        checkpoint_cost.refuse_full(plan, recipe.checkpoint, folder.checkpoints)
     except BaseException:
         folder.discard_if_empty()
         folder.release()
