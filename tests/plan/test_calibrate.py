@@ -8,13 +8,14 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from asked import gpus, processor
 from rows import timed, unmeasured
 
 from espalier import cluster as clusters
-from espalier.cluster import Device
 from espalier.errors import UserError
 from espalier.plan.calibrate import (
     DATASHEET,
+    INDIRECT,
     LOWEST,
     PRIOR,
     RANGE,
@@ -27,6 +28,7 @@ from espalier.plan.calibrate import (
 )
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 
+MINE = '{ name = "mine", kind = "cuda", memory = 100000000000, memory_bandwidth = 1e12, flops = { fp32 = 1e13 } }'
 TRUTH = CostFactors(product=1.15, small=1.5, memory=1.2, issue=1.8, inside=1.1, call=2.5, held=1.3)
 
 
@@ -115,17 +117,26 @@ def test_rows_out_of_memory_say_nothing_of_time(rows: list[Measurement]) -> None
         calibrate(broken)
 
 
+def spread(device: str, count: int = 1, inside: str = "") -> float:
+    return DATASHEET.on(gpus(device, devices=count, inside=inside), count).spread
+
+
 def test_where_nothing_was_measured_a_prediction_is_as_certain_as_what_is_known_of_the_devices() -> None:
-    known, cards, laptop = (clusters.device(name) for name in ("A100-80GB", "RTX 4090", "RTX 4090 Laptop"))
-    described = Device(name="mine", kind="cuda", memory=2**35, memory_bandwidth=1e12, flops={"fp32": 1e13})
-    spreads = [DATASHEET.on([device]).spread for device in (known, cards, laptop)]
-    assert spreads == sorted(set(spreads))
-    assert spreads[0] == UNCALIBRATED
-    assert DATASHEET.on([known, laptop, cards]).spread == spreads[-1]
-    assert DATASHEET.on([described]).spread == UNKNOWN
-    assert DATASHEET.on([clusters.device("cpu", 4, 2**33)]).spread == UNCALIBRATED
+    assert UNCALIBRATED == spread("A100-80GB") < spread("RTX 4090") < spread("RTX 4090 Laptop")
+    mixed = msgspec.structs.replace(gpus("A100-80GB"), nodes=gpus("A100-80GB").nodes + gpus("L40").nodes)
+    assert DATASHEET.on(mixed, 8).spread == spread("A100-80GB")
+    assert DATASHEET.on(mixed, 9).spread == spread("L40")
+    described = clusters.dumps(gpus("A100-80GB")).replace('"A100-80GB"', MINE)
+    assert DATASHEET.on(clusters.loads(described), 1).spread == UNKNOWN
+    assert DATASHEET.on(processor(4), 4).spread == UNCALIBRATED
+
+
+def test_exchanges_through_host_memory_or_tcp_make_a_prediction_less_certain() -> None:
+    assert spread("RTX 4090") < spread("RTX 4090", 2) == INDIRECT
+    assert spread("RTX 3090", 2, inside="56GB/s") == spread("RTX 3090")  # a bridge
+    assert DATASHEET.on(gpus("A100-80GB", 2, between="800Gbit/s"), 16).spread == UNCALIBRATED
 
 
 def test_measurements_say_how_certain_a_prediction_is_whatever_the_devices() -> None:
     measured = Calibration(spread=0.07, rows=9)
-    assert measured.on([clusters.device("RTX 4090 Laptop")]) == measured
+    assert measured.on(gpus("RTX 4090 Laptop"), 8) == measured

@@ -92,9 +92,8 @@ def test_a_public_step_is_met_within_the_tolerance(name: str, tmp_path: Path) ->
 
 
 def test_public_steps_lie_in_the_predictions_own_bands_and_are_met_within_a_quarter_on_average(tmp_path: Path) -> None:
-    """Bands are made for two of three; the mean is the goal for cards of which nothing was calibrated."""
     found = score(read(lines(tmp_path, *(told for told, _ in STEPS.values()))).rows, DATASHEET)
     assert found.covered is not None
-    assert found.covered >= 0.5
+    assert found.covered >= 0.8
     assert found.mape is not None
     assert found.mape < 0.25

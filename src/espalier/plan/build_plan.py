@@ -54,9 +54,9 @@ def predict(request: Request, option: Option, calibration: Calibration) -> Predi
     """What the option should cost, in full."""
     shares = Shares(option.shares, option.speeds)
     predicted = estimate(request, option.cluster, option.layout, calibration.factors, shares)
-    used = collective_time.devices(option.cluster, int(option.layout.world)).values()
+    known = calibration.on(option.cluster, int(option.layout.world))
     return msgspec.structs.replace(
-        predicted, spread=calibration.on(used).spread, sources={**predicted.sources, "coefficients": calibration.source}
+        predicted, spread=known.spread, sources={**predicted.sources, "coefficients": calibration.source}
     )
 
 

@@ -8,7 +8,7 @@ spread of what remains is the uncertainty of a prediction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,9 @@ Megatron-LM on up to 3,072 A100s (arXiv 2104.04473, 2205.05198) are met within 1
 within 40 %."""
 UNKNOWN = 0.5
 """The same of a GPU of which only the peak is known. The catalogue says it of its own devices (`Device.spread`)."""
+INDIRECT, INDIRECT_SHARE = 0.6, 0.5
+"""The same of ranks that exchange over a link of which collectives reach less than this share, through host memory or
+TCP: published bandwidths of such links differ by a factor of three (`devices.toml`)."""
 LEAST = 0.02
 """No prediction claims to be closer than this."""
 NOISE = 0.05
@@ -86,11 +89,15 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     rows: int = 0
     source: str = "datasheets; nothing measured"
 
-    def on(self, devices: Iterable[Device]) -> Calibration:
-        """The same; where no time was measured, as certain as what is known of the least known of these devices."""
+    def on(self, cluster: Cluster, ranks: int) -> Calibration:
+        """The same; where no time was measured, as certain as what is known of the devices and links of these ranks."""
         if self.rows or self.spread != UNCALIBRATED:
             return self
-        return msgspec.structs.replace(self, spread=max(map(_uncalibrated, devices), default=UNCALIBRATED))
+        on = collective_time.fleet(cluster, ranks)
+        used = (on.inside if on.per_node > 1 else None, on.between)
+        indirect = any(link is not None and not link.measured and 0 < link.share < INDIRECT_SHARE for link in used)
+        spreads = [_uncalibrated(kind.table.device) for kind in on.kinds]
+        return msgspec.structs.replace(self, spread=max(*spreads, INDIRECT if indirect else 0.0))
 
     @property
     def band(self) -> tuple[float, float]:

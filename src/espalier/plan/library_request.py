@@ -12,7 +12,6 @@ from espalier import cluster as clusters
 from espalier.cluster import Cluster
 from espalier.config import Auto, Pin, Recipe
 from espalier.errors import UserError, nearest
-from espalier.plan import collective_time
 from espalier.plan import pins as pinned
 from espalier.plan.base import Layout, Predicted
 from espalier.plan.calibrate import DATASHEET, Calibration
@@ -55,8 +54,7 @@ def estimate(
     if int(layouts.world) > there and where.nodes[0].device.kind == "cuda":
         raise UserError(f"The layout needs {layouts.world} devices; the cluster has {there}.", do="a smaller dp")
     found = priced(request, where, layouts, known.factors)
-    used = collective_time.devices(where, int(layouts.world)).values()
-    return msgspec.structs.replace(found, spread=known.on(used).spread)
+    return msgspec.structs.replace(found, spread=known.on(where, int(layouts.world)).spread)
 
 
 def cluster_of(cluster: Any) -> Cluster:

@@ -18,7 +18,6 @@ from msgspec import Struct
 
 from espalier.plan.calibrate import Batch, Calibration, Measurement, refuse_other_units
 from espalier.plan.calibration_factors import PLAIN, CostFactors
-from espalier.plan.collective_time import devices
 from espalier.plan.estimate import price
 from espalier.plan.measurements.table import PREDICTED, MeasuredRow, MeasuredTable
 
@@ -232,7 +231,7 @@ def beside(table: MeasuredTable, predictions: Sequence[Prediction], calibration:
 def band(row: MeasuredRow, calibration: Calibration) -> tuple[float, float]:
     """Factors below and above a row's predicted time within which its measured one should lie."""
     run = row.measurement
-    return calibration.on(devices(run.cluster, int(run.layout.world)).values()).band
+    return calibration.on(run.cluster, int(run.layout.world)).band
 
 
 def _words(one: Prediction, around: tuple[float, float]) -> dict[str, Any]:
