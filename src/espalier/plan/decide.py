@@ -106,13 +106,14 @@ def decide(
 def _in_the_fastest_precision(
     request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None
 ) -> PlanDecision:
-    """The fastest decision of those for each precision that could be fastest. All are made where devices differ, to say
-    what leaving some out gains. Raises UserError where none can be made."""
+    """The fastest decision of those for each precision that could be fastest; where devices differ, also for one that
+    all have, to say what leaving some out gains. Raises UserError where none can be made."""
     made: list[PlanDecision] = []
     refusal: UserError | None = None
     for name in precision.candidates(cluster):
         asked, best = replace(request, precision=name), min(map(_rank, made), default=(True, 0.0))
-        if not best[0] and cluster.same_speed and search.fastest_possible(asked, cluster, calibration) >= best[1]:
+        known = cluster.same_speed or any(precision.with_all(one.found) is not None for one in made)
+        if not best[0] and known and search.fastest_possible(asked, cluster, calibration) >= best[1]:
             continue
         try:
             made.append(decide(asked, cluster, calibration, trials))

@@ -72,7 +72,7 @@ def reasons(plan: Plan, cluster: Cluster, others: dict[str, Found]) -> list[str]
     if lacking:
         told = " and ".join(f"{count} x {kind}" for kind, count in lacking.items())
         many = "is" if lacking.total() == 1 else "are"
-        said.append(f"{told} {many} left out: no {name} there{_with_all(plan, others)}.")
+        said.append(f"{told} {many} left out: no {name} there{_told(plan, others)}.")
     return said
 
 
@@ -89,18 +89,20 @@ def _times(device: Device, name: str, other: str) -> str:
     return f"{_rate(device, name) / _rate(device, other):.2g}x"
 
 
-def _with_all(plan: Plan, others: dict[str, Found]) -> str:
+def with_all(found: Found) -> float | None:
+    """Seconds of a step of the best plan that uses every device; None where none does."""
+    option = found.best(lambda one: one.layout.world == len(one.cluster.devices()))
+    return None if option is None else option.seconds
+
+
+def _told(plan: Plan, others: dict[str, Found]) -> str:
     """What the fastest plan takes that uses every device, in a precision that all have."""
-    there = {
-        name: option.seconds
-        for name, found in others.items()
-        if (option := found.best(lambda one: one.layout.world == len(one.cluster.devices()))) is not None
-    }
+    there = {seconds: name for name, found in others.items() if (seconds := with_all(found)) is not None}
     if not there or plan.predicted is None:
         return ""
-    name = min(there, key=lambda name: there[name])
-    times = there[name] / plan.predicted.step_seconds
-    return f"; with all, in {name}, a step takes {units.show_seconds(there[name])}, {times:.2g} times as long"
+    times = min(there) / plan.predicted.step_seconds
+    taken = units.show_seconds(min(there))
+    return f"; with all, in {there[min(there)]}, a step takes {taken}, {times:.2g} times as long"
 
 
 def faster(request: Request, found: Found) -> list[str]:
