@@ -112,3 +112,18 @@ def test_mfu_counts_the_vendor_s_peak_of_a_measured_gpu() -> None:
     )
     assert device_model.peak(measured, "bf16") == 989.4e12
     assert device_model.peak(MEASURED, "fp32") == 78e9
+
+
+def test_a_small_product_fills_a_slow_device_better_and_is_never_faster_there() -> None:
+    shares, seconds = [], []
+    for name in ("RTX 3060", "RTX 3090", "RTX 4090", "A100-80GB", "H100"):
+        device = clusters.device(name)
+        taken = [
+            device_model.product_seconds(device, "bf16", Product(size, size, size), DeviceUse())
+            for size in (2**11, 2**16)
+        ]
+        shares.append(taken[1] / taken[0] / 2**15)
+        seconds.append(taken[0])
+    assert shares == sorted(shares, reverse=True)
+    assert seconds == sorted(seconds, reverse=True)
+    assert shares[0] == pytest.approx(0.93, abs=0.04)

@@ -25,6 +25,9 @@ SMALL = (256, 256, 256)
 """Rows, columns and inner size at which a product takes as long again: few tiles leave multiprocessors idle, and
 operands are read for little work.
 Assumed: measured GPT steps on A100s and H100s scatter less about their mean error with it."""
+FILLED = 250e12
+"""FLOP/s from which that holds; slower devices are filled by less: squares of 2,048 reach 93 % of the best on an RTX
+3060, all on a 4090, 74 % on a 5090 (zzc0721/torch-performance-test-data, issues 131, 78 and 15)."""
 COPY_SHARE = 0.8
 """Share of a datasheet's memory bandwidth in elementwise work. Assumed until probed."""
 
@@ -77,7 +80,7 @@ def product_seconds(
         sizes = (product.rows, product.columns, product.inner)
         small = sum(lost / np.maximum(1, size) for lost, size in zip(SMALL, sizes, strict=True))
         speed = _peak(device, precision) * share(device, "product", precision)
-        each = factors.product * one / speed * (1 + factors.small * small)
+        each = factors.product * one / speed * (1 + factors.small * small * min(1.0, speed / FILLED))
     else:
         each = factors.product * one / (_peak(device, precision) / _ranks(device, setting))
     return np.where(one > 0, each * product.count, 0.0)[()]
