@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from espalier.config import ByRounds, recipe_file
+from espalier import cluster as clusters
+from espalier.config import ByRounds, defaults, recipe_file
+from espalier.plan import request_from_recipe
+from espalier.plan.decide import decide
 from espalier.sync.diloco_slowmo import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -25,3 +28,15 @@ def test_its_recipe_is_the_example() -> None:
         recipe_file.load(ROOT / "examples" / "slow-links.toml").sync
         == recipe_file.from_table({"model": {"kind": "gpt"}, "sync": {"kind": "eager"}}).sync
     )
+
+
+def test_to_try_it_takes_minutes() -> None:
+    """The second command of the example's head, as the planner predicts it for two slow cores."""
+    example = ROOT / "examples" / "slow-links.toml"
+    (words,) = re.findall(
+        r"espalier train examples/slow-links.toml (\S+=[^#]*?)  ", example.read_text(encoding="utf-8")
+    )
+    recipe = defaults.resolve(recipe_file.load(example, words.split()))[0]
+    cluster = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')
+    predicted = decide(request_from_recipe.of_recipe(recipe, lambda: None), cluster).plan.predicted
+    assert recipe.train.steps * predicted.step_seconds < 300

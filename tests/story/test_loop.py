@@ -39,3 +39,15 @@ def test_the_example_gives_what_plain_pytorch_gives(tmp_path: Path) -> None:
     script = "\n".join(kept).partition("if rank == 0")[0]
     exec("import torch\nstart, stop = 0, 64\n" + script, plain)  # the same loop without our two lines
     same(torch.load(tmp_path / "model.pt"), plain["model"].state_dict(), relative=1e-4)
+
+
+def test_parts_by_themselves_train_and_restore(tmp_path: Path) -> None:
+    parts = ROOT / "examples" / "parts.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(parts)]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"loss (0\.\d+), step 50 restored, ([\d,]+) bytes sent", done.stdout)
+    assert found is not None
+    assert float(found[1]) < 0.5
+    assert int(found[2].replace(",", "")) > 50 * 4 * 2179  # an all-reduce of the gradients in each step, and more
