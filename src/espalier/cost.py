@@ -45,6 +45,7 @@ class Work:
         samples: samples (sequences) in the micro-batch; tokens: tokens (or nodes, rays) in it.
         issued: operations the host issues in an eager forward pass; 0 when not counted.
         moved_again: share of `moved` that recomputation repeats; None: as `again`.
+        length, head_size: positions that attention sees, and the width of its heads; 0 where there is none.
     """
 
     products: tuple[Product, ...]
@@ -57,6 +58,8 @@ class Work:
     tokens: Number
     issued: Number = 0.0
     moved_again: Number = None
+    length: Number = 0
+    head_size: Number = 0
 
     @property
     def forward_flops(self) -> Number:
@@ -117,6 +120,8 @@ class Anatomy:
             samples=rest.samples,
             tokens=rest.tokens,
             issued=layers * layer.issued + rest.issued,
+            length=layer.length,
+            head_size=layer.head_size,
         )
 
 

@@ -54,7 +54,7 @@ def test_on_a_busy_machine_threads_that_never_run_together_count_as_one(
 
     monkeypatch.setattr(measure, "_together", together)
     result: dict[str, Any] = {"rates": [row(5e10, 1)], "copies": [[1, 1, 4e10]]}
-    measure._add(result, (1, 2), 0.01, busy)
+    measure._add(result, (1, 2), [("product", "fp32", (64, 64, 64))], 0.01, busy)
     assert asked == [1]
     assert result["rates"][-1] == row(rate, 2)
     assert result["copies"][-1] == [2, 1, 4e10 if busy else 1e9]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from espalier import cluster as clusters
 from espalier.cluster import Copy, Device, Rate
-from espalier.cost import Product
+from espalier.cost import Product, Work
 from espalier.errors import UserError
 from espalier.plan import device_model
 from espalier.plan.device_model import DeviceUse
@@ -21,6 +23,8 @@ RATES = (
     Rate("product", "fp32", 1024, 256, 512, 2, 1, 78e9),
     Rate("product", "bf16", 64, 64, 64, 1, 1, 5e9),
     Rate("attention", "fp32", 256, 64, 256, 1, 1, 7e9),
+    Rate("attention", "fp32", 4096, 64, 4096, 1, 1, 14e9),
+    Rate("attention", "bf16", 256, 64, 256, 1, 1, 6e9),
 )
 MEASURED = Device(
     name="mine", kind="cpu", memory=2**33, memory_bandwidth=1e10, flops={"fp32": 78e9, "bf16": 5e9, "fp64": 39e9},
@@ -59,8 +63,22 @@ def test_more_threads_than_cores_take_turns() -> None:
     assert crowded == pytest.approx(2 * one)
 
 
-def test_attention_and_copies_go_at_their_measured_rate() -> None:
-    assert device_model.attention_seconds(MEASURED, "fp32", 7e9, DeviceUse()) == pytest.approx(1.0)
+def attending(flop: float, length: int) -> Work:
+    return replace(Work((), 0.0, 0.0, 0.0, 0.0, 0.0, 1, 1), attention=flop, length=length, head_size=64)
+
+
+@pytest.mark.parametrize("rate", [rate for rate in RATES if rate.what == "attention"])
+def test_attention_of_a_measured_length_and_precision_takes_its_measured_time(rate: Rate) -> None:
+    work = attending(rate.flops, rate.rows)
+    assert device_model.attention_seconds(MEASURED, rate.precision, work, DeviceUse()) == pytest.approx(1.0)
+
+
+def test_attention_between_measured_lengths_goes_between_their_rates() -> None:
+    seconds = device_model.attention_seconds(MEASURED, "fp32", attending(14e9, 1024), DeviceUse())
+    assert 1.1 < seconds < 1.9
+
+
+def test_copies_go_at_their_measured_rate() -> None:
     assert device_model.moved_seconds(MEASURED, 6e9, DeviceUse(1, 1, 2)) == pytest.approx(1.0, rel=1e-6)
     assert device_model.moved_seconds(MEASURED, 9e9, DeviceUse(2, 1, 2)) == pytest.approx(1.0, rel=1e-6)
 

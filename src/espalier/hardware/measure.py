@@ -32,7 +32,11 @@ SHAPES = (
 )  # fmt: skip
 OTHER = ((512, 192, 192), (512, 512, 512))
 """For precisions whose products are slow on processors."""
-ATTENTION = (256, 1024)
+LOW = ((1024, 192, 512), (4096, 384, 384), (4096, 384, 1024), (1024, 4096, 384))
+"""For bf16 beside them, where it is no slower than fp32."""
+ATTENTION = ((128, 32), (128, 64), (512, 64), (1024, 64), (4096, 64))
+"""(positions, width of a head) of causal attention in fp32, and in bf16 where it is no slower."""
+LOW_ATTENTION = ((128, 64), (512, 64), (4096, 64))
 CUDA_SHAPES = ((512, 512, 512), (2048, 1024, 1024), (2048, 4096, 4096), (8192, 8192, 8192), (1024, 8192, 1024))
 DTYPES = {
     "fp32": torch.float32,
@@ -51,6 +55,8 @@ LINK_ROUNDS, LINK_REPEATS = 4, 4
 
 Table = dict[str, Any]
 Gate = Callable[[], None]
+Asked = tuple[str, str, tuple[int, int, int]]
+"""What to measure (`product`, `attention`), the precision, and the sizes as `Rate` has them."""
 
 
 def settings(cores: int) -> list[tuple[int, int]]:
@@ -73,9 +79,10 @@ def main(cores: int, seconds: float) -> Table:
         _say("measuring CUDA devices")
         result |= _together(1, lambda _gate, _index: _cuda(seconds))[0]
     if not result.get("cuda"):
+        low = _together(1, lambda _gate, _index: _low(seconds))[0]["fast"]
         for processes, threads in settings(cores):
             _say(f"multiplying matrices in {processes} process(es) of {threads} thread(s)")
-            _add(result, (processes, threads), seconds, busy)
+            _add(result, (processes, threads), asked(processes * threads == 1, low), seconds, busy)
     _say("timing messages between two processes on this machine")
     result["link"], notes = _loopback()
     result["notes"] += notes + _busy(cores)
@@ -88,7 +95,28 @@ def _busy(cores: int) -> list[str]:
     return [f"the machine was busy while it was measured (load {load:.1f})"] if load > cores + 0.5 else []
 
 
-def _add(result: Table, setting: tuple[int, int], seconds: float, busy: bool) -> None:
+def asked(alone: bool, low: bool) -> list[Asked]:
+    """What one setting measures. `alone`: one process of one thread; `low`: bf16 is no slower than fp32."""
+    other = OTHER if alone else OTHER[:1]
+    products = [("fp32", shape) for shape in SHAPES] + [(kind, shape) for kind in ("bf16", "fp64") for shape in other]
+    attention = [("fp32", size) for size in ATTENTION]
+    if low:
+        products += [("bf16", shape) for shape in LOW]
+        attention += [("bf16", size) for size in LOW_ATTENTION]
+    return [
+        *(("product", precision, shape) for precision, shape in products),
+        *(("attention", precision, (length, head, length)) for precision, (length, head) in attention),
+    ]
+
+
+def _low(seconds: float) -> Table:
+    """Whether a product in bf16 is no slower than in fp32."""
+    torch.set_num_threads(1)
+    bf16, fp32 = (_product(OTHER[-1], DTYPES[kind], seconds / 2) for kind in ("bf16", "fp32"))
+    return {"fast": bf16 >= fp32}
+
+
+def _add(result: Table, setting: tuple[int, int], asked: Sequence[Asked], seconds: float, busy: bool) -> None:
     """Runs one setting and puts the mean of its processes into `result`.
 
     On a `busy` machine several threads are seldom all running, and wait for each other: there they count as fast as one
@@ -96,7 +124,7 @@ def _add(result: Table, setting: tuple[int, int], seconds: float, busy: bool) ->
     """
     processes, threads = setting
     rounds = BUSY_ROUNDS if busy else ROUNDS
-    parts = _together(processes, lambda gate, _index: _processor(gate, setting, seconds, rounds))
+    parts = _together(processes, lambda gate, _index: _processor(gate, setting, asked, (seconds, rounds)))
     alone = {tuple(row[:5]): row[-1] for row in result["rates"] if row[5:7] == [1, 1]} if busy else {}
     for rows in zip(*(part["rates"] for part in parts), strict=True):
         mean = sum(row[-1] for row in rows) / len(rows)
@@ -111,14 +139,12 @@ def _add(result: Table, setting: tuple[int, int], seconds: float, busy: bool) ->
 # --- one process -------------------------------------------------------------------------------------------------
 
 
-def _processor(gate: Gate, setting: tuple[int, int], seconds: float, rounds: int) -> Table:
-    processes, threads = setting
+def _processor(gate: Gate, setting: tuple[int, int], asked: Sequence[Asked], often: tuple[float, int]) -> Table:
+    (processes, threads), (seconds, rounds) = setting, often
     torch.set_num_threads(threads)
     runtime = held()
     warm = torch.ones(256, 256)
     _best(lambda: torch.mm(warm, warm), 0.05)  # threads start, clocks rise
-    other = OTHER if processes == threads == 1 else OTHER[:1]
-    asked = [("fp32", shape) for shape in SHAPES] + [(kind, shape) for kind in ("bf16", "fp64") for shape in other]
     found = [_round(gate, asked, seconds / 2) for _ in range(rounds)]
     rates = [max(rows) for rows in zip(*found, strict=True)]
     copies, dispatches = [], []
@@ -129,15 +155,13 @@ def _processor(gate: Gate, setting: tuple[int, int], seconds: float, rounds: int
     return {"rates": rates, "copy": max(copies), "dispatch": min(dispatches), "runtime": runtime}
 
 
-def _round(gate: Gate, asked: Sequence[tuple[str, tuple[int, int, int]]], seconds: float) -> list[list[Any]]:
+def _round(gate: Gate, asked: Sequence[Asked], seconds: float) -> list[list[Any]]:
     """Every product and attention once."""
     rates: list[list[Any]] = []
-    for precision, shape in asked:
+    for what, precision, shape in asked:
         gate()
-        rates.append(["product", precision, *shape, _product(shape, DTYPES[precision], seconds)])
-    for length in ATTENTION:
-        gate()
-        rates.append(["attention", "fp32", length, 64, length, _attention(length, seconds)])
+        run = _product if what == "product" else _attention
+        rates.append([what, precision, *shape, run(shape, DTYPES[precision], seconds)])
     return rates
 
 
@@ -148,11 +172,13 @@ def _product(shape: Sequence[int], dtype: torch.dtype, seconds: float) -> float:
     return 2.0 * rows * inner * columns / _best(lambda: torch.mm(left, right.t()), seconds)
 
 
-def _attention(length: int, seconds: float) -> float:
-    """FLOP/s of causal attention, four heads of 64, counting half of the square."""
-    query = torch.full((1, 4, length, 64), 0.5)
+def _attention(shape: Sequence[int], dtype: torch.dtype, seconds: float) -> float:
+    """FLOP/s of causal attention of as many heads as have 2,048 positions together, counting half of the square."""
+    length, head, _ = shape
+    heads = max(1, 2048 // length)
+    query = torch.full((1, heads, length, head), 0.5, dtype=dtype)
     attend = torch.nn.functional.scaled_dot_product_attention
-    flops = 4.0 * length * length * 64 * 4 / 2
+    flops = 4.0 * length * length * head * heads / 2
     return flops / _best(lambda: attend(query, query, query, is_causal=True), seconds)
 
 

@@ -83,6 +83,8 @@ def decoder_work(setting: DecoderLoad, feed: Feed) -> Anatomy:
         again=again,
         samples=setting.micro_batch,
         tokens=tokens,
+        length=setting.sequence,
+        head_size=size.head_size,
     )
     head = Product(tokens, size.width, size.vocabulary / tensor)
     rest = Work(

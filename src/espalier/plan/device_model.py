@@ -14,7 +14,7 @@ import numpy as np
 
 from espalier import cluster as clusters
 from espalier.cluster import Device
-from espalier.cost import Number, Product
+from espalier.cost import Number, Product, Work
 from espalier.errors import UserError
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 
@@ -95,14 +95,13 @@ def backward(product: Product) -> tuple[Product, Product]:
 
 
 def attention_seconds(
-    device: Device, precision: str, flop: Number, setting: DeviceUse, factors: CostFactors = PLAIN
+    device: Device, precision: str, work: Work, setting: DeviceUse, factors: CostFactors = PLAIN
 ) -> Number:
-    """Seconds of `flop` FLOP in the attention core, forward, at the best that the device does."""
-    rows = [rate for rate in device.rates if rate.what == "attention"]
-    if rows:
-        sizes = [[rate.rows, rate.inner, rate.columns] for rate in rows]
-        rows_, inner, columns = np.exp2(np.log2(sizes).mean(axis=0))
-        speed = _measured(device, "attention", precision, (rows_, inner, columns), setting)
+    """Seconds of the attention core of `work`, forward, at the best that the device does."""
+    flop = work.attention
+    if any(rate.what == "attention" for rate in device.rates):
+        sizes = (work.length, work.head_size, work.length)
+        speed = _measured(device, "attention", precision, sizes, setting)
     else:
         speed = _peak(device, precision) * share(device, "attention") / _ranks(device, setting)
     return factors.attention * flop / speed

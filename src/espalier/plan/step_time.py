@@ -116,7 +116,7 @@ def compute(step: CostInputs, work: Work) -> Pass:
         return sum((device_model.product_seconds(device, precision, one, setting, factors) for one in chosen), 0.0)
 
     moved = device_model.moved_seconds(device, work.moved, setting, factors)
-    attention = core_seconds(step, work.attention)
+    attention = core_seconds(step, work)
     dense = products(work.products) + attention
     forward = dense + moved
     both = [product for one in work.products for product in device_model.backward(one)]
@@ -128,12 +128,12 @@ def compute(step: CostInputs, work: Work) -> Pass:
     return Pass(forward, backward, again, factors.issue * count * device_model.issue_seconds(device), weight=weight)
 
 
-def core_seconds(step: CostInputs, flop: Number) -> Number:
-    """Seconds of `flop` FLOP in the attention core, forward; ranks that share tokens have so many fewer in a block."""
+def core_seconds(step: CostInputs, work: Work) -> Number:
+    """Seconds of the attention core of `work`, forward; ranks that share tokens have so many fewer in a block."""
     request, kind = step.request, step.kind
     device, tokens = kind.table.device, request.tokens_per_sample / np.asarray(step.layouts.cp)
-    work = flop / device_model.kernel_share(device, request.kernel, tokens)
-    return device_model.attention_seconds(device, request.precision, work, kind.setting, step.on.factors)
+    taken = device_model.attention_seconds(device, request.precision, work, kind.setting, step.on.factors)
+    return taken / device_model.kernel_share(device, request.kernel, tokens)
 
 
 def prefetch(step: CostInputs, size: Number) -> dict[Prefetch, float]:
@@ -216,7 +216,7 @@ def sequence_seconds(step: CostInputs, work: Work) -> Number:
     """Seconds of a layer's all-to-alls of heads, and of its rings less what attention hides. On the cores of one
     processor it hides nothing: they do the copying."""
     hides = step.cuda or step.on.between is not None
-    attention = core_seconds(step, work.attention * hides)
+    attention = hides * core_seconds(step, work)
     return sum(step.sequence(work.tokens, attention).seconds.values())
 
 
