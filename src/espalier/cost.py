@@ -18,12 +18,14 @@ VALUE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Product:
-    """A dense matrix product [rows, inner] x [inner, columns], done `count` times in one forward pass."""
+    """A dense matrix product [rows, inner] x [inner, columns], done `count` times in one forward pass. `leaf`: its left
+    side is data, which backward makes no gradient of."""
 
     rows: Number
     inner: Number
     columns: Number
     count: Number = 1
+    leaf: bool = False
 
     @property
     def flops(self) -> Number:
@@ -45,7 +47,9 @@ class Work:
         samples: samples (sequences) in the micro-batch; tokens: tokens (or nodes, rays) in it.
         issued: operations the host issues in an eager forward pass; 0 when not counted.
         moved_again: share of `moved` that recomputation repeats; None: as `again`.
+        moved_back: bytes read and written in backward; None: twice those of forward.
         length, head_size: positions that attention sees, and the width of its heads; 0 where there is none.
+        reading: seconds of a core in which the micro-batch is made, beside the step where a core is free.
     """
 
     products: tuple[Product, ...]
@@ -58,8 +62,10 @@ class Work:
     tokens: Number
     issued: Number = 0.0
     moved_again: Number = None
+    moved_back: Number = None
     length: Number = 0
     head_size: Number = 0
+    reading: Number = 0.0
 
     @property
     def forward_flops(self) -> Number:

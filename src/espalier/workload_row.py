@@ -75,6 +75,7 @@ class Profile:
         remarks: what was decided of the data already, in sentences.
         tasks: trained together.
         tensor: ranks that are to share a module's matrices, which can.
+        loaded: bytes of libraries that only this kind of workload loads.
     """
 
     tally: Tally
@@ -91,6 +92,7 @@ class Profile:
     remarks: Sequence[str] = ()
     tasks: int = 1
     tensor: int = 1
+    loaded: int = 0
 
 
 @dataclass(frozen=True)

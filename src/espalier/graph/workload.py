@@ -299,6 +299,13 @@ def open_graph(recipe: Recipe, folder: str | Path | None = None, progress: Progr
 # --- work ------------------------------------------------------------------------------------------------------------
 
 
+ATTENDED = 128
+"""What GAT's score, its exponential and its norm take for each edge and head, as bytes that could be moved meanwhile.
+Fitted to steps on an AMD EPYC (bench/processors.py)."""
+DRAWN = 80e-9
+"""Seconds in which a neighbour is drawn and its row copied; the same."""
+
+
 @dataclass(frozen=True)
 class Reach:
     """What one layer passes over: rows it reads and writes, and edges; per sample where `each`, else in all."""
@@ -319,22 +326,32 @@ def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision
     times = micro_batch if each else micro_batch * 0 + 1.0
     products: list[Product] = []
     moved: Number = 0.0
+    back: Number = 0.0
     kept: Number = 0.0
+    drawn: Number = 0.0
     layers = [layer for layer in network.layers if isinstance(layer, Layer)]
     for at, (layer, one) in enumerate(zip(layers, reach, strict=True)):
         sources, targets, edges = one.sources * times, one.targets * times, one.edges * times
+        drawn = drawn + edges * each
         if at == 0 and not each and network.aggregates_once:
             edges = edges * 0
-        first = layer.inputs <= layer.outputs and not isinstance(layer, GraphAttention)
+        attends = isinstance(layer, GraphAttention)
+        first = layer.inputs <= layer.outputs and not attends
         rows = targets if first else sources
-        narrow = layer.inputs if first else layer.outputs
-        products.append(Product(rows, layer.inputs, layer.outputs))
+        narrow = layer.heads * layer.columns if isinstance(layer, GraphAttention) else min(layer.inputs, layer.outputs)
+        products.append(Product(rows, layer.inputs, layer.outputs, leaf=at == 0))
         if isinstance(layer, Mean | Isomorphism):
-            products.append(Product(targets, layer.inputs, layer.outputs))
+            products.append(Product(targets, layer.inputs, layer.outputs, leaf=at == 0))
         if isinstance(layer, Isomorphism):
             products.append(Product(targets, layer.outputs, layer.outputs))
-        moved = moved + size * (edges * narrow + targets * (2 * narrow + 4 * layer.outputs)) + 4 * edges
+        scores = ATTENDED * layer.heads if isinstance(layer, GraphAttention) else 0
+        forward = edges * (size * narrow + scores + 4) + size * targets * (2 * narrow + 2 * layer.outputs)
+        moved = moved + forward
+        back = (
+            back + (2 if attends else 1) * forward
+        )  # a sum's gradient is a sum; of attention scores and rows have one
         kept = kept + size * (sources * layer.inputs + targets * (narrow + 3 * layer.outputs))
+        kept = kept + (2 * size * layer.heads * edges if isinstance(layer, GraphAttention) else 0)  # scores, shares
     return Work(
         products=tuple(products),
         attention=0.0,
@@ -344,6 +361,8 @@ def layer_work(network: Gnn, reach: Sequence[Reach], micro_batch: Any, precision
         again=0.0,
         samples=micro_batch,
         tokens=micro_batch,
+        moved_back=back,
+        reading=DRAWN * drawn,
     )
 
 

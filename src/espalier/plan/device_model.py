@@ -63,6 +63,11 @@ class DeviceUse:
     cores: int = 1
 
     @property
+    def full(self) -> bool:
+        """Whether no core is left over."""
+        return self.threads * self.processes >= self.cores
+
+    @property
     def share(self) -> float:
         """What is left of each thread when there are more threads than cores."""
         return min(1.0, max(1, self.cores) / (self.threads * self.processes))
@@ -86,12 +91,11 @@ def product_seconds(
     return np.where(one > 0, each * product.count, 0.0)[()]
 
 
-def backward(product: Product) -> tuple[Product, Product]:
-    """The two products that backward does for one of forward: of the input's gradient and of the weight's."""
-    return (
-        Product(product.rows, product.columns, product.inner, product.count),
-        Product(product.inner, product.rows, product.columns, product.count),
-    )
+def backward(product: Product) -> tuple[Product, ...]:
+    """The products that backward does for one of forward: of the gradient of the weight, and of the input if it has
+    one."""
+    weight = Product(product.inner, product.rows, product.columns, product.count)
+    return (weight,) if product.leaf else (Product(product.rows, product.columns, product.inner, product.count), weight)
 
 
 def attention_seconds(

@@ -26,14 +26,16 @@ since 11.7, more than 1,000 MB before: pytorch/pytorch issue 107667), kernels th
 CUDA_MEMORY = 0.95
 """Share of a GPU's memory to be used: the allocator's blocks do not fill the rest. AMSP's rule, 0.92 M - 2 GiB, was
 made for cards of 80 GB: of one of 12 GB it takes a quarter before anything is held."""
-CPU_RUNTIME = 256 * 2**20
-"""Bytes of a process with PyTorch and Espalier loaded: 201 MiB of its own were measured; the rest is for its data."""
+CPU_RUNTIME = 240 * 2**20
+"""Anonymous and shared pages of a rank whose model is next to nothing: 233 to 245 MiB measured."""
 CPU_MEMORY = 0.9
 ROOMY = 0.5
 """Share of a processor's memory up to which larger micro-batches are preferred among equals: fewer passes."""
-SLACK = {"cuda": 0.1, "cpu": 0.0}
-"""Of what a model holds on a device, the share that the allocator keeps in pieces nobody can use. Assumed: published
-FSDP peaks of about 27 bytes per parameter are 16 of states, 8 of AdamW's temporaries, and the rest this."""
+SLACK = {"cuda": 0.1, "cpu": 0.4}
+"""What the allocator keeps in pieces nobody can use: on a GPU a share of all that a model holds there, assumed:
+published FSDP peaks of about 27 bytes per parameter are 16 of states, 8 of AdamW's temporaries, and the rest this. On a
+processor a share of what comes and goes in a step: of 12 recipes 0 to 0.64 of it, 0.4 in the median, beyond the bytes
+that were live (glibc's malloc; bench/processors.py)."""
 COMMUNICATION = 2**28
 """Bytes of buffers that NCCL holds for each kind of group a rank is in. Assumed."""
 CAST = 4
@@ -89,8 +91,9 @@ def _stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: 
     found["transient"] = np.maximum(factors.held * transient, update - factors.held * kept)
     if request.fsdp:
         found["gathered"] = np.where(_fsdp(step) & (pp > 1), _resident(step), found["gathered"])
-    found["slack"] = factors.held * SLACK[device.kind] * sum(found.values())
-    found["runtime"] = _runtime(device.runtime, step.on, layouts)
+    within = sum(found.values()) if step.cuda else found["activations"] + found["transient"]
+    found["slack"] = factors.held * SLACK[device.kind] * within
+    found["runtime"] = _runtime(device.runtime, step.on, layouts) + (0 if step.cuda else request.loaded)
     zero = 0.0 * np.asarray(micro_batches)
     return {name: value + zero for name, value in found.items()}
 
@@ -145,7 +148,8 @@ def sources(request: Request, on: Fleet) -> Mapping[str, str]:
         "optimizer_state": f"{2 * width} bytes per AdamW parameter, {width} per Muon parameter",
         "activations": "the workload's formula, for as many micro-batches as wait in the pipeline",
         "gathered": "two layers gathered at a time where parameters or gradients are sharded",
-        "slack": f"{SLACK[device.kind]:.0%} for the allocator (assumed)",
+        "slack": f"{SLACK[device.kind]:.0%} for the allocator"
+        + (" (assumed)" if device.kind == "cuda" else " of activations and transient"),
         "runtime": "measured"
         if device.runtime > (0 if device.kind == "cuda" else CPU_RUNTIME)
         else "context, kernels and workspaces (assumed)"

@@ -85,6 +85,7 @@ class Request:
         sync: when replicas are to agree; outer: copies of what a rank moves that rounds keep (`sync.overlap_cost`).
         sizes: of the trainable tensors, in the model's order; empty: not known.
         running: bytes of buffers that every step moves.
+        loaded: bytes of libraries that only this kind of workload loads, in host memory.
         saves: steps between checkpoints, or `auto`; None: who trains saves by other means.
         copies: bytes that copies of the state may take of a machine's memory (`faults.memory`); 0: there are none.
         refuses: why whoever trains cannot run a plan; None where it can. Without it all plans can be run.
@@ -132,6 +133,7 @@ class Request:
     outer: float = 0.0
     sizes: Sequence[Sized] = ()
     running: int = 0
+    loaded: int = 0
     saves: int | Literal["auto"] | None = None
     copies: int | Literal["auto"] = 0
     refuses: Callable[[Plan], Refusal | None] | None = None

@@ -69,6 +69,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         copies="auto" if recipe.faults.memory == "auto" else units.size(recipe.faults.memory, "faults.memory"),
         sizes=sizes,
         running=_running_bytes(counted.running, train.precision),
+        loaded=profile.loaded,
         refuses=partial(mechanisms.refusal, recipe),
     )
 

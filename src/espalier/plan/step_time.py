@@ -30,6 +30,9 @@ COMPILED = 1 / 3
 """Share of them left when blocks are compiled. Assumed."""
 BACKWARD = 2.0
 """Operations and bytes moved in backward over forward."""
+ONCE = 200.0
+"""Operations that a step issues beside its passes: reading, agreement, clipping, the optimizer. Steps of decoders of 12
+thousand and 60 thousand parameters took 0.75 ms longer than their passes on a processor of 4 us an operation."""
 TOGETHER = 8.0
 """A GPU and the host that feeds it work side by side: a pass takes (device^p + host^p)^(1/p), their maximum but where
 they are about equal: with 8, 9 % more than either there. Assumed; with 4 measured GPT steps are met less well."""
@@ -91,6 +94,9 @@ def step_seconds(step: CostInputs, samples: Number) -> dict[str, Number]:
     found = pipeline(step, size, micro_batches, layers * whole.total, layers * whole.weight).seconds
     terms |= {name: value + 0.0 * size for name, value in found.items()}
     terms |= _once(step, last)
+    if not step.cuda:  # a GPU's host runs ahead
+        issue = step.on.factors.issue * device_model.issue_seconds(step.kind.table.device)
+        terms["launch"] = terms["launch"] + ONCE * issue / step.kind.setting.share
     return terms
 
 
@@ -120,12 +126,19 @@ def compute(step: CostInputs, work: Work) -> Pass:
     dense = products(work.products) + attention
     forward = dense + moved
     both = [product for one in work.products for product in device_model.backward(one)]
-    backward = products(both) + device_model.ATTENTION_BACKWARD * attention + BACKWARD * moved
+    back = (
+        device_model.moved_seconds(device, work.moved_back, setting, factors) if work.moved_back is not None else None
+    )
+    backward = (
+        products(both) + device_model.ATTENTION_BACKWARD * attention + (BACKWARD * moved if back is None else back)
+    )
     again = work.again * dense + (work.again if work.moved_again is None else work.moved_again) * moved
     count = work.issued or OPERATIONS * sum((product.count for product in work.products), 0.0)
     count = count * (COMPILED if step.request.compile else 1.0) * (1 + BACKWARD + work.again)
     weight = products(both) / 2  # the other half of backward's products are gradients of inputs
-    return Pass(forward, backward, again, factors.issue * count * device_model.issue_seconds(device), weight=weight)
+    reading = 0.0 if step.cuda or not setting.full else work.reading / setting.share
+    launch = factors.issue * count * device_model.issue_seconds(device) + reading
+    return Pass(forward, backward, again, launch, weight=weight)
 
 
 def core_seconds(step: CostInputs, work: Work) -> Number:
