@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from espalier.hardware import peak_memory as peak_memory_module
 from espalier.hardware.peak_memory import held, memory_of, peak_memory
 
 MIB = 2**20
@@ -80,3 +81,25 @@ def test_what_rose_and_fell_between_two_looks_counts_and_mapped_files_beside_it_
     risen, then = in_fork(life)
     assert 55 < risen < 140  # the 64 MiB that are written from lie beside them
     assert then < risen + 8
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_a_peak_below_an_earlier_one_of_mapped_files_counts_where_the_kernel_resets_its_own(
+    corpus, monkeypatch, tmp_path, resets
+):
+    """Files once mapped and dropped lift the kernel's peak for good."""
+    if not resets:
+        monkeypatch.setattr(peak_memory_module, "_PEAK", tmp_path / "none" / "clear_refs")
+
+    def life():
+        with corpus.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+            assert sum(pages[:: mmap.PAGESIZE])
+            peak_memory(CPU)
+        before = peak_memory(CPU)
+        with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+            for _ in range(64):
+                pages.write(b"x" * MIB)
+        yield peak_memory(CPU) - before
+
+    (risen,) = in_fork(life)
+    assert risen == pytest.approx(64 if resets else 0, abs=8)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 _STATUS = Path("/proc/self/status")  # proc_pid_status(5)
+_PEAK = Path("/proc/self/clear_refs")  # proc_pid_clear_refs(5): 5 sets VmHWM to what is there now
 
 
 class _Peak:
@@ -24,17 +25,19 @@ class _Peak:
         self.most = self._high = 0
         self._files: int | None = None
 
-    def look(self, now: dict[str, int]) -> int:
-        """The most at any look, and of what rose and fell between two. `now`: what `_status` says.
+    def look(self, now: dict[str, int], reset: bool) -> int:
+        """The most at any look, and of what rose and fell between two. `now`: what `_status` says; `reset`: the kernel
+        begins its own peak anew after this look.
 
-        The kernel keeps the most of all pages together. Where that rose since the last look, what was not of files then
-        is at least the rise's height without the most of files at both looks.
+        The kernel keeps the most of all pages together. What of them was not of files is at least the rest beside the
+        most of files at both looks, if they were held between these: where the kernel's peak was not reset at the last
+        look, only if it rose since. Files that are mapped and dropped between two looks count.
         """
         files, high = now["RssFile"], now["VmHWM"]
         self.most = max(self.most, now["held"])
         if self._files is not None and high > self._high:
             self.most = max(self.most, high - max(files, self._files))
-        self._files, self._high = files, high
+        self._files, self._high = files, 0 if reset else high
         return self.most
 
 
@@ -51,6 +54,15 @@ def _status() -> dict[str, int]:
     return {**found, "held": found["RssAnon"] + found["RssShmem"]}
 
 
+def _look(now: dict[str, int]) -> int:
+    try:
+        _PEAK.write_text("5")
+        reset = True
+    except OSError:  # some sandboxes have no such file
+        reset = False
+    return _peak.look(now, reset)
+
+
 def held() -> int:
     """Bytes of anonymous and shared pages that this process holds now."""
     return _status()["held"]
@@ -63,10 +75,10 @@ def peak_memory(device: torch.device) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    return _peak.look(_status())
+    return _look(_status())
 
 
 def memory_of(device: torch.device) -> dict[str, int]:
     """What a step says of memory: `memory`, the peak, and apart from it the `page_cache`."""
     now = _status()
-    return {"memory": peak_memory(device) if device.type == "cuda" else _peak.look(now), "page_cache": now["RssFile"]}
+    return {"memory": peak_memory(device) if device.type == "cuda" else _look(now), "page_cache": now["RssFile"]}

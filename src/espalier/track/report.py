@@ -114,7 +114,7 @@ def _figures(run: Run) -> list[Figure]:
     if math.isfinite(measured.mfu) and latest.get("mfu"):
         figures.append(Figure("MFU", f"{measured.mfu:.1%}"))
     if measured.peak:
-        figures.append(Figure("memory", show_size(measured.peak), "peak, per rank"))
+        figures.append(Figure("memory", show_size(measured.peak), f"peak, per rank: {_kind(run)}"))
     if latest.get("skipped"):
         figures.append(Figure("steps left out", f"{latest['skipped']:,}", "gradients too large for fp16"))
     attempts = f"in {run.attempts} attempts" if run.attempts > 1 else ""
@@ -287,7 +287,7 @@ def _compared(run: Run, predicted: Mapping[str, Any]) -> list[ComparedRow]:
         _row("Seconds per step", predicted.get("step_seconds"), seconds, show_seconds),
         _row(f"{run.unit.capitalize()} per second", predicted.get("tokens_per_second"), speed, show_count),
         _row("MFU", predicted.get("mfu"), mfu, lambda value: f"{value:.1%}"),
-        _row("Memory at the peak", (predicted.get("memory_bytes") or {}).get("peak"), peak, show_size),
+        _row(f"Memory at the peak ({_kind(run)})", (predicted.get("memory_bytes") or {}).get("peak"), peak, show_size),
         _row("Bytes sent per step", sum((predicted.get("sent_bytes") or {}).values()), sent, show_size),
     ]
 
@@ -307,7 +307,16 @@ def _peak(steps: Mapping[str, Any]) -> float:
 def _apart(run: Run) -> str:
     """What the figure of memory counts, and beside it the files that the rank has mapped."""
     cached = run.latest.get("page_cache")
-    return f"peak, per rank{f'; {show_size(cached)} of files in the page cache apart' if cached else ''}"
+    apart = f"; {show_size(cached)} of files in the page cache apart" if cached else ""
+    return f"peak, per rank: {_kind(run)}{apart}"
+
+
+def _kind(run: Run) -> str:
+    """Which memory a run's figure is of."""
+    ranks = run.plan.get("ranks") or [{}]
+    return (
+        "allocated on the GPU" if str(ranks[0].get("device", "cpu")).startswith("cuda") else "anonymous, shared pages"
+    )
 
 
 def _layout(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
