@@ -78,6 +78,12 @@ def test_attention_between_measured_lengths_goes_between_their_rates() -> None:
     assert 1.1 < seconds < 1.9
 
 
+def test_backward_makes_no_gradient_of_data() -> None:
+    inner, leaf = device_model.backward(Product(8, 4, 2)), device_model.backward(Product(8, 4, 2, leaf=True))
+    assert sum(one.flops for one in inner) == 2 * Product(8, 4, 2).flops
+    assert leaf == (Product(4, 8, 2),)
+
+
 def test_copies_go_at_their_measured_rate() -> None:
     assert device_model.moved_seconds(MEASURED, 6e9, DeviceUse(1, 1, 2)) == pytest.approx(1.0, rel=1e-6)
     assert device_model.moved_seconds(MEASURED, 9e9, DeviceUse(2, 1, 2)) == pytest.approx(1.0, rel=1e-6)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from asked import decoder, gpus, states
+from asked import decoder, gpus, processor, states
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -141,3 +141,19 @@ def test_a_card_keeps_what_its_size_allows(name: str, least: float) -> None:
     on = collective_time.fleet(gpus(name, devices=1), 1)
     nothing = memory_model.limit(on.kinds[0], decoder()) - memory_model.CUDA_RUNTIME
     assert least < nothing / on.kinds[0].table.device.memory < 0.96
+
+
+def on_processor(asked: Request) -> dict[str, float]:
+    on = collective_time.fleet(processor(), 2)
+    found = memory_model.held(CostInputs(asked, on, on.kinds[0], Layouts(dp=2)), 4, 1)
+    return {name: float(value) for name, value in found.items()}
+
+
+def test_on_a_processor_only_what_comes_and_goes_leaves_pieces() -> None:
+    few = on_processor(decoder(precision="fp32"))
+    assert few["slack"] == pytest.approx(memory_model.SLACK["cpu"] * (few["activations"] + few["transient"]))
+
+
+def test_libraries_of_a_workload_count_on_a_processor() -> None:
+    more = on_processor(decoder(loaded=2**26))["runtime"] - on_processor(decoder())["runtime"]
+    assert more == 2**26

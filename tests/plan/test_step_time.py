@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from espalier.cluster import Cluster
 from espalier.config import Pin, ShardPin
+from espalier.cost import Anatomy
 from espalier.plan import collective_time, cost_inputs, step_time
 from espalier.plan.decide import decide
 from espalier.plan.estimate import estimate, grid, price
@@ -227,3 +229,30 @@ def test_ranks_that_share_a_core_wait_for_it_at_each_exchange_in_a_layer() -> No
     heads = Layouts(algorithm="isp", hp=2, micro_batch=4)
     alone, shared = (estimate(request, processor(cores), heads).terms["sequence"] for cores in (2, 1))
     assert shared - alone == pytest.approx(3 * 4 * cost_inputs.TURN)
+
+
+def worked(ranks: int, cores: int, **more: Any) -> dict[str, float]:
+    """Seconds by part on so many ranks of one thread, of a decoder whose layers' work is changed."""
+
+    def anatomy(*given: Any) -> Anatomy:
+        found = asked().anatomy(*given)
+        return replace(found, layer=replace(found.layer, **more))
+
+    on = collective_time.fleet(processor(cores), ranks)
+    request = replace(asked(), anatomy=anatomy, storage=None, precision="fp32")
+    step = cost_inputs.CostInputs(request, on, on.kinds[0], Layouts(dp=ranks, micro_batch=8))
+    return {name: float(value) for name, value in step_time.step_seconds(step, 48 // ranks).items()}
+
+
+def test_making_a_micro_batch_takes_time_where_no_core_is_left_for_it() -> None:
+    plain, reading = worked(2, 2), worked(2, 2, reading=0.5)
+    assert reading["launch"] - plain["launch"] == pytest.approx(0.5 * 6 * 3)  # of six layers in three micro-batches
+    crowded = worked(4, 2, reading=0.5)["launch"] - worked(4, 2)["launch"]
+    assert crowded == pytest.approx(0.5 * 6 * 2 * 2)  # two ranks share a core
+    assert worked(2, 4, reading=0.5)["launch"] == pytest.approx(worked(2, 4)["launch"])
+
+
+def test_backward_moves_what_the_workload_says_or_twice_as_much_as_forward() -> None:
+    nothing, plain, same = (worked(2, 2, moved_back=one) for one in (0.0, None, 30.0 * 8 * 256 * 512 * 4))
+    assert plain["backward"] - nothing["backward"] == pytest.approx(2 * (same["backward"] - nothing["backward"]))
+    assert same["forward"] == plain["forward"]
