@@ -121,6 +121,8 @@ def known_devices() -> list[str]:
 
 def known(name: str) -> str | None:
     """The catalogue's name for what people, vendors or drivers call `name`; None when there is none, or several."""
+    if name in _cards():
+        return name
     words, size = _words(name)
     fits = []
     for family, card in _cards().values():

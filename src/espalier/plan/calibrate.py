@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from espalier.cluster import Cluster, Device
+from espalier.cluster import Cluster
 from espalier.errors import UserError
 from espalier.plan import collective_time, device_model
 from espalier.plan.calibration_factors import PLAIN, CostFactors
@@ -96,18 +96,14 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         on = collective_time.fleet(cluster, ranks)
         used = (on.inside if on.per_node > 1 else None, on.between)
         indirect = any(link is not None and not link.measured and 0 < link.share < INDIRECT_SHARE for link in used)
-        spreads = [_uncalibrated(kind.table.device) for kind in on.kinds]
+        devices = [kind.table.device for kind in on.kinds]
+        spreads = [one.spread or (UNKNOWN if on.cuda and one.peak else UNCALIBRATED) for one in devices]
         return msgspec.structs.replace(self, spread=max(*spreads, INDIRECT if indirect else 0.0))
 
     @property
     def band(self) -> tuple[float, float]:
         """Factors below and above a predicted time within which two of three measurements should lie."""
         return 1 / (1 + self.spread), 1 + self.spread
-
-
-def _uncalibrated(device: Device) -> float:
-    """Relative error to expect on a device of which no steps were measured."""
-    return device.spread or (UNKNOWN if device.peak and device.kind == "cuda" else UNCALIBRATED)
 
 
 DATASHEET = Calibration()
