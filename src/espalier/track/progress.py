@@ -115,6 +115,8 @@ class Progress:
             self._line(_validation(event))
         elif kind == "incident":
             self._line(trouble(event))
+        elif kind == "prediction":
+            self._line(event["what"])
         elif kind == "end":
             self._end(event)
 

@@ -30,6 +30,7 @@ from espalier.launch import base as launch
 from espalier.launch.announcement import Announcement
 from espalier.plan import base as plans
 from espalier.plan import checkpoint_cost
+from espalier.plan.prediction_check import PredictionCheck
 from espalier.plan.request import AUTO
 from espalier.run import RunFolder
 from espalier.terminal import say
@@ -358,7 +359,7 @@ def life(job: RunStart, forked: bool = False) -> Life:
         setting.new = forked and job.new and place.attempt == 0
         if place.rank != 0:
             return worker.train(setting, identity)
-        with recording(job.folder, job.resolved.recipe, job.quiet) as emit:
+        with recording(job.folder, job.resolved.recipe, job.quiet, job.plan.predicted) as emit:
             return worker.train(replace(setting, emit=emit), identity)
 
     return live
@@ -396,9 +397,13 @@ def _finished(job: RunStart, log: Log, seconds: float, as_json: bool) -> int:
 
 
 @contextmanager
-def recording(folder: RunFolder, recipe: Recipe, quiet: bool) -> Iterator[Callable[..., None]]:
-    """Gives what writes an event into the run log and shows it in every live view; these end with the block."""
+def recording(
+    folder: RunFolder, recipe: Recipe, quiet: bool, predicted: plans.Predicted | None = None
+) -> Iterator[Callable[..., None]]:
+    """Gives what writes an event into the run log and shows it in every live view; these end with the block. After
+    some steps it compares them with what is `predicted`."""
     log, views = Log(folder.events), list[Any]()
+    checks: list[PredictionCheck] = []
     with ExitStack() as open_views:
         if recipe.track.tensorboard:
             from espalier.track.tensorboard import TensorBoard
@@ -412,5 +417,9 @@ def recording(folder: RunFolder, recipe: Recipe, quiet: bool) -> Iterator[Callab
                 views.append(open_views.enter_context(closing(progress)))
             for view in views:
                 view.event({"event": event, **fields})
+            if event == "step" and predicted is not None:
+                checks[:] = checks or [PredictionCheck(predicted)]
+                if (told := checks[0].event(fields)) is not None:
+                    emit("prediction", **told)
 
         yield emit

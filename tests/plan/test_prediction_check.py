@@ -1,0 +1,56 @@
+"""After twenty steps the prediction is compared with them, once; what is slower is named, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from espalier.config import Gpt, Recipe
+from espalier.plan.base import Predicted
+from espalier.plan.prediction_check import STEPS, WARM, PredictionCheck
+from espalier.run import RunFolder
+from espalier.track.events import read
+from espalier.verbs import train
+
+PREDICTED = Predicted(
+    step_seconds=0.04, tokens_per_second=1.0, tokens_per_second_per_device=1.0, mfu=0.1,
+    terms={"forward": 0.02, "backward": 0.015, "all_reduce": 0.005}, memory_bytes={}, memory_limit=1.0, sent_bytes={},
+)  # fmt: skip
+
+
+def told(seconds: float, exposed: float) -> dict[str, Any]:
+    check, found = PredictionCheck(PREDICTED), []
+    for step in range(3 * STEPS):
+        slow = 50.0 if step < WARM else 1.0  # the first steps do not count
+        found.append(check.event({"event": "step", "step": step + 1, "seconds": slow * seconds, "exposed": exposed}))
+    (said,) = [one for one in found if one is not None]
+    assert said["step"] == WARM + STEPS
+    return said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "exposed", "part", "words"),
+    [
+        (0.042, 0.005, "", "(+5%)"),
+        (0.03, 0.0, "", "(-25%)"),
+        (3.2, 3.1, "exchanges", "80.0 times as long"),
+        (0.12, 0.006, "computation", "3.0 times as long"),
+    ],
+)
+def test_what_is_slower_is_named(seconds: float, exposed: float, part: str, words: str) -> None:
+    said = told(seconds, exposed)
+    assert said["part"] == part
+    assert words in said["what"]
+    assert ("Try: " in said["what"]) == bool(part)
+
+
+def test_it_is_a_line_on_the_terminal_and_an_event(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tmp_path)
+    with train.recording(folder, Recipe(model=Gpt()), False, PREDICTED) as emit:
+        emit("run", steps=100, step=0)
+        for step in range(1, 61):
+            emit("step", step=step, seconds=3.2, exposed=3.1, loss=1.0)
+    (event,) = [one for one in read(folder.events) if one["event"] == "prediction"]
+    assert event["part"] == "exchanges"
+    assert capsys.readouterr().out.count("espalier probe") == 1
