@@ -55,6 +55,7 @@ check: setup-dev
 bench: setup-dev
 	$(BIN)/python bench/language.py $(ARGS)
 	$(BIN)/python bench/buff.py $(ARGS)
+	$(BIN)/python bench/processors.py $(ARGS)
 	$(BIN)/python bench/amsp.py $(ARGS)
 
 docs: setup-dev

@@ -113,6 +113,10 @@ class Bench:
             max(one["memory"] for one in found),
         )
 
+    def warm(self, name: str) -> None:
+        """Reads the data and compiles the kernels of a recipe, which only the first run on a machine does."""
+        self.train(name, SECONDS, ("plan.trial=false", "plan.pin.ranks=1"))
+
     def recipe(self, name: str) -> Path:
         """Its file."""
         file = self.folder / f"{name}.toml"
@@ -146,7 +150,7 @@ def compared(bench: Bench, name: str, ranks: int, pairs: int, note: str) -> list
     assert plan.predicted is not None
     changes = (f"plan.pin.ranks={ranks}", "plan.trial=false")
     runs = [bench.train(name, plan.predicted.step_seconds, changes) for _ in range(pairs)]
-    assert all(one.plan.micro_batch == plan.micro_batch for one in runs)
+    assert all(one.plan.layout == plan.layout for one in runs)
     case = f"{name}, {ranks} x {plan.ranks[0].threads}{note}"
     seconds = [one for run in runs for one in run.seconds]
     rows = [
@@ -215,6 +219,8 @@ def main() -> None:
         bench = Bench(Path(folder), here, asked.quick)
         try:
             for name in asked.only.split(","):
+                if RECIPES[name]["model"]["kind"] not in ("gpt", "module"):
+                    bench.warm(name)
                 for ranks in (int(one) for one in wanted if one != "trials"):
                     plain += compared(bench, name, ranks, pairs, note)
                 if "trials" in wanted:
