@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
 from dataclasses import replace
 from typing import Any
@@ -214,3 +215,30 @@ def test_a_link_that_is_too_slow_is_told_a_faster_one(between: str, shown: str) 
     assert faster > units.rate(between)
     assert planned(shape("llama-7b", DiLoCo()), hosts(between=f"{1.01 * 8 * faster}bit/s")).outer is not None
     assert ('sync.kind="eager"' in caught.value.do) == (between == "100Mbit/s")
+
+
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 8))])
+def test_a_plan_that_can_be_executed_never_exceeds_its_limit(block: int) -> None:
+    """Outer states and buckets included; the sentence says what is counted. 30 drawn requests a block."""
+    planned_ = rounds = 0
+    for seed in range(30 * block, 30 * block + 30):
+        draw = random.Random(seed)
+        options = draw.choice([EveryStep(), Auto(), Co2(steps=50), Eager(steps=50), DiLoCo(steps=50)])
+        sizes = {"depth": draw.choice([4, 12]), "width": draw.choice([512, 1024, 2048]), "heads": 8}
+        device = draw.choice(["T4", "RTX 3060", "L4", "A100-80GB"])
+        cluster = hosts(device, draw.choice([2, 4]), draw.choice([1, 2, 4]), draw.choice(["50Mbit/s", "10Gbit/s"]))
+        try:
+            plan = planned(shape("", options, **sizes), cluster)
+        except UserError:
+            continue
+        assert plan.predicted is not None
+        held = plan.predicted.memory_bytes
+        assert plan.executable, seed
+        assert held["peak"] == pytest.approx(sum(size for kind, size in held.items() if kind != "peak")), seed
+        assert held["peak"] <= plan.predicted.memory_limit, seed
+        assert ("outer" in held) == (plan.outer is not None), seed
+        assert any(f"{units.show_size(held['peak'])} of " in sentence for sentence in plan.why), seed
+        planned_ += 1
+        rounds += plan.outer is not None
+    assert planned_ >= 15
+    assert rounds >= 5

@@ -21,6 +21,7 @@ from espalier.plan.estimate import grid
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts
 from espalier.plan.layouts import grid as grid_of
 from espalier.plan.request import Request
+from espalier.shard.cost import StateBytes
 
 
 def every_layout(request: Request, ranks: int, per_node: int, starved: bool = False) -> list[Layouts]:
@@ -121,13 +122,44 @@ def test_the_search_equals_brute_force(block: int) -> None:
             assert best.seconds <= fastest * (1 + found.tie) * (1 + 1e-9), seed
 
 
-def test_a_tie_goes_to_fewer_moving_parts_then_to_less_memory() -> None:
+def tied(found: search.Found) -> list[search.Option]:
+    return [one for one in found.options if one.seconds <= found.options[0].seconds * (1 + found.tie)]
+
+
+def test_a_tie_goes_to_fewer_moving_parts_then_to_larger_micro_batches_then_to_less_memory() -> None:
     found = search.search(decoder(batch=64), gpus(devices=8))
-    best = found.best()
+    best, near = found.best(), tied(found)
     assert best is not None
-    tied = [one for one in found.options if one.seconds <= found.options[0].seconds * (1 + found.tie)]
-    assert best.layout.key() == min(one.layout.key() for one in tied)
-    assert best.peak == min(one.peak for one in tied if one.layout.key() == best.layout.key())
+    assert all(one.leaving == 0 for one in near)
+    assert best.layout.key() == min(one.layout.key() for one in near)
+    alike = [one for one in near if one.layout.key() == best.layout.key()]
+    assert best.layout.micro_batch == max(one.layout.micro_batch for one in alike)
+    assert best.peak == min(one.peak for one in alike if one.layout.micro_batch == best.layout.micro_batch)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_tie_goes_to_fewer_bytes_between_machines_first(seed: int) -> None:
+    request, cluster = random_case(seed)
+    found = search.search(request, cluster)
+    best = found.best()
+    if best is None:
+        return
+    roomy = [one for one in tied(found) if not one.tight] or tied(found)
+    assert best.leaving <= search.ALIKE * min(one.leaving for one in roomy)
+
+
+def test_bytes_that_leave_a_machine() -> None:
+    """Plain data parallel: all gradients, twice less a share; shards inside a machine change nothing of it, those over
+    all ranks add parameters; one machine sends none."""
+    request = decoder(512, 4, batch=32, storage=StateBytes(4, 4, 8))
+    on = collective_time.fleet(gpus(count=2, devices=4), 8)
+    whole, near, far = (Layouts(dp=8, grads=grads, optimizer=of) for grads, of in ((1, 1), (1, 4), (1, 8)))
+    gradients = 4 * request.trainable
+    assert float(search.leaving(request, on, whole)[0]) == pytest.approx(2 * gradients * 7 / 8, rel=0.01)
+    assert float(search.leaving(request, on, near)[0]) == pytest.approx(gradients, rel=0.01)
+    assert float(search.leaving(request, on, far)[0]) == pytest.approx(2 * gradients * 7 / 8, rel=0.01)
+    alone = collective_time.fleet(gpus(devices=8), 8)
+    assert float(search.leaving(request, alone, whole)) == 0
 
 
 @pytest.mark.parametrize("seed", range(12))

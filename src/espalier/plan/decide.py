@@ -315,7 +315,7 @@ def _other_sizes(kept: Found, plan: Plan) -> list[Option]:
         and view(one.layout, 1, plan.precision).cut == plan.layout.cut
         and one.layout.recompute == plan.recompute
         and one.layout.micro_batch in wanted
-        and one.peak <= memory_model.ROOMY * (one.peak - one.over)
+        and one.peak <= memory_model.ROOMY["cpu"] * (one.peak - one.over)
     ]
     return sorted(fitting, key=lambda one: int(one.layout.micro_batch))
 

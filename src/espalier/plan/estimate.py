@@ -62,6 +62,25 @@ class Shares:
 
 EQUAL = Shares()
 
+MECHANISMS: Mapping[str, tuple[str, ...]] = {
+    "computation": ("forward", "backward", "recompute", "launch"),
+    "tensor": ("tensor",),
+    "sequence": ("sequence",),
+    "pipeline": ("pipeline", "send"),
+    "shards": ("weights", "refresh"),
+    "replicas": ("all_reduce",),
+    "optimizer": ("optimizer",),
+    "rounds": ("outer",),
+}
+"""What causes each part of a step's seconds: a pipeline its idle time and its hand-overs, shards their gathers."""
+
+
+def by_mechanism(terms: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a step by what causes them; they add up to the step."""
+    found = {name: sum(terms.get(part, 0.0) for part in parts) for name, parts in MECHANISMS.items()}
+    known = {part for parts in MECHANISMS.values() for part in parts}
+    return {**found, **{name: value for name, value in terms.items() if name not in known}}
+
 
 @dataclass(frozen=True)
 class Priced:

@@ -20,7 +20,7 @@ from espalier.plan import layouts as space
 from espalier.plan.base import Predicted, RunnerUp
 from espalier.plan.collective_time import gpus, seats
 from espalier.plan.cost_inputs import CostInputs
-from espalier.plan.estimate import estimate, samples_each
+from espalier.plan.estimate import by_mechanism, estimate, samples_each
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
 from espalier.plan.search import Found, Option
@@ -162,7 +162,7 @@ def _cuts(request: Request, found: Found, option: Option, predicted: Predicted) 
     ):
         if getattr(layout, field) > 1:
             why = "it was set" if getattr(request.pin, field) is not None else _without_it(found, option, field, 1)
-            said.append(f"{name}, at {units.show_seconds(predicted.terms.get(part, 0.0))} a step: {why}.")
+            said.append(f"{name}, at {units.show_seconds(by_mechanism(predicted.terms)[part])} a step: {why}.")
     if request.pin.micro_batch is not None:
         said.append(f"Micro-batch {layout.micro_batch}: it was set.")
     if request.pin.recompute or request.recompute:

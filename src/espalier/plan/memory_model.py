@@ -29,8 +29,8 @@ made for cards of 80 GB: of one of 12 GB it takes a quarter before anything is h
 CPU_RUNTIME = 240 * 2**20
 """Anonymous and shared pages of a rank whose model is next to nothing: 233 to 245 MiB measured."""
 CPU_MEMORY = 0.9
-ROOMY = 0.5
-"""Share of a processor's memory up to which larger micro-batches are preferred among equals: fewer passes."""
+ROOMY = {"cuda": 0.8, "cpu": 0.5}
+"""Share of what a rank may hold up to which larger micro-batches are preferred among equals: fewer passes."""
 SLACK = {"cuda": 0.1, "cpu": 0.4}
 """What the allocator keeps in pieces nobody can use: on a GPU a share of all that a model holds there, assumed:
 published FSDP peaks of about 27 bytes per parameter are 16 of states, 8 of AdamW's temporaries, and the rest this. On a

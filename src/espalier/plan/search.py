@@ -3,7 +3,7 @@
 After Buff (arXiv 2401.09149: pipeline, sequence, weight and optimizer groups, algorithm, recomputation) and AMSP (arXiv
 2311.00257: nested factors of the three states), which is its data-parallel slice. Deviations: exhaustive over arrays
 instead of a solver; parts of the cluster; shares by speed on mixed devices; a tie within the prediction's uncertainty
-goes to the plan with fewer moving parts, then to the one that holds less.
+goes to the plan that sends less between machines, then to fewer moving parts, larger micro-batches, and less memory.
 
 Pruned by divisibility (`layouts.grid`), by memory (seconds are only computed of what fits), and by lower bounds: a part
 of the cluster whose devices at their best would not beat the best plan found is not tried. Both are exact: the search
@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from espalier.cluster import Cluster, Device, Node
-from espalier.cost import WHOLE
+from espalier.cost import WHOLE, ring_bytes
 from espalier.plan import collective_time, device_model, executable, memory_model
 from espalier.plan import layouts as space
 from espalier.plan.calibrate import DATASHEET, LEAST, Calibration
@@ -32,6 +32,7 @@ from espalier.plan.estimate import Shares, price, samples_each, slowest
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts, Limits
 from espalier.plan.request import Request
 from espalier.plan.step_time import compute
+from espalier.shard.cost import exchanges, volumes
 from espalier.track.charts import Point
 
 TIE = 0.03
@@ -39,6 +40,8 @@ TIE = 0.03
 is surer than either."""
 ROOM = 0.97
 """Within a tie a plan that needs more than this share of what it may hold comes last."""
+ALIKE = 1.25
+"""Within a tie, plans that send up to so many times the fewest bytes between machines are alike in that."""
 UNEQUAL = 8
 """Data-parallel layouts of each batch that are also priced with shares by speed, where devices differ."""
 KEPT = 64
@@ -61,6 +64,8 @@ class Option:
     """Samples of a rank of each kind of device; None: equal."""
     speeds: tuple[float, ...] | None = None
     """Speed of a rank of each kind over the mean; its tokens of each sequence are proportional. None: equal."""
+    leaving: float = 0.0
+    """Bytes that leave a machine in a step."""
     nodes: tuple[int, ...] = ()
     """The machines' numbers in the user's cluster, in the order of this one; empty: the same."""
 
@@ -74,20 +79,24 @@ class Option:
         """Whether ranks share matrices, sequences or layers."""
         return bool(self.layout.tp * self.layout.sp * self.layout.pp > 1)
 
-    def order(self) -> tuple[Any, ...]:
-        """Some memory to spare, then fewer moving parts, then fewer states that leave their machine in every
-        micro-batch, then less memory, then fewer devices. On processors with much memory fewer passes come before less
-        memory: every further pass adds to all gradients once more."""
+    @property
+    def tight(self) -> bool:
+        """Whether hardly any memory is left."""
+        return self.peak > ROOM * (self.peak - self.over)
+
+    def order(self, least: float = math.inf) -> tuple[Any, ...]:
+        """Some memory to spare, about the `least` bytes between machines, fewer moving parts, fewer states that leave
+        their machine in every micro-batch, larger micro-batches while memory is ample (every further pass issues all
+        operations and adds to all gradients once more), less memory, fewer devices."""
         layout, limit, tables = self.layout, self.peak - self.over, self.cluster.nodes
-        tight = self.peak > ROOM * limit
         machine = max(min(table.devices for table in tables), layout.world // sum(table.count for table in tables))
-        leaving = int(layout.params > machine) + int(layout.grads > machine)
-        fewer = layout.micro_batch if self.peak <= memory_model.ROOMY * limit and not gpus(self.cluster) else 0
+        roomy = memory_model.ROOMY["cuda" if gpus(self.cluster) else "cpu"]
         return (
-            tight,
+            self.tight,
+            self.leaving > ALIKE * least,
             *layout.key(),
-            leaving,
-            -fewer,
+            int(layout.params > machine) + int(layout.grads > machine),
+            -layout.micro_batch if self.peak <= roomy * limit else 0,
             self.peak,
             layout.world,
             layout.pp,
@@ -113,7 +122,9 @@ class Found:
         if not usable:
             return None
         fastest = min(option.seconds for option in usable)
-        return min((one for one in usable if one.seconds <= fastest * (1 + self.tie)), key=Option.order)
+        near = [one for one in usable if one.seconds <= fastest * (1 + self.tie)]
+        least = min(one.leaving for one in near if one.tight == min(other.tight for other in near))
+        return min(near, key=lambda one: one.order(least))
 
 
 def search(request: Request, cluster: Cluster, calibration: Calibration = DATASHEET, *, whole: bool = False) -> Found:
@@ -329,10 +340,12 @@ def _price(
     fits = np.flatnonzero(over <= 0)
     chosen, peak, over = batch.at(fits), peak[fits], over[fits]
     seconds = np.broadcast_to(slowest(request, weak, chosen), fits.shape)
+    away = np.broadcast_to(leaving(request, weak, chosen), fits.shape)
 
     def options(picked: list[int]) -> list[Option]:
-        values = (column[picked].tolist() for column in (seconds, peak, over))
-        return [Option(one, part, *known) for one, *known in zip(chosen.each(picked), *values, strict=True)]
+        values = (column[picked].tolist() for column in (seconds, peak, over, away))
+        rows = zip(chosen.each(picked), *values, strict=True)
+        return [Option(one, part, taken, most, beyond, leaving=sent) for one, taken, most, beyond, sent in rows]
 
     picked = _pick(seconds, peak, chosen, np.arange(len(fits)))
     found = options(picked)
@@ -342,6 +355,8 @@ def _price(
     elif len(on.kinds) > 1 and batch.algorithm == "isp":
         rings = [index for index in picked if in_one_ring(chosen, on.ranks)[index]][:UNEQUAL]
         found += slots_by_speed(request, part, on, chosen.at(np.array(rings, dtype=int)), seconds[rings])
+    sent = {option.layout: option.leaving for option in found}
+    found = [replace(option, leaving=sent[option.layout]) for option in found]
     unsharded = np.flatnonzero(np.broadcast_to(chosen.optimizer, fits.shape) == 1) if whole else np.empty(0, dtype=int)
     return found, options(_pick(seconds, peak, chosen, unsharded)), None
 
@@ -357,6 +372,27 @@ def _fullness(request: Request, on: collective_time.Fleet, batch: Layouts) -> tu
         peaks.append(peak)
         overs.append(peak - memory_model.limit(kind, request))
     return np.max(peaks, axis=0).reshape(-1), np.max(overs, axis=0).reshape(-1)
+
+
+def leaving(request: Request, on: collective_time.Fleet, layouts: Layouts) -> Any:
+    """Bytes that leave the machine that sends most in a step; 0 on one machine. Groups that reach beyond a machine send
+    at once from all of its ranks."""
+    if on.between is None:
+        return 0.0
+    step, samples, machine = CostInputs(request, on, on.kinds[0], layouts), samples_each(request, layouts), on.per_node
+    rounds, found = -(-samples // np.minimum(layouts.micro_batch, samples)), np.zeros(len(layouts))
+    for one in exchanges(volumes(step.states, step.division), step.division, rounds):
+        inside = np.clip(machine // one.stride, 1, one.ranks)
+        sent = ring_bytes(one.operation, one.size, one.ranks) * machine / inside
+        found = found + np.where(one.ranks * one.stride > machine, sent, 0.0)
+    tokens = samples * request.tokens_per_sample / layouts.sp
+    if np.any(np.asarray(layouts.sp) > 1):
+        sent = sum(step.sequence(tokens).sent.values()) * step.stage_layers * machine
+        found = found + np.where((np.asarray(layouts.sp) > 1) & (layouts.sp * layouts.tp > machine), sent, 0.0)
+    value = tokens * request.width * request.compute  # of the residual stream; a stage's machines pass it on and back
+    hands = np.where(np.asarray(layouts.pp) > 1, 2.0 * layouts.chunks * value, 0.0)
+    shared = np.where(np.asarray(layouts.tp) > machine, 8.0 * step.stage_layers * value, 0.0)
+    return found + machine / np.asarray(layouts.tp) * (hands + shared)
 
 
 def _pick(seconds: Any, peak: Any, layouts: Layouts, of: Any) -> list[int]:
