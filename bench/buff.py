@@ -5,12 +5,14 @@
 Predictions: on a table of measured GPT runs (--data, or calibration/gpt_a100_one_node.csv in the folder that
 ESPALIER_DATA names; left out without it), fitted to a random fifth and scored on the rest, several times. Peers, on the
 same rows: the same model from datasheets alone, and a regression fitted to the same fifth with six coefficients: a
-constant, layers passed, FLOP, tensor traffic, gradients, hand-overs. Planning: the whole command for Llama's 7B on 64,
-1,024 and 10,000 GPUs, beside the goal of 5 s.
+constant, layers passed, FLOP, tensor traffic, gradients, hand-overs. Stacks: every
+table of measured runs in that folder, by datasheets and by a calibration on each other one. Planning: the whole command
+for Llama's 7B on 64, 1,024 and 10,000 GPUs, beside the goal of 5 s.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import statistics
@@ -20,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -134,11 +136,105 @@ def predictions(path: Path, splits: int) -> list[Row]:
         print(
             f"split {seed}: MAPE {one.ours.mape:.2%}, Spearman {one.ours.spearman:.4f}, mean regret "
             f"{one.ours.regret_of_three:.2%} (95 % bootstrap interval {low:.2%} to {high:.2%}, "
-            f"{one.ours.groups_of_three} groups), largest {one.ours.largest_regret:.2%}; fitted in {one.seconds:.1f} s"
+            f"{one.ours.groups_of_three} groups), largest {one.ours.largest_regret:.2%}; {one.ours.covered:.0%} in the "
+            f"band; fitted in {one.seconds:.1f} s"
         )
     means = [statistics.mean(getattr(one.ours, name) for one in found) for name in ("mape", "spearman")]
     print(f"mean of splits: MAPE {means[0]:.2%}, Spearman {means[1]:.4f}{NOTE}\n")
     return rows
+
+
+# --- stacks ------------------------------------------------------------------------------------------------------
+
+
+def h100(row: dict[str, str]) -> dict[str, Any]:
+    """A published step of NeMo on H100s, as a JSON line."""
+    number = {key: int(value) for key, value in row.items() if key not in ("model", "step_s")}
+    shape = {key: number[key] for key in ("width", "heads", "kv_heads", "feed_forward", "vocabulary")}
+    tied = row["model"].startswith("gpt3")
+    return {
+        "model": {**shape, "depth": number["layers"], "gated": bool(number["gated"]), "tied": tied},
+        "cluster": {
+            "nodes": [{"device": "H100", "count": number["gpus"] // 8, "devices": 8}],
+            "links": {"between": "3200Gbit/s"} if number["gpus"] > 8 else {},
+        },
+        "layout": {
+            **{key: number[key] for key in ("dp", "tp", "pp", "cp", "vp")},
+            "micro_batch": number["mbs"], "algorithm": "zero-1",
+        },
+        "train": {
+            "sequence": number["seq"], "batch_tokens": number["seq"] * number["gbs"], "precision": "bf16",
+            "executor": "nemo",
+        },
+        "measured": {"step_seconds": float(row["step_s"])},
+    }  # fmt: skip
+
+
+def rtx3090(row: dict[str, str]) -> dict[str, Any]:
+    """A published step of TouchNet (on TorchTitan) on RTX 3090s, as a JSON line."""
+    return {
+        "model": {
+            "depth": 16, "width": 2048, "heads": 32, "kv_heads": 8, "feed_forward": 8192, "gated": True,
+            "vocabulary": 128_256, "tied": False,
+        },
+        "cluster": {"nodes": [{"device": "RTX 3090", "devices": 8}]},
+        "layout": {
+            "dp": int(row["fsdp"]), **{key: int(row[key]) for key in ("tp", "pp", "cp")}, "micro_batch": 1,
+            "algorithm": "fsdp", "recompute": "block",
+        },
+        "train": {
+            "sequence": int(row["seq"]), "batch_tokens": 32_768, "precision": "bf16", "compile": True,
+            "executor": "torchtitan",
+        },
+        "measured": {"step_seconds": float(row["step_s"])},
+    }  # fmt: skip
+
+
+OTHERS = {"h100_nemo_bf16.csv": h100, "rtx3090_pcie.csv": rtx3090}
+
+
+def stacks(main_table: Path, folder: Path) -> dict[str, Sequence[Measured]]:
+    """The rows of every table beside the main one, by its name."""
+    found = {main_table.stem: read(main_table).rows}
+    for name, line in OTHERS.items():
+        path = main_table.with_name(name)
+        if not path.exists():
+            print(f"{name} is left out: it is not beside {main_table.name}.")
+            continue
+        text = [one for one in path.read_text().splitlines() if not one.startswith("#")]
+        made = folder / f"{path.stem}.jsonl"
+        made.write_text("\n".join(json.dumps(line(row)) for row in csv.DictReader(text)))
+        found[path.stem] = read(made).rows
+    return found
+
+
+def across(tables: dict[str, Sequence[Measured]]) -> None:
+    """Prints how each table is met by datasheets, and by a calibration on every other one."""
+    known = {"datasheets": DATASHEET}
+    known |= {name: calibrate([row.measurement for row in rows]) for name, rows in tables.items()}
+    print("| scored | calibrated on | rows | MAPE | median error | Spearman | mean regret | in the band |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, rows in tables.items():
+        for source, calibration in known.items():
+            if source != name:
+                one = score.score(rows, calibration)
+                cells = (
+                    share(one.mape),
+                    share(one.bias),
+                    _rank(one.spearman),
+                    share(one.mean_regret),
+                    share(one.covered),
+                )
+                print(f"| {name} | {source} | {one.timed} | {' | '.join(cells)} |")
+    print()
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _rank(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 # --- planning ----------------------------------------------------------------------------------------------------
@@ -181,6 +277,8 @@ def main() -> None:
     path = data(options.data)
     rows = predictions(path, options.pairs or (3 if options.quick else 10)) if path else []
     with tempfile.TemporaryDirectory() as folder:
+        if path:
+            across(stacks(path, Path(folder)))
         rows += [planning(devices, 3 if options.quick else 7, Path(folder)) for devices in DEVICES]
     publish(rows, options.json)
 

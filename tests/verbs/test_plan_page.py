@@ -141,7 +141,7 @@ def test_the_page_holds_every_number_and_reason(tmp_path: Path) -> None:
 def test_the_band_is_the_spread_by_factors_and_absent_where_not_known(tmp_path: Path) -> None:
     assert f"{show_seconds(4.31 / 1.25)} to {show_seconds(4.31 * 1.25)}" in page(tmp_path).said
     plain = msgspec.structs.replace(PLAN, predicted=msgspec.structs.replace(PREDICTED, spread=0.0))
-    assert "two of three" not in page(tmp_path, plain).said
+    assert "four of five" not in page(tmp_path, plain).said
 
 
 def test_what_does_not_fit_says_what_is_missing(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ class Predicted(PlanStruct, frozen=True):
     sent_bytes: dict[str, float]
     """Payload bytes each rank sends per step, by traffic class (the ledger's figure)."""
     spread: float = 0.0
-    """Relative error to expect of `step_seconds`: two of three measurements should lie within; 0: not known."""
+    """Relative error to expect of `step_seconds`: four of five measurements should lie within; 0: not known."""
     sources: dict[str, str] = {}
     """Term or coefficient -> formula or where the number comes from."""
 

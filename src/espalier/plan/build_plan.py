@@ -6,7 +6,7 @@ import msgspec
 
 from espalier.plan import collective_time, explain
 from espalier.plan.base import Plan, Predicted, Rank, Stage, Unit
-from espalier.plan.calibrate import DATASHEET, Calibration
+from espalier.plan.calibrate import DATASHEET, Calibration, own_stack
 from espalier.plan.collective_time import seats
 from espalier.plan.estimate import Shares, estimate
 from espalier.plan.layouts import stage_layers
@@ -54,7 +54,8 @@ def predict(request: Request, option: Option, calibration: Calibration) -> Predi
     """What the option should cost, in full."""
     shares = Shares(option.shares, option.speeds)
     predicted = estimate(request, option.cluster, option.layout, calibration.factors, shares)
-    known = calibration.on(option.cluster, int(option.layout.world))
+    ranks = int(option.layout.world)
+    known = calibration.on(option.cluster, ranks, own_stack(option.cluster))
     return msgspec.structs.replace(
         predicted, spread=known.spread, sources={**predicted.sources, "coefficients": calibration.source}
     )

@@ -38,6 +38,11 @@ LEAST = 0.02
 NOISE = 0.05
 """Relative scatter of a measured step about a perfect model; the prior's widths are measured against it."""
 
+FOUR_OF_FIVE = 1.28
+"""Standard deviations within which four of five values of a normal distribution lie."""
+DOUBLING = 0.03
+"""Relative error that each doubling of the ranks beyond the measured ones adds. Assumed."""
+
 PRIOR = {
     "product": 0.1, "small": 0.3, "attention": 0.4, "memory": 0.3, "issue": 0.7, "inside": 0.3, "between": 0.4,
     "call": 0.7, "exposed": 0.7, "stall": 1.0,
@@ -60,7 +65,7 @@ EXPOSED = 5.0
 @dataclass(frozen=True)
 class Measurement:
     """One layout that was run: what it was, and what was measured of it (None: not measured). `stack`: what ran it;
-    `memory`: which bytes the peak counts (`base.Predicted.memory_bytes` without `UNCOUNTED`)."""
+    `memory`: which bytes the peak counts (`estimate.UNCOUNTED`)."""
 
     request: Request
     cluster: Cluster
@@ -79,8 +84,9 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     Attributes:
         factors: multiples of the datasheet's coefficients.
         errors: standard error of each factor's logarithm.
-        spread: relative standard deviation of a measured step about its prediction.
+        spread: relative distance of a prediction within which four of five measured steps should lie.
         rows: measured steps it rests on; source: where they come from.
+        stacks: what ran them; ranks: the most of one run.
     """
 
     factors: CostFactors = PLAIN
@@ -88,22 +94,42 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     spread: float = UNCALIBRATED
     rows: int = 0
     source: str = "datasheets; nothing measured"
+    stacks: tuple[str, ...] = ()
+    ranks: int = 0
 
-    def on(self, cluster: Cluster, ranks: int) -> Calibration:
-        """The same; where no time was measured, as certain as what is known of the devices and links of these ranks."""
-        if self.rows or self.spread != UNCALIBRATED:
-            return self
-        on = collective_time.fleet(cluster, ranks)
-        used = (on.inside if on.per_node > 1 else None, on.between)
-        indirect = any(link is not None and not link.measured and 0 < link.share < INDIRECT_SHARE for link in used)
-        devices = [kind.table.device for kind in on.kinds]
-        spreads = [one.spread or (UNKNOWN if on.cuda and one.peak else UNCALIBRATED) for one in devices]
-        return msgspec.structs.replace(self, spread=max(*spreads, INDIRECT if indirect else 0.0))
+    def on(self, cluster: Cluster, ranks: int, stack: str = "") -> Calibration:
+        """The same, as certain as it is of a run on these ranks: where no time was measured, as what is known of their
+        devices and links; less on another stack than the measured ones, and on more ranks."""
+        plain = _uncalibrated(cluster, ranks)
+        if not self.rows:
+            return msgspec.structs.replace(self, spread=plain) if self.spread == UNCALIBRATED else self
+        doublings = np.log2(max(1.0, ranks / self.ranks)) if self.ranks else 0.0
+        parts = (self.spread, plain * self.foreign(stack), DOUBLING * doublings)
+        return self if not any(parts[1:]) else msgspec.structs.replace(self, spread=float(np.linalg.norm(parts)))
+
+    def foreign(self, stack: str) -> bool:
+        """Whether this stack is none of those that were measured. Unnamed ones are not told apart."""
+        return bool(self.stacks and stack and stack not in self.stacks)
 
     @property
     def band(self) -> tuple[float, float]:
-        """Factors below and above a predicted time within which two of three measurements should lie."""
+        """Factors below and above a predicted time within which four of five measurements should lie."""
         return 1 / (1 + self.spread), 1 + self.spread
+
+
+def own_stack(cluster: Cluster) -> str:
+    """The stack of Espalier's own runs on such machines."""
+    return f"espalier on {cluster.nodes[0].device.name}"
+
+
+def _uncalibrated(cluster: Cluster, ranks: int) -> float:
+    """Relative error to expect of ranks of which no steps were measured."""
+    on = collective_time.fleet(cluster, ranks)
+    used = (on.inside if on.per_node > 1 else None, on.between)
+    indirect = any(link is not None and not link.measured and 0 < link.share < INDIRECT_SHARE for link in used)
+    devices = [kind.table.device for kind in on.kinds]
+    spreads = [one.spread or (UNKNOWN if on.cuda and one.peak else UNCALIBRATED) for one in devices]
+    return max(*spreads, INDIRECT if indirect else 0.0)
 
 
 DATASHEET = Calibration()
@@ -118,8 +144,17 @@ class Batch:
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, row in enumerate(rows):
             layout, world = row.layout, int(row.layout.world)
-            key = (id(row.request), id(row.cluster), world, layout.algorithm, layout.recompute, layout.threads)
+            key = (
+                id(row.request),
+                id(row.cluster),
+                world,
+                layout.algorithm,
+                layout.recompute,
+                layout.threads,
+                row.memory,
+            )
             groups.setdefault(key, []).append(index)
+        self.rows = rows
         self.groups = [(np.array(chosen), *_together([rows[index] for index in chosen])) for chosen in groups.values()]
 
     def seconds(self, factors: CostFactors) -> Any:
@@ -130,10 +165,10 @@ class Batch:
         return found
 
     def predict(self, factors: CostFactors) -> tuple[Any, Any, Any]:
-        """(seconds, peak bytes, bytes beyond the limit) of every measurement, each [rows]."""
+        """(seconds, peak bytes as they were counted, bytes beyond the limit) of every measurement, each [rows]."""
         found = np.zeros((3, self.size))
         for chosen, request, on, layouts in self.groups:
-            priced = grid(request, replace(on, factors=factors), layouts)
+            priced = grid(request, replace(on, factors=factors), layouts, self.rows[chosen[0]].memory)
             found[:, chosen] = priced.seconds, priced.peak, priced.over
         return found[0], found[1], found[2]
 
@@ -174,6 +209,8 @@ def calibrate(measurements: Sequence[Measurement], source: str = "measurements")
         spread=times["spread"],
         rows=len(timed),
         source=source,
+        stacks=tuple(sorted({row.stack for row in timed if row.stack})),
+        ranks=max((int(row.layout.world) for row in timed), default=0),
     )
 
 
@@ -200,7 +237,7 @@ def _times(rows: Sequence[Measurement]) -> dict[str, Any]:
     return {
         "factors": dict(zip(names, np.exp(fitted.x).tolist(), strict=True)),
         "errors": dict(zip(names, np.sqrt(np.diag(covariance)).tolist(), strict=True)),
-        "spread": _shrunk(spread, len(rows)),
+        "spread": _shrunk(FOUR_OF_FIVE * spread, len(rows)),
     }
 
 

@@ -61,6 +61,8 @@ class Shares:
 
 
 EQUAL = Shares()
+UNCOUNTED = {"device": (), "reserved": ("runtime",), "allocated": ("runtime", "slack")}
+"""Kinds of memory that PyTorch's counts of reserved and allocated bytes leave out, and the driver's does not."""
 
 MECHANISMS: Mapping[str, tuple[str, ...]] = {
     "computation": ("forward", "backward", "recompute", "launch"),
@@ -100,6 +102,10 @@ class Priced:
         """Bytes at the worst moment."""
         return sum(self.held.values())
 
+    def counted(self, memory: str) -> Number:
+        """Of these, what a count of this kind has: `device`, `reserved` or `allocated`."""
+        return sum(size for name, size in self.held.items() if name not in UNCOUNTED[memory])
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -131,12 +137,12 @@ def price(request: Request, on: Fleet, layouts: Layouts, shares: Shares = EQUAL)
     return found
 
 
-def grid(request: Request, on: Fleet, layouts: Layouts) -> Grid:
-    """Prices arrays of layouts at once; the slowest and the tightest device count."""
+def grid(request: Request, on: Fleet, layouts: Layouts, memory: str = "device") -> Grid:
+    """Prices arrays of layouts at once; the slowest and the tightest device count. `memory`: as `Priced.counted`."""
     costs = price(request, on, layouts)
     return Grid(
         np.max([one.step for one in costs], axis=0),
-        np.max([one.peak for one in costs], axis=0),
+        np.max([one.counted(memory) for one in costs], axis=0),
         np.max([one.peak - one.limit for one in costs], axis=0),
     )
 

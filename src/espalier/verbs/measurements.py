@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,13 +13,13 @@ from pathlib import Path
 
 import msgspec
 
-from espalier import cache_dir
+from espalier import cache_dir, units
 from espalier import cluster as clusters
 from espalier import run as runs
 from espalier.config import Recipe, defaults
 from espalier.errors import UserError
 from espalier.plan import base as plans
-from espalier.plan.calibrate import DATASHEET, Calibration, Measurement, calibrate
+from espalier.plan.calibrate import DATASHEET, Calibration, Measurement, calibrate, own_stack
 from espalier.plan.layouts import of_view
 from espalier.plan.measurements import score as scoring
 from espalier.plan.measurements import table as tables
@@ -90,6 +91,7 @@ def from_run(path: str | Path) -> Measurement:
         step_seconds=statistics.median(step["seconds"] for step in steps),
         peak_bytes=max(step["memory"] for step in steps),
         label=str(path),
+        stack=own_stack(cluster),
     )
 
 
@@ -119,7 +121,7 @@ def run(score: str, calibrate_on: str | None, out: str | None, as_json: bool) ->
         predictions = scoring.predict(table.measurements, calibration.factors, progress)
     found = scoring.score(table.rows, calibration, predictions)
     cache_dir.replace(target, scoring.beside(table, predictions, calibration))
-    notes = [*table.notes, *_doubts(score, calibrate_on)]
+    notes = [*table.notes, *_doubts(score, calibrate_on), *_foreign(table, calibration)]
     if as_json:
         told = {"file": score, "out": str(target), "scores": msgspec.to_builtins(found)}
         print(json.dumps(told | {"calibration": msgspec.to_builtins(calibration), "notes": notes}, indent=2))
@@ -147,6 +149,16 @@ def _doubts(score: str, calibrate_on: str | None) -> list[str]:
     if calibrate_on is None or Path(calibrate_on).resolve() != Path(score).resolve():
         return []
     return ["calibrated on the rows it is scored on: the errors are smaller than those of rows not seen"]
+
+
+def _foreign(table: MeasuredTable, calibration: Calibration) -> list[str]:
+    """What is scored of stacks that were not measured."""
+    stacks = Counter(row.stack for row in table.measurements if calibration.foreign(row.stack))
+    return [
+        f"calibrated on {', '.join(calibration.stacks)}; {units.plural(count, 'row')} of {name}: coefficients of "
+        "another stack may make predictions worse, and their bands are wider"
+        for name, count in sorted(stacks.items())
+    ]
 
 
 def _tell(table: MeasuredTable, found: Scores, calibration: Calibration) -> None:

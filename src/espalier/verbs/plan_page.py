@@ -120,7 +120,7 @@ def _order(counts: Mapping[str, int]) -> list[str]:
 def _figures(predicted: Predicted) -> list[Figure]:
     wide = 1 + predicted.spread
     low, high = show_seconds(predicted.step_seconds / wide), show_seconds(predicted.step_seconds * wide)
-    band = f"two of three in {low} to {high}" if predicted.spread else ""
+    band = f"four of five in {low} to {high}" if predicted.spread else ""
     peak, limit = predicted.memory_bytes["peak"], predicted.memory_limit
     room = f"of {show_size(limit)} per rank" if math.isfinite(limit) else "per rank"
     return [

@@ -85,10 +85,10 @@ def predict(
     done = 0
     for chosen, request, on, layouts in Batch(rows).groups:
         costs = price(request, replace(on, factors=factors), layouts)
-        n = len(chosen)
+        n, memory = len(chosen), rows[chosen[0]].memory
         steps = np.array([np.broadcast_to(one.step, n) for one in costs])
-        peaks = np.array([np.broadcast_to(one.peak, n) for one in costs])
-        over = peaks - np.array([[one.limit] for one in costs])
+        peaks = np.array([np.broadcast_to(one.counted(memory), n) for one in costs])
+        over = np.array([np.broadcast_to(one.peak - one.limit, n) for one in costs])
         slowest = steps.argmax(axis=0)
         terms = [{name: np.broadcast_to(value, n) for name, value in one.seconds.items()} for one in costs]
         for at, index in enumerate(chosen):
@@ -231,7 +231,7 @@ def beside(table: MeasuredTable, predictions: Sequence[Prediction], calibration:
 def band(row: MeasuredRow, calibration: Calibration) -> tuple[float, float]:
     """Factors below and above a row's predicted time within which its measured one should lie."""
     run = row.measurement
-    return calibration.on(run.cluster, int(run.layout.world)).band
+    return calibration.on(run.cluster, int(run.layout.world), run.stack).band
 
 
 def _words(one: Prediction, around: tuple[float, float]) -> dict[str, Any]:
