@@ -12,6 +12,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from espalier import cluster as clusters
 from espalier import config
 from espalier.cache_dir import replace, unwritable
@@ -131,6 +133,9 @@ def open_folder(path: str | Path) -> RunFolder:
 def refuse_other_meaning(folder: RunFolder, recipe: config.Recipe) -> None:
     """Raises UserError when `recipe` (resolved) means another run than the one in `folder`."""
     before = folder.read()
+    if recipe.train.precision == "auto":  # the plan decides it
+        train = msgspec.structs.replace(before.train, precision="auto")
+        before = msgspec.structs.replace(before, train=train)
     changed = recipe_file.changed(before, recipe)
     if changed:
         key, old, new = changed[0]
