@@ -35,16 +35,12 @@ def _fill(draft: Draft) -> None:
         draft.rates(rate, falling, FINE_TUNING, "; a tenth of it, as training goes on from model.initial")
     if draft.get("model.vocabulary") is None:
         return
-    parameters = active_parameter_count(_decoder(draft.recipe))
+    assert isinstance(draft.recipe.model, Gpt | Moe)
+    parameters = active_parameter_count(draft.recipe.model)
     _batch(draft, parameters)
     tokens = TOKENS_PER_PARAMETER * parameters
     steps = math.ceil(tokens / draft.get("train.batch_tokens"))
     draft.fill("train.steps", steps, f"20 tokens for each of {parameters:,} parameters (Chinchilla, arXiv 2203.15556)")
-
-
-def _decoder(recipe: RecipeBase) -> Gpt | Moe:
-    assert isinstance(recipe.model, Gpt | Moe)
-    return recipe.model
 
 
 def _validation(recipe: RecipeBase) -> float:
@@ -72,7 +68,8 @@ def _model(draft: Draft) -> None:
     draft.fill("model.context", draft.get("train.sequence"), "as long as the sequences it is trained on")
     if draft.get("model.vocabulary") is None:
         return
-    untied = msgspec.structs.replace(_decoder(draft.recipe), tied=False)
+    assert isinstance(draft.recipe.model, Gpt | Moe)
+    untied = msgspec.structs.replace(draft.recipe.model, tied=False)
     share = draft.get("model.vocabulary") * width / parameter_count(untied)
     if share > 0.1:
         draft.fill("model.tied", True, f"a second table of tokens would be {share:.0%} of all parameters")
@@ -138,7 +135,8 @@ def _batch(draft: Draft, parameters: int) -> None:
 
 
 def _check(recipe: RecipeBase) -> None:
-    model = _decoder(recipe)
+    model = recipe.model
+    assert isinstance(model, Gpt | Moe)
     if model.width and model.heads and model.width % model.heads:
         why = f"model.width = {model.width} is not a multiple of it"
         raise UserError(f"model.heads = {model.heads} does not divide the width.", why=why, do=_divisors(model.width))

@@ -60,8 +60,14 @@ def check(recipe: config.Recipe) -> None:
                     raise UserError(
                         f"{key} = {value} is not possible.", why=f"it has to be {words}", do=f"correct {key}"
                     )
-    _sections(recipe)
-    model_kinds.of(recipe.model).check(recipe)
+    own = model_kinds.of(recipe.model)
+    for kind in model_kinds.KINDS:
+        if kind is not own and kind.section is not None and getattr(recipe, kind.section) is not None:
+            *first, last = (f'"{tag}"' for tag in kind.tags)
+            raise UserError(
+                f"[{kind.section}] belongs to {kind.name}.", do=f"model.kind = {', '.join(first)} or {last}"
+            )
+    own.check(recipe)
     _batch(recipe.train)
     _places(recipe)
     _start(recipe.name, recipe.launch)
@@ -75,16 +81,6 @@ def check(recipe: config.Recipe) -> None:
             why="it has to be above 0",
             do='checkpoint.every = 100, or "auto"',
         )
-
-
-def _sections(recipe: config.Recipe) -> None:
-    own = model_kinds.of(recipe.model)
-    for kind in model_kinds.KINDS:
-        if kind is not own and kind.section is not None and getattr(recipe, kind.section) is not None:
-            *first, last = (f'"{tag}"' for tag in kind.tags)
-            raise UserError(
-                f"[{kind.section}] belongs to {kind.name}.", do=f"model.kind = {', '.join(first)} or {last}"
-            )
 
 
 def _start(name: str, launch: config.Launch) -> None:
