@@ -60,6 +60,7 @@ bench: setup-dev
 
 docs: setup-dev
 	$(BIN)/python bench/systems.py > docs/systems.md
+	$(BIN)/python bench/advice.py > docs/advice.md
 
 pictures: setup
 	$(BIN)/espalier report $(RUN)

@@ -5,7 +5,7 @@ The second finds shards and plan in the cache: of 523 functions `language` has 6
 model; `shard`, `parallel`, `optim`, `sync`, `stages`, `sequence` and `tensor` about 110, which lay states, groups and
 the optimizer on the ranks; `config` and `verbs` 80; `launch`, `comm` and `resilience` 79. The first has 224 more: it
 cuts the corpus into shards, searches the layouts of all mechanisms, prices them (of those that share sequences also
-shares by speed and when parameters are gathered) and says why one is the plan.
+shares by speed and when parameters are gathered) and says why one is the plan and what it is made of.
 """
 
 import json
@@ -53,7 +53,7 @@ def train_step(self, *arguments):
 trainer.Trainer.train_step = train_step
 sys.exit(main(sys.argv[2:]))
 """
-FIRST, REPEATED, RESILIENCE = 750, 530, 20
+FIRST, REPEATED, RESILIENCE = 775, 530, 20
 """Functions of the package before rank 0's first step, in a first run and in another of the same recipe; and of what is
 there for failures."""
 

@@ -116,6 +116,6 @@ def test_why_replicas_by_rounds_were_left_out_is_said() -> None:
     far = decided(processors(3, "10Mbit/s"), asked=request(samples=64)).plan
     assert far.outer is None
     assert any(
-        line.startswith("Replicas that agree by rounds were left out: A batch of 64 samples cannot be shared equally")
+        line.startswith("Rounds of local steps were left out: A batch of 64 samples cannot be shared equally")
         for line in far.why
     )

@@ -13,10 +13,11 @@ import pytest
 from asked import decoder, gpus, processor
 
 from espalier import cluster as clusters
+from espalier import units
 from espalier.cluster import Cluster
 from espalier.config import Pin, ShardPin
 from espalier.errors import UserError
-from espalier.plan import base, build_plan, collective_time, explain, pins, search
+from espalier.plan import base, build_plan, collective_time, pins, refusals, search
 from espalier.plan.estimate import grid
 from espalier.plan.layouts import ALGORITHMS, MODES, Layouts
 from espalier.plan.layouts import grid as grid_of
@@ -246,7 +247,7 @@ def test_what_fits_nowhere_says_what_is_missing_and_what_would_help() -> None:
     request = decoder(16384, 64, batch=64)
     found = search.search(request, gpus("T4", devices=2))
     assert found.best() is None
-    error = str(explain.refusal(request, gpus("T4", devices=2), found))
+    error = str(refusals.refusal(request, gpus("T4", devices=2), found))
     for word in ("missing", "params", "optimizer", "closest", "rank 0"):
         assert word in error
 
@@ -256,9 +257,11 @@ def test_a_cure_cures() -> None:
     found = search.search(request, gpus(devices=2))
     assert found.best() is None
     assert found.closest is not None
-    told = explain.cures(request, gpus(devices=2), found.closest)
-    assert told[0] == "leave plan.memory out"
-    assert search.search(replace(request, memory=None), gpus(devices=2)).best() is not None
+    told = refusals.cures(request, gpus(devices=2), found.closest)
+    assert told[0].startswith("leave plan.memory out (")
+    best = search.search(replace(request, memory=None), gpus(devices=2)).best()
+    assert best is not None
+    assert f"({units.show_seconds(best.seconds)} a step, {units.show_size(best.peak)} of " in told[0]
 
 
 def test_every_rank_of_a_plan_has_its_place_and_the_batch_is_shared_whole() -> None:

@@ -41,12 +41,11 @@ def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster) -> 
     disks = [disk.write for node in cluster.nodes for disk in node.disks if disk.write]
     written = checkpoint_bytes(plan) / min(disks) if disks else 0.0
     found = save_interval.choose(seconds, written, step, young_daly.ASSUMED)
+    often = "every step" if found.steps == 1 else f"every {found.steps} steps"
     why = (
-        f"A checkpoint every {found.steps} steps at first: a copy of {units.show_size(state)} should take "
-        f"{units.show_seconds(seconds)}, a step {units.show_seconds(step)}, and with one failure an hour sqrt(2 s M) "
-        f"is {units.show_seconds(young_daly.optimal(seconds, young_daly.ASSUMED))}; "
-        + (f"the disk writes one in {units.show_seconds(written)}; " if written else "")
-        + "what saves really cost corrects it."
+        f"A checkpoint {often} at first: a copy of {units.show_size(state)} should take {units.show_seconds(seconds)}, "
+        + (f"the disk writes one in {units.show_seconds(written)}, " if written else "")
+        + "and one failure an hour is assumed; what saves really cost corrects it."
     )
     rule = AdaptiveRule(name=NAME, start=float(found.steps), low=LEAST, high=MOST, signal="cost of a save, failures")
     return msgspec.structs.replace(plan, rules=(*plan.rules, rule), why=(*plan.why, why))

@@ -26,7 +26,9 @@ from espalier.plan import (
     explain,
     memory_model,
     pins,
+    plan_summary,
     precision,
+    refusals,
     search,
     trials,
 )
@@ -69,7 +71,7 @@ class PlanDecision:
 
     def refusal(self) -> UserError:
         """Why there is nothing to train with."""
-        return explain.refusal(self.request, self.cluster, self.found)
+        return refusals.refusal(self.request, self.cluster, self.found)
 
 
 def decide(
@@ -96,10 +98,10 @@ def decide(
         found = _every_step(request, cluster, calibration, trials)
         if isinstance(request.sync, Auto) and replicas.machines > 1 and found.fits:
             found = _if_rounds_pay(found, request, replicas, calibration)
-    plan = checkpoint_cost.with_copies(
-        checkpoint_cost.paced(found.plan, request.saves, cluster), request.copies, cluster
-    )
-    why = (*plan.why, *(precision.faster(request, found.found) if there else ()))
+    plan = checkpoint_cost.paced(found.plan, request.saves, cluster)
+    plan = checkpoint_cost.with_copies(plan, request.copies, cluster)
+    told = plan_summary.sentences(plan, cluster if plan.outer is None else replicas)
+    why = (*told, *plan.why, *(precision.faster(request, found.found) if there else ()))
     return replace(found, plan=msgspec.structs.replace(plan, why=why))
 
 
@@ -142,19 +144,22 @@ def _if_rounds_pay(found: PlanDecision, request: Request, cluster: Cluster, cali
     they were not asked for."""
     try:
         made = co2.cut(request, cluster, Eager())
-        told = co2.pays(found.plan, _apart(made, calibration), made)
+        apart = _apart(made, calibration)
+        if not all(one.fits for one in apart):
+            raise UserError("no machine can hold a replica by itself.")
+        told = co2.pays(found.plan, [one.plan for one in apart], made)
         if not told:
             return found
         rounds = _by_rounds(request, cluster, calibration, Eager())
         return replace(rounds, plan=msgspec.structs.replace(rounds.plan, why=(told, *rounds.plan.why)))
     except UserError as error:
-        why = f"Replicas that agree by rounds were left out: {error.what}"
+        why = f"Rounds of local steps were left out: {error.what}"
         return replace(found, plan=msgspec.structs.replace(found.plan, why=(*found.plan.why, why)))
 
 
-def _apart(made: co2.Replicas, calibration: Calibration) -> list[Plan]:
-    """A plan of each replica by itself, made once for equal ones. Raises UserError when one cannot be had."""
-    known: dict[str, Plan] = {}
+def _apart(made: co2.Replicas, calibration: Calibration) -> list[PlanDecision]:
+    """The decision for each replica by itself, made once for equal ones. Raises UserError when one cannot be had."""
+    known: dict[str, PlanDecision] = {}
     found = []
     for one in made.clusters:
         name = clusters.dumps(one)
@@ -164,11 +169,11 @@ def _apart(made: co2.Replicas, calibration: Calibration) -> list[Plan]:
     return found
 
 
-def _alone(request: Request, cluster: Cluster, calibration: Calibration) -> Plan:
-    plan = _every_step(request, cluster, calibration).taken
-    if co2.whole(plan):
-        return plan
-    return _every_step(co2.sharded(request, len(plan.ranks)), cluster, calibration).taken
+def _alone(request: Request, cluster: Cluster, calibration: Calibration) -> PlanDecision:
+    found = _every_step(request, cluster, calibration)
+    if not found.fits or co2.whole(found.plan):
+        return found
+    return _every_step(co2.sharded(request, len(found.plan.ranks)), cluster, calibration)
 
 
 def _by_rounds(request: Request, cluster: Cluster, calibration: Calibration, options: ByRounds) -> PlanDecision:
@@ -187,7 +192,7 @@ def _rounds(
 ) -> tuple[co2.Replicas, list[Plan], co2.RoundChoice]:
     """The replicas, a plan of each, and how they agree."""
     made = co2.cut(request, cluster, options)
-    parts = _apart(made, calibration)
+    parts = [one.taken for one in _apart(made, calibration)]
     counts = sorted({len(part.ranks) for part in parts})
     if len(counts) > 1:
         raise UserError(
@@ -258,7 +263,7 @@ def _fastest(plans: list[Plan], measure: Trials | None) -> tuple[Plan, trials.Me
 def _closest(request: Request, cluster: Cluster, found: Found, calibration: Calibration) -> PlanDecision:
     """The plan that lacks the fewest bytes."""
     if found.closest is None:
-        raise explain.refusal(request, cluster, found)
+        raise refusals.refusal(request, cluster, found)
     plan = build_plan.make(request, found, found.closest, calibration)
     lacks = f"{units.show_size(found.closest.over)} of memory per rank"
     return PlanDecision(request, cluster, found, msgspec.structs.replace(plan, executable=False, missing=lacks), False)

@@ -39,7 +39,7 @@ def key(
         code: says which code decides.
         trials: what was measured of candidates of this request; None: nothing is to be measured.
     """
-    plain = [one.name for one in fields(request) if one.name not in ("anatomy", "refuses")]
+    plain = [one.name for one in fields(request) if one.name not in ("anatomy", "refuses", "with_sequence")]
     asked = {name: repr(getattr(request, name)) for name in plain}
     asked["refuses"] = repr([executable.refusal(request, **{axis: 2}) for axis in executable.AXES])
     # Code of the user's own may say what a sample costs: its answers count, not its name.

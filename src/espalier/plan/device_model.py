@@ -83,7 +83,10 @@ def product_seconds(
         each = factors.product * one / _measured(device, "product", precision, sizes, setting)
     elif device.peak and device.kind == "cuda":
         sizes = (product.rows, product.columns, product.inner)
-        small = sum(lost / np.maximum(1, size) for lost, size in zip(SMALL, sizes, strict=True))
+        # A module's products are counted as FLOP alone, with 1 for sizes that nobody knows: these lose nothing.
+        small = sum(
+            (np.asarray(size) > 1) * lost / np.maximum(1, size) for lost, size in zip(SMALL, sizes, strict=True)
+        )
         speed = _peak(device, precision) * share(device, "product", precision)
         each = factors.product * one / speed * (1 + factors.small * small * min(1.0, speed / FILLED))
     else:

@@ -88,6 +88,7 @@ class Request:
         loaded: bytes of libraries that only this kind of workload loads, in host memory.
         saves: steps between checkpoints, or `auto`; None: who trains saves by other means.
         copies: bytes that copies of the state may take of a machine's memory (`faults.memory`); 0: there are none.
+        with_sequence: the same with so many tokens in a sample; None: they cannot be chosen.
         refuses: why whoever trains cannot run a plan; None where it can. Without it all plans can be run.
     """
 
@@ -136,6 +137,7 @@ class Request:
     loaded: int = 0
     saves: int | Literal["auto"] | None = None
     copies: int | Literal["auto"] = 0
+    with_sequence: Callable[[int], Request] | None = None
     refuses: Callable[[Plan], Refusal | None] | None = None
 
     def crossing(self, traffic: str) -> Crossing | None:

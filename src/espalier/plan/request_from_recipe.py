@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from espalier import mechanisms, units, workload_registry
@@ -70,8 +71,14 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         sizes=sizes,
         running=_running_bytes(counted.running, train.precision),
         loaded=profile.loaded,
+        with_sequence=partial(_with_sequence, recipe, opened) if profile.heads else None,
         refuses=partial(mechanisms.refusal, recipe),
     )
+
+
+def _with_sequence(recipe: Recipe, workload: Callable[[], Workload], length: int) -> Request:
+    train = msgspec.structs.replace(recipe.train, sequence=length)
+    return of_recipe(msgspec.structs.replace(recipe, train=train), workload)
 
 
 def of_module(model: torch.nn.Module, batch: int, precision: str, pin: Pin) -> Request:

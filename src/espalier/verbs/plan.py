@@ -25,7 +25,8 @@ from espalier.verbs import measurements, prepare, printing
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the best plan; allocates no model and starts no rank. When none fits: the closest one, and exit code 2."""
+    """Prints the best plan; allocates no model and starts no rank. When none fits: that, what would help, the closest
+    plan, and exit code 2."""
     torch.set_num_threads(1)
     if arguments.score is not None:
         beside = {"a recipe": arguments.recipe, "--html": arguments.html, "--cluster": arguments.cluster}
@@ -61,11 +62,15 @@ def _what_if(
 
 
 def _tell(as_json: bool, resolved: prepare.Resolved, decision: PlanDecision, changed: PlanDecision | None) -> int:
-    plan = decision.plan
+    plan, refusal = decision.plan, None if decision.fits else decision.refusal()
     if as_json:
         beside = {"what_if": changed.plan} if changed is not None else {}
         print(plans.dumps(plan, **beside), end="", flush=True)
+        if refusal is not None:
+            say(f"espalier: {refusal}", file=sys.stderr)  # standard output holds one object, the plan
     else:
+        if refusal is not None:
+            say(f"{refusal}\n\nThe closest plan:\n")
         recipe = resolved.recipe
         derived = [*resolved.derivations]
         if recipe.train.precision == AUTO:
@@ -74,13 +79,7 @@ def _tell(as_json: bool, resolved: prepare.Resolved, decision: PlanDecision, cha
         printing.sources(plan)
         if changed is not None:
             printing.beside(plan, changed.plan, changed.fits)
-    if decision.fits:
-        return 0
-    refusal = decision.refusal()
-    if not as_json:
-        raise refusal
-    say(f"espalier: {refusal}", file=sys.stderr)  # standard output holds one object, the plan
-    return refusal.exit_code
+    return 0 if refusal is None else refusal.exit_code
 
 
 def _page(path: str, decision: PlanDecision, title: str) -> None:

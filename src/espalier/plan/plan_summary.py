@@ -1,0 +1,130 @@
+"""Plan summary: what a plan is, which hardware sets the length of its step, and what its memory is made of. No torch.
+
+Every number is one of `Plan.predicted`; what the search compared is in `plan.explain`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Literal
+
+from espalier import units
+from espalier.cluster import Cluster, Link, Place
+from espalier.plan.base import Plan, Predicted, Stage
+
+COMPUTING = ("forward", "backward", "recompute", "optimizer", "launch")
+"""Terms of a step in which its devices compute; in the others they wait for links, or for one another."""
+SHOWN = 0.001
+"""Share of a step below which a term is not worth a sentence."""
+
+
+def sentences(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
+    """The plan with its numbers, what the step waits for and over which links, and its memory."""
+    predicted = plan.predicted
+    if predicted is None:
+        return ()
+    kinds = [(size, kind) for kind, size in predicted.memory_bytes.items() if kind != "peak" and size]
+    told = ", ".join(f"{kind.replace('_', ' ')} {units.show_size(size)}" for size, kind in sorted(kinds, reverse=True))
+    held, limit = units.show_size(predicted.memory_bytes["peak"]), units.show_size(predicted.memory_limit)
+    each = "rank" if plan.ranks[0].device == "cpu" else "GPU"
+    memory = f"Memory per {each}: {held} of {limit} ({told})."
+    return (_headline(plan, predicted, cluster), *_waits(plan, predicted, cluster), memory)
+
+
+def _headline(plan: Plan, predicted: Predicted, cluster: Cluster) -> str:
+    layout = plan.layout
+    splits = "/".join(str(layout.shard[name]) for name in ("params", "grads", "optimizer"))
+    parts = [
+        (layout.dp > 1, f"{layout.dp} replicas"),
+        (plan.outer is not None, f"rounds of {plan.outer.steps if plan.outer else 0} local steps"),
+        (layout.tp > 1, f"matrices cut over {layout.tp}"),
+        (layout.heads > 1, f"heads over {layout.heads}"),
+        (layout.cp > 1, f"context over {layout.cp}"),
+        (layout.pp > 1, f"a pipeline of {layout.pp} stages"),
+        (layout.split != (), f"states sharded {splits} (parameters/gradients/optimizer)"),
+        (True, f"micro-batch {layout.micro_batch}"),
+        (layout.recompute != "none", f"recompute {layout.recompute}"),
+    ]
+    told = ", ".join(words for holds, words in parts if holds)
+    band = f", give or take {predicted.spread:.0%}" if predicted.spread else ""
+    ranks = units.plural(len(plan.ranks), "rank" if plan.ranks[0].device == "cpu" else "GPU")
+    told = f"{told[0].upper()}{told[1:]}, {plan.precision}, on {ranks}"
+    return f"{told}: {units.show_seconds(predicted.step_seconds)} a step{band} ({hardware(plan, cluster)})."
+
+
+def hardware(plan: Plan, cluster: Cluster) -> str:
+    """The devices of a plan, by kind: `8 RTX 4090 in one machine`."""
+    places = {place.rank: place for place in _places(plan, cluster)}.values()
+    machines = len({place.node for place in places})
+    where = f" in {machines:,} machines" if machines > 1 else " in one machine" if len(places) > 1 else ""
+    told = []
+    for (name, cores), count in Counter((place.table.device.name, place.table.cores) for place in places).items():
+        many = "one" if count == 1 else f"{count:,}"
+        told.append(f"{many} processor{'s' * (count > 1)} of {cores} cores" if name == "cpu" else f"{many} {name}")
+    return ", ".join(told[:-1]) + " and " * (len(told) > 1) + told[-1] + where
+
+
+def link_words(link: Link, level: Literal["inside", "between"]) -> str:
+    """A link by the name of its hardware, or by its bandwidth: `PCI Express 4.0 x16`, `100 Mbit/s between machines`."""
+    number, unit = units.show_bits(link.bandwidth).split()
+    if level == "between":
+        return f"{float(number):g} {unit} between machines"
+    clauses = [one.partition("(")[0].strip() for one in re.split("[;,]", link.source)]
+    return next(
+        (one for one in clauses if "NVLink" in one or "PCI" in one), f"{float(number):g} {unit} inside a machine"
+    )
+
+
+def _places(plan: Plan, cluster: Cluster) -> list[Place]:
+    """Where each rank sits."""
+    known = {(place.node, place.slot): place for place in cluster.devices()}
+    slots = [0 if rank.device == "cpu" else int(rank.device.partition(":")[2] or 0) for rank in plan.ranks]
+    return [known[rank.node, slot] for rank, slot in zip(plan.ranks, slots, strict=True)]
+
+
+# --- seconds ---------------------------------------------------------------------------------------------------------
+
+
+def _waits(plan: Plan, predicted: Predicted, cluster: Cluster) -> list[str]:
+    """What takes most of the step, and of each mechanism everything that it makes a step wait for."""
+    places, said, most = _places(plan, cluster), [], (0.0, "")
+    for what, names, groups in _mechanisms(plan):
+        taken = {words: predicted.terms.get(name, 0.0) for name, words in names.items()}
+        total = sum(taken.values())
+        if total < SHOWN * predicted.step_seconds:
+            continue
+        far = any(len({places[rank].node for rank in group}) > 1 for group in groups)
+        level: Literal["inside", "between"] = "between" if far else "inside"
+        link = link_words(cluster.slowest({places[rank].rank for group in groups for rank in group}, level), level)
+        told = ", ".join(f"{units.show_seconds(value)} {words}" for words, value in taken.items() if value)
+        said.append(f"{what} costs {told}, over {link}.")
+        most = max(most, (total, link))
+    step, computing = predicted.step_seconds, sum(predicted.terms.get(name, 0.0) for name in COMPUTING)
+    used = f", at {predicted.mfu:.0%} of the peak" if predicted.mfu else ""
+    if computing < most[0]:
+        first = f"Waiting for {most[1]} takes {most[0] / step:.0%} of the step, computing {computing / step:.0%}{used}."
+    else:
+        devices = " and ".join(dict.fromkeys(place.table.device.name for place in places)).replace("cpu", "processors")
+        first = f"Computing in {plan.precision} on {devices} takes {computing / step:.0%} of the step{used}."
+    return [first, *said]
+
+
+def _mechanisms(plan: Plan) -> Iterator[tuple[str, dict[str, str], list[tuple[int, ...]]]]:
+    """Each mechanism that waits for others: its name, its terms of a step in words, and ranks that exchange."""
+    stages = plan.stages or (Stage(ranks=plan.trainers),)
+    stage = stages[0]
+    width = stage.tensor * stage.sequence
+    cells = [one.ranks[first : first + width] for one in stages for first in range(0, len(one.ranks), width)]
+    alike = [one.ranks[first::width] for one in stages for first in range(width)]
+    yield "Cutting matrices", {"tensor": "for exchanges of activations"}, cells
+    yield "Cutting sequences", {"sequence": "for exchanges in attention"}, cells
+    unit = plan.units[0]
+    yield "Sharding", {"weights": "for gathers and scatters in every micro-batch"}, [unit.params or unit.grads]
+    yield "Sharding the optimizer", {"refresh": "for gathers of new parameters"}, [unit.optimizer]
+    yield "Summing gradients", {"all_reduce": "beyond what backward hides"}, alike
+    waiting = {"pipeline": "to fill and drain", "send": "for messages"}
+    yield f"The pipeline of {plan.layout.pp} stages", waiting, list(zip(*(one.ranks for one in stages), strict=True))
+    replicas = plan.outer.replicas if plan.outer is not None else ()
+    yield "Agreeing by rounds", {"outer": "a step beyond what local steps hide"}, list(zip(*replicas, strict=True))

@@ -1,0 +1,223 @@
+"""Refusals: why there is no plan, and the cheapest changes after which there is one, each of them planned. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from espalier import units
+from espalier.cluster import Cluster
+from espalier.config import Pin
+from espalier.errors import UserError
+from espalier.plan import collective_time, memory_model, pins, precision, search
+from espalier.plan.collective_time import gpus, seats
+from espalier.plan.cost_inputs import CostInputs
+from espalier.plan.estimate import estimate, samples_each
+from espalier.plan.explain import label
+from espalier.plan.layouts import Layouts
+from espalier.plan.request import Request
+from espalier.plan.search import Found, Option
+
+MACHINE = 8
+"""Devices that a machine is thought to take before a second machine is bought."""
+MOST_MACHINES = 4096
+"""Machines up to which a size that fits is looked for."""
+HALVINGS = 3
+"""Times that sequences are halved in search of a length that fits."""
+ABSENT = "not in Espalier: LoRA, optimizer states in 8 bits, offload to host memory"
+"""What others do where nothing fits."""
+SEPARATOR = "\n       "
+"""Between two changes: each is a line under the first."""
+
+
+class DoesNotFit(UserError):
+    """No layout fits in memory. Exit code 2."""
+
+
+def refusal(request: Request, cluster: Cluster, found: Found) -> UserError:
+    """The error when nothing fits: the least violating layout, its bytes by kind, and the cheapest changes."""
+    nearest = found.closest
+    if nearest is None:
+        return _no_layout(request, cluster)
+    predicted = estimate(request, nearest.cluster, nearest.layout)
+    kinds = {name: size for name, size in predicted.memory_bytes.items() if name != "peak" and size}
+    ordered = sorted(kinds.items(), key=lambda item: -item[1])
+    limit, devices = nearest.peak - nearest.over, units.plural(int(nearest.layout.world), "device")
+    return DoesNotFit(
+        f"The model does not fit: rank {_fullest(request, nearest)} needs {units.show_size(nearest.peak)} and may use "
+        f"{units.show_size(limit)}, {units.show_size(nearest.over)} are missing, most of it {ordered[0][0]}.",
+        why=f"the closest of {found.priced:,} layouts is {label(nearest.layout)} on {devices}: "
+        + ", ".join(f"{kind} {units.show_size(size)}" for kind, size in ordered),
+        do=SEPARATOR.join([*cures(request, cluster, nearest), *([ABSENT] if gpus(cluster) else [])]),
+    )
+
+
+def _no_layout(request: Request, cluster: Cluster) -> UserError:
+    """The error when pins and demands leave no layout: which one it is, and the nearest value that leaves some."""
+    for name, value in pins.given(request.pin):
+        if name in ("threads", "prefetch"):
+            continue
+        others = search.search(replace(request, pin=_without(request.pin, name)), cluster)
+        there = sorted({_value(option.layout, name) for option in others.options})
+        if not there:
+            continue
+        near = min(there, key=lambda one: (abs(one - value), one)) if isinstance(value, int) else there[0]
+        return UserError(
+            f"plan.pin.{name} = {value!r} leaves no layout on this cluster, with the other options as they are.",
+            why="degrees multiply to the ranks, divide heads and sequence, and shards nest in dp x sp",
+            do=f"plan.pin.{name}={near}, or leave it out",
+        )
+    free = {"redundancy": replace(request, redundancy=1), "max_devices": replace(request, max_devices=None)}
+    for name, other in free.items():
+        if search.search(other, cluster).options:
+            return UserError(
+                f"plan.{name} = {getattr(request, name)} leaves no layout, with the pins as they are.",
+                do=f"another plan.{name}, or fewer pins",
+            )
+    told = ", ".join(f"plan.pin.{name}" for name, _ in pins.given(request.pin))
+    return UserError(
+        "No layout satisfies all constraints.",
+        why="together the pins, the batch and the cluster allow none" + (f" ({told})" if told else ""),
+        do="leave some of them out, or a train.batch_tokens that the ranks can share",
+    )
+
+
+def _without(pin: Pin, name: str) -> Pin:
+    first, _, state = name.partition(".")
+    if not state or pin.shard is None:
+        return msgspec.structs.replace(pin, **{first: None})
+    return msgspec.structs.replace(pin, shard=msgspec.structs.replace(pin.shard, **{state: None}))
+
+
+def _value(layout: Layouts, name: str) -> Any:
+    known = {"ranks": int(layout.world), "accumulate": 1}
+    name = name.partition(".")[2] or name
+    return known[name] if name in known else getattr(layout, name)
+
+
+def _fullest(request: Request, option: Option) -> int:
+    """The first rank of the stage that holds most: the first stage, or the last with the head."""
+    layout = option.layout
+    on = collective_time.fleet(option.cluster, int(layout.world), layout.threads)
+    samples = samples_each(request, layout)
+    size = np.minimum(layout.micro_batch, samples)
+    first, last = memory_model.ends(CostInputs(request, on, on.kinds[0], layout), size, -(-samples // size))
+    return 0 if sum(first.values()) >= sum(last.values()) else int(layout.world) - int(layout.world) // layout.pp
+
+
+# --- what would help ---------------------------------------------------------------------------------------------
+
+
+Change = tuple[str, Callable[[Request], Request]]
+"""What to write, and the request after it."""
+
+
+def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
+    """Changes after which a plan fits, the cheapest first; each was planned. Last what only money helps with."""
+    changes = [*_lifted(request), *_held_less(request, cluster)]
+    told = [f"{words} ({cost})" for words, change in changes if (cost := _planned(change(request), cluster))]
+    told = told or _together(request, cluster)
+    if more := _more_devices(request, cluster):
+        told.append(more)
+    there = min(place.table.device.memory for place in seats(nearest.cluster, int(nearest.layout.world)))
+    enough = there * nearest.peak / (nearest.peak - nearest.over)
+    if not told or request.memory is None:
+        told.append(f"devices with {units.show_size(enough)} of memory or a smaller model")
+    return told
+
+
+def _planned(request: Request, cluster: Cluster) -> str:
+    """The seconds and bytes of the plan of `request`; empty where nothing fits."""
+    best = search.search(request, cluster).best()
+    if best is None:
+        return ""
+    held = f"{units.show_size(best.peak)} of {units.show_size(best.peak - best.over)}"
+    return f"{units.show_seconds(best.seconds)} a step, {held}"
+
+
+def _lifted(request: Request) -> Iterator[Change]:
+    """Without a limit that the recipe set, which costs nothing."""
+    pin = request.pin
+    if request.memory is not None:
+        yield "leave plan.memory out", partial(replace, memory=None)
+    if request.redundancy > 1:
+        yield "plan.redundancy=1", partial(replace, redundancy=1)
+    if request.max_devices is not None:
+        yield "leave plan.max_devices out", partial(replace, max_devices=None)
+    given = [name for name in Pin.__struct_fields__ if getattr(pin, name) is not None]
+    for name in given if len(given) > 1 else ():
+        yield f"leave plan.pin.{name} out", partial(replace, pin=msgspec.structs.replace(pin, **{name: None}))
+    if given:
+        yield f"leave {', '.join(f'plan.pin.{name}' for name in given)} out", partial(replace, pin=Pin())
+    if request.recompute is not None and pin.recompute is None:
+        yield "leave train.recompute out", partial(replace, recompute=None)
+
+
+def _held_less(request: Request, cluster: Cluster) -> Iterator[Change]:
+    """Other values of what is trained, in the order of their price: precision, optimizer, sequence."""
+    exact = request.precision in ("fp32", "tf32")
+    for name in precision.candidates(cluster) if exact else ():
+        if name in ("bf16", "fp16"):
+            yield f'train.precision="{name}"', partial(replace, precision=name)
+    hidden = sum(rows * columns * count for rows, columns, count in request.matrix_shapes)
+    if request.optimizer == "adamw" and hidden:
+        muon = partial(replace, optimizer="muon", matrix_parameters=hidden)
+        yield "train.optimizer.kind=muon, which keeps one moment of a matrix instead of two", muon
+    if request.optimizer == "muon":
+        adamw = partial(replace, optimizer="adamw", matrix_parameters=0)
+        yield "train.optimizer.kind=adamw, as Muon works on all matrices of one shape at once", adamw
+    for halved in range(1, HALVINGS + 1 if request.with_sequence is not None else 0):
+        length = int(request.tokens_per_sample) >> halved
+        if length > 1:
+            yield f"train.sequence={length}", partial(_with_sequence, length=length)
+
+
+def _with_sequence(request: Request, length: int) -> Request:
+    assert request.with_sequence is not None
+    other = request.with_sequence(length)
+    names = ("anatomy", "tokens_per_sample", "global_batch")
+    return replace(request, **{name: getattr(other, name) for name in names})
+
+
+def _together(request: Request, cluster: Cluster) -> list[str]:
+    """Changes that help only together: each on top of those before it, until something fits."""
+    words: list[str] = []
+    made = request
+    for word, change in _held_less(request, cluster):
+        words, made = [*words, word], change(made)
+        if len(words) > 1 and (cost := _planned(made, cluster)):
+            return [f"{' and '.join(words)} ({cost})"]
+    return []
+
+
+def _more_devices(request: Request, cluster: Cluster) -> str:
+    """The smallest number of devices of the first kind that would be enough; empty where none is found."""
+    if not gpus(cluster) or cluster.pairs:
+        return ""
+    first, *others = cluster.nodes
+    alone = first.count == 1 and not others
+
+    def planned(count: int, devices: int) -> str:
+        more = msgspec.structs.replace(first, count=count, devices=devices, name="")
+        grown = msgspec.structs.replace(cluster, nodes=(more, *others), between=cluster.between or first.inside)
+        return _planned(request, grown)
+
+    for devices in range(first.devices + 1, MACHINE + 1) if alone else ():
+        if cost := planned(1, devices):
+            return f"{devices} {first.device.name} in the machine instead of {first.devices} ({cost})"
+    each = max(first.devices, MACHINE) if alone else first.devices
+    low, high = first.count, 2 * first.count
+    while not planned(high, each):
+        low, high = high, 2 * high
+        if high > MOST_MACHINES:
+            return ""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if planned(middle, each) else (middle, high)
+    name, now = first.device.name, f"{first.count * first.devices:,}"
+    return f"{high * each:,} {name} in {units.plural(high, 'machine')} instead of {now}"
