@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from espalier.cost import Cost
     from espalier.errors import EspalierError
     from espalier.plan.base import Plan
-    from espalier.track.run_tables import open_run as open
     from espalier.verbs.make_plan import make_plan
+    from espalier.verbs.open_run import open_run as open
 
 _HOME = {
     "Cluster": ("espalier.cluster", "Cluster"),
@@ -30,7 +30,7 @@ _HOME = {
     "apply": ("espalier.apply_plan", "apply"),
     "load": ("espalier.config.recipe_file", "load"),
     "make_plan": ("espalier.verbs.make_plan", "make_plan"),
-    "open": ("espalier.track.run_tables", "open_run"),
+    "open": ("espalier.verbs.open_run", "open_run"),
 }
 
 __all__ = ["Cluster", "Cost", "EspalierError", "Plan", "Recipe", "apply", "load", "make_plan", "open"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,34 @@ def replace(path: Path, text: str, do: str = ANOTHER_RUN) -> None:
         raise unwritable(path, error, do) from error
 
 
+BEFORE = ".before"
+"""Ends the name of a folder while another takes its place."""
+
+
+def replace_folder(target: Path, fill: Callable[[Path], None]) -> None:
+    """Makes `target` a folder with what `fill` writes, whole or not at all: a folder beside it, fsync, rename.
+
+    Killed between two renames, the folder that was there is at `target` + `BEFORE`. Raises OSError, and what `fill`
+    raises.
+    """
+    partial, before = target.with_name(target.name + ".partial"), target.with_name(target.name + BEFORE)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        fill(partial)
+        for written in (*partial.rglob("*"), partial):
+            sync_folder(written)
+        if target.exists():
+            shutil.rmtree(before, ignore_errors=True)
+            target.rename(before)
+        partial.rename(target)
+        shutil.rmtree(before, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def sync_folder(folder: Path) -> None:
-    """Makes the names in `folder` durable."""
+    """Makes the names in `folder`, or what is in a file, durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -88,6 +88,7 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
         help="also multiple-choice questions in a JSONL file, or lm-eval:TASK (docs/evaluate.md)",
     )  # fmt: skip
     watch.add_argument("--workers", type=int, metavar="N", help="inference processes (default: one for each core)")
+    watch.add_argument("--data", metavar="PATH", help="evaluate on the held-out part of this data instead of the run's")
     made["predict"].add_argument(
         "input", nargs="?", help="text to go on from; of a graph: nodes, pairs or graphs (default all); or @FILE"
     )
@@ -100,8 +101,12 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     )
     made["report"].add_argument("--serve", action="store_true", help="show the run live on this machine's loopback")
     made["report"].add_argument("--port", type=int, default=0, help="port for --serve (default: any free one)")
-    made["export"].add_argument("--to", choices=("hf",), default="hf", help="format: hf (Llama-format safetensors)")
-    made["export"].add_argument("--out", help="folder to write (default RUN/export-hf)")
+    made["export"].add_argument(
+        "--to",
+        choices=("hf", "safetensors"),
+        help="format: hf (Llama-format folder; of text the default) or safetensors (any run)",
+    )
+    made["export"].add_argument("--out", help="folder to write (default RUN/export-FORMAT)")
     made["explain"].add_argument("name", nargs="?", help="a system, such as amsp; without it, all twenty")
     made["diagnose"].add_argument("logs", nargs="+", metavar="LOG", help="logs, or a run's folder")
     made["diagnose"].add_argument("--rules", metavar="FILE", help="rules and incidents of your own")

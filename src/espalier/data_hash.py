@@ -53,6 +53,12 @@ def below(path: Path) -> dict[str, str]:
     return hashes({str(one): one for one in sorted(path.rglob("*")) if one.is_file()})
 
 
+def in_folder(folder: Path) -> dict[str, str]:
+    """Hashes of all files in `folder` by their paths in it; what Python compiles there is left out."""
+    files = (one for one in sorted(folder.rglob("*")) if one.is_file() and "__pycache__" not in one.parts)
+    return hashes({str(one.relative_to(folder)): one for one in files})
+
+
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """What happened to each file that is not as it was, in words."""
     words = [(name, "has vanished") for name in before.keys() - now.keys()]

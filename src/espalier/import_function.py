@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import shutil
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from espalier.errors import EspalierError, UserError, nearest
+
+KEPT_CODE = "code"
+"""Folder, in that of what a run keeps, of the sources of the function that its recipe names."""
+
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 class Author(NamedTuple):
@@ -60,6 +67,8 @@ def function(text: str, folder: str | Path | None) -> tuple[Callable[..., Any], 
     if not colon or not name or not attribute:
         raise UserError(f"model.build = {text!r} names no function.", do='model.build = "package.module:function"')
     first = [*([] if folder is None else [str(Path(folder).resolve())]), os.getcwd()]
+    if folder is not None and Path(folder).name == KEPT_CODE:
+        _forget_others(Path(folder))
     sys.path[:] = [*dict.fromkeys(first), *(place for place in sys.path if place not in first)]
     try:
         module = importlib.import_module(name)
@@ -82,6 +91,41 @@ def function(text: str, folder: str | Path | None) -> tuple[Callable[..., Any], 
     if not callable(found):
         raise UserError(f"model.build = {text!r} is not a function.")
     return found, Author(text, getattr(module, "__file__", None) or "")
+
+
+def keep_sources(text: str, place: Path) -> None:
+    """Copies the module of the function that `text` names, and the modules beside it that were imported, into the
+    folder `KEPT_CODE` of `place`. What is installed stays where it is."""
+    name = text.partition(":")[0]
+    file = Path(getattr(sys.modules.get(name), "__file__", None) or "").resolve()
+    package = file.name == "__init__.py"
+    root = file.parents[name.count(".") + package] if len(file.parents) > name.count(".") + package else file.parent
+    if file.suffix != ".py" or _INSTALLED & set(root.parts) or str(root) == sysconfig.get_paths()["stdlib"]:
+        return
+    for module in list(sys.modules.values()):
+        found = Path(getattr(module, "__file__", None) or "")  # a few modules of torch give a name alone
+        if not (found.is_absolute() and found.suffix == ".py" and found.is_file()):
+            continue
+        found = found.resolve()
+        if found.is_relative_to(root) and not _INSTALLED & set(found.parts):
+            target = place / KEPT_CODE / found.relative_to(root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(found, target)
+
+
+def _forget_others(folder: Path) -> None:
+    """Forgets modules of the names in `folder` that were imported from elsewhere and are not the same."""
+    names = {".".join(one.relative_to(folder).with_suffix("").parts): one for one in folder.rglob("*.py")}
+    names = {name.removesuffix(".__init__"): one for name, one in names.items()}
+    loaded = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+    if any(file and not _same_text(Path(file), names[name]) for name, file in loaded.items()):
+        for name in names:
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+
+
+def _same_text(one: Path, other: Path) -> bool:
+    return one.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def _file(name: str) -> str:

@@ -1,22 +1,31 @@
 """The run folder: opened, locked, compared, taken up again. Imports no torch.
 
-run.toml  cluster.toml  plan.json  data.json  events.jsonl  report.html  checkpoints/  logs/
+run.toml  cluster.toml  plan.json  data.json  preprocessing/  events.jsonl  report.html  checkpoints/  logs/
+
+It can be copied: what preprocessing decided of the data (tokenizer, classes, splits) is in `preprocessing/`, so that
+predictions and exports need nothing else; paths to the data are absolute.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
+import re
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 import msgspec
 
 from espalier import cluster as clusters
-from espalier import config
-from espalier.cache_dir import replace, unwritable
+from espalier import config, data_hash
+from espalier.cache_dir import BEFORE, replace, replace_folder, table, unwritable
 from espalier.config import recipe_file
 from espalier.errors import UserError
 from espalier.plan import base as plans
@@ -28,7 +37,8 @@ class RunFolder:
 
     Attributes:
         recipe: resolved; cluster: the machines; plan: of the run, or of its phase.
-        data: a hash for each file of the data; events: the run log.
+        data: a hash for each file of the data; preprocessing: what was decided of it when the run began.
+        events: the run log.
         checkpoints: the saved states, unless `checkpoint.target` names another place.
         logs: what each rank wrote to its standard error.
     """
@@ -40,7 +50,7 @@ class RunFolder:
         self.recipe, self.cluster = self.path / "run.toml", self.path / "cluster.toml"
         self.plan, self.data = self.path / "plan.json", self.path / "data.json"
         self.events, self.checkpoints = self.path / "events.jsonl", self.path / "checkpoints"
-        self.logs = self.path / "logs"
+        self.logs, self.preprocessing = self.path / "logs", self.path / "preprocessing"
 
     def exists(self) -> bool:
         """Whether a run was begun here."""
@@ -48,13 +58,44 @@ class RunFolder:
 
     def write(self, recipe: config.Recipe, cluster: clusters.Cluster, plan: plans.Plan) -> None:
         """Writes the three files that say what this run is, each whole or not at all."""
-        replace(self.recipe, recipe_file.dump(recipe))
+        replace(self.recipe, recipe_file.dump(located(recipe)))
         replace(self.cluster, clusters.dumps(cluster))
         replace(self.plan, plans.dumps(plan))
 
     def read(self) -> config.Recipe:
         """The resolved recipe of the run in this folder."""
         return recipe_file.load(self.recipe)
+
+    def freeze(self, write: Callable[[Path], None]) -> None:
+        """Keeps what `write` writes into a folder as what preprocessing decided, with hashes, whole or not at all."""
+
+        def fill(folder: Path) -> None:
+            write(folder)
+            replace(folder / _HASHES, json.dumps(data_hash.in_folder(folder), indent=1))
+
+        try:
+            replace_folder(self.preprocessing, fill)
+        except OSError as error:
+            raise unwritable(self.preprocessing, error) from error
+
+    def kept(self) -> Path | None:
+        """The folder of what preprocessing decided; None in the folder of a version that kept nothing. Raises UserError
+        where it is not as it was written."""
+        before = self.preprocessing.with_name(self.preprocessing.name + BEFORE)
+        if before.exists() and not self.preprocessing.exists():  # killed while another took its place
+            before.rename(self.preprocessing)
+        if not self.preprocessing.exists():
+            return None
+        written = data_hash.in_folder(self.preprocessing)
+        written.pop(_HASHES, None)
+        changed = data_hash.differences(table(self.preprocessing / _HASHES), written)
+        if changed:
+            raise UserError(
+                f"{self.preprocessing / changed[0]} since it was written.",
+                why="the weights were trained with what was there",
+                do="restore the folder from a copy of the run",
+            )
+        return self.preprocessing
 
     def release(self) -> None:
         """Lets other processes have the folder."""
@@ -67,6 +108,36 @@ class RunFolder:
         if {path.name for path in self.path.iterdir()} <= {".lock"}:
             (self.path / ".lock").unlink(missing_ok=True)
             self.path.rmdir()
+
+
+_HASHES = "hashes.json"
+
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
+
+
+def located(recipe: config.Recipe) -> config.Recipe:
+    """`recipe` with absolute paths to its data, its weights and its checkpoints: they hold in any working directory."""
+    sources = tuple(
+        msgspec.structs.replace(
+            one,
+            path=_absolute(one.path),
+            tokenizer=_absolute(one.tokenizer) if os.path.exists(one.tokenizer or "") else one.tokenizer,
+            cache=_absolute(one.cache),
+        )
+        for one in recipe.data
+    )
+    model: Any = recipe.model
+    if getattr(model, "initial", None) is not None:
+        model = msgspec.structs.replace(model, initial=_absolute(model.initial))
+    checkpoint = msgspec.structs.replace(recipe.checkpoint, target=_absolute(recipe.checkpoint.target))
+    return msgspec.structs.replace(recipe, data=sources, model=model, checkpoint=checkpoint)
+
+
+def _absolute(path: Any) -> Any:
+    if path is None or (_SCHEME.match(path) and not os.path.exists(path)):
+        return path
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def find(path: str | Path) -> RunFolder:
@@ -136,7 +207,7 @@ def refuse_other_meaning(folder: RunFolder, recipe: config.Recipe) -> None:
     if recipe.train.precision == "auto":  # the plan decides it
         train = msgspec.structs.replace(before.train, precision="auto")
         before = msgspec.structs.replace(before, train=train)
-    changed = recipe_file.changed(before, recipe)
+    changed = recipe_file.changed(located(before), located(recipe))
     if changed:
         key, old, new = changed[0]
         more = f" (and {len(changed) - 1} that follow from it)" if len(changed) > 1 else ""

@@ -12,7 +12,7 @@ from typing import Any
 from espalier.config import Recipe, defaults, model_kinds
 from espalier.config.base import Derivation, Kind
 from espalier.workload import Progress, Workload
-from espalier.workload_row import Row
+from espalier.workload_row import Opening, Row
 
 Waiting = Callable[[str], AbstractContextManager[Progress]]
 """Shows what is waited for."""
@@ -30,6 +30,10 @@ class Resolved:
     """What was opened to derive it."""
     trust: bool = False
     """The user trusts who made the run: what can run code is read too (`--trust`)."""
+    kept: Path | None = None
+    """Where the run keeps what preprocessing decided."""
+    reads: bool = True
+    """Whether the data itself is read, see `Opening.reads`."""
 
 
 def silently(what: str) -> AbstractContextManager[Progress]:
@@ -49,17 +53,18 @@ def row_of(kind: Kind) -> Row:
     return found
 
 
-def settle(recipe: Recipe, folder: Path | None, waiting: Waiting = silently) -> Resolved:
-    """Derives what a recipe leaves open; `folder`: where its file lies."""
+def settle(recipe: Recipe, folder: Path | None, waiting: Waiting = silently, kept: Path | None = None) -> Resolved:
+    """Derives what a recipe leaves open; `folder`: where its file lies; `kept`: see `Opening.kept`."""
     kind = row(recipe)
     with waiting(kind.reading) as progress:
-        prepared = kind.prepare(recipe, progress)
+        prepared = kind.prepare(recipe, Opening(folder, progress, kept=kept))
     resolved, derivations = defaults.resolve(prepared.recipe, vocabulary=prepared.vocabulary)
-    return Resolved(resolved, derivations, folder, prepared.data)
+    return Resolved(resolved, [*prepared.derivations, *derivations], folder, prepared.data, kept=kept)
 
 
 def open_workload(resolved: Resolved, waiting: Waiting = silently) -> Workload:
     """The workload of a resolved recipe, its data opened (built on first use)."""
     kind = row(resolved.recipe)
     with waiting(kind.reading) as progress:
-        return kind.open(resolved.recipe, resolved.folder, progress, resolved.data)
+        opening = Opening(resolved.folder, progress, resolved.data, resolved.kept, resolved.reads)
+        return kind.open(resolved.recipe, opening)

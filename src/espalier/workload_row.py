@@ -11,19 +11,46 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from espalier.config import Recipe
+from espalier.config.base import Derivation
 from espalier.cost import Anatomy, Cut
 from espalier.workload import Progress, Workload
+
+
+def _silently(done: int, total: int) -> None:
+    """Tells nobody how far reading is."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a workload is opened with.
+
+    Attributes:
+        folder: where the recipe's file lies.
+        progress: told how far reading is.
+        data: `Prepared.data`.
+        kept: the folder that `Row.freeze` has filled when the run began: its decisions hold, and the data is mapped to
+            them by name or refused by name. None: the run begins, or was begun by a version that kept none.
+        reads: whether the data is read; False: what is in `kept` has to do, for predictions and exports.
+    """
+
+    folder: Path | None = None
+    progress: Progress = _silently
+    data: Any = None
+    kept: Path | None = None
+    reads: bool = True
 
 
 class Prepared(NamedTuple):
     """A recipe whose data has been looked at as far as its options depend on it.
 
-    `vocabulary`: the tokenizer's tokens, where they are known. `data`: what was opened, for `Row.open`.
+    `vocabulary`: the tokenizer's tokens, where they are known. `data`: what was opened, for `Row.open`. `derivations`:
+    options that were left open and that the data decided.
     """
 
     recipe: Recipe
     vocabulary: int | None = None
     data: Any = None
+    derivations: Sequence[Derivation] = ()
 
 
 @dataclass(frozen=True)
@@ -117,7 +144,11 @@ def _fingerprint(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
     return {"the data": workload.fingerprint()}
 
 
-def _as_it_is(recipe: Recipe, progress: Progress) -> Prepared:
+def _nothing_to_freeze(workload: Workload, folder: Path) -> None:
+    """Its data says all."""
+
+
+def _as_it_is(recipe: Recipe, opening: Opening) -> Prepared:
     """No option depends on the data."""
     return Prepared(recipe)
 
@@ -127,10 +158,12 @@ class Row:
     """What the planner and the verbs do with one kind of model.
 
     Attributes:
-        open: (resolved recipe, its folder, progress, `Prepared.data`) -> the workload, its data opened.
+        open: (resolved recipe, `Opening`) -> the workload, its data opened.
         profile: of a resolved recipe; it opens the workload only if it has to.
         reading: what is said while data is read.
         prepare: looks at the data as far as options depend on it.
+        freeze: (workload, empty folder), which writes what preprocessing decided there: tokenizer, classes, splits.
+        evaluates: whether the frozen folder holds what evaluation reads too.
         answer: (workload, model, input, sampling) -> Answer. None: nobody knows what an input is.
         exports: format -> (workload, model, folder), which writes the model there and says how to load it.
         contents: name -> hash of the data's files, compared when a run is taken up again.
@@ -138,10 +171,12 @@ class Row:
         usage: how people ask a trained model, as (word, what follows `espalier predict RUN`).
     """
 
-    open: Callable[[Recipe, Path | None, Progress, Any], Workload]
+    open: Callable[[Recipe, Opening], Workload]
     profile: Callable[[Recipe, Callable[[], Workload]], Profile]
     reading: str = "Reading the data"
-    prepare: Callable[[Recipe, Progress], Prepared] = _as_it_is
+    prepare: Callable[[Recipe, Opening], Prepared] = _as_it_is
+    freeze: Callable[[Workload, Path], None] = _nothing_to_freeze
+    evaluates: bool = False
     answer: Callable[[Workload, nn.Module, str | None, Sampling], Answer] | None = None
     exports: Mapping[str, Callable[[Workload, nn.Module, Path], str]] = field(default_factory=dict)
     contents: Callable[[Recipe, Workload], Mapping[str, str]] = _fingerprint

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from espalier import config
 from espalier.config import model_kinds
 from espalier.config.base import Derivation, Draft
@@ -17,6 +19,12 @@ VALIDATION_SHARE = 0.05
 """Most of a run's time that derived validation may take."""
 
 
+def with_tokenizer(recipe: config.Recipe, spec: str) -> config.Recipe:
+    """`recipe` with the tokenizer `spec` where it leaves that open."""
+    sources = (msgspec.structs.replace(one, tokenizer=spec) if one.tokenizer == "auto" else one for one in recipe.data)
+    return msgspec.structs.replace(recipe, data=tuple(sources))
+
+
 def resolve(recipe: config.Recipe, vocabulary: int | None = None) -> tuple[config.Recipe, list[Derivation]]:
     """The recipe with every open option filled, and what was filled.
 
@@ -24,8 +32,8 @@ def resolve(recipe: config.Recipe, vocabulary: int | None = None) -> tuple[confi
     it is not known, what depends on it (`model.vocabulary`, `model.tied`, `train.batch_tokens`, `train.steps` and the
     intervals) stays None; call again with it. Raises UserError naming the option that does not fit.
     """
-    draft = Draft(recipe, vocabulary)
     check(recipe)
+    draft = Draft(with_tokenizer(recipe, "bytes"), vocabulary)
     model_kinds.of(recipe.model).fill(draft)
     if (steps := draft.get("train.steps")) is not None:
         cost = model_kinds.of(draft.recipe.model).validation(draft.recipe)

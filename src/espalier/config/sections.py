@@ -30,14 +30,15 @@ class Data(Options, frozen=True):
     """One source of training data; several `[[data]]` tables make a weighted mixture.
 
     `packing`: text is cut into windows of `train.sequence` tokens, so one may hold several documents. In a `stream`
-    later ones see earlier ones; with `documents` each sees itself only, and its positions start at 0.
+    later ones see earlier ones; with `documents` each sees itself only, and its positions start at 0. `tokenizer`:
+    `"auto"` is that of `model.initial`, else `"bytes"`.
     """
 
     path: str
     weight: float = 1.0
     field: str = "text"
     split: str = "train"
-    tokenizer: str = "bytes"
+    tokenizer: str = "auto"
     validation: float = 0.01
     packing: Literal["stream", "documents"] = "stream"
     cache: str | None = None

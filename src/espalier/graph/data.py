@@ -60,6 +60,7 @@ class Graph:
         starts: int64 [graphs + 1], the first node of each small graph; labels and parts are then of graphs.
         classes: names of the classes; names: of the nodes; both may be empty.
         origin: where it came from. notes: what was mended while reading.
+        columns: names of the features; edge_columns: of the edges' features; both may be empty.
         numbers: int64 [nodes], the nodes' ids as they were given, None: as they are.
         identity: stands for the content where reading all of it would take long; empty: the content is hashed.
     """
@@ -78,6 +79,8 @@ class Graph:
     notes: tuple[str, ...] = ()
     numbers: Array | None = None
     identity: str = ""
+    columns: tuple[str, ...] = ()
+    edge_columns: tuple[str, ...] = ()
 
     @property
     def nodes(self) -> int:

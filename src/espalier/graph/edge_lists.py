@@ -51,6 +51,8 @@ def load(file: Path, *, undirected: bool) -> Graph:
         classes=classes,
         names=() if ids is None else _words(ids),
         origin=str(file),
+        columns=_feature_names(nodes) or ("1", "log(1 + degree)"),
+        edge_columns=tuple(rest),
     )
 
 
@@ -192,9 +194,13 @@ def _count(nodes: Columns, sources: Array, targets: Array) -> int:
     return int(max(sources.max(initial=-1), targets.max(initial=-1))) + 1
 
 
+def _feature_names(nodes: Columns) -> tuple[str, ...]:
+    return tuple(name for name in nodes if name not in ("id", "label", "part"))
+
+
 def _features(nodes: Columns, edges: tuple[Array, Array], count: int, file: Path) -> Array:
     """The columns that are features; without any: a one, and the logarithm of the degree."""
-    names = [name for name in nodes if name not in ("id", "label", "part")]
+    names = _feature_names(nodes)
     if names:
         columns = [_numbers(nodes[name], f"the feature {name!r} of nodes", file) for name in names]
         return np.stack(columns, 1).astype(np.float32)

@@ -40,17 +40,25 @@ def split(graph: Graph, shares: tuple[float, float, float], seed: int) -> Links:
     """Deals out the links of `graph`; one that runs both ways is one link. Raises UserError when there are too few."""
     ends = np.stack([graph.indices.astype(np.int64), graph.targets()])
     keys = ends.min(0) * np.int64(graph.nodes) + ends.max(0)
-    links, which = np.unique(keys, return_inverse=True)
+    links = np.unique(keys)
     if len(links) < 3:
         raise UserError(
             f"{graph.origin} has only {len(links)} links.",
             why="training, validation and test each need one",
             do="a graph with more links",
         )
-    parts = parted(np.arange(len(links)), shares, seed)
-    gone = np.ones(len(links), bool)
-    gone[parts.train] = False
     pairs = np.stack([links // graph.nodes, links % graph.nodes])
+    return cut(graph, pairs, parted(np.arange(len(links)), shares, seed))
+
+
+def cut(graph: Graph, pairs: Array, parts: DataSplit) -> Links:
+    """The links `pairs` of `graph`, ordered by their lower and then their higher end, dealt out as `parts` says."""
+    gone = np.ones(pairs.shape[1], bool)
+    gone[parts.train] = False
+    keys, targets = pairs[0] * np.int64(graph.nodes) + pairs[1], graph.targets()
+    which = np.searchsorted(
+        keys, np.minimum(graph.indices, targets) * np.int64(graph.nodes) + np.maximum(graph.indices, targets)
+    )
     return Links(pairs, parts, without_edges(graph, gone[which]))
 
 

@@ -16,11 +16,11 @@ from espalier.artifacts import Artifact, Table
 from espalier.config import Recipe
 from espalier.cost import VALUE_BYTES, Anatomy, Cut, Number, Product, Work
 from espalier.errors import UserError
-from espalier.graph import compiled_aggregate, data, graph_plan, link_prediction, metrics, sources
+from espalier.graph import compiled_aggregate, data, graph_plan, kept_graph, link_prediction, metrics, sources
 from espalier.graph.data import Array, Graph
 from espalier.graph.gnn import Gnn, GraphAttention, Isomorphism, Layer, Mean
 from espalier.graph.graph_classification import GraphTask
-from espalier.graph.link_prediction import LinkTask
+from espalier.graph.link_prediction import Links, LinkTask
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import SubgraphBatch, View
@@ -42,12 +42,17 @@ class GraphWorkload(Plain):
     whole_evaluation = True
 
     def __init__(
-        self, recipe: Recipe, graph: Graph, folder: str | Path | None = None, said: Sequence[str] = ()
+        self,
+        recipe: Recipe,
+        graph: Graph,
+        folder: str | Path | None = None,
+        said: Sequence[str] = (),
+        links: Links | None = None,
     ) -> None:
         assert recipe.graph is not None
         self.recipe, self.folder = recipe, folder
         self.graph = graph
-        self.task = _task(recipe, graph)
+        self.task = _task(recipe, graph, links)
         whole = recipe.graph.task == "node" and not recipe.graph.fanout
         asked = self.task.items if whole else recipe.train.batch_tokens or self.task.items
         self.global_batch = min(asked, self.task.items)
@@ -248,7 +253,7 @@ class GraphWorkload(Plain):
         return Anatomy(1, self.work(micro_batch, recompute, precision), nothing)
 
 
-def _task(recipe: Recipe, graph: Graph) -> Task:
+def _task(recipe: Recipe, graph: Graph, links: Links | None) -> Task:
     options, model = recipe.graph, recipe.model
     assert options is not None
     style, depth = _style(model), _depth(model, options)
@@ -259,7 +264,7 @@ def _task(recipe: Recipe, graph: Graph) -> Task:
             f"{graph.origin} holds many graphs, and graph.task is {options.task!r}.", do='graph.task = "graph"'
         )
     if options.task == "link":
-        links = link_prediction.split(graph, options.split, recipe.train.seed)
+        links = links or link_prediction.split(graph, options.split, recipe.train.seed)
         return LinkTask(View(links.rest, style, depth), links, options.fanout, recipe.train.seed, options.negatives)
     seen = data.seen_in_training(graph) if options.inductive else graph
     held = View(graph, style, depth)
@@ -281,19 +286,30 @@ def _depth(model: config.Model, options: config.GraphOptions) -> int:
     return len(options.fanout)
 
 
-def open_graph(recipe: Recipe, folder: str | Path | None = None, progress: Progress | None = None) -> GraphWorkload:
-    """Reads the graph that `[data]` names and divides it. `recipe` must be resolved. Raises UserError."""
+def open_graph(
+    recipe: Recipe,
+    folder: str | Path | None = None,
+    progress: Progress | None = None,
+    kept: kept_graph.KeptGraph | None = None,
+) -> GraphWorkload:
+    """Reads the graph that `[data]` names and divides it, as `kept` says where the run has begun. `recipe` must be
+    resolved. Raises UserError."""
     assert recipe.graph is not None
     if not recipe.data:
         raise UserError("The recipe has no [data].", do='[data] path = "python:imports"')
     graph = sources.load(recipe.data[0], recipe.graph, progress)
-    if recipe.graph.task != "link":
-        graph = data.divided(graph, recipe.graph.split, recipe.train.seed)
+    asked, seed, links = recipe.graph, recipe.train.seed, None
+    if kept is not None:
+        graph = kept_graph.mapped(graph, kept)
+    if asked.task != "link":
+        graph = kept_graph.divided(graph, kept, asked.split, seed) if kept else data.divided(graph, asked.split, seed)
     said: list[str] = []
     if recipe.graph.task != "graph" and not recipe.graph.fanout and graph.starts is None:
         graph, sentence = graph_plan.ordered(graph, recipe.graph.order)
         said.append(sentence)
-    return GraphWorkload(recipe, graph, folder, said)
+    if asked.task == "link" and kept is not None:
+        links = kept_graph.split(graph, kept, asked.split, seed)
+    return GraphWorkload(recipe, graph, folder, said, links)
 
 
 # --- work ------------------------------------------------------------------------------------------------------------

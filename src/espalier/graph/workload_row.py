@@ -11,14 +11,16 @@ import numpy as np
 from torch import nn
 
 from espalier import data_hash
-from espalier.config import Recipe
+from espalier.config import Messages, Recipe
 from espalier.errors import UserError
+from espalier.graph import kept_graph
 from espalier.graph.graph_classification import GraphTask
 from espalier.graph.link_prediction import LinkTask
 from espalier.graph.workload import GraphWorkload, open_graph
+from espalier.import_function import keep_sources
 from espalier.shard.wrap_policy import profile
-from espalier.workload import Progress, Workload
-from espalier.workload_row import Answer, Profile, Row, Sampling
+from espalier.workload import Workload
+from espalier.workload_row import Answer, Opening, Profile, Row, Sampling
 
 LIBRARIES = 45 * 2**20
 """Bytes of Numba, SciPy and compiled kernels in a rank: 44 to 59 MiB measured, graphs of 10,000 to 50,000 nodes
@@ -66,8 +68,19 @@ def _pairs(task: LinkTask, text: str | None) -> list[tuple[int, int]]:
     return found
 
 
-def _open(recipe: Recipe, folder: Path | None, progress: Progress, data: Any) -> GraphWorkload:
-    return open_graph(recipe, folder, progress)
+def _open(recipe: Recipe, opening: Opening) -> GraphWorkload:
+    kept = None if opening.kept is None else kept_graph.read(opening.kept)
+    if kept is not None and kept.whole and not opening.reads:
+        return GraphWorkload(recipe, kept.graph, opening.folder, links=kept.links)
+    return open_graph(recipe, opening.folder, opening.progress, kept)
+
+
+def _freeze(workload: Workload, folder: Path) -> None:
+    assert isinstance(workload, GraphWorkload)
+    links = workload.task.links if isinstance(workload.task, LinkTask) else None
+    kept_graph.write(folder, workload.graph, links)
+    if isinstance(workload.recipe.model, Messages):
+        keep_sources(workload.recipe.model.build, folder)
 
 
 def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
@@ -99,4 +112,12 @@ def _lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield "\t".join([one["name"], *([one["label"]] if "label" in one else []), shown]) + "\n"
 
 
-ROW = Row(open=_open, profile=_profile, contents=_contents, reading="Reading the graph", answer=_answer)
+ROW = Row(
+    open=_open,
+    profile=_profile,
+    contents=_contents,
+    reading="Reading the graph",
+    answer=_answer,
+    freeze=_freeze,
+    evaluates=True,
+)

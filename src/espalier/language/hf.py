@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier import config
+from espalier.cache_dir import replace_folder
 from espalier.config.decoder_shapes import Sizes
 from espalier.errors import UserError
 from espalier.language.gpt import GPT
@@ -71,23 +72,19 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
     target = Path(folder)
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG).exists())):
         raise UserError(f"{target} is there already and is not an export.", do="name a folder that does not exist")
-    partial = target.with_name(target.name + ".partial")
     tensors = {_renamed(name, _THEIRS): value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+
+    def fill(partial: Path) -> None:
         _write(partial, tensors, _config(model.size, tensors, getattr(tokenizer, "boundary", None)))
         tokenizer.save(partial)
         _compare(partial, tensors)
-        if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
+
+    try:
+        replace_folder(target, fill)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"The export to {target} failed: {error}.", do="free some space or name another folder"
         ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> None:
@@ -240,6 +237,12 @@ def options(folder: str | Path) -> config.Gpt | config.Moe:
         raise UserError(f"{folder}/{CONFIG} does not say {missing}.", do="download the folder again") from None
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{folder}/{CONFIG} has an invalid value: {error}.", do="download the folder again") from None
+
+
+def tokenizer_of(folder: str | Path) -> Path | None:
+    """The `tokenizer.json` beside the weights in `folder`; None where there is none."""
+    file = Path(folder) / "tokenizer.json"
+    return file if file.is_file() else None
 
 
 def _rope(table: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -145,9 +145,13 @@ def build(
 
 
 def build_all(
-    data: Sequence[Data], cache: Path | None = None, progress: Progress | None = None
+    data: Sequence[Data],
+    cache: Path | None = None,
+    progress: Progress | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[TokenStore, ...]:
-    """The stores of a mixture, all with one tokenizer (a BPE is trained on all sources together).
+    """The stores of a mixture, all with one tokenizer: `tokenizer`, else the one they name (a BPE is trained on all
+    sources together).
 
     Raises UserError when the tables name different tokenizers, and what `build` raises.
     """
@@ -160,7 +164,7 @@ def build_all(
             why="one model reads all of them, so token ids must have the same meaning",
             do=f"tokenizer = {data[0].tokenizer!r} in each",
         )
-    tokenizer = _tokenizer(data, [text_sources.listing(table) for table in data], _root(data[0], cache))
+    tokenizer = tokenizer or _tokenizer(data, [text_sources.listing(table) for table in data], _root(data[0], cache))
     return tuple(build(table, cache, progress, tokenizer) for table in data)
 
 

@@ -65,6 +65,10 @@ class Tokenizer(Protocol):
         """Writes `tokenizer.json` and `tokenizer_config.json` as Hugging Face reads them."""
         ...
 
+    def table(self) -> dict[str, int]:
+        """The id of each token, in the letters of `tokenizer.json`."""
+        ...
+
 
 def open_tokenizer(spec: str, corpus: Corpus | None = None, cache: Path | None = None) -> Tokenizer:
     """The tokenizer `spec` names: `bytes`, `bpe:SIZE`, or a path to a `tokenizer.json` or to its folder.
@@ -72,7 +76,7 @@ def open_tokenizer(spec: str, corpus: Corpus | None = None, cache: Path | None =
     `bpe:SIZE` is trained on `corpus()` once and kept in the folder `cache`, which must belong to that corpus.
     Raises UserError for an unknown spec, a size below 257, a file that is missing or no tokenizer, a missing extra.
     """
-    if spec == "bytes":
+    if spec in ("bytes", "auto"):
         return ByteTokenizer()
     if spec.startswith("bpe:"):
         return _open_bpe(spec, corpus, cache)
@@ -86,6 +90,12 @@ def open_tokenizer(spec: str, corpus: Corpus | None = None, cache: Path | None =
         f"data.tokenizer = {spec!r} is neither a tokenizer nor a file.",
         do=hint + "known: bytes, bpe:SIZE (such as bpe:8192), a path to a tokenizer.json",
     )
+
+
+def kept_tokenizer(spec: str, folder: Path) -> Tokenizer:
+    """The tokenizer that `spec` named when `save` wrote it into `folder`, whatever `spec` names now."""
+    path = folder / "tokenizer.json"
+    return ByteTokenizer() if spec in ("bytes", "auto") else HfTokenizer(_load(path), spec, path)
 
 
 def trained(spec: str, cache: Path) -> Path:
@@ -126,8 +136,6 @@ class ByteTokenizer:
 
     def save(self, folder: Path) -> None:
         """Writes a byte-level BPE without merges whose ids are the bytes; its special token is NUL, id 0."""
-        letters = _alphabet()
-        vocabulary = {"\0": 0} | {letters[byte]: byte for byte in range(1, 256)}
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         token = {"id": 0, "content": "\0", "special": True}
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -137,11 +145,16 @@ class ByteTokenizer:
             "pre_tokenizer": level,
             "decoder": level,
             "post_processor": _begun("\0", self.boundary),
-            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+            "model": {"type": "BPE", "vocab": self.table(), "merges": []},
         }
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "tokenizer.json", msgspec.json.encode(table))
         write_atomic(folder / "tokenizer_config.json", _config("\0"))
+
+    def table(self) -> dict[str, int]:
+        """See `save`."""
+        letters = _alphabet()
+        return {"\0": 0} | {letters[byte]: byte for byte in range(1, 256)}
 
 
 class HfTokenizer:
@@ -160,7 +173,9 @@ class HfTokenizer:
         self.dtype: np.dtype[Any] = np.min_scalar_type(self.vocabulary - 1)
         self.byte_lengths = _byte_lengths(inner, table, self.vocabulary)
         self.byte_lengths[self.boundary] = 0
-        self.fingerprint = xxhash.xxh3_128_hexdigest(inner.to_str().encode())
+        # What puts the boundary first is added when it is saved, and is not asked when text is encoded here.
+        plain = msgspec.json.decode(inner.to_str()) | {"post_processor": None}
+        self.fingerprint = xxhash.xxh3_128_hexdigest(msgspec.json.encode(plain))
 
     def encode(self, text: bytes) -> Ids:
         """Ids of UTF-8 `text`, [tokens]."""
@@ -179,6 +194,10 @@ class HfTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens left out."""
         return str(self._inner.decode([int(token) for token in ids], skip_special_tokens=True))
+
+    def table(self) -> dict[str, int]:
+        """With added tokens."""
+        return dict(self._inner.get_vocab(with_added_tokens=True))
 
     def save(self, folder: Path) -> None:
         """Writes `tokenizer.json` and `tokenizer_config.json`, with what the one beside the original says of other

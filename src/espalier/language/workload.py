@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from espalier.artifacts import Artifact, Text
@@ -18,7 +19,7 @@ from espalier.cost import Work
 from espalier.errors import UserError
 from espalier.language import generate, gpt, hf, mixture, moe, token_store
 from espalier.language.operation_counts import DecoderLoad
-from espalier.language.tokenizer import Tokenizer
+from espalier.language.tokenizer import Tokenizer, kept_tokenizer
 from espalier.sequence.base import Where
 from espalier.sequence.slots import SequenceSlots, shares_of
 from espalier.workload import Pieces, Plain, Progress, Role, Shard, to_device
@@ -33,12 +34,20 @@ class Windows(NamedTuple):
     where: Where | None = None
 
 
+class Kept(NamedTuple):
+    """What a run keeps of its corpus: the tokenizer, and the held-out windows, [windows, sequence + 1]."""
+
+    tokenizer: Tokenizer
+    windows: NDArray[Any]
+
+
 class LanguageWorkload(Plain):
-    """One decoder, one mixture of corpora."""
+    """One decoder, one mixture of corpora: their `stores`, or what a run has `kept` of them, which is evaluated but not
+    trained on."""
 
     whole_evaluation = False
 
-    def __init__(self, recipe: Recipe, stores: Sequence[token_store.TokenStore]) -> None:
+    def __init__(self, recipe: Recipe, stores: Sequence[token_store.TokenStore], kept: Kept | None = None) -> None:
         assert isinstance(recipe.model, Gpt | Moe)
         assert recipe.train.sequence is not None
         assert recipe.train.batch_tokens is not None
@@ -48,16 +57,18 @@ class LanguageWorkload(Plain):
         self.sequence = recipe.train.sequence
         self.global_batch = recipe.train.batch_tokens // self.sequence
         self.nominal_weight = float(self.global_batch * self.sequence)
-        self.tokenizer: Tokenizer = stores[0].tokenizer
+        self.tokenizer: Tokenizer = stores[0].tokenizer if kept is None else kept.tokenizer
+        self._kept = kept
+        _check_vocabulary(self.tokenizer, self.options)
         self.splits = [store.train for store in stores]
         weights = [source.weight for source in recipe.data]
         names = [source.path for source in recipe.data]
         counts = [split.tokens for split in self.splits]
         self.packed = _packed(recipe)
-        self.order = mixture.SampleOrder(counts, weights, self.sequence, recipe.train.seed, names)
+        self.order = mixture.SampleOrder(counts, weights, self.sequence, recipe.train.seed, names) if stores else None
         self.held_out: list[tuple[token_store.TokenSplit, int]] = []
         """(split, first token) of every held-out window, each corpus by its weight."""
-        for store, name, weight in zip(stores, names, weights, strict=True):
+        for store, name, weight in zip(stores, names, weights, strict=kept is None):
             limit = round(recipe.train.validate_tokens * weight / sum(weights))
             starts = mixture.held_out(store.validation, self.sequence, limit, name)
             self.held_out += [(store.validation, int(start)) for start in starts]
@@ -118,6 +129,7 @@ class LanguageWorkload(Plain):
     def batches(self, step: int, shard: Shard) -> list[Windows]:
         """Windows of the global order, cut into micro-batches."""
         first = step * self.global_batch
+        assert self.order is not None, "a run that is only evaluated has no training data"
         rows = mixture.read_windows(self.splits, self.order, first + shard.start, first + shard.stop)
         windows = torch.from_numpy(rows)
         return [self._part(windows[start - shard.start : stop - shard.start], shard) for start, stop in shard.cuts]
@@ -125,6 +137,7 @@ class LanguageWorkload(Plain):
     def documents(self, step: int, shard: Shard) -> list[str]:
         """Names of the documents those windows cover."""
         first = step * self.global_batch
+        assert self.order is not None
         return mixture.documents(self.splits, self.order, first + shard.start, first + shard.stop)
 
     def loss(self, model: nn.Module, batch: Windows) -> tuple[Tensor, Tensor]:
@@ -134,7 +147,7 @@ class LanguageWorkload(Plain):
 
     def validation_samples(self) -> int:
         """Held-out windows."""
-        return len(self.held_out)
+        return len(self.held_out if self._kept is None else self._kept.windows)
 
     def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
         """`loss` in nats per token, and `nats_per_byte`: the same sum over the bytes those tokens stand for."""
@@ -149,9 +162,16 @@ class LanguageWorkload(Plain):
         return {"loss": (nats, count), "nats_per_byte": (nats, length)}
 
     def _read_held_out(self, start: int, stop: int) -> Tensor:
+        if self._kept is not None:
+            return torch.from_numpy(self._kept.windows[start:stop].astype(np.int64))
         chosen = self.held_out[start:stop]
         rows = [split.read(first, self.sequence + 1).astype(np.int64) for split, first in chosen]
         return torch.from_numpy(np.stack(rows))
+
+    def held_out_windows(self) -> NDArray[Any]:
+        """All of them: int64 [windows, sequence + 1]."""
+        count = self.validation_samples()
+        return self._read_held_out(0, count).numpy() if count else np.zeros((0, self.sequence + 1), np.int64)
 
     def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
         """Loss, bits per byte and perplexity."""
@@ -196,11 +216,39 @@ class LanguageWorkload(Plain):
         return kind.work(DecoderLoad(sizes(self.options), self.sequence, micro_batch, recompute, precision)).whole
 
 
-def open_language(recipe: Recipe, progress: Progress | None = None) -> LanguageWorkload:
+def open_language(
+    recipe: Recipe, progress: Progress | None = None, tokenizer: Tokenizer | None = None
+) -> LanguageWorkload:
     """Builds (or finds) the token shards of every source. `recipe` must be resolved. Raises UserError."""
     if not recipe.data:
         raise UserError("The recipe has no [data].", do='[data] path = "python:stdlib"')
-    return LanguageWorkload(recipe, token_store.build_all(recipe.data, progress=progress))
+    return LanguageWorkload(recipe, token_store.build_all(recipe.data, progress=progress, tokenizer=tokenizer))
+
+
+def freeze(workload: LanguageWorkload, folder: Path) -> None:
+    """Writes the tokenizer, as Hugging Face reads it, and the held-out windows: what `thaw` reads."""
+    workload.tokenizer.save(folder)
+    windows = workload.held_out_windows().astype(workload.tokenizer.dtype)
+    with (folder / _WINDOWS).open("wb") as file:
+        np.save(file, windows)
+
+
+def thaw(recipe: Recipe, folder: Path) -> Kept:
+    """What `freeze` wrote into `folder`."""
+    return Kept(kept_tokenizer(recipe.data[0].tokenizer, folder), np.load(folder / _WINDOWS))
+
+
+_WINDOWS = "held_out.npy"
+
+
+def _check_vocabulary(tokenizer: Tokenizer, options: Gpt | Moe) -> None:
+    if options.vocabulary is not None and tokenizer.vocabulary > options.vocabulary:
+        raise UserError(
+            f"data.tokenizer = {tokenizer.name!r} has {tokenizer.vocabulary} tokens, and the model's table has "
+            f"{options.vocabulary}.",
+            why="a token without a row in the table cannot be read",
+            do="leave model.vocabulary out, or the tokenizer that the weights were trained with",
+        )
 
 
 def new_model(options: Gpt | Moe, seed: int, device: torch.device) -> gpt.GPT:

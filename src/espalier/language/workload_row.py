@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,17 @@ import torch
 from torch import nn
 
 from espalier import data_hash
-from espalier.config import Gpt, Moe, Recipe, decoder_shapes
+from espalier.config import Gpt, Moe, Recipe, decoder_shapes, defaults
+from espalier.config.base import Derivation
 from espalier.cost import Anatomy, Cut
 from espalier.errors import UserError
 from espalier.language import generate, gpt, hf, moe, text_sources, token_store
 from espalier.language.operation_counts import DecoderLoad
-from espalier.language.tokenizer import Tokenizer
-from espalier.language.workload import LanguageWorkload, embeddings, new_model, open_language
+from espalier.language.tokenizer import Tokenizer, kept_tokenizer, open_tokenizer
+from espalier.language.workload import LanguageWorkload, embeddings, freeze, new_model, open_language, thaw
 from espalier.shard.wrap_policy import deeper, sizes_of
-from espalier.workload import Progress, Workload
-from espalier.workload_row import Answer, Prepared, Profile, Row, Sampling, tally
+from espalier.workload import Workload
+from espalier.workload_row import Answer, Opening, Prepared, Profile, Row, Sampling, tally
 
 
 def _options(recipe: Recipe) -> Gpt | Moe:
@@ -29,17 +30,22 @@ def _options(recipe: Recipe) -> Gpt | Moe:
     return recipe.model
 
 
-def _prepare(recipe: Recipe, progress: Progress) -> Prepared:
+def _prepare(recipe: Recipe, opening: Opening) -> Prepared:
+    derived: Sequence[Derivation] = ()
     if _options(recipe).initial is not None:
-        recipe = _with_initial(recipe, _options(recipe).initial or "")
+        recipe, derived = _with_initial(recipe, _options(recipe).initial or "")
     if not recipe.data or _options(recipe).vocabulary is not None:
-        return Prepared(recipe)
-    stores = token_store.build_all(recipe.data, progress=progress)
-    return Prepared(recipe, stores[0].tokenizer.vocabulary, stores)
+        return Prepared(recipe, derivations=derived)
+    stores = token_store.build_all(recipe.data, progress=opening.progress, tokenizer=_kept_tokenizer(recipe, opening))
+    return Prepared(recipe, stores[0].tokenizer.vocabulary, stores, derived)
 
 
-def _with_initial(recipe: Recipe, initial: str) -> Recipe:
-    """Sizes that the recipe leaves open are those of the weights it starts from."""
+def _kept_tokenizer(recipe: Recipe, opening: Opening) -> Tokenizer | None:
+    return None if opening.kept is None else kept_tokenizer(recipe.data[0].tokenizer, opening.kept)
+
+
+def _with_initial(recipe: Recipe, initial: str) -> tuple[Recipe, Sequence[Derivation]]:
+    """Sizes and the tokenizer that the recipe leaves open are those of the weights it starts from."""
     model, found = _options(recipe), hf.options(Path(initial))
     if type(found) is not type(model):
         kind = found.__struct_config__.tag
@@ -47,11 +53,58 @@ def _with_initial(recipe: Recipe, initial: str) -> Recipe:
     plain = type(model)()
     given = {name: getattr(model, name) for name in model.__struct_fields__}
     kept = {name: value for name, value in given.items() if value != getattr(plain, name)}
-    return msgspec.structs.replace(recipe, model=msgspec.structs.replace(found, **kept))
+    sized = msgspec.structs.replace(recipe, model=msgspec.structs.replace(found, **kept))
+    spec = _initial_tokenizer(recipe, initial, found.vocabulary or 0)
+    if not any(one.tokenizer == "auto" for one in recipe.data):
+        return sized, ()
+    reason = "the tokenizer of the weights in model.initial"
+    return defaults.with_tokenizer(sized, spec), [Derivation("data.tokenizer", spec, reason)]
 
 
-def _open(recipe: Recipe, folder: Path | None, progress: Progress, stores: Any) -> LanguageWorkload:
-    return LanguageWorkload(recipe, stores) if stores else open_language(recipe, progress)
+def _initial_tokenizer(recipe: Recipe, initial: str, vocabulary: int) -> str:
+    """The tokenizer of the weights in `initial`, as `data.tokenizer` names it. Raises UserError where the recipe names
+    one of other ids, and where nobody says which it is."""
+    file = hf.tokenizer_of(initial)
+    given = {one.tokenizer for one in recipe.data} - {"auto"}
+    if file is None:
+        if recipe.data and not given and vocabulary != BYTES:
+            raise UserError(
+                f"model.initial = {initial!r} has no tokenizer.json.",
+                why=f"its {vocabulary} tokens mean nothing without it",
+                do="put the tokenizer.json that the weights were trained with there, or name it as data.tokenizer",
+            )
+        return "bytes"
+    own = open_tokenizer(str(file))
+    plain = own.table() == open_tokenizer("bytes").table()
+    for spec in given:
+        trained = spec.startswith("bpe:")
+        if trained or open_tokenizer(spec).table() != own.table():
+            has = "trained on this corpus" if trained else f"{open_tokenizer(spec).vocabulary} tokens"
+            raise UserError(
+                f"data.tokenizer = {spec!r} ({has}) is not the tokenizer of model.initial = {initial!r} "
+                f"({file}, {own.vocabulary} tokens).",
+                why="the weights would read other tokens under the same ids",
+                do="leave data.tokenizer out: it is then that of the weights",
+            )
+    return "bytes" if plain else str(file)
+
+
+BYTES = 256
+"""Tokens of plain bytes."""
+
+
+def _open(recipe: Recipe, opening: Opening) -> LanguageWorkload:
+    if opening.kept is not None and not opening.reads:
+        model = msgspec.structs.replace(_options(recipe), initial=None)  # a checkpoint has taken the weights' place
+        return LanguageWorkload(msgspec.structs.replace(recipe, model=model), [], thaw(recipe, opening.kept))
+    if opening.data:
+        return LanguageWorkload(recipe, opening.data)
+    return open_language(recipe, opening.progress, _kept_tokenizer(recipe, opening))
+
+
+def _freeze(workload: Workload, folder: Path) -> None:
+    assert isinstance(workload, LanguageWorkload)
+    freeze(workload, folder)
 
 
 def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
@@ -154,6 +207,8 @@ ROW = Row(
     profile=_profile,
     reading="Reading the corpus",
     prepare=_prepare,
+    freeze=_freeze,
+    evaluates=True,
     contents=_contents,
     answer=_answer,
     exports={"hf": _export},

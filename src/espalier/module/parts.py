@@ -22,12 +22,16 @@ Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 """`loss(model, batch)` gives (sum over the batch, weight), never a mean."""
 
 
+Given = Dataset[Any] | Callable[[], Dataset[Any]] | None
+"""A dataset, or a function that gives it, called where a run trains or is evaluated; predictions do not need it."""
+
+
 class Task(NamedTuple):
     """One of several tasks of a model: its data, and how much its losses count in the sum."""
 
-    dataset: Dataset[Any]
+    dataset: Given
     loss: Loss
-    held_out: Dataset[Any] | None = None
+    held_out: Given = None
     weight: float = 1.0
 
 
@@ -35,16 +39,17 @@ class Parts(NamedTuple):
     """What `build` returns.
 
     A batch is what `torch.utils.data.default_collate` makes of the dataset's samples. `dataset` has `__len__` and
-    `__getitem__`. `sample(model)` gives `espalier.artifacts` that the report shows: texts, images, tables. `tasks`
+    `__getitem__`, or is a function that gives such a one. `sample(model)` gives `espalier.artifacts` that the report
+    shows: texts, images, tables. `tasks`
     stand in place of dataset, loss and held-out data where there are several; `phases` follow the first.
     `pieces(model)` says how a model that is no `nn.Sequential` may be cut into pipeline stages
     (`espalier.workload.Pieces`).
     """
 
     model: nn.Module
-    dataset: Dataset[Any] | None = None
+    dataset: Given = None
     loss: Loss | None = None
-    held_out: Dataset[Any] | None = None
+    held_out: Given = None
     sample: Callable[[nn.Module], Sequence[Artifact]] | None = None
     tasks: Mapping[str, Task] | None = None
     phases: Sequence[Later] = ()
@@ -65,7 +70,6 @@ def tasks_of(parts: Parts) -> dict[str, Task]:
     """The tasks by name; what has one only calls it `main`."""
     if parts.tasks:
         return dict(parts.tasks)
-    assert parts.dataset is not None
     assert parts.loss is not None
     return {"main": Task(parts.dataset, parts.loss, parts.held_out)}
 
@@ -73,8 +77,31 @@ def tasks_of(parts: Parts) -> dict[str, Task]:
 # --- checks ------------------------------------------------------------------------------------------------------
 
 
-def checked(parts: Any, author: Author) -> Parts:
-    """`parts` as `Parts`. Raises UserError for what a module cannot be trained from."""
+def has_data(parts: Parts) -> bool:
+    """Whether its datasets were read."""
+    return all(task.dataset is not None for task in tasks_of(parts).values())
+
+
+def _given(dataset: Any, reads: bool) -> Any:
+    if not reads or dataset is None:
+        return None
+    return dataset() if callable(dataset) and not hasattr(dataset, "__getitem__") else dataset
+
+
+def _read(parts: Parts, author: Author, reads: bool) -> Parts:
+    """With the datasets that functions give, or without `reads` none."""
+    with author.answers(READING):
+        if not parts.tasks:
+            return parts._replace(dataset=_given(parts.dataset, reads), held_out=_given(parts.held_out, reads))
+        tasks = {
+            name: one._replace(dataset=_given(one.dataset, reads), held_out=_given(one.held_out, reads))
+            for name, one in parts.tasks.items()
+        }
+        return parts._replace(tasks=tasks)
+
+
+def checked(parts: Any, author: Author, reads: bool = True) -> Parts:
+    """`parts` as `Parts`, its datasets read or left out. Raises UserError for what a module cannot be trained from."""
     known = isinstance(parts, tuple) and 1 <= len(parts) <= len(Parts._fields) and isinstance(parts[0], nn.Module)
     parts = Parts(*parts) if known else parts
     if not known or (not parts.tasks and (parts.dataset is None or parts.loss is None)):
@@ -83,6 +110,7 @@ def checked(parts: Any, author: Author) -> Parts:
             why="it must return (model, dataset, loss) or (model, dataset, loss, held_out)",
             do="see docs/module.md",
         )
+    parts = _read(parts, author, reads)
     for name, task in tasks_of(parts).items():
         _check_task(name, task, author)
     return parts
@@ -102,7 +130,7 @@ def _check_task(name: str, task: Task, author: Author) -> None:
             )
         with author.answers("when a dataset was asked for its length"):
             size = 1 if dataset is None else length(dataset)
-        if size < 1 and dataset is task.dataset:
+        if size < 1 and dataset is task.dataset and dataset is not None:
             raise UserError(f"model.build = {author.build!r} gave an empty dataset.")
 
 

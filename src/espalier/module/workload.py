@@ -24,12 +24,25 @@ from espalier.config import Module as Options
 from espalier.config import Recipe
 from espalier.cost import VALUE_BYTES, Anatomy, Cut, Product, Work
 from espalier.errors import EspalierError, UserError
-from espalier.import_function import Author, function
-from espalier.module.parts import READING, Parts, Task, checked, collated, content, length, tasks_of, tensors, trial
+from espalier.import_function import Author, function, keep_sources
+from espalier.module.parts import (
+    READING,
+    Counted,
+    Parts,
+    Task,
+    checked,
+    collated,
+    content,
+    has_data,
+    length,
+    tasks_of,
+    tensors,
+    trial,
+)
 from espalier.shard.wrap_policy import blocks_of, profile
 from espalier.tensor.mechanism import OWN_PLAN, check_ranks
-from espalier.workload import Phase, Pieces, Progress, Role, Shard, Tagged, Workload, in_sequence, to_device
-from espalier.workload_row import Profile, Row
+from espalier.workload import Phase, Pieces, Role, Shard, Tagged, Workload, in_sequence, to_device
+from espalier.workload_row import Opening, Profile, Row
 
 
 class ModuleWorkload:
@@ -47,8 +60,8 @@ class ModuleWorkload:
         self.parts = parts
         self.author = author
         self._phase, self._carried = phase, carried
-        self._counted = trial(parts, author)
-        self.size = min(length(task.dataset) for task in self._tasks.values())
+        self._counted = trial(parts, author) if has_data(parts) else Counted(0.0, 0.0)
+        self.size = min(length(task.dataset) for task in self._tasks.values()) if has_data(parts) else 0
         self.global_batch = recipe.train.batch_tokens or min(32, self.size)
         self.nominal_weight = float(self.global_batch * len(self._tasks))
         self._orders: dict[int, tuple[int, np.ndarray[Any, np.dtype[np.int64]]]] = {}
@@ -239,7 +252,7 @@ class ModuleWorkload:
         if self._phase is not None or len(self.phases()) == 1:
             return self
         found = next((one for one in self.parts.phases if one.start == phase.start), None)
-        parts = self.parts if found is None else checked(found.parts, self.author)
+        parts = self.parts if found is None else checked(found.parts, self.author, has_data(self.parts))
         return ModuleWorkload(self.recipe, parts, self.author, phase, found.carry if found is not None else None)
 
     def carry(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -280,8 +293,9 @@ class ModuleWorkload:
         return Anatomy(1, replace(work, products=products), nothing)
 
 
-def open_module(recipe: Recipe, folder: str | Path | None = None) -> ModuleWorkload:
-    """Imports and calls the function that `model.build` names, and tries its loss on two samples.
+def open_module(recipe: Recipe, folder: str | Path | None = None, reads: bool = True) -> ModuleWorkload:
+    """Imports and calls the function that `model.build` names, and tries its loss on two samples; without `reads`, no
+    dataset is read that the function gives as a function, and nothing is tried.
 
     The module is looked for in `folder` (the recipe's), then in the current folder, then where Python looks. Raises
     UserError for whatever its code raises or does not give.
@@ -298,9 +312,16 @@ def open_module(recipe: Recipe, folder: str | Path | None = None) -> ModuleWorkl
             raise UserError(
                 f"model.build = {options.build!r} refused model.arguments: {error}.", do="correct model.arguments"
             ) from error
+        if isinstance(error, FileNotFoundError):
+            raise UserError(
+                f"model.build = {options.build!r} reads a file that is not there: {error.filename}.",
+                why=author.place(error),
+                do="bring it back; or give the dataset as a function without arguments, which predictions and exports "
+                "do not call (docs/module.md)",
+            ) from error
         raise author.failure("when it was called", error) from error
-    parts = checked(parts, author)
-    for later in parts.phases:
+    parts = checked(parts, author, reads)
+    for later in parts.phases if reads else ():
         trial(checked(later.parts, author), author)
     return ModuleWorkload(recipe, parts, author)
 
@@ -308,8 +329,13 @@ def open_module(recipe: Recipe, folder: str | Path | None = None) -> ModuleWorkl
 # --- the table of kinds ------------------------------------------------------------------------------------------
 
 
-def _open(recipe: Recipe, folder: Path | None, progress: Progress, data: Any) -> ModuleWorkload:
-    return open_module(recipe, folder)
+def _open(recipe: Recipe, opening: Opening) -> ModuleWorkload:
+    return open_module(recipe, opening.folder, opening.reads)
+
+
+def _freeze(workload: Workload, folder: Path) -> None:
+    assert isinstance(workload, ModuleWorkload)
+    keep_sources(workload.author.build, folder)
 
 
 def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
@@ -327,4 +353,4 @@ def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
     return workload.contents()
 
 
-ROW = Row(open=_open, profile=_profile, contents=_contents)
+ROW = Row(open=_open, profile=_profile, contents=_contents, freeze=_freeze)

@@ -231,6 +231,11 @@ class Run:
 
 def open_run(folder: str | Path) -> Run:
     """The run in `folder`. Raises UserError when there is no such folder, or no run in it."""
+    return Run(*found(folder))
+
+
+def found(folder: str | Path) -> tuple[Path, Iterable[Event]]:
+    """The path and the events of the run in `folder`. Raises UserError."""
     path = Path(folder)
     if not path.is_dir():
         near = nearest(path.name, _siblings(path))
@@ -239,7 +244,7 @@ def open_run(folder: str | Path) -> Run:
     if not (path / "events.jsonl").is_file() and not (path / "run.toml").is_file():
         raise UserError(f"{path} is not a run folder: it has no events.jsonl.", do="espalier train RECIPE makes one")
     log = path / "events.jsonl"
-    return Run(path, read(log) if log.is_file() else ())
+    return path, read(log) if log.is_file() else ()
 
 
 def _siblings(path: Path) -> list[str]:

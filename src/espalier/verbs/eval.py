@@ -13,16 +13,22 @@ from espalier.terminal import say
 def run(arguments: argparse.Namespace) -> int:
     """Prints the held-out figures."""
     if arguments.watch or arguments.task or arguments.workers is not None:
+        if arguments.data is not None:
+            raise UserError(
+                f"--data {arguments.data} goes without --watch, --task and --workers.",
+                why="those evaluate on the held-out data that the run keeps",
+                do=f"espalier eval {arguments.run} --data {arguments.data}",
+            )
         low_priority.step_back(low_priority.STARTING)  # before torch is imported: that alone takes seconds of a core
         from espalier.verbs import eval_watch
 
         return eval_watch.run(arguments)
     import torch
 
-    from espalier.verbs.load_run import open_trained
+    from espalier.verbs.load_run import DataChoice, open_trained
     from espalier.workload import Shard
 
-    trained = open_trained(arguments.run, arguments.trust)
+    trained = open_trained(arguments.run, arguments.trust, DataChoice(evaluates=True, path=arguments.data))
     samples = trained.workload.validation_samples()
     if samples == 0:
         raise UserError(

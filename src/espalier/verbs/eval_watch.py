@@ -60,10 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, phase: Phase | None = None) -> Workload:
     """The run's workload: of `phase`, else of the phase whose model the newest checkpoint holds."""
-    resolved = opened.resolved(folder, recipe, trust)
+    whole = opened.open_workload(folder, recipe, trust, opened.DataChoice(evaluates=True))
     if phase is not None:
-        return workload_registry.open_workload(resolved).at(phase)
-    return phases.held(prepare.open_workload(resolved), phases.checkpoints(recipe, str(folder.checkpoints)))
+        return whole.at(phase)
+    return phases.held(whole, phases.checkpoints(recipe, str(folder.checkpoints)))
 
 
 def open_in_worker(run: str, asked: Sequence[str], trust: bool, phase: Phase) -> Opened:

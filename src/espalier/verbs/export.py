@@ -1,28 +1,79 @@
-"""`espalier export RUN --to hf`: the trained model as a Hugging Face Llama-format folder, checked by reloading it."""
+"""`espalier export RUN`: the trained model as a Hugging Face (Llama-format) folder or as safetensors, then reloaded."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_model
+from torch import nn
+
 from espalier import workload_registry
+from espalier.cache_dir import replace_folder
 from espalier.errors import UserError
 from espalier.terminal import say
-from espalier.verbs.load_run import open_trained
+from espalier.verbs.load_run import Trained, open_trained
+
+WEIGHTS = "model.safetensors"
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the folder and says where it is."""
     trained = open_trained(arguments.run, arguments.trust)
-    write = workload_registry.row(trained.recipe).exports.get(arguments.to)
-    if write is None:
-        raise UserError(f"The run in {arguments.run} is not a language model; there is no `{arguments.to}` form of it.")
-    out = Path(arguments.out) if arguments.out else trained.folder.path / f"export-{arguments.to}"
-    loads = write(trained.workload, trained.model, out)
+    known = workload_registry.row(trained.recipe).exports
+    form = arguments.to or next(iter(known), "safetensors")
+    if form not in known and form != "safetensors":
+        raise UserError(
+            f"The run in {arguments.run} is not a language model; there is no `{form}` form of it.",
+            do=f"espalier export {arguments.run} --to safetensors",
+        )
+    out = Path(arguments.out) if arguments.out else trained.folder.path / f"export-{form}"
+    loads = known[form](trained.workload, trained.model, out) if form in known else safetensors(trained, out)
     if arguments.json:
         print(json.dumps({"folder": str(out), "step": trained.step}))
     else:
         say(f"{out}: the model after step {trained.step}, checked by reloading.")
         say(f"  {loads}")
     return 0
+
+
+def safetensors(trained: Trained, target: Path) -> str:
+    """Writes the weights under the model's own names, with the recipe and what preprocessing decided, into `target`.
+
+    An earlier export there is replaced. Raises UserError when the folder holds something else or cannot be written.
+    """
+    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / WEIGHTS).exists())):
+        raise UserError(f"{target} is there already and is not an export.", do="name a folder that does not exist")
+
+    def fill(folder: Path) -> None:
+        save_model(trained.model, str(folder / WEIGHTS), metadata={"format": "pt", "step": str(trained.step)})
+        _compare(trained.model, folder / WEIGHTS)
+        shutil.copyfile(trained.folder.recipe, folder / "run.toml")
+        if (kept := trained.folder.kept()) is not None:
+            shutil.copytree(
+                kept, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "hashes.json")
+            )
+
+    try:
+        replace_folder(target, fill)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"The export to {target} failed: {error}.", do="free some space or name another folder"
+        ) from None
+    return (
+        f"safetensors.torch.load_model(espalier.open({str(trained.folder.path)!r}).model(), {str(target / WEIGHTS)!r})"
+    )
+
+
+def _compare(model: nn.Module, file: Path) -> None:
+    """Reads the file back. A difference is the disk's fault: raises OSError naming the tensor."""
+    state = model.state_dict()
+    for name, tensor in load_file(str(file)).items():
+        if not torch.equal(
+            state[name].cpu().contiguous().flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)
+        ):
+            raise OSError(f"{name} was read back changed")

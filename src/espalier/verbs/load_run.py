@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import nn
 
-from espalier import phases
+from espalier import phases, workload_registry
 from espalier import run as runs
 from espalier.config import Recipe
 from espalier.errors import UserError
+from espalier.import_function import KEPT_CODE
 from espalier.mechanisms import DTYPES
 from espalier.track import events
-from espalier.verbs import prepare, run_seal
+from espalier.verbs import prepare, run_data, run_seal
 from espalier.workload import Workload
 
 
@@ -30,7 +32,16 @@ class Trained:
     step: int
 
 
-def open_trained(path: str, trust: bool = False) -> Trained:
+@dataclass(frozen=True)
+class DataChoice:
+    """What of its data a run is opened with beside what its folder keeps: nothing; what evaluation needs (`evaluates`);
+    or the data at `path`, in place of its own."""
+
+    evaluates: bool = False
+    path: str | None = None
+
+
+def open_trained(path: str | Path, trust: bool = False, data: DataChoice = DataChoice()) -> Trained:
     """The newest good checkpoint of the run in `path`. `trust`: who made the run is trusted, see `Checkpoints.trust`.
 
     Raises UserError when there is none.
@@ -38,7 +49,7 @@ def open_trained(path: str, trust: bool = False) -> Trained:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder = runs.find(path)
     recipe = folder.read()
-    workload = prepare.open_workload(resolved(folder, recipe, trust))
+    workload = open_workload(folder, recipe, trust, data)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     saved = phases.checkpoints(recipe, str(folder.checkpoints))
     saved.trust = trust
@@ -54,13 +65,39 @@ def open_trained(path: str, trust: bool = False) -> Trained:
     return Trained(folder, recipe, workload, model.eval(), int(loaded.meta["step"]))
 
 
+def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: DataChoice) -> Workload:
+    """The run's workload, with all its phases, as its folder keeps it. Raises UserError."""
+    if data.path is not None:
+        recipe = _with_data(recipe, data.path)
+    found = resolved(folder, recipe, trust)
+    reads = data.path is not None or found.kept is None or (data.evaluates and found.reads)
+    workload = prepare.open_workload(replace(found, reads=reads))
+    if found.kept is None and data.path is None:
+        run_data.refuse_changed(folder, recipe, workload)
+    return workload
+
+
+def _with_data(recipe: Recipe, path: str) -> Recipe:
+    if not recipe.data:
+        raise UserError(
+            f"--data {path} names no data of this run.",
+            why="the function that model.build names reads it",
+            do="leave --data out, or give that function another file in model.arguments of a new run",
+        )
+    return msgspec.structs.replace(recipe, data=(msgspec.structs.replace(recipe.data[0], path=path),))
+
+
 def resolved(folder: runs.RunFolder, recipe: Recipe, trust: bool = False) -> prepare.Resolved:
     """The recipe of the run in `folder`, with the folder of the recipe file that it was begun from.
 
     Raises UserError where opening its workload would run the code of somebody who is not trusted (`run_seal`).
     """
+    kept = folder.kept()
     begun = [event for event in events.read(folder.events) if event["event"] == "run"] if folder.events.exists() else []
     last = begun[-1] if begun else {}
     origin = Path(last["recipe_folder"]) if last.get("recipe_folder") else None
-    run_seal.check(recipe, origin, str(last.get("seal", "")), str(folder.path), trust)
-    return prepare.Resolved(recipe, folder=origin, trust=trust)
+    run_seal.check(recipe, run_seal.Origin(origin, kept), str(last.get("seal", "")), str(folder.path), trust)
+    code = None if kept is None else kept / KEPT_CODE
+    place = code if code is not None and code.is_dir() else origin
+    reads = kept is None or not workload_registry.row(recipe).evaluates
+    return prepare.Resolved(recipe, folder=place, trust=trust, kept=kept, reads=reads)

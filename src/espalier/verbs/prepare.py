@@ -16,6 +16,7 @@ from espalier.config import Recipe, recipe_file
 from espalier.hardware import probe
 from espalier.plan import request_from_recipe
 from espalier.plan.request import Request
+from espalier.run import RunFolder
 from espalier.track.progress import Waiting
 from espalier.workload import Workload
 
@@ -24,15 +25,23 @@ PRECISION = "on GPUs the fastest of what they compute fast, on processors fp32"
 """Why `train.precision` is what its plan has."""
 
 
-def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False) -> Resolved:
-    """Reads a recipe and derives what it leaves open. `trust`: who made the run that is taken up again is trusted."""
-    found = workload_registry.settle(recipe_file.load(path, overrides), Path(path).absolute().parent, waiting)
-    return replace(found, trust=trust)
+def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False, run: str | None = None) -> Resolved:
+    """Reads a recipe and derives what it leaves open. `trust`: who made the run that is taken up again is trusted;
+    `run`: its folder, where that is not the recipe's."""
+    recipe = recipe_file.load(path, overrides)
+    return replace(settle(recipe, Path(path).absolute().parent, run_path(recipe, run)), trust=trust)
 
 
-def settle(recipe: Recipe, folder: Path | None) -> Resolved:
-    """Derives what a recipe leaves open; `folder`: where its file lies."""
-    return workload_registry.settle(recipe, folder, waiting)
+def run_path(recipe: Recipe, run: str | None) -> Path:
+    """The folder of the recipe's run; `run`: as `--run` says."""
+    return Path(run or Path("runs") / recipe.name)
+
+
+def settle(recipe: Recipe, folder: Path | None, run: Path | None = None) -> Resolved:
+    """Derives what a recipe leaves open, as the run that is in `run` has done; `folder`: where its file lies."""
+    existing = RunFolder(run) if run is not None else None
+    kept = existing.kept() if existing is not None and existing.exists() else None
+    return workload_registry.settle(recipe, folder, waiting, kept)
 
 
 def open_workload(resolved: Resolved) -> Workload:

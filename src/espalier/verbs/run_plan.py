@@ -5,16 +5,14 @@ A new one is decided by `plan.decide`, with trials of real steps in real ranks o
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
 import torch
 
-from espalier import cache_dir, data_hash, phases, serialization, workload_registry
 from espalier import cluster as clusters
+from espalier import phases
 from espalier import run as runs
 from espalier.config import Recipe
 from espalier.errors import UserError
@@ -43,50 +41,6 @@ def entered(workload: Workload, recipe: Recipe, folder: runs.RunFolder, world: i
             do="espalier train on one machine",
         )
     return phases.enter(recipe, workload, phases.checkpoints(recipe, str(folder.checkpoints)))
-
-
-@dataclass(frozen=True)
-class DataHashes:
-    """What the data of a run is now, and what is to be said of it. `changed`: since the run was begun, and accepted."""
-
-    hashes: Mapping[str, str]
-    changed: Sequence[str] = ()
-    notes: Sequence[str] = ()
-
-    def keep(self, folder: runs.RunFolder) -> None:
-        """Into the run folder, and what changed into the run log."""
-        cache_dir.replace(folder.data, json.dumps(self.hashes, indent=1))
-        if self.changed:
-            with events.Log(folder.events) as log:
-                log.write("data", changed=list(self.changed), action="accepted, as faults.changed_data says")
-
-
-def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> DataHashes:
-    """The run's data. Raises UserError where it is not what the run was begun with, unless the recipe accepts that:
-    then the plan is made anew, as the batch may be another."""
-    now = workload_registry.row(recipe).contents(recipe, workload)
-    if not folder.exists():
-        return DataHashes(now)
-    try:
-        before = serialization.from_json(folder.data.read_bytes(), dict[str, str])
-    except FileNotFoundError:
-        return DataHashes(now, notes=[f"{folder.path} has no data hashes: the present data is accepted"])
-    except msgspec.DecodeError as error:
-        raise UserError(
-            f"{folder.data} is damaged: {error}.", do="remove it; the present data is then accepted"
-        ) from None
-    changed = data_hash.differences(before, now)
-    if not changed:
-        return DataHashes(now)
-    first, more = changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-    if recipe.faults.changed_data == "refuse":
-        raise UserError(
-            f"{first}{more} since {folder.path} was begun.",
-            why="a run that resumes on other data cannot be reproduced",
-            do="bring the data back, --run FOLDER for a new run, or faults.changed_data=accept to go on with it",
-        )
-    folder.plan.unlink(missing_ok=True)
-    return DataHashes(now, changed, [f"the data has changed since the run began: {first}{more}"])
 
 
 def planned(

@@ -1,7 +1,7 @@
 """Which runs a user began here. Opening one runs the code that its recipe names; opening another's does not.
 
-A run's first event has a seal: a keyed hash of what runs code in its recipe, and of the folder where that is looked
-for. The key is the user's, in the cache folder.
+A run's first event has a seal: a keyed hash of what runs code in its recipe, of the folder where that is looked for,
+and of the code that the run keeps. The key is the user's, in the cache folder.
 """
 
 from __future__ import annotations
@@ -12,15 +12,30 @@ import os
 import secrets
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
-from espalier.cache_dir import cache_folder
+from espalier import data_hash
+from espalier.cache_dir import cache_folder, hashed
 from espalier.config import Recipe
 from espalier.errors import UserError
+from espalier.import_function import KEPT_CODE
 
 _KEY_BYTES = 32
 
 
-def seal(recipe: Recipe, folder: Path | str | None) -> str:
+class Origin(NamedTuple):
+    """Where the code of a run is looked for: in `folder`, and before it in what the run keeps in `kept`."""
+
+    folder: Path | None
+    kept: Path | None = None
+
+    def told(self) -> list[str | None]:
+        """The folder, and the hash of the code that is kept."""
+        found = [] if self.kept is None else [hashed(data_hash.in_folder(self.kept / KEPT_CODE))]
+        return [None if self.folder is None else str(self.folder), *found]
+
+
+def seal(recipe: Recipe, origin: Origin) -> str:
     """Of a run that begins: what it runs and from where; empty where it names no code, or the key cannot be kept."""
     code = _code(recipe)
     if not code:
@@ -29,19 +44,20 @@ def seal(recipe: Recipe, folder: Path | str | None) -> str:
         key = _key()
     except OSError:
         return ""
-    told = json.dumps([code, None if folder is None else str(folder)]).encode()
+    told = json.dumps([code, *origin.told()]).encode()
     return hmac.new(key, told, sha256).hexdigest()
 
 
-def check(recipe: Recipe, folder: Path | None, sealed: str, run: str, trust: bool) -> None:
+def check(recipe: Recipe, origin: Origin, sealed: str, run: str, trust: bool) -> None:
     """Raises UserError where opening the run in `run` would run code and neither did this user begin it nor is it
-    trusted. `folder`, `sealed`: as its first event has them."""
+    trusted. `origin.folder`, `sealed`: as its first event has them."""
     code = _code(recipe)
-    if not code or trust or (sealed and hmac.compare_digest(sealed, seal(recipe, folder))):
+    if not code or trust or (sealed and hmac.compare_digest(sealed, seal(recipe, origin))):
         return
+    says = ", ".join(f"{key} = {value!r}" for key, value in code.items())
     raise UserError(
         f"The run in {run} was not begun by you on this machine, and opening it runs code.",
-        why=f"its recipe says {', '.join(f'{key} = {value!r}' for key, value in code.items())}; looked for in {folder}",
+        why=f"its recipe says {says}; looked for in {origin.kept or origin.folder}",
         do=f"read that code; if you trust who wrote it: espalier eval {run} --trust (predict and export have it too)",
     )
 

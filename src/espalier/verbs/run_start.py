@@ -69,7 +69,7 @@ class RunStart:
             },
             "data": self.workload.fingerprint(),
             "recipe_folder": str(self.resolved.folder),
-            "seal": run_seal.seal(recipe, self.resolved.folder),
+            "seal": run_seal.seal(recipe, run_seal.Origin(self.resolved.folder, self.folder.preprocessing)),
             "notes": list(self.workload.notes()),
             "derivations": [{"key": one.key, "value": one.value, "why": one.reason} for one in derivations],
         }

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from espalier import cluster as clusters
-from espalier import config, mechanisms, phases, units, worker
+from espalier import config, mechanisms, phases, units, worker, workload_registry
 from espalier import run as runs
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.storage import open_place
@@ -38,7 +38,7 @@ from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, Progress, trouble
 from espalier.verbs import prepare as ready
-from espalier.verbs import printing, run_plan, run_resizer
+from espalier.verbs import printing, run_data, run_plan, run_resizer
 from espalier.verbs.run_start import RunStart
 from espalier.workload import Workload
 
@@ -166,7 +166,9 @@ def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
         return replace(prepared(arguments, place.world), finished=False), ()
 
     def opened() -> OpenedRun:
-        return joining(ready.resolve(arguments.recipe, arguments.overrides, arguments.trust), arguments.run)
+        return joining(
+            ready.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run), arguments.run
+        )
 
     run = partial(_live, place)
     if place.world == 1:
@@ -273,7 +275,7 @@ class OpenedRun:
 def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> OpenedRun:
     """Opens the data of a recipe. Raises UserError when the run's folder holds another run."""
     recipe = resolved.recipe
-    path = Path(run or Path("runs") / recipe.name)
+    path = ready.run_path(recipe, run)
     before = None
     runs.refuse_links(path)
     if (existing := runs.RunFolder(path)).exists():
@@ -284,13 +286,13 @@ def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> OpenedRun:
 
 def joining(resolved: ready.Resolved, run: str | None) -> OpenedRun:
     """Opens the data of a recipe on a rank that writes nothing."""
-    path = Path(run or Path("runs") / resolved.recipe.name)
+    path = ready.run_path(resolved.recipe, run)
     return OpenedRun(resolved, ready.open_workload(resolved), path, None, True)
 
 
 def prepared(arguments: argparse.Namespace, world: int | None = None) -> RunStart:
     """The run of a command line, planned. `world`: ranks that there are already."""
-    resolved = ready.resolve(arguments.recipe, arguments.overrides, arguments.trust)
+    resolved = ready.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
     return decided(asked(resolved, arguments.run, arguments.json), lambda: ready.machines(resolved.recipe), world)
 
 
@@ -307,7 +309,7 @@ def decided(
     cluster = machines()
     folder = runs.open_folder(given.path)
     try:
-        data = run_plan.data_of(folder, recipe, given.workload)
+        data = run_data.data_of(folder, recipe, given.workload)
         workload = run_plan.entered(given.workload, recipe, folder, world)
         plan = run_plan.planned(folder, resolved, workload, cluster, world)
         if nodes is not None:
@@ -323,7 +325,7 @@ def decided(
     saved = Checkpoints(recipe.checkpoint.target or str(folder.checkpoints)).entries()
     finished = bool(saved) and not saved[-1].why and saved[-1].step >= (recipe.train.steps or 0)
     if not finished:
-        data.keep(folder)
+        data.keep(folder, partial(workload_registry.row(recipe).freeze, given.workload))
         folder.write(recipe, cluster, plan)
         if not given.quiet:
             printing.notes(

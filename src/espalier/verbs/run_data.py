@@ -1,0 +1,83 @@
+"""The data of a run: its hashes, compared when the run is taken up again, and what preprocessing decided of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from espalier import cache_dir, data_hash, serialization, workload_registry
+from espalier import run as runs
+from espalier.config import Recipe
+from espalier.errors import UserError
+from espalier.track import events
+from espalier.workload import Workload
+
+
+@dataclass(frozen=True)
+class DataHashes:
+    """What the data of a run is now, and what is to be said of it. `changed`: since the run was begun, and accepted."""
+
+    hashes: Mapping[str, str]
+    changed: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    def keep(self, folder: runs.RunFolder, freeze: Callable[[Path], None]) -> None:
+        """Into the run folder, with what preprocessing decided (`freeze` writes it); what changed into the run log."""
+        folder.freeze(freeze)
+        cache_dir.replace(folder.data, json.dumps(self.hashes, indent=1))
+        if self.changed:
+            with events.Log(folder.events) as log:
+                log.write("data", changed=list(self.changed), action="accepted, as faults.changed_data says")
+
+
+def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> DataHashes:
+    """The run's data. Raises UserError where it is not what the run was begun with, unless the recipe accepts that:
+    then the plan is made anew, as the batch may be another."""
+    now = workload_registry.row(recipe).contents(recipe, workload)
+    if not folder.exists():
+        return DataHashes(now)
+    before = _before(folder)
+    if before is None:
+        return DataHashes(now, notes=[f"{folder.path} has no data hashes: the present data is accepted"])
+    changed = data_hash.differences(before, now)
+    if not changed:
+        return DataHashes(now)
+    first, more = changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+    if recipe.faults.changed_data == "refuse":
+        raise UserError(
+            f"{first}{more} since {folder.path} was begun.",
+            why="a run that resumes on other data cannot be reproduced",
+            do="bring the data back, --run FOLDER for a new run, or faults.changed_data=accept to go on with it",
+        )
+    folder.plan.unlink(missing_ok=True)
+    return DataHashes(now, changed, [f"the data has changed since the run began: {first}{more}"])
+
+
+def _before(folder: runs.RunFolder) -> dict[str, str] | None:
+    """The hashes that the run has of its data."""
+    try:
+        found: dict[str, str] = serialization.from_json(folder.data.read_bytes(), dict[str, str])
+        return found
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise UserError(
+            f"{folder.data} is damaged: {error}.", do="remove it; the present data is then accepted"
+        ) from None
+
+
+def refuse_changed(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> None:
+    """Raises UserError where the data is not what a run was trained on that has kept nothing of its preprocessing: its
+    tokenizer and its classes would be derived from other data."""
+    before = _before(folder)
+    changed = data_hash.differences(before, workload_registry.row(recipe).contents(recipe, workload)) if before else []
+    if changed:
+        raise UserError(
+            f"{changed[0]} since {folder.path} was begun, and the run does not keep what it made of its data.",
+            why="an earlier version began it; tokens and classes would be those of other data",
+            do="bring the data back",
+        )

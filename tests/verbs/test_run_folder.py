@@ -1,0 +1,374 @@
+"""A run folder is the model: copied elsewhere and without its data it predicts, exports and opens to the same bits."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import MACHINE, forked
+from safetensors.torch import load_file
+
+import espalier
+from espalier import data_hash
+from espalier import run as runs
+from espalier.errors import UserError
+from espalier.graph import kept_graph
+from espalier.graph import workload_row as _graphs  # noqa: F401 - loaded once, before programs are forked
+from espalier.graph.data import Graph
+from espalier.graph.link_prediction import Links, LinkTask
+from espalier.graph.workload import GraphWorkload, open_graph
+from espalier.language import workload_row as _language  # noqa: F401
+from espalier.language.tokenizer import kept_tokenizer
+from espalier.module import workload as _modules  # noqa: F401
+from espalier.verbs import eval as _eval  # noqa: F401
+from espalier.verbs import export, load_run, predict, prepare, train  # noqa: F401
+
+TEXT = "document {number}: the same words again and again, {number} times over. " * 60
+
+THEIRS = """
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import layers
+
+HERE = Path(__file__).parent
+
+
+def numbers():
+    values = [float(line) for line in (HERE / "lines.txt").read_text().split()]
+    return TensorDataset(torch.tensor(values)[:, None])
+
+
+def squares(model, batch):
+    return model(batch[0]).square().sum(), torch.tensor(len(batch[0]))
+
+
+def build():
+    torch.manual_seed(0)
+    return layers.stack(), numbers, squares, numbers
+"""
+LAYERS = (
+    "from torch import nn\n\n\ndef stack():\n    return nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))\n"
+)
+
+LANGUAGE = """[model]\ndepth = 1\nwidth = 16\nheads = 2\n[data]\npath = "text"\nvalidation = 0.3\ntokenizer = "{}"\n"""
+GRAPH = '[model]\nkind = "sage"\nwidth = 8\n[data]\npath = "graph"\n[graph]\ntask = "{}"\n'
+RECIPES = {
+    "bytes": LANGUAGE.format("bytes"),
+    "bpe": LANGUAGE.format("bpe:300"),
+    "node": GRAPH.format("node"),
+    "link": GRAPH.format("link"),
+    "inductive": GRAPH.format("node") + "inductive = true\nfanout = [3, 3]\n",
+    "module": '[model]\nbuild = "numbers_of:build"\n',
+}
+INPUTS = {"bytes": "the", "bpe": "the", "node": "n3,n7", "link": "n3,n7", "inductive": "n3,n7"}
+REST = """
+[train]
+steps = 2
+{sequence}validate_tokens = 64
+[plan]
+trial = false
+cluster = "{machine}"
+[plan.pin]
+ranks = 1
+"""
+
+
+def graph(folder: Path, classes: tuple[str, ...] = ("cat", "dog", "fish"), columns: str = "size,age") -> None:
+    """40 nodes with names, two features and a class; what is renamed in `classes` and `columns` is renamed in all."""
+    folder.mkdir(exist_ok=True)
+    rows = [f"n{i},{classes[i % 3]},{i % 3 + i / 100:.2f},{i % 5}" for i in range(40)]
+    (folder / "nodes.csv").write_text(f"id,label,{columns}\n" + "\n".join(rows) + "\n")
+    pairs = sorted({(i, (i * k + 3) % 40) for i in range(40) for k in (1, 7)})
+    (folder / "edges.csv").write_text("source,target\n" + "\n".join(f"n{a},n{b}" for a, b in pairs) + "\n")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, and a run of every workload in `runs`."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "text").mkdir()
+    for number in range(12):
+        (home / "text" / f"{number}.txt").write_text(TEXT.format(number=number))
+    graph(home / "graph")
+    (home / "numbers_of.py").write_text(THEIRS)
+    (home / "layers.py").write_text(LAYERS)
+    (home / "lines.txt").write_text("\n".join(str(i) for i in range(40)))
+    (home / "machine.toml").write_text(MACHINE)
+    for name, text in RECIPES.items():
+        sequence = "sequence = 16\nbatch_tokens = 64\n" if name in ("bytes", "bpe") else ""
+        (home / f"{name}.toml").write_text(text + REST.format(sequence=sequence, machine=home / "machine.toml"))
+        done = forked(home, "train", f"{name}.toml")
+        assert done.returncode == 0, done.stderr
+    return home
+
+
+def moved(home: Path, name: str, to: Path) -> Path:
+    """A copy of the run in a folder without its data, with another cache: the working directory of what follows."""
+    to.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(home / "runs" / name, to / "run")
+    cache = to / "cache" / "espalier"
+    cache.mkdir(parents=True)
+    if (home / "cache" / "espalier" / "key").exists():  # the same user
+        shutil.copy(home / "cache" / "espalier" / "key", cache)
+    return to
+
+
+@pytest.fixture
+def without_data(home: Path) -> Any:
+    """The data and the code are gone while the test runs."""
+    names = ["text", "graph", "lines.txt", "numbers_of.py", "layers.py"]
+    away = home / "away"
+    away.mkdir()
+    for name in names:
+        (home / name).rename(away / name)
+    yield
+    for name in names:
+        (away / name).rename(home / name)
+    away.rmdir()
+
+
+def said(folder: Path, *words: str) -> Any:
+    done = forked(folder, *words)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def refused(folder: Path, *words: str) -> str:
+    done = forked(folder, *words)
+    assert done.returncode == 2, done.stdout + done.stderr
+    return done.stderr
+
+
+def exported(folder: Path, run: str, form: str) -> dict[str, bytes]:
+    said(folder, "export", run, "--to", form, "--out", str(folder / f"out-{form}"), "--json")
+    files = sorted((folder / f"out-{form}").rglob("*"))
+    return {str(one.relative_to(folder / f"out-{form}")): one.read_bytes() for one in files if one.is_file()}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_copied_run_without_its_data_gives_the_same_bits(
+    home: Path, name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    ask = ["--json", *(["--tokens", "8"] if name in ("bytes", "bpe") else [])]
+    text = INPUTS.get(name)
+    before = said(home, "predict", f"runs/{name}", text, *ask) if text else None
+    evaluated = said(home, "eval", f"runs/{name}", "--json") if text else None
+    forms = ["hf", "safetensors"] if name in ("bytes", "bpe") else ["safetensors"]
+    files = {form: exported(home, f"runs/{name}", form) for form in forms}
+    for form in forms:
+        shutil.rmtree(home / f"out-{form}")
+
+    request.getfixturevalue("without_data")
+    there = moved(home, name, tmp_path / "elsewhere")
+    if text:
+        assert said(there, "predict", "run", text, *ask) == before
+        assert said(there, "eval", "run", "--json") == {**evaluated, "run": "run"}
+    for form in forms:
+        assert exported(there, "run", form) == files[form]
+    model = espalier.open(there / "run").model(trust=True)
+    weights = load_file(there / "out-safetensors" / "model.safetensors")
+    assert not model.training
+    assert all(torch.equal(one, model.state_dict()[key]) for key, one in weights.items())
+    assert len(weights) == len(model.state_dict())
+
+
+def test_a_module_is_evaluated_where_its_data_is_and_says_so_where_it_is_not(
+    home: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    assert said(home, "eval", "runs/module", "--json")["loss"] > 0
+    assert "runs/module names no data" not in refused(home, "eval", "runs/module", "--data", "lines.txt")
+    request.getfixturevalue("without_data")
+    assert "lines.txt" in refused(moved(home, "module", tmp_path / "elsewhere"), "eval", "run", "--data", "lines.txt")
+
+
+# --- changed data ----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_more_in_the_corpus_changes_no_prediction_and_no_evaluation(home: Path) -> None:
+    evaluated = said(home, "eval", "runs/bpe", "--json")
+    asked = ("predict", "runs/bpe", "the same", "--tokens", "8", "--json")
+    before, tokenizer = said(home, *asked), exported(home, "runs/bpe", "hf")["tokenizer.json"]
+    extra = home / "text" / "extra.txt"
+    extra.write_text("zebra quartz jukebox vixen. " * 900)
+    try:
+        assert said(home, "eval", "runs/bpe", "--json") == evaluated
+        assert said(home, *asked) == before
+        assert exported(home, "runs/bpe", "hf")["tokenizer.json"] == tokenizer
+        assert "text/extra.txt is new since" in refused(home, "train", "bpe.toml", "train.steps=3")
+        other = said(home, "eval", "runs/bpe", "--data", "text", "--json")
+        assert other["loss"] != evaluated["loss"]
+        accepted = forked(home, "train", "bpe.toml", "train.steps=3", "faults.changed_data=accept")
+        assert accepted.returncode == 0, accepted.stderr
+        assert exported(home, "runs/bpe", "hf")["tokenizer.json"] == tokenizer
+    finally:
+        extra.unlink()
+        shutil.rmtree(home / "out-hf", ignore_errors=True)
+
+
+def kept(home: Path, name: str) -> kept_graph.KeptGraph:
+    found = runs.find(home / "runs" / name).kept()
+    assert found is not None
+    return kept_graph.read(found)
+
+
+def reopened(home: Path, name: str, folder: Path) -> GraphWorkload:
+    recipe = load_run._with_data(runs.find(home / "runs" / name).read(), str(folder))
+    return open_graph(recipe, kept=kept(home, name))
+
+
+RENAMED = [
+    ({"classes": ("cat", "dog", "bird")}, r"has the class 'bird'.*there: bird, cat, dog; in the run: cat, dog, fish"),
+    ({"columns": "size,years"}, r"has the feature 'years'.*there: size, years; in the run: size, age"),
+    ({"columns": "size"}, r"has no feature 'age'"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), RENAMED, ids=["class", "column", "column removed"])
+def test_what_is_renamed_in_a_graph_is_refused_by_name(
+    home: Path, change: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    graph(tmp_path / "graph", **change)
+    if change.get("columns") == "size":
+        lines = (tmp_path / "graph" / "nodes.csv").read_text().splitlines()
+        (tmp_path / "graph" / "nodes.csv").write_text("\n".join(line.rpartition(",")[0] for line in lines[1:]) + "\n")
+        text = (tmp_path / "graph" / "nodes.csv").read_text()
+        (tmp_path / "graph" / "nodes.csv").write_text("id,label,size\n" + text)
+    with pytest.raises(UserError, match=re.compile(says, re.DOTALL)):
+        reopened(home, "node", tmp_path / "graph")
+
+
+def test_classes_columns_and_nodes_in_another_order_are_mapped_by_name(home: Path, tmp_path: Path) -> None:
+    graph(tmp_path / "graph")
+    rows = [line.split(",") for line in (tmp_path / "graph" / "nodes.csv").read_text().splitlines()]
+    lines = [",".join((one[0], one[1], one[3], one[2])) for one in [rows[0], *reversed(rows[1:])] if one[1] != "cat"]
+    (tmp_path / "graph" / "nodes.csv").write_text("\n".join(lines) + "\n")
+    edges = (tmp_path / "graph" / "edges.csv").read_text().splitlines()
+    there = {line.partition(",")[0] for line in lines}
+    links = [line for line in edges[1:] if set(line.split(",")) <= there]
+    (tmp_path / "graph" / "edges.csv").write_text("\n".join([edges[0], *links]) + "\n")
+    before, now = kept(home, "node").graph, reopened(home, "node", tmp_path / "graph").graph
+    assert now.classes == before.classes == ("cat", "dog", "fish")
+    assert now.columns == ("size", "age")
+    names = list(before.names)
+    assert before.labels is not None
+    assert now.labels is not None
+    for at, name in enumerate(now.names):
+        assert before.labels[names.index(name)] == now.labels[at]
+        assert (before.features[names.index(name)] == now.features[at]).all()
+
+
+def parts(graph: Graph) -> dict[str, str]:
+    assert graph.parts is not None
+    return {graph.called(int(one)): part for part, ids in graph.parts.named() for one in ids}
+
+
+def test_nodes_and_links_keep_their_part_when_others_come(home: Path, tmp_path: Path) -> None:
+    graph(tmp_path / "graph")
+    with (tmp_path / "graph" / "nodes.csv").open("a") as file:
+        file.write("".join(f"new{i},dog,1,1\n" for i in range(20)))
+    with (tmp_path / "graph" / "edges.csv").open("a") as file:
+        file.write("".join(f"new{i},n{i}\n" for i in range(20)))
+    before, now = (parts(one) for one in (kept(home, "node").graph, reopened(home, "node", tmp_path / "graph").graph))
+    assert before.items() <= now.items()
+    assert {now[f"new{i}"] for i in range(20)} == {"train", "validation", "test"}
+
+    def links(graph: Graph, of: Links) -> dict[frozenset[str], str]:
+        ends = [frozenset(graph.called(int(one)) for one in pair) for pair in of.pairs.T]
+        return {ends[at]: part for part, ids in of.parts.named() for at in ids}
+
+    old, task = kept(home, "link"), reopened(home, "link", tmp_path / "graph").task
+    assert isinstance(task, LinkTask)
+    assert old.links is not None
+    assert links(old.graph, old.links).items() <= links(task.graph, task.links).items()
+
+
+# --- what a folder keeps ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_and_was_changed_is_refused_by_name(home: Path, tmp_path: Path) -> None:
+    there = moved(home, "bpe", tmp_path)
+    (there / "run" / "preprocessing" / "tokenizer.json").write_text("{}")
+    assert "preprocessing/tokenizer.json has changed since" in refused(there, "predict", "run", "the")
+
+
+def test_code_in_a_run_of_another_user_does_not_run(home: Path, tmp_path: Path) -> None:
+    there = moved(home, "module", tmp_path)
+    code = there / "run" / "preprocessing" / "code" / "layers.py"
+    code.write_text(code.read_text() + "\nraise SystemExit('this ran')\n")
+    hashes = there / "run" / "preprocessing" / "hashes.json"
+    hashes.write_text(json.dumps({k: v for k, v in data_hash.in_folder(hashes.parent).items() if k != "hashes.json"}))
+    assert "was not begun by you" in refused(there, "export", "run")
+
+
+def test_a_killed_replacement_leaves_the_folder_that_was_there(tmp_path: Path) -> None:
+    folder = runs.RunFolder(tmp_path)
+    folder.freeze(lambda place: (place / "a").write_text("1") and None)
+
+    def fails(place: Path) -> None:
+        (place / "a").write_text("2")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match="disk is full"):
+        folder.freeze(fails)
+    assert (tmp_path / "preprocessing" / "a").read_text() == "1"
+    (tmp_path / "preprocessing").rename(tmp_path / "preprocessing.before")  # killed between the two renames
+    assert folder.kept() == tmp_path / "preprocessing"
+    assert {one.name for one in tmp_path.iterdir()} == {"preprocessing"}
+
+
+def test_a_run_of_an_earlier_version_reads_its_data_and_refuses_what_changed(home: Path, tmp_path: Path) -> None:
+    there = moved(home, "bpe", tmp_path)
+    shutil.rmtree(there / "run" / "preprocessing")
+    asked = ("predict", "run", "the same", "--tokens", "8", "--json")
+    assert said(there, *asked) == said(
+        home, *(one.replace("run", "runs/bpe") if one == "run" else one for one in asked)
+    )
+    table = json.loads((there / "run" / "data.json").read_text())
+    first = next(iter(table))
+    (there / "run" / "data.json").write_text(json.dumps({**table, first: "0" * 32}))
+    assert "has changed since run was begun" in refused(there, "predict", "run", "the")
+
+
+# --- weights to start from -------------------------------------------------------------------------------------------
+
+
+def settled(home: Path, tokenizer: str) -> Any:
+    lines = f'[model]\ninitial = "{home}/weights"\n[data]\npath = "{home}/text"\nvalidation = 0.3\n{tokenizer}\n'
+    (home / "initial.toml").write_text(lines + "[train]\nsteps = 2\nsequence = 16\nbatch_tokens = 64\n")
+    return prepare.resolve(home / "initial.toml", [])
+
+
+def test_the_tokenizer_of_the_weights_is_the_default_and_another_one_is_refused(home: Path) -> None:
+    for name, expected in (("bpe", str(home / "weights" / "tokenizer.json")), ("bytes", "bytes")):
+        said(home, "export", f"runs/{name}", "--to", "hf", "--out", str(home / "weights"), "--json")
+        found = settled(home, "")
+        assert found.recipe.data[0].tokenizer == expected
+        (derived,) = [one for one in found.derivations if one.key == "data.tokenizer"]
+        assert derived.value == expected
+        opened = prepare.open_workload(found)
+        assert opened.tokenizer.vocabulary == found.recipe.model.vocabulary
+        assert opened.tokenizer.encode(b"the same").tolist() == kept_ids(home, name, b"the same")
+    said(home, "export", "runs/bpe", "--to", "hf", "--out", str(home / "weights"), "--json")
+    for given, has in (("bytes", r"256 tokens"), ("bpe:400", "trained on this corpus")):
+        with pytest.raises(UserError, match=rf"data.tokenizer = '{given}' \({has}\) is not the tokenizer .* tokens\)"):
+            settled(home, f'tokenizer = "{given}"')
+    (home / "weights" / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+        settled(home, "")
+    shutil.rmtree(home / "weights")
+
+
+def kept_ids(home: Path, name: str, text: bytes) -> list[int]:
+    folder = runs.find(home / "runs" / name)
+    kept = folder.kept()
+    assert kept is not None
+    return [int(one) for one in kept_tokenizer(folder.read().data[0].tokenizer, kept).encode(text)]
