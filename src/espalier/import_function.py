@@ -113,6 +113,13 @@ def keep_sources(text: str, place: Path) -> None:
             shutil.copyfile(found, target)
 
 
+def unchanged_sources(place: Path, folder: Path | None) -> bool:
+    """Whether all sources that `keep_sources` has put into `place` are still so in `folder`, beside their data."""
+    code = place / KEPT_CODE
+    kept = {one.relative_to(code): one for one in code.rglob("*.py")}
+    return not kept or (folder is not None and all(_same_text(folder / name, one) for name, one in kept.items()))
+
+
 def _forget_others(folder: Path) -> None:
     """Forgets modules of the names in `folder` that were imported from elsewhere and are not the same."""
     names = {".".join(one.relative_to(folder).with_suffix("").parts): one for one in folder.rglob("*.py")}

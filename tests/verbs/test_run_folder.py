@@ -185,7 +185,17 @@ def test_a_module_is_evaluated_where_its_data_is_and_says_so_where_it_is_not(
     home: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     assert said(home, "eval", "runs/module", "--json")["loss"] > 0
-    assert "runs/module names no data" not in refused(home, "eval", "runs/module", "--data", "lines.txt")
+    layers = (home / "layers.py").read_text()
+    try:
+        (home / "layers.py").write_text(
+            layers.replace("nn.Tanh()", "nn.ReLU()")
+        )  # the run keeps the code of its weights
+        export = ("export", "runs/module", "--out", "exported", "--json")
+        said(home, *export)
+        assert "Tanh" in (home / "exported" / "code" / "layers.py").read_text()
+        assert "Tanh" in repr(espalier.open(home / "runs" / "module").model(trust=True))
+    finally:
+        (home / "layers.py").write_text(layers)
     request.getfixturevalue("without_data")
     assert "lines.txt" in refused(moved(home, "module", tmp_path / "elsewhere"), "eval", "run", "--data", "lines.txt")
 
@@ -194,24 +204,25 @@ def test_a_module_is_evaluated_where_its_data_is_and_says_so_where_it_is_not(
 
 
 def test_a_file_more_in_the_corpus_changes_no_prediction_and_no_evaluation(home: Path) -> None:
-    evaluated = said(home, "eval", "runs/bpe", "--json")
-    asked = ("predict", "runs/bpe", "the same", "--tokens", "8", "--json")
-    before, tokenizer = said(home, *asked), exported(home, "runs/bpe", "hf")["tokenizer.json"]
+    shutil.copytree(home / "runs" / "bpe", home / "runs" / "more")
+    evaluated = said(home, "eval", "runs/more", "--json")
+    asked = ("predict", "runs/more", "the same", "--tokens", "8", "--json")
+    before, tokenizer = said(home, *asked), home / "runs" / "more" / "preprocessing" / "tokenizer.json"
+    table = tokenizer.read_bytes()
     extra = home / "text" / "extra.txt"
     extra.write_text("zebra quartz jukebox vixen. " * 900)
     try:
-        assert said(home, "eval", "runs/bpe", "--json") == evaluated
+        assert said(home, "eval", "runs/more", "--json") == evaluated
         assert said(home, *asked) == before
-        assert exported(home, "runs/bpe", "hf")["tokenizer.json"] == tokenizer
-        assert "text/extra.txt is new since" in refused(home, "train", "bpe.toml", "train.steps=3")
-        other = said(home, "eval", "runs/bpe", "--data", "text", "--json")
-        assert other["loss"] != evaluated["loss"]
-        accepted = forked(home, "train", "bpe.toml", "train.steps=3", "faults.changed_data=accept")
+        resume = ("train", "bpe.toml", "--run", "runs/more", "train.steps=3")
+        assert "text/extra.txt is new since" in refused(home, *resume)
+        assert said(home, "eval", "runs/more", "--data", "text", "--json")["loss"] != evaluated["loss"]
+        accepted = forked(home, *resume, "faults.changed_data=accept")
         assert accepted.returncode == 0, accepted.stderr
-        assert exported(home, "runs/bpe", "hf")["tokenizer.json"] == tokenizer
+        assert tokenizer.read_bytes() == table
     finally:
         extra.unlink()
-        shutil.rmtree(home / "out-hf", ignore_errors=True)
+        shutil.rmtree(home / "runs" / "more")
 
 
 def kept(home: Path, name: str) -> kept_graph.KeptGraph:

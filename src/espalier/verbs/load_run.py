@@ -14,7 +14,7 @@ from espalier import phases, workload_registry
 from espalier import run as runs
 from espalier.config import Recipe
 from espalier.errors import UserError
-from espalier.import_function import KEPT_CODE
+from espalier.import_function import KEPT_CODE, unchanged_sources
 from espalier.mechanisms import DTYPES
 from espalier.track import events
 from espalier.verbs import prepare, run_data, run_seal
@@ -42,11 +42,16 @@ class DataChoice:
 
 
 def open_trained(path: str | Path, trust: bool = False, data: DataChoice = DataChoice()) -> Trained:
+    """As `trained`, in a process of its own, which computes on all cores."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    return trained(path, trust, data)
+
+
+def trained(path: str | Path, trust: bool = False, data: DataChoice = DataChoice()) -> Trained:
     """The newest good checkpoint of the run in `path`. `trust`: who made the run is trusted, see `Checkpoints.trust`.
 
     Raises UserError when there is none.
     """
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder = runs.find(path)
     recipe = folder.read()
     workload = open_workload(folder, recipe, trust, data)
@@ -97,7 +102,6 @@ def resolved(folder: runs.RunFolder, recipe: Recipe, trust: bool = False) -> pre
     last = begun[-1] if begun else {}
     origin = Path(last["recipe_folder"]) if last.get("recipe_folder") else None
     run_seal.check(recipe, run_seal.Origin(origin, kept), str(last.get("seal", "")), str(folder.path), trust)
-    code = None if kept is None else kept / KEPT_CODE
-    place = code if code is not None and code.is_dir() else origin
+    place = origin if kept is None or unchanged_sources(kept, origin) else kept / KEPT_CODE
     reads = kept is None or not workload_registry.row(recipe).evaluates
     return prepare.Resolved(recipe, folder=place, trust=trust, kept=kept, reads=reads)

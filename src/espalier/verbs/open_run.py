@@ -17,9 +17,9 @@ class Run(run_tables.Run):
         It needs nothing but the folder. `trust`: whether code of somebody else's run may run. Raises UserError where
         there is no checkpoint yet.
         """
-        from espalier.verbs.load_run import open_trained
+        from espalier.verbs.load_run import trained
 
-        return open_trained(self.folder, trust).model
+        return trained(self.folder, trust).model
 
 
 def open_run(folder: str | Path) -> Run:
