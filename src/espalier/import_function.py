@@ -22,6 +22,7 @@ from espalier.errors import EspalierError, UserError, nearest
 KEPT_CODE = "code"
 """Folder, in that of what a run keeps, of the sources of the function that its recipe names."""
 
+_KEPT = f"{os.sep}preprocessing{os.sep}{KEPT_CODE}{os.sep}"
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -67,8 +68,8 @@ def function(text: str, folder: str | Path | None) -> tuple[Callable[..., Any], 
     if not colon or not name or not attribute:
         raise UserError(f"model.build = {text!r} names no function.", do='model.build = "package.module:function"')
     first = [*([] if folder is None else [str(Path(folder).resolve())]), os.getcwd()]
-    if folder is not None and Path(folder).name == KEPT_CODE:
-        _forget_others(Path(folder))
+    if folder is not None:
+        _forget_others(Path(folder).resolve())
     sys.path[:] = [*dict.fromkeys(first), *(place for place in sys.path if place not in first)]
     try:
         module = importlib.import_module(name)
@@ -103,7 +104,7 @@ def keep_sources(text: str, place: Path) -> None:
     if file.suffix != ".py" or _INSTALLED & set(root.parts) or str(root) == sysconfig.get_paths()["stdlib"]:
         return
     for module in list(sys.modules.values()):
-        found = Path(getattr(module, "__file__", None) or "")  # a few modules of torch give a name alone
+        found = Path(getattr(module, "__dict__", {}).get("__file__") or "")  # a few modules of torch give a name alone
         if not (found.is_absolute() and found.suffix == ".py" and found.is_file()):
             continue
         found = found.resolve()
@@ -121,14 +122,17 @@ def unchanged_sources(place: Path, folder: Path | None) -> bool:
 
 
 def _forget_others(folder: Path) -> None:
-    """Forgets modules of the names in `folder` that were imported from elsewhere and are not the same."""
-    names = {".".join(one.relative_to(folder).with_suffix("").parts): one for one in folder.rglob("*.py")}
-    names = {name.removesuffix(".__init__"): one for name, one in names.items()}
-    loaded = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
-    if any(file and not _same_text(Path(file), names[name]) for name, file in loaded.items()):
-        for name in names:
-            sys.modules.pop(name, None)
-        importlib.invalidate_caches()
+    """Forgets modules that were imported from what another run keeps; and where `folder` is what a run keeps, modules
+    of the names there that are not the same."""
+    sources = {one.relative_to(folder): one for one in folder.rglob("*.py")} if folder.name == KEPT_CODE else {}
+    ours = {".".join(name.with_suffix("").parts).removesuffix(".__init__"): one for name, one in sources.items()}
+    loaded = {name: getattr(module, "__dict__", {}).get("__file__") or "" for name, module in list(sys.modules.items())}
+    others = {name for name, file in loaded.items() if _KEPT in file and not Path(file).is_relative_to(folder)}
+    if any(loaded.get(name) and not _same_text(Path(loaded[name]), one) for name, one in ours.items()):
+        others |= ours.keys()
+    for name in others:
+        sys.modules.pop(name, None)
+    importlib.invalidate_caches()
 
 
 def _same_text(one: Path, other: Path) -> bool:

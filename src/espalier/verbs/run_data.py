@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,13 +38,13 @@ class DataHashes:
 def data_of(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> DataHashes:
     """The run's data. Raises UserError where it is not what the run was begun with, unless the recipe accepts that:
     then the plan is made anew, as the batch may be another."""
-    now = workload_registry.row(recipe).contents(recipe, workload)
+    now = workload_registry.row(recipe).contents(runs.located(recipe), workload)
     if not folder.exists():
         return DataHashes(now)
     before = _before(folder)
     if before is None:
         return DataHashes(now, notes=[f"{folder.path} has no data hashes: the present data is accepted"])
-    changed = data_hash.differences(before, now)
+    changed = _changes(before, now)
     if not changed:
         return DataHashes(now)
     first, more = changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
@@ -70,11 +71,18 @@ def _before(folder: runs.RunFolder) -> dict[str, str] | None:
         ) from None
 
 
+def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """See `data_hash.differences`. Earlier versions have relative paths."""
+    absolute = {path if (path := os.path.abspath(name)) in now else name: one for name, one in before.items()}
+    return data_hash.differences(absolute, now)
+
+
 def refuse_changed(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -> None:
     """Raises UserError where the data is not what a run was trained on that has kept nothing of its preprocessing: its
     tokenizer and its classes would be derived from other data."""
     before = _before(folder)
-    changed = data_hash.differences(before, workload_registry.row(recipe).contents(recipe, workload)) if before else []
+    now = workload_registry.row(recipe).contents(runs.located(recipe), workload)
+    changed = _changes(before, now) if before else []
     if changed:
         raise UserError(
             f"{changed[0]} since {folder.path} was begun, and the run does not keep what it made of its data.",
