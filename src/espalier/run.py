@@ -21,8 +21,6 @@ from typing import Any
 
 import msgspec
 
-import msgspec
-
 from espalier import cluster as clusters
 from espalier import config, data_hash
 from espalier.cache_dir import BEFORE, replace, replace_folder, table, unwritable
