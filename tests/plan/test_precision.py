@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -17,7 +18,7 @@ from espalier.cluster import Cluster, Rate
 from espalier.config import Auto, Pin, defaults, recipe_file
 from espalier.errors import UserError
 from espalier.plan import base as plans
-from espalier.plan import device_model, precision, request_from_recipe
+from espalier.plan import device_model, precision, request_from_recipe, trials
 from espalier.plan.base import Plan
 from espalier.plan.decide import PlanDecision, decide
 from espalier.plan.request import AUTO, Request
@@ -65,18 +66,44 @@ def test_slow_bf16_beside_fast_fp16_does_not_count() -> None:
     assert precision.fast(middling) == ("bf16", "fp16", "fp32")
 
 
-@pytest.mark.parametrize("times", [0.4, 4.0])
-def test_processors_train_in_fp32_and_may_be_told_to_train_in_bf16(times: float) -> None:
+def multiplying_bf16(times: float) -> Cluster:
+    """A processor whose products in bf16 are so many times as fast as in fp32."""
     (node,) = processor(4).nodes
     flops = {"fp32": 40e9, "bf16": 40e9 * times}
     rates = tuple(Rate("product", one, 512, 512, 512, 1, 1, flops[one]) for one in flops)
     device = msgspec.structs.replace(node.device, flops=flops, rates=rates, peak=False)
-    cluster = Cluster(nodes=(msgspec.structs.replace(node, device=device),))
+    return Cluster(nodes=(msgspec.structs.replace(node, device=device),))
+
+
+@pytest.mark.parametrize("times", [0.4, 4.0])
+def test_processors_train_in_fp32_and_may_be_told_to_train_in_bf16(times: float) -> None:
+    cluster = multiplying_bf16(times)
     plan, plain, low = (decide(decoder(precision=name), cluster).plan for name in (AUTO, "fp32", "bf16"))
     assert msgspec.structs.replace(plan, why=()) == msgspec.structs.replace(plain, why=())
-    assert any(sentence.startswith("fp32, as on all processors") for sentence in plan.why)
+    assert precision.ON_PROCESSORS in plan.why
     assert low.precision == "bf16"
     assert (seconds(low) < seconds(plan)) == (times > 1)
+
+
+@pytest.mark.parametrize(
+    ("times", "measured", "taken"), [(4.0, 0.5, "bf16"), (4.0, 0.9, "fp32"), (4.0, 1.1, "fp32"), (0.4, 0.5, "fp32")]
+)
+def test_processors_train_in_bf16_where_steps_in_it_were_measured_and_are_faster(
+    times: float, measured: float, taken: str
+) -> None:
+    """Products that multiply fast are worth a trial, and only a trial decides."""
+    asked: list[trials.Key] = []
+
+    def measure(plans: Sequence[Plan]) -> dict[trials.Key, float]:
+        asked.extend(map(trials.key, plans))
+        return {one: measured if one.precision == "bf16" else 1.0 for one in map(trials.key, plans)}
+
+    plan = decide(decoder(precision=AUTO), multiplying_bf16(times), trials=measure).taken
+    assert plan.precision == taken
+    assert any(one.precision == "bf16" for one in asked) == (times > 1)
+    if taken == "bf16":
+        assert seconds(plan) == pytest.approx(measured)
+        assert any("bf16, micro-batch" in one and "0.5" in one.replace("500 ms", "0.5") for one in plan.why)
 
 
 # --- the law -------------------------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ def test_a_step_is_priced_with_the_best_choice_and_with_a_pinned_one() -> None:
 @pytest.mark.parametrize(("start", "told"), [(None, "slower"), ("none", "it was set")])
 def test_the_plan_says_when_weights_are_gathered_and_what_the_others_lose(start: Any, told: str) -> None:
     pin = Pin(algorithm="isp", hp=8, shard=ShardPin(params=8), prefetch=start)
-    plan = decide(decoder(width=2048, layers=6, sequence=65_536, batch=8, pin=pin), gpus(inside="100Gbit/s")).taken
+    plan = decide(decoder(width=2048, layers=6, sequence=65_536, batch=8, pin=pin), gpus(inside="50Gbit/s")).taken
     assert plan.prefetch == (start or "attention")
     (said,) = [one for one in plan.why if "are gathered" in one]
     assert told in said

@@ -90,7 +90,7 @@ def decide(
     if request.precision == AUTO and there:
         return _in_the_fastest_precision(request, cluster, calibration, trials)
     if request.precision == AUTO:
-        request = replace(request, precision="fp32", remarks=(*request.remarks, precision.ON_PROCESSORS))
+        return _as_measured(request, cluster, calibration, trials)
     replicas = precision.machines(cluster, request.precision) if there else cluster
     if isinstance(request.sync, ByRounds):
         found = _by_rounds(request, replicas, calibration, request.sync)
@@ -127,6 +127,26 @@ def _in_the_fastest_precision(
     others = {one.request.precision: one.found for one in made if one is not best_of}
     why = (*best_of.plan.why, *precision.reasons(best_of.plan, cluster, others))
     return replace(best_of, plan=msgspec.structs.replace(best_of.plan, why=why))
+
+
+def _as_measured(request: Request, cluster: Cluster, calibration: Calibration, measure: Trials | None) -> PlanDecision:
+    """On processors: fp32, or bf16 where trials of the same ranks and micro-batch say that it is faster."""
+    plain = (*request.remarks, precision.ON_PROCESSORS)
+    found = decide(replace(request, precision="fp32", remarks=plain), cluster, calibration, measure)
+    exact = found.plan
+    if measure is None or not (found.fits and precision.worth_trying(cluster)) or exact.outer is not None:
+        return found
+    alike = {"ranks": len(exact.ranks), "threads": exact.ranks[0].threads, "micro_batch": exact.micro_batch}
+    pin = msgspec.structs.replace(request.pin, **alike, recompute=exact.recompute)
+    try:
+        low = decide(replace(request, precision="bf16", pin=pin), cluster, calibration)
+    except UserError:
+        return found
+    same = low.fits and msgspec.structs.replace(low.plan.layout, precision="fp32") == exact.layout
+    measured = measure([exact, low.plan]) if same else {}
+    if not measured or measured[trials.key(exact)] < precision.FASTER * measured[trials.key(low.plan)]:
+        return found
+    return replace(low, plan=_told(low.plan, [low.plan, exact], measured))
 
 
 def _rank(found: PlanDecision) -> tuple[bool, float]:

@@ -2,7 +2,7 @@
 
 A recipe that leaves `train.precision` open gets the fastest plan of all precisions that some GPU of the cluster
 computes fast (`decide`). A device that lacks a precision is left out of its plans, so that one old card does not slow
-the others. Processors train in fp32.
+the others. Processors train in fp32, unless trials of real steps are faster in bf16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FASTER = 1.25
 """So many times as fast as fp32 (or TF32) a device must multiply in 16 bits for these to be worth their rounding."""
 WORTH_SAYING = 1.1
 """A precision that is at most this much faster than a plan's own is not told."""
-ON_PROCESSORS = 'fp32, as on all processors; where these multiply bf16 faster, train.precision = "bf16" takes it.'
+ON_PROCESSORS = "fp32: on processors bf16 is taken only where steps in it were measured and are faster."
 
 
 def candidates(cluster: Cluster) -> tuple[str, ...]:
@@ -52,6 +52,11 @@ def machines(cluster: Cluster, name: str) -> Cluster:
     if cluster.pairs or alike or not having or any(table.name for table in cluster.nodes):
         return cluster
     return msgspec.structs.replace(cluster, nodes=having)
+
+
+def worth_trying(cluster: Cluster) -> bool:
+    """Whether processors multiply so much faster in bf16, as probed, that steps may be."""
+    return all(_rate(table.device, "bf16") > FASTER * _rate(table.device, "fp32") for table in cluster.nodes)
 
 
 def _rate(device: Device, precision: str) -> float:

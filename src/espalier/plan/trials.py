@@ -28,10 +28,12 @@ class Key(NamedTuple):
     micro_batch: int
     cut: str = ""
     recompute: str = "none"
+    precision: str = "fp32"
 
     def __str__(self) -> str:
         """For people."""
         cut = f"{self.cut}, " if self.cut else ""
+        cut += f"{self.precision}, " if self.precision != "fp32" else ""
         divided = f"{plural(self.ranks, 'rank')} x {plural(self.threads, 'thread')}"
         return f"{divided}, {cut}micro-batch {self.micro_batch}"
 
@@ -93,7 +95,7 @@ class Trials:
 def key(plan: Plan) -> Key:
     """What a trial of `plan` is of."""
     cut = ", ".join((*plan.layout.cut, *plan.layout.split))
-    return Key(len(plan.ranks), plan.ranks[0].threads, plan.micro_batch, cut, plan.recompute)
+    return Key(len(plan.ranks), plan.ranks[0].threads, plan.micro_batch, cut, plan.recompute, plan.precision)
 
 
 def told(plans: Sequence[Plan], measured: Measured) -> str:

@@ -21,7 +21,7 @@ from espalier.track.progress import Waiting
 from espalier.workload import Workload
 
 Resolved = workload_registry.Resolved
-PRECISION = "on GPUs the fastest of what they compute fast, on processors fp32"
+PRECISION = "on GPUs the fastest of what they compute fast; on processors fp32, or bf16 where measured steps are faster"
 """Why `train.precision` is what its plan has."""
 
 
