@@ -184,9 +184,22 @@ def _without_it(found: Found, option: Option, field: str, value: Any) -> str:
 def _passed_over(found: Found, fastest: Option, option: Option) -> str:
     """Why the fastest by estimate is not the plan."""
     gain = _gain(option, fastest)
-    tie = f"a tie (within {found.tie:.0%}), which goes to the simpler plan, then to less memory"
+    tie = f"a tie (within {found.tie:.0%}), and this plan {_preferred(option, fastest)}"
     faster = f"{label(fastest.layout)} is {_faster(gain)} by estimate"
     return f"{faster}, but {_STAY_WHOLE}." if gain > found.tie else f"{faster}: {tie}."
+
+
+def _preferred(option: Option, other: Option) -> str:
+    """What decides between two options within a tie (`Option.order`)."""
+    if other.tight and not option.tight:
+        return "leaves memory to spare"
+    if option.leaving < other.leaving and other.order(option.leaving)[1]:
+        return "sends fewer bytes between machines"
+    if option.layout.key() < other.layout.key():
+        return "has fewer moving parts"
+    if option.layout.micro_batch > other.layout.micro_batch:
+        return "has larger micro-batches"
+    return "holds less memory" if option.peak < other.peak else "exchanges fewer states in each micro-batch"
 
 
 _STAY_WHOLE = "on one machine states are not sharded where they fit, as the gain is below the error of the estimate"
@@ -199,6 +212,8 @@ def _gain(option: Option, other: Option) -> float:
 
 def _faster(gain: float) -> str:
     """A gain in words."""
+    if gain < 0.0005:
+        return "as fast"
     return f"{gain:.1%} faster" if gain < 1 else f"{1 + gain:.3g} times as fast"
 
 
