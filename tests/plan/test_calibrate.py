@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from asked import gpus, processor
+from asked import decoder, gpus, processor
 from rows import timed, unmeasured
 
 from espalier import cluster as clusters
@@ -27,6 +27,7 @@ from espalier.plan.calibrate import (
     calibrate,
 )
 from espalier.plan.calibration_factors import PLAIN, CostFactors
+from espalier.plan.decide import decide
 
 MINE = '{ name = "mine", kind = "cuda", memory = 100000000000, memory_bandwidth = 1e12, flops = { fp32 = 1e13 } }'
 TRUTH = CostFactors(product=1.15, small=1.5, memory=1.2, issue=1.8, inside=1.1, call=2.5, held=1.3)
@@ -149,3 +150,13 @@ def test_another_stack_and_more_ranks_are_less_certain(rows: list[Measurement]) 
     assert foreign >= math.hypot(known, UNCALIBRATED) * (1 - 1e-9)
     far = [found.on(gpus(count=64), count * found.ranks, "one").spread for count in (1, 8, 64)]
     assert far[0] == known < far[1] < far[2]
+
+
+def test_a_plan_says_that_its_calibration_is_of_another_stack() -> None:
+    request, cluster = decoder(), gpus("A100-80GB")
+    for stacks, doubted in (((), False), (("espalier on A100-80GB",), False), (("megatron on A100-80GB",), True)):
+        known = Calibration(stacks=stacks, rows=9, spread=0.1, source="mine")
+        plan = decide(request, cluster, known).plan
+        assert any("Calibrated on megatron on A100-80GB, not on" in one for one in plan.why) == doubted
+        assert plan.predicted is not None
+        assert (plan.predicted.spread > 0.1) == doubted

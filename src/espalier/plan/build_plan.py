@@ -45,7 +45,7 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
         precision=request.precision,
         compile=request.compile,
         predicted=predicted,
-        why=tuple(explain.why(request, found, option)),
+        why=(*explain.why(request, found, option), *filter(None, [calibration.doubt(own_stack(option.cluster))])),
         runners_up=tuple(explain.runners_up(request, found, option)),
     )
 

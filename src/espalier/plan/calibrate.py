@@ -111,6 +111,12 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """Whether this stack is none of those that were measured. Unnamed ones are not told apart."""
         return bool(self.stacks and stack and stack not in self.stacks)
 
+    def doubt(self, stack: str) -> str:
+        """What to say of predictions for a stack that was not measured; empty where there is nothing to say."""
+        measured = " and ".join(self.stacks)
+        told = f"Calibrated on {measured}, not on {stack}: predictions may be worse, and their bands are wider."
+        return told if self.foreign(stack) else ""
+
     @property
     def band(self) -> tuple[float, float]:
         """Factors below and above a predicted time within which four of five measurements should lie."""

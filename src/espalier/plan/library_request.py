@@ -14,7 +14,7 @@ from espalier.config import Auto, Pin, Recipe
 from espalier.errors import UserError, nearest
 from espalier.plan import pins as pinned
 from espalier.plan.base import Layout, Predicted
-from espalier.plan.calibrate import DATASHEET, Calibration
+from espalier.plan.calibrate import DATASHEET, Calibration, own_stack
 from espalier.plan.estimate import estimate as priced
 from espalier.plan.layouts import of_view
 from espalier.plan.reference_models import ReferenceDecoder
@@ -54,7 +54,8 @@ def estimate(
     if int(layouts.world) > there and where.nodes[0].device.kind == "cuda":
         raise UserError(f"The layout needs {layouts.world} devices; the cluster has {there}.", do="a smaller dp")
     found = priced(request, where, layouts, known.factors)
-    return msgspec.structs.replace(found, spread=known.on(where, int(layouts.world)).spread)
+    certain = known.on(where, int(layouts.world), own_stack(where))
+    return msgspec.structs.replace(found, spread=certain.spread)
 
 
 def cluster_of(cluster: Any) -> Cluster:

@@ -14,7 +14,7 @@ from espalier.config import data_path, defaults, model_kinds, recipe_file
 def check(arguments: argparse.Namespace) -> None:
     """Raises UserError for a recipe, a cluster file, a run folder or a path of data that cannot be used."""
     elsewhere = any(getattr(arguments, name, None) for name in ("hosts", "slurm"))  # where the data may lie
-    if getattr(arguments, "recipe", None) is not None:
+    if getattr(arguments, "recipe", None) is not None and getattr(arguments, "score", None) is None:
         recipe = recipe_file.load(arguments.recipe, arguments.overrides)
         if getattr(recipe.model, "initial", None) is None:  # else the weights say the sizes
             defaults.resolve(recipe)

@@ -154,11 +154,7 @@ def _doubts(score: str, calibrate_on: str | None) -> list[str]:
 def _foreign(table: MeasuredTable, calibration: Calibration) -> list[str]:
     """What is scored of stacks that were not measured."""
     stacks = Counter(row.stack for row in table.measurements if calibration.foreign(row.stack))
-    return [
-        f"calibrated on {', '.join(calibration.stacks)}; {units.plural(count, 'row')} of {name}: coefficients of "
-        "another stack may make predictions worse, and their bands are wider"
-        for name, count in sorted(stacks.items())
-    ]
+    return [f"{units.plural(count, 'row')}: {calibration.doubt(name)}" for name, count in sorted(stacks.items())]
 
 
 def _tell(table: MeasuredTable, found: Scores, calibration: Calibration) -> None:
