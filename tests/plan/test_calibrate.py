@@ -28,6 +28,7 @@ from espalier.plan.calibrate import (
 )
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.plan.decide import decide
+from espalier.plan.device_model import peak, sustained
 
 MINE = '{ name = "mine", kind = "cuda", memory = 100000000000, memory_bandwidth = 1e12, flops = { fp32 = 1e13 } }'
 TRUTH = CostFactors(product=1.15, small=1.5, memory=1.2, issue=1.8, inside=1.1, call=2.5, held=1.3)
@@ -73,6 +74,19 @@ def test_no_measurement_makes_a_coefficient_unphysical(rows: list[Measurement], 
     for name in PRIOR:
         assert getattr(found, name) >= LOWEST.get(name, RANGE[0]) * (1 - 1e-9)
         assert getattr(found, name) <= RANGE[1] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("device", ["H100-PCIe", "RTX 3090"])
+def test_no_product_is_faster_than_the_peak_of_the_device_that_was_measured(
+    rows: list[Measurement], device: str
+) -> None:
+    cluster = gpus(device, devices=8)
+    one = cluster.nodes[0].device
+    moved = [replace(row, cluster=cluster) for row in rows if row.layout.world <= 8][::12]
+    found = calibrate([replace(row, step_seconds=(row.step_seconds or 0) / 8) for row in timed(moved)]).factors
+    for precision in {row.request.precision for row in moved}:
+        least = sustained(one, precision) / peak(one, precision)
+        assert least * (1 - 1e-9) <= found.product < least * 1.01
 
 
 def test_more_rows_make_no_coefficient_less_sure(fitted: Calibration, half: Calibration) -> None:

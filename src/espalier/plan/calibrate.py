@@ -44,7 +44,7 @@ DOUBLING = 0.03
 """Relative error that each doubling of the ranks beyond the measured ones adds. Assumed."""
 
 PRIOR = {
-    "product": 0.1, "small": 0.3, "attention": 0.4, "memory": 0.3, "issue": 0.7, "inside": 0.3, "between": 0.4,
+    "product": 0.2, "small": 0.6, "attention": 0.4, "memory": 0.3, "issue": 0.3, "inside": 0.3, "between": 0.4,
     "call": 0.7, "exposed": 0.7, "stall": 1.0,
 }  # fmt: skip
 """How far each factor may easily be from 1, in logarithms."""
@@ -53,10 +53,11 @@ HELD, PEAKS, HELD_RANGE = 0.25, 0.15, (0.4, 2.5)
 """The same for activations and slack; the scatter of a measured peak; how far the factor may go."""
 
 LOWEST = {
-    "product": 0.88, "attention": 0.4, "memory": device_model.COPY_SHARE, "inside":
+    "product": device_model.PRODUCT_SHARE, "attention": 0.4, "memory": device_model.COPY_SHARE, "inside":
     collective_time.LINK_SHARE["inside"], "between": collective_time.LINK_SHARE["between"], "exposed": 0.1,
 }  # fmt: skip
-"""Below these a device or link would beat its datasheet (`product`, `attention`: devices sustain different shares)."""
+"""Below these a device or link would beat its datasheet. `product`: of devices that say what they sustain, that
+(`lowest`); `attention`: devices sustain different shares."""
 RANGE = (0.1, 20.0)
 EXPOSED = 5.0
 """The factor of `exposed` at which nothing is hidden."""
@@ -228,7 +229,7 @@ def _times(rows: Sequence[Measurement]) -> dict[str, Any]:
     refuse_other_units(batch.predict(PLAIN)[0], measured, "step times", "seconds")
     names = list(PRIOR)
     width = np.array([PRIOR[name] for name in names])
-    low = np.log([LOWEST.get(name, RANGE[0]) for name in names])
+    low = np.log(list(lowest(rows).values()))
     high = np.log([EXPOSED if name == "exposed" else RANGE[1] for name in names])
 
     def misses(at: Any) -> Any:
@@ -245,6 +246,14 @@ def _times(rows: Sequence[Measurement]) -> dict[str, Any]:
         "errors": dict(zip(names, np.sqrt(np.diag(covariance)).tolist(), strict=True)),
         "spread": _shrunk(FOUR_OF_FIVE * spread, len(rows)),
     }
+
+
+def lowest(rows: Sequence[Measurement]) -> dict[str, float]:
+    """The least that each factor may be: a product takes no less than its FLOP at the peak of the measured devices."""
+    shares = {
+        device_model.share(node.device, "product", row.request.precision) for row in rows for node in row.cluster.nodes
+    }
+    return {name: LOWEST.get(name, RANGE[0]) for name in PRIOR} | {"product": max(shares)}
 
 
 def _shrunk(spread: float, rows: int) -> float:

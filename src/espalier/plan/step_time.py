@@ -33,9 +33,11 @@ BACKWARD = 2.0
 ONCE = 200.0
 """Operations that a step issues beside its passes: reading, agreement, clipping, the optimizer. Steps of decoders of 12
 thousand and 60 thousand parameters took 0.75 ms longer than their passes on a processor of 4 us an operation."""
-TOGETHER = 8.0
+TOGETHER = 3.0
 """A GPU and the host that feeds it work side by side: a pass takes (device^p + host^p)^(1/p), their maximum but where
-they are about equal: with 8, 9 % more than either there. Assumed; with 4 measured GPT steps are met less well."""
+they are about equal: with 3, 26 % more than either there, as a pass has parts in which the host is slower and parts in
+which the device is, and a queue of launches evens out few of them. Assumed; measured GPT steps on A100s are met better
+with it than with 2 or 8, and calibrated on them those on H100s."""
 CLIP_BYTES = 12
 """Per parameter: the norm reads a gradient, clipping reads and writes it."""
 ADAM_BYTES = 28
