@@ -189,6 +189,7 @@ def test_rounds_whose_states_do_not_fit_are_refused_with_their_bytes() -> None:
     with pytest.raises(DoesNotFit, match="most of it outer") as caught:
         planned(shape("llama-13b", Co2()), hosts())
     assert "outer 42" in caught.value.why
+    assert caught.value.do.startswith('sync.kind="every_step", which keeps no outer states (')
     kept = planned(shape("llama-13b", Auto()), hosts())
     assert kept.outer is None
     assert kept.predicted is not None

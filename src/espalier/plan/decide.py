@@ -93,7 +93,10 @@ def decide(
         return _as_measured(request, cluster, calibration, trials)
     replicas = precision.machines(cluster, request.precision) if there else cluster
     if isinstance(request.sync, ByRounds):
-        found = _by_rounds(request, replicas, calibration, request.sync)
+        try:
+            found = _by_rounds(request, replicas, calibration, request.sync)
+        except refusals.DoesNotFit as error:
+            raise refusals.of_rounds(error, request, replicas) from None
     else:
         found = _every_step(request, cluster, calibration, trials)
         if isinstance(request.sync, Auto) and replicas.machines > 1 and found.fits:

@@ -12,7 +12,7 @@ import numpy as np
 
 from espalier import units
 from espalier.cluster import Cluster
-from espalier.config import Pin
+from espalier.config import EveryStep, Pin
 from espalier.errors import UserError
 from espalier.plan import collective_time, memory_model, pins, precision, search
 from espalier.plan.collective_time import gpus, seats
@@ -55,6 +55,13 @@ def refusal(request: Request, cluster: Cluster, found: Found) -> UserError:
         + ", ".join(f"{kind} {units.show_size(size)}" for kind, size in ordered),
         do=SEPARATOR.join([*cures(request, cluster, nearest), *([ABSENT] if gpus(cluster) else [])]),
     )
+
+
+def of_rounds(error: DoesNotFit, request: Request, cluster: Cluster) -> DoesNotFit:
+    """The error when no replica fits beside what rounds keep, with the change that keeps nothing where it helps."""
+    cost = _planned(replace(request, sync=EveryStep()), cluster)
+    told = [f'sync.kind="every_step", which keeps no outer states ({cost})'] if cost else []
+    return DoesNotFit(error.what, why=error.why, do=SEPARATOR.join([*told, error.do]))
 
 
 def _no_layout(request: Request, cluster: Cluster) -> UserError:

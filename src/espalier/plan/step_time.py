@@ -36,8 +36,8 @@ thousand and 60 thousand parameters took 0.75 ms longer than their passes on a p
 TOGETHER = 3.0
 """A GPU and the host that feeds it work side by side: a pass takes (device^p + host^p)^(1/p), their maximum but where
 they are about equal: with 3, 26 % more than either there, as a pass has parts in which the host is slower and parts in
-which the device is. Assumed; measured GPT steps on A100s, and calibrated on them those on H100s, are met better with it than
-with 8."""
+which the device is. Assumed; measured GPT steps on A100s, and calibrated on them those on H100s, are met better with it
+than with 8."""
 CLIP_BYTES = 12
 """Per parameter: the norm reads a gradient, clipping reads and writes it."""
 ADAM_BYTES = 28
