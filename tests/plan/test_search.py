@@ -163,6 +163,22 @@ def test_bytes_that_leave_a_machine() -> None:
     assert float(search.leaving(request, alone, whole)) == 0
 
 
+def test_every_option_between_machines_counts_what_leaves_them_also_with_shares_by_speed() -> None:
+    cluster = clusters.loads(
+        '[[nodes]]\ndevice = "A100-80GB"\ndevices = 4\n[[nodes]]\ndevice = "H100"\ndevices = 4\n'
+        '[links]\nbetween = "25Gbit/s"'
+    )
+    request = decoder(width=1024, layers=8, sequence=1024, batch=64, heads=16, kv_heads=16)
+    found = [one for one in search.search(request, cluster).options if one.layout.world > 4]
+    assert any(one.shares is not None for one in found)
+    assert any(one.shares is None and one.layout.dp == 8 for one in found)
+    for one in found:
+        weak = search.weakest(request, one.on)
+        (wanted,) = np.broadcast_to(search.leaving(request, weak, one.layout.at([0])), 1)
+        assert one.leaving == pytest.approx(float(wanted))
+        assert one.leaving > 0
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_more_memory_never_makes_the_best_slower(seed: int) -> None:
     request, cluster = random_case(seed)

@@ -253,7 +253,7 @@ def _searched(request: Request, cluster: Cluster, calibration: Calibration, tria
         kept = replace(found, options=found.whole)
         return PlanDecision(request, cluster, found, _whole(request, found, kept, calibration, trials))
     make = partial(build_plan.make, request, found, calibration=calibration)
-    plans = [make(one) for one in _tied(found, option)]
+    plans = [make(one) for one in (_tied(found, option) if trials else [option])]
     plan, measured = _fastest(plans, trials)
     return PlanDecision(request, cluster, found, _told(plan, plans, measured))
 
@@ -314,7 +314,7 @@ def _whole(request: Request, found: Found, kept: Found, calibration: Calibration
         best = options[max(even, key=lambda at: len(tried[at].ranks))]
     elif len(tried) > 1:
         return make(best)
-    cuts = [make(one) for one in _tied(kept, best)]
+    cuts = [make(one) for one in (_tied(kept, best) if measure else [best])]
     plan, ways = _fastest(cuts, measure)
     measured, tried = {**measured, **ways}, [*tried, *(cuts[1:] if ways else [])]
     sizes = [plan, *(make(one) for one in _other_sizes(kept, plan))]

@@ -11,8 +11,8 @@ import numpy as np
 
 from espalier import units
 from espalier.cluster import Cluster, Place, machine_order
-from espalier.plan import collective_time, plan_summary, step_time
 from espalier.plan import layouts as space
+from espalier.plan import plan_summary, step_time
 from espalier.plan.base import RunnerUp
 from espalier.plan.collective_time import gpus, seats
 from espalier.plan.cost_inputs import CostInputs
@@ -104,9 +104,8 @@ def bucket(request: Request, option: Option) -> int:
 
 def _inputs(request: Request, option: Option) -> CostInputs:
     """What is priced of an option, on its first kind of rank."""
-    layout = option.layout
-    on = collective_time.fleet(option.cluster, int(layout.world), layout.threads)
-    return CostInputs(request, replace(on, factors=request.factors), on.kinds[0], layout)
+    on = replace(option.on, factors=request.factors)
+    return CostInputs(request, on, on.kinds[0], option.layout)
 
 
 def _gathering(request: Request, option: Option) -> dict[Prefetch, float]:

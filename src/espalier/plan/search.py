@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -68,6 +69,11 @@ class Option:
     """Bytes that leave a machine in a step."""
     nodes: tuple[int, ...] = ()
     """The machines' numbers in the user's cluster, in the order of this one; empty: the same."""
+
+    @cached_property
+    def on(self) -> collective_time.Fleet:
+        """The devices of its ranks and their links, as a datasheet has them."""
+        return collective_time.fleet(self.cluster, int(self.layout.world), self.layout.threads)
 
     @property
     def fits(self) -> bool:
@@ -340,23 +346,25 @@ def _price(
     fits = np.flatnonzero(over <= 0)
     chosen, peak, over = batch.at(fits), peak[fits], over[fits]
     seconds = np.broadcast_to(slowest(request, weak, chosen), fits.shape)
-    away = np.broadcast_to(leaving(request, weak, chosen), fits.shape)
 
     def options(picked: list[int]) -> list[Option]:
-        values = (column[picked].tolist() for column in (seconds, peak, over, away))
-        rows = zip(chosen.each(picked), *values, strict=True)
+        if not picked:
+            return []
+        away = np.broadcast_to(leaving(request, weak, chosen.at(picked)), len(picked))
+        values = (column[picked].tolist() for column in (seconds, peak, over))
+        rows = zip(chosen.each(picked), *values, away.tolist(), strict=True)
         return [Option(one, part, taken, most, beyond, leaving=sent) for one, taken, most, beyond, sent in rows]
 
     picked = _pick(seconds, peak, chosen, np.arange(len(fits)))
-    found = options(picked)
+    found, unequal = options(picked), []
     if len(on.kinds) > 1 and batch.algorithm == "data":
         single = [index for index, option in zip(picked, found, strict=True) if option.layout.pp == 1][:UNEQUAL]
-        found += by_speed(request, part, on, chosen.at(np.array(single, dtype=int)), seconds[single])
+        unequal = by_speed(request, part, on, chosen.at(np.array(single, dtype=int)), seconds[single])
     elif len(on.kinds) > 1 and batch.algorithm == "isp":
         rings = [index for index in picked if in_one_ring(chosen, on.ranks)[index]][:UNEQUAL]
-        found += slots_by_speed(request, part, on, chosen.at(np.array(rings, dtype=int)), seconds[rings])
+        unequal = slots_by_speed(request, part, on, chosen.at(np.array(rings, dtype=int)), seconds[rings])
     sent = {option.layout: option.leaving for option in found}
-    found = [replace(option, leaving=sent[option.layout]) for option in found]
+    found += [replace(option, leaving=sent[option.layout]) for option in unequal]
     unsharded = np.flatnonzero(np.broadcast_to(chosen.optimizer, fits.shape) == 1) if whole else np.empty(0, dtype=int)
     return found, options(_pick(seconds, peak, chosen, unsharded)), None
 
