@@ -72,7 +72,7 @@ heads = 2
 [data]
 path = "corpus"
 [train]
-steps = 60
+steps = 300
 sequence = 32
 batch_tokens = 256
 validate_every = 1000
@@ -159,11 +159,11 @@ def signalled_and_requeued(folder, options):
     assert ended(folder) == [130, 0], (folder / "fake" / "out").read_text()
     assert cli.main(["train", "recipe.toml", "--run", "runs/whole"]) == 0
     assert steps(folder) == steps(folder, "whole")
-    assert set(steps(folder)) == set(range(1, 61))
+    assert set(steps(folder)) == set(range(1, 301))
     assert files(folder, "job") == files(folder, "whole") != {}
     lines = (folder / "runs" / "job" / "events.jsonl").read_text().splitlines()
     begun = [event["step"] for event in map(json.loads, lines) if event["event"] == "run"]
-    assert begun[0] == 0 < begun[1] < 60
+    assert begun[0] == 0 < begun[1] < 300
 
 
 def test_usr1_saves_and_requeues_and_the_second_life_ends_with_the_unbroken_runs_bits(cluster, capsys):
