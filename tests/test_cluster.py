@@ -53,6 +53,7 @@ nodes = st.builds(
 written = st.builds(
     Cluster, nodes=st.lists(nodes, min_size=1, max_size=2).map(tuple), between=links, machine=words,
     notes=st.lists(words, max_size=2).map(tuple), pairs=st.just((Pair(0, 1, 1e9, 1e-5, 1e-6),)),
+    optimizers=st.lists(nodes, max_size=2).map(tuple),
 ).filter(lambda cluster: len(cluster.devices()) > 1)  # fmt: skip
 
 

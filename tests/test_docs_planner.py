@@ -21,6 +21,7 @@ from espalier.plan import (
     device_model,
     layouts,
     memory_model,
+    offload,
     precision,
     reference_models,
     request,
@@ -37,6 +38,7 @@ MODULES = {
     for module in (
         *(calibrate, memory_model, collective_time, cost_inputs, reference_models, search, step_time),
         device_model,
+        offload,
         precision,
     )
 }

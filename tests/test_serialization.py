@@ -69,6 +69,15 @@ def test_what_goes_in_comes_out_with_its_types(value: Any) -> None:
     assert same(serialization.loads(serialization.dumps(value)), value)
 
 
+def test_a_tensor_of_one_element_or_none_comes_back_whatever_its_strides() -> None:
+    empty = torch.from_numpy(np.zeros((3, 4), np.int64)[:, :0].reshape(0))
+    single = torch.tensor([7]).as_strided((1,), (0,))
+    for one in (empty, torch.zeros(2, 0, dtype=torch.int64), torch.empty_strided((0,), (0,)), single):
+        again = serialization.loads(serialization.dumps(one))
+        assert again.dtype == one.dtype
+        assert torch.equal(again, one)
+
+
 def test_random_states_and_states_of_optimizers_come_back() -> None:
     model = torch.nn.Linear(3, 2)
     kinds: list[Any] = [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad]

@@ -107,9 +107,9 @@ def test_ranks_of_other_roles_run_their_own_program_beside_the_trainers(tmp_path
 
 def test_a_role_without_a_program_is_refused_by_name(tmp_path: Path) -> None:
     recipe = small_recipe(tmp_path)
-    plan = plans.Plan(ranks=(plans.Rank(role="optimizer"),))
+    plan = plans.Plan(ranks=(plans.Rank(role="evaluator"),))
     setting = RankSetup(recipe, plan, open_language(recipe), launch.places(plan)[0])
-    with pytest.raises(UserError, match="Rank 0 is planned as 'optimizer'"):
+    with pytest.raises(UserError, match="Rank 0 is planned as 'evaluator'"):
         worker.train(setting, {})
 
 

@@ -20,7 +20,7 @@ VERBS = {
     "train": "train a recipe; the same command again resumes",
     "eval": "evaluate the newest checkpoint of a run on its held-out data",
     "predict": "let a trained run answer an input",
-    "report": "write report.html for a run, or show a running one live",
+    "report": "write report.html for a run or show it live; list runs, or compare several",
     "export": "write a run's model in another program's format",
     "explain": "what each system in Espalier is, when it is chosen, and its state",
     "diagnose": "why a job failed, from the logs of any framework, and whether a restart can help",
@@ -51,7 +51,9 @@ def parser() -> argparse.ArgumentParser:
             action="store_true",
             help="open a run of somebody whose code may run: a module, a pickle, an older checkpoint",
         )
-    made["report"].add_argument("run", nargs="?", help="a run folder, such as runs/language")
+    made["report"].add_argument(
+        "runs", nargs="*", help="a run folder, such as runs/language; several are compared; none: a list of runs/"
+    )
     _options(made)
     return top
 
@@ -90,7 +92,9 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     watch.add_argument("--workers", type=int, metavar="N", help="inference processes (default: one for each core)")
     watch.add_argument("--data", metavar="PATH", help="evaluate on the held-out part of this data instead of the run's")
     made["predict"].add_argument(
-        "input", nargs="?", help="text to go on from; of a graph: nodes, pairs or graphs (default all); or @FILE"
+        "input",
+        nargs="?",
+        help="text to go on from; of a graph: nodes, pairs or graphs (default all); @FILE; -: each line of stdin",
     )
     made["predict"].add_argument("--tokens", type=int, default=200, help="tokens to generate (default 200)")
     made["predict"].add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest (default)")

@@ -14,19 +14,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from espalier.compose import Claim
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
     from espalier.checkpoint.base import Stateful
     from espalier.config import Recipe
     from espalier.cost import Cost
-    from espalier.optim.base import Optimizer
+    from espalier.optim.base import MakeGroup, Optimizer
     from espalier.optim.loss_scale import LossScale
     from espalier.parallel.mesh import ProcessMesh
     from espalier.parallel.model_cut import ModelCut
     from espalier.plan.base import Plan
     from espalier.shard.base import Sharding
-    from espalier.stages.base import Schedule
+    from espalier.stages.base import Schedule, Window
     from espalier.stages.model_stages import ModelStages
     from espalier.sync.base import Agreement
     from espalier.workload import Workload
@@ -46,7 +48,11 @@ class Build:
         matrices: names of the matrices that the optimizer moves as a whole.
         cut: how the model is cut over the ranks of a replica; None: each holds it whole.
         stages: the pipeline stages of this rank; None: it has all layers.
+        window: the layers that are here at a time; None: all are.
+        group: makes the parts of the optimizer, and keeps their states; None: in memory, beside the parameters.
         sharding, optimizer, schedule, agreement: what trains it; None until a mechanism has made it.
+        folder: of the run; None: nothing is kept.
+        meters: what every step says of itself besides, by name of the event's field.
     """
 
     recipe: Recipe
@@ -60,11 +66,15 @@ class Build:
     matrices: frozenset[str] = frozenset()
     cut: ModelCut | None = None
     stages: ModelStages | None = None
+    window: Window | None = None
+    group: MakeGroup | None = None
     sharding: Sharding | None = None
     optimizer: Optimizer | None = None
     schedule: Schedule | None = None
     agreement: Agreement | None = None
     mechanisms: tuple[Mechanism, ...] = field(default=())
+    folder: Path | None = None
+    meters: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
 
 class Mechanism:
@@ -87,6 +97,13 @@ class Mechanism:
     def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
         """What a checkpoint holds, given the `parts` that earlier mechanisms have named."""
         return parts
+
+    def resumed(self, context: Build) -> int | None:
+        """Steps of a state that it has taken up by itself, which lives longer than ranks; None: it has none."""
+        return None
+
+    def close(self, context: Build) -> None:
+        """Leaves what other processes wait for. Called once, when this rank makes no more steps."""
 
 
 Choose = Callable[["Recipe", "Plan"], "Mechanism | None"]

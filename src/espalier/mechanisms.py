@@ -11,8 +11,10 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
+from msgspec.structs import astuple
 from torch import nn
 
+import espalier.shard.luwu.mechanism as luwu
 from espalier import compose, units
 from espalier.compose import Claim
 from espalier.config import Precision
@@ -23,8 +25,9 @@ from espalier.optim.loss_scale import LossScale
 from espalier.sequence import loongtrain
 from espalier.shard import mechanism as sharded_states
 from espalier.shard import placement_plan
+from espalier.shard.offload import mechanism as offload
 from espalier.stages import mechanism as pipelined
-from espalier.stages import whole
+from espalier.stages import vertical, whole
 from espalier.sync import every_step, outer_rounds
 from espalier.tensor import mechanism as tensor_parallel
 
@@ -163,8 +166,9 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
 # --- what a plan says of itself, for others to need or forbid ------------------------------------------------------
 
 ENCODED = Claim("codecs", question="codec", changes=frozenset({"sums are encoded"}))
-NCCL = Claim("nccl", question="transport", changes=frozenset({"waits cannot be ended"}))
+NCCL = Claim("nccl", question="transport", changes=frozenset({"waits cannot be ended", "computes on GPUs"}))
 ROLES = Claim("roles", question="roles", changes=frozenset({"ranks of other roles"}))
+RANKS = Claim("ranks", question="ranks", changes=frozenset({"several ranks"}))
 SINGLES = Claim("single_ranks", question="replicas", changes=frozenset({"replicas of one rank"}))
 MACHINES = Claim("machines", question="machines", changes=frozenset({"several machines"}))
 CUT_MATRICES = Claim(
@@ -187,8 +191,15 @@ CUT_LAYERS = Claim(
 )
 COPIES = Claim("faults.memory", question="copies", changes=frozenset({"states are copied"}))
 ROLLBACK = Claim("faults.rollback", question="rollback", changes=frozenset({"steps are taken back"}))
-UNMET: frozenset[str] = frozenset()
+UNMET = frozenset({"parameters wait in host memory"})
 """Needs that no mechanism meets yet: plans with them are refused by `compose`."""
+
+
+PARAMETERS_ON_HOST = Claim(
+    "parameters_on_host", question="parameters", needs=frozenset({"parameters wait in host memory"})
+)
+HERE = {"device"}
+"""Of a plan in which nothing waits elsewhere."""
 
 
 class Property(Mechanism):
@@ -200,17 +211,22 @@ class Property(Mechanism):
 
 def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
     """Of a run, besides those that its mechanisms bring."""
-    outer = plan.outer
+    outer, memory = (
+        plan.outer,
+        recipe.faults.memory,
+    )  # states that wait elsewhere are copied only where that is asked for
     asked = (
         (ENCODED, any(one.codec != "exact" for one in plan.exchanges)),
         (NCCL, any(one.device != "cpu" for one in plan.ranks)),
         (ROLES, len(plan.trainers) < len(plan.ranks)),
+        (RANKS, len(plan.trainers) > 1),
         (MACHINES, len({one.node for one in plan.ranks}) > 1),
         (SINGLES, outer is not None and all(len(ranks) == 1 for ranks in outer.replicas)),
         (CUT_MATRICES, any(one.tensor > 1 for one in plan.stages)),
         (CUT_SEQUENCES, any(one.sequence > 1 for one in plan.stages)),
         (CUT_LAYERS, len({one.layers for one in plan.stages}) > 1),
-        (COPIES, recipe.faults.memory == "auto" or units.size(recipe.faults.memory, "faults.memory") > 0),
+        (COPIES, set(astuple(plan.offload)) == HERE if memory == "auto" else units.size(memory, "faults.memory") > 0),
+        (PARAMETERS_ON_HOST, plan.offload.parameters == "host"),
         (ROLLBACK, recipe.faults.rollback != "never"),
     )
     return [claim for claim, holds in asked if holds]
@@ -219,7 +235,6 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
 # --- the table -----------------------------------------------------------------------------------------------------
 
 TABLE: tuple[Choose, ...] = (
-    lambda recipe, plan: BuildModel(plan.precision),
     lambda recipe, plan: Recompute(plan.recompute) if plan.recompute != "none" else None,
     lambda recipe, plan: PRECISIONS[plan.precision]() if plan.precision in PRECISIONS else None,
     lambda recipe, plan: Compile() if plan.compile else None,
@@ -228,18 +243,35 @@ TABLE: tuple[Choose, ...] = (
     pipelined.choose_stages,
     pipelined.choose,
     muon.choose,
-    adamw.choose,
     outer_rounds.choose,
     loongtrain.choose,
 )
 """Rows that a recipe or a plan asks for."""
-PLAIN: tuple[Choose, ...] = (sharded_states.choose, whole.choose, every_step.choose)
+AWAY: tuple[Choose, ...] = (
+    luwu.choose_skeleton,
+    luwu.choose,
+    luwu.choose_optimizer,
+    vertical.choose,
+    offload.choose_parameters,
+    offload.choose_optimizer,
+    offload.choose_activations,
+)
+"""Rows for plans in which something waits elsewhere than on the device of its rank."""
+PLAIN: tuple[Choose, ...] = (
+    lambda recipe, plan: BuildModel(plan.precision),
+    sharded_states.choose,
+    adamw.choose,
+    whole.choose,
+    every_step.choose,
+)
 """Rows for questions that none of the others answers."""
 
 
 def chosen(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> list[Mechanism]:
     """The mechanisms that `recipe` and `plan` ask for, and the plain ones beside them."""
-    found = [one for row in table if (one := row(recipe, plan)) is not None]
+    away = set(astuple(plan.offload)) != HERE or len(plan.trainers) < len(plan.ranks)
+    rows = (*AWAY, *table) if away else table
+    found = [one for row in rows if (one := row(recipe, plan)) is not None]
     answered = {one.claim.question for one in found}
     plain = [one for row in PLAIN if (one := row(recipe, plan)) is not None]
     found += [one for one in plain if one.claim.question not in answered]
@@ -261,6 +293,7 @@ STAY_ALIKE = Claim(
     forbids=frozenset(
         {
             "states are cut",
+            "states are on disk",
             "the model is cut",
             "sums are encoded",
             "replicas differ between rounds",
@@ -274,7 +307,7 @@ STAY_BY_ROUNDS = Claim(
     "stay_by_rounds",
     question="recovery",
     needs=frozenset({"replicas of one rank"}),
-    forbids=frozenset({"waits cannot be ended"}),
+    forbids=frozenset({"states are on disk", "waits cannot be ended"}),
 )
 """Surviving replicas finish their round without the lost one, and let its replacement in at the next."""
 APPLIED = Claim(

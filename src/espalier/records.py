@@ -1,4 +1,5 @@
-"""What each of the twenty systems is for, costs, obeys, and whether it works: `espalier explain`, docs/systems.md.
+"""What each of the twenty systems is for, costs, obeys, and whether it works, and what the words of a plan mean:
+`espalier explain`, docs/systems.md.
 
 A system that is built carries its record beside its code, as `RECORD = Record(...)` of plain literals; the others stand
 in records.toml. Records are read from the source text, so that explaining a system imports neither it nor torch.
@@ -53,6 +54,29 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     gpu: str = "never"
 
 
+class Word(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A word of plans: its other spellings, what it means, the `option` that sets it and the `page` that says more."""
+
+    name: str
+    meaning: str
+    aliases: tuple[str, ...] = ()
+    option: str = ""
+    page: str = ""
+
+
+@cache
+def words() -> tuple[Word, ...]:
+    """The words of plans."""
+    table = tomllib.loads((_PACKAGE / "plan_words.toml").read_text(encoding="utf-8"))
+    return tuple(msgspec.convert({"name": name, **entry}, Word) for name, entry in table.items())
+
+
+def word(name: str) -> Word | None:
+    """The word of plans with this name in any of its spellings; None: there is none."""
+    spellings = {_plain(spelling): one for one in words() for spelling in (*one.aliases, one.name)}
+    return spellings.get(_plain(name))
+
+
 def read(package: Path) -> dict[str, Record]:
     """All records of the package in folder `package`, by name; the code's own win over those of records.toml."""
     table = tomllib.loads((package / "records.toml").read_text(encoding="utf-8"))
@@ -78,8 +102,8 @@ def get(name: str) -> Record:
     if record is None:
         near = nearest(_plain(name), spellings)
         raise UserError(
-            f"No system is called {name!r}.",
-            why=f"there are {', '.join(record.name for record in all_records())}",
+            f"No system and no word of a plan is called {name!r}.",
+            why=f"systems are {', '.join(record.name for record in all_records())}",
             do=f"espalier explain {spellings[near].name}" if near else "espalier explain survey",
         )
     return record

@@ -129,7 +129,11 @@ def located(recipe: config.Recipe) -> config.Recipe:
     if getattr(model, "initial", None) is not None:
         model = msgspec.structs.replace(model, initial=_absolute(model.initial))
     checkpoint = msgspec.structs.replace(recipe.checkpoint, target=_absolute(recipe.checkpoint.target))
-    return msgspec.structs.replace(recipe, data=sources, model=model, checkpoint=checkpoint)
+    store = recipe.store
+    if store is not None:
+        path = tuple(map(_absolute, store.path)) if isinstance(store.path, tuple) else _absolute(store.path)
+        store = msgspec.structs.replace(store, path=path)
+    return msgspec.structs.replace(recipe, data=sources, model=model, checkpoint=checkpoint, store=store)
 
 
 def _absolute(path: Any) -> Any:

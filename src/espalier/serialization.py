@@ -115,7 +115,8 @@ def _array(value: Any, name: str) -> Ext:
     import torch
 
     if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        dense = value.detach().cpu().contiguous()
+        flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # of one element, or of none, any stride fits
         return _nested(_TENSOR, [_dtype_name(value.dtype), list(value.shape), flat.numpy().data])
     if isinstance(value, torch.dtype):
         return Ext(_DTYPE, _dtype_name(value).encode())

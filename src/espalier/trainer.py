@@ -25,7 +25,7 @@ from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.in_memory import Memory, take_up
 from espalier.checkpoint.save_interval import Pace
 from espalier.comm.base import Meter, Traffic, traffic
-from espalier.errors import Anomaly, Interrupted, PeerLost
+from espalier.errors import Anomaly, Interrupted, PeerLost, UserError
 from espalier.hardware import malloc_trim
 from espalier.hardware.peak_memory import memory_of
 from espalier.launch.signal_handling import handling
@@ -59,11 +59,22 @@ class Built(NamedTuple):
             parts = mechanism.state(self.context, parts)
         return parts
 
+    def resumed(self) -> int | None:
+        """Steps of the state that a mechanism has taken up by itself; None: there is none."""
+        found = [mechanism.resumed(self.context) for mechanism in self.context.mechanisms]
+        return max((step for step in found if step is not None), default=None)
+
+    def close(self) -> None:
+        """Ends what the mechanisms have begun."""
+        for mechanism in self.context.mechanisms:
+            mechanism.close(self.context)
+
 
 def build(setting: RankSetup, mesh: ProcessMesh, table: Sequence[Choose] = TABLE) -> Built:
     """Wraps the workload's model in the mechanisms of the plan, in the order that `compose` finds."""
     mechanisms = ordered(setting.recipe, setting.plan, table)
     context = Build(setting.recipe, setting.plan, setting.workload, mesh, setting.device, mechanisms=mechanisms)
+    context.folder = setting.folder
     for mechanism in mechanisms:
         mechanism.wrap(context)
     model, sharding, optimizer = context.model, context.sharding, context.optimizer
@@ -215,6 +226,7 @@ class Trainer:
             fields |= {"loss_scale": scale.factor, "skipped": scale.skipped}
         if agreed.tasks:
             fields["tasks"] = dict(zip(self.workload.tasks(), agreed.tasks, strict=True))
+        fields |= {name: read() for name, read in self.built.context.meters.items()}
         setting.emit("step", **fields)
         if self.pace is not None:
             self.pace.clock(self.step, seconds)
@@ -285,8 +297,25 @@ class Trainer:
             level = int(loaded.meta.get("level", self.step))
             self.level = saved.team.agree("what is left to do", lambda: level, lambda all_: [min(all_)] * len(all_))
             self.built.agreement.at(self.step)
+        self._go_on(most)
         if self.healing is not None:
             self.healing.began(self.step)
+
+    def _go_on(self, most: int | None) -> None:
+        """From a state that outlived the ranks, where there is one. Raises UserError where it is of a later step than
+        `most`."""
+        step = self.built.resumed()
+        if step is None:
+            return
+        if most is not None and step > most:
+            raise UserError(
+                f"The run is to go back to step {most}, and its optimizer node is at step {step}.",
+                why="a node keeps the state of its last step only",
+                do='faults.rollback = "never" and a lower train.optimizer.learning_rate, in a new run',
+            )
+        self.step = self.level = step
+        self.tokens = round(self.step_tokens * step)
+        self.built.agreement.at(step)
 
     # --- the end and the profile -------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from espalier.hardware.peak_memory import peak_memory
 from espalier.launch import base as launch
 from espalier.launch import network_interface, version_check
 from espalier.launch.rejoin_signal import is_loss
+from espalier.launch.signal_handling import handling
 from espalier.mechanisms import recovery
 from espalier.plan import checkpoint_cost
 from espalier.plan.oom_advice import exhausted, is_exhausted
@@ -125,14 +127,34 @@ def as_trainer(setting: RankSetup, channel: dist.ProcessGroup | None) -> dict[st
     trainer = None
     try:
         trainer = Trainer(setting, channel)
-        return live(trainer)
+        with contextlib.closing(trainer.built):
+            return live(trainer)
     except Exception as error:
         if not is_exhausted(error):
             raise
         raise exhausted(setting.plan, setting.place.rank, measured(trainer, setting)) from error
 
 
-PROGRAMS: Mapping[str, Program] = {"trainer": as_trainer}
+def as_optimizer(setting: RankSetup, channel: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Holds the model and its optimizer's state for the trainers until they have left. Returns the steps done.
+
+    Raises UserError where there is no folder for its files.
+    """
+    from espalier.shard.luwu import role
+
+    place = setting.place
+    if setting.folder is None:
+        raise UserError("An optimizer node needs a run folder for its files.", do="espalier train")
+    own = setting.recipe, setting.plan, setting.workload, place.rank, setting.folder, place.host, setting.new
+
+    def stepped(step: int) -> None:
+        place.pulse.stepped(step)
+
+    with handling(lambda number, frame: None, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # trainers stop first
+        return {"step": role.serve(role.NodePlace(*own), channel, stepped)}
+
+
+PROGRAMS: Mapping[str, Program] = {"trainer": as_trainer, "optimizer": as_optimizer}
 """The table of roles; a mechanism that needs ranks of another role adds its row."""
 
 
@@ -141,7 +163,8 @@ def measured(trainer: Trainer | None, setting: RankSetup) -> dict[str, float]:
     peak = float(peak_memory(setting.device))
     if trainer is None:
         return {"peak": peak}
-    states = sum(value.nbytes for value in trainer.built.optimizer.state_dict().values())
+    kept = trainer.built.optimizer.state_dict().values()
+    states = sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
     return {**trainer.built.sharding.held(), "optimizer": states, "peak": peak}
 
 

@@ -125,6 +125,19 @@ def in_sequence(modules: Sequence[nn.Module]) -> Pieces:
     )
 
 
+class Skeleton(NamedTuple):
+    """A model whose parameters may be on the meta device, and its initial values one by one: fp32, by name."""
+
+    model: nn.Module
+    value: Callable[[str], Tensor]
+
+
+def whole_skeleton(model: nn.Module) -> Skeleton:
+    """Of a model that was built as a whole, which has its initial values until they are changed."""
+    values = dict(model.named_parameters())
+    return Skeleton(model, lambda name: values[name].detach().float())
+
+
 class Role(NamedTuple):
     """What a module of a model does where ranks share its matrices (tensor parallelism).
 
@@ -160,6 +173,10 @@ class Workload(Protocol):
 
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The whole model with its initial weights, the same on every rank (seeded)."""
+        ...
+
+    def skeleton(self) -> Skeleton:
+        """The model for ranks that never hold all of it, on the CPU, with the initial values of `build`."""
         ...
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from espalier.errors import UserError
 from espalier.graph import synthetic
 
 
@@ -23,6 +26,7 @@ def test_graphs_are_simple_undirected_and_seeded(tmp_path, text, monkeypatch):
     assert all(a != b for a, b in pairs)
     assert sum(len(ids) for _, ids in graph.parts.named()) == graph.nodes
     monkeypatch.setattr(synthetic, "_ROWS", 64)  # many pieces to put in order
+    monkeypatch.setattr(synthetic, "_PIECE", 7)
     again = synthetic.load(text, tmp_path / "two")
     assert edges_of(again) == pairs
     assert np.array_equal(again.features, graph.features)
@@ -60,3 +64,28 @@ def test_what_was_begun_and_not_ended_is_no_graph(tmp_path, monkeypatch):
             synthetic.load("rmat:scale=5", tmp_path)
     assert not list(tmp_path.iterdir())
     assert synthetic.load("rmat:scale=5", tmp_path).nodes == 32
+
+
+def test_memory_does_not_grow_with_the_graph(tmp_path, monkeypatch):
+    for name in ("CHUNK", "_ROWS"):
+        monkeypatch.setattr(synthetic, name, 1 << 12)
+    monkeypatch.setattr(synthetic, "_PIECE", 1 << 8)
+
+    def peak(nodes: int) -> int:
+        tracemalloc.start()
+        synthetic.write(synthetic.Planted(nodes=nodes, degree=8, skew=1.0), tmp_path / str(nodes))
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    peak(2_000)
+    assert peak(80_000) < 1.3 * peak(20_000)
+
+
+def test_few_nodes_train_where_the_recipe_says_so(tmp_path):
+    graph = synthetic.load("planted:nodes=20000,degree=2,features=2,train=0.05", tmp_path)
+    train, validation, test = (len(ids) for _, ids in graph.parts.named())
+    assert 0.04 < train / graph.nodes < 0.06
+    assert 0.18 < (validation + test) / graph.nodes < 0.22
+    with pytest.raises(UserError, match=r"train = 0\.9 of the nodes is not possible"):
+        synthetic.parse("planted:train=0.9")

@@ -97,6 +97,32 @@ def test_a_kept_probe_comes_back(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "new").iterdir()] == [probe.cache_file().name]
 
 
+def test_a_probe_of_a_busy_machine_does_not_replace_that_of_a_quieter_one() -> None:
+    said: list[str] = []
+    quiet, less, more = (
+        clusters.loads(f'busy = {busy}\n[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"')
+        for busy in (0.1, 0.6, 1.5)
+    )
+    assert clusters.loads(clusters.dumps(more)).busy == 1.5
+    assert probe.better(more, quiet, said.append) is quiet
+    assert "used 1.5 cores" in said[0]
+    assert probe.better(more, less, said.append) is less
+    assert probe.better(less, more, said.append) is less
+    assert probe.better(quiet, less, said.append) is quiet
+    assert probe.better(more, None, said.append) is more
+    assert len(said) == 2
+
+
+def test_a_probe_says_that_the_machine_was_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(probe, "_measured", lambda cores, seconds, say: GPU)
+    monkeypatch.setattr(resource_limits, "busy", lambda seconds: 1.2)
+    found = probe.ready(folder=tmp_path, say=said.append, disk=tmp_path)
+    assert found.busy == 1.2
+    assert "other programs used 1.2" in said[-1]
+    assert "other programs used 1.2" in found.notes[-1]
+
+
 def test_a_probe_of_other_hardware_is_measured_anew(tmp_path: Path) -> None:
     said: list[str] = []
     written(tmp_path, "a machine with 1 core")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
+
+import pytest
 
 from espalier.hardware import resource_limits
 
@@ -92,3 +96,27 @@ def test_free_memory_is_what_the_machine_or_a_control_group_leaves(tmp_path: Pat
     assert resource_limits.free_memory(tmp_path) == 300_000
     (box / "memory.max").write_text("max\n")
     assert resource_limits.free_memory(tmp_path) == 700 * 1024
+
+
+@pytest.mark.parametrize(
+    ("passed", "expected"), [((0, 0, 0, 800), 0.0), ((100, 50, 50, 600), 1.0), ((900, 0, 0, 0), 4.0)]
+)
+def test_busy_cores_are_those_that_others_leave_no_room_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: tuple[int, ...], expected: float
+) -> None:
+    root = write(tmp_path, MACHINE | {"proc/stat": "cpu  5 5 5 5 0 0 0 0 0 0\n"})
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: FOUR)
+    later = " ".join(str(5 + one) for one in passed)
+    monkeypatch.setattr(time, "sleep", lambda seconds: write(root, {"proc/stat": f"cpu  {later} 0 0 0 0 0 0\n"}))
+    assert resource_limits.busy(0.1, root) == expected
+
+
+def test_a_core_that_others_use_does_not_matter_where_enough_are_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write(tmp_path, MACHINE | {"proc/stat": "cpu  0 0 0 0 0 0 0 0 0 0\n"})
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: frozenset({0, 1}))
+    monkeypatch.setattr(time, "sleep", lambda seconds: write(root, {"proc/stat": "cpu  50 0 0 50 0 0 0 0 0 0\n"}))
+    assert resource_limits.busy(0.1, root) == 0

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from nets import TWO_NODES, Odd, every, one_step, plain, spread, triples, whole
 
 from espalier import plain_collectives
-from espalier.checkpoint.dcp_planners import boxes
 from espalier.checkpoint.save_and_restore import Checkpoints
+from espalier.checkpoint.tensor_slice import boxes
 from espalier.comm import Channel
 from espalier.config import Adamw
 from espalier.optim import adamw

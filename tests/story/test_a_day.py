@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from programs import environment, forked, started
 
+from espalier import cluster as clusters
+
 RECIPE = """
 [model]
 depth = 1
@@ -189,6 +191,26 @@ def test_torchrun_gives_the_same_curve_as_local_ranks(home):
     found = {event["step"]: event["loss"] for event in events(home, "elastic") if event["event"] == "step"}
     assert set(found) == set(range(1, 9))
     assert [found[step] for step in sorted(found)] == [expected[step] for step in sorted(found)]
+
+
+def test_ranks_that_torchrun_starts_on_two_hosts_measure_the_links_and_are_planned_for(home):
+    script = "import os\nfrom espalier import cli\nfrom espalier.hardware import multihost_probe\n"
+    script += "multihost_probe.host = lambda: f'host{os.environ[\"RANK\"]}|boot|1'\n"  # each rank on a host of its own
+    script += "raise SystemExit(cli.main(['train', 'recipe.toml', 'name=two', 'train.steps=2']))\n"
+    (home / "two.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "two.py"]
+    done = subprocess.run(
+        command, cwd=home, env=environment(home), capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    cluster = clusters.read(home / "runs" / "two" / "cluster.toml")
+    assert cluster.machines == 2
+    assert cluster.between is not None
+    assert cluster.between.measured
+    plan = json.loads((home / "runs" / "two" / "plan.json").read_text())
+    assert [one["node"] for one in plan["ranks"]] == [0, 1]
+    assert "Measuring the hosts" in done.stderr
+    assert [one["step"] for one in events(home, "two") if one["event"] == "step"] == [1, 2]
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ ALONE = {
     "context of 2": ({}, {"sequence": (1, 2)}, 1e-9),
     "heads of 2": ({}, {"sequence": (2, 1)}, 1e-9),
     "two stages": ({}, {"stages": 2}, 1e-9),
+    "optimizer on disk": ({}, {"offload": plans.Offload(optimizer="disk")}, 1e-9),
     "matrices over 2": ({}, {"tensor": 2, "algorithm": "fsp"}, 1e-9),
     "codec without loss": ({}, {"ranks": 2, "codec": "split"}, 1e-9),
     "int8 with feedback": ({}, {"ranks": 2, "codec": "int8"}, 2e-2),
@@ -65,6 +66,7 @@ QUESTIONS = [
     ["optimizer states in shards", "gradients in shards", "all states in shards"],
     ["context of 2", "heads of 2", "two stages"],
     ["codec without loss", "int8 with feedback"],
+    ["optimizer on disk"],
 ]
 LOSSY = {name for name, (_, _, tolerance) in ALONE.items() if tolerance > 1e-6}
 

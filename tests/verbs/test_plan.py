@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,11 @@ def test_score_alone_writes_the_rows_beside_the_file(rows: Path, capsys: pytest.
 def test_without_score_there_is_a_recipe(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *arguments]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_a_plan_imports_neither_dtensor_nor_checkpoints() -> None:
+    script = "import sys; from espalier.verbs import plan\n"
+    script += "slow = {'torch.distributed.tensor', 'torch.distributed.checkpoint', 'sympy'} & set(sys.modules)\n"
+    script += "assert not slow, slow\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=False)
+    assert not done.returncode, done.stderr

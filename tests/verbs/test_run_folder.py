@@ -181,6 +181,30 @@ def test_a_copied_run_without_its_data_gives_the_same_bits(
     assert len(weights) == len(model.state_dict())
 
 
+@pytest.mark.parametrize(("name", "lines"), [("bytes", ["the", "number é"]), ("node", ["n3", "n7,n9"])])
+def test_lines_of_standard_input_are_answered_as_each_alone(home: Path, name: str, lines: list[str]) -> None:
+    ask = ["--tokens", "8"] if name == "bytes" else []
+    alone = [said(home, "predict", f"runs/{name}", line, "--json", *ask) for line in lines]
+
+    def answered(text: str, *words: str) -> tuple[int, list[str], str]:
+        done = forked(home, "predict", f"runs/{name}", "-", *ask, *words, typed=text)
+        return done.returncode, done.stdout.splitlines(), done.stderr
+
+    code, found, _ = answered("\n\n".join(lines), "--json")
+    assert code == 0
+    assert [json.loads(line) for line in found] == alone
+    if name == "node":  # a line that has no answer does not stop the others
+        code, found, _ = answered("n3\nnobody\nn7,n9\n", "--json")
+        assert code == 2
+        read = [json.loads(line) for line in found]
+        assert [read[0], read[2]] == alone
+        assert read[1]["input"] == "nobody"
+        assert "nobody" in read[1]["error"]
+        code, found, complaint = answered("nobody\nn3\n")
+        assert (code, len(found)) == (2, 1)
+        assert "nobody" in complaint
+
+
 def test_a_module_is_evaluated_where_its_data_is_and_keeps_the_code_of_its_weights(
     home: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

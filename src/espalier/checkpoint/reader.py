@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from espalier import serialization
 from espalier.checkpoint import dcp_metadata, state_tree
 from espalier.checkpoint.base import Stateful
-from espalier.checkpoint.dcp_planners import LoadPlanner, Slice
+from espalier.checkpoint.dcp_planners import LoadPlanner
 from espalier.checkpoint.manifest import FileHash
 from espalier.checkpoint.storage import Storage
+from espalier.checkpoint.tensor_slice import Slice
 from espalier.errors import EspalierError, UserError
 
 PICKLED = b"PK\x03\x04"

@@ -26,6 +26,7 @@ from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.divergence_check import Alike
 from espalier.checkpoint.reader import restore
 from espalier.checkpoint.storage import Folder, folder_name, open_place, step_of
+from espalier.checkpoint.stored_slice import StoredSlice
 from espalier.checkpoint.writer import Write, WriteJob
 from espalier.errors import EspalierError, RunFailed, UserError
 
@@ -125,7 +126,8 @@ class Checkpoints:
         ones are DTensors; what differs by rank goes into a part whose name does too. `meta` is JSON. Waits for an
         earlier save first, and raises its error if it failed: UserError for a full disk or an unwritable folder; what
         `alike` raises, where ranks do not hold the same, of which nothing is kept.
-        With `wait`, returns when the checkpoint is on the disk.
+        With `wait`, or where some tensors are not in memory and so are not copied, returns when the checkpoint is on
+        the disk.
         """
         began = time.monotonic()
         self.wait()
@@ -133,8 +135,8 @@ class Checkpoints:
         state = {**self._stage.copy(tensors), **skeletons}
         loss = None if loss is None or not math.isfinite(loss) else loss
         job = WriteJob(step, state, dict(meta), loss)
-        blocked = time.monotonic() - began
-        self._writing = f"checkpoint-{step}", self._writer.submit(self._run, job, blocked)
+        wait = wait or any(isinstance(one, StoredSlice) for one in tensors.values())
+        self._writing = f"checkpoint-{step}", self._writer.submit(self._run, job, began, wait)
         if wait:
             self.wait()
         return time.monotonic() - began
@@ -262,7 +264,8 @@ class Checkpoints:
             what = f"checkpoint {name} is unusable: {why}"
             self._event("incident", kind="checkpoint", what=what, rank=0, step=step_of(name), action=f"took {taken}")
 
-    def _run(self, job: WriteJob, blocked: float) -> None:
+    def _run(self, job: WriteJob, asked: float, waits: bool) -> None:
+        """Writes what was `asked` for at that time; training `waits` or goes on."""
         began = time.monotonic()
         name = folder_name(job.step)
         try:
@@ -271,6 +274,7 @@ class Checkpoints:
             count = Write(self.place, self.team, job).run()
             took, path = time.monotonic() - began, self.place.path(name)
             self.wrote = took
+            blocked = (time.monotonic() if waits else began) - asked
             self._event("checkpoint", step=job.step, seconds=took, blocked=blocked, bytes=count, path=path)
             self._prune(name)
         except EspalierError as error:

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from espalier import serialization
 from espalier.checkpoint.base import Stateful
-from espalier.checkpoint.dcp_planners import Slice
+from espalier.checkpoint.stored_slice import StoredSlice
+from espalier.checkpoint.tensor_slice import Slice
 from espalier.serialization import Placeholder
 
 Kept = Tensor | Slice
@@ -85,10 +86,14 @@ class StagingBuffers:
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, tensors: Mapping[str, Kept]) -> dict[str, Kept]:
-        """Copies of `tensors` (of this rank's part where they are cut) that stay as they are until the next call."""
+        """Copies of `tensors` (of this rank's part where they are cut) that stay as they are until the next call; what
+        is not in memory as it is."""
         copies: dict[str, Kept] = {}
         fresh: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
+            if isinstance(tensor, StoredSlice):
+                copies[name] = tensor
+                continue
             own = local(tensor)
             buffer = fresh[name] = self._buffer(name, own)
             buffer.copy_(own, non_blocking=own.is_cuda)

@@ -94,7 +94,7 @@ class Write:
     def _writer(self) -> FileSystemWriter:
         if self._folder is None:
             self._folder = self.place.begin(self.name)
-        writer = FileSystemWriter(self._folder)
+        writer = FileSystemWriter(self._folder, per_thread_copy_ahead=0)  # all is in host memory already
         writer.set_up_storage_writer(self.team.rank == 0)
         return writer
 

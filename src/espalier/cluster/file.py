@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import tomli_w
@@ -22,6 +22,7 @@ from espalier.errors import UserError, nearest
 HELP = "docs/cluster.md shows the format; `espalier probe` writes one for this machine"
 Quantity = str | int | float
 
+ROLES = "trainer", "optimizer"
 LARGEST = 1_000_000
 """Devices in all: each becomes an object, and no cluster has more."""
 
@@ -60,6 +61,7 @@ class _Table(Struct, forbid_unknown_fields=True):
     disks: tuple[Disk, ...] = ()
     name: str = ""
     between: str | int | float | _Network | None = None
+    role: Literal["trainer", "optimizer"] = "trainer"
 
 
 class _File(Struct, forbid_unknown_fields=True):
@@ -67,6 +69,7 @@ class _File(Struct, forbid_unknown_fields=True):
     links: _Links = msgspec.field(default_factory=_Links)
     pairs: tuple[Pair, ...] = ()
     machine: str = ""
+    busy: float = 0.0
     notes: tuple[str, ...] = ()
 
 
@@ -96,25 +99,42 @@ def loads(text: str, origin: str = "cluster.toml") -> Cluster:
         raise UserError(f"{origin} is not valid TOML: {error}.", do=HELP) from None
     if not file.nodes:
         raise UserError(f"{origin} has no nodes.", do='[[nodes]]\n       count = 2\n       device = "A100-80GB"')
-    nodes = tuple(_node(table, file.links, f"{origin}: nodes[{i}]") for i, table in enumerate(file.nodes))
+    made = [_node(table, file.links, f"{origin}: nodes[{i}]") for i, table in enumerate(file.nodes)]
+    by_role = {
+        role: [node for node, table in zip(made, file.nodes, strict=True) if table.role == role] for role in ROLES
+    }
+    nodes, optimizers = (tuple(by_role[role]) for role in ROLES)
+    if not nodes:
+        raise UserError(
+            f'{origin} has only nodes with role = "optimizer".', do="a [[nodes]] table of machines that train"
+        )
     total = sum(node.count * node.devices for node in nodes)
     if total > LARGEST:
         raise UserError(f"{origin} has {total:,} devices (count x devices).", do=f"{LARGEST:,} devices or fewer in all")
     between = _between(file.links, nodes[0].device, origin)
-    cluster = Cluster(nodes=nodes, between=between, pairs=file.pairs, machine=file.machine, notes=file.notes)
+    cluster = Cluster(
+        nodes=nodes,
+        between=between,
+        pairs=file.pairs,
+        machine=file.machine,
+        busy=file.busy,
+        notes=file.notes,
+        optimizers=optimizers,
+    )
     _check_links(cluster, origin)
     return cluster
 
 
 def dumps(cluster: Cluster) -> str:
     """The cluster as TOML; `loads` of it gives an equal cluster. Plain numbers: bytes, bytes/s, seconds, FLOP/s."""
-    table: dict[str, Any] = {"nodes": [_dump_node(node) for node in cluster.nodes]}
+    trainers, optimizers = ([_dump_node(node) for node in nodes] for nodes in (cluster.nodes, cluster.optimizers))
+    table: dict[str, Any] = {"nodes": [*trainers, *({**node, "role": "optimizer"} for node in optimizers)]}
     if cluster.between:
         table["links"] = {"between": msgspec.to_builtins(cluster.between)}
-    for key in ("pairs", "machine", "notes"):
+    for key in ("pairs", "machine", "busy", "notes"):
         if getattr(cluster, key):
             table[key] = msgspec.to_builtins(getattr(cluster, key))
-    head: dict[str, Any] = {key: table.pop(key) for key in ("machine", "notes", "pairs") if key in table}
+    head: dict[str, Any] = {key: table.pop(key) for key in ("machine", "busy", "notes", "pairs") if key in table}
     text = tomli_w.dumps(head) + ("\n" if head else "") + tomli_w.dumps(table)
     innermost = re.compile(r"\[\n([^\[\]]*)\n\s*\]")  # tomli_w gives each number of a list a line of its own
     return "# bytes, bytes/s, seconds, FLOP/s; see docs/cluster.md\n" + innermost.sub(
@@ -234,15 +254,18 @@ def _check_links(cluster: Cluster, origin: str) -> None:
         if not (0 <= pair.a < len(places) and 0 <= pair.b < len(places)) or pair.a == pair.b:
             raise UserError(f"{origin}: pairs has a link from {pair.a} to {pair.b}.", why=f"{len(places)} devices")
         _positive(pair.bandwidth, f"{origin}: pairs ({pair.a}, {pair.b})")
-    if cluster.between is not None or cluster.machines == 1:
+    machines = cluster.machines + sum(node.count for node in cluster.optimizers)
+    if cluster.between is not None or machines == 1:
         return
     there = {frozenset((pair.a, pair.b)) for pair in cluster.pairs}
-    if len(places) > 1000 or any(
-        frozenset((a.rank, b.rank)) not in there for a in places for b in places if a.node < b.node
+    if (
+        cluster.optimizers
+        or len(places) > 1000
+        or any(frozenset((a.rank, b.rank)) not in there for a in places for b in places if a.node < b.node)
     ):
         raise UserError(
             f"{origin}: links.between is missing.",
-            why=f"{cluster.machines} machines exchange data, at a speed the file does not say",
+            why=f"{machines} machines exchange data, at a speed the file does not say",
             do='[links]\n       between = "400Gbit/s"',
         )
 

@@ -46,6 +46,7 @@ from espalier.config.sections import Recompute as Recompute
 from espalier.config.sections import ShardPin as ShardPin
 from espalier.config.sections import SlowMo as SlowMo
 from espalier.config.sections import Stable as Stable
+from espalier.config.sections import Store as Store
 from espalier.config.sections import StreamingDiLoCo as StreamingDiLoCo
 from espalier.config.sections import Sync as Sync
 from espalier.config.sections import Track as Track
@@ -79,4 +80,5 @@ RESUMABLE = (
         "name",
     ),
     *("graph.order", "graph.format", "graph.pickle"),
+    *("store.memory", "store.path", "store.disk"),
 )

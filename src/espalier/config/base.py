@@ -74,7 +74,7 @@ class Kind:
         row: the module that holds `ROW`, imported when a recipe asks for this kind.
         fill: fills the options that a recipe leaves open.
         check: raises UserError for options that contradict each other. Sees recipes before and after `fill`.
-        section: a table of the recipe that belongs to this kind alone.
+        sections: tables of the recipe that belong to this kind alone.
         usual: options that a table says nothing of, where they differ from what other kinds have.
         validation: what a validation costs, as a share of a training step; 0: not known.
         unit: what speed is counted in.
@@ -86,7 +86,7 @@ class Kind:
     row: str
     fill: Callable[[Draft], None]
     check: Callable[[RecipeBase], None] = _nothing
-    section: str | None = None
+    sections: tuple[str, ...] = ()
     usual: Callable[[dict[str, Any]], dict[str, Any]] = dict
     validation: Callable[[RecipeBase], float] = lambda recipe: 0.0
     unit: str = "samples"

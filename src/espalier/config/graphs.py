@@ -7,8 +7,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import field
 
+from espalier import units
 from espalier.config.base import Draft, Kind, Model, RecipeBase
-from espalier.config.sections import GraphOptions, Stable
+from espalier.config.sections import GraphOptions, Stable, Store
 from espalier.errors import UserError
 
 
@@ -123,6 +124,8 @@ def _check(recipe: RecipeBase) -> None:
         _width(model)
     if graph is not None:
         _graph(graph, model)
+    if recipe.store is not None:
+        _store(recipe.store, graph or GraphOptions())
     if len(recipe.data) > 1:
         raise UserError(f"A graph recipe has one [data] table; this one has {len(recipe.data)}.", do="keep one of them")
     if recipe.train.recompute not in (None, "none"):
@@ -187,6 +190,29 @@ def _graph(graph: GraphOptions, model: Model) -> None:
         raise UserError("graph.inductive has no effect when whole graphs are held out.", do="leave it out")
 
 
+def _store(store: Store, graph: GraphOptions) -> None:
+    if graph.task != "node" or not graph.fanout:
+        raise UserError(
+            f"[store] is not possible with graph.task = {graph.task!r} and graph.fanout = {list(graph.fanout)}.",
+            why="the rows of sampled neighbourhoods of nodes are packed",
+            do='graph.task = "node" and graph.fanout = [10, 10]',
+        )
+    if units.size(store.memory, "store.memory") <= 0:
+        raise UserError(f"store.memory = {store.memory!r} holds no batch.", do='store.memory = "512MiB"')
+    if store.disk is not None:
+        units.size(store.disk, "store.disk")
+    if not 0 <= store.resample <= 1:
+        raise UserError(
+            f"store.resample = {store.resample} is not possible.",
+            why="it is the share of the pool that is sampled anew in each epoch, between 0 and 1",
+            do="store.resample = 0.1",
+        )
+    if store.path == () or (isinstance(store.path, tuple) and len(set(store.path)) < len(store.path)):
+        raise UserError(
+            f"store.path = {list(store.path)} is not possible.", do="one folder for each disk, or leave it out"
+        )
+
+
 def _usual(table: dict[str, Any]) -> dict[str, Any]:
     """A graph network gets its authors' optimizer where none is named: Adam with L2 (arXiv 1609.02907, section 5.2).
     None leaves a value to `_fill`, which sees the task."""
@@ -206,7 +232,7 @@ KIND = Kind(
     row="espalier.graph.workload_row",
     fill=_fill,
     check=_check,
-    section="graph",
+    sections=("graph", "store"),
     usual=_usual,
     validation=lambda recipe: VALIDATION_COST,
     data="python:imports",

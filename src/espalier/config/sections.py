@@ -67,6 +67,24 @@ class GraphOptions(Options, frozen=True):
     format: Literal["auto", "csr", "cbm"] = "auto"
 
 
+# --- [store] -----------------------------------------------------------------------------------------------------
+
+
+class Store(Options, frozen=True):
+    """Features on disk: mini-batches are sampled once into a pool, and their rows packed beside it (DiskGNN).
+
+    `memory`: bytes of features that the ranks of a machine may hold; `path`: a folder, or one for each of several disks
+    (default: the cache folder); `disk`: bytes that packed rows may take (default: what the fastest layout takes);
+    `rows`: how packed rows are stored; `resample`: share of the pool that is sampled anew in each epoch.
+    """
+
+    memory: str | int = "512MiB"
+    path: str | tuple[str, ...] | None = None
+    disk: str | int | None = None
+    rows: Literal["fp32", "bf16", "int8"] = "fp32"
+    resample: float = 0.0
+
+
 # --- [train] -----------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +176,7 @@ class Pin(Options, frozen=True):
     micro_batch: int | None = None
     accumulate: int | None = None
     recompute: Recompute | None = None
+    offload: Literal["none", "host", "disk", "node"] | None = None
 
 
 class Planning(Options, frozen=True):
@@ -323,6 +342,7 @@ class RecipeBase(Options, frozen=True):
     model: Model
     data: tuple[Data, ...] = ()
     graph: GraphOptions | None = None
+    store: Store | None = None
     name: str = "run"
     train: Train = Train()
     plan: Planning = Planning()

@@ -62,11 +62,10 @@ def check(recipe: config.Recipe) -> None:
                     )
     own = model_kinds.of(recipe.model)
     for kind in model_kinds.KINDS:
-        if kind is not own and kind.section is not None and getattr(recipe, kind.section) is not None:
-            *first, last = (f'"{tag}"' for tag in kind.tags)
-            raise UserError(
-                f"[{kind.section}] belongs to {kind.name}.", do=f"model.kind = {', '.join(first)} or {last}"
-            )
+        for section in () if kind is own else kind.sections:
+            if getattr(recipe, section) is not None:
+                *first, last = (f'"{tag}"' for tag in kind.tags)
+                raise UserError(f"[{section}] belongs to {kind.name}.", do=f"model.kind = {', '.join(first)} or {last}")
     own.check(recipe)
     _batch(recipe.train)
     _places(recipe)

@@ -30,11 +30,19 @@ class Drawn(NamedTuple):
     blocks: tuple[MessageBlock, ...]
 
 
-class _Hop(NamedTuple):
-    ptr: Array  # int64 [targets + 1]
-    sources: Array  # int64 [edges], positions
-    edges: Array  # int64 [edges], places among the graph's edges; -1 for a loop
-    known: int  # nodes so far
+class Hop(NamedTuple):
+    """The edges drawn for one layer.
+
+    Attributes:
+        ptr: int64 [targets + 1]; sources: int64 [edges], positions among the nodes met.
+        edges: int64 [edges], places among the graph's edges; -1 for a loop.
+        known: nodes met so far.
+    """
+
+    ptr: Array
+    sources: Array
+    edges: Array
+    known: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,15 @@ class Sampler:
         """float32 [nodes]: one over the root of each node's (weighted) degree, its loop included."""
         return symmetric_root(self.graph)
 
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return self.graph.nodes
+
+    def degrees(self, nodes: Array) -> Array:
+        """int64: edges into each of `nodes`."""
+        return self.indptr[nodes + 1] - self.indptr[nodes]
+
     def draw(self, seeds: Array, fanouts: Sequence[int], seed: int = 0, step: int = 0) -> Drawn:
         """The neighbourhood of `seeds`.
 
@@ -83,7 +100,7 @@ class Sampler:
             hops, known = [], len(seeds)
             try:
                 for layer, fanout in enumerate(fanouts):
-                    hop = self._hop(nodes, known, fanout, _key(seed, step, layer))
+                    hop = self._hop(nodes, known, fanout, stream(seed, step, layer))
                     hops.append((hop, known))
                     known = hop.known
             finally:
@@ -98,7 +115,7 @@ class Sampler:
             most = min(most, self.graph.nodes)
         return most + seeds  # a seed may be named twice
 
-    def _hop(self, nodes: Array, known: int, fanout: int, key: int) -> _Hop:
+    def _hop(self, nodes: Array, known: int, fanout: int, key: int) -> Hop:
         from espalier.graph import sampler_kernels
 
         targets = nodes[:known]
@@ -109,48 +126,60 @@ class Sampler:
         loops = self.style.loops
         sampler_kernels.draw(targets, self.indptr, self.indices, ptr, np.uint64(key), loops, found, edges)
         after = sampler_kernels.number(found, known, nodes, self._place)
-        return _Hop(ptr, found, edges, int(after))
+        return Hop(ptr, found, edges, int(after))
 
-    def _block(self, hop: _Hop, targets: int, nodes: Array) -> MessageBlock:
-        graph = self.graph
-        features = None
-        if graph.edge_features is not None and not self.style.loops:
-            features = torch.from_numpy(graph.edge_features[hop.edges])
-        left = None
-        if self.style.scale == "mean" and graph.weights is None:
-            counts = np.diff(hop.ptr)
-            left = torch.from_numpy((1 / np.maximum(counts, 1)).astype(np.float32))
-        return MessageBlock(
-            torch.from_numpy(hop.ptr),
-            torch.from_numpy(hop.sources),
-            hop.known,
-            Forms(),
-            weights=self._weights(hop, targets, nodes),
-            left=left,
-            features=features,
-        )
+    def _block(self, hop: Hop, targets: int, nodes: Array) -> MessageBlock:
+        graph, sources = self.graph, nodes[: hop.known]
+        root = self.root[sources] if self.style.scale == "symmetric" else np.zeros(0, np.float32)
+        degrees = Degrees(self.degrees(nodes[:targets]), root)
+        return message_block(hop, self.style, degrees, graph.weights, graph.edge_features)
 
-    def _weights(self, hop: _Hop, targets: int, nodes: Array) -> torch.Tensor | None:
-        from espalier.graph import sampler_kernels
 
-        graph, scale = self.graph, self.style.scale
-        if graph.weights is None and scale == "mean":
-            return None
-        full = self._degrees(nodes[:targets])
-        own = np.zeros(0, np.float32) if graph.weights is None else graph.weights
-        drawn = np.diff(hop.ptr) - (1 if self.style.loops else 0)
-        if graph.weights is None and scale == "none" and bool((drawn == full).all()):
-            return None
-        root = self.root[nodes[: hop.known]] if scale == "symmetric" else np.zeros(0, np.float32)
-        out = np.empty(len(hop.sources), np.float32)
-        sampler_kernels.weigh(hop.ptr, hop.sources, hop.edges, full, own, root, self.style.loops, out)
-        if scale == "mean":  # a weighted mean: over the weights of what was drawn
-            sums = _row_sums(out, hop.ptr)
-            out /= np.repeat(np.where(sums == 0, 1, sums), np.diff(hop.ptr)).astype(np.float32)
-        return torch.from_numpy(out)
+class Degrees(NamedTuple):
+    """Of nodes of a hop: all edges of its targets int64 [targets]; one over the root of each source's degree, its loop
+    included, float32 [sources], where edges are scaled by it."""
 
-    def _degrees(self, nodes: Array) -> Array:
-        return self.indptr[nodes + 1] - self.indptr[nodes]
+    full: Array
+    root: Array
+
+
+def message_block(
+    hop: Hop, style: Style, degrees: Degrees, weights: Array | None = None, edge_features: Array | None = None
+) -> MessageBlock:
+    """The drawn edges of `hop` with the weights that `style` gives them."""
+    features = None
+    if edge_features is not None and not style.loops:
+        features = torch.from_numpy(edge_features[hop.edges])
+    left = None
+    if style.scale == "mean" and weights is None:
+        counts = np.diff(hop.ptr)
+        left = torch.from_numpy((1 / np.maximum(counts, 1)).astype(np.float32))
+    return MessageBlock(
+        torch.from_numpy(hop.ptr),
+        torch.from_numpy(hop.sources),
+        hop.known,
+        Forms(),
+        weights=_weights(hop, style, degrees, weights),
+        left=left,
+        features=features,
+    )
+
+
+def _weights(hop: Hop, style: Style, degrees: Degrees, weights: Array | None) -> torch.Tensor | None:
+    from espalier.graph import sampler_kernels
+
+    if weights is None and style.scale == "mean":
+        return None
+    own = np.zeros(0, np.float32) if weights is None else weights
+    drawn = np.diff(hop.ptr) - (1 if style.loops else 0)
+    if weights is None and style.scale == "none" and bool((drawn == degrees.full).all()):
+        return None
+    out = np.empty(len(hop.sources), np.float32)
+    sampler_kernels.weigh(hop.ptr, hop.sources, hop.edges, degrees.full, own, degrees.root, style.loops, out)
+    if style.scale == "mean":  # a weighted mean: over the weights of what was drawn
+        sums = _row_sums(out, hop.ptr)
+        out /= np.repeat(np.where(sums == 0, 1, sums), np.diff(hop.ptr)).astype(np.float32)
+    return torch.from_numpy(out)
 
 
 def _row_sums(values: Array, ptr: Array) -> Array:
@@ -158,8 +187,8 @@ def _row_sums(values: Array, ptr: Array) -> Array:
     return total[ptr[1:]] - total[ptr[:-1]]
 
 
-def _key(seed: int, step: int, layer: int) -> int:
-    """A 64-bit stream number; the multipliers are SplitMix64's constants."""
+def stream(seed: int, step: int, layer: int) -> int:
+    """The number of a stream of random numbers, 64 bits; the multipliers are SplitMix64's constants."""
     word = seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + (layer + 1) * 0x94D049BB133111EB
     return word & 0xFFFF_FFFF_FFFF_FFFF
 

@@ -44,6 +44,12 @@ class NodeTask:
         self.items = len(self.parts.train)
         self.outputs = graph.outputs
         self._fixed: dict[tuple[int, ...], SubgraphBatch] = {}
+        self.inference: Callable[[nn.Module], Callable[[Array], Tensor]] = self._infer
+        """Of a model, what it says of all nodes: int64 ids -> their logits, on the CPU."""
+
+    def _infer(self, model: nn.Module) -> Callable[[Array], Tensor]:
+        logits = infer(model, self.held).cpu()
+        return lambda ids: logits[ids]
 
     @property
     def validation(self) -> int:
@@ -79,8 +85,7 @@ class NodeTask:
 
     def evaluate(self, model: nn.Module, shard: Shard) -> metrics.Sums:
         """Figures of the shard's validation nodes, and of as large a share of the test nodes under `test_`."""
-        logits = infer(model, self.held).cpu()
-        return held_out_figures(self, shard, lambda ids: logits[ids])
+        return held_out_figures(self, shard, self.inference(model))
 
     def name(self, item: int) -> str:
         """Of a node, for people."""
@@ -88,7 +93,8 @@ class NodeTask:
 
     def answers(self, model: nn.Module, items: Sequence[int]) -> list[dict[str, Any]]:
         """What the model says of these nodes."""
-        return told(infer(model, self.held).cpu()[list(items)], self.graph, [self.name(one) for one in items])
+        logits = self.inference(model)(np.asarray(items, np.int64))
+        return told(logits, self.graph, [self.name(one) for one in items])
 
 
 class LabelledTask(Protocol):

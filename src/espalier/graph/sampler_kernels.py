@@ -45,45 +45,60 @@ def count(nodes, indptr, ptr, fanout, loops):  # type: ignore[no-untyped-def]
     ptr[len(nodes)] = total
 
 
+@njit
+def choose(node, first, degree, place, stop, key, edges):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    """Fills `edges[place:stop]` with edges of `node`, `degree` from `first` on, drawn without replacement: by Floyd's
+    sampling where few are drawn, by selection sampling (Knuth's S) where many are."""
+    wanted = stop - place
+    if wanted == degree:
+        for j in range(degree):
+            edges[place + j] = first + j
+        return
+    stream = mixed(key ^ mixed(np.uint64(node)))
+    if wanted <= FEW:
+        for j in range(wanted):
+            top = degree - wanted + j
+            chosen = below(stream, j, top + 1)
+            for before in range(place, place + j):
+                if edges[before] == first + chosen:
+                    chosen = top
+                    break
+            edges[place + j] = first + chosen
+        return
+    taken = 0
+    for j in range(degree):
+        if taken < wanted and below(stream, j, degree - j) < wanted - taken:
+            edges[place + taken] = first + j
+            taken += 1
+
+
 @jit(
     *(f"(int64[::1], int64[::1], {i}[::1], int64[::1], uint64, boolean, int64[::1], int64[::1])" for i in _INDEX),
     parallel=True,
 )
-def draw(nodes, indptr, indices, ptr, key, loops, found, edges):  # type: ignore[no-untyped-def]  # noqa: C901, PLR0913, PLR0917
+def draw(nodes, indptr, indices, ptr, key, loops, found, edges):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     """Draws each node's edges without replacement: `found` are sources, `edges` their places in `indices` (-1: its
-    loop, which comes first). Floyd's sampling where few are drawn, selection sampling (Knuth's S) where many are."""
+    loop, which comes first)."""
     for at in numba.prange(len(nodes)):
         node, place, stop = nodes[at], ptr[at], ptr[at + 1]
         if loops:
             found[place] = node
             edges[place] = -1
             place += 1
-        first = indptr[node]
-        degree = indptr[node + 1] - first
-        wanted = stop - place
-        if wanted == degree:
-            for j in range(degree):
-                found[place + j] = indices[first + j]
-                edges[place + j] = first + j
-        elif wanted <= FEW:
-            stream = mixed(key ^ mixed(np.uint64(node)))
-            for j in range(wanted):
-                top = degree - wanted + j
-                chosen = below(stream, j, top + 1)
-                for before in range(place, place + j):
-                    if edges[before] == first + chosen:
-                        chosen = top
-                        break
-                edges[place + j] = first + chosen
-                found[place + j] = indices[first + chosen]
-        else:
-            stream = mixed(key ^ mixed(np.uint64(node)))
-            taken = 0
-            for j in range(degree):
-                if taken < wanted and below(stream, j, degree - j) < wanted - taken:
-                    found[place + taken] = indices[first + j]
-                    edges[place + taken] = first + j
-                    taken += 1
+        choose(node, indptr[node], indptr[node + 1] - indptr[node], place, stop, key, edges)
+        for j in range(place, stop):
+            found[j] = indices[edges[j]]
+
+
+@jit("(int64[::1], int64[::1], int64[::1], int64[::1], uint64, boolean, int64[::1])", parallel=True)
+def positions(nodes, first, degree, ptr, key, loops, edges):  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
+    """The `edges` that `draw` finds, of nodes whose edges begin at `first`; reads none of their sources."""
+    for at in numba.prange(len(nodes)):
+        place = ptr[at]
+        if loops:
+            edges[place] = -1
+            place += 1
+        choose(nodes[at], first[at], degree[at], place, ptr[at + 1], key, edges)
 
 
 @jit("int64(int64[::1], int64, int64[::1], int32[::1])")
@@ -101,6 +116,38 @@ def number(found, known, nodes, place):  # type: ignore[no-untyped-def]
             nodes[known] = node
             known += 1
         found[at] = position
+    return known
+
+
+@njit
+def slot_of(node, keys):  # type: ignore[no-untyped-def]
+    """Where `node` stands, or would stand, in a hash table with linear probing; -1 marks free places."""
+    mask = np.uint64(len(keys) - 1)
+    slot = mixed(np.uint64(node)) & mask
+    while keys[slot] >= 0 and keys[slot] != node:
+        slot = (slot + np.uint64(1)) & mask
+    return slot
+
+
+@jit("int64(int64[::1], int64, int64[::1], int64[::1], int32[::1])")
+def number_hashed(found, known, nodes, keys, places):  # type: ignore[no-untyped-def]
+    """What `number` does, with a hash table of the nodes met instead of a place for each node of the graph.
+
+    `keys`, all -1, and `places` are the table: a power of two, larger than all nodes that may be met.
+    """
+    for at in range(known):
+        slot = slot_of(nodes[at], keys)
+        keys[slot] = nodes[at]
+        places[slot] = at
+    for at in range(len(found)):
+        node = found[at]
+        slot = slot_of(node, keys)
+        if keys[slot] < 0:
+            keys[slot] = node
+            places[slot] = known
+            nodes[known] = node
+            known += 1
+        found[at] = places[slot]
     return known
 
 

@@ -2,7 +2,8 @@
 
 After R-MAT (Chakrabarti et al., SDM 2004, with Graph500's quadrants) and the degree-corrected block model (Karrer and
 Newman, arXiv 1008.3926). Edges are drawn in chunks, each a pure function of (seed, chunk) (Philox, Salmon et al., SC
-2011), so that passing over them twice (count, then place) needs no memory for them: only 16 bytes per node are held.
+2011), divided by ranges of their targets into files, and sorted range by range: memory does not grow with the graph,
+and the disk is read and written in sequence.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
+from io import FileIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +28,14 @@ from espalier.graph.data import Array, DataSplit, Graph
 Progress = Callable[[int, int], None]
 Edges = tuple[Array, Array]
 
+TRAIN = 0.8
+"""The share of nodes to train on."""
 CHUNK = 1 << 20
-"""Edges drawn at once, and rows of features: tens of MiB."""
+"""Edges drawn at once: tens of MiB."""
+_PIECE = 1 << 16  # rows of features drawn at once
 
-_ROWS = 1 << 22  # edges put in order at once
+_ROWS = 1 << 22  # edges sorted at once
+_RANGES = 256  # files that are open at once; beyond, more edges are sorted at once
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Rmat:
     scale: int = 16
     degree: int = 16
     features: int = 64
+    train: float = TRAIN
     seed: int = 1
 
     nodes = property(lambda self: 1 << self.scale)
@@ -75,6 +84,7 @@ class Planted:
     homophily: float = 0.6
     skew: float = 1.5
     signal: float = 1.0
+    train: float = TRAIN
     seed: int = 1
 
     def labels(self, ids: Array) -> Array:
@@ -124,6 +134,12 @@ def _check(made: Made, text: str) -> None:
     for name, value in asdict(made).items():
         if value < 0 or (value == 0 and name not in ("seed", "homophily", "signal")):
             raise UserError(f"data.path = {text!r}: {name} = {value} is not possible.", do=f"{name} above 0")
+    if made.train > TRAIN:
+        raise UserError(
+            f"data.path = {text!r}: train = {made.train} of the nodes is not possible.",
+            why="validation and test have a tenth of them each",
+            do="train = 0.8 at most",
+        )
     if isinstance(made, Rmat) and made.scale > 40:
         raise UserError(f"data.path = {text!r}: scale = {made.scale} is more than 2^40 nodes.", do="scale=20")
     if isinstance(made, Planted) and (made.homophily > 1 or made.classes > made.nodes):
@@ -133,11 +149,17 @@ def _check(made: Made, text: str) -> None:
 def load(text: str, cache: Path, progress: Progress | None = None) -> Graph:
     """The graph that `text` describes, made in `cache` on first use and then opened from there."""
     made = parse(text)
-    key = xxhash.xxh3_64_hexdigest(repr(made).encode())
+    key = identity(made)
     folder = cache / f"{text.partition(':')[0]}-{key}"
     if not is_store(folder):
         write(made, folder, progress)
     return opened(folder)
+
+
+def identity(made: Made) -> str:
+    """The hash of the options. A default `train` is left out, which graphs of earlier versions do not have."""
+    options = repr(made).replace(f", train={TRAIN}", "")
+    return xxhash.xxh3_64_hexdigest(options.encode())
 
 
 def is_store(folder: Path) -> bool:
@@ -165,15 +187,15 @@ def opened(folder: Path) -> Graph:
 
 
 def write(made: Made, folder: Path, progress: Progress | None = None) -> None:
-    """Makes the graph in `folder`: undirected, duplicates and loops dropped, a tenth of the nodes for validation and
-    test each. Interrupted, it leaves nothing that could be taken for a graph."""
+    """Makes the graph in `folder`: undirected, duplicates and loops dropped, a share `train` of the nodes to train on,
+    a tenth for validation and test each. Interrupted, it leaves nothing that could be taken for a graph."""
     fresh = folder.with_name(f"{folder.name}.{os.getpid()}.part")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     try:
         _write_edges(made, fresh, progress)
         _write_nodes(made, fresh)
-        about = {"made": repr(made), "classes": made.classes, "identity": xxhash.xxh3_64_hexdigest(repr(made).encode())}
+        about = {"made": repr(made), "classes": made.classes, "identity": identity(made)}
         (fresh / "graph.json").write_text(json.dumps(about))
         shutil.rmtree(folder, ignore_errors=True)
         fresh.rename(folder)
@@ -185,26 +207,63 @@ def write(made: Made, folder: Path, progress: Progress | None = None) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
+class _NpyFile:
+    """An .npy file written row by row: its length need not be known. Has state: the rows so far."""
+
+    def __init__(self, path: Path, dtype: Any, columns: int = 0) -> None:
+        self.dtype, self.columns, self.rows = np.dtype(dtype), columns, 0
+        self._file = path.open("wb")
+        self._header()
+
+    def _header(self) -> None:  # as long for any number of rows: NumPy leaves room in it
+        shape = (self.rows, self.columns) if self.columns else (self.rows,)
+        about = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self._file, about)
+
+    def append(self, rows: Array) -> None:
+        np.ascontiguousarray(rows, self.dtype).tofile(self._file)
+        self.rows += len(rows)
+
+    def __enter__(self) -> _NpyFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._file:
+            self._file.seek(0)
+            self._header()
+
+
 def _write_edges(made: Made, folder: Path, progress: Progress | None) -> None:
     total = made.nodes * made.degree // 2
-    kind = np.int32 if made.nodes < 2**31 else np.int64
-    counts = np.zeros(made.nodes, np.int64)
-    for done, (sources, targets) in enumerate(_chunks(made, total)):
-        counts += np.bincount(targets, minlength=made.nodes)
-        counts += np.bincount(sources, minlength=made.nodes)
-        if progress is not None:
-            progress(done * CHUNK, 2 * total)
-    cursor = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    bounds = cursor.copy()
-    placed = np.lib.format.open_memmap(folder / "placed.npy", "w+", kind, (max(1, int(cursor[-1])),))
-    for done, pair in enumerate(_chunks(made, total)):
-        for sources, targets in (pair, pair[::-1]):
-            _place(placed, cursor, sources, targets)
-        if progress is not None:
-            progress(total + done * CHUNK, 2 * total)
-    _compact(placed, bounds, folder)
-    del placed
-    (folder / "placed.npy").unlink()
+    kind = np.dtype(np.int32 if made.nodes < 2**31 else np.int64)
+    bounds = _ranges(made, total)
+    with ExitStack() as stack:
+        files = [stack.enter_context((folder / f"range-{at}").open("wb", buffering=0)) for at in range(len(bounds) - 1)]
+        for done, pair in enumerate(_chunks(made, total)):
+            for sources, targets in (pair, pair[::-1]):
+                _divide(np.stack([targets, sources], 1).astype(kind), bounds, files)
+            if progress is not None:
+                progress(done * CHUNK, 2 * total)
+    with _NpyFile(folder / "indptr.npy", np.int64) as indptr, _NpyFile(folder / "indices.npy", kind) as indices:
+        indptr.append(np.zeros(1, np.int64))
+        for at, (start, stop) in enumerate(pairwise(bounds)):
+            path = folder / f"range-{at}"
+            ends = np.fromfile(path, kind).reshape(-1, 2)
+            path.unlink()
+            keys = np.unique((ends[:, 0] - start) * np.int64(made.nodes) + ends[:, 1])
+            owners = keys // made.nodes
+            indptr.append(indices.rows + np.cumsum(np.bincount(owners, minlength=stop - start)))
+            indices.append(keys - owners * made.nodes)
+            if progress is not None:
+                progress(total + total * (at + 1) // len(files), 2 * total)
+
+
+def _ranges(made: Made, total: int) -> Array:
+    """int64: where ranges of targets begin that have about `_ROWS` edges each, as the first chunk lets expect."""
+    ends = np.sort(np.concatenate(next(_chunks(made, total), (np.zeros(0, np.int64),))))
+    count = min(_RANGES, -(-2 * total // _ROWS), max(1, len(ends)))
+    inner = ends[np.arange(1, count) * len(ends) // count] if count > 1 else np.zeros(0, np.int64)
+    return np.unique(np.concatenate([[0], inner, [made.nodes]])).astype(np.int64)
 
 
 def _chunks(made: Made, total: int) -> Iterator[Edges]:
@@ -214,57 +273,36 @@ def _chunks(made: Made, total: int) -> Iterator[Edges]:
         yield sources[apart], targets[apart]
 
 
-def _place(placed: Array, cursor: Array, sources: Array, targets: Array) -> None:
-    """Writes each source into the next free place of its target's row."""
-    order = np.argsort(targets, kind="stable")
-    rows = targets[order]
-    first = np.flatnonzero(np.concatenate([[True], rows[1:] != rows[:-1]])) if len(rows) else np.zeros(0, np.int64)
-    sizes = np.diff(np.concatenate([first, [len(rows)]]))
-    within = np.arange(len(rows)) - np.repeat(first, sizes)
-    placed[cursor[rows] + within] = sources[order]
-    cursor[rows[first]] += sizes
-
-
-def _compact(placed: Array, bounds: Array, folder: Path) -> None:
-    """Sorts each row, drops duplicates, and writes `indptr` and `indices`."""
-    nodes = len(bounds) - 1
-    indptr = np.zeros(nodes + 1, np.int64)
-    written, start = 0, 0
-    while start < nodes:  # in place: what is written never overtakes what is read
-        stop = max(start + 1, int(np.searchsorted(bounds, bounds[start] + _ROWS, side="right")) - 1)
-        rows = np.repeat(np.arange(start, stop), np.diff(bounds[start : stop + 1]))
-        keys = np.unique(rows * np.int64(nodes) + placed[bounds[start] : bounds[stop]])
-        owners = keys // nodes
-        placed[written : written + len(keys)] = keys - owners * nodes
-        indptr[start + 1 : stop + 1] = written + np.cumsum(np.bincount(owners - start, minlength=stop - start))
-        written += len(keys)
-        start = stop
-    np.save(folder / "indptr.npy", indptr)
-    indices = np.lib.format.open_memmap(folder / "indices.npy", "w+", placed.dtype, (written,))
-    for at in range(0, written, _ROWS):
-        indices[at : at + _ROWS] = placed[at : min(at + _ROWS, written)]
-    indices.flush()
+def _divide(ends: Array, bounds: Array, files: Sequence[FileIO]) -> None:
+    """Appends each (target, source) to the file of the target's range."""
+    place = np.searchsorted(bounds, ends[:, 0], side="right") - 1
+    ends = ends[np.argsort(place, kind="stable")]
+    cuts = np.concatenate([[0], np.cumsum(np.bincount(place, minlength=len(files)))])
+    for file, start, stop in zip(files, cuts[:-1], cuts[1:], strict=True):
+        file.write(ends[start:stop].data)
 
 
 def _write_nodes(made: Made, folder: Path) -> None:
-    nodes = made.nodes
-    features = np.lib.format.open_memmap(folder / "features.npy", "w+", np.float32, (nodes, made.features))
-    labels = np.lib.format.open_memmap(folder / "labels.npy", "w+", np.int64, (nodes,))
     means = _random(made.seed, 2, 0).normal(size=(made.classes, made.features))
     means *= getattr(made, "signal", 1.0) / np.linalg.norm(means, axis=1, keepdims=True)
-    parts: list[list[Array]] = [[], [], []]
-    for chunk, at in enumerate(range(0, nodes, CHUNK)):
-        ids = np.arange(at, min(at + CHUNK, nodes))
-        labels[ids] = made.labels(ids)
-        noise = _random(made.seed, 3, chunk).standard_normal((len(ids), made.features), np.float32)
-        features[at : at + len(ids)] = means[labels[ids]].astype(np.float32) + noise
-        drawn = _random(made.seed, 4, chunk).random(len(ids))
-        for part, (low, high) in zip(parts, ((0.0, 0.8), (0.8, 0.9), (0.9, 1.0)), strict=True):
-            part.append(ids[(drawn >= low) & (drawn < high)])
-    for name, part in zip(("train", "validation", "test"), parts, strict=True):
-        np.save(folder / f"{name}.npy", np.concatenate(part))
-    features.flush()
-    labels.flush()
+    shares = {"train": (0.0, made.train), "validation": (0.8, 0.9), "test": (0.9, 1.0)}
+    with ExitStack() as stack:
+
+        def begin(name: str, dtype: Any = np.int64, columns: int = 0) -> _NpyFile:
+            return stack.enter_context(_NpyFile(folder / f"{name}.npy", dtype, columns))
+
+        labels, features = begin("labels"), begin("features", np.float32, made.features)
+        parts = {name: begin(name) for name in shares}
+        for chunk, at in enumerate(range(0, made.nodes, CHUNK)):
+            ids = np.arange(at, min(at + CHUNK, made.nodes))
+            labels.append(made.labels(ids))
+            noise = _random(made.seed, 3, chunk)
+            for piece in np.split(ids, range(_PIECE, len(ids), _PIECE)):
+                rows = noise.standard_normal((len(piece), made.features), np.float32)
+                features.append(rows + means[made.labels(piece)].astype(np.float32))
+            drawn = _random(made.seed, 4, chunk).random(len(ids))
+            for name, (low, high) in shares.items():
+                parts[name].append(ids[(drawn >= low) & (drawn < high)])
 
 
 def _random(seed: int, purpose: int, chunk: int) -> np.random.Generator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,11 @@ from espalier.graph.neighbor_sampler import Style
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import SubgraphBatch, View
 from espalier.import_function import function
-from espalier.workload import Plain, Progress, Shard, to_device
+from espalier.workload import Plain, Progress, Shard, Skeleton, to_device, whole_skeleton
+
+if TYPE_CHECKING:
+    from espalier.graph.diskgnn.cost import StoredFeatures
+    from espalier.graph.diskgnn.mini_batches import RunBatches
 
 Task = NodeTask | LinkTask | GraphTask
 
@@ -65,6 +69,13 @@ class GraphWorkload(Plain):
         self._reach: list[Reach] | None = None
         self._said = tuple(said)
         self._format: str | None = None
+        self.stored: RunBatches | None = None
+        if recipe.store is not None:
+            from espalier.graph.diskgnn.mini_batches import RunBatches
+
+            assert isinstance(self.task, NodeTask)
+            self.stored = RunBatches(recipe, self.task, self.global_batch)
+            self.task.inference = self.stored.infer
 
     # --- the model -----------------------------------------------------------------------------------------------
 
@@ -73,6 +84,10 @@ class GraphWorkload(Plain):
         self.decisions()  # before ranks are forked, so that they share what was made
         self._dtype, self._device, self._moved = dtype, device, {}
         return compiled_aggregate.equip(self.bare()).to(device=device, dtype=dtype)
+
+    def skeleton(self) -> Skeleton:
+        """The model as it is built, whole."""
+        return whole_skeleton(self.build(torch.device("cpu"), torch.float32))
 
     def bare(self) -> nn.Module:
         """The network with plain aggregation, seeded, on the CPU."""
@@ -113,7 +128,20 @@ class GraphWorkload(Plain):
         """Targets of a seeded permutation per epoch, with what they hear from; the whole graph's stay as they are."""
         if isinstance(self.task, NodeTask) and not self.task.fanout:
             return self._standing(shard)
-        return [to_device(self.task.batch(ids, step), self._device, self._dtype) for ids in self._cut(step, shard)]
+        made = None if self.stored is None else self.stored.batches(step, shard)
+        if made is None:
+            step = self._drawn(step)
+            made = [self.task.batch(ids, step) for ids in self._cut(step, shard)]
+        return [to_device(batch, self._device, self._dtype) for batch in made]
+
+    def pack(self, shards: Sequence[Shard], progress: Progress | None = None) -> None:
+        """Packs the batches of `shards`, the ranks of this machine, or opens what is packed. Needs a [store]."""
+        assert self.stored is not None
+        self.stored.pack(shards, self._cut, progress)
+
+    def _drawn(self, step: int) -> int:
+        """The step whose targets and neighbours are drawn: with a [store], that of a batch of the pool."""
+        return step if self.stored is None else self.stored.drawn(step)
 
     def _standing(self, shard: Shard) -> list[SubgraphBatch]:
         """On the whole graph every step is the same: its batches are made, and moved to the device, once."""
@@ -148,7 +176,7 @@ class GraphWorkload(Plain):
 
     def documents(self, step: int, shard: Shard) -> list[str]:
         """Names of the targets."""
-        return [self.task.name(int(item)) for item in self.task.ids(self._positions(step, shard))]
+        return [self.task.name(int(item)) for item in self.task.ids(self._positions(self._drawn(step), shard))]
 
     def loss(self, model: nn.Module, batch: SubgraphBatch) -> tuple[Tensor, Tensor]:
         """The task's sum of losses, and how many answers it is of."""
@@ -167,7 +195,11 @@ class GraphWorkload(Plain):
         return metrics.summary(totals)
 
     def sample(self, model: nn.Module) -> list[Artifact]:
-        """Some held-out answers beside the truth."""
+        """Some held-out answers beside the truth; with a [store], what was read from where."""
+        found = self._glimpses(model)
+        return [*found, self.stored.table()] if self.stored is not None and self.stored.features is not None else found
+
+    def _glimpses(self, model: nn.Module) -> list[Artifact]:
         ids = self.task.parts.validation[:: max(1, self.task.validation // GLIMPSES)][:GLIMPSES].tolist()
         rows: list[Sequence[str | float]] = []
         if isinstance(self.task, LinkTask):
@@ -236,6 +268,17 @@ class GraphWorkload(Plain):
                 Reach(block.sources / share, block.targets / share, block.edges / share) for block in batches.blocks
             ]
         return self._reach
+
+    def stored_features(self) -> StoredFeatures:
+        """What a plan is told of features on disk. Needs a [store]."""
+        from espalier.graph.diskgnn import mini_batches
+
+        assert isinstance(self.task, NodeTask), "others have no [store]"
+        return mini_batches.stored_features(self.recipe, self.task.train.graph, self.task.items, self._inputs())
+
+    def _inputs(self) -> tuple[int, float]:
+        """Targets of the whole batch, and the input nodes of one that was drawn."""
+        return self.global_batch, self.reach()[0].sources * (self.global_batch if self._each else 1)
 
     def _foreign_work(self, model: nn.Module, micro_batch: Any) -> Work:
         """Two operations per parameter and node: what a foreign network does inside is not known."""

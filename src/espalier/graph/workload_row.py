@@ -19,7 +19,7 @@ from espalier.graph.link_prediction import LinkTask
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.import_function import keep_sources
 from espalier.shard.wrap_policy import profile
-from espalier.workload import Workload
+from espalier.workload import Progress, Shard, Workload
 from espalier.workload_row import Answer, Opening, Profile, Row, Sampling
 
 LIBRARIES = 45 * 2**20
@@ -83,6 +83,11 @@ def _freeze(workload: Workload, folder: Path) -> None:
         keep_sources(workload.recipe.model.build, folder)
 
 
+def _pack(workload: Workload, shards: Sequence[Shard], progress: Progress) -> None:
+    assert isinstance(workload, GraphWorkload)
+    workload.pack(shards, progress)
+
+
 def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
     """Of each file of the graph; a graph that has none is one by what is in it."""
     path = recipe.data[0].path
@@ -96,7 +101,8 @@ def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
 def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     workload = opened()
     assert isinstance(workload, GraphWorkload)
-    return replace(profile(workload, workload.anatomy, workload.decisions()), loaded=LIBRARIES)
+    found = profile(workload, workload.anatomy, workload.decisions())
+    return replace(found, loaded=LIBRARIES, stored=workload.stored_features() if recipe.store is not None else None)
 
 
 def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
@@ -120,4 +126,5 @@ ROW = Row(
     answer=_answer,
     freeze=_freeze,
     evaluates=True,
+    pack=_pack,
 )

@@ -20,6 +20,14 @@ def keep_freed() -> None:
         library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def map_blocks(size: int = 2**20) -> None:
+    """Gives blocks of `size` bytes and more back when they are freed, for who frees in order to hold less: in pieces of
+    one heap, layers that come and go in changing order keep more than are there."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_MMAP_THRESHOLD, size)
+
+
 def give_back() -> None:
     """Gives whole free pages to the kernel, also those between what is held: without it a run grows by pieces that no
     later allocation fits into."""

@@ -74,7 +74,7 @@ def main(cores: int, seconds: float) -> Table:
     """Everything measured, as a table that `hardware.probe` makes a cluster of. `seconds`: time for each product."""
     torch.set_num_threads(1)
     result: Table = {"rates": [], "copies": [], "notes": [], "torch": torch.__version__}
-    busy = bool(_busy(cores))
+    busy = os.getloadavg()[0] > cores + 0.5  # more was runnable than there are cores
     if torch.version.cuda is not None:
         _say("measuring CUDA devices")
         result |= _together(1, lambda _gate, _index: _cuda(seconds))[0]
@@ -85,14 +85,8 @@ def main(cores: int, seconds: float) -> Table:
             _add(result, (processes, threads), asked(processes * threads == 1, low), seconds, busy)
     _say("timing messages between two processes on this machine")
     result["link"], notes = _loopback()
-    result["notes"] += notes + _busy(cores)
+    result["notes"] += notes
     return result
-
-
-def _busy(cores: int) -> list[str]:
-    """A remark when other programs ran meanwhile: more was runnable than the cores this program kept busy."""
-    load = os.getloadavg()[0]
-    return [f"the machine was busy while it was measured (load {load:.1f})"] if load > cores + 0.5 else []
 
 
 def asked(alone: bool, low: bool) -> list[Asked]:

@@ -38,6 +38,10 @@ PRODUCT_SECONDS = 0.02
 """How long each product is measured."""
 TIMEOUT = 120.0
 """Seconds after which the measuring program is stopped."""
+LOOK_SECONDS = 0.1
+"""How long other programs are watched before and after measuring."""
+BUSY = 0.25
+"""Cores: where other programs use more, what is measured is theirs too."""
 
 
 def probe(*, progress: Say | None = None, disk: str | Path | None = None) -> Cluster:
@@ -53,9 +57,14 @@ def probe(*, progress: Say | None = None, disk: str | Path | None = None) -> Clu
             progress(text)
 
     cores, memory = resource_limits.cores(), resource_limits.memory()
+    before = resource_limits.busy(LOOK_SECONDS)
     result = _measured(cores, PRODUCT_SECONDS, say)
     say("reading and writing the disk")
     found, notes = disks.measure(Path(disk or "."), 64 * 2**20, 0.2)
+    busy = round(max(before, resource_limits.busy(LOOK_SECONDS)), 2)
+    if busy > BUSY:
+        said = f"other programs used {busy:.1f} of {cores} cores meanwhile: measure again when they have ended"
+        notes = (*notes, f"{said} (espalier probe)")
     inside = _inside(result)
     machine = identity()
     nodes = tuple(
@@ -63,7 +72,7 @@ def probe(*, progress: Say | None = None, disk: str | Path | None = None) -> Clu
              disks=(found,) if found is not None else ())
         for device, count, name in _devices(result, memory)
     )  # fmt: skip
-    return Cluster(nodes=nodes, machine=machine, notes=(*result["notes"], *notes))
+    return Cluster(nodes=nodes, machine=machine, busy=busy, notes=(*result["notes"], *notes))
 
 
 def ready(*, folder: Path | None = None, say: Say | None = None, disk: str | Path | None = None) -> Cluster:
@@ -72,7 +81,20 @@ def ready(*, folder: Path | None = None, say: Say | None = None, disk: str | Pat
     if found is None:
         found = probe(progress=say, disk=disk)
         save(found, folder, say=say)
+        if say is not None and found.busy > BUSY:
+            say(f"Note: {found.notes[-1]}.")
     return found
+
+
+def better(found: Cluster, kept: Cluster | None, say: Say) -> Cluster:
+    """Of two measurements of one machine the newer, unless other programs used more of its cores meanwhile."""
+    if kept is None or found.busy <= max(BUSY, kept.busy):
+        return found
+    say(
+        f"Other programs used {found.busy:.1f} cores while this was measured, and {kept.busy:.1f} when it was before: "
+        f"the earlier measurement stays ({cache_file()}; remove it to replace it)."
+    )
+    return kept
 
 
 # --- the cache ---------------------------------------------------------------------------------------------------

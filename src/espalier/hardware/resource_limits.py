@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
+SIBLINGS = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+"""The file that names the logical processors of one physical core."""
 
 
 def cores(root: Path = ROOT, allowed: frozenset[int] | None = None) -> int:
@@ -16,8 +19,7 @@ def cores(root: Path = ROOT, allowed: frozenset[int] | None = None) -> int:
     `allowed` replaces the affinity mask, `root` the file system (for tests).
     """
     mask = allowed if allowed is not None else frozenset(os.sched_getaffinity(0))
-    processors = root / "sys/devices/system/cpu"
-    least = float(len({_text(processors / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in mask}))
+    least = float(len({_text(root / SIBLINGS.format(cpu)) or str(cpu) for cpu in mask}))
     for folder in _groups(root, "cpu"):
         both = (_text(folder / "cpu.max") or "").split()
         old, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
@@ -26,6 +28,23 @@ def cores(root: Path = ROOT, allowed: frozenset[int] | None = None) -> int:
         if old and period and old > 0:
             least = min(least, old / period)
     return max(1, math.ceil(least))
+
+
+def busy(seconds: float, root: Path = ROOT) -> float:
+    """How many of this process's cores other programs use, on average over `seconds` in which this one sleeps."""
+    before = _ticks(root)
+    time.sleep(seconds)
+    after = _ticks(root)
+    passed = [new - old for old, new in zip(before, after, strict=True)]
+    idle = sum(passed[3:5]) / max(1, sum(passed))  # waiting for a disk is idle
+    free = idle * len({_text(root / SIBLINGS.format(cpu)) or str(cpu) for cpu in range(os.cpu_count() or 1)})
+    return max(0.0, cores(root) - free) if sum(passed) else 0.0
+
+
+def _ticks(root: Path) -> list[int]:
+    """Time of all processors by state: user, nice, system, idle, waiting, interrupts, stolen."""
+    line = (_text(root / "proc/stat") or "cpu").splitlines()[0]
+    return [int(one) for one in line.split()[1:9]]
 
 
 def memory(root: Path = ROOT) -> int:

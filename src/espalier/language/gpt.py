@@ -9,7 +9,7 @@ parallelism could not split the columns.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -282,19 +282,19 @@ def cross_entropy_sum(
 
 
 @torch.no_grad()
-def initialise(model: GPT, seed: int) -> None:
+def initialise(model: GPT, seed: int, values: Mapping[str, Tensor] | None = None) -> None:
     """Fills the weights: normal with deviation 0.02, matrices that write into the residual stream 0.02 / sqrt(2 layers)
     (GPT-2), norms 1. Each weight has a generator of its own on the CPU, from `seed` and its name: the same values on
-    every device, and whatever else the model holds."""
-    for name, parameter in model.named_parameters():
+    every device, and whatever else the model holds. `values`: fills these, by name, and not the model."""
+    for name, parameter in (dict(model.named_parameters()) if values is None else values).items():
         if parameter.dim() == 1:
             parameter.fill_(1.0)
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         residual = name.endswith((".out.weight", ".down.weight"))
         deviation = 0.02 / (2 * model.size.layers) ** 0.5 if residual else 0.02
-        values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-        parameter.copy_(values.normal_(0.0, deviation, generator=generator))
+        drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        parameter.copy_(drawn.normal_(0.0, deviation, generator=generator))
 
 
 # --- shared by ranks ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -190,6 +190,22 @@ def load_into(model: GPT, folder: str | Path) -> None:
         )
 
 
+def weights_of(model: GPT, folder: Path) -> Callable[[str], Tensor]:
+    """Reads the weights of `folder` one by one, as fp32, by the names in `model`. Raises UserError as `load_into`."""
+    require_same(_options_of(model.size), options(folder), str(folder))
+
+    def value(name: str) -> Tensor:
+        theirs = _renamed(name, _THEIRS)
+        for file in _files(folder):
+            with safe_open(file, "pt") as opened:
+                if theirs in opened.keys():  # noqa: SIM118 - not a dict
+                    tensor: Tensor = opened.get_tensor(theirs)
+                    return tensor.float()
+        raise UserError(f"{folder} does not hold the weights its {CONFIG} describes.", why=f"{name} is missing")
+
+    return value
+
+
 def require_same(wanted: config.Gpt | config.Moe, found: config.Gpt | config.Moe, origin: str) -> None:
     """Raises UserError naming each option of `wanted` (open ones left out) that the weights in `origin` contradict.
 
@@ -288,18 +304,23 @@ def _options_of(size: Sizes) -> config.Gpt | config.Moe:
 
 def _stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a folder, in one file or in several with an index, under its stored name."""
-    files = [folder / "model.safetensors"]
-    if (folder / INDEX).exists():
-        files = sorted({_beside(folder, name) for name in _read_json(folder / INDEX)["weight_map"].values()})
-    for file in files:
-        if not file.exists():
-            raise UserError(f"No weights at {file}.", do="download the folder again; only safetensors are read")
+    for file in _files(folder):
         try:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a dict
                     yield name, opened.get_tensor(name)
         except SafetensorError as error:
             raise UserError(f"{file} is damaged: {error}.", do="download it again") from None
+
+
+def _files(folder: Path) -> list[Path]:
+    files = [folder / "model.safetensors"]
+    if (folder / INDEX).exists():
+        files = sorted({_beside(folder, name) for name in _read_json(folder / INDEX)["weight_map"].values()})
+    for file in files:
+        if not file.exists():
+            raise UserError(f"No weights at {file}.", do="download the folder again; only safetensors are read")
+    return files
 
 
 def _beside(folder: Path, name: str) -> Path:

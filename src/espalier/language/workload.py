@@ -22,7 +22,7 @@ from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
 from espalier.sequence.base import Where
 from espalier.sequence.slots import SequenceSlots, shares_of
-from espalier.workload import Pieces, Plain, Progress, Role, Shard, to_device
+from espalier.workload import Pieces, Plain, Progress, Role, Shard, Skeleton, to_device
 
 
 class Windows(NamedTuple):
@@ -82,6 +82,21 @@ class LanguageWorkload(Plain):
         if self.options.initial is not None:
             hf.load_into(model, Path(self.options.initial))
         return model.to(dtype)
+
+    def skeleton(self) -> Skeleton:
+        """The decoder on the meta device but for its positions, and its weights one by one."""
+        model, seed = new_model(self.options, self.recipe.train.seed, torch.device("meta")), self.recipe.train.seed
+        model.rotation.to_empty(device="cpu")
+        if self.options.initial is not None:
+            return Skeleton(model, hf.weights_of(model, Path(self.options.initial)))
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+
+        def value(name: str) -> Tensor:
+            drawn = torch.empty(shapes[name])
+            gpt.initialise(model, seed, {name: drawn})
+            return drawn
+
+        return Skeleton(model, value)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The decoder's layers."""

@@ -198,7 +198,7 @@ def _count(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, Counted]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output that its own node keeps would keep the node, for ever
 
     counter = FlopCounterMode(display=False)
     with counter, saved_tensors_hooks(save, lambda tensor: tensor):

@@ -41,7 +41,18 @@ from espalier.module.parts import (
 )
 from espalier.shard.wrap_policy import blocks_of, profile
 from espalier.tensor.mechanism import OWN_PLAN, check_ranks
-from espalier.workload import Phase, Pieces, Role, Shard, Tagged, Workload, in_sequence, to_device
+from espalier.workload import (
+    Phase,
+    Pieces,
+    Role,
+    Shard,
+    Skeleton,
+    Tagged,
+    Workload,
+    in_sequence,
+    to_device,
+    whole_skeleton,
+)
 from espalier.workload_row import Opening, Profile, Row
 
 
@@ -78,6 +89,10 @@ class ModuleWorkload:
         model.load_state_dict(self._given)
         self._dtype = dtype
         return model.to(device=device, dtype=dtype)
+
+    def skeleton(self) -> Skeleton:
+        """The model as it is built, whole."""
+        return whole_skeleton(self.build(torch.device("cpu"), torch.float32))
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The entries of its lists of layers, where it has any; else the module is one block."""

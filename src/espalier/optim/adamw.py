@@ -14,12 +14,15 @@ import torch
 from espalier.compose import Claim
 from espalier.config import Adamw, Recipe
 from espalier.mechanism import Build, Mechanism
-from espalier.optim.base import Optimizer, OptimizerGroup, Owned, Together, zeros_like
+from espalier.optim.base import MakeGroup, Optimizer, OptimizerGroup, Owned, StateKinds, Together
 
 if TYPE_CHECKING:
     from espalier.plan.base import Plan
 
-CLAIM = Claim("adamw", question="optimizer", needs=frozenset({"gradients are summed"}))
+CLAIM = Claim(
+    "adamw", question="optimizer", needs=frozenset({"gradients are summed"}), after=frozenset({"optimizer states"})
+)
+KINDS = StateKinds(("exp_avg", "exp_avg_sq"), ("step",))
 
 
 class AdamwOnAll(Mechanism):
@@ -33,7 +36,7 @@ class AdamwOnAll(Mechanism):
     def wrap(self, context: Build) -> None:
         """Makes the optimizer."""
         assert context.sharding is not None
-        context.optimizer = build(self.options, context.sharding.owned)
+        context.optimizer = build(self.options, context.sharding.owned, context.group or OptimizerGroup)
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
@@ -42,8 +45,8 @@ def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     return AdamwOnAll(options) if isinstance(options, Adamw) else None
 
 
-def build(options: Adamw, owned: Sequence[Owned]) -> Optimizer:
-    """AdamW over `owned`; its state exists from the start. `learning_rate` must be resolved."""
+def build(options: Adamw, owned: Sequence[Owned], group: MakeGroup = OptimizerGroup) -> Optimizer:
+    """AdamW over `owned`; its state exists from the start, where `group` keeps it. `learning_rate` must be resolved."""
     if not owned:
         return Together([])  # more ranks than pieces: this one has nothing to move
     assert options.learning_rate is not None, "config.defaults.resolve fills the learning rate"
@@ -54,16 +57,10 @@ def build(options: Adamw, owned: Sequence[Owned]) -> Optimizer:
     ]
     kind = torch.optim.Adam if options.coupled else torch.optim.AdamW
     optimizer = kind(
-        [group for group in groups if group["params"]],
+        [one for one in groups if one["params"]],
         lr=options.learning_rate,
         betas=options.betas,
         eps=options.epsilon,
         fused=True,
     )
-    for one in owned:
-        optimizer.state[one.tensor] = {
-            "step": torch.zeros((), dtype=torch.float32, device=one.tensor.device),
-            "exp_avg": zeros_like(one.tensor),
-            "exp_avg_sq": zeros_like(one.tensor),
-        }
-    return OptimizerGroup(optimizer, owned)
+    return group(optimizer, owned, KINDS)

@@ -6,7 +6,8 @@ resharded by name like the parameters themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -46,18 +47,42 @@ class Optimizer(Protocol):
         ...
 
 
-class OptimizerGroup:
-    """One torch optimizer over named parameters, with its own learning rates. Has state."""
+Batches = Callable[[Sequence[torch.Size]], list[list[int]]]
+"""Which parameters, by their shapes, an optimizer computes together: indices of each batch."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> None:
+
+@dataclass(frozen=True)
+class StateKinds:
+    """What an optimizer keeps of each parameter.
+
+    Attributes:
+        shaped: names of the states that have the parameter's shape and dtype.
+        counted: names of those that are one number.
+        batches: parameters that are moved together, each whole; None: element by element, so that pieces of a
+            parameter may be moved one after the other.
+    """
+
+    shaped: tuple[str, ...]
+    counted: tuple[str, ...] = ()
+    batches: Batches | None = None
+
+
+class OptimizerGroup:
+    """One torch optimizer over named parameters, with its own learning rates. Has state, made here: zeros."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned], kinds: StateKinds) -> None:
         self.optimizer = optimizer
         self.owned = owned
         self.rates = [float(group["lr"]) for group in optimizer.param_groups]
+        for one in owned:
+            optimizer.state[one.tensor] = {
+                **{kind: torch.zeros((), dtype=torch.float32, device=one.tensor.device) for kind in kinds.counted},
+                **{kind: zeros_like(one.tensor) for kind in kinds.shaped},
+            }
 
     def step(self, factor: float) -> None:
         """One update, each group's rate times `factor`."""
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
+        set_rates(self.optimizer, self.rates, factor)
         self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -72,6 +97,16 @@ class OptimizerGroup:
         """Copies the tensors of `state` into this optimizer's."""
         for key, value in self.state_dict().items():
             value.copy_(state[key])
+
+
+MakeGroup = Callable[[torch.optim.Optimizer, Sequence[Owned], StateKinds], Optimizer]
+"""Makes what moves parameters by a torch optimizer that has no state yet. `OptimizerGroup` is the plain one."""
+
+
+def set_rates(optimizer: torch.optim.Optimizer, rates: Sequence[float], factor: float) -> None:
+    """Each group's learning rate: its own of `rates` times `factor`."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate * factor
 
 
 class Together:

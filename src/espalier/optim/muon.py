@@ -21,7 +21,7 @@ from espalier.compose import Claim
 from espalier.config import Muon, Recipe
 from espalier.mechanism import Build, Mechanism
 from espalier.optim.adamw import build as build_adamw
-from espalier.optim.base import Optimizer, OptimizerGroup, Owned, Together, names_of, owned_by, zeros_like
+from espalier.optim.base import MakeGroup, Optimizer, OptimizerGroup, Owned, StateKinds, Together, names_of, owned_by
 
 if TYPE_CHECKING:
     from espalier.plan.base import Plan
@@ -31,6 +31,7 @@ CLAIM = Claim(
     question="optimizer",
     needs=frozenset({"gradients are summed", "whole matrices"}),
     forbids=frozenset({"matrices are cut"}),
+    after=frozenset({"optimizer states"}),
     instead=("adamw",),
 )
 MATRICES = Claim("muon_matrices", question="matrices", needs=frozenset({"a model"}), after=frozenset({"products"}))
@@ -62,29 +63,37 @@ def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
     return (x.mT if tall else x).to(matrices.dtype)
 
 
+def batches(shapes: Sequence[torch.Size]) -> list[list[int]]:
+    """Which matrices are orthogonalized as one batched product: indices of each batch, in their order."""
+    by_shape: dict[torch.Size, list[int]] = defaultdict(list)
+    for index, shape in enumerate(shapes):
+        by_shape[shape].append(index)
+    sizes = {shape: max(1, LARGEST_BATCH // shape.numel()) for shape in by_shape}
+    return [
+        found[first : first + sizes[shape]]
+        for shape, found in by_shape.items()
+        for first in range(0, len(found), sizes[shape])
+    ]
+
+
+KINDS = StateKinds(("momentum",), batches=batches)
+
+
 class MuonStep(torch.optim.Optimizer):
-    """Muon over matrices (2-D parameters only). Has state: one momentum buffer per matrix."""
+    """Muon over matrices (2-D parameters only). Has state: one momentum buffer per matrix, which its caller makes."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], options: Muon) -> None:
         super().__init__(parameters, {"lr": options.learning_rate})
         self.options = options
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = {"momentum": zeros_like(parameter)}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update of every matrix that has a gradient."""
         assert closure is None, "closures are not supported"
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    by_shape[parameter.shape].append(parameter)
-            for shape, parameters in by_shape.items():
-                together = max(1, LARGEST_BATCH // shape.numel())
-                for first in range(0, len(parameters), together):
-                    self._move(parameters[first : first + together], group["lr"])
+            moving = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for batch in batches([parameter.shape for parameter in moving]):
+                self._move([moving[index] for index in batch], group["lr"])
 
     def _move(self, parameters: list[nn.Parameter], rate: float) -> None:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -104,7 +113,7 @@ def moves(one: Owned, tables: frozenset[str]) -> bool:
     return len(one.shape) == 2 and one.name not in tables
 
 
-def build(options: Muon, owned: Sequence[Owned], tables: frozenset[str]) -> Together:
+def build(options: Muon, owned: Sequence[Owned], tables: frozenset[str], group: MakeGroup = OptimizerGroup) -> Together:
     """Muon on the hidden matrices in `owned`, AdamW on the rest (vectors, and the parameters named in `tables`)."""
     assert options.learning_rate is not None, "config.defaults.resolve fills the learning rate"
     hidden = [one for one in owned if moves(one, tables)]
@@ -112,9 +121,9 @@ def build(options: Muon, owned: Sequence[Owned], tables: frozenset[str]) -> Toge
     assert all(one.whole for one in hidden), "composition refuses Muon on pieces of matrices"
     members: list[Optimizer] = []
     if hidden:
-        members.append(OptimizerGroup(MuonStep([one.tensor for one in hidden], options), hidden))
+        members.append(group(MuonStep([one.tensor for one in hidden], options), hidden, KINDS))
     if others:
-        members.append(build_adamw(options.adamw, others))
+        members.append(build_adamw(options.adamw, others, group))
     return Together(members)
 
 
@@ -144,7 +153,8 @@ class MuonOnMatrices(Mechanism):
     def wrap(self, context: Build) -> None:
         """Makes the optimizer."""
         assert context.sharding is not None
-        context.optimizer = build(self.options, context.sharding.owned, tables_of(context))
+        owned, group = context.sharding.owned, context.group or OptimizerGroup
+        context.optimizer = build(self.options, owned, tables_of(context), group)
 
 
 def tables_of(context: Build) -> frozenset[str]:

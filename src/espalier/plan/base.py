@@ -20,6 +20,9 @@ from espalier.shard.flat_layout import BUCKET
 VERSION = 1
 
 Placement = Literal["head_first", "context_first", "interleaved"]
+Tier = Literal["device", "host", "disk", "node"]
+"""Where bytes wait: in the memory that computes, in the machine's memory, on its disk, or on ranks with the role
+`optimizer`."""
 
 
 class PlanStruct(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=False):
@@ -27,13 +30,18 @@ class PlanStruct(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, 
 
 
 class Rank(PlanStruct, frozen=True):
-    """One process: its role, its device, and its share of each global batch: samples `[start, stop)`."""
+    """One process: its role, its device, and its share of each global batch: samples `[start, stop)`.
+
+    `layers`: of a rank with the role `optimizer`, the layers `[first, last)` whose parameters and optimizer states it
+    holds for all trainers; the embedding is with the first layer, the head with the last.
+    """
 
     role: Literal["trainer", "optimizer", "evaluator", "spare"] = "trainer"
     device: str = "cpu"
     node: int = 0
     threads: int = 1
     share: tuple[int, int] = (0, 0)
+    layers: tuple[int, int] = (0, 0)
 
 
 class Unit(PlanStruct, frozen=True):
@@ -106,6 +114,22 @@ class Outer(PlanStruct, frozen=True):
     paces: tuple[float, ...] = ()
 
 
+class Offload(PlanStruct, frozen=True):
+    """Where optimizer states, parameters and activations wait between uses: see `shard.offload`."""
+
+    optimizer: Tier = "device"
+    parameters: Tier = "device"
+    activations: Tier = "device"
+
+    def __str__(self) -> str:
+        """In a few words; empty: nothing waits elsewhere."""
+        away = [(name, getattr(self, name)) for name in self.__struct_fields__ if getattr(self, name) != "device"]
+        return ", ".join(f"{name} on {tier}" for name, tier in away)
+
+
+RESIDENT = Offload()
+
+
 class AdaptiveRule(PlanStruct, frozen=True):
     """A value that may change while running: where it starts, its bounds, and the signal that moves it."""
 
@@ -175,10 +199,18 @@ class Predicted(PlanStruct, frozen=True):
     memory_limit: float
     sent_bytes: dict[str, float]
     """Payload bytes each rank sends per step, by traffic class (the ledger's figure)."""
+    waiting_bytes: dict[str, float] = {}
+    """By kind, outside the device: see `Plan.offload`."""
     spread: float = 0.0
     """Relative error to expect of `step_seconds`: four of five measurements should lie within; 0: not known."""
     sources: dict[str, str] = {}
     """Term or coefficient -> formula or where the number comes from."""
+
+    @property
+    def state_bytes(self) -> dict[str, float]:
+        """Bytes of parameters and of optimizer states, wherever they are."""
+        held, away = self.memory_bytes, self.waiting_bytes
+        return {kind: held.get(kind, 0.0) + away.get(kind, 0.0) for kind in ("params", "optimizer")}
 
 
 class RunnerUp(PlanStruct, frozen=True):
@@ -215,6 +247,9 @@ class Plan(PlanStruct, frozen=True):
     """From when on the sharded parameters of the next block are gathered: see `shard.gather_hooks`."""
     bucket: int = BUCKET
     """Bytes of gradients exchanged at once where parameters are not gathered by blocks."""
+    offload: Offload = RESIDENT
+    layer_window: int = 0
+    """Layers whose parameters a trainer holds at once, where ranks with the role `optimizer` hold the model; 0: all."""
     micro_batch: int = 1
     recompute: str = "none"
     precision: str = "fp32"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from espalier.plan import collective_time, explain
+from espalier.plan import collective_time, explain, optimizer_node
 from espalier.plan.base import Plan, Predicted, Rank, Stage, Unit
 from espalier.plan.calibrate import DATASHEET, Calibration, own_stack
 from espalier.plan.collective_time import seats
 from espalier.plan.estimate import Shares, estimate
 from espalier.plan.layouts import stage_layers
+from espalier.plan.offload import NODE
 from espalier.plan.request import Request, exchanges
 from espalier.plan.search import Found, Option
 
@@ -23,7 +24,10 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
     groups = {name: tuple(range(0, size * layout.tp, layout.tp)) if size > 1 else () for name, size in sizes.items()}
     return Plan(
         planner="search",
-        ranks=_ranks(request, option),
+        ranks=(
+            *_ranks(request, option),
+            *(optimizer_node.ranks(request, option.cluster, option.nodes) if request.offload == NODE else ()),
+        ),
         units=(
             Unit(
                 params=groups["params"],
@@ -36,12 +40,14 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
         exchanges=exchanges(request.crossings) if layout.shards > 1 else (),
         algorithm=layout.algorithm,
         placement=layout.placement,
+        offload=request.offload,
         schedule=layout.schedule,
         interleave=layout.chunks,
         prefetch=explain.prefetch(request, option),
         bucket=explain.bucket(request, option),
         micro_batch=int(min(layout.micro_batch, max(_samples(request, option)))),
-        recompute=layout.recompute,
+        layer_window=optimizer_node.WINDOW if request.offload == NODE else 0,
+        recompute="none" if request.offload.parameters != "device" else layout.recompute,
         precision=request.precision,
         compile=request.compile,
         predicted=predicted,

@@ -21,19 +21,18 @@ from espalier.config import Checkpoint
 from espalier.errors import UserError
 from espalier.plan.base import AdaptiveRule, Plan, Predicted
 from espalier.plan.collective_time import gpus
+from espalier.plan.offload import NODE, PCIE
 
 NAME = "checkpoint.every"
 COPIES = "copies"
-PCIE = 15.75e9
-"""Bytes/s from a GPU: PCIe 3.0 with 16 lanes, 8 GT/s each at 128/130 (PCI-SIG), the slowest still in use."""
 LEAST, MOST = 1, 1_000_000
 
 
 def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster) -> Plan:
     """The plan with the rule that its checkpoints follow, and why; as it is where `every` says how often."""
-    if every != "auto" or plan.predicted is None:
-        return plan
-    state = sum(plan.predicted.memory_bytes.get(kind, 0.0) for kind in ("params", "optimizer"))
+    if every != "auto" or plan.predicted is None or plan.offload == NODE:
+        return plan  # the files of optimizer nodes are the checkpoint
+    state = sum(plan.predicted.state_bytes.values())
     beside = max(Counter(rank.node for rank in plan.ranks).values())  # that copy at once on one machine
     bandwidth = min(place.table.device.memory_bandwidth for place in cluster.devices())  # of reading plus writing
     seconds = state / PCIE if gpus(cluster) else 2 * state * beside / bandwidth
@@ -55,8 +54,8 @@ def checkpoint_bytes(plan: Plan) -> float:
     """Parameters and optimizer states of the whole model: what one checkpoint takes, without its manifest."""
     if plan.predicted is None:
         return 0.0
-    held, cut = plan.predicted.memory_bytes, plan.layout.tp * plan.layout.pp
-    return cut * sum(held.get(kind, 0.0) * plan.layout.shard.get(kind, 1) for kind in ("params", "optimizer"))
+    cut = plan.layout.tp * plan.layout.pp
+    return cut * sum(size * plan.layout.shard.get(kind, 1) for kind, size in plan.predicted.state_bytes.items())
 
 
 def refuse_full(plan: Plan, options: Checkpoint, folder: Path) -> None:
@@ -91,10 +90,10 @@ def with_copies(plan: Plan, given: int | Literal["auto"], cluster: Cluster) -> P
         given: what a machine's copies may take together; `auto`: a quarter of what training leaves free, 0: nothing.
     """
     predicted = plan.predicted
-    if given == 0 or predicted is None:
+    if given == 0 or predicted is None or (given == "auto" and plan.offload.optimizer in ("disk", "node")):
         return plan
     count = _count(plan)
-    size = count * sum(predicted.memory_bytes.get(kind, 0.0) for kind in ("params", "optimizer"))
+    size = count * sum(predicted.state_bytes.values())
     taken = f"{count} cop{'y' if count == 1 else 'ies'} of a rank's state (faults.memory): {units.show_size(size)}"
     if gpus(cluster):
         return _with(plan, f"{taken} of the host's memory, none of the GPU's.")

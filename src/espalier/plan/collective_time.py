@@ -60,7 +60,8 @@ class Fleet:
     """The devices that `ranks` ranks sit on, and their links as collectives find them.
 
     `per_node`: ranks on each machine (the fewest); `inside`, `between`: the slowest link of each level.
-    `factors`: what a calibration says of devices and links.
+    `factors`: what a calibration says of devices and links; `optimizers`: machines that hold the model for the others,
+    and `serving` the link of a machine to them.
     """
 
     ranks: int
@@ -70,6 +71,8 @@ class Fleet:
     inside: Link
     between: Link | None
     factors: CostFactors = PLAIN
+    optimizers: tuple[Node, ...] = ()
+    serving: Link | None = None
 
     @property
     def cuda(self) -> bool:
@@ -139,6 +142,8 @@ def fleet(cluster: Cluster, ranks: int, threads: int = 1) -> Fleet:
         kinds=tuple(said),
         inside=_reached(cluster.slowest(used, "inside"), "inside"),
         between=_reached(cluster.slowest(used, "between"), "between") if across else None,
+        optimizers=cluster.optimizers,
+        serving=_reached(cluster.slowest(used, "between"), "between") if cluster.optimizers else None,
     )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from espalier.cost import Cost, Cut, Number
-from espalier.plan import collective_time
+from espalier.plan import collective_time, offload, optimizer_node
+from espalier.plan.base import RESIDENT
 from espalier.plan.collective_time import DeviceGroup, Fleet
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
@@ -180,9 +181,33 @@ class CostInputs:
         return sequence_cost(load, grid, wire=self.awaited)
 
     @cached_property
+    def sharded(self) -> Mapping[str, Number]:
+        """Bytes of sharded states by kind, wherever they are."""
+        return cost(self.states, self.division).held
+
+    @cached_property
+    def waiting(self) -> Mapping[str, Number]:
+        """Bytes of sharded states that wait outside the device, by kind."""
+        return offload.waiting(self.request.offload, self.sharded)
+
+    def lacking(self, over: Number) -> Number:
+        """Bytes that a rank and its machine lack, where the device has `over` too many."""
+        on_host = self.request.offload.optimizer == "host"
+        return offload.lacking(over, self.waiting, self.kind) if on_host else over
+
+    @property
+    def _resident(self) -> Mapping[str, Number]:
+        """Bytes of sharded states by kind, without those that wait."""
+        way, found = self.request.offload, self.sharded
+        if offload.windowed(way):
+            found = {name: 0.0 * size for name, size in found.items()}
+            found["window"] = optimizer_node.held(self.request) + found["params"]
+        return found if way == offload.NODE else offload.resident(self.waiting, found)
+
+    @cached_property
     def held(self) -> Mapping[str, Number]:
-        """Bytes of sharded states by kind, with what rounds keep beside them."""
-        found = cost(self.states, self.division).held
+        """Bytes of sharded states on a rank by kind, with what rounds keep beside them."""
+        found = self._resident if self.request.offload != RESIDENT else cost(self.states, self.division).held
         if not self.request.outer:
             return found
         moved = sum(one.elements for one in volumes(self.states, self.division)) / self.division.optimizer

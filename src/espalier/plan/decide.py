@@ -101,7 +101,12 @@ def decide(
         found = _every_step(request, cluster, calibration, trials)
         if isinstance(request.sync, Auto) and replicas.machines > 1 and found.fits:
             found = _if_rounds_pay(found, request, replicas, calibration)
-    plan = checkpoint_cost.paced(found.plan, request.saves, cluster)
+    plan = found.plan
+    if request.stored is not None:
+        from espalier.plan import packed_features  # loads torch
+
+        plan = packed_features.with_levels(plan, request.stored, cluster)
+    plan = checkpoint_cost.paced(plan, request.saves, cluster)
     plan = checkpoint_cost.with_copies(plan, request.copies, cluster)
     told = plan_summary.sentences(plan, cluster if plan.outer is None else replicas)
     why = (*told, *plan.why, *(precision.faster(request, found.found) if there else ()))
@@ -246,6 +251,10 @@ def _searched(request: Request, cluster: Cluster, calibration: Calibration, tria
     free = request.pin.shard is None and request.redundancy == 1
     processor = not gpus(cluster) and len(cluster.devices()) == 1
     found = search.search(request, cluster, calibration, whole=free and processor)
+    if request.pin.offload != "none" and not (request.pin.offload is None and found.options):
+        pins.check_offload(request, cluster)
+        request, found = search.elsewhere(request, cluster, found, calibration, whole=free and processor)
+        trials = None  # of states that would be written to begin with
     option = found.best()
     if option is None:
         return _closest(request, cluster, found, calibration)

@@ -7,7 +7,7 @@ pace of its slowest rank and is as full as its fullest.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -15,12 +15,13 @@ import numpy as np
 
 from espalier.cluster import Cluster
 from espalier.cost import Number, ring_bytes
-from espalier.plan import collective_time, device_model, memory_model, step_time
-from espalier.plan.base import Predicted
+from espalier.plan import collective_time, device_model, memory_model, optimizer_node, step_time
+from espalier.plan.base import RESIDENT, Predicted
 from espalier.plan.calibration_factors import CostFactors
 from espalier.plan.collective_time import Fleet, devices, seats
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
+from espalier.plan.offload import NODE
 from espalier.plan.request import Request, exchanges
 from espalier.records import Record
 from espalier.shard import placement_plan
@@ -91,16 +92,17 @@ class Priced:
     seconds: Mapping[str, Number]
     held: Mapping[str, Number]
     limit: float
+    peak: Number
+    """Bytes at the worst moment."""
+    over: Number
+    """Bytes beyond what the rank and its machine may hold; negative: room left."""
+    waiting: Mapping[str, Number] = field(default_factory=dict)
+    """Bytes outside the device, by kind."""
 
     @property
     def step(self) -> Number:
         """Seconds of a step."""
         return sum(self.seconds.values())
-
-    @property
-    def peak(self) -> Number:
-        """Bytes at the worst moment."""
-        return sum(self.held.values())
 
     def counted(self, memory: str) -> Number:
         """Of these, what a count of this kind has: `device`, `reserved` or `allocated`."""
@@ -133,7 +135,11 @@ def price(request: Request, on: Fleet, layouts: Layouts, shares: Shares = EQUAL)
         step = CostInputs(request, on, kind, layouts, 1.0 if speeds is None else np.asarray(speeds[index]))
         size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
         held = memory_model.held(step, size, -(-samples // size))
-        found.append(Priced(step_time.step_seconds(step, samples), held, memory_model.limit(kind, request)))
+        limit, peak = memory_model.limit(kind, request), sum(held.values())
+        one = Priced(step_time.step_seconds(step, samples), held, limit, peak, peak - limit)
+        if request.offload != RESIDENT:
+            one = replace(one, over=step.lacking(one.over), waiting=step.waiting)
+        found.append(one)
     return found
 
 
@@ -143,7 +149,7 @@ def grid(request: Request, on: Fleet, layouts: Layouts, memory: str = "device") 
     return Grid(
         np.max([one.step for one in costs], axis=0),
         np.max([one.counted(memory) for one in costs], axis=0),
-        np.max([one.peak - one.limit for one in costs], axis=0),
+        np.max([one.over for one in costs], axis=0),
     )
 
 
@@ -166,7 +172,7 @@ def estimate(
     on = replace(collective_time.fleet(cluster, ranks, layout.threads), factors=factors or request.factors)
     costs = price(request, on, layout, shares)
     slow = int(np.argmax([float(one.step) for one in costs]))
-    tight = costs[int(np.argmin([one.limit - float(one.peak) for one in costs]))]
+    tight = costs[int(np.argmin([-float(one.over) for one in costs]))]
     terms = {name: float(value) for name, value in costs[slow].seconds.items()}
     kinds = {name: float(value) for name, value in tight.held.items()}
     step = sum(terms.values())
@@ -183,6 +189,7 @@ def estimate(
         terms=terms,
         memory_bytes={**kinds, "peak": sum(kinds.values())},
         memory_limit=tight.limit,
+        waiting_bytes={name: float(value) for name, value in tight.waiting.items()},
         sent_bytes=sent(made, most, nodes),
         sources={**step_time.sources(made), **memory_model.sources(request, on)},
     )
@@ -198,6 +205,8 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     """
     request, layout = step.request, step.layouts
     rounds = -(-samples // int(layout.micro_batch))
+    if request.offload == NODE:
+        return {"gradients": optimizer_node.pushed(request)}
     found = dict(cost(step.states, step.division, rounds=rounds).sent)
     codecs = placement_plan.codecs(exchanges(request.crossings))
     if codecs and step.states.sizes and not np.any(step.states.cut):
@@ -224,6 +233,20 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
         exchanged = step.sequence(tokens).sent
         found |= {name: found.get(name, 0.0) + step.stage_layers * size for name, size in exchanged.items()}
     return {name: float(size) for name, size in found.items() if size or name != "parameters"}
+
+
+def longer(predicted: Predicted, term: str, seconds: float) -> Predicted:
+    """The prediction of a step that takes so many seconds more, for what `term` names."""
+    step = predicted.step_seconds + seconds
+    share = predicted.step_seconds / step
+    return msgspec.structs.replace(
+        predicted,
+        step_seconds=step,
+        tokens_per_second=predicted.tokens_per_second * share,
+        tokens_per_second_per_device=predicted.tokens_per_second_per_device * share,
+        mfu=predicted.mfu * share,
+        terms={**predicted.terms, term: seconds},
+    )
 
 
 def scaled(predicted: Predicted, measured: float) -> Predicted:

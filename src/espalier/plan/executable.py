@@ -14,6 +14,7 @@ import numpy as np
 from espalier.compose import Refusal
 from espalier.plan.base import Plan, Rank, Stage, Unit
 from espalier.plan.layouts import Layouts, stage_layers
+from espalier.plan.offload import NODE
 from espalier.plan.request import Request, exchanges
 
 AXES = ("dp", "tp", "hp", "cp", "pp", "chunks", "params", "grads", "optimizer")
@@ -57,8 +58,9 @@ def _smallest(request: Request, layouts: Layouts, kind: dict[str, bool]) -> Plan
     each = degree["dp"] * width
     stages = degree["pp"] * degree["chunks"]
     split = [tuple(range(0, 2 * degree["tp"], degree["tp"])) if kind[name] else () for name in AXES[-3:]]
+    on_node = request.offload == NODE
     return Plan(
-        ranks=(Rank(),) * (each * degree["pp"]),
+        ranks=(*(Rank(),) * (each * degree["pp"]), *(Rank(role="optimizer"),) * on_node),
         units=(
             Unit(
                 params=split[0],
@@ -79,10 +81,11 @@ def _smallest(request: Request, layouts: Layouts, kind: dict[str, bool]) -> Plan
             for number, layers in enumerate(stage_layers(request.layers, stages))
         ),
         exchanges=exchanges(request.crossings) if each > degree["tp"] else (),
+        offload=request.offload,
         schedule=layouts.schedule,
         interleave=degree["chunks"],
         algorithm=layouts.algorithm,
-        recompute=layouts.recompute,
+        recompute="none" if request.offload.parameters != "device" else layouts.recompute,
         precision=request.precision,
         compile=request.compile,
     )

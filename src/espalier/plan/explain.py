@@ -13,7 +13,7 @@ from espalier import units
 from espalier.cluster import Cluster, Place, machine_order
 from espalier.plan import layouts as space
 from espalier.plan import plan_summary, step_time
-from espalier.plan.base import RunnerUp
+from espalier.plan.base import RESIDENT, RunnerUp
 from espalier.plan.collective_time import gpus, seats
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.estimate import samples_each
@@ -40,7 +40,13 @@ def why(request: Request, found: Found, option: Option) -> list[str]:
     said.append(f"It is the best of {units.plural(found.priced, 'layout')} that were priced.")
     if fastest is not option and fastest.seconds < option.seconds:
         said.append(_passed_over(found, fastest, option))
-    if option.fits:
+    if request.offload != RESIDENT:
+        kinds = " and ".join(
+            name for name in ("optimizer states", "parameters") if name.split()[0] in str(request.offload)
+        )
+        why = "it was set" if request.pin.offload else "with all on their devices nothing fits"
+        said.append(f"{kinds[0].upper()}{kinds[1:]} wait outside the devices between uses: {why}.")
+    if option.fits and request.offload.parameters == "device":
         said += _states(request, found, option)
         said += _gathers(request, option) + _pieces(request, option)
         said += _cuts(request, found, option)

@@ -79,6 +79,8 @@ def _stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: 
     frozen = request.parameters - request.trainable
     found["params"] = found["params"] + storage.params * frozen / layouts.tp / pp
     waiting = np.minimum(pipeline_cost.kept(pp, layouts.chunks) if is_first else 1, micro_batches)
+    if has_window := request.offload.parameters != "device":  # all micro-batches of a layer, then the next
+        waiting = micro_batches
     has_head = (pp == 1) | (not is_first)
     kept = waiting * step.stage_layers * anatomy.layer.kept + has_head * anatomy.rest.kept
     travelling: Number = 0.0
@@ -86,6 +88,7 @@ def _stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: 
         travelling = step.sequence(anatomy.layer.tokens).held["keys_values"]
     transient = np.maximum(anatomy.layer.transient + travelling, has_head * anatomy.rest.transient)
     update = np.maximum(orthogonal_bytes(request), _temporaries(step) * step.stage_parameters / layouts.optimizer)
+    update = 0.0 * update if has_window else update
     found["activations"] = factors.held * kept
     # The worst moment is in backward, or in the optimizer's step when no activation is held any more.
     found["transient"] = np.maximum(factors.held * transient, update - factors.held * kept)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from espalier.cluster import Cluster
 from espalier.config import Pin, ShardPin
 from espalier.errors import UserError
-from espalier.plan import device_model, executable
+from espalier.plan import device_model, executable, offload
 from espalier.plan.collective_time import gpus
 from espalier.plan.layouts import divisors
 from espalier.plan.request import Request
@@ -130,6 +131,31 @@ def _check_algorithm(pin: Pin) -> None:
         raise UserError('plan.pin.algorithm = "isp" has no tensor ranks.', do="plan.pin.tp=1, sp instead")
     if pin.algorithm == "data" and (pin.tp or 1) * (pin.sp or 1) > 1:
         raise UserError('plan.pin.algorithm = "data" cuts neither matrices nor sequences.', do="leave tp and sp out")
+
+
+def check_offload(request: Request, cluster: Cluster) -> None:
+    """Whether the machines have the tier that is pinned, and what is asked for runs with it. Raises UserError."""
+    pinned = request.pin.offload
+    if pinned is None:
+        return
+    ways = offload.ways(request, cluster)
+    if not ways and pinned == "host":
+        raise UserError(
+            'plan.pin.offload = "host": on processors that is the memory that they compute in.',
+            do='plan.pin.offload="disk", or leave it out',
+        )
+    if not ways:
+        raise UserError(
+            f'plan.pin.offload = "{pinned}": the cluster file names no disk of these machines.',
+            why="what a step takes depends on how fast it is",
+            do="[[nodes.disks]] with path, read, write and iops, as `espalier probe` measures them, or leave it out",
+        )
+    if why := executable.refusal(replace(request, offload=ways[0])):
+        raise UserError(
+            f'plan.pin.offload = "{pinned}" cannot run.',
+            why=why.reason,
+            do=f'plan.pin.offload="none", or {why.instead}',
+        )
 
 
 def _at_most(name: str, value: int | None, most: int, what: str, otherwise: str = "") -> None:

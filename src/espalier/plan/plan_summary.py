@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from typing import Literal
 
 from espalier import units
-from espalier.cluster import Cluster, Link, Place
+from espalier.cluster import Cluster, Link, Node, Place
 from espalier.plan.base import Plan, Predicted, Stage
 
 COMPUTING = ("forward", "backward", "recompute", "optimizer", "launch")
 """Terms of a step in which its devices compute; in the others they wait for links, or for one another."""
+FEATURES = "Features"
+"""How sentences about features on disk begin (`plan.packed_features`)."""
 SHOWN = 0.001
 """Share of a step below which a term is not worth a sentence."""
 
@@ -30,7 +32,36 @@ def sentences(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
     held, limit = units.show_size(predicted.memory_bytes["peak"]), units.show_size(predicted.memory_limit)
     each = "rank" if plan.ranks[0].device == "cpu" else "GPU"
     memory = f"Memory per {each}: {held} of {limit} ({told})."
-    return (_headline(plan, predicted, cluster), *_waits(plan, predicted, cluster), memory)
+    return (
+        _headline(plan, predicted, cluster),
+        *_waits(plan, predicted, cluster),
+        memory,
+        *(_away(plan, predicted, cluster) if predicted.waiting_bytes else ()),
+    )
+
+
+def _away(plan: Plan, predicted: Predicted, cluster: Cluster) -> Iterator[str]:
+    """What waits outside the devices: where, how many bytes of it, and how much longer that makes a step."""
+    away, tier = predicted.waiting_bytes, plan.offload.optimizer
+    kinds = " and ".join(f"{_WORDS[kind]} ({units.show_size(size)})" for kind, size in away.items())
+    slower = f"a step takes {units.show_seconds(predicted.terms.get('offload', 0.0))} longer"
+    if tier == "node":
+        nodes = [rank.node for rank in plan.ranks if rank.role == "optimizer"]
+        hold = "holds" if len(nodes) == 1 else "hold"
+        where = f"machine{'s' * (len(set(nodes)) > 1)} {', '.join(map(str, sorted(set(nodes))))}"
+        yield f"{units.plural(len(nodes), 'optimizer node')} on {where} {hold} {kinds} on disk; {slower}."
+        yield f"A rank pulls {plan.layer_window} layers at a time and pushes their gradients."
+        return
+    each = max(Counter(rank.node for rank in plan.ranks).values()) * sum(away.values())
+    where = "host memory"
+    if tier == "disk":
+        disk = table_of(plan, cluster).disks[0]
+        read, written = (units.show_size(speed) for speed in (disk.read, disk.write))
+        where = f"disk ({disk.path}: {read}/s read, {written}/s written)"
+    yield f"Of each rank {kinds} wait on {where}, {units.show_size(each)} of each machine; {slower}."
+
+
+_WORDS = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states"}
 
 
 def _headline(plan: Plan, predicted: Predicted, cluster: Cluster) -> str:
@@ -49,7 +80,7 @@ def _headline(plan: Plan, predicted: Predicted, cluster: Cluster) -> str:
     ]
     told = ", ".join(words for holds, words in parts if holds)
     band = f", give or take {predicted.spread:.0%}" if predicted.spread else ""
-    ranks = units.plural(len(plan.ranks), "rank" if plan.ranks[0].device == "cpu" else "GPU")
+    ranks = units.plural(len(plan.trainers), "rank" if plan.ranks[0].device == "cpu" else "GPU")
     told = f"{told[0].upper()}{told[1:]}, {plan.precision}, on {ranks}"
     return f"{told}: {units.show_seconds(predicted.step_seconds)} a step{band} ({hardware(plan, cluster)})."
 
@@ -77,11 +108,17 @@ def link_words(link: Link, level: Literal["inside", "between"]) -> str:
     )
 
 
+def table_of(plan: Plan, cluster: Cluster) -> Node:
+    """The machine of the first rank."""
+    return _places(plan, cluster)[0].table
+
+
 def _places(plan: Plan, cluster: Cluster) -> list[Place]:
     """Where each rank sits."""
     known = {(place.node, place.slot): place for place in cluster.devices()}
-    slots = [0 if rank.device == "cpu" else int(rank.device.partition(":")[2] or 0) for rank in plan.ranks]
-    return [known[rank.node, slot] for rank, slot in zip(plan.ranks, slots, strict=True)]
+    ranks = [plan.ranks[index] for index in plan.trainers]
+    slots = [0 if rank.device == "cpu" else int(rank.device.partition(":")[2] or 0) for rank in ranks]
+    return [known[rank.node, slot] for rank, slot in zip(ranks, slots, strict=True)]
 
 
 # --- seconds ---------------------------------------------------------------------------------------------------------

@@ -124,5 +124,5 @@ def faster(request: Request, found: Found) -> list[str]:
     times = max(float(one.step) for one in here) / max(float(one.step) for one in there)
     if times <= WORTH_SAYING:
         return []
-    fits = "" if all(float(one.peak) <= one.limit for one in there) else ", but would not fit"
+    fits = "" if all(float(one.over) <= 0 for one in there) else ", but would not fit"
     return [f"In {name} this layout would be {times:.2g} times as fast as in {request.precision}{fits}."]

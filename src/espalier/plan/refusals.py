@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from espalier.cluster import Cluster
 from espalier.config import EveryStep, Pin
 from espalier.errors import UserError
 from espalier.plan import collective_time, memory_model, pins, precision, search
+from espalier.plan.base import RESIDENT
 from espalier.plan.collective_time import gpus, seats
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.estimate import estimate, samples_each
@@ -29,7 +31,7 @@ MOST_MACHINES = 4096
 """Machines up to which a size that fits is looked for."""
 HALVINGS = 3
 """Times that sequences are halved in search of a length that fits."""
-ABSENT = "not in Espalier: LoRA, optimizer states in 8 bits, offload to host memory"
+ABSENT = "not in Espalier: LoRA, optimizer states in 8 bits"
 """What others do where nothing fits."""
 SEPARATOR = "\n       "
 """Between two changes: each is a line under the first."""
@@ -67,7 +69,7 @@ def of_rounds(error: DoesNotFit, request: Request, cluster: Cluster) -> DoesNotF
 def _no_layout(request: Request, cluster: Cluster) -> UserError:
     """The error when pins and demands leave no layout: which one it is, and the nearest value that leaves some."""
     for name, value in pins.given(request.pin):
-        if name in ("threads", "prefetch"):
+        if name in ("threads", "prefetch", "offload"):
             continue
         others = search.search(replace(request, pin=_without(request.pin, name)), cluster)
         there = sorted({_value(option.layout, name) for option in others.options})
@@ -126,7 +128,7 @@ Change = tuple[str, Callable[[Request], Request]]
 
 def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
     """Changes after which a plan fits, the cheapest first; each was planned. Last what only money helps with."""
-    changes = [*_lifted(request), *_held_less(request, cluster)]
+    changes = [*_on_host(request, cluster), *_lifted(request), *_held_less(request, cluster)]
     told = [f"{words} ({cost})" for words, change in changes if (cost := _planned(change(request), cluster))]
     told = told or _together(request, cluster)
     if more := _more_devices(request, cluster):
@@ -140,11 +142,19 @@ def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
 
 def _planned(request: Request, cluster: Cluster) -> str:
     """The seconds and bytes of the plan of `request`; empty where nothing fits."""
-    best = search.search(request, cluster).best()
-    if best is None:
+    request, found = search.anywhere(request, cluster)
+    if (best := found.best()) is None:
         return ""
     held = f"{units.show_size(best.peak)} of {units.show_size(best.peak - best.over)}"
+    if request.offload != RESIDENT:
+        held += f", {request.offload}: {units.show_size(away_on_machine(request, best))} a machine"
     return f"{units.show_seconds(best.seconds)} a step, {held}"
+
+
+def away_on_machine(request: Request, option: Option) -> float:
+    """Bytes that wait outside the devices of the machine with most ranks."""
+    ranks = Counter(place.node for place in seats(option.cluster, int(option.layout.world)))
+    return max(ranks.values()) * sum(estimate(request, option.cluster, option.layout).waiting_bytes.values())
 
 
 def _lifted(request: Request) -> Iterator[Change]:
@@ -163,6 +173,13 @@ def _lifted(request: Request) -> Iterator[Change]:
         yield f"leave {', '.join(f'plan.pin.{name}' for name in given)} out", partial(replace, pin=Pin())
     if request.recompute is not None and pin.recompute is None:
         yield "leave train.recompute out", partial(replace, recompute=None)
+
+
+def _on_host(request: Request, cluster: Cluster) -> Iterator[Change]:
+    """States in the memory of machines whose size nobody said."""
+    if request.pin.offload is None and gpus(cluster) and not all(table.memory for table in cluster.nodes):
+        pin = msgspec.structs.replace(request.pin, offload="host")
+        yield 'plan.pin.offload="host", if the machines have the memory (nodes.memory)', partial(replace, pin=pin)
 
 
 def _held_less(request: Request, cluster: Cluster) -> Iterator[Change]:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from espalier.compose import Refusal
 from espalier.config import EveryStep, Pin, Sync
 from espalier.cost import WHOLE, Anatomy, Cut
-from espalier.plan.base import Exchange, Plan
+from espalier.plan.base import RESIDENT, Exchange, Offload, Plan
 from espalier.plan.calibration_factors import PLAIN, CostFactors
 from espalier.shard.cost import StateBytes
 
 if TYPE_CHECKING:
+    from espalier.graph.diskgnn.cost import StoredFeatures
     from espalier.shard.wrap_policy import Sized
 
 Kernel = Literal["auto", "flash", "efficient", "written"]
@@ -83,9 +84,11 @@ class Request:
             InternEvo, which also sums gradients whole, or reduces them to each owner in turn.
         codec: what the recipe says of that; crossings: what is encoded on its way.
         sync: when replicas are to agree; outer: copies of what a rank moves that rounds keep (`sync.overlap_cost`).
+        offload: what waits outside the device.
         sizes: of the trainable tensors, in the model's order; empty: not known.
         running: bytes of buffers that every step moves.
         loaded: bytes of libraries that only this kind of workload loads, in host memory.
+        stored: features of a graph that wait on disk.
         saves: steps between checkpoints, or `auto`; None: who trains saves by other means.
         copies: bytes that copies of the state may take of a machine's memory (`faults.memory`); 0: there are none.
         with_sequence: the same with so many tokens in a sample; None: they cannot be chosen.
@@ -132,9 +135,11 @@ class Request:
     crossings: Sequence[Crossing] = ()
     sync: Sync = field(default_factory=EveryStep)
     outer: float = 0.0
+    offload: Offload = RESIDENT
     sizes: Sequence[Sized] = ()
     running: int = 0
     loaded: int = 0
+    stored: StoredFeatures | None = None
     saves: int | Literal["auto"] | None = None
     copies: int | Literal["auto"] = 0
     with_sequence: Callable[[int], Request] | None = None

@@ -24,8 +24,9 @@ import numpy as np
 
 from espalier.cluster import Cluster, Device, Node
 from espalier.cost import WHOLE, ring_bytes
-from espalier.plan import collective_time, device_model, executable, memory_model
+from espalier.plan import collective_time, device_model, executable, memory_model, offload
 from espalier.plan import layouts as space
+from espalier.plan.base import RESIDENT
 from espalier.plan.calibrate import DATASHEET, LEAST, Calibration
 from espalier.plan.collective_time import gpus
 from espalier.plan.cost_inputs import CostInputs
@@ -161,6 +162,37 @@ def search(request: Request, cluster: Cluster, calibration: Calibration = DATASH
     return Found(_in_order(kept, cluster), closest, priced, tie, _in_order(kept_whole, cluster))
 
 
+def anywhere(request: Request, cluster: Cluster) -> tuple[Request, Found]:
+    """`search`, and where nothing fits or a tier is pinned `elsewhere`."""
+    found = search(request, cluster)
+    if request.pin.offload == "none" or (request.pin.offload is None and found.options):
+        return request, found
+    return elsewhere(request, cluster, found)
+
+
+def elsewhere(
+    request: Request, cluster: Cluster, resident: Found, calibration: Calibration = DATASHEET, *, whole: bool = False
+) -> tuple[Request, Found]:
+    """The search with what waits outside the devices in the fastest of `offload.ways`: of those within a tie the first.
+    With the request of what was found; `resident` where nothing fits so either."""
+    found = []
+    for way in offload.ways(request, cluster):
+        asked = replace(request, offload=way, pin=offload.pinned(request, way))
+        found.append((replace(request, offload=way), search(asked, cluster, calibration, whole=whole)))
+    fitting = [one for one in found if one[1].options]
+    if not fitting and request.pin.offload is None:
+        return request, resident
+    if not fitting:
+        return min(found, key=lambda one: _lacking(one[1]), default=(request, Found((), None, 0, TIE)))
+    fastest = min(one.options[0].seconds for _, one in fitting)
+    return next(one for one in fitting if one[1].options[0].seconds <= fastest * (1 + one[1].tie))
+
+
+def _lacking(found: Found) -> float:
+    """Bytes that the least violating layout lacks."""
+    return math.inf if found.closest is None else found.closest.over
+
+
 def _in_order(kept: list[Option], cluster: Cluster) -> tuple[Option, ...]:
     """The fastest first, each with the numbers that its machines have in the user's cluster."""
     orders = {id(one.cluster): one.cluster for one in kept if one.cluster is not cluster}
@@ -207,12 +239,13 @@ def fastest_possible(request: Request, cluster: Cluster, calibration: Calibratio
 
 
 def original_nodes(cluster: Cluster, ordered: Cluster) -> tuple[int, ...]:
-    """The numbers in `cluster` of the machines of `ordered`."""
+    """The numbers in `cluster` of the machines of `ordered`, then those of its optimizer nodes."""
     numbers: dict[int, dict[int, None]] = {}
     for place in cluster.devices():
         numbers.setdefault(id(place.table.device), {})[place.node] = None
     left = {key: iter(known) for key, known in numbers.items()}
-    return tuple(number for table in ordered.nodes for number in itertools.islice(left[id(table.device)], table.count))
+    found = [number for table in ordered.nodes for number in itertools.islice(left[id(table.device)], table.count)]
+    return (*found, *range(cluster.machines, cluster.machines + sum(table.count for table in cluster.optimizers)))
 
 
 def fastest_first(request: Request, cluster: Cluster) -> Cluster:
@@ -378,7 +411,8 @@ def _fullness(request: Request, on: collective_time.Fleet, batch: Layouts) -> tu
         step = CostInputs(request, on, kind, batch)
         peak = sum(memory_model.held(step, size, -(-samples // size)).values())
         peaks.append(peak)
-        overs.append(peak - memory_model.limit(kind, request))
+        over = peak - memory_model.limit(kind, request)
+        overs.append(over if request.offload == RESIDENT else step.lacking(over))
     return np.max(peaks, axis=0).reshape(-1), np.max(overs, axis=0).reshape(-1)
 
 
@@ -431,7 +465,7 @@ def by_speed(request: Request, part: Cluster, on: collective_time.Fleet, layouts
     shares = np.ceil(exact - 1e-9).astype(int)
     costs = price(request, on, layouts, Shares(np.maximum(1, shares)))
     seconds, peak = (np.max([getattr(one, name) for one in costs], axis=0) for name in ("step", "peak"))
-    over = np.max([one.peak - one.limit for one in costs], axis=0)
+    over = np.max([one.over for one in costs], axis=0)
     least = np.where(np.asarray(layouts.grads) > 1, -(-shares.max(axis=0) // layouts.micro_batch), 1)
     kept = np.flatnonzero((exact.astype(int).min(axis=0) >= least) & (over <= 0) & (seconds < equal))
     values = (seconds[kept].tolist(), peak[kept].tolist(), over[kept].tolist(), map(tuple, shares[:, kept].T.tolist()))
@@ -454,7 +488,7 @@ def slots_by_speed(
     speeds = rates * ranks.sum() / (rates * ranks[:, None]).sum(0)
     costs = price(request, on, layouts, Shares(speeds=speeds))
     seconds, peak = (np.max([getattr(one, name) for one in costs], axis=0) for name in ("step", "peak"))
-    over = np.max([one.peak - one.limit for one in costs], axis=0)
+    over = np.max([one.over for one in costs], axis=0)
     kept = np.flatnonzero((over <= 0) & (seconds < equal))
     values = (seconds[kept].tolist(), peak[kept].tolist(), over[kept].tolist(), map(tuple, speeds[:, kept].T.tolist()))
     return [
@@ -509,6 +543,8 @@ def points(found: Found, chosen: Option | None, label: Callable[[Layouts], str])
 def weakest(request: Request, on: collective_time.Fleet) -> collective_time.Fleet:
     """The fleet with only those kinds of device that can be the slowest or the fullest of equal shares: a kind goes
     where another is in nothing better, since neither seconds nor bytes grow with a better device."""
+    if request.offload != RESIDENT:  # machines, too, are then fuller or slower
+        return on
     kept = [
         kind
         for index, kind in enumerate(on.kinds)

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from espalier.cost import Anatomy, Cost, Number, Product, Work
-from espalier.plan import collective_time, device_model
+from espalier.plan import collective_time, device_model, offload, optimizer_node
+from espalier.plan.base import RESIDENT
 from espalier.plan.cost_inputs import CostInputs
 from espalier.shard.cost import cost, volumes
 from espalier.shard.placement_plan import Prefetch
@@ -99,7 +100,20 @@ def step_seconds(step: CostInputs, samples: Number) -> dict[str, Number]:
     if not step.cuda:  # a GPU's host runs ahead
         issue = step.on.factors.issue * device_model.issue_seconds(step.kind.table.device)
         terms["launch"] = terms["launch"] + ONCE * issue / step.kind.setting.share
+    if step.request.offload != RESIDENT:
+        terms |= _elsewhere(step, terms)
     return terms
+
+
+def _elsewhere(step: CostInputs, terms: Mapping[str, Number]) -> dict[str, Number]:
+    """The terms that are others where states wait outside the devices."""
+    passes = terms["forward"] + terms["backward"] + terms["recompute"]
+    if step.request.offload == offload.NODE:
+        without = dict.fromkeys(("all_reduce", "refresh", "optimizer"), 0.0 * passes)
+        return {**without, "offload": optimizer_node.seconds(step.request, step.on, step.kind, passes)}
+    beside = offload.Beside(terms["optimizer"], passes, step.stage_layers)
+    rate = offload.rate(step.kind, step.request.offload.optimizer)
+    return {"offload": offload.seconds(step.waiting, rate, beside)}
 
 
 # --- one micro-batch ---------------------------------------------------------------------------------------------
@@ -443,4 +457,5 @@ def sources(step: CostInputs) -> dict[str, str]:
         "refresh": "gathers of updated parameters, on GPUs less what the next forward hides",
         "optimizer": f"memory traffic: {ADAM_BYTES} bytes per AdamW parameter, {MUON_BYTES} per Muon parameter and its "
         f"{NEWTON_SCHULZ} iterations of 3 products, {CLIP_BYTES} for clipping",
+        "offload": "reads and writes of what waits on another tier, less what computation hides",
     }

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from espalier import plain_collectives
-from espalier.checkpoint.dcp_planners import Box, RankRow, Rows, Slice
+from espalier.checkpoint.stored_slice import StoredSlice
+from espalier.checkpoint.tensor_slice import Box, RankRow, Rows, Slice
 from espalier.comm.base import Traffic, traffic
 from espalier.optim.base import Optimizer
 from espalier.parallel.model_cut import ModelCut
@@ -108,8 +109,14 @@ class OptimizerState:
                 for kind, (dtype, scalar) in self._all_kinds(own).get(slot.name, {}).items():
                     key = f"{slot.name}/{kind}"
                     moved = here.get(slot.name)
-                    local = torch.empty(int(scalar), dtype=dtype) if moved is None else own[key].view(-1)
                     start = 0 if moved is None else moved.owned.start
+                    value = None if moved is None else own[key]
+                    if isinstance(value, StoredSlice):
+                        table[key] = placed(
+                            replace(value, shape=slot.shape, start=start), slot.name, self._sharding.cut
+                        )
+                        continue
+                    local = torch.empty(int(scalar), dtype=dtype) if value is None else value.view(-1)
                     if scalar:
                         table[key] = Slice(local, torch.Size(), 0, writes=moved is not None and start == 0)
                     else:
@@ -264,6 +271,8 @@ def fill(table: dict[str, Any], state: dict[str, Any]) -> None:
             if not isinstance(target, Slice):
                 if isinstance(target, Tensor):
                     target.copy_(source)
+            elif isinstance(target, StoredSlice):
+                target.take(source)
             elif isinstance(source, Slice):
                 if source.local.data_ptr() != target.local.data_ptr():
                     target.local.copy_(source.local)

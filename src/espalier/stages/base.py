@@ -30,3 +30,37 @@ class Schedule(Protocol):
     def validation(self) -> AbstractContextManager[None]:
         """Surrounds forward passes whose outputs are used only where losses count (`mesh.counts`)."""
         ...
+
+
+class Window(Protocol):
+    """The layers of a model of which some are here at a time (see `shard.luwu.window.LayerWindow`)."""
+
+    uses: Sequence[Sequence[int]]
+    """Of each piece of the model, the layers that it uses."""
+
+    usual: Sequence[int]
+    """The order of a training step, by which the first layers of the next one are pulled ahead."""
+
+    def begin(self, order: Sequence[int]) -> None:
+        """Layers will be needed in this `order`."""
+        ...
+
+    def need(self, index: int) -> None:
+        """Returns when the layer is here."""
+        ...
+
+    def release(self, index: int) -> None:
+        """The layer is not needed until its next turn."""
+        ...
+
+    def push(self, index: int) -> None:
+        """The layer's gradient is complete in the `.grad` of its parameters, which lose it."""
+        ...
+
+    def summarize(self, index: int) -> None:
+        """Leaves in `.grad` whether the layer's gradient is finite, as one number, and frees it."""
+        ...
+
+    def flush(self) -> None:
+        """Returns when all gradients were handed on."""
+        ...

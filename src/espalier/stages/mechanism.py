@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from espalier import plain_collectives
-from espalier.checkpoint.dcp_planners import Slice
+from espalier.checkpoint.tensor_slice import Slice
 from espalier.comm import codecs
 from espalier.comm.base import Traffic, traffic
 from espalier.compose import Claim

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 
 from espalier import units
 from espalier.checkpoint.base import Stateful
-from espalier.checkpoint.dcp_planners import Slice
+from espalier.checkpoint.tensor_slice import Slice
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.codecs import codec
 from espalier.errors import UserError

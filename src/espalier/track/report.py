@@ -80,7 +80,7 @@ def _context(run: Run) -> dict[str, Any]:
         "derivations": run.start.get("derivations") or [],
         "notes": run.start.get("notes") or [],
         "about": {**(run.start.get("versions") or {}), **(run.start.get("host") or {})},
-        "recipe": _flat(run.recipe),
+        "recipe": flat(run.recipe),
     }
 
 
@@ -117,12 +117,24 @@ def _figures(run: Run) -> list[Figure]:
         figures.append(Figure("memory", show_size(measured.peak), f"peak, per rank: {_kind(run)}"))
     if latest.get("skipped"):
         figures.append(Figure("steps left out", f"{latest['skipped']:,}", "gradients too large for fp16"))
+    figures += _offloaded(latest)
     attempts = f"in {run.attempts} attempts" if run.attempts > 1 else ""
     figures.append(Figure("time", show_seconds(run.seconds()), attempts))
     if run.account.failures:
         failures = run.account.failures
         figures.append(Figure("goodput", f"{run.account.goodput:.1%}", f"{plural(failures, 'failure')}"))
     return figures
+
+
+def _offloaded(latest: Mapping[str, Any]) -> list[Figure]:
+    """What the latest step moved from and to other tiers than the device, and how long it waited for that."""
+    found = []
+    for what in ("offload", "activations"):
+        for tier, moved in (latest.get(what) or {}).items():
+            name = f"{'states' if what == 'offload' else what} on {tier}"
+            size = f"{show_size(moved['read'])} read, {show_size(moved['written'])} written"
+            found.append(Figure(name, size, f"a step, which waited {show_seconds(moved['stalled'])} for them"))
+    return found
 
 
 def _validated(run: Run) -> list[Figure]:
@@ -336,14 +348,15 @@ def _rows(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [empty | dict(zip(names, row, strict=True)) for row in rows]
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """(option with its sections, value as text) of a recipe; the tables of a list are numbered."""
     rows: list[tuple[str, str]] = []
     for key, value in table.items():
         if isinstance(value, dict):
-            rows += _flat(value, f"{prefix}{key}.")
+            rows += flat(value, f"{prefix}{key}.")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             for index, item in enumerate(value):
-                rows += _flat(item, f"{prefix}{key}[{index}].")
+                rows += flat(item, f"{prefix}{key}[{index}].")
         else:
             rows.append((prefix + key, str(value)))
     return rows

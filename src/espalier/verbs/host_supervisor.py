@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from espalier import cache_dir, config, plain_collectives, units, worker
 from espalier import cluster as clusters
@@ -29,8 +28,6 @@ from espalier.plan import codecs
 from espalier.verbs import prepare, train
 from espalier.verbs.run_start import RunStart
 
-PROBING = 300.0
-"""Longest wait of one host for another while they are measured (seconds)."""
 _DECIDED = "espalier/decided"
 """Where the first supervisor tells what it has decided."""
 
@@ -124,11 +121,11 @@ def _met(launcher: Launcher, place: RankSpec, asked: Told, own: dict[str, str], 
 
 def _measuring(recipe: config.Recipe) -> Callable[[RankSpec], tuple[str, list[str]]]:
     def life(place: RankSpec) -> tuple[str, list[str]]:
-        with place.pulse.elsewhere("storing"), worker.joined(seated(place, recipe), PROBING) as channel:
+        with place.pulse.elsewhere("storing"), worker.joined(seated(place, recipe), train.PROBING) as channel:
             machines = [multihost_probe.host()]
             if channel is not None:
                 machines = plain_collectives.all_gather(multihost_probe.host(), channel)
-            return clusters.dumps(machines_of(channel, place, recipe)), machines
+            return clusters.dumps(prepare.machines_of(channel, place, recipe)), machines
 
     return life
 
@@ -136,7 +133,7 @@ def _measuring(recipe: config.Recipe) -> Callable[[RankSpec], tuple[str, list[st
 def probed(launcher: Launcher, place: RankSpec, asked: Told) -> Told:
     """`probe --hosts`: this host measured anew, and the links to the others."""
     torch.set_num_threads(1)
-    team = _met(launcher, place, asked, {}, PROBING)
+    team = _met(launcher, place, asked, {}, train.PROBING)
 
     def measure() -> clusters.Cluster:
         found = codecs.measured(probe.probe(progress=prepare.say, disk=Path(asked["disk"])))
@@ -144,7 +141,7 @@ def probed(launcher: Launcher, place: RankSpec, asked: Told) -> Told:
         return found
 
     def life(place: RankSpec) -> str:
-        with place.pulse.elsewhere("storing"), worker.joined(place, PROBING) as channel:
+        with place.pulse.elsewhere("storing"), worker.joined(place, train.PROBING) as channel:
             if channel is None:
                 return clusters.dumps(measure())
             found = multihost_probe.probe_ranks(channel, place.local_rank, measure)
@@ -153,25 +150,6 @@ def probed(launcher: Launcher, place: RankSpec, asked: Told) -> Told:
 
     found = leader.run(life, team, RestartOptions(0), _threads(team))
     return {"cluster": found[0]} if found and not place.rank else {}
-
-
-def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: config.Recipe) -> clusters.Cluster:
-    """The recipe's cluster file as the first host has it, else the hosts as they were measured together, once."""
-    if channel is None:
-        return prepare.machines(recipe)
-    key = multihost_probe.key(channel)
-    known: str | None = None
-    if place.rank == 0:
-        found = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else multihost_probe.kept(key)
-        known = clusters.dumps(found) if found is not None else None
-        if found is None:
-            prepare.say("Measuring the hosts and the links between them (once).")
-    known = plain_collectives.broadcast(known, channel)
-    if known is not None:
-        return clusters.loads(known)
-    measured = multihost_probe.probe_ranks(channel, place.local_rank, lambda: probe.ready(say=prepare.say))
-    multihost_probe.keep(measured, key)
-    return measured
 
 
 def _threads(team: HostMap) -> int:

@@ -29,5 +29,6 @@ def check(arguments: argparse.Namespace) -> None:
                 # A graph may be one of several in a folder: ind.NAME.graph.
                 if plain and not place.exists() and not any(place.parent.glob(f"*.{glob.escape(place.name)}.*")):
                     raise data_path.missing(data.path, known)
-    elif arguments.verb in ("eval", "predict", "export") or (arguments.verb == "report" and arguments.run is not None):
-        runs.find(arguments.run)
+    elif arguments.verb in ("eval", "predict", "export", "report"):
+        for run in [arguments.run] if arguments.verb != "report" else arguments.runs:
+            runs.find(run)

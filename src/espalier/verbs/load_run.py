@@ -10,14 +10,13 @@ import msgspec
 import torch
 from torch import nn
 
-from espalier import phases, workload_registry
+from espalier import phases
 from espalier import run as runs
 from espalier.config import Recipe
 from espalier.errors import UserError
-from espalier.import_function import KEPT_CODE, unchanged_sources
 from espalier.mechanisms import DTYPES
-from espalier.track import events
-from espalier.verbs import prepare, run_data, run_seal
+from espalier.plan import base as plans
+from espalier.verbs import prepare, run_data
 from espalier.workload import Workload
 
 
@@ -67,14 +66,19 @@ def trained(path: str | Path, trust: bool = False, data: DataChoice = DataChoice
             why=f"looked in {recipe.checkpoint.target or folder.checkpoints}",
             do="let it train longer, or set checkpoint.every lower",
         )
-    return Trained(folder, recipe, workload, model.eval(), int(loaded.meta["step"]))
+    step = int(loaded.meta["step"])
+    if "model" in loaded.absent:  # it is with the run's optimizer nodes
+        from espalier.shard.luwu import role
+
+        step = role.load_into(model, workload, recipe, plans.read(folder.plan), folder.path)
+    return Trained(folder, recipe, workload, model.eval(), step)
 
 
 def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: DataChoice) -> Workload:
     """The run's workload, with all its phases, as its folder keeps it. Raises UserError."""
     if data.path is not None:
         recipe = _with_data(recipe, data.path)
-    found = resolved(folder, recipe, trust)
+    found = run_data.resolved(folder, recipe, trust)
     reads = data.path is not None or found.kept is None or (data.evaluates and found.reads)
     workload = prepare.open_workload(replace(found, reads=reads))
     if found.kept is None and data.path is None:
@@ -90,18 +94,3 @@ def _with_data(recipe: Recipe, path: str) -> Recipe:
             do="leave --data out, or give that function another file in model.arguments of a new run",
         )
     return msgspec.structs.replace(recipe, data=(msgspec.structs.replace(recipe.data[0], path=path),))
-
-
-def resolved(folder: runs.RunFolder, recipe: Recipe, trust: bool = False) -> prepare.Resolved:
-    """The recipe of the run in `folder`, with the folder of the recipe file that it was begun from.
-
-    Raises UserError where opening its workload would run the code of somebody who is not trusted (`run_seal`).
-    """
-    kept = folder.kept()
-    begun = [event for event in events.read(folder.events) if event["event"] == "run"] if folder.events.exists() else []
-    last = begun[-1] if begun else {}
-    origin = Path(last["recipe_folder"]) if last.get("recipe_folder") else None
-    run_seal.check(recipe, run_seal.Origin(origin, kept), str(last.get("seal", "")), str(folder.path), trust)
-    place = origin if kept is None or unchanged_sources(kept, origin) else kept / KEPT_CODE
-    reads = kept is None or not workload_registry.row(recipe).evaluates
-    return prepare.Resolved(recipe, folder=place, trust=trust, kept=kept, reads=reads)

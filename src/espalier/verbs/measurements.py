@@ -27,8 +27,7 @@ from espalier.plan.measurements.score import Scores
 from espalier.plan.measurements.table import MeasuredTable
 from espalier.terminal import rows, say
 from espalier.track import events
-from espalier.verbs import prepare
-from espalier.verbs.load_run import resolved
+from espalier.verbs import prepare, run_data
 
 WARMING = 0.1
 """Share of a run's steps left out at its beginning: the first ones allocate, compile and fill caches."""
@@ -85,7 +84,7 @@ def from_run(path: str | Path) -> Measurement:
         raise UserError(f"The run in {path} has no measured step.", do="let it train longer, or name another run")
     whole, _ = defaults.resolve(recipe)
     return Measurement(
-        request=replace(prepare.request(resolved(folder, whole)), precision=plan.precision),
+        request=replace(prepare.request(run_data.resolved(folder, whole)), precision=plan.precision),
         cluster=cluster,
         layout=replace(of_view(plan.layout), threads=plan.ranks[plan.trainers[0]].threads),
         step_seconds=statistics.median(step["seconds"] for step in steps),

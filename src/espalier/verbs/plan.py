@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
 import torch
 
@@ -42,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     resolved = prepare.resolve(arguments.recipe, arguments.overrides)
     cluster = prepare.machines(resolved.recipe, arguments.cluster)
     decision = _decide(resolved, cluster, arguments.calibrate_on)
-    changed = _what_if(resolved, cluster, arguments.what_if, arguments.calibrate_on)
+    changed = _what_if(arguments, resolved, cluster)
     if arguments.html is not None:
         _page(arguments.html, decision, resolved.recipe.name or "plan")
     return _tell(arguments.json, resolved, decision, changed)
@@ -54,11 +53,17 @@ def _decide(resolved: prepare.Resolved, cluster: clusters.Cluster, calibrate_on:
 
 
 def _what_if(
-    resolved: prepare.Resolved, cluster: clusters.Cluster, changes: Sequence[str], calibrate_on: str | None
+    arguments: argparse.Namespace, resolved: prepare.Resolved, cluster: clusters.Cluster
 ) -> PlanDecision | None:
-    if not changes:
+    """With `--what-if`: changes of [store] are the recipe's, the others the cluster's."""
+    if not arguments.what_if:
         return None
-    return _decide(resolved, whatif.changed(cluster, changes), calibrate_on)
+    stored = [change for change in arguments.what_if if change.startswith("store.")]
+    if stored:
+        resolved = prepare.resolve(arguments.recipe, [*arguments.overrides, *stored])
+    others = [change for change in arguments.what_if if change not in stored]
+    changed = whatif.changed(cluster, others) if others else cluster
+    return _decide(resolved, changed, arguments.calibrate_on)
 
 
 def _tell(as_json: bool, resolved: prepare.Resolved, decision: PlanDecision, changed: PlanDecision | None) -> int:

@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import torch.distributed as dist
 
 from espalier import cluster as clusters
-from espalier import terminal, workload_registry
+from espalier import plain_collectives, terminal, workload_registry
 from espalier.config import Recipe, recipe_file
-from espalier.hardware import probe
+from espalier.hardware import multihost_probe, probe
+from espalier.launch.base import RankSpec
 from espalier.plan import request_from_recipe
 from espalier.plan.request import Request
 from espalier.run import RunFolder
@@ -55,6 +57,26 @@ def machines(recipe: Recipe, cluster: str | None = None) -> clusters.Cluster:
     if named is not None:
         return clusters.read(named)
     return probe.ready(say=say)
+
+
+def machines_of(channel: dist.ProcessGroup | None, place: RankSpec, recipe: Recipe) -> clusters.Cluster:
+    """The machines of all ranks of `channel`: the cluster file that the first rank reads, else what they measure
+    together, once. Every rank calls it and gets the same value."""
+    if channel is None:
+        return machines(recipe)
+    key = multihost_probe.key(channel)
+    known: str | None = None
+    if place.rank == 0:
+        found = clusters.read(recipe.plan.cluster) if recipe.plan.cluster else multihost_probe.kept(key)
+        known = clusters.dumps(found) if found is not None else None
+        if found is None:
+            say("Measuring the hosts and the links between them (once).")
+    known = plain_collectives.broadcast(known, channel)
+    if known is not None:
+        return clusters.loads(known)
+    measured = multihost_probe.probe_ranks(channel, place.local_rank, lambda: probe.ready(say=say))
+    multihost_probe.keep(measured, key)
+    return measured
 
 
 def say(text: str) -> None:

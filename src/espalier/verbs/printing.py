@@ -13,6 +13,7 @@ from espalier import terminal, units
 from espalier.cluster import Cluster, Disk, Link
 from espalier.config import model_kinds
 from espalier.config.base import Derivation
+from espalier.plan import plan_summary
 from espalier.plan.base import Plan, Predicted
 from espalier.terminal import line, rows, say, visible, wrapped
 from espalier.track import run_tables
@@ -68,6 +69,9 @@ def beside(plan: Plan, other: Plan, fits: bool) -> None:
         f"  predicted step {' instead of '.join(seconds)} ({there.step_seconds / here.step_seconds:.2f}x), "
         f"memory per rank {' instead of '.join(peaks)}"
     )
+    for sentence in other.why:
+        if sentence.startswith(plan_summary.FEATURES):
+            line(f"  {sentence}")
 
 
 def _where(plan: Plan) -> str:

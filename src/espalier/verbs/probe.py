@@ -31,7 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     place = detect_launcher.place()
     if place is None:
-        found = codecs.measured(probe.probe(progress=prepare.say, disk=Path(arguments.disk)))
+        measured = codecs.measured(probe.probe(progress=prepare.say, disk=Path(arguments.disk)))
+        found = probe.better(measured, probe.cached(), prepare.say)
         probe.save(found, say=prepare.say)
     else:
         with worker.joined(place, timeout=120.0) as channel:

@@ -1,16 +1,18 @@
-"""`espalier report RUN`: writes report.html anew, or serves it live; `--trace FILE`: of the jobs of a cluster."""
+"""`espalier report RUN`: writes report.html anew, or serves it live. Without a run it lists the runs in runs/, with
+several it compares them; `--trace FILE`: of the jobs of a cluster."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from espalier import run as runs
 from espalier.errors import UserError
 from espalier.ops import job_report, job_trace
-from espalier.terminal import say
-from espalier.track import live_report, report, run_tables
+from espalier.terminal import rows, say
+from espalier.track import live_report, report, run_comparison, run_tables
 from espalier.verbs import printing
 
 
@@ -19,9 +21,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.trace:
         _trace(Path(arguments.trace), arguments.json)
         return 0
-    if arguments.run is None:
-        raise UserError("report needs the folder of a run, or --trace.", do="espalier report runs/NAME")
-    folder = runs.find(arguments.run)
+    if len(arguments.runs) != 1:
+        if arguments.serve:
+            raise UserError(
+                f"report --serve shows one run, not {len(arguments.runs)}.", do="espalier report runs/NAME --serve"
+            )
+        (_compare if arguments.runs else _list)(arguments)
+        return 0
+    folder = runs.find(arguments.runs[0])
     if arguments.serve:
         live_report.serve(folder.path, port=arguments.port)
         return 0
@@ -45,3 +52,31 @@ def _trace(path: Path, as_json: bool) -> None:
     else:
         job_report.tell(found)
         say(f"\nPlots: {page}")
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    """Of the runs where recipes put them."""
+    found = run_comparison.runs_in("runs")
+    if arguments.json:
+        print(json.dumps([_plain(one) for one in found]))
+    else:
+        rows(run_comparison.HEAD, [run_comparison.row(one) for one in found], cut=True)
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    """Prints what differs between runs, and writes the page beside the first."""
+    found = [run_comparison.summary(runs.find(run).path) for run in arguments.runs]
+    page = run_comparison.write(found, found[0].run.folder.parent)
+    if arguments.json:
+        print(json.dumps({"comparison": str(page), "runs": [_plain(one) for one in found]}))
+        return
+    for title, table in (("figure", run_comparison.figures(found)), ("option", run_comparison.differences(found))):
+        if table:
+            rows((title, *(one.name for one in found)), [(name, *values) for name, values in table], cut=True)
+            say()
+    say(str(page))
+
+
+def _plain(one: run_comparison.Summary) -> dict[str, Any]:
+    named = {name.replace(" ", "_"): value for name, value in one.metrics.items()}
+    return {"run": one.name, "state": one.state, "step": one.step, "steps": one.steps, **named}

@@ -14,7 +14,9 @@ from espalier import cache_dir, data_hash, serialization, workload_registry
 from espalier import run as runs
 from espalier.config import Recipe
 from espalier.errors import UserError
+from espalier.import_function import KEPT_CODE, unchanged_sources
 from espalier.track import events
+from espalier.verbs import prepare, run_seal
 from espalier.workload import Workload
 
 
@@ -89,3 +91,18 @@ def refuse_changed(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -
             why="an earlier version began it; tokens and classes would be those of other data",
             do="bring the data back",
         )
+
+
+def resolved(folder: runs.RunFolder, recipe: Recipe, trust: bool = False) -> prepare.Resolved:
+    """The recipe of the run in `folder`, with the folder of the recipe file that it was begun from.
+
+    Raises UserError where opening its workload would run the code of somebody who is not trusted (`run_seal`).
+    """
+    kept = folder.kept()
+    begun = [event for event in events.read(folder.events) if event["event"] == "run"] if folder.events.exists() else []
+    last = begun[-1] if begun else {}
+    origin = Path(last["recipe_folder"]) if last.get("recipe_folder") else None
+    run_seal.check(recipe, run_seal.Origin(origin, kept), str(last.get("seal", "")), str(folder.path), trust)
+    place = origin if kept is None or unchanged_sources(kept, origin) else kept / KEPT_CODE
+    reads = kept is None or not workload_registry.row(recipe).evaluates
+    return prepare.Resolved(recipe, folder=place, trust=trust, kept=kept, reads=reads)

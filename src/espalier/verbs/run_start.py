@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 import torch
 
-from espalier import cache_dir
+from espalier import cache_dir, workload_registry
 from espalier import cluster as clusters
 from espalier import run as runs
 from espalier.config import recipe_file
@@ -48,9 +48,19 @@ class RunStart:
         """The workload with all its phases."""
         return self.opened or self.workload
 
+    def pack(self, node: int = 0) -> None:
+        """Packs the batches of the ranks on a machine, or opens what is packed. The recipe has a [store]."""
+        recipe, plan = self.resolved.recipe, self.plan
+        places = (one for one in launch.places(plan) if plan.ranks[one.rank].node == node)
+        shards = [RankSetup(recipe, plan, self.workload, place).shard for place in places]
+        with ready.waiting("Packing the features") as progress:
+            workload_registry.row(recipe).pack(self.workload, shards, progress)
+
     def setting(self, place: launch.RankSpec) -> RankSetup:
         """What the rank at `place` needs to know, and what the run's first event says of it."""
         recipe, derivations = self.resolved.recipe, self.resolved.derivations
+        if recipe.store is not None:
+            self.pack(self.plan.ranks[place.rank].node)
         about = {
             "name": recipe.name,
             "workload": type(self.workload).__name__.removesuffix("Workload").lower(),

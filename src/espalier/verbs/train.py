@@ -44,6 +44,8 @@ from espalier.workload import Workload
 
 WAIT = 600.0
 """Seconds that ranks wait for the plan: the first one may still be building the token shards."""
+PROBING = 300.0
+"""Longest wait of one host for another while they are measured (seconds)."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -151,6 +153,8 @@ def forked(prepare: Callable[[], RunStart]) -> Ranks:
 def _fork(job: RunStart, hosts: Sequence[int]) -> bool:
     task, recipe = partial(life, forked=True), job.resolved.recipe
     for part in _phased(job):
+        if recipe.store is not None:
+            part.pack()  # before ranks are forked, which then share the rows in memory
         shapes = run_resizer.RunResizer(part, task) if recipe.faults.restarts else None
         follows = part.workload.phases()[-1].stop < (recipe.train.steps or 0)
         care = replace(care_of(part), shapes=shapes, continues=follows)
@@ -161,16 +165,22 @@ def _fork(job: RunStart, hosts: Sequence[int]) -> bool:
 def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
     """Ranks that torchrun or its like has started; this process is the one at `place`."""
 
+    resolved = ready.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
+    hosts = _hosts(place)
+    names = list(dict.fromkeys(hosts))
+    measures = len(names) > 1 and resolved.recipe.plan.cluster is None
+    measured = _measured(place, resolved.recipe) if measures else None
+
     def decide() -> Begun:
-        # They meet also where nothing is left to do: the first serves their store.
-        return replace(prepared(arguments, place.world), finished=False), ()
+        given = asked(resolved, arguments.run, arguments.json)
+        nodes = [names.index(one) for one in hosts] if len(names) > 1 else None
+        job = decided(given, lambda: measured or ready.machines(resolved.recipe), place.world, nodes)
+        return replace(job, finished=False), ()  # they meet also where nothing is left to do
 
     def opened() -> OpenedRun:
-        return joining(
-            ready.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run), arguments.run
-        )
+        return joining(resolved, arguments.run)
 
-    run = partial(_live, place)
+    run = partial(_live, place, hosts)
     if place.world == 1:
         return Ranks(decide, run)
     # What an attempt before this one was told may be in the store still.
@@ -180,9 +190,12 @@ def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
     return Ranks(lambda: heard(opened, others), run, first=False)
 
 
-def _live(place: launch.RankSpec, job: RunStart, hosts: Sequence[int]) -> bool:
-    """The life of this process's rank. What ends the first one is told by it: nobody here watches it."""
-    place = _numbered(place, job.plan)
+def _live(place: launch.RankSpec, started: Sequence[str], job: RunStart, hosts: Sequence[int]) -> bool:
+    """The life of this process's rank, one of those `started` on these hosts. What ends the first one is told by it:
+    nobody here watches it."""
+    # Which rank of the plan it is: what launchers put on one machine need not follow one another.
+    order = rank_assignment.numbered(started, [one.node for one in job.plan.ranks])
+    place = replace(place, rank=order.index(place.rank))
     if place.rank == 0 and (again := torchrun.restarts()):
         what = "Ranks were lost; whoever started them has started them again."
         action = "go on from the newest checkpoint"
@@ -200,14 +213,19 @@ def _live(place: launch.RankSpec, job: RunStart, hosts: Sequence[int]) -> bool:
     return True
 
 
-def _numbered(place: launch.RankSpec, plan: plans.Plan) -> launch.RankSpec:
-    """The place as the rank of the plan that it is: what launchers put on one machine need not follow one another."""
+def _hosts(place: launch.RankSpec) -> list[str]:
+    """The host of each rank, as the launcher numbers them."""
     if place.world == 1:
-        return place
+        return [multihost_probe.host()]
     store, key = launch.store(place, WAIT), f"espalier/{place.keys}/host"
     store.set(f"{key}/{place.rank}", multihost_probe.host())
-    told = [store.get(f"{key}/{one}").decode() for one in range(place.world)]
-    return replace(place, rank=rank_assignment.numbered(told, [one.node for one in plan.ranks]).index(place.rank))
+    return [store.get(f"{key}/{one}").decode() for one in range(place.world)]
+
+
+def _measured(place: launch.RankSpec, recipe: Recipe) -> clusters.Cluster:
+    """The hosts of ranks that another launcher has started, and the links between them."""
+    with worker.joined(replace(place, job=f"{place.job}-probe"), PROBING) as channel:
+        return ready.machines_of(channel, place, recipe)
 
 
 def _seated(place: launch.RankSpec) -> launch.RankSpec:
@@ -239,13 +257,14 @@ def _phased(job: RunStart) -> Iterator[RunStart]:
 
 def care_of(job: RunStart) -> supervisor.RestartOptions:
     """How the recipe wants its run to be looked after."""
-    faults = job.resolved.recipe.faults
+    recipe = job.resolved.recipe
+    faults, free = recipe.faults, None if job.plan.offload == plans.RESIDENT else 0
     return supervisor.RestartOptions(
         restarts=None if faults.restarts == "auto" else faults.restarts,
         heartbeat=units.seconds(faults.heartbeat, "faults.heartbeat"),
-        memory=None if faults.memory == "auto" else units.size(faults.memory, "faults.memory"),
+        memory=free if faults.memory == "auto" else units.size(faults.memory, "faults.memory"),
         tell=partial(_tell, job),
-        stays=mechanisms.recovery(job.resolved.recipe, job.plan),
+        stays=mechanisms.recovery(recipe, job.plan),
     )
 
 

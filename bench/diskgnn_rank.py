@@ -1,0 +1,265 @@
+"""One contestant of bench/diskgnn.py in a process of its own: a line in, one measurement out, as JSON.
+
+    python diskgnn_rank.py REQUEST.json mmap | lru | belady | packed | hyperbatch
+    python diskgnn_rank.py REQUEST.json epoch-packed | epoch-hyperbatch | epoch-memory | epoch-plain
+
+The first load the features of the same batches, the others train on them for an epoch. `lru` and `belady` read missing
+rows with the same O_DIRECT reader as ours (every page of a batch once, in the order of the file) and hold as many rows
+as fit into the memory; which rows, is decided beforehand and not timed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import memory_cgroup
+from espalier import config
+from espalier.graph import compiled_aggregate, synthetic
+from espalier.graph.diskgnn.hyperbatch import HyperbatchReader
+from espalier.graph.diskgnn.mini_batches import MemoryShare
+from espalier.graph.diskgnn.pack import PackedSet
+from espalier.graph.diskgnn.reader import PackedBatches, TieredFeatures, TierStats
+from espalier.graph.diskgnn.topology import DiskSampler, open_topology
+from espalier.graph.gnn import Gnn
+from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.kernels.cross_entropy import cross_entropy
+from espalier.store.rows import RowFile, RowLayout
+
+STYLE = Style(False, "mean")
+
+
+class World:
+    """What a request names, opened when it is used."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.request, self.folder, self.graph_folder = request, Path(request["folder"]), Path(request["graph"])
+        self.stats = TierStats()
+
+    @cached_property
+    def batches(self) -> list[np.ndarray]:
+        nodes, starts = (np.load(self.folder / f"{name}.npy") for name in ("nodes", "starts"))
+        return np.split(nodes, starts[1:-1])
+
+    @cached_property
+    def seeds(self) -> list[np.ndarray]:
+        found = np.load(self.folder / "seeds.npy")
+        return [found[at : at + self.request["batch"]] for at in range(0, len(found), self.request["batch"])]
+
+    @cached_property
+    def mapped(self) -> np.ndarray:
+        return np.load(self.graph_folder / "features.npy", mmap_mode="r")
+
+    @cached_property
+    def features(self) -> RowFile:
+        layout = RowLayout(len(self.mapped), torch.float32, self.mapped.shape[1:], self.mapped.offset)
+        return RowFile(self.graph_folder / "features.npy", layout)
+
+    @cached_property
+    def labels(self) -> Tensor:
+        return torch.from_numpy(np.load(self.graph_folder / "labels.npy"))
+
+    @cached_property
+    def room(self) -> Tensor:
+        return torch.zeros(max(map(len, self.batches)), self.mapped.shape[1])
+
+    def hyperbatches(self) -> HyperbatchReader:
+        sampler = DiskSampler(open_topology(self.graph_folder), STYLE)
+        return HyperbatchReader(sampler, self.features, tuple(self.request["fanouts"]), self.request["memory"])
+
+
+def loaded(world: World, what: str) -> Callable[[], float]:
+    """Loads all batches; the sum of one value of each row, which all contestants agree on."""
+    if what == "packed":
+        return packed(world)
+    if what == "hyperbatch":
+        reader = world.hyperbatches()
+        return lambda: sum(float(x[:, 0].sum()) for _, x in reader.batches(world.seeds, range(len(world.seeds))))
+    if what == "mmap":
+        return mapped(world)
+    return cached(world, np.load(world.folder / f"{what}.npz"))
+
+
+def unwarned(array: np.ndarray) -> Tensor:
+    with warnings.catch_warnings():  # it is not writable, and is not written to
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(array)
+
+
+def mapped(world: World) -> Callable[[], float]:
+    ids = [torch.from_numpy(one) for one in world.batches]
+    features = unwarned(memory_cgroup.at_random(world.mapped))
+    world.room.zero_()
+
+    def run() -> float:
+        found = (torch.index_select(features, 0, one, out=world.room[: len(one)]) for one in ids)
+        return sum(float(x[:, 0].sum()) for x in found)
+
+    return run
+
+
+def opened(world: World) -> TieredFeatures:
+    packed = PackedSet([world.folder / "packed"])
+    reader = TieredFeatures(packed, MemoryShare(world.request["memory"]).options(packed))
+    world.stats = reader.stats
+    return reader
+
+
+def packed(world: World) -> Callable[[], float]:
+    reader = opened(world)
+
+    def run() -> float:
+        with PackedBatches(reader, range(len(world.batches))) as batches:
+            return sum(float(one.features[:, 0].sum()) for one in batches)
+
+    return run
+
+
+def cached(world: World, plan: Any) -> Callable[[], float]:
+    """By a plan of bench/diskgnn.py: rows that are in the cache, and those that are read and take their places."""
+    steps = [
+        tuple(torch.from_numpy(plan[f"{name}{at}"]).long() for name in ("held", "slots", "missing", "kept", "into"))
+        for at in range(len(world.batches))
+    ]
+    ids = [torch.from_numpy(one) for one in world.batches]
+    cache = torch.empty(int(plan["rows"]), world.mapped.shape[1])
+    first = torch.from_numpy(plan["first"])
+    world.features.read(first, cache[: len(first)])
+    read, begin = torch.empty_like(world.room), cache.clone()
+
+    def run() -> float:
+        total = 0.0
+        cache.copy_(begin)  # a hundredth of the time at most
+        for (held, slots, missing, kept, into), nodes in zip(steps, ids, strict=True):
+            x = world.room[: len(nodes)]
+            x[held] = cache[slots]
+            if len(missing):
+                rows = read[: len(missing)]
+                world.features.read(nodes[missing], rows)
+                x[missing] = rows
+            cache[into] = x[kept]
+            total += float(x[:, 0].sum())
+        return total
+
+    return run
+
+
+# --- epochs ------------------------------------------------------------------------------------------------------
+
+
+def network(request: dict[str, Any]) -> Gnn:
+    torch.manual_seed(1)
+    first, *inner, last = request["sizes"]
+    options = config.Sage(depth=len(inner) + 1, width=inner[0], dropout=0.0, activation="relu")
+    return compiled_aggregate.equip(Gnn(options, first, last)).train()
+
+
+Batch = tuple[Tensor, Sequence[Any], np.ndarray]
+
+
+def trained(world: World, batches: Callable[[], Iterator[Batch]]) -> Callable[[], float]:
+    model = network(world.request)
+    optimizer = torch.optim.Adam(model.parameters(), 0.001)
+
+    def run() -> float:
+        total = 0.0
+        for features, blocks, seeds in batches():
+            optimizer.zero_grad()
+            loss = cross_entropy(model(features, blocks), world.labels[seeds]) / len(seeds)
+            loss.backward()
+            optimizer.step()
+            total += loss.item()
+        return total
+
+    return run
+
+
+def from_memory(world: World) -> Callable[[], Iterator[Batch]]:
+    """Drawn and gathered in memory, which holds all features."""
+    graph = synthetic.opened(world.graph_folder)
+    sampler = Sampler(graph, STYLE)
+    features = torch.from_numpy(
+        np.fromfile(world.graph_folder / "features.npy", np.float32, offset=world.mapped.offset)
+    )
+    features = features.view(world.mapped.shape)
+    memory_cgroup.forget_file(str(world.graph_folder / "features.npy"))
+
+    def batches() -> Iterator[Batch]:
+        for step, seeds in enumerate(world.seeds):
+            drawn = sampler.draw(seeds, world.request["fanouts"], 0, step)
+            yield features[torch.from_numpy(drawn.nodes)], drawn.blocks, seeds
+
+    return batches
+
+
+def from_packed(world: World) -> Callable[[], Iterator[Batch]]:
+    reader = opened(world)
+
+    def batches() -> Iterator[Batch]:
+        with PackedBatches(reader, range(len(world.batches))) as found:
+            for one in found:
+                assert one.sampled is not None
+                assert one.features is not None
+                yield one.features, one.sampled.blocks, one.sampled.seeds.numpy()
+
+    return batches
+
+
+def from_hyperbatches(world: World) -> Callable[[], Iterator[Batch]]:
+    reader = world.hyperbatches()
+
+    def batches() -> Iterator[Batch]:
+        found = reader.batches(world.seeds, range(len(world.seeds)))
+        for (drawn, features), seeds in zip(found, world.seeds, strict=True):
+            yield features, drawn.blocks, seeds
+
+    return batches
+
+
+def plain(world: World) -> Callable[[], float]:
+    from plain_graph_loop import PlainLoop
+
+    request = world.request
+    loop = PlainLoop(world.graph_folder, request["fanouts"], request["sizes"])
+    return lambda: sum(loop.step(torch.from_numpy(seeds), step) for step, seeds in enumerate(world.seeds))
+
+
+def epochs(world: World, what: str) -> Callable[[], float]:
+    if what == "epoch-plain":
+        return plain(world)
+    sources = {"epoch-memory": from_memory, "epoch-packed": from_packed, "epoch-hyperbatch": from_hyperbatches}
+    return trained(world, sources[what](world))
+
+
+def bytes_read() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def main(path: str, what: str) -> None:
+    world = World(json.loads(Path(path).read_text()))
+    torch.set_num_threads(world.request["threads"])
+    run = (epochs if what.startswith("epoch") else loaded)(world, what)
+    if what in ("mmap", "epoch-plain"):
+        memory_cgroup.join(world.request["limit" if what == "mmap" else "epoch_limit"])
+    for _ in sys.stdin:
+        before, stats, begun = bytes_read(), asdict(world.stats), time.perf_counter()
+        value = run()
+        told = {"seconds": time.perf_counter() - begun, "read": bytes_read() - before, "value": value}
+        told |= {name: getattr(world.stats, name) - stats[name] for name in ("stalled", "packed", "disk_cache", "host")}
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,93 @@
+"""A slice of a tensor that is not in memory (optimizer states on disk): a checkpoint reads and writes it in pieces."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from espalier.checkpoint.tensor_slice import Box, Slice
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import ReadItem
+
+
+class Stored(Protocol):
+    """Elements that are not in memory, in row-major order."""
+
+    @property
+    def cuts(self) -> Sequence[int]:
+        """Where what is read at once begins; ascending, from 0 on."""
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Fills `out` [any] with the elements from `start` on."""
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Puts `values` [any], of whatever precision, at `start`."""
+
+
+@dataclass(frozen=True, eq=False)
+class StoredSlice(Slice):
+    """A slice whose elements are `stored`; `local` is on the meta device. What is read of a checkpoint goes where the
+    elements are at once."""
+
+    stored: Stored = field(kw_only=True)
+
+    @property
+    def ndim(self) -> int:
+        """Of the whole tensor."""
+        return len(self.shape)
+
+    def of(self, local: Tensor) -> Slice:
+        """The same part, read in another precision."""
+        return replace(self, local=local.to("meta"))
+
+    def values(self) -> Tensor:
+        """1-D: all elements, in memory."""
+        found = torch.empty(self.local.numel(), dtype=self.dtype)
+        self.stored.read(0, found)
+        return found
+
+    def take(self, source: Tensor | Slice) -> None:
+        """Copies elements from another tensor; nothing where `source` was read into this one."""
+        if isinstance(source, Tensor):
+            self.stored.write(0, self.taken_from(source))
+        elif not isinstance(source, StoredSlice):
+            self.stored.write(0, source.local)
+
+    def read(self, index: MetadataIndex, room: Callable[[int], Tensor]) -> Tensor:
+        """A box that is written, read into `room(bytes)`."""
+        box = next(box for box in self._written() if torch.Size(box.offsets) == index.offset)
+        out = room(math.prod(box.sizes) * self.dtype.itemsize).view(self.dtype)
+        self.stored.read(box.first, out)
+        return out.view(box.sizes)
+
+    def put(self, read: ReadItem, values: Tensor) -> None:
+        """Puts what was read of a box where it belongs."""
+        box = next(box for box in self._boxes() if torch.Size(box.offsets) == read.dest_index.offset)
+        for first, part in _runs(box.sizes, read.dest_offsets, values):
+            self.stored.write(box.first + first, part)
+
+    def _written(self) -> list[Box]:
+        """The boxes of what is read at once."""
+        count, found = self.local.numel(), []
+        for first, last in itertools.pairwise((*self.stored.cuts, count)):
+            part = Slice(self.local[first:last], self.shape, self.start + first, part=self.part)
+            found += [replace(box, first=box.first + first) for box in part._boxes()]
+        return found or self._boxes()
+
+
+def _runs(sizes: Sequence[int], offsets: Sequence[int], values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first element in a box of `sizes`, 1-D) of the contiguous runs of `values`, which begin at `offsets` of it."""
+    if values.ndim == 0 or tuple(values.shape[1:]) == tuple(sizes[1:]):
+        yield (0 if values.ndim == 0 else offsets[0] * math.prod(sizes[1:])), values.reshape(-1)
+        return
+    for index, one in enumerate(values):
+        for first, part in _runs(sizes[1:], offsets[1:], one):
+            yield (offsets[0] + index) * math.prod(sizes[1:]) + first, part

@@ -1,0 +1,127 @@
+"""Offload in plans: what waits in host memory or on disk where devices cannot hold it, and the seconds that takes.
+
+A rank's shard of the optimizer states, then its shard of the parameters too, waits on one tier between uses. The
+optimizer step walks both in chunks, with reads ahead and writes behind; forward and backward read each layer's
+parameters once more. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+
+from espalier.config import Pin, ShardPin
+from espalier.cost import Number
+from espalier.plan.base import Offload, Tier
+from espalier.shard.offload.layout import BUFFERS, CHUNK
+
+if TYPE_CHECKING:
+    from espalier.cluster import Cluster
+    from espalier.plan.collective_time import DeviceGroup
+    from espalier.plan.request import Request
+
+PCIE = 15.75e9
+"""Bytes/s from a GPU where its link to the host is not known: PCIe 3.0 with 16 lanes, 8 GT/s each at 128/130 (PCI-SIG),
+the slowest still in use."""
+COPY_SHARE = 0.78
+"""Share of that link that copies reach. Assumed: as collectives inside a machine."""
+HOST_MEMORY = 0.9
+"""Share of a machine's memory that may hold what its GPUs do not."""
+NODE = Offload(optimizer="node", parameters="node")
+
+
+class TierRate(NamedTuple):
+    """Bytes/s of one rank from a tier and to it, and the bytes that it may hold there: infinite where nobody knows."""
+
+    read: float
+    write: float
+    room: float
+
+
+def rate(kind: DeviceGroup, tier: Tier) -> TierRate:
+    """Of a rank on such a device, when all ranks of its machine use the tier at once."""
+    table, cuda = kind.table, kind.table.device.kind == "cuda"
+    beside = min(table.devices, kind.ranks) if cuda else kind.setting.processes
+    link = COPY_SHARE * (table.inside.bandwidth if "PCI" in table.inside.source else PCIE) if cuda else math.inf
+    if tier == "host":
+        return TierRate(link, link, HOST_MEMORY * table.memory / beside if table.memory else math.inf)
+    disk = table.disks[0]
+    return TierRate(min(link, disk.read / beside), min(link, disk.write / beside), math.inf)
+
+
+def ways(request: Request, cluster: Cluster) -> list[Offload]:
+    """What may wait elsewhere, the least first: on tiers that are pinned, else on those that all machines are known to
+    have."""
+    pinned = request.pin.offload
+    cuda = any(table.device.kind == "cuda" for table in cluster.nodes)
+    used = [table for table in cluster.nodes if (table.device.kind == "cuda") == cuda]
+    known: list[Tier] = ["host"] * (cuda and (pinned == "host" or all(table.memory for table in used)))
+    known += ["disk"] * all(table.disks for table in used)
+    tiers = [tier for tier in known if pinned in (None, tier)]  # of "none": none
+    holding = cluster.optimizers or (used if pinned == "node" else ())
+    nodes = [NODE] * (pinned in (None, "node") and bool(holding) and all(table.disks for table in holding))
+    made = [Offload(optimizer=tier) for tier in tiers]
+    return [*made, *(Offload(optimizer=tier, parameters=tier) for tier in tiers), *nodes]
+
+
+def pinned(request: Request, way: Offload) -> Pin:
+    """What layouts are searched with. Ranks with a window of layers compute activations again, and hold no
+    shards."""
+    if not windowed(way):
+        return request.pin
+    mode = "block" if request.heads else request.pin.recompute
+    whole = ShardPin(params=1, grads=1, optimizer=1)
+    return msgspec.structs.replace(request.pin, recompute=mode, algorithm="data", pp=1, shard=whole)
+
+
+def windowed(way: Offload) -> bool:
+    """Whether a rank holds a window of layers at a time: their parameters and gradients are elsewhere too."""
+    return way.parameters != "device"
+
+
+def waiting(way: Offload, sharded: Mapping[str, Number]) -> dict[str, Number]:
+    """Bytes of a rank that wait elsewhere, by kind of memory, of those of its sharded states."""
+    kinds = ["optimizer"] * (way.optimizer != "device") + ["params", "grads"] * windowed(way)
+    return {kind: sharded[kind] for kind in kinds if way != NODE or kind != "grads"}
+
+
+def resident(away: Mapping[str, Number], sharded: Mapping[str, Number]) -> dict[str, Number]:
+    """Bytes of sharded states on the device, by kind: what does not wait elsewhere, and buffers of what does."""
+    found = {name: 0.0 * size if name in away else size for name, size in sharded.items()}
+    return {**found, "buffers": np.minimum(sum(away.values()), BUFFERS * CHUNK)}
+
+
+def lacking(over: Number, away: Mapping[str, Number], kind: DeviceGroup) -> Number:
+    """Bytes that a rank lacks, `over` on its device (negative: room left), with what its machine lacks for those that
+    wait in its memory."""
+    beyond = sum(away.values()) - rate(kind, "host").room
+    return np.where(beyond > 0, np.maximum(0.0, over) + beyond, over)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What hides reads and writes of a step: seconds of the `optimizer` and of all `passes`, through so many
+    `layers`."""
+
+    optimizer: Number
+    passes: Number
+    layers: Number
+
+
+def seconds(away: Mapping[str, Number], speed: TierRate, beside: Beside) -> Number:
+    """Seconds by which a step gets longer: the optimizer's walk goes at the pace of the slowest of reading, moving and
+    writing, and begins with a read and ends with a write; passes wait for what they do not hide of their reads, of
+    each layer twice a step."""
+    total = sum(away.values())
+    read, write = total / speed.read, total / speed.write
+    pieces = np.maximum(1, np.ceil(total / CHUNK))
+    taken = np.maximum(0.0, np.maximum(read, write) - beside.optimizer) + (read + write) / pieces
+    if "params" in away:
+        fetched = 2 * away["params"] / speed.read
+        taken = taken + np.maximum(fetched - beside.passes, fetched / beside.layers)
+    return taken

@@ -1,0 +1,76 @@
+"""Packed features in plans (DiskGNN): the levels that a graph's features wait on, and what packing and reading take.
+
+Sizes and seconds are those of `graph.diskgnn.cost`, before anything is sampled. No torch unless a recipe has a [store].
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from espalier import units
+from espalier.plan.base import Plan
+from espalier.plan.estimate import longer
+from espalier.plan.plan_summary import FEATURES, table_of
+
+if TYPE_CHECKING:
+    from espalier.cluster import Cluster, Disk
+    from espalier.graph.diskgnn.cost import Levels, StoredFeatures
+
+
+def with_levels(plan: Plan, stored: StoredFeatures, cluster: Cluster) -> Plan:
+    """The plan with the bytes of its features, and the seconds by which reading outlasts computing, in sentences too.
+    Raises UserError where `store.memory` is too small for a batch."""
+    from espalier.graph.diskgnn import cost
+    from espalier.graph.diskgnn.mini_batches import MemoryShare
+
+    predicted, here = plan.predicted, max(Counter(rank.node for rank in plan.ranks).values())
+    rank, draws = plan.ranks[0], stored.draws
+    cuts = -(-(rank.share[1] - rank.share[0]) // plan.micro_batch)
+    ratio = (draws.inputs or 1.0) / replace(draws, inputs=None).used
+    draws = replace(draws, items=draws.items * here // len(plan.ranks), batch=plan.micro_batch, inputs=None)
+    draws = replace(draws, inputs=draws.used * ratio)
+    hot = MemoryShare(stored.memory, here, cuts).hot_bytes(int(draws.inputs or 0), stored.row)
+    limit = None if stored.disk is None else stored.disk // stored.row_bytes
+    levels = cost.expected(draws, hot // stored.row_bytes, limit, stored.row_bytes)
+    disks = table_of(plan, cluster).disks
+    why = (_levels(levels, stored), *([_packing(levels, stored, disks[0])] if disks else []))
+    if predicted is not None:
+        held = (stored.memory - hot + min(hot, levels.hot_bytes)) / here
+        steps = max(1.0, levels.batches / (here * cuts))
+        wait = cost.epoch_seconds(levels, disks[0]) / steps - predicted.step_seconds if disks else 0.0
+        memory = {**predicted.memory_bytes, "features": held, "peak": predicted.memory_bytes["peak"] + held}
+        predicted = msgspec.structs.replace(longer(predicted, "features", max(0.0, wait)), memory_bytes=memory)
+    return msgspec.structs.replace(plan, predicted=predicted, why=(*why, *plan.why))
+
+
+def _levels(levels: Levels, stored: StoredFeatures) -> str:
+    """How many bytes are where."""
+    size = units.show_size
+    cache = (
+        f"{size(levels.cache_bytes)} in a cache on disk that {levels.length:,} batches share" if levels.cache else ""
+    )
+    parts = [f"{size(levels.hot_bytes)} in host memory (store.memory = {size(stored.memory)})", cache]
+    packed = f"{size(levels.packed_bytes)} packed by batch"
+    there = f"{size(levels.disk_bytes)} of disk in {stored.folder}"
+    return f"{FEATURES} ({size(stored.file_bytes)}): {', '.join(filter(None, parts))}, {packed}; {there}."
+
+
+def _packing(levels: Levels, stored: StoredFeatures, disk: Disk) -> str:
+    """What packing takes and after how many epochs it pays."""
+    from espalier.graph.diskgnn import cost
+
+    nodes = len(stored.draws.degrees)
+    once = cost.packing_seconds(levels, stored.file_bytes, disk)
+    read, gathered = cost.epoch_seconds(levels, disk), cost.gather_seconds(levels, nodes, disk)
+    epochs = cost.break_even(levels, nodes, stored.file_bytes, disk)
+    pays = "packing pays in the first epoch" if epochs < 1 else f"packing pays after {epochs:,.1f} epochs"
+    pays = pays if epochs < float("inf") else "packing saves no time on this disk"
+    show = units.show_seconds
+    told = f"{units.show_size(levels.epoch_bytes)} are read in an epoch, in {show(read)}"
+    return (
+        f"{FEATURES} are packed once, in {show(once)}; {told}, page by page from their file {show(gathered)}: {pays}."
+    )

@@ -1,0 +1,141 @@
+"""Layers of a model that an optimizer node holds, and the Protocol of the client through which workers reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol
+
+from espalier.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One flat fp32 vector: the trainable parameters that are pulled, pushed and moved together, one after the other.
+
+    Attributes:
+        name: as messages say it.
+        tensors: name and shape of each; those of two or more dims decay, others do not (`optim.adamw`).
+    """
+
+    name: str
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """Numbers in all."""
+        return sum(prod(shape) for _, shape in self.tensors)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each tensor as a view of `flat`, [numel]."""
+        found, at = [], 0
+        for _, shape in self.tensors:
+            size = prod(shape)
+            found.append(flat[at : at + size].view(shape))
+            at += size
+        return found
+
+
+class Client(Protocol):
+    """A worker's connection to the node or nodes. Pulls and pushes of a worker are each served in their order."""
+
+    @property
+    def step(self) -> int:
+        """Steps of the state that the nodes hold."""
+
+    def pull(self, layer: int, step: int, out: Tensor) -> Any:
+        """Begins to read a layer as it is after `step` steps into `out`, fp32 [numel]. Returns a handle."""
+
+    def push(self, layer: int, step: int, tensor: Tensor) -> Any:
+        """Begins to send this worker's gradient of step `step`, fp32 [numel]. Returns a handle."""
+
+    def wait(self, handle: Any) -> None:
+        """Returns when it is done: `out` is filled, or `tensor` may be written again."""
+
+    def totals(self, step: int, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Waits for the gradients of all workers. Returns the sum of their `values` (float64 [any], in rank order) and
+        the fp32 2-norms of the summed gradient of each tensor, of all layers in order."""
+
+    def move(self, step: int, scale: float, rate: float) -> None:
+        """Ends step `step`: one update with the gradient times `scale` and the learning rate times `rate`."""
+
+    def skip(self, step: int) -> None:
+        """Drops the gradients of step `step`, which is then done again."""
+
+    def settle(self, step: int) -> None:
+        """Returns when the nodes' files hold the state of `step` steps."""
+
+    def close(self) -> None:
+        """Ends the connection."""
+
+
+def layers_of(
+    model: nn.Module, modules: Sequence[Iterable[nn.Module]]
+) -> tuple[list[Layer], list[list[int]], list[list[nn.Parameter]]]:
+    """(layers, for each of `modules` the layers it uses, the parameters of each layer).
+
+    `modules`: of each piece of the model in the order in which they compute. Parameters that the same pieces use are
+    one layer, so that what several share (a tied table) is one of its own. Frozen parameters are in none.
+
+    Raises UserError: a trainable parameter is in no piece.
+    """
+    used: dict[int, tuple[int, ...]] = {}
+    for piece, own in enumerate(modules):
+        for parameter in dict.fromkeys(one for module in own for one in module.parameters()):
+            used[id(parameter)] = (*used.get(id(parameter), ()), piece)
+    groups: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) not in used:
+            raise UserError(
+                f"{type(model).__name__} cannot be held in layers: {name} is in none of its pieces.",
+                do="name its module in `Pieces.modules`",
+            )
+        groups.setdefault(used[id(parameter)], []).append((name, parameter))
+    ordered = sorted(groups.items())
+    layers = [
+        Layer(_common(names), tuple((name, tuple(one.shape)) for name, one in own))
+        for _, own in ordered
+        for names in ([name for name, _ in own],)
+    ]
+    uses: list[list[int]] = [[] for _ in modules]
+    for number, (pieces, _) in enumerate(ordered):
+        for piece in pieces:
+            uses[piece].append(number)
+    return layers, uses, [[one for _, one in own] for _, own in ordered]
+
+
+def _common(names: Sequence[str]) -> str:
+    """What the names of a layer's parameters begin with."""
+    parts = [name.split(".") for name in names]
+    shared = []
+    for words in zip(*parts, strict=False):
+        if len(set(words)) > 1:
+            break
+        shared.append(words[0])
+    return ".".join(shared) or names[0]
+
+
+Fill = Callable[[int, "Tensor"], None]
+"""Writes the initial values of a layer into a flat fp32 vector."""
+
+
+def filler(layers: Sequence[Layer], value: Callable[[str], Tensor]) -> Fill:
+    """Writes what `value` gives for each parameter's name."""
+
+    def fill(layer: int, flat: Tensor) -> None:
+        for (name, _), view in zip(layers[layer].tensors, layers[layer].views(flat), strict=True):
+            view.copy_(value(name))
+
+    return fill
+
+
+def of_state(state: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
+    """The values of a model that is there as a whole."""
+    return lambda name: state[name].detach()

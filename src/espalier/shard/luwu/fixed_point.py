@@ -1,0 +1,108 @@
+"""Fixed-point sums with a shared exponent: gradients added as integers, so that the order of arrival changes no bit.
+
+After SwitchML (NSDI 2021): the workers first agree on the largest exponent of each block of 256 values, scale by it,
+round to integers of 8, 16 or 32 bits and add those. A value of a block with exponent e is off by at most half of
+2^(e - 126 - bits), whatever the number of workers does with the other bits (`shift`). Integers of partial sums can be
+added on the way without knowing what they mean. A block that holds NaN or infinity anywhere comes back as NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BLOCK = 256
+"""Values that share an exponent."""
+NOT_FINITE = 255
+"""Exponent of NaN and infinity in float32; the value's own bits 23 to 30 are what is exchanged."""
+MOST = 256
+"""Workers whose sum of 8-bit integers is sure to fit into 16 bits."""
+WIDTHS = {8: torch.int8, 16: torch.int16, 32: torch.int32}
+
+
+def shift(bits: int, workers: int) -> int:
+    """Bits of a value's integer beside its sign: 7 of 8, whose sums are sent on in 16; of wider ones as many as leave
+    room for the sum of all workers."""
+    return 7 if bits == 8 else bits - (2 if bits == 32 else 1) - math.ceil(math.log2(workers))
+
+
+def blocks(elements: int) -> int:
+    """Exponents of so many values."""
+    return -(-elements // BLOCK)
+
+
+def exponents(values: Tensor) -> Tensor:
+    """[n] float32 to [ceil(n / 256)] uint8: the largest exponent of each block."""
+    from espalier.shard.luwu import fixed_point_cpu as kernels
+
+    found = torch.empty(blocks(values.numel()), dtype=torch.uint8)
+    kernels.exponents(values, found)
+    return found
+
+
+def exponents_plain(values: Tensor) -> Tensor:
+    """`exponents` in operations of torch."""
+    padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+    return ((padded.view(torch.int32) >> 23) & 0xFF).amax(1).to(torch.uint8)
+
+
+def encode(values: Tensor, shared: Tensor, form: tuple[int, int], residual: Tensor | None = None) -> Tensor:
+    """[n] float32 to integers: `form` is their bits and `shift`. What is lost is left in `residual`, which was added to
+    `values` before."""
+    from espalier.shard.luwu import fixed_point_cpu as kernels
+
+    bits, places = form
+    codes = torch.empty(values.numel(), dtype=WIDTHS[bits])
+    kernels.encode(codes, values, shared, places, values.new_empty(0) if residual is None else residual)
+    return codes
+
+
+def encode_plain(values: Tensor, shared: Tensor, form: tuple[int, int]) -> Tensor:
+    """`encode` without residual in operations of torch."""
+    bits, places = form
+    most = 2**places - 1
+    scaled = torch.ldexp(values.double(), places + 126 - _each(shared, values.numel()))
+    return scaled.round().clamp(-most, most).nan_to_num(0.0).to(WIDTHS[bits]) * (
+        _each(shared, values.numel()) != NOT_FINITE
+    ).to(WIDTHS[bits])
+
+
+def encode_stochastic(values: Tensor, shared: Tensor, form: tuple[int, int], key: int) -> Tensor:
+    """As `encode`, rounded up or down at random, so that the mean of many roundings is the value: no residual is
+    needed. Random numbers are drawn from `key` alone, so the same step done again sends the same bytes."""
+    bits, places = form
+    step = torch.ldexp(torch.ones(values.numel(), dtype=torch.float64), _each(shared, values.numel()) - 126 - places)
+    noise = torch.from_numpy(np.random.Generator(np.random.Philox(key)).random(values.numel(), np.float32))
+    most = 2**places - 1
+    codes = (values / step + noise).floor().clamp(-most, most).nan_to_num(0.0).to(WIDTHS[bits])
+    return codes * (_each(shared, values.numel()) != NOT_FINITE).to(WIDTHS[bits])
+
+
+def add(total: Tensor, codes: Tensor) -> None:
+    """Adds integers of any width to `total` [n] int32, in place. (torch would make a copy of them as int32.)"""
+    from espalier.shard.luwu import fixed_point_cpu as kernels
+
+    kernels.add(codes, total)
+
+
+def decode(total: Tensor, shared: Tensor, places: int, weight: int = 0) -> Tensor:
+    """[n] int32 sums to float32 in the same memory, divided by `weight` where it is not 0."""
+    from espalier.shard.luwu import fixed_point_cpu as kernels
+
+    found = total.view(torch.float32)
+    kernels.decode(total, found, shared, places, weight)
+    return found
+
+
+def decode_plain(total: Tensor, shared: Tensor, places: int, weight: int = 0) -> Tensor:
+    """`decode` into memory of its own, in operations of torch."""
+    each = _each(shared, total.numel())
+    values = torch.ldexp(total.double(), each - 126 - places) / max(weight, 1)
+    return torch.where(each == NOT_FINITE, math.nan, values).float()
+
+
+def _each(shared: Tensor, count: int) -> Tensor:
+    return shared.to(torch.int64).repeat_interleave(BLOCK)[:count]

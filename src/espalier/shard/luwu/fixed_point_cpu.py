@@ -1,0 +1,72 @@
+"""Fixed-point integers with a shared exponent on the CPU, in numba: see fixed_point.py."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from espalier.kernels.numba_compile import jit
+
+BLOCK = 256
+_EXPONENT = np.int32(0x7F800000)
+_NOT_FINITE = 255
+
+
+@jit("(float32[::1], uint8[::1])")
+def exponents(values: Any, found: Any) -> None:
+    """Fills `found` with the largest exponent of each block of `values`."""
+    words = values.view(np.int32)
+    for block in range(found.size):
+        largest = np.int32(0)
+        for i in range(block * BLOCK, min(values.size, block * BLOCK + BLOCK)):
+            largest = max(largest, words[i] & _EXPONENT)
+        found[block] = largest >> np.int32(23)
+
+
+@jit(
+    "(int8[::1], float32[::1], uint8[::1], int64, float32[::1])",
+    "(int16[::1], float32[::1], uint8[::1], int64, float32[::1])",
+    "(int32[::1], float32[::1], uint8[::1], int64, float32[::1])",
+)
+def encode(codes: Any, values: Any, shared: Any, places: int, residual: Any) -> None:
+    """Fills `codes`, and `residual` (where it has elements) with what they leave out."""
+    most = float(2**places - 1)
+    for block in range(shared.size):
+        first = block * BLOCK
+        last = min(values.size, first + BLOCK)
+        if shared[block] == _NOT_FINITE:
+            codes[first:last] = 0
+            if residual.size:
+                residual[first:last] = 0
+            continue
+        power = places + 126 - int(shared[block])
+        up, down = math.ldexp(1.0, power), math.ldexp(1.0, -power)
+        for i in range(first, last):
+            code = min(max(np.rint(np.float64(values[i]) * up), -most), most)
+            codes[i] = np.int32(code)
+            if residual.size:
+                residual[i] = np.float32(np.float64(values[i]) - code * down)
+
+
+@jit("(int8[::1], int32[::1])", "(int16[::1], int32[::1])", "(int32[::1], int32[::1])")
+def add(codes: Any, total: Any) -> None:
+    """Adds `codes` to `total`."""
+    for i in range(codes.size):
+        total[i] += codes[i]
+
+
+@jit("(int32[::1], float32[::1], uint8[::1], int64, int64)")
+def decode(total: Any, values: Any, shared: Any, places: int, weight: int) -> None:
+    """Fills `values`, which may be the memory of `total`."""
+    share = float(max(weight, 1))
+    for block in range(shared.size):
+        first = block * BLOCK
+        last = min(values.size, first + BLOCK)
+        if shared[block] == _NOT_FINITE:
+            values[first:last] = np.nan
+            continue
+        down = math.ldexp(1.0, int(shared[block]) - 126 - places)
+        for i in range(first, last):
+            values[i] = np.float32(np.float64(total[i]) * down / share)

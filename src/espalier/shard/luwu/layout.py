@@ -1,0 +1,123 @@
+"""Layer layout of an optimizer node: tensors of each layer, and the chunks in which they are sent, kept and updated.
+
+A layer is one flat vector, its tensors one after the other. It is cut into chunks of a bounded size, which are the unit
+of a frame, of a sum, of an extent on disk and of a step of AdamW, so that the memory of a node does not depend on the
+size of a layer. A tensor is cut only where it is larger than a chunk, and then at
+multiples of 64 elements, so that AdamW runs the same vector instructions on a piece as on the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from espalier.config import Adamw
+from espalier.errors import UserError
+from espalier.shard.luwu.base import Layer
+
+Push = Literal["fp32", "int16", "int8", "int8:stochastic"]
+Pull = Literal["fp32", "bf16"]
+BITS = {"fp32": 32, "int16": 16, "int8": 8, "int8:stochastic": 8}
+"""Bits of a pushed value."""
+CHUNK = 1 << 20
+"""Elements of a chunk, at most."""
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor in a chunk, or what of it lies there: its place in the layer's list, and its elements in the chunk."""
+
+    tensor: int
+    start: int
+    stop: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive elements of a layer, from `start` to `stop` of its vector."""
+
+    layer: int
+    index: int
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+    @property
+    def name(self) -> str:
+        """Of its extents."""
+        return f"{self.layer}/{self.index}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a node and its workers agree on before the first step.
+
+    Attributes:
+        layers: all that this node keeps.
+        optimizer: AdamW's options; rates are multiplied by the factor of each step.
+        push: how gradients cross the wire; pull: how parameters do.
+        workers: how many the first step waits for.
+        chunk: elements of a chunk, at most.
+    """
+
+    layers: tuple[Layer, ...]
+    optimizer: Adamw
+    push: Push = "fp32"
+    pull: Pull = "fp32"
+    workers: int = 1
+    chunk: int = CHUNK
+
+    def __post_init__(self) -> None:
+        for option, value, known in (("push", self.push, get_args(Push)), ("pull", self.pull, get_args(Pull))):
+            if value not in known:
+                raise UserError(f"{option} is {value!r}.", why=f"known are {', '.join(known)}", do=f'{option} = "fp32"')
+
+    def part(self, nodes: int) -> list[tuple[int, ...]]:
+        """Numbers of the layers of each of so many nodes: every layer goes to the node with the fewest elements."""
+        parts: list[list[int]] = [[] for _ in range(nodes)]
+        held = [0] * nodes
+        for number, layer in enumerate(self.layers):
+            node = min(range(nodes), key=lambda one: held[one])
+            parts[node].append(number)
+            held[node] += layer.numel
+        return [tuple(one) for one in parts]
+
+
+def chunks_of(job: Job, number: int) -> tuple[Chunk, ...]:
+    """The chunks of layer `number`."""
+    layer = job.layers[number]
+    found: list[Chunk] = []
+    pieces: list[Piece] = []
+    start = at = 0
+
+    def close() -> None:
+        nonlocal start
+        if at > start:
+            found.append(Chunk(number, len(found), start, at, tuple(pieces)))
+        start = at
+        pieces.clear()
+
+    for place, (_, shape) in enumerate(layer.tensors):
+        size = math.prod(shape)
+        for length in _cut(size, job.chunk):
+            if at - start + length > job.chunk:
+                close()
+            pieces.append(Piece(place, at - start, at - start + length, length == size))
+            at += length
+    close()
+    return tuple(found)
+
+
+def _cut(size: int, chunk: int) -> Sequence[int]:
+    """Lengths of a tensor's pieces."""
+    step = max(chunk // ALIGNMENT, 1) * ALIGNMENT
+    return [size] if size <= chunk else [min(step, size - at) for at in range(0, size, step)]

@@ -1,0 +1,216 @@
+"""Layer window of a LuWu worker: parameters are pulled a few layers ahead of their use and freed after it.
+
+After LuWu (arXiv 2409.00918), section on the worker: pulls and pushes are two independent streams, each in order. A
+layer's memory is one storage whose size becomes 0 while the layer is away, so parameters keep their identity, and what
+autograd has saved of them is whole again when they are back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from espalier.errors import UserError
+from espalier.shard.luwu.base import Client, Layer
+
+PUSHES = 2
+"""Gradients on their way at once: one is sent while the next is computed."""
+
+
+class HeldLayer:
+    """A layer on a worker. Has state: whether its values are here, and its gradient while backward passes add to it.
+
+    Args:
+        layer: which parameters.
+        parameters: those of the model; their data becomes views of `flat`.
+    """
+
+    def __init__(self, layer: Layer, parameters: Sequence[nn.Parameter]) -> None:
+        self.layer, self.parameters = layer, list(parameters)
+        self.flat = torch.empty(layer.numel)
+        self.here = False
+        self.pulling: tuple[Any] | None = None
+        for parameter, view in zip(self.parameters, layer.views(self.flat), strict=True):
+            parameter.data = view
+        self.free()
+
+    @property
+    def bytes(self) -> int:
+        """Of its parameters."""
+        return 4 * self.layer.numel
+
+    def make_room(self) -> Tensor:
+        """Memory for the values, in which they are pulled."""
+        with torch.no_grad():
+            self.flat.untyped_storage().resize_(self.bytes)
+        return self.flat
+
+    def free(self) -> None:
+        """Gives the memory back."""
+        self.flat.untyped_storage().resize_(0)
+        self.here = False
+
+    def gradient(self) -> Tensor:
+        """[numel] the gradients of its parameters, which lose them; zeros of those that were not used."""
+        flat = torch.empty(self.layer.numel)
+        for parameter, view in zip(self.parameters, self.layer.views(flat), strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)
+                parameter.grad = None
+        return flat
+
+
+class LayerWindow:
+    """The layers that a worker holds at once. Has state: what is here or on its way, and the order of what follows.
+
+    Args:
+        client: the way to the nodes.
+        layers: all layers, in the order of the client's.
+        uses: of each piece of the model, the layers that it uses.
+        size: how many are held at once, those on their way counted; at least the most that one piece uses.
+
+    Attributes:
+        step: of the values that are pulled.
+        usual: the order of a training step, once known.
+        stalled: seconds that this worker has waited for pulls and pushes.
+        pulled, pushed: bytes of parameters and gradients so far, as the worker has them.
+        peak: the most bytes of parameters held at once.
+    """
+
+    def __init__(self, client: Client, layers: Sequence[HeldLayer], uses: Sequence[Sequence[int]], size: int) -> None:
+        self.client, self.layers, self.uses, self.size = client, list(layers), uses, size
+        self.step, self.stalled, self.peak = client.step, 0.0, 0
+        self.pulled = self.pushed = 0
+        self._read = (0.0, 0, 0)
+        self.usual: Sequence[int] = ()
+        self._ahead: deque[int] = deque()
+        self._begun: tuple[int, ...] = ()
+        self._pushes: deque[tuple[Any, Tensor]] = deque()
+
+    def begin(self, order: Sequence[int]) -> None:
+        """Layers will be needed in this `order`; the first of them are pulled from now on, if they are not already."""
+        if self._begun != tuple(order) or not order:
+            self.prefetch(order)
+        self._begun = ()
+
+    def prefetch(self, order: Sequence[int]) -> None:
+        """Pulls the first layers of the `order` that the next pass will begin with."""
+        self.drop()
+        self._ahead, self._begun = deque(order), tuple(order)
+        self._advance()
+
+    def need(self, index: int) -> None:
+        """Returns when the layer is here. Layers are needed in the order of `begin`; others are pulled now."""
+        layer = self.layers[index]
+        if self._ahead and self._ahead[0] == index and layer.pulling is None and not layer.here:
+            self._ahead.popleft()
+        if layer.pulling is None and not layer.here:
+            self._pull(layer, index)
+        if layer.pulling is not None:
+            self._wait(*layer.pulling)
+            layer.pulling, layer.here = None, True
+
+    def release(self, index: int) -> None:
+        """The layer is not needed until its next turn."""
+        self.layers[index].free()
+        self._advance()
+
+    def summarize(self, index: int) -> None:
+        """See `stages.base.Window.summarize`."""
+        layer = self.layers[index]
+        value = layer.gradient().sum() * 0.0
+        for parameter in layer.parameters:
+            parameter.grad = value.expand(parameter.shape)
+
+    def push(self, index: int) -> None:
+        """Sends the layer's gradient, which is complete."""
+        gradient = self.layers[index].gradient()
+        while len(self._pushes) >= PUSHES:
+            self._wait(self._pushes.popleft()[0])
+        self._pushes.append((self.client.push(index, self.step, gradient), gradient))
+        self.pushed += gradient.nbytes
+
+    def flush(self) -> None:
+        """Returns when all gradients were sent."""
+        while self._pushes:
+            self._wait(self._pushes.popleft()[0])
+
+    def drop(self) -> None:
+        """Forgets what was pulled ahead and not needed."""
+        self._ahead.clear()
+        self._begun = ()
+        for layer in self.layers:
+            if layer.pulling is not None:
+                self.client.wait(*layer.pulling)
+                layer.pulling = None
+            if layer.flat.untyped_storage().size():
+                layer.free()
+
+    def gather(self, take: Callable[[HeldLayer], None]) -> None:
+        """Calls `take` with every layer in turn while it is here."""
+        self.begin(range(len(self.layers)))
+        for index, layer in enumerate(self.layers):
+            self.need(index)
+            take(layer)
+            self.release(index)
+
+    def read(self) -> dict[str, float]:
+        """What this worker has `pulled` and `pushed` (bytes) and how long it has `stalled` (seconds) since it was asked
+        last."""
+        now = (self.stalled, self.pulled, self.pushed)
+        found = dict(
+            zip(("stalled", "pulled", "pushed"), (a - b for a, b in zip(now, self._read, strict=True)), strict=True)
+        )
+        self._read = now
+        return found
+
+    @property
+    def held(self) -> int:
+        """Bytes of parameters that are here or on their way."""
+        return sum(layer.flat.untyped_storage().size() for layer in self.layers)
+
+    def _advance(self) -> None:
+        """Pulls ahead as far as the window has room, in the order of need."""
+        while self._ahead:
+            layer = self.layers[self._ahead[0]]
+            busy = sum(one.here or one.pulling is not None for one in self.layers)
+            if busy >= self.size or layer.here or layer.pulling is not None:
+                return
+            self._pull(layer, self._ahead.popleft())
+
+    def _pull(self, layer: HeldLayer, index: int) -> None:
+        layer.pulling = (self.client.pull(index, self.step, layer.make_room()),)
+        self.pulled += layer.bytes
+        self.peak = max(self.peak, self.held)
+
+    def _wait(self, handle: Any) -> None:
+        begun = time.perf_counter()
+        self.client.wait(handle)
+        self.stalled += time.perf_counter() - begun
+
+
+def window_size(layers: Sequence[Layer], uses: Sequence[Sequence[int]], wanted: int, memory: float) -> int:
+    """Layers held at once: `wanted` (0: as many as fit into `memory` bytes, three at most), and no fewer than the
+    pieces use.
+
+    Raises UserError where not even those fit: it says the least memory.
+    """
+    needed = max(len(own) for own in uses)
+    largest, name = max((sum(4 * layers[index].numel for index in own), layers[own[-1]].name) for own in uses if own)
+    least = 2 * largest
+    if least > memory:
+        raise UserError(
+            f"A worker has {memory / 2**20:,.0f} MiB, and layer {name!r} has {largest / 2**20:,.0f} MiB of parameters.",
+            why=f"a worker holds one layer and its gradient at least: {least / 2**20:,.0f} MiB",
+            do="smaller layers, or a worker with more memory",
+        )
+    typical = max(4 * layer.numel for layer in layers)
+    room = int((memory - largest) // typical) if memory != float("inf") else 3
+    return max(needed, wanted or min(3, max(1, room)))

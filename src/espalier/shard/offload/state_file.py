@@ -1,0 +1,209 @@
+"""State file: extents of optimizer states on disk, read ahead and written behind by a queue, each row with a checksum.
+
+The file is scratch space of one process: it has no name once it is open, and checkpoints hold what it held.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from espalier.cache_dir import unwritable
+from espalier.errors import RunFailed
+from espalier.shard.offload.layout import BUFFERS, Extent
+from espalier.store.direct_io import DirectFile, aligned, checksum
+from espalier.store.io_queue import IoQueue
+
+Job = Sequence[Extent]
+"""Extents that are computed together."""
+
+
+class TransferMeter:
+    """What a tier has moved since it was last read: bytes, and seconds in which computation waited. Has state."""
+
+    def __init__(self, tier: Literal["host", "disk"]) -> None:
+        self.tier = tier
+        self.read_bytes = self.written_bytes = 0
+        self.stalled = 0.0
+
+    def read(self) -> dict[str, dict[str, float]]:
+        """What was counted, by tier; counting begins anew."""
+        found = {"read": self.read_bytes, "written": self.written_bytes, "stalled": self.stalled}
+        self.read_bytes = self.written_bytes = 0
+        self.stalled = 0.0
+        return {self.tier: found}
+
+
+def wait_for(pending: Sequence[Future[None]], meter: TransferMeter) -> None:
+    """Returns when all are done; computation waits meanwhile."""
+    begun = time.perf_counter()
+    for one in pending:
+        one.result()
+    meter.stalled += time.perf_counter() - begun
+
+
+class States(Protocol):
+    """Extents that wait somewhere, all zeros at first."""
+
+    extents: list[Extent]
+
+    def walk(self, jobs: Sequence[Job]) -> Iterator[list[Tensor]]:
+        """The extents of each job, uint8 [rows, row bytes] to be changed in place; then they are put back."""
+
+    def row(self, extent: Extent, row: int, change: bool = False) -> Tensor:
+        """uint8 [row bytes] in host memory: one row, valid until another one is asked for. `change`: it is put back."""
+
+
+class DiskTier(NamedTuple):
+    """How this process reaches its disk."""
+
+    queue: IoQueue
+    meter: TransferMeter
+
+
+class StateFile:
+    """One file of extents, all zeros at first. Has state: the file, checksums, and buffers.
+
+    Args:
+        path: of the file, which loses its name.
+        extents: what lies in it.
+        names: of each extent's first parameter, for errors.
+        tier: what transfers go through, and are counted by.
+        kept: rows at the beginning of each extent that steps only read.
+    """
+
+    def __init__(
+        self, path: Path, extents: Sequence[Extent], names: Sequence[str], tier: DiskTier, kept: int = 0
+    ) -> None:
+        self.extents = list(extents)
+        self.path, self._queue, self._meter, self._first = path, tier.queue, tier.meter, kept
+        self._names = {extent.offset: name for extent, name in zip(extents, names, strict=True)}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(str(path.parent), error) from error
+        self._file = DirectFile(path, "create", sum(extent.bytes for extent in extents))
+        path.unlink()
+        self._sums: dict[int, int] = {}
+        self._buffers: list[Tensor] = []
+        self._row: tuple[Extent, int, Tensor] | None = None
+        self._changed = False
+
+    # --- extents, in a ring ------------------------------------------------------------------------------------------
+
+    def walk(self, jobs: Sequence[Job]) -> Iterator[list[Tensor]]:
+        """See `States.walk`."""
+        self.settle()
+        writes: list[list[Future[None]]] = []
+        room = max((job_bytes(job) for job in jobs), default=0)
+        if not self._buffers or self._buffers[0].nbytes < room:
+            self._buffers = [aligned(room) for _ in range(BUFFERS)]
+        views = [job_views(job, self._buffers[number % BUFFERS]) for number, job in enumerate(jobs)]
+        reads = self._read(jobs[0], views[0]) if jobs else []
+        for number, (job, view) in enumerate(zip(jobs, views, strict=True)):
+            self._wait(reads)
+            if number + 1 < len(jobs):
+                self._wait(writes[number + 1 - BUFFERS] if number + 1 >= BUFFERS else [])
+                reads = self._read(jobs[number + 1], views[number + 1])
+            self._check(job, view)
+            yield view
+            writes.append(self._write(job, view))
+        for pending in writes[-BUFFERS:]:
+            self._wait(pending)
+
+    def _read(self, job: Job, views: Sequence[Tensor]) -> list[Future[None]]:
+        self._meter.read_bytes += job_bytes(job)
+        return [
+            self._queue.read(self._file, extent.offset, view.view(-1)) for extent, view in zip(job, views, strict=True)
+        ]
+
+    def _write(self, job: Job, views: Sequence[Tensor]) -> list[Future[None]]:
+        self._meter.written_bytes += sum(extent.bytes - self._first * extent.row_bytes for extent in job)
+        pending = []
+        for extent, view in zip(job, views, strict=True):
+            for row in range(self._first, extent.rows):
+                self._sums[_place(extent, row)] = checksum(view[row, : extent.used])
+            pending.append(self._queue.write(self._file, _place(extent, self._first), view[self._first :].view(-1)))
+        return pending
+
+    def _check(self, job: Job, views: Sequence[Tensor]) -> None:
+        for extent, view in zip(job, views, strict=True):
+            for row in range(extent.rows):
+                self._verify(extent, row, view[row, : extent.used], self._sums.get(_place(extent, row)))
+
+    def _verify(self, extent: Extent, row: int, values: Tensor, written: int | None) -> None:
+        """Raises RunFailed where the checksum of `values` is not that of what was `written`."""
+        if written is not None and checksum(values) != written:
+            place = _place(extent, row)
+            raise RunFailed(
+                f"What was offloaded of {self._names[extent.offset]!r} in {self.path} is not what was written there "
+                f"(bytes {place} to {place + extent.row_bytes}).",
+                why="its checksum does not match: the disk or the memory has lost bits",
+                do="check the disk, then run the same command again; it resumes from the last checkpoint",
+            )
+
+    def _wait(self, pending: Sequence[Future[None]]) -> None:
+        wait_for(pending, self._meter)
+
+    # --- parts of rows, in the background ----------------------------------------------------------------------------
+
+    def fetch(self, extent: Extent, row: int, out: Tensor) -> Callable[[], None]:
+        """Begins to read the used bytes of a row; what is returned waits for them."""
+        self._meter.read_bytes += out.nbytes
+        written = self._sums.get(_place(extent, row))
+        pending = self._queue.read(self._file, _place(extent, row), out)
+
+        def arrived() -> None:
+            self._wait([pending])
+            self._verify(extent, row, out, written)
+
+        return arrived
+
+    def store(self, extent: Extent, row: int, values: Tensor) -> Callable[[], None]:
+        """Begins to write the used bytes of a row; what is returned waits for that."""
+        self._meter.written_bytes += values.nbytes
+        self._sums[_place(extent, row)] = checksum(values)
+        pending = self._queue.write(self._file, _place(extent, row), values)
+        return lambda: self._wait([pending])
+
+    # --- single rows, for checkpoints --------------------------------------------------------------------------------
+
+    def row(self, extent: Extent, row: int, change: bool = False) -> Tensor:
+        """See `States.row`."""
+        if self._row is None or self._row[:2] != (extent, row):
+            self.settle()
+            values = aligned(extent.row_bytes)
+            self._file.read_into(values, _place(extent, row))
+            self._verify(extent, row, values[: extent.used], self._sums.get(_place(extent, row)))
+            self._row = extent, row, values
+        self._changed |= change
+        return self._row[2]
+
+    def settle(self) -> None:
+        """Writes back what was changed by `row`."""
+        if self._row is not None and self._changed:
+            extent, row, values = self._row
+            self._sums[_place(extent, row)] = checksum(values[: extent.used])
+            self._file.write_from(values, _place(extent, row))
+        self._row, self._changed = None, False
+
+
+def _place(extent: Extent, row: int) -> int:
+    return extent.offset + row * extent.row_bytes
+
+
+def job_bytes(job: Job) -> int:
+    """Of all its extents."""
+    return sum(extent.bytes for extent in job)
+
+
+def job_views(job: Job, buffer: Tensor) -> list[Tensor]:
+    """Its extents in a buffer: uint8 [rows, row bytes]."""
+    parts = torch.split(buffer[: job_bytes(job)], [extent.bytes for extent in job])
+    return [part.view(extent.rows, extent.row_bytes) for part, extent in zip(parts, job, strict=True)]

@@ -1,0 +1,61 @@
+"""Where do rows wait that are larger than memory? Files past the page cache, extents, generations, rows, tiers.
+
+The names load on first use: `espalier.store.cost` needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from espalier.store.base import Rows as Rows
+    from espalier.store.budget import Budget as Budget
+    from espalier.store.cost import PAGE as PAGE
+    from espalier.store.cost import pages as pages
+    from espalier.store.direct_io import DirectFile as DirectFile
+    from espalier.store.direct_io import DiskFull as DiskFull
+    from espalier.store.direct_io import File as File
+    from espalier.store.direct_io import StripedFile as StripedFile
+    from espalier.store.direct_io import aligned as aligned
+    from espalier.store.direct_io import check_room as check_room
+    from espalier.store.extents import DamagedExtent as DamagedExtent
+    from espalier.store.extents import ExtentFile as ExtentFile
+    from espalier.store.extents import ExtentWriter as ExtentWriter
+    from espalier.store.generations import Generations as Generations
+    from espalier.store.io_queue import IoQueue as IoQueue
+    from espalier.store.memory import MemoryRows as MemoryRows
+    from espalier.store.prefetch import read_ahead as read_ahead
+    from espalier.store.rows import RowFile as RowFile
+    from espalier.store.rows import RowLayout as RowLayout
+    from espalier.store.rows import RowWriter as RowWriter
+    from espalier.store.rows import padded as padded
+    from espalier.store.tiers import TieredRows as TieredRows
+    from espalier.store.tiers import hot_rows as hot_rows
+
+_HOME = {
+    "base": "Rows",
+    "budget": "Budget",
+    "cost": "PAGE pages",
+    "direct_io": "DirectFile DiskFull File StripedFile aligned check_room",
+    "extents": "DamagedExtent ExtentFile ExtentWriter",
+    "generations": "Generations",
+    "io_queue": "IoQueue",
+    "memory": "MemoryRows",
+    "prefetch": "read_ahead",
+    "rows": "RowFile RowLayout RowWriter padded",
+    "tiers": "TieredRows hot_rows",
+}
+_MODULE = {name: module for module, names in _HOME.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE:
+        raise AttributeError(f"module 'espalier.store' has no attribute {name!r}")
+    return getattr(import_module(f"espalier.store.{_MODULE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_MODULE)

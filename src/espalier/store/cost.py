@@ -1,0 +1,79 @@
+"""What the store costs: pages, bytes and seconds of reads and writes, from a disk's measured figures. Imports no torch.
+
+Counts may be NumPy arrays: one call then prices many layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from espalier.cluster import Disk
+from espalier.hardware import disk as probe
+
+Number = Any
+"""A number, or an array of numbers."""
+PAGE = probe.PAGE
+"""What offsets, addresses and sizes of direct transfers are multiples of."""
+
+
+def pages(size: int) -> int:
+    """`size` rounded up to whole pages, in bytes."""
+    return -(-size // PAGE) * PAGE
+
+
+def pages_of_row(row_bytes: int, stride: int = 0) -> float:
+    """Pages that a row touches, averaged over the rows of a table with `stride` bytes from row to row (0: dense)."""
+    step = gcd(stride or row_bytes, PAGE)
+    begins = np.arange(0, PAGE, step)
+    return float(np.mean((begins + row_bytes - 1) // PAGE + 1)) if row_bytes else 0.0
+
+
+def pages_of_rows(count: Number, rows: Number, row_bytes: int, stride: int = 0) -> Number:
+    """Pages that `count` different rows touch, drawn uniformly from a table of `rows`; each page counts once."""
+    step = stride or row_bytes
+    table = np.maximum(1.0, np.asarray(rows) * step / PAGE)
+    each = pages_of_row(row_bytes, stride) * np.asarray(rows) / table  # rows that touch one page
+    low = np.floor(each)
+    left_out = 1.0 - np.asarray(count) / np.maximum(1, rows)
+    untouched = (1 + low - each) * left_out**low + (each - low) * left_out ** (low + 1)
+    return table * (1.0 - untouched)
+
+
+def read_seconds(disk: Disk, size: Number, reads: Number = 1) -> Number:
+    """Seconds for `reads` reads of `size` bytes in all, many in flight: exact for pages and for long reads alike."""
+    return np.asarray(reads) * _overhead(disk) + np.asarray(size) / disk.read
+
+
+def _overhead(disk: Disk) -> float:
+    """Seconds of a read beside those of its bytes, where others are in flight."""
+    return max(0.0, 1 / (disk.iops_parallel or disk.iops) - PAGE / disk.read)
+
+
+def write_seconds(disk: Disk, size: Number) -> Number:
+    """Seconds for writing `size` bytes in sequence."""
+    return np.asarray(size) / disk.write
+
+
+def striped(disks: Sequence[Disk]) -> Disk:
+    """What a file striped over `disks` reaches: each does an equal share, at the pace of the slowest."""
+    many = len(disks)
+    rates = {
+        name: many * min(getattr(disk, name) for disk in disks) for name in ("read", "write", "iops", "iops_parallel")
+    }
+    rates["iops"] /= many  # one read at a time has one disk
+    return msgspec.structs.replace(disks[0], path=" + ".join(disk.path for disk in disks), **rates)
+
+
+def extents_bytes(sizes: Sequence[int]) -> int:
+    """Bytes that a container of extents of these sizes takes on disk, its index left out."""
+    return sum(map(pages, sizes))
+
+
+def generations_bytes(sizes: Sequence[int], generations: int = 2) -> int:
+    """Bytes of rewritten extents on disk, their table and headers left out (under 100 bytes each)."""
+    return generations * extents_bytes(sizes)

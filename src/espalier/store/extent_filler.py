@@ -1,0 +1,150 @@
+"""Extent filler: extents of known sizes, filled piece by piece in any turn, each from its start to its end.
+
+One pass over a large file that is dealt out to many extents (batched packing) writes them so. The places of all extents
+are fixed at the start, pieces are written past the page cache as they come, and the index that makes a container of
+them is written at the end. `commit` makes durable what was filled so far; a killed filler goes on at its last commit,
+reads what lies there once to hash it again, and ends with the same bytes as an unbroken one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from typing import NamedTuple, Self
+
+import torch
+import xxhash
+from torch import Tensor
+
+from espalier.store.cost import PAGE, pages
+from espalier.store.direct_io import Where, aligned, bytes_of, open_file
+from espalier.store.extents import Extent, first_path, index_path, write_index
+from espalier.store.io_queue import IoQueue
+
+PIECE = 8 << 20
+"""Bytes read at once where what lies there is hashed again."""
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class Room(NamedTuple):
+    """Memory for the next bytes of an extent: `data` is to be filled, and ends `whole`, which begins with a page."""
+
+    whole: Tensor
+    data: Tensor
+
+
+class ExtentFiller:
+    """Fills the extents of one container. Holds the file, a hash and the last partial page of each extent.
+
+    Args:
+        where: the file, or the files of a striped container.
+        sizes: bytes of each extent, in the order in which they lie.
+        filled: bytes that the last commit left in each extent; None: begins anew. Raises DiskFull then, and not later.
+        queue: writes in the background where it is given; in_flight: bytes that wait there, beyond which a caller does.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        sizes: Mapping[str, int],
+        filled: Mapping[str, int] | None = None,
+        queue: IoQueue | None = None,
+        in_flight: int = 64 << 20,
+    ) -> None:
+        self.where, self.sizes, self._queue, self._in_flight = where, dict(sizes), queue, in_flight
+        self._offsets, end = {}, 0
+        for name, size in self.sizes.items():
+            self._offsets[name] = end
+            end += pages(size)
+        self.bytes = end
+        self.filled = dict.fromkeys(self.sizes, 0)
+        self._tails: dict[str, Tensor] = {}
+        self._hashes = {name: xxhash.xxh3_64() for name in self.sizes}
+        self._last: dict[str, Future[None]] = {}  # the write of each extent that may not have ended
+        self._writes: deque[tuple[Future[None], int]] = deque()
+        if filled is None:
+            index_path(first_path(where)).unlink(missing_ok=True)
+        self._file = open_file(where, "create" if filled is None else "write", end)
+        for name, size in (filled or {}).items():
+            self._restore(name, size)
+
+    def _restore(self, name: str, size: int) -> None:
+        """Hashes the first `size` bytes of `name` anew."""
+        room = aligned(min(size, PIECE))
+        for at in range(0, size, PIECE):
+            piece = room[: pages(min(PIECE, size - at))]
+            self._file.read_into(piece, self._offsets[name] + at, min(PIECE, size - at))
+            self._hashes[name].update(bytes_of(piece)[: size - at])
+            if size - at <= PIECE and size % PAGE:
+                self._tails[name] = piece[(size - at) // PAGE * PAGE : size - at].clone()
+        self.filled[name] = size
+
+    def room(self, name: str, size: int) -> Room:
+        """Memory for the next `size` bytes of `name`."""
+        tail = self._tails.get(name, _NOTHING)
+        whole = aligned(len(tail) + size)
+        whole[: len(tail)] = tail
+        return Room(whole[: len(tail) + size], whole[len(tail) : len(tail) + size])
+
+    def extend(self, name: str, room: Room) -> None:
+        """Writes the next bytes of `name`, which `room` has taken."""
+        whole, data = room
+        before, after = self.filled[name], self.filled[name] + len(data)
+        assert after <= self.sizes[name], f"{after} bytes for {name!r} of {self.sizes[name]}"
+        self._hashes[name].update(bytes_of(data))
+        self.filled[name] = after
+        self._tails.pop(name, None)
+        if after % PAGE and after < self.sizes[name]:
+            self._tails[name] = whole[len(whole) // PAGE * PAGE :].clone()
+        self._write(name, self._offsets[name] + before - before % PAGE, whole)
+
+    def _write(self, name: str, offset: int, data: Tensor) -> None:
+        if self._queue is None:
+            self._file.write_from(data, offset)
+            return
+        if name in self._last:  # the page that both have comes from the later one
+            self._last[name].result()
+        self._last[name] = self._queue.write(self._file, offset, data)
+        self._writes.append((self._last[name], len(data)))
+        while sum(size for _, size in self._writes) > self._in_flight:
+            self._writes.popleft()[0].result()
+
+    def checkpoint(self) -> Callable[[], None]:
+        """What makes durable what was filled so far; another thread may call it while more is filled."""
+        writes = [write for write, _ in self._writes]
+
+        def commit() -> None:
+            for write in writes:
+                write.result()
+            self._file.sync()
+
+        return commit
+
+    def commit(self) -> None:
+        """Returns when everything filled so far survives a crash."""
+        self.checkpoint()()
+
+    def finish(self) -> None:
+        """Writes the index: readers find the container from now on. Every extent is full."""
+        self.commit()
+        short = [name for name, size in self.sizes.items() if self.filled[name] != size]
+        assert not short, f"{short[0]!r} has {self.filled[short[0]]} bytes"
+        write_index(
+            self.where,
+            [
+                Extent(name, self._offsets[name], size, self._hashes[name].intdigest(), "uint8", (size,))
+                for name, size in self.sizes.items()
+            ],
+        )
+
+    def close(self) -> None:
+        """Closes the file, once no transfer uses it."""
+        wait([write for write, _ in self._writes])
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

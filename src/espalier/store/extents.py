@@ -1,0 +1,294 @@
+"""Extents: an append-only container of named tensors, each page-aligned and with a checksum; survives kill -9.
+
+The container is a file of data (or several, striped) and beside it `<file>.index`, to which `commit` appends one record
+per extent after the data are on the disk. A record that a crash has torn ends the index; what follows is written again,
+at the same place, so that a resumed container equals an unbroken one byte for byte.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Self
+
+import msgspec
+import torch
+import xxhash
+from torch import Tensor
+
+from espalier.cache_dir import sync_folder
+from espalier.errors import UserError
+from espalier.store.cost import pages
+from espalier.store.direct_io import DirectFile, File, Where, aligned, checksum, flat_bytes, open_file
+
+MAGIC = b"espalier extents 1\n"
+_FRAME = struct.Struct("<II")  # bytes of the record, its xxh32
+
+
+class DamagedExtent(UserError):
+    """An extent whose bytes are not those that were written. Exit code 2."""
+
+
+class Extent(msgspec.Struct, frozen=True, array_like=True):
+    """Where a tensor lies in the container; `hash` is the XXH3 of its bytes."""
+
+    name: str
+    offset: int
+    bytes: int
+    hash: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Where the next extent begins."""
+        return self.offset + pages(self.bytes)
+
+
+def damaged(path: Path, name: str, why: str) -> DamagedExtent:
+    """The error for an extent that does not hold what was written."""
+    return DamagedExtent(
+        f"Extent {name!r} of {path} is damaged.", why=why, do=f"write {name!r} again from its source; the rest is whole"
+    )
+
+
+class ExtentFile:
+    """Reads a container. Holds the index in memory and the file open.
+
+    Args:
+        where: the file, or the files of a striped container in their order.
+    """
+
+    def __init__(self, where: Where) -> None:
+        self.path = first_path(where)
+        self._file = open_file(where, "read")
+        self._index = {extent.name: extent for extent in read_index(self.path)[0]}
+
+    @property
+    def index(self) -> Mapping[str, Extent]:
+        """Name to extent, in the order of their last writing."""
+        return MappingProxyType(self._index)
+
+    @property
+    def file(self) -> File:
+        """The file the extents lie in, for an IoQueue."""
+        return self._file
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._index
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def extent(self, name: str) -> Extent:
+        """Where `name` lies. Raises UserError when the container does not hold it."""
+        if name not in self._index:
+            raise UserError(
+                f"{self.path} has no extent {name!r}; it has {len(self)}.",
+                why="it was never written, or the writing was broken off",
+                do="resume the writing",
+            )
+        return self._index[name]
+
+    def offset(self, name: str) -> int:
+        """Where `name` begins, a multiple of the page."""
+        return self.extent(name).offset
+
+    def bytes(self, name: str) -> int:
+        """How many bytes `name` has."""
+        return self.extent(name).bytes
+
+    def read(self, name: str) -> Tensor:
+        """The tensor `name`, in page-aligned memory of its own. Raises DamagedExtent."""
+        extent = self.extent(name)
+        buffer = aligned(extent.bytes)
+        self.read_into(name, buffer)
+        return buffer[: extent.bytes].view(getattr(torch, extent.dtype)).view(extent.shape)
+
+    def read_into(self, name: str, buffer: Tensor) -> None:
+        """Reads `name` into the first bytes of `buffer`, fastest where that is page-aligned. Raises DamagedExtent."""
+        extent = self.extent(name)
+        assert buffer.nbytes >= extent.bytes, f"{buffer.nbytes} bytes for {extent.bytes}"
+        room = flat_bytes(buffer)[: min(buffer.nbytes, pages(extent.bytes))]
+        if self._file.size < extent.offset + extent.bytes:
+            raise damaged(self.path, name, "the file ends before the extent does")
+        self._file.read_into(room, extent.offset, extent.bytes)
+        self.check(name, room)
+
+    def check(self, name: str, buffer: Tensor) -> None:
+        """Compares the first bytes of `buffer`, which an IoQueue has read, with what was written as `name`."""
+        extent = self.extent(name)
+        if checksum(flat_bytes(buffer)[: extent.bytes]) != extent.hash:
+            raise damaged(self.path, name, "its checksum does not match")
+
+    def damaged(self) -> list[str]:
+        """Reads everything; names of the extents that do not hold what was written."""
+        found = []
+        for name in self:
+            try:
+                self.read(name)
+            except DamagedExtent:
+                found.append(name)
+        return found
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ExtentWriter:
+    """Appends tensors to a container. Holds two files and the extents not yet committed.
+
+    A name that is appended again replaces its first tensor for readers.
+
+    Args:
+        where: the file, or the files of a striped container, one per disk.
+        resume: go on after the last whole extent of what a killed writer left; else begin anew.
+    """
+
+    def __init__(self, where: Where, resume: bool = False) -> None:
+        self.path = first_path(where)
+        self._index = index_path(self.path)
+        self.extents: dict[str, Extent] = {}
+        self._fresh: list[Extent] = []
+        there = all(path.exists() for path in (self._index, *all_paths(where)))
+        found, whole = read_index(self.path) if resume and there else ([], 0)
+        if not whole:
+            with suppress(FileNotFoundError):
+                self._index.unlink()  # before the data, which it would describe wrongly
+        self._file = open_file(where, "write" if whole else "create")
+        while found and found[-1].end > self._file.size:
+            found.pop()  # the index reached the disk and the data did not: a power failure without a working flush
+        self.extents = {extent.name: extent for extent in found}
+        self._end = max((extent.end for extent in found), default=0)
+        self._file.truncate(self._end)  # what a killed writer had not committed
+        with DirectFile(self._index, "write" if whole else "create"):  # the same errors as those of the data
+            self._log = open(self._index, "r+b", buffering=0)  # noqa: SIM115 - closed by close()
+        head = MAGIC + b"".join(_record(extent) for extent in found)
+        self._log.write(head)
+        self._log.truncate()
+        sync_folder(self.path.parent)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.extents
+
+    @property
+    def end(self) -> int:
+        """Bytes of the container so far."""
+        return self._end
+
+    def append(self, name: str, data: Tensor) -> Extent:
+        """Writes a contiguous CPU tensor; it belongs to the container after `commit`. Raises DiskFull."""
+        dtype = str(data.dtype).removeprefix("torch.")
+        extent = Extent(name, self._end, data.nbytes, checksum(data), dtype, tuple(data.shape))
+        self._file.write_from(flat_bytes(data), extent.offset)
+        self._end = extent.end
+        self._fresh.append(extent)
+        self.extents[name] = extent
+        return extent
+
+    def commit(self) -> None:
+        """Returns when everything appended so far survives a crash."""
+        if not self._fresh:
+            return
+        self._file.sync()
+        records = b"".join(_record(extent) for extent in self._fresh)
+        try:
+            done = self._log.write(records)
+            if done != len(records):
+                raise OSError(28, "No space left on device")
+            os.fdatasync(self._log.fileno())
+        except OSError as error:
+            raise UserError(f"{self._index} cannot be written: {error.strerror}.", do="make room on its disk") from None
+        self._fresh.clear()
+
+    def close(self) -> None:
+        """Commits and closes the files."""
+        self.commit()
+        self._log.close()
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._log.close()
+            self._file.close()
+
+
+def index_path(path: Path) -> Path:
+    """The index of the container at `path`."""
+    return path.with_name(path.name + ".index")
+
+
+def write_index(where: Where, extents: Sequence[Extent]) -> None:
+    """Makes a container of data that lie in place and are durable: its index, whole or not at all."""
+    path = first_path(where)
+    fresh = index_path(path).with_name(index_path(path).name + ".fresh")
+    try:
+        with fresh.open("wb") as file:
+            file.write(MAGIC + b"".join(_record(extent) for extent in extents))
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(index_path(path))
+        sync_folder(path.parent)
+    except OSError as error:
+        raise UserError(
+            f"{index_path(path)} cannot be written: {error.strerror}.", do="make room on its disk"
+        ) from None
+
+
+def first_path(where: Where) -> Path:
+    """The file beside which the index lies."""
+    return all_paths(where)[0]
+
+
+def all_paths(where: Where) -> Sequence[Path]:
+    """The files of a container."""
+    return (where,) if isinstance(where, Path) else where
+
+
+def _record(extent: Extent) -> bytes:
+    text = msgspec.msgpack.encode(extent)
+    return _FRAME.pack(len(text), xxhash.xxh32_intdigest(text)) + text
+
+
+def read_index(path: Path) -> tuple[list[Extent], int]:
+    """The whole records of a container's index, and the bytes they take; 0 where there is no index at all."""
+    index = index_path(path)
+    try:
+        text = index.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"{index}, the index of {path}, cannot be read: {error.strerror}.", do="write the container anew"
+        ) from None
+    if not text.startswith(MAGIC):
+        if MAGIC.startswith(text):  # killed before its first line was whole
+            return [], 0
+        raise UserError(f"{index} is not the index of a container.", do="name the file that an ExtentWriter has made")
+    found: list[Extent] = []
+    at, decoder = len(MAGIC), msgspec.msgpack.Decoder(Extent)
+    while at + _FRAME.size <= len(text):
+        size, check = _FRAME.unpack_from(text, at)
+        record = text[at + _FRAME.size : at + _FRAME.size + size]
+        if len(record) < size or xxhash.xxh32_intdigest(record) != check:
+            break
+        found.append(decoder.decode(record))
+        at += _FRAME.size + size
+    return found, at

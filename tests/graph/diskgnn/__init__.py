@@ -1,0 +1,1 @@
+"""Packing for training with features on disk (DiskGNN)."""

@@ -1,0 +1,53 @@
+"""Small packed sets for the tests of this folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from espalier.graph.diskgnn import manifest
+from espalier.graph.diskgnn.features import Features, FeatureTable, open_features
+from espalier.graph.diskgnn.pack import PackRequest
+from espalier.graph.diskgnn.pool import Draws, epoch_seeds
+from espalier.graph.neighbor_sampler import Sampler, Style
+
+from ..conftest import made
+
+
+def on_disk(rows: np.ndarray, folder: Path) -> Features:
+    """`rows` as a `.npy` file in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    np.save(folder / "features.npy", rows)
+    return open_features(folder / "features.npy", nodes=len(rows))
+
+
+def request(folder: Path, **known) -> PackRequest:
+    """What packs a random graph of 400 nodes whose rows have `width` values into `folder`."""
+    graph = made(known.pop("nodes", 400), known.pop("edges", 1600), seed=7)
+    width, seed = known.pop("width", 24), known.pop("seed", 0)
+    rows = known.pop("values", None)
+    if rows is None:
+        rows = np.random.default_rng(1).normal(size=(graph.nodes, width)).astype(np.float32)
+    features = FeatureTable(torch.from_numpy(rows)) if known.pop("table", False) else on_disk(rows, folder.parent)
+    seeds = known.pop("seeds", None)
+    seeds = epoch_seeds(graph.parts.train, known.pop("batch", 32), seed) if seeds is None else seeds
+    draws = Draws(seeds, range(len(seeds)), known.pop("fanouts", (4, 3)), seed)
+    row = features.row_bytes
+    values = {
+        "folders": (folder,),
+        "sampler": Sampler(graph, known.pop("style", Style(loops=False, scale="mean"))),
+        "graph": manifest.graph_hash(graph),
+        "features": features,
+        "draws": draws,
+        "memory": 40 * row,
+    }
+    return PackRequest(**values | known)
+
+
+def plain(features: Features, nodes: np.ndarray) -> torch.Tensor:
+    """float32 rows of `nodes`, one by one."""
+    out = torch.empty(len(nodes), *features.shape, dtype=features.dtype)
+    features.read(torch.from_numpy(nodes), out)
+    return out.float()

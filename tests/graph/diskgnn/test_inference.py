@@ -1,0 +1,126 @@
+"""Inference out of core: equal to inference in memory, for every network, and the same after a kill."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from espalier import config
+from espalier.errors import UserError
+from espalier.graph import compiled_aggregate, gnn
+from espalier.graph.diskgnn import inference
+from espalier.graph.diskgnn.inference import InferenceFolder, infer
+from espalier.graph.diskgnn.topology import DiskSampler
+from espalier.graph.neighbor_sampler import Sampler, Style
+from espalier.graph.subgraphs import View
+from espalier.graph.subgraphs import infer as infer_in_memory
+from espalier.store.memory import MemoryRows
+
+from ..conftest import made
+from .test_topology import on_disk
+
+NETWORKS = {
+    "gcn": config.Gcn(),
+    "sage": config.Sage(),
+    "gat": config.Gat(),
+    "gin": config.Gin(),
+    "maxk": config.Sage(activation="maxk", k=3),
+}
+
+
+def network(name: str) -> gnn.Gnn:
+    torch.manual_seed(3)
+    plain = {"depth": 3, "width": 8, "dropout": 0.0} | ({} if name == "maxk" else {"activation": "relu"})
+    return compiled_aggregate.equip(gnn.Gnn(msgspec.structs.replace(NETWORKS[name], **plain), 5, 3)).eval()
+
+
+def style(model: gnn.Gnn) -> Style:
+    return Style(model.layers[0].loops, model.layers[0].scale)
+
+
+@pytest.fixture
+def world(tmp_path):
+    """A graph, its topology on disk, and its features."""
+    graph = made(nodes=400, edges=1500)
+    features = MemoryRows(torch.from_numpy(graph.features))
+    return graph, on_disk(tmp_path, graph), features, tmp_path / "inference"
+
+
+def values(rows) -> torch.Tensor:
+    out = torch.empty(len(rows), *rows.shape, dtype=rows.dtype)
+    rows.read(torch.arange(len(rows)), out)
+    return out
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_all_nodes_equal_inference_in_memory(world, name):
+    graph, topology, features, folder = world
+    model = network(name)
+    found = infer(model, DiskSampler(topology, style(model)), features, InferenceFolder(folder, 50_000))
+    expected = infer_in_memory(model, View(graph, style(model), 3))
+    torch.testing.assert_close(values(found), expected, rtol=1e-6, atol=1e-6)
+    place = InferenceFolder(folder.with_name("by the sampler in memory"), 50_000)
+    by_memory = infer(model, Sampler(graph, style(model)), features, place)
+    assert torch.equal(values(found), values(by_memory))
+    assert [path.name for path in sorted(folder.glob("*.rows"))] == ["layer-1.rows", "layer-2.rows"]
+
+
+@pytest.mark.parametrize("name", ["sage", "maxk"])
+def test_a_killed_inference_goes_on_where_it_stood(world, name, monkeypatch):
+    _, topology, features, folder = world
+    monkeypatch.setattr(inference, "COMMIT", 1)
+    model = network(name)
+    sampler = DiskSampler(topology, style(model))
+    whole = values(infer(model, sampler, features, InferenceFolder(folder / "whole", 50_000)))
+    calls, place = 0, InferenceFolder(folder / "killed", 50_000)
+    for kill_after in (1, 2, 5, 3, 7, 1, 10**9):
+        drawn = 0
+
+        class Killed(DiskSampler):
+            def draw(self, *arguments):
+                nonlocal drawn, calls
+                drawn += 1
+                calls += 1
+                if drawn > kill_after:  # noqa: B023
+                    raise KeyboardInterrupt
+                return super().draw(*arguments)
+
+        try:
+            found = infer(model, Killed(topology, style(model)), features, place)
+        except KeyboardInterrupt:
+            with (place.path / "layer-0.rows").open("ab") as file:  # torn behind what was committed
+                file.write(b"torn")
+    assert torch.equal(values(found), whole)
+    draws = 0
+
+    class Counted(DiskSampler):
+        def draw(self, *arguments):
+            nonlocal draws
+            draws += 1
+            return super().draw(*arguments)
+
+    infer(model, Counted(topology, style(model)), features, place)
+    assert draws == 0  # all is done
+    infer(model, Counted(topology, style(model)), features, InferenceFolder(folder / "new", 50_000))
+    assert calls == draws + 6  # the six that were killed, once more
+
+
+def test_another_network_or_graph_begins_anew(world):
+    _, topology, features, folder = world
+    model, other = network("sage"), network("sage")
+    torch.nn.init.ones_(other.layers[0].weight.weight)
+    sampler = DiskSampler(topology, style(model))
+    first = values(infer(model, sampler, features, InferenceFolder(folder, 50_000)))
+    assert not torch.equal(values(infer(other, sampler, features, InferenceFolder(folder, 50_000))), first)
+    begun = (folder / "inference.json").read_text()
+    infer(other, sampler, features, InferenceFolder(folder, 50_000, identity="another graph"))
+    assert (folder / "inference.json").read_text() != begun
+
+
+def test_too_little_memory_names_what_one_node_needs(world):
+    _, topology, features, folder = world
+    model = network("sage")
+    with pytest.raises(UserError, match=r"store\.memory = 100 B is too small to infer node 0") as told:
+        infer(model, DiskSampler(topology, style(model)), features, InferenceFolder(folder, 100))
+    assert "neighbours take" in str(told.value)

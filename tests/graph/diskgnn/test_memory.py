@@ -1,0 +1,85 @@
+"""Memory of training from disk: anonymous memory grows by the budget, which a process limit then keeps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import gc, json, resource, sys, threading, time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from espalier.graph.data import Graph
+from espalier.graph.diskgnn import PrepareOptions, prepare
+
+torch.set_num_threads(1)
+
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def made(nodes, folder):
+    folder.mkdir(exist_ok=True)
+    random = np.random.default_rng(0)
+    np.save(folder / "x.npy", random.normal(size=(nodes, 128)).astype(np.float32))
+    graph = Graph.from_edges(*random.integers(0, nodes, (2, 4 * nodes)), features=np.zeros((nodes, 0), np.float32))
+    return graph, folder / "x.npy", folder / "packed"
+
+
+def epoch(graph, features, folder, options):
+    with prepare(graph, features, folder, options) as batches:
+        rows = sum(len(batch.x) for batch in batches)
+        return rows, batches.features.options
+
+
+folder, memory = Path(sys.argv[1]), int(sys.argv[2])
+epoch(*made(2000, folder / "small"), PrepareOptions(memory="64MiB", batch=100))  # what libraries take
+arguments = *made(100_000, folder / "large"), PrepareOptions(fanout=(5, 5), batch=512, memory=memory)
+prepare(*arguments).close()  # packs
+gc.collect()
+before, peak, ended = anonymous(), 0, threading.Event()
+if len(sys.argv) > 3:
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[3]), int(sys.argv[3])))
+
+
+def watch():
+    global peak
+    while not ended.wait(0.001):
+        peak = max(peak, anonymous())
+
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+rows, options = epoch(*arguments)
+ended.set()
+watcher.join()
+size = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmPeak"))
+print(json.dumps({"grown": peak - before, "rows": rows, "address space": size, "queues": options.ahead}))
+"""
+
+
+def run(folder, *arguments):
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), *map(str, arguments)],
+        capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)
+
+
+@pytest.mark.slow
+def test_memory_grows_by_the_budget_and_is_kept_under_a_limit_of_the_address_space(tmp_path):
+    memory = 40 << 20
+    free = run(tmp_path, memory)
+    assert 0.4 * memory <= free["grown"] <= 1.05 * memory + (4 << 20)  # and 4 MiB of positions, blocks and stacks
+    assert free["rows"] * 512 > 8 * memory
+    limited = run(tmp_path, memory, free["address space"])
+    assert limited["rows"] == free["rows"]

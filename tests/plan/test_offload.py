@@ -1,0 +1,304 @@
+"""Offload and optimizer nodes in a plan: what waits outside the device, and on whose disk."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from asked import decoder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_search import every_layout
+
+from espalier import cluster as clusters
+from espalier.cluster import Cluster
+from espalier.compose import Refusal
+from espalier.config import Pin
+from espalier.errors import UserError
+from espalier.plan import collective_time, offload, optimizer_node, search
+from espalier.plan.base import RESIDENT, Offload, Plan, Rank, dumps, loads
+from espalier.plan.decide import decide
+from espalier.plan.estimate import grid
+from espalier.plan.layouts import Layouts
+from espalier.plan.refusals import DoesNotFit
+from espalier.plan.request import Request
+from espalier.shard.luwu import cost
+from espalier.shard.offload import layout
+
+tiers = st.sampled_from(["device", "host", "disk"])
+
+
+@given(st.builds(Offload, optimizer=tiers, parameters=tiers, activations=tiers), st.integers(0, 9))
+def test_a_plan_is_read_as_it_was_written(offload: Offload, window: int) -> None:
+    node = Rank(role="optimizer", node=1, layers=(0, 4))
+    plan = Plan(ranks=(Rank(), node), offload=offload, layer_window=window)
+    assert loads(dumps(plan)) == plan
+    assert plan.trainers == (0,)
+
+
+def test_plans_from_before_offload_are_read() -> None:
+    table = json.loads(dumps(Plan()))
+    for name in ("offload", "layer_window"):
+        del table[name]
+    del table["ranks"][0]["layers"]
+    assert loads(json.dumps(table)) == Plan()
+
+
+OPTIMIZER = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\nrole = "optimizer"\n'
+TRAINER = OPTIMIZER.replace("optimizer", "trainer")
+
+
+def test_machines_of_the_role_optimizer_have_no_devices_to_train_on() -> None:
+    cluster = clusters.loads(OPTIMIZER + TRAINER + '[links]\nbetween = "1Gbit/s"')
+    assert len(cluster.devices()) == cluster.machines == len(cluster.optimizers) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [(OPTIMIZER, 'only nodes with role = "optimizer"'), (OPTIMIZER + TRAINER, "links.between is missing")],
+)
+def test_a_cluster_that_cannot_be_is_refused(text: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        clusters.loads(text)
+
+
+# --- where states wait -----------------------------------------------------------------------------------------------
+
+
+def machine(
+    device: str = "A100-40GB", devices: int = 1, memory: float = 0, disk: float = 0, count: int = 1, cores: int = 2
+) -> Cluster:
+    """Machines with so many GiB of memory, and a disk of so many GB/s; 0: nobody says."""
+    disks = f'[[nodes.disks]]\npath = "/scratch"\nwrite = {disk * 1e9}\nread = {disk * 1.5e9}\niops = 1e4\n'
+    return clusters.loads(
+        f'[[nodes]]\ndevice = "{device}"\ncount = {count}\ndevices = {devices}\ncores = {cores}\n'
+        + f'memory = "{memory}GiB"\n' * bool(memory)
+        + disks * bool(disk)
+        + '[links]\nbetween = "10Gbit/s"\n'
+    )
+
+
+def random_case(seed: int) -> tuple[Request, Cluster]:
+    """Models too large for their devices, on machines that hold more, or less, or have a disk."""
+    draw = random.Random(seed)
+    machines, devices = draw.choice([(1, 1), (1, 2), (2, 1), (1, 4)])
+    device, memory = draw.choice(["A100-40GB", "T4"]), draw.choice([0, 16, 64, 1024])
+    cluster = machine(device, devices, memory, draw.choice([0, 1, 6]), machines)
+    request = decoder(draw.choice([2048, 4096]), draw.choice([8, 16, 32]), 1024, draw.choice([1, 2, 3]))
+    pinned: Any = draw.choice([None, None, "none", "host", "disk"])
+    return replace(request, precision=draw.choice(["fp32", "fp16"]), pin=Pin(offload=pinned)), cluster
+
+
+def held_so(way: Offload, layout: Layouts) -> bool:
+    """Whether states of such a layout may wait so: ranks with a window of layers hold no shards."""
+    whole = (layout.algorithm, layout.recompute, layout.pp, layout.optimizer) == ("data", "block", 1, 1)
+    return whole or not offload.windowed(way)
+
+
+def brute_force(request: Request, cluster: Cluster) -> float:
+    """Seconds of the fastest layout that fits, tried one by one; infinite where none does."""
+    times = []
+    for part, ranks, threads in search.parts(request, cluster):
+        on = collective_time.fleet(part, ranks, threads)
+        for one in filter(partial(held_so, request.offload), every_layout(request, ranks, on.per_node)):
+            priced = grid(request, on, one)
+            if float(priced.over) <= 0:
+                times.append(float(priced.seconds))
+    return min(times, default=float("inf"))
+
+
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 9))])
+def test_the_search_with_offload_equals_brute_force(block: int) -> None:
+    away = 0
+    for seed in range(8 * block, 8 * block + 8):
+        request, cluster = random_case(seed)
+        made, found = search.anywhere(request, cluster)
+        pinned = request.pin.offload
+        resident = float("inf") if pinned in ("host", "disk") else brute_force(request, cluster)
+        ways = offload.ways(request, cluster) if resident == float("inf") and pinned != "none" else []
+        fastest = {way: brute_force(replace(request, offload=way), cluster) for way in ways}
+        best = min([resident, *fastest.values()])
+        assert bool(found.options) == (best < float("inf")), seed
+        if found.options:
+            mine = fastest.get(made.offload, resident)
+            assert found.options[0].seconds == pytest.approx(mine), seed
+            assert mine <= best * (1 + found.tie), seed
+            assert (made.offload == RESIDENT) == (resident < float("inf")), seed
+        away += made.offload != RESIDENT
+    assert away
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(4, 60), st.integers(0, 40))
+def test_more_memory_never_sends_more_away_and_never_makes_a_way_slower(least: int, more: int) -> None:
+    cluster = machine(memory=1024, disk=2)
+    asked = decoder(2048, 16, 1024, 8)
+    found = [search.anywhere(replace(asked, memory=size * 2.0**30), cluster) for size in (least, least + more)]
+    less, larger = (len(str(made.offload)) if one.options else 1000 for made, one in found)
+    assert larger <= less
+    if found[0][0].offload == found[1][0].offload and found[0][1].options:
+        assert found[1][1].options[0].seconds <= found[0][1].options[0].seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_what_waits_is_what_devices_no_longer_hold(tier: Literal["host", "disk"]) -> None:
+    request, cluster = decoder(1024, 8, 512, 8), machine(memory=256, disk=2)
+    there = decide(replace(request, pin=Pin(ranks=1)), cluster).plan
+    here = decide(replace(request, pin=Pin(ranks=1, offload=tier)), cluster).plan
+    assert here.predicted
+    assert there.predicted
+    assert str(here.offload) == f"optimizer on {tier}"
+    assert here.predicted.waiting_bytes == {"optimizer": 8.0 * request.trainable}
+    assert there.predicted.memory_bytes["optimizer"] == 8.0 * request.trainable
+    assert here.predicted.memory_bytes["optimizer"] == 0
+    assert here.predicted.memory_bytes["buffers"] == layout.BUFFERS * layout.CHUNK
+    assert here.predicted.state_bytes == there.predicted.state_bytes
+    assert any(f"optimizer states wait on {tier}" in line or tier in line for line in here.why)
+
+
+def test_memory_that_is_too_small_is_not_used() -> None:
+    request = decoder(4096, 16, 1024, 8)
+    small, large = (decide(request, machine(memory=memory, disk=4)).plan.offload for memory in (16, 256))
+    assert (small.optimizer, large.optimizer) == ("disk", "host")
+
+
+def test_a_slower_disk_makes_a_longer_step() -> None:
+    request = replace(decoder(2048, 8, 512, 8), pin=Pin(offload="disk", ranks=1, micro_batch=1))
+    taken = [decide(request, machine(disk=speed)).plan.predicted for speed in (4, 2, 1)]
+    steps = [one.step_seconds for one in taken if one]
+    assert steps == sorted(steps)
+    assert len(set(steps)) == 3
+    size = 8.0 * request.trainable
+    assert taken[2]
+    assert taken[2].terms["offload"] == pytest.approx(size / 1e9, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("pinned", "cluster", "told"),
+    [
+        ("host", machine("cpu", memory=8), "on processors that is the memory"),
+        ("disk", machine(), "names no disk"),
+        ("none", machine(disk=2), "does not fit"),
+        ("host", machine(memory=8), "does not fit"),
+    ],
+)
+def test_a_pin_is_obeyed_or_refused(pinned: Any, cluster: Cluster, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        _ = decide(replace(decoder(4096, 32, 1024, 8), pin=Pin(offload=pinned)), cluster).taken
+
+
+def test_what_cannot_run_offloaded_is_not_planned_so() -> None:
+    def refuses(plan: Plan) -> Refusal | None:
+        return None if plan.offload == RESIDENT else Refusal("states are moved whole", ("a", "b"), "leave it out")
+
+    request, cluster = replace(decoder(4096, 16, 1024, 8), refuses=refuses), machine(memory=1024, disk=2)
+    assert not decide(request, cluster).fits
+    with pytest.raises(UserError, match="states are moved whole"):
+        decide(replace(request, pin=Pin(offload="disk")), cluster)
+
+
+def test_where_nobody_says_how_much_memory_there_is_the_bytes_it_needs_are_told() -> None:
+    request = decoder(4096, 16, 1024, 8)
+    with pytest.raises(DoesNotFit) as error:
+        _ = decide(request, machine()).taken
+    told = re.search(r'plan.pin.offload="host".*: ([\d.]+) GiB a machine', error.value.do or "")
+    assert told
+    assert decide(request, machine(memory=float(told[1]) / offload.HOST_MEMORY + 0.1)).fits
+    assert not decide(request, machine(memory=float(told[1]) / offload.HOST_MEMORY - 0.1)).fits
+
+
+def test_a_processor_offers_its_disk_before_it_says_that_nothing_fits() -> None:
+    request = decoder(1024, 16, 256, 4)
+    plan = decide(request, machine("cpu", memory=3, disk=1)).taken
+    assert plan.offload.optimizer == "disk"
+    assert plan.predicted
+    assert plan.predicted.memory_bytes["peak"] <= plan.predicted.memory_limit
+    with pytest.raises(DoesNotFit):
+        _ = decide(request, machine("cpu", memory=3)).taken
+
+
+# --- optimizer nodes -------------------------------------------------------------------------------------------------
+
+
+def with_nodes(
+    workers: int = 4, nodes: int = 1, memory: float = 3, between: str = "1Gbit/s", disk: float = 1
+) -> Cluster:
+    """Processors without disks, and optimizer nodes with one each."""
+    kind = '[[nodes]]\ndevice = "cpu"\ncores = 2\n'
+    return clusters.loads(
+        f'{kind}count = {workers}\nmemory = "{memory}GiB"\n{kind}count = {nodes}\nmemory = "8GiB"\nrole = "optimizer"\n'
+        f'disks = [{{ path = "/d", write = {disk * 1e9}, read = {disk * 1e9}, iops = 1e4 }}]\n'
+        f'[links]\nbetween = "{between}"\n'
+    )
+
+
+def test_a_model_that_no_worker_holds_goes_to_the_optimizer_node() -> None:
+    request = decoder(2048, 16, 256, 8)  # 12.9 GB of states on machines of 3 GiB that would share them by four
+    plan = decide(request, with_nodes()).taken
+    assert plan.offload == offload.NODE
+    assert [rank.role for rank in plan.ranks] == ["trainer"] * len(plan.trainers) + ["optimizer"]
+    assert plan.ranks[-1].node == 4
+    assert plan.ranks[-1].layers == (0, 16)
+    assert (plan.layer_window, plan.recompute) == (3, "none")
+    assert plan.predicted
+    assert plan.predicted.sent_bytes["gradients"] == 4.0 * request.trainable
+    assert plan.predicted.memory_bytes["window"] == cost.window_bytes(optimizer_node.layers(request), 3)
+    assert any("optimizer node on machine 4" in line for line in plan.why)
+    with pytest.raises(DoesNotFit):
+        _ = decide(replace(request, pin=Pin(offload="none")), with_nodes()).taken
+
+
+def test_layers_are_divided_among_nodes_and_a_machine_may_be_both() -> None:
+    request = replace(decoder(1024, 9, 256, 8), pin=Pin(offload="node"))
+    plan = decide(request, with_nodes(2, nodes=2)).taken
+    assert [(rank.node, rank.layers) for rank in plan.ranks if rank.role == "optimizer"] == [(2, (0, 4)), (3, (4, 9))]
+    here = decide(request, machine("cpu", memory=4, disk=1)).taken
+    assert here.ranks[-1] == Rank(role="optimizer", node=0, threads=1, layers=(0, 9))
+
+
+@pytest.mark.parametrize("name", ["between", "disk"])
+def test_what_a_node_is_slow_at_makes_steps_longer(name: str) -> None:
+    request = replace(decoder(1024, 8, 16, 8), pin=Pin(offload="node"))
+    slower = {"between": ["10Gbit/s", "1Gbit/s", "100Mbit/s"], "disk": [4, 0.4, 0.04]}[name]
+    quick: dict[str, Any] = {"between": "100Gbit/s", "disk": 20} | {}
+    steps = [decide(request, with_nodes(**{**quick, name: one})).plan.predicted for one in slower]
+    taken = [one.step_seconds for one in steps if one]
+    assert taken == sorted(taken)
+    assert taken[2] > 5 * taken[1]
+
+
+def test_a_node_whose_disk_is_not_known_is_not_priced() -> None:
+    with pytest.raises(UserError, match="names no disk"):
+        decide(replace(decoder(), pin=Pin(offload="node")), machine("cpu", memory=8))
+
+
+RECIPE = """
+model = { depth = 2, width = 256, heads = 4, feed_forward = 512 }
+data.path = "corpus.txt"
+train = { steps = 2, sequence = 32, batch_tokens = 64, validate_every = 100, optimizer = { kind = "adamw" } }
+plan = { trial = false, pin = { ranks = 1, offload = "disk" } }
+"""
+
+
+@pytest.mark.slow
+def test_the_bytes_that_wait_are_those_that_a_step_moves(tmp_path: Path) -> None:
+    text = "".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n" for i in range(600))
+    (tmp_path / "corpus.txt").write_text(text)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    command = [sys.executable, "-m", "espalier", "train", "recipe.toml", "--run", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    plan = loads((tmp_path / "run" / "plan.json").read_bytes())
+    events = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+    moved = [event["offload"]["disk"] for event in events if event["event"] == "step" and "offload" in event]
+    assert plan.predicted
+    for name in ("read", "written"):
+        assert moved[-1][name] == pytest.approx(plan.predicted.waiting_bytes["optimizer"], rel=0.02)  # whole pages

@@ -1,0 +1,130 @@
+"""Optimizer nodes and workers in one process, and the plain AdamW that they must equal."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from espalier.config import Adamw
+from espalier.shard.luwu.base import Fill, Layer
+from espalier.shard.luwu.client import Client
+from espalier.shard.luwu.layout import Job
+from espalier.shard.luwu.node import OptimizerNode
+from espalier.shard.luwu.state_file import Entries, MemoryState, MemorySums, State, Sums, fill, open_state, open_sums
+from espalier.shard.luwu.wire import Address, Times
+
+TOKEN = "0123456789abcdef"
+FAST = Times(heartbeat=0.01, resend=0.1, silence=2.0, patience=10.0, answer=20.0)
+LAYERS = (
+    Layer("embedding", (("weight", (37, 20)),)),
+    Layer("block", (("norm", (20,)), ("matrix", (20, 61)), ("bias", (61,)))),
+    Layer("head", (("norm", (20,)), ("weight", (20, 53)))),
+)
+OPTIONS = Adamw(learning_rate=0.01, weight_decay=0.1)
+
+
+def job(**changes: object) -> Job:
+    return Job(**({"layers": LAYERS, "optimizer": OPTIONS, "chunk": 512} | changes))
+
+
+def first(one: Job, number: int) -> Tensor:
+    """A layer's first parameters."""
+    return torch.randn(one.layers[number].numel, generator=torch.Generator().manual_seed(number))
+
+
+def gradient(one: Job, layer: int, step: int, rank: int = 0) -> Tensor:
+    seed = layer + 100 * step + 10_000 * rank
+    values = torch.randn(one.layers[layer].numel, generator=torch.Generator().manual_seed(seed))
+    return values * 10.0 ** (rank - 1)
+
+
+def filler(one: Job) -> Fill:
+    return lambda number, out: out.copy_(first(one, number))
+
+
+def memory(one: Job) -> State:
+    made = MemoryState(Entries(one).sizes())
+    fill(made, one, filler(one))
+    return made
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        return door.getsockname()[1]
+
+
+def on_disk(one: Job, folder: Path) -> tuple[State, Sums]:
+    return open_state(folder, one, filler(one)), open_sums(folder, one)
+
+
+@contextmanager
+def node(one: Job, folder: Path | None = None, times: Times = FAST) -> Iterator[tuple[OptimizerNode, Address]]:
+    door = socket.create_server(("127.0.0.1", 0))
+    kept = (memory(one), MemorySums()) if folder is None else on_disk(one, folder)
+    made = OptimizerNode(one, kept, door, TOKEN, times).start()
+    try:
+        yield made, door.getsockname()
+    finally:
+        made.close()
+
+
+def client(address: Address, one: Job, rank: int = 0, times: Times = FAST) -> Client:
+    return Client([[address]], rank, one, TOKEN, times)
+
+
+def pulled(worker: Client, step: int) -> list[Tensor]:
+    """All parameters before `step`."""
+    outs = [torch.empty(layer.numel) for layer in worker.job.layers]
+    for handle in [worker.pull(number, step, out) for number, out in enumerate(outs)]:
+        worker.wait(handle)
+    return outs
+
+
+def push_all(worker: Client, step: int, gradients: Sequence[Tensor]) -> None:
+    order = range(len(worker.job.layers) - 1, -1, -1)
+    for handle in [worker.push(number, step, gradients[number]) for number in order]:
+        worker.wait(handle)
+
+
+class Plain:
+    """torch's own AdamW on whole tensors. Has state."""
+
+    def __init__(self, one: Job) -> None:
+        self.job = one
+        self.tensors = []
+        for number, layer in enumerate(one.layers):
+            sizes = [math.prod(shape) for _, shape in layer.tensors]
+            parts = first(one, number).split(sizes)
+            self.tensors.append(
+                [part.clone().view(shape) for part, (_, shape) in zip(parts, layer.tensors, strict=True)]
+            )
+        trained = [tensor.requires_grad_() for tensors in self.tensors for tensor in tensors]
+        groups = [
+            {"params": [tensor for tensor in trained if tensor.dim() >= 2], "weight_decay": one.optimizer.weight_decay},
+            {"params": [tensor for tensor in trained if tensor.dim() < 2], "weight_decay": 0.0},
+        ]
+        rate = one.optimizer.learning_rate
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=rate, betas=one.optimizer.betas, eps=one.optimizer.epsilon, fused=True
+        )
+
+    def step(self, gradients: Sequence[Tensor], scale: float = 1.0, rate: float = 1.0) -> None:
+        for layer, tensors, whole in zip(self.job.layers, self.tensors, gradients, strict=True):
+            for tensor, values in zip(tensors, layer.views(whole.clone()), strict=True):
+                tensor.grad = values * scale if scale != 1.0 else values
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.job.optimizer.learning_rate * rate
+        self.optimizer.step()
+
+    def parameters(self) -> list[Tensor]:
+        return [torch.cat([tensor.detach().view(-1) for tensor in tensors]) for tensors in self.tensors]
+
+
+def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return all(mine.equal(its) for mine, its in zip(one, other, strict=True))

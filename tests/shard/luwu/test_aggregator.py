@@ -1,0 +1,109 @@
+"""Aggregators change no bit of the sums, and what crosses the link to the node does not grow with the workers."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from nodes import FAST, TOKEN, client, equal, free_port, gradient, job, node, pulled, push_all
+from test_recovery import begun, train
+from torch import Tensor
+
+from espalier.shard.luwu.aggregator import Aggregator
+from espalier.shard.luwu.layout import Job
+from espalier.shard.luwu.wire import Address
+
+
+@contextmanager
+def sites(one: Job, address: Address, count: int) -> Iterator[list[Aggregator]]:
+    made = [
+        Aggregator(
+            replace(one, workers=one.workers // count),
+            ([address], TOKEN),
+            socket.create_server(("127.0.0.1", 0)),
+            site,
+            FAST,
+        ).start()
+        for site in range(count)
+    ]
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.close()
+
+
+def trained(one: Job, addresses: list[Address], steps: int = 3) -> list[Tensor]:
+    """The parameters, sums of totals and norms that all workers have got."""
+
+    def work(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        worker = client(addresses[rank], one, rank)
+        totals = []
+        for step in range(steps):
+            pulled(worker, step)
+            push_all(worker, step, [gradient(one, layer, step, rank) for layer in range(3)])
+            sums, norms = worker.totals(step, torch.tensor([0.1 * 10**rank, 1.0], dtype=torch.float64))
+            totals += [sums, norms]
+            worker.move(step, 1.0 if step else 0.5, 1.0, following=1.0)
+        found = pulled(worker, steps)
+        worker.close()
+        return found, totals
+
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        results = list(pool.map(work, range(len(addresses))))
+    assert all(equal(results[0][0], other[0]) and equal(results[0][1], other[1]) for other in results)
+    return results[0][0] + results[0][1]
+
+
+@pytest.mark.parametrize("push", ["fp32", "int16", "int8", "int8:stochastic"])
+def test_sums_by_sites_are_bitwise_those_of_all_workers_at_the_node(push: str) -> None:
+    one = job(workers=4, push=push)
+    with node(one) as (_, address):
+        direct = trained(one, [address] * 4)
+    with node(one) as (_, address), sites(one, address, 2) as made:
+        doors = [each.reduction.door.getsockname() for each in made]
+        by_sites = trained(one, [doors[0], doors[0], doors[1], doors[1]])
+    assert equal(direct, by_sites)
+
+
+def test_the_node_sends_and_receives_as_much_as_for_one_worker() -> None:
+    one = job(workers=4)
+    bytes_of_layers = 4 * sum(layer.numel for layer in one.layers)
+    with node(one) as (made, address), sites(one, address, 1) as site:
+        trained(one, [site[0].reduction.door.getsockname()] * 4)
+        session = site[0].session
+        assert session is not None
+        sent = session.links["push"].bytes_sent
+        received = session.links["control"].bytes_received
+        assert sorted(made.reduction.members) == [-1]
+    assert 3 * bytes_of_layers < sent < 3 * 1.2 * bytes_of_layers
+    assert 4 * bytes_of_layers < received < 4 * 1.2 * bytes_of_layers
+
+
+def test_workers_of_a_site_go_on_when_the_node_behind_their_aggregator_was_killed(tmp_path: Path) -> None:
+    one, port, steps = job(workers=2), free_port(), 12
+    with node(one) as (_, address), ThreadPoolExecutor(2) as pool:
+        workers = [client(address, one, rank) for rank in range(2)]
+        unbroken = next(iter(pool.map(lambda worker: train(worker, steps), workers)))
+    process = begun(one, tmp_path, port)
+    with sites(one, ("127.0.0.1", port), 1) as made, ThreadPoolExecutor(2) as pool:
+        door = made[0].reduction.door.getsockname()
+        runs = [
+            pool.submit(lambda rank: train(client(door, one, rank), steps, lambda _: time.sleep(0.02)), rank)
+            for rank in range(2)
+        ]
+        for _ in range(2):
+            time.sleep(0.35)
+            process.kill()
+            process.join(10)
+            process = begun(one, tmp_path, port)
+        assert all(equal(run.result(30), unbroken) for run in runs)
+    process.kill()
+    process.join(10)

@@ -1,0 +1,112 @@
+"""Fixed-point sums: the same bits in any order, errors within half a step, the compiled form equal to the plain one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from espalier.shard.luwu import fixed_point
+from espalier.shard.luwu.fixed_point import BLOCK, WIDTHS
+
+
+def drawn(count: int, scale: float, seed: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@given(
+    count=st.integers(1, 3 * BLOCK + 5),
+    power=st.sampled_from([-140, -30, 0, 20, 120]),
+    bits=st.sampled_from([8, 16, 32]),
+    workers=st.integers(1, 9),
+)
+def test_compiled_forms_equal_the_plain_ones(count: int, power: int, bits: int, workers: int) -> None:
+    values = drawn(count, 2.0**power, count)
+    shared = fixed_point.exponents(values)
+    assert shared.equal(fixed_point.exponents_plain(values))
+    form = (bits, fixed_point.shift(bits, workers))
+    codes = fixed_point.encode(values, shared, form)
+    assert codes.equal(fixed_point.encode_plain(values, shared, form))
+    total = torch.full((count,), 5, dtype=torch.int32)
+    fixed_point.add(total, codes)
+    assert total.equal(codes.to(torch.int32) + 5)
+    plain = fixed_point.decode_plain(total, shared, form[1], workers)
+    assert fixed_point.decode(total, shared, form[1], workers).equal(plain)
+
+
+@given(
+    bits=st.sampled_from([8, 16, 32]),
+    workers=st.integers(1, 4),
+    seed=st.integers(0, 99),
+    scales=st.lists(st.integers(-20, 20), min_size=4, max_size=4),
+)
+def test_sums_are_the_same_in_every_order_and_off_by_half_a_step_each(
+    bits: int, workers: int, seed: int, scales: list[int]
+) -> None:
+    each = [drawn(300, 2.0 ** scales[rank], seed + rank) for rank in range(workers)]
+    shared = torch.stack([fixed_point.exponents(one) for one in each]).amax(0)
+    form = (bits, fixed_point.shift(bits, workers))
+    codes = [fixed_point.encode(one, shared, form) for one in each]
+    found = []
+    for order in itertools.permutations(range(workers)):
+        total = torch.zeros(300, dtype=torch.int32)
+        for rank in order:
+            fixed_point.add(total, codes[rank])
+        found.append(fixed_point.decode(total, shared, form[1]))
+    assert all(one.equal(found[0]) for one in found)
+    step = torch.ldexp(torch.ones(300), shared.long().repeat_interleave(BLOCK)[:300] - 126 - form[1]).double()
+    error = (found[0].double() - torch.stack(each).double().sum(0)).abs()
+    largest = torch.finfo(torch.float32).eps * found[0].abs().double()  # of the last rounding, to float32
+    clamped = 1.5 if bits == 8 else 0.5  # the largest values of a block may be one step beyond the largest code
+    assert bool((error <= workers * clamped * step + largest).all())
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_partial_sums_of_all_workers_fit_into_twice_eight_bits(bits: int) -> None:
+    workers = fixed_point.MOST
+    most = 2 ** fixed_point.shift(bits, workers) - 1
+    assert workers * most <= torch.iinfo(torch.int16).max
+
+
+def test_sums_of_32_bits_fit() -> None:
+    for workers in (1, 2, 3, 4, 100):
+        assert workers * 2 ** fixed_point.shift(32, workers) < 2**31
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bits", [8, 16, 32])
+def test_a_value_that_is_not_finite_makes_its_block_nan_and_no_other(bad: float, bits: int) -> None:
+    values = drawn(2 * BLOCK, 1.0, 0)
+    values[3] = bad
+    shared = fixed_point.exponents(values)
+    form = (bits, fixed_point.shift(bits, 2))
+    found = fixed_point.decode(fixed_point.encode(values, shared, form).to(torch.int32), shared, form[1])
+    assert bool(found[:BLOCK].isnan().all())
+    assert bool(found[BLOCK:].isfinite().all())
+
+
+@given(seed=st.integers(0, 50))
+def test_what_error_feedback_keeps_is_what_was_lost(seed: int) -> None:
+    values = drawn(700, 3.0, seed)
+    shared = fixed_point.exponents(values)
+    form = (8, fixed_point.shift(8, 1))
+    residual = torch.zeros(700)
+    codes = fixed_point.encode(values, shared, form, residual)
+    sent = fixed_point.decode(codes.to(torch.int32), shared, form[1])
+    assert (sent.double() + residual.double()).float().equal(values)
+
+
+def test_stochastic_rounding_is_right_on_average_and_repeats_itself() -> None:
+    values = drawn(256, 1.0, 0)
+    shared = fixed_point.exponents(values)
+    form = (8, fixed_point.shift(8, 1))
+    each = [fixed_point.encode_stochastic(values, shared, form, key) for key in range(400)]
+    assert fixed_point.encode_stochastic(values, shared, form, 7).equal(each[7])
+    mean = torch.stack([fixed_point.decode_plain(one.int(), shared, form[1]) for one in each]).double().mean(0)
+    step = 2.0 ** (int(shared[0]) - 126 - form[1])
+    assert float((mean - values.double()).abs().max()) < 5 * step * 0.5 / math.sqrt(400)
+    assert {one.dtype for one in each} == {WIDTHS[8]}

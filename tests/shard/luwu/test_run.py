@@ -1,0 +1,102 @@
+"""Runs whose model is on an optimizer node: real processes and sockets, files on the disk, against plain runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from espalier import trainer, worker
+from espalier.config import Recipe
+from espalier.language.workload import open_language
+from espalier.launch import agent
+from espalier.launch import base as launch
+from espalier.plan import base as plans
+from espalier.rank_setup import RankSetup
+from espalier.shard.luwu.cost import Layers, pushed_bytes
+
+from .test_window import plain, plan, recipe
+
+
+class Trained(NamedTuple):
+    """What a worker showed."""
+
+    steps: list[tuple[float, float]]
+    weights: dict[str, torch.Tensor]
+    pulled: int
+    pushed: dict[str, float]
+    first: int
+
+
+def run(asked: Recipe, how: plans.Plan, folder: Path, until: int) -> list[Trained]:
+    """Of the workers: from the step of the node's files to `until`."""
+    workload = open_language(asked)
+
+    def life(place: launch.RankSpec) -> Any:
+        setting = RankSetup(asked, how, workload, place, folder=folder)
+        with worker.joined(place, 30.0) as channel:
+            if place.role == "optimizer":
+                return worker.as_optimizer(setting, channel)
+            made = trainer.Trainer(setting, channel)
+            made.step = first = made.built.resumed() or 0
+            found = []
+            for step in range(first, until):
+                agreed = made.train_step(workload.batches(step, setting.shard))
+                found.append((agreed.loss, agreed.gradient_norm))
+            made.built.sharding.detach()
+            weights = {name: one.detach().clone() for name, one in made.built.model.named_parameters()}
+            client = made.built.sharding.client
+            told = client.received, {str(kind): count for (kind, _), count in client.ledger.bytes.items()}, first
+            made.built.close()
+        return (found, weights, *told)
+
+    told = agent.run(life, launch.places(how))
+    return [Trained(*one) for one, rank in zip(told, how.ranks, strict=True) if rank.role == "trainer"]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_one_worker_and_its_nodes_train_to_the_last_bit_as_plain_adamw(tmp_path: Path, nodes: int) -> None:
+    asked = recipe(tmp_path / "data", steps=20, clip=0.5)
+    expected, parameters = plain(asked, 2, 20)
+    (found,) = run(asked, plan(4, 2, nodes=nodes), tmp_path / "run", 20)
+    assert found.steps == expected
+    for name, value in found.weights.items():
+        assert torch.equal(value, parameters[name]), name
+    assert len(list((tmp_path / "run" / "optimizer").glob("node-*/state"))) == nodes
+
+
+def test_a_run_goes_on_from_the_nodes_files_to_the_last_bit(tmp_path: Path) -> None:
+    asked = recipe(tmp_path / "data", steps=12)
+    expected, parameters = plain(asked, 2, 12)
+    (first,) = run(asked, plan(4, 2), tmp_path / "run", 5)
+    (then,) = run(asked, plan(4, 2), tmp_path / "run", 12)
+    assert (first.first, then.first) == (0, 5)
+    assert first.steps + then.steps == expected
+    assert all(torch.equal(value, parameters[name]) for name, value in then.weights.items())
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_several_workers_train_as_one_and_end_with_the_same_bits(tmp_path: Path, workers: int) -> None:
+    asked = recipe(tmp_path / "data", steps=10, optimizer={"kind": "adamw", "learning_rate": 0.002})
+    expected, parameters = plain(asked, 1, 10)
+    ranks = run(asked, plan(4, 1, workers), tmp_path / "run", 10)
+    for one in ranks:
+        assert one.steps == ranks[0].steps
+        assert all(torch.equal(value, ranks[0].weights[name]) for name, value in one.weights.items())
+    for (loss, norm), (like, like_norm) in zip(ranks[0].steps, expected, strict=True):
+        assert abs(loss - like) <= 1e-6 * abs(like)
+        assert abs(norm - like_norm) <= 1e-5 * like_norm
+    for name, value in ranks[0].weights.items():
+        assert torch.allclose(value, parameters[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize(("codec", "width"), [("exact", 4), ("int8", 1)])
+def test_the_ledger_has_the_bytes_that_the_cost_says(tmp_path: Path, codec: str, width: int) -> None:
+    asked = recipe(tmp_path / "data", steps=3)
+    how = plan(4, 1, 2, exchanges=(plans.Exchange(traffic="gradients", codec=codec),))
+    ranks = run(asked, how, tmp_path / "run", 3)
+    numel = sum(one.numel() for one in ranks[0].weights.values())
+    for one in ranks:
+        assert one.pushed["gradients"] == 3 * pushed_bytes(Layers((numel,), ((0,),)), width)

@@ -1,0 +1,239 @@
+"""A worker that holds a window of layers trains as one that holds all of the model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from espalier import mechanisms, trainer
+from espalier.config import Adamw, Recipe
+from espalier.errors import Anomaly, UserError
+from espalier.language import hf
+from espalier.language.workload import open_language
+from espalier.launch.base import RankSpec
+from espalier.mechanism import Build
+from espalier.plan import base as plans
+from espalier.rank_setup import RankSetup
+from espalier.shard.luwu import mechanism as luwu
+from espalier.shard.luwu.base import Client, Layer, filler
+from espalier.shard.luwu.cost import Layers, pulled_bytes, pushed_bytes
+from espalier.shard.luwu.window import window_size
+
+from ...stages.runs import corpus, recipe_of
+from .plain_node import PlainClient, PlainNode
+
+
+def recipe(folder: Path, **train: Any) -> Recipe:
+    folder.mkdir(exist_ok=True)
+    model = {"depth": 3, "tied": False} | train.pop("model", {})
+    rows = {"precision": "fp32", "batch_tokens": 64, "validate_every": 10**6, "validate_tokens": 160}
+    return recipe_of(corpus(folder), model, rows | train)
+
+
+def plan(samples: int, micro_batch: int, workers: int = 1, **more: Any) -> plans.Plan:
+    shares = [(samples * one // workers, samples * (one + 1) // workers) for one in range(workers)]
+    nodes = (plans.Rank(role="optimizer"),) * more.pop("nodes", 1)
+    return plans.Plan(
+        ranks=(*(plans.Rank(share=share) for share in shares), *nodes),
+        micro_batch=micro_batch,
+        precision="fp32",
+        **more,
+    )
+
+
+class Run:
+    """A trainer on one rank, its node in this process."""
+
+    def __init__(self, recipe: Recipe, how: plans.Plan, rank: int = 0, node: PlainNode | None = None) -> None:
+        self.node = node
+        workload = open_language(recipe)
+
+        def connect(context: Build, layers: Sequence[Layer]) -> Client:
+            if self.node is None:
+                value = workload.skeleton().value
+                options = recipe.train.optimizer
+                assert isinstance(options, Adamw)
+                fill = filler(layers, value)
+                self.node = PlainNode(layers, options, fill)
+            return PlainClient(self.node, rank)
+
+        def choose(recipe: Recipe, plan: plans.Plan) -> Any:
+            return luwu.ModelOnNodes(connect) if luwu.on_nodes(plan) else None
+
+        rows = tuple(choose if row is luwu.choose else row for row in mechanisms.AWAY)
+        self.setting = RankSetup(recipe, how, workload, RankSpec(rank=rank, world=1))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(mechanisms, "AWAY", rows)
+            self.trainer = trainer.Trainer(self.setting, None)
+
+    def steps(self, count: int) -> list[tuple[float, float]]:
+        found = []
+        for _ in range(count):
+            batches = self.setting.workload.batches(self.trainer.step, self.setting.shard)
+            agreed = self.trainer.train_step(batches)
+            found.append((agreed.loss, agreed.gradient_norm))
+        return found
+
+
+def plain(recipe: Recipe, micro_batch: int, count: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    samples = recipe.train.batch_tokens // recipe.train.sequence  # type: ignore[operator]
+    whole = plans.Plan(ranks=(plans.Rank(share=(0, samples)),), micro_batch=micro_batch, precision="fp32")
+    run = Run(recipe, whole)
+    return run.steps(count), dict(run.trainer.built.model.named_parameters())
+
+
+@pytest.mark.parametrize("micro_batch", [4, 1])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_fifty_steps_are_those_of_plain_adamw_to_the_last_bit(tmp_path: Path, micro_batch: int, clip: float) -> None:
+    asked = recipe(tmp_path / "data", steps=50, clip=clip)
+    expected, parameters = plain(asked, micro_batch, 50)
+    run = Run(asked, plan(4, micro_batch))
+    assert run.steps(50) == expected
+    run.trainer.built.sharding.detach()
+    for name, value in run.trainer.built.model.named_parameters():
+        assert torch.equal(value, parameters[name]), name
+
+
+def test_a_tied_table_is_a_layer_of_its_own_and_its_gradient_is_sent_once(tmp_path: Path) -> None:
+    asked = recipe(tmp_path / "data", steps=5, model={"tied": True})
+    expected, parameters = plain(asked, 4, 5)
+    run = Run(asked, plan(4, 4))
+    assert run.steps(5) == expected
+    assert run.node is not None
+    first = run.node.layers[0]
+    assert [name for name, _ in first.tensors] == ["embedding.weight"]
+    run.trainer.built.sharding.detach()
+    for name, value in run.trainer.built.model.named_parameters():
+        assert torch.equal(value, parameters[name]), name
+
+
+def test_with_a_tied_table_accumulated_steps_differ_by_rounding_only(tmp_path: Path) -> None:
+    asked = recipe(tmp_path / "data", steps=10, model={"tied": True})
+    expected, _ = plain(asked, 1, 10)
+    found = Run(asked, plan(4, 1)).steps(10)
+    for (loss, norm), (like, like_norm) in zip(found, expected, strict=True):
+        assert abs(loss - like) < 1e-5
+        assert abs(norm - like_norm) < 1e-4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("micro_batch", [4, 1])
+def test_a_step_pulls_and_pushes_what_the_cost_says_whatever_its_micro_batches(
+    tmp_path: Path, tied: bool, micro_batch: int
+) -> None:
+    asked = recipe(tmp_path / "data", steps=5, model={"tied": tied})
+    run = Run(asked, plan(4, micro_batch, layer_window=2))
+    run.steps(2)
+    assert run.node is not None
+    sharding = run.trainer.built.sharding
+    sharding.window.drop()  # what was pulled ahead of the third step
+    before = run.node.bytes.copy()
+    run.steps(1)
+    layers = Layers(tuple(one.numel for one in run.node.layers), tuple(map(tuple, sharding.window.uses)))
+    ahead = sum(4 * run.node.layers[index].numel for index in sharding.window.usual[:2])
+    assert run.node.bytes["pulled"] - before["pulled"] == pulled_bytes(layers) + ahead
+    assert run.node.bytes["pushed"] - before["pushed"] == pushed_bytes(layers)
+    assert sharding.window.peak <= sum(sorted(4 * one.numel for one in run.node.layers)[-2:])
+
+
+def test_validation_and_samples_pull_what_they_need_and_change_nothing(tmp_path: Path) -> None:
+    asked = recipe(tmp_path / "data", steps=4)
+    expected, _ = plain(asked, 2, 4)
+    run = Run(asked, plan(4, 2))
+    found = run.steps(2)
+    whole = Run(asked, plans.Plan(ranks=(plans.Rank(share=(0, 4)),), micro_batch=2, precision="fp32"))
+    whole.steps(2)
+    assert run.trainer.validate() == whole.trainer.validate()
+    assert run.trainer.sample() == whole.trainer.sample()
+    assert found + run.steps(2) == expected
+
+
+def test_no_parameter_is_here_between_steps_but_those_pulled_ahead(tmp_path: Path) -> None:
+    asked = recipe(tmp_path / "data", steps=3)
+    run = Run(asked, plan(4, 4, layer_window=1))
+    run.steps(2)
+    window = run.trainer.built.sharding.window
+    assert window.held == 4 * window.layers[0].layer.numel
+    window.drop()
+    assert window.held == 0
+
+
+def test_no_activation_outlives_its_step(tmp_path: Path) -> None:
+    def graphs() -> int:
+        gc.collect()
+        return sum(isinstance(one, torch.Tensor) and one.grad_fn is not None for one in gc.get_objects())
+
+    before = graphs()
+    run = Run(recipe(tmp_path, steps=3), plan(4, 2))
+    run.steps(2)
+    assert graphs() == before
+
+
+def test_a_gradient_that_is_not_finite_names_the_rank_and_moves_nothing(tmp_path: Path) -> None:
+    asked = recipe(tmp_path / "data", steps=3)
+    run = Run(asked, plan(4, 4))
+    run.steps(1)
+    assert run.node is not None
+    before = [flat.clone() for flat in run.node.flats]
+    run.node.flats[-1][0] = float("inf")
+    with pytest.raises(Anomaly, match="not finite in step 2 on rank 0"):
+        run.steps(1)
+    assert run.node.step == 1
+    assert all(torch.equal(*pair) for pair in zip(before[:-1], run.node.flats[:-1], strict=True))
+
+
+def test_a_layer_that_a_worker_cannot_hold_is_refused_with_the_least_memory() -> None:
+    layers = [Layer("table", (("table", (1024, 256)),)), Layer("head", (("head", (64, 256)),))]
+    with pytest.raises(UserError, match=r"A worker has 1 MiB, and layer 'table' has 1 MiB .*\n.*at least: 2 MiB"):
+        window_size(layers, [[0], [1]], 0, 2**20)
+    assert window_size(layers, [[0], [1]], 0, 2**23) == 3
+    assert window_size(layers, [[0], [1], [0, 1]], 1, 2**23) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"recompute": "block"}, "luwu and recompute_block cannot run together"),
+        ({"compile": True}, "compile and luwu|luwu and compile"),
+        ({"stages": (plans.Stage(ranks=(0,), tensor=2),)}, "cannot run"),
+        ({"outer": plans.Outer(replicas=((0,), (1,)), steps=4)}, "luwu and outer_rounds cannot run together"),
+    ],
+)
+def test_what_cannot_run_with_it_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    asked = recipe(tmp_path / "data", steps=3)
+    with pytest.raises(UserError, match=told):
+        Run(asked, plan(4, 4, **changes))
+
+
+def test_muon_is_refused_and_the_nodes_adamw_named(tmp_path: Path) -> None:
+    asked = recipe(tmp_path / "data", steps=3, optimizer={"kind": "muon"})
+    with pytest.raises(UserError, match="muon needs whole matrices"):
+        Run(asked, plan(4, 4))
+
+
+@pytest.mark.parametrize("kind", ["gpt", "moe"])
+def test_a_skeletons_values_are_those_of_the_whole_model(tmp_path: Path, kind: str) -> None:
+    workload = open_language(recipe(tmp_path / "data", steps=3, model={"kind": kind}))
+    whole, skeleton = workload.build(torch.device("cpu"), torch.float32), workload.skeleton()
+    assert all(one.is_meta for one in skeleton.model.parameters())
+    for name, value in whole.named_parameters():
+        assert torch.equal(skeleton.value(name), value), name
+    for name, value in whole.named_buffers():
+        assert torch.equal(skeleton.model.get_buffer(name), value), name
+
+
+def test_a_skeleton_of_exported_weights_reads_them_one_by_one(tmp_path: Path) -> None:
+    asked = recipe(tmp_path / "data", steps=3)
+    first = open_language(asked)
+    hf.export(first.build(torch.device("cpu"), torch.float32), first.tokenizer, tmp_path / "export")
+    model = msgspec.structs.replace(asked.model, initial=str(tmp_path / "export"))
+    workload = open_language(msgspec.structs.replace(asked, model=model))
+    skeleton = workload.skeleton()
+    for name, value in workload.build(torch.device("cpu"), torch.float32).named_parameters():
+        assert torch.equal(skeleton.value(name), value), name

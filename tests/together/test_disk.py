@@ -1,0 +1,184 @@
+"""Features on disk beside data parallelism, checkpoints, kills and memory limits: no bit of training changes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from espalier import trainer, worker
+from espalier.checkpoint.save_and_restore import Checkpoints
+from espalier.config import defaults, recipe_file
+from espalier.errors import Interrupted
+from espalier.graph import synthetic
+from espalier.graph.data import divided
+from espalier.graph.workload import GraphWorkload
+from espalier.launch import agent
+from espalier.launch import base as launch
+from espalier.plan import base as plans
+from espalier.rank_setup import RankSetup
+
+STEPS = 9
+SHARES = (0.6, 0.2, 0.2)
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("graph") / "planted"
+    synthetic.write(synthetic.parse("planted:nodes=400,degree=8,features=24,seed=3"), folder)
+    return divided(synthetic.opened(folder), SHARES, 1)
+
+
+def recipe_of(store=None, **train):
+    table = {
+        "model": {"kind": "sage", "width": 8, "dropout": 0.0},
+        "data": {"path": "made"},
+        "graph": {"fanout": [4, 3]},
+        "train": {"steps": STEPS, "precision": "fp32", "batch_tokens": 64, **train},
+        **({} if store is None else {"store": store}),
+    }
+    return defaults.resolve(recipe_file.from_table(table))[0]
+
+
+def train(recipe, graph, ranks=1, pack=True, folder=None, stop_after=None):
+    """Of rank 0: losses by step, parameters at the end, bytes that each rank read."""
+    workload = GraphWorkload(recipe, graph)
+    cuts = [workload.global_batch * one // ranks for one in range(ranks + 1)]
+    shares = tuple(plans.Rank(share=share) for share in itertools.pairwise(cuts))
+    plan = plans.Plan(ranks=shares, micro_batch=20, precision="fp32")
+    places = launch.places(plan)
+    if recipe.store is not None and pack:
+        workload.pack([RankSetup(recipe, plan, workload, place).shard for place in places])
+
+    def life(place):
+        losses, saved = [], None
+
+        def emit(event, **fields):
+            if event == "step":
+                losses.append(fields["loss"])
+
+        with worker.joined(place, 20.0) as channel:
+            setting = RankSetup(recipe, plan, workload, place, folder, emit, stop_after=stop_after)
+            one = trainer.Trainer(setting, channel)
+            if folder is not None:
+                saved = Checkpoints(folder / "checkpoints", keep=2, group=worker.saving_group(channel))
+                one.restore(saved)
+            try:
+                one.run(saved)
+            except Interrupted:
+                assert stop_after is not None
+            if saved is not None:
+                saved.wait()
+            kept = {name: value.clone() for name, value in one.built.model.state_dict().items()}
+        features = workload.stored.features if workload.stored is not None else None
+        return losses, kept, features and (features.stats.packed, features.stats.batches)
+
+    return agent.run(life, places)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("disk", [None, "40KiB"])
+def test_ranks_share_one_packed_set_and_change_no_bit(graph, tmp_path, ranks, disk):
+    recipe = recipe_of({"path": str(tmp_path), "memory": "1MiB", **({"disk": disk} if disk else {})})
+    packed, plain = train(recipe, graph, ranks), train(recipe, graph, ranks, pack=False)
+    assert packed[0][0] == plain[0][0]
+    assert all(torch.equal(value, plain[0][1][name]) for name, value in packed[0][1].items())
+    alone = train(recipe, graph, pack=False)
+    assert packed[0][0] == pytest.approx(alone[0][0], rel=1e-5)
+    (folder,) = tmp_path.iterdir()
+    assert (folder / "rows.extents").stat().st_size > 0
+    assert all(read[2][1] >= STEPS for read in packed)
+
+
+def test_stopped_and_resumed_on_another_budget_is_unbroken(graph, tmp_path):
+    def recipe(memory):
+        return recipe_of({"path": str(tmp_path / "packed"), "memory": memory})
+
+    whole = train(recipe("1GiB"), graph, 2)
+    run = tmp_path / "run"
+    run.mkdir()
+    before = train(recipe("600KiB"), graph, 2, folder=run, stop_after=5)
+    after = train(recipe("1MiB"), graph, 2, folder=run)
+    assert [*before[0][0], *after[0][0]] == whole[0][0]
+    assert all(torch.equal(value, after[0][1][name]) for name, value in whole[0][1].items())
+
+
+# --- programs --------------------------------------------------------------------------------------------------------
+
+RECIPE = """
+[model]
+kind = "sage"
+width = 16
+[data]
+path = "planted:nodes=30000,degree=8,features=64,train=0.1"
+[graph]
+fanout = [5, 5]
+[store]
+memory = "{memory}"
+path = "packed"
+[train]
+steps = 24
+batch_tokens = 256
+[plan]
+cluster = "machine.toml"
+trial = false
+[plan.pin]
+ranks = 1
+[checkpoint]
+every = 6
+keep_best = false
+"""
+MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
+
+
+def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "machine.toml").write_text(MACHINE)
+    if not (folder / "disk.toml").exists():
+        (folder / "disk.toml").write_text(RECIPE.format(memory="8MiB"))
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder.parent / "cache"), "COLUMNS": "100"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "espalier", "train", "disk.toml", *arguments],
+        cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def losses(run: Path) -> list[float]:
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    found = {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+    return [found[step] for step in sorted(found)]
+
+
+def containers(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "packed").rglob("*.extents"))}
+
+
+@pytest.mark.slow
+def test_killed_while_packing_and_while_training_the_run_ends_as_unbroken(tmp_path):
+    whole = started(tmp_path / "whole")
+    assert whole.communicate(timeout=150)[1] is None
+    assert whole.returncode == 0
+    marks = iter(["pool.extents.index", "rows.extents", "manifest.json", "checkpoints/*", "checkpoints/*"])
+    random, folder = np.random.default_rng(0), tmp_path / "killed"
+    for mark in marks:
+        run = started(folder)
+        pattern, deadline = f"**/{mark}", time.monotonic() + 60
+        while run.poll() is None and time.monotonic() < deadline and not list(folder.glob(pattern)):
+            time.sleep(0.01)
+        time.sleep(float(random.random()) * 0.5)
+        os.kill(run.pid, signal.SIGKILL)
+        run.communicate(timeout=60)
+    last = started(folder)
+    text = last.communicate(timeout=150)[0]
+    assert last.returncode == 0, text
+    assert losses(folder / "runs" / "disk") == losses(tmp_path / "whole" / "runs" / "disk")
+    assert containers(folder) == containers(tmp_path / "whole")

@@ -1,0 +1,200 @@
+"""Offload beside the mechanisms that own, cut, save and compute again what waits elsewhere: no bit changes."""
+
+import itertools
+
+import pytest
+import torch
+
+from espalier import mechanisms, trainer, worker
+from espalier.checkpoint.save_and_restore import Checkpoints
+from espalier.config import defaults, recipe_file
+from espalier.errors import Interrupted, UserError
+from espalier.language.workload import open_language
+from espalier.launch import agent
+from espalier.launch import base as launch
+from espalier.plan import base as plans
+from espalier.rank_setup import RankSetup
+
+STEPS = 5
+DISK = plans.Offload(optimizer="disk")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(9):
+        (folder / f"{number}.txt").write_text("".join(f"{number} plus {i} is {number + i}\n" for i in range(80)))
+    return folder
+
+
+def recipe_of(corpus, **train):
+    table = {
+        "model": train.pop("model", {"depth": 2, "width": 32, "heads": 4, "feed_forward": 64}),
+        "plan": train.pop("plan", {}),
+        "data": {"path": str(corpus), "cache": str(corpus.parent / "cache"), "validation": 0.2},
+        "train": {"steps": STEPS, "sequence": 32, "batch_tokens": 256, "validate_tokens": 256, "clip": 0.5}
+        | {"optimizer": {"kind": "adamw"}}
+        | train,
+    }
+    return defaults.resolve(recipe_file.from_table(table))[0]
+
+
+def plan_of(offload=DISK, ranks=1, shard=(), **changes):
+    cuts = [8 * rank // ranks for rank in range(ranks + 1)]
+    groups = [tuple(range(size)) if size > 1 else () for size in shard]
+    unit = plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups, strict=False)), whole=True)
+    shares = tuple(plans.Rank(share=share) for share in itertools.pairwise(cuts))
+    return plans.Plan(ranks=shares, units=(unit,), offload=offload, **{"micro_batch": 4} | changes)
+
+
+def train(recipe, plan, folder=None, stop_after=None):
+    """Of rank 0: (losses, parameters and optimizer states by name at the end, step events)."""
+    workload = open_language(recipe)
+
+    def life(place):
+        events, saved = [], None
+
+        def emit(event, **fields):
+            if event == "step":
+                events.append(fields)
+
+        with worker.joined(place, 20.0) as channel:
+            one = trainer.Trainer(
+                RankSetup(recipe, plan, workload, place, folder, emit, stop_after=stop_after), channel
+            )
+            if folder is not None:
+                saved = Checkpoints(folder / "checkpoints", keep=2, group=worker.saving_group(channel))
+                one.restore(saved)
+            try:
+                one.run(saved)
+            except Interrupted:
+                assert stop_after is not None
+            if saved is not None:
+                saved.wait()
+            one.built.sharding.detach()  # all parameters are here
+            kept = {name: value.clone() for name, value in one.built.model.state_dict().items()}
+            return [fields["loss"] for fields in events], kept, events
+
+    return agent.run(life, launch.places(plan))[0]
+
+
+def same(one, other):
+    assert one[0] == other[0]
+    assert all(torch.equal(value, other[1][name]) for name, value in one[1].items())
+
+
+OPTIMIZERS = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize(
+    ("ranks", "shard"), [(1, ()), (2, ()), (2, (1, 1, 2)), (2, (2, 2, 2))], ids=["1", "2", "zero 1", "zero 3"]
+)
+def test_states_on_disk_change_no_bit(corpus, optimizer, ranks, shard):
+    recipe = recipe_of(corpus, optimizer={"kind": optimizer})
+    resident = train(recipe, plan_of(plans.Offload(), ranks, shard))
+    away = train(recipe, plan_of(DISK, ranks, shard))
+    same(away, resident)
+    assert all(fields["offload"]["disk"]["read"] > 0 for fields in away[2])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_stopped_on_disk_and_resumed_in_memory_and_the_other_way_is_unbroken(corpus, tmp_path, optimizer):
+    recipe = recipe_of(corpus, optimizer={"kind": optimizer})
+    whole = train(recipe, plan_of(plans.Offload()))
+    for first, second in itertools.product((DISK, plans.Offload()), repeat=2):
+        folder = tmp_path / f"{first} then {second}".replace(" ", "-")
+        folder.mkdir()
+        before = train(recipe, plan_of(first), folder, stop_after=3)
+        after = train(recipe, plan_of(second), folder)
+        assert [*before[0], *after[0]] == whole[0]
+        assert all(torch.equal(value, after[1][name]) for name, value in whole[1].items())
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, (1, 1, 2)), (1, ())), ((1, ()), (2, (2, 2, 2)))])
+def test_resharded_on_disk_follows_the_curve_of_the_same_change_in_memory(corpus, tmp_path, before, after):
+    recipe = recipe_of(corpus)
+    found = []
+    for offload in (DISK, plans.Offload()):
+        folder = tmp_path / f"{offload.optimizer}"
+        folder.mkdir()
+        train(recipe, plan_of(offload, *before), folder, stop_after=3)
+        found.append(train(recipe, plan_of(offload, *after), folder))
+    same(*found)
+
+
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+def test_beside_recomputation(corpus, recompute):
+    recipe = recipe_of(corpus)
+    same(train(recipe, plan_of(DISK, recompute=recompute)), train(recipe, plan_of(plans.Offload())))
+
+
+ACTIVATIONS = plans.Offload(optimizer="disk", activations="disk")
+
+
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+@pytest.mark.parametrize(("ranks", "shard"), [(1, ()), (2, (2, 2, 2))], ids=["1", "zero 3"])
+def test_activations_on_disk_change_no_bit_and_are_read_once(corpus, recompute, ranks, shard):
+    recipe = recipe_of(corpus, model=UNTIED)
+    resident = train(recipe, plan_of(plans.Offload(), ranks, shard, recompute=recompute))
+    away = train(recipe, plan_of(ACTIVATIONS, ranks, shard, recompute=recompute))
+    same(away, resident)
+    rows = 2 * 8 // 2 // ranks  # samples of 32 tokens and 32 numbers, from two of three blocks
+    for fields in away[2]:
+        assert fields["activations"]["disk"]["read"] == fields["activations"]["disk"]["written"]
+        assert fields["activations"]["disk"]["written"] == 2 * rows * 32 * 32 * 4
+
+
+def test_activations_wait_only_where_they_are_computed_again(corpus):
+    with pytest.raises(UserError, match="recomputes activations"):
+        mechanisms.ordered(recipe_of(corpus), plan_of(ACTIVATIONS))
+
+
+PARAMETERS = plans.Offload(optimizer="disk", parameters="disk")
+UNTIED = {"depth": 3, "width": 32, "heads": 4, "feed_forward": 64, "tied": False}
+
+
+@pytest.mark.parametrize("micro_batch", [8, 2])
+def test_parameters_on_disk_change_no_bit(corpus, micro_batch):
+    recipe = recipe_of(corpus, model=UNTIED)
+    resident = train(recipe, plan_of(plans.Offload(), micro_batch=micro_batch))
+    same(train(recipe, plan_of(PARAMETERS, micro_batch=micro_batch)), resident)
+
+
+def test_parameters_on_disk_are_saved_and_restored_like_those_in_memory(corpus, tmp_path):
+    recipe = recipe_of(corpus, model=UNTIED)
+    whole = train(recipe, plan_of(plans.Offload()))
+    for first, second in ((PARAMETERS, plans.Offload()), (plans.Offload(), PARAMETERS), (DISK, PARAMETERS)):
+        folder = tmp_path / f"{first} then {second}".replace(" ", "-")
+        folder.mkdir()
+        before = train(recipe, plan_of(first), folder, stop_after=3)
+        after = train(recipe, plan_of(second), folder)
+        assert [*before[0], *after[0]] == whole[0]
+        assert all(torch.equal(value, after[1][name]) for name, value in whole[1].items())
+
+
+def test_parameters_on_disk_need_a_rank_alone_and_adamw(corpus):
+    with pytest.raises(UserError, match="several ranks"):
+        mechanisms.ordered(recipe_of(corpus), plan_of(PARAMETERS, ranks=2))
+    with pytest.raises(UserError, match="muon"):
+        mechanisms.ordered(recipe_of(corpus, optimizer={"kind": "muon"}), plan_of(PARAMETERS))
+
+
+def test_a_memory_that_holds_no_layer_is_refused_with_the_least(corpus):
+    recipe = recipe_of(corpus, model=UNTIED, plan={"memory": "16KiB"})
+    with pytest.raises(UserError, match="MiB") as caught:
+        train(recipe, plan_of(PARAMETERS))
+    assert "at least" in str(caught.value.why)
+
+
+def test_copies_in_memory_are_refused_where_the_recipe_asks_for_them(corpus):
+    asked = defaults.resolve(recipe_file.from_table({"data": {"path": str(corpus)}, "faults": {"memory": "1GiB"}}))[0]
+    with pytest.raises(UserError, match=r"faults\.memory and offload_optimizer|offload_optimizer and faults\.memory"):
+        mechanisms.ordered(asked, plan_of())
+
+    def brought(plan):
+        return {one for made in mechanisms.chosen(recipe_of(corpus), plan) for one in made.claim.changes}
+
+    assert "states are copied" not in brought(plan_of())
+    assert "states are copied" in brought(plan_of(plans.Offload()))
+    assert mechanisms.recovery(recipe_of(corpus), plan_of(ranks=2)) == ""
