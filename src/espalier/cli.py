@@ -69,7 +69,7 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     plan.add_argument("--cluster", help="a cluster file instead of this machine")
     plan.add_argument(
         "--what-if", action="append", default=[], metavar="KEY=VALUE",
-        help="also plan for a changed cluster, such as links.between=25Gbit/s or nodes.count=4",
+        help="also plan for a changed cluster (links.between=25Gbit/s, nodes.count=4) or option (model.depth=12)",
     )  # fmt: skip
     plan.add_argument("--html", metavar="FILE", help="write a page with the trade-off of time against memory")
     plan.add_argument("--calibrate-on", metavar="FILE", help="measured steps, or a run folder, to learn from")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,52 @@ def test_a_plan_imports_neither_dtensor_nor_checkpoints() -> None:
     script += "assert not slow, slow\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=False)
     assert not done.returncode, done.stderr
+
+
+NODES = '[[nodes]]\ncount = 2\ndevice = "A100-80GB"\ndevices = 8\n{}\n[links]\nbetween = "400Gbit/s"\n'
+LLAMA = str(Path(__file__).parents[2] / "examples" / "llama-7b.toml")
+
+
+def planned(folder: Path, more: str, *words: str) -> list[str]:
+    (folder / "cluster.toml").write_text(NODES.format(more))
+    return ["plan", LLAMA, "--cluster", str(folder / "cluster.toml"), "train.steps=1000", *words]
+
+
+def test_what_if_an_option_were_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other plan is that of the changed recipe and cluster together."""
+    assert cli.main(planned(tmp_path, "", "--json", "--what-if", "model.depth=16", "--what-if", "nodes.count=4")) == 0
+    both = json.loads(capsys.readouterr().out)
+    (tmp_path / "c.toml").write_text(NODES.format("").replace("count = 2", "count = 4"))
+    other = ["plan", LLAMA, "--cluster", str(tmp_path / "c.toml"), "train.steps=1000", "model.depth=16", "--json"]
+    assert cli.main(other) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert both["what_if"]["predicted"]["step_seconds"] == alone["predicted"]["step_seconds"]
+    assert both["predicted"]["step_seconds"] != alone["predicted"]["step_seconds"]
+
+
+def test_what_if_of_an_unknown_option_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(planned(tmp_path, "", "--what-if", "model.dpth=16")) == 2
+    assert "did you mean model.depth" in capsys.readouterr().err
+
+
+def test_energy_and_price_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """400 W for each device that is used; each machine at its price."""
+    page = tmp_path / "plan.html"
+    assert cli.main(planned(tmp_path, "price = 20.0", "--json", "--html", str(page))) == 0
+    plan = json.loads(capsys.readouterr().out)
+    used = {(rank["node"], rank["device"]) for rank in plan["ranks"]}
+    assert plan["predicted"]["watts"] == 400 * len(used)
+    assert plan["predicted"]["price_per_hour"] == 20 * len({node for node, _ in used})
+    hours = 1000 * plan["predicted"]["step_seconds"] / 3600
+    assert cli.main(planned(tmp_path, "price = 20.0")) == 0
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if "predicted run" in one]
+    assert f"{float(plan['predicted']['price_per_hour'] * hours):,.0f}" in line.rpartition("price ")[2]
+    assert "kWh" in line
+    assert "kWh" in page.read_text()
+
+
+def test_without_a_price_none_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(planned(tmp_path, "")) == 0
+    assert ", price " not in capsys.readouterr().out
+    assert cli.main(planned(tmp_path, "price = -1.0")) == 2
+    assert "price = 2.5" in capsys.readouterr().err

@@ -69,6 +69,7 @@ class _Card(Struct, forbid_unknown_fields=True):
     inside: str = ""
     sustained: dict[str, float] = {}
     basis: str = ""
+    watts: float = 0.0
 
 
 class _Family(Struct, forbid_unknown_fields=True):
@@ -158,6 +159,7 @@ def device(name: str, cores: int = 1, memory: int = 0, where: str = "device") ->
         memory_bandwidth=units.rate(card.bandwidth) * scale,
         flops={precision: rate * scale for precision, rate in flops.items()},
         sustained=card.sustained or family.sustained,
+        watts=card.watts,
         spread=_catalogue().spread[basis] if family.kind == "cuda" else 0.0,
         source=f"{family.source}; {shares}" if family.kind == "cuda" else family.source,
     )

@@ -62,6 +62,7 @@ class _Table(Struct, forbid_unknown_fields=True):
     name: str = ""
     between: str | int | float | _Network | None = None
     role: Literal["trainer", "optimizer"] = "trainer"
+    price: float = 0.0
 
 
 class _File(Struct, forbid_unknown_fields=True):
@@ -156,6 +157,7 @@ def _dump_node(node: Node) -> dict[str, Any]:
         "disks": msgspec.to_builtins(node.disks),
         "name": node.name,
         "between": msgspec.to_builtins(node.between) if node.between else "",
+        "price": node.price,
     }
     return {key: value for key, value in table.items() if value not in ("", 0, [], ())}
 
@@ -164,6 +166,8 @@ def _node(table: _Table, links: _Links, where: str) -> Node:
     for key in ("count", "devices"):
         if getattr(table, key) < 1:
             raise UserError(f"{where}.{key} is {getattr(table, key)}.", do=f"{key} = 1 or more")
+    if not (table.price >= 0 and math.isfinite(table.price)):
+        raise UserError(f"{where}.price is {table.price}.", do="price = 2.5, of one machine for an hour")
     if table.cores < 0:
         raise UserError(f"{where}.cores is {table.cores}.", do="leave it out when unknown")
     if table.name and table.count > 1:
@@ -188,6 +192,7 @@ def _node(table: _Table, links: _Links, where: str) -> Node:
     return Node(
         device=it, inside=inside, count=table.count, devices=table.devices, cores=table.cores, memory=memory,
         disks=table.disks, name=table.name, between=_network(table.between, it, f"{where}.between"),
+        price=table.price,
     )  # fmt: skip
 
 

@@ -62,6 +62,8 @@ class Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     it is another; what is not said is assumed."""
     spread: float = 0.0
     """Relative error to expect of a step's seconds where nothing is calibrated; 0 when not known."""
+    watts: float = 0.0
+    """Power of the device at its limit; 0 when not known."""
     dispatch: float = 0.0
     """Seconds the host needs to issue one operation; 0 when not measured."""
     runtime: int = 0
@@ -114,6 +116,8 @@ class Node(Struct, frozen=True, kw_only=True):
     name: str = ""
     between: Link | None = None
     """To other machines, where it is slower than the cluster's."""
+    price: float = 0.0
+    """Of one machine for an hour, in any currency; 0 when not said."""
 
 
 class Pair(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

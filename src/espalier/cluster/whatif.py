@@ -50,7 +50,10 @@ def _set(table: dict[str, Any], key: str, value: Any) -> None:
     plain = ".".join(part for part in parts if not part.isdigit())
     if plain not in KEYS:
         near = nearest(plain, KEYS)
-        raise UserError(f"--what-if does not know {key!r}.", do=f"{near}=…" if near else ", ".join(KEYS))
+        raise UserError(
+            f"--what-if does not know {key!r}.",
+            do=f"{near}=…" if near else f"{', '.join(KEYS)}, or an option of the recipe",
+        )
     if parts[0] == "links":
         _set_link(table, parts[1], value)
         return

@@ -203,6 +203,10 @@ class Predicted(PlanStruct, frozen=True):
     """By kind, outside the device: see `Plan.offload`."""
     spread: float = 0.0
     """Relative error to expect of `step_seconds`: four of five measurements should lie within; 0: not known."""
+    watts: float = 0.0
+    """Of all devices at their limit of power; 0 where one is not known."""
+    price_per_hour: float = 0.0
+    """Of all machines, in the currency of the cluster file; 0 where one has none."""
     sources: dict[str, str] = {}
     """Term or coefficient -> formula or where the number comes from."""
 

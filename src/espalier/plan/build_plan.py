@@ -62,8 +62,13 @@ def predict(request: Request, option: Option, calibration: Calibration) -> Predi
     predicted = estimate(request, option.cluster, option.layout, calibration.factors, shares)
     ranks = int(option.layout.world)
     known = calibration.on(option.cluster, ranks, own_stack(option.cluster))
+    watts, price = collective_time.power_and_price(option.cluster, ranks, request.offload == NODE)
     return msgspec.structs.replace(
-        predicted, spread=known.spread, sources={**predicted.sources, "coefficients": calibration.source}
+        predicted,
+        spread=known.spread,
+        watts=watts,
+        price_per_hour=price,
+        sources={**predicted.sources, "coefficients": calibration.source},
     )
 
 

@@ -299,6 +299,8 @@ def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: Outer) ->
     again = {"control": steering, "parameters": times * float(refreshed(step.states, step.division))}
     sent |= {name: sent.get(name, 0.0) + size / chosen.steps for name, size in again.items() if size}
     seconds = inside.step_seconds + exposed
+    bills = [collective_time.power_and_price(cluster, shards) for cluster in made.clusters]
+    watts, prices = ([bill[index] for bill in bills] for index in (0, 1))
     speed = made.count * inside.step_seconds / seconds
     return msgspec.structs.replace(
         inside,
@@ -308,6 +310,8 @@ def _predicted(part: Plan, made: Replicas, chosen: RoundChoice, outer: Outer) ->
         mfu=inside.mfu * speed / made.count,
         terms={**inside.terms, "outer": exposed},
         sent_bytes=sent,
+        watts=sum(watts) if all(watts) else 0.0,
+        price_per_hour=sum(prices) if all(prices) else 0.0,
         sources={**inside.sources, **added.sources},
     )
 

@@ -100,6 +100,17 @@ def seats(cluster: Cluster, ranks: int) -> list[Place]:
     return sorted(taken, key=lambda place: turn[place.node])
 
 
+def power_and_price(cluster: Cluster, ranks: int, optimizers: bool = False) -> tuple[float, float]:
+    """Watts of the devices of `ranks`, and the price for an hour of their machines, with `optimizers` also of the
+    optimizer nodes. Each is 0 where one is not known."""
+    places = {place.rank: place for place in seats(cluster, ranks)}.values()
+    watts = [place.table.device.watts for place in places]
+    prices = list({place.node: place.table.price for place in places}.values())
+    if optimizers:
+        prices += [node.price for node in cluster.optimizers for _ in range(node.count)]
+    return sum(watts) if all(watts) else 0.0, sum(prices) if all(prices) else 0.0
+
+
 def devices(cluster: Cluster, ranks: int) -> dict[int, Device]:
     """The devices that `ranks` ranks use, by their number in the cluster."""
     return {place.rank: place.table.device for place in seats(cluster, ranks)}

@@ -9,7 +9,7 @@ import torch
 
 from espalier import cluster as clusters
 from espalier.cluster import whatif
-from espalier.config import model_kinds
+from espalier.config import Recipe, model_kinds, recipe_errors
 from espalier.config.base import Derivation
 from espalier.errors import UserError
 from espalier.plan import base as plans
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     decision = _decide(resolved, cluster, arguments.calibrate_on)
     changed = _what_if(arguments, resolved, cluster)
     if arguments.html is not None:
-        _page(arguments.html, decision, resolved.recipe.name or "plan")
+        _page(arguments.html, decision, resolved.recipe)
     return _tell(arguments.json, resolved, decision, changed)
 
 
@@ -55,13 +55,14 @@ def _decide(resolved: prepare.Resolved, cluster: clusters.Cluster, calibrate_on:
 def _what_if(
     arguments: argparse.Namespace, resolved: prepare.Resolved, cluster: clusters.Cluster
 ) -> PlanDecision | None:
-    """With `--what-if`: changes of [store] are the recipe's, the others the cluster's."""
+    """With `--what-if`: changes of the cluster, and of the recipe's options."""
     if not arguments.what_if:
         return None
-    stored = [change for change in arguments.what_if if change.startswith("store.")]
-    if stored:
-        resolved = prepare.resolve(arguments.recipe, [*arguments.overrides, *stored])
-    others = [change for change in arguments.what_if if change not in stored]
+    sections = {key.partition(".")[0] for key in recipe_errors.known_keys()}
+    options = [change for change in arguments.what_if if change.partition("=")[0].partition(".")[0] in sections]
+    if options:
+        resolved = prepare.resolve(arguments.recipe, [*arguments.overrides, *options])
+    others = [change for change in arguments.what_if if change not in options]
     changed = whatif.changed(cluster, others) if others else cluster
     return _decide(resolved, changed, arguments.calibrate_on)
 
@@ -87,7 +88,7 @@ def _tell(as_json: bool, resolved: prepare.Resolved, decision: PlanDecision, cha
     return 0 if refusal is None else refusal.exit_code
 
 
-def _page(path: str, decision: PlanDecision, title: str) -> None:
+def _page(path: str, decision: PlanDecision, recipe: Recipe) -> None:
     from espalier.verbs import plan_page
 
     layout = decision.plan.layout
@@ -99,6 +100,6 @@ def _page(path: str, decision: PlanDecision, title: str) -> None:
 
     best = next((option for option in decision.found.options if is_best(option)), None)
     points = search.points(decision.found, best, explain.label)
-    plan_page.write(path, decision.plan, points, title)
+    plan_page.write(path, decision.plan, points, recipe.name or "plan", recipe.train.steps)
     where = "" if gpus(decision.cluster) else " (processors)"
     say(f"Picture{where}: {path}", file=sys.stderr)

@@ -17,6 +17,7 @@ from espalier.track import charts, page
 from espalier.track.charts import Point, Span
 from espalier.track.page import Figure
 from espalier.units import plural, show_count, show_seconds, show_size
+from espalier.verbs import printing
 
 NAMES = {"data": "data parallel", "megatron": "Megatron", "fsp": "FSP", "isp": "ISP"}
 """Algorithms as people call them."""
@@ -32,18 +33,21 @@ class Rung(NamedTuple):
     source: str
 
 
-def write(path: str | Path, plan: Plan, points: Sequence[Point], title: str) -> None:
-    """Writes the page of `plan` among the `points` that were priced; `title` says whose plan it is.
+def write(path: str | Path, plan: Plan, points: Sequence[Point], title: str, steps: int | None = None) -> None:
+    """Writes the page of `plan` among the `points` that were priced; `title` says whose plan it is. With `steps`, also
+    what the whole run takes.
 
     Raises:
         UserError: the file cannot be written.
     """
     cache_dir.replace(
-        Path(path), render(plan, points, title), "--html with a file in a folder that exists and may be written to"
+        Path(path),
+        render(plan, points, title, steps),
+        "--html with a file in a folder that exists and may be written to",
     )
 
 
-def render(plan: Plan, points: Sequence[Point], title: str) -> str:
+def render(plan: Plan, points: Sequence[Point], title: str, steps: int | None = None) -> str:
     """The page as text."""
     predicted = plan.predicted
     assert predicted is not None, "planners price what they plan"
@@ -56,7 +60,7 @@ def render(plan: Plan, points: Sequence[Point], title: str) -> str:
         mood="good" if plan.executable else "not",
         subtitle=[where(plan), *words(plan.layout)],
         plan=plan,
-        figures=_figures(predicted),
+        figures=[*_figures(predicted), *_run_figure(predicted, steps)],
         chart=charts.scatter(points, predicted.memory_limit, _limit_of(predicted), NAMES),
         keys=[(charts.shape(name), NAMES.get(name, name), counts[name]) for name in _order(counts)],
         timetable=charts.timetable(_spans(plan, predicted)),
@@ -129,6 +133,13 @@ def _figures(predicted: Predicted) -> list[Figure]:
         Figure("MFU", f"{predicted.mfu:.1%}"),
         Figure("memory", show_size(peak), room),
     ]
+
+
+def _run_figure(predicted: Predicted, steps: int | None) -> list[Figure]:
+    if steps is None:
+        return []
+    took, *bill = printing.run_cost(predicted, steps)
+    return [Figure(plural(steps, "step"), took.removeprefix("about "), ", ".join(bill))]
 
 
 PASSES = {

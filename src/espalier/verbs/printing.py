@@ -55,7 +55,7 @@ def plan(plan: Plan, derivations: Sequence[Derivation] = (), steps: int | None =
 
 
 def beside(plan: Plan, other: Plan, fits: bool) -> None:
-    """What a changed cluster would change."""
+    """What a changed cluster or recipe would change."""
     if not fits:
         line(f"What if: nothing fits; {other.missing} are missing in the closest plan.")
         return
@@ -64,10 +64,11 @@ def beside(plan: Plan, other: Plan, fits: bool) -> None:
     here, there = plan.predicted, other.predicted
     line(f"What if: {other.layout} on {_where(other)}")
     seconds = [units.show_seconds(one.step_seconds) for one in (there, here)]
+    speeds = [units.show_count(one.tokens_per_second) for one in (there, here)]
     peaks = [units.show_size(one.memory_bytes["peak"]) for one in (there, here)]
     line(
         f"  predicted step {' instead of '.join(seconds)} ({there.step_seconds / here.step_seconds:.2f}x), "
-        f"memory per rank {' instead of '.join(peaks)}"
+        f"memory per rank {' instead of '.join(peaks)}, {' instead of '.join(speeds)} a second"
     )
     for sentence in other.why:
         if sentence.startswith(plan_summary.FEATURES):
@@ -124,9 +125,7 @@ def _predicted(predicted: Predicted, steps: int | None, unit: str) -> None:
     say(f"  predicted step {units.show_seconds(predicted.step_seconds)}{band}")
     _parts(f"{name} {units.show_seconds(value)}" for name, value in terms if value)
     if steps is not None:
-        seconds = steps * predicted.step_seconds
-        took = units.show_seconds(seconds) if seconds < 2 * DAY else f"{seconds / DAY:,.0f} days"
-        say(f"  predicted run {units.plural(steps, 'step')}, about {took}")
+        line(f"  predicted run {units.plural(steps, 'step')}, {', '.join(run_cost(predicted, steps))}")
     mfu = f", MFU {predicted.mfu:.0%}" if predicted.mfu else ""
     say(f"  predicted speed {units.show_count(predicted.tokens_per_second)} {unit}/s{mfu}")
     held = predicted.memory_bytes
@@ -138,6 +137,21 @@ def _predicted(predicted: Predicted, steps: int | None, unit: str) -> None:
     _parts(f"{name} {units.show_size(value)}" for name, value in held.items() if value and name != "peak")
     sent = ", ".join(f"{name} {units.show_size(value)}" for name, value in predicted.sent_bytes.items() if value)
     line(f"  predicted traffic per rank and step: {sent or 'none'}")
+
+
+def run_cost(predicted: Predicted, steps: int) -> list[str]:
+    """How long `steps` take, the energy of their devices and the price of their machines, where these are known."""
+    seconds = steps * predicted.step_seconds
+    said = [f"about {units.show_seconds(seconds) if seconds < 2 * DAY else f'{seconds / DAY:,.0f} days'}"]
+    if predicted.watts:
+        said.append(f"at most {_amount(predicted.watts * seconds / 3.6e6)} kWh in its devices")
+    if predicted.price_per_hour:
+        said.append(f"price {_amount(predicted.price_per_hour * seconds / 3600)}")
+    return said
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _parts(parts: Iterable[str]) -> None:
