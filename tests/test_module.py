@@ -204,3 +204,58 @@ def test_the_module_beside_the_recipe_comes_before_the_one_in_the_current_folder
     sys.path.insert(0, str(here))
     opened()
     assert sys.path[:2] == [str(tmp_path.resolve()), str(here)]
+
+
+ACCURATE = """
+def accuracy(model, batch):
+    x, y = batch
+    off = (model(x)[:, 0] - y).abs()
+    return {"near": (off.lt(3).sum(), len(y)), "error": (off.sum(), len(y))}
+
+def measured():
+    return Parts(nn.Linear(2, 1), pairs(8), squares, pairs(4), metrics=accuracy)
+
+def two():
+    one = Task(pairs(8), squares, pairs(4), metrics=accuracy)
+    return Parts(nn.Linear(2, 1), tasks={"a": one, "b": Task(pairs(8), squares, pairs(2))})
+"""
+IMPORTED = "from espalier.module import Parts, Task\n" + GOOD
+
+
+def test_metrics_of_its_own_are_those_of_the_whole_held_out_dataset(opened):
+    """In micro-batches and over ranks that have uneven shares, or none."""
+    workload = opened(ACCURATE, "measured", IMPORTED)
+    model = workload.build(torch.device("cpu"), torch.float32)
+    x, y = torch.arange(8.0).view(4, 2), torch.arange(4.0)
+    off = (model(x)[:, 0] - y).abs().detach()
+    whole = workload.evaluate(model, Shard(0, 4, 4))
+    assert whole["near"] == (float(off.lt(3).sum()), 4)
+    assert whole["error"] == pytest.approx((float(off.sum()), 4))
+    parts = [workload.evaluate(model, Shard(start, stop, 1)) for start, stop in ((0, 1), (1, 4), (4, 4))]
+    assert all(list(part) == ["loss", "near", "error"] for part in parts)
+    for name, (total, weight) in whole.items():
+        assert sum(part[name][0] for part in parts) == pytest.approx(total)
+        assert sum(part[name][1] for part in parts) == weight
+
+
+def test_metrics_of_one_of_two_tasks_bear_its_name(opened):
+    workload = opened(ACCURATE, "two", IMPORTED)
+    found = workload.evaluate(workload.build(torch.device("cpu"), torch.float32), Shard(0, 4, 1))
+    assert set(found) == {"loss", "tasks.a", "tasks.b", "a.near", "a.error"}
+    assert found["loss"][0] == pytest.approx(found["tasks.a"][0] + found["tasks.b"][0])
+    assert found["a.near"][1] == 4
+
+
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        ("torch.ones(())", "a tensor of shape"),
+        ("{'loss': (1.0, 1)}", "called 'loss'"),
+        ("{'x': 1.0}", "(sum over the batch"),
+    ],
+)
+def test_metrics_that_cannot_be_added_up_are_refused(opened, returned, named):
+    code = (
+        f"def build():\n    return Parts(nn.Linear(2, 1), pairs(8), squares, metrics=lambda model, batch: {returned})\n"
+    )
+    refused(opened, named, more=code, code=IMPORTED)

@@ -21,6 +21,10 @@ from espalier.workload import Pieces, to_device
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 """`loss(model, batch)` gives (sum over the batch, weight), never a mean."""
 
+Metrics = Callable[[nn.Module, Any], Mapping[str, tuple[Tensor | float, Tensor | float]]]
+"""`metrics(model, batch)` gives (sum over the batch, weight) of each of a task's own figures, by name."""
+RESERVED = "loss", "step", "time", "seconds"
+"""What a metric cannot be called, nor `test_…`: validations have these."""
 
 Given = Dataset[Any] | Callable[[], Dataset[Any]] | None
 """A dataset, or a function that gives it, called where a run trains or is evaluated; predictions do not need it."""
@@ -33,6 +37,7 @@ class Task(NamedTuple):
     loss: Loss
     held_out: Given = None
     weight: float = 1.0
+    metrics: Metrics | None = None
 
 
 class Parts(NamedTuple):
@@ -43,7 +48,7 @@ class Parts(NamedTuple):
     shows: texts, images, tables. `tasks`
     stand in place of dataset, loss and held-out data where there are several; `phases` follow the first.
     `pieces(model)` says how a model that is no `nn.Sequential` may be cut into pipeline stages
-    (`espalier.workload.Pieces`).
+    (`espalier.workload.Pieces`). `metrics(model, batch)` gives figures of held-out batches beside their loss.
     """
 
     model: nn.Module
@@ -54,6 +59,7 @@ class Parts(NamedTuple):
     tasks: Mapping[str, Task] | None = None
     phases: Sequence[Later] = ()
     pieces: Callable[[nn.Module], Pieces] | None = None
+    metrics: Metrics | None = None
 
 
 class Later(NamedTuple):
@@ -71,7 +77,7 @@ def tasks_of(parts: Parts) -> dict[str, Task]:
     if parts.tasks:
         return dict(parts.tasks)
     assert parts.loss is not None
-    return {"main": Task(parts.dataset, parts.loss, parts.held_out)}
+    return {"main": Task(parts.dataset, parts.loss, parts.held_out, metrics=parts.metrics)}
 
 
 # --- checks ------------------------------------------------------------------------------------------------------
@@ -143,6 +149,8 @@ class Counted(NamedTuple):
     flops: float
     kept: float
     """Bytes kept for backward, in fp32."""
+    metrics: tuple[tuple[str, ...], ...] = ()
+    """Names of each task's metrics."""
 
 
 def trial(parts: Parts, author: Author) -> Counted:
@@ -150,7 +158,8 @@ def trial(parts: Parts, author: Author) -> Counted:
     if not any(parameter.requires_grad for parameter in parts.model.parameters()):
         raise UserError(f"model.build = {author.build!r} gave a model without a trainable parameter.")
     counted = [_tried(parts.model, task, author) for task in tasks_of(parts).values()]
-    return Counted(sum(one.flops for one in counted), sum(one.kept for one in counted))
+    metrics = tuple(name for one in counted for name in one.metrics)
+    return Counted(sum(one.flops for one in counted), sum(one.kept for one in counted), metrics)
 
 
 def _tried(model: nn.Module, task: Task, author: Author) -> Counted:
@@ -176,10 +185,28 @@ def _tried(model: nn.Module, task: Task, author: Author) -> Counted:
             why="a mean does not add up over micro-batches and ranks",
             do='reduction="sum", and torch.tensor(len(y)) for the weight; see docs/module.md',
         )
-    return counted
+    names: tuple[str, ...] = ()
+    if task.metrics is not None:
+        with author.answers("in its metrics, tried on two samples"), fork_rng(devices=[]), torch.no_grad():
+            names = _metric_names(_called(model, task.metrics, batch), author)
+    return counted._replace(metrics=(names,))
 
 
-def _called(model: nn.Module, loss: Loss, batch: Any) -> Any:
+def _metric_names(found: Any, author: Author) -> tuple[str, ...]:
+    pairs = found.items() if isinstance(found, Mapping) else ()
+    if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for _, pair in pairs):
+        raise UserError(
+            f"model.build = {author.build!r}: its metrics returned {_described(found)}.",
+            why="they must be a dictionary of (sum over the batch, weight)",
+            do='{"accuracy": ((model(x).argmax(1) == y).sum(), len(y))}; see docs/module.md',
+        )
+    taken = [name for name in found if name in RESERVED or str(name).startswith(("test_", "tasks."))]
+    if taken:
+        raise UserError(f"model.build = {author.build!r}: a metric is called {taken[0]!r}.", do="another name for it")
+    return tuple(found)
+
+
+def _called(model: nn.Module, loss: Loss | Metrics, batch: Any) -> Any:
     """What the loss gives; the model's state stays, whose running statistics a forward pass may move."""
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
     state = copy.deepcopy(model.state_dict())

@@ -165,32 +165,55 @@ class ModuleWorkload:
             return self._numbered()[task][1].loss(model, to_device(batch, dtype=self._dtype))
 
     def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
-        """Loss on the held-out samples of `shard`, and of each task where there are several."""
-        sums = torch.zeros(len(self._tasks), 2, dtype=torch.float64)
+        """Loss and metrics on the held-out samples of `shard`, and the loss of each task where there are several."""
+        found = {key: torch.zeros(2, dtype=torch.float64) for key in self._figures()}
         device = next(model.parameters()).device
         for start, stop in shard.cuts:
-            for k, task in self._numbered():
-                sums[k] += self._held_out(model, k, task, self._share(task, start, stop), device)
-        shares = torch.tensor([task.weight for task in self._tasks.values()], dtype=torch.float64)
-        whole = {"loss": (float((sums[:, 0] * shares).sum()), float(sums[:, 1].sum()))}
+            for k, (name, task) in enumerate(self._tasks.items()):
+                for what, pair in self._held_out(model, k, task, self._share(task, start, stop), device).items():
+                    found[self._key(name, what)] += pair
+        if len(self._tasks) > 1:
+            for name, task in self._tasks.items():
+                found["loss"] += found[f"tasks.{name}"] * torch.tensor([task.weight, 1.0])
+        return {key: (float(pair[0]), float(pair[1])) for key, pair in found.items()}
+
+    def _key(self, task: str, what: str) -> str:
+        """What a validation calls a figure of a task."""
         if len(self._tasks) == 1:
-            return whole
-        return whole | {
-            f"tasks.{name}": (float(one[0]), float(one[1])) for name, one in zip(self._tasks, sums, strict=True)
-        }
+            return what
+        return f"tasks.{task}" if what == "loss" else f"{task}.{what}"
+
+    def _figures(self) -> list[str]:
+        """Every figure of a validation, the same on all ranks."""
+        names = zip(self._tasks, self._counted.metrics, strict=True)
+        own = [self._key(name, what) for name, metrics in names for what in ("loss", *metrics)]
+        return list(dict.fromkeys(["loss", *own]))
 
     def _share(self, task: Task, start: int, stop: int) -> range:
         """A task's own part of the samples [start, stop) of the longest held-out dataset."""
         size, longest = length(task.held_out) if task.held_out is not None else 0, self.validation_samples()
         return range(start * size // longest, stop * size // longest)
 
-    def _held_out(self, model: nn.Module, k: int, task: Task, samples: range, device: torch.device) -> Tensor:
-        """(loss, weight). Where there are none the model is called all the same, for ranks that need one another."""
+    def _held_out(
+        self, model: nn.Module, k: int, task: Task, samples: range, device: torch.device
+    ) -> dict[str, Tensor]:
+        """(sum, weight) of the loss and of each metric, float64. Where there are no samples the model is called all the
+        same, for ranks that need one another."""
         with self.author.answers("while its held-out dataset was read"):
             batch = collated(task.held_out, samples) if samples else collated(task.dataset, [0])
-        value, weight = self.loss(model, Tagged(k, to_device(batch, device)))
-        found = torch.stack([value.detach().double().cpu(), weight.detach().double().cpu()])
-        return found if samples else torch.zeros_like(found)
+        batch = to_device(batch, device)
+        found: dict[str, Any] = {"loss": self.loss(model, Tagged(k, batch))}
+        if task.metrics is not None:
+            with self.author.answers("in its metrics"):
+                found |= task.metrics(model, to_device(batch, dtype=self._dtype))
+                if set(found) != {"loss", *self._counted.metrics[k]}:
+                    raise ValueError(f"its metrics are {', '.join(found)} of one batch, and others of another")
+        return {
+            name: torch.tensor(
+                [torch.as_tensor(one).item() for one in pair] if samples else [0.0, 0.0], dtype=torch.float64
+            )
+            for name, pair in found.items()
+        }
 
     def validation_samples(self) -> int:
         """Size of the longest held-out dataset, 0 when there is none."""
