@@ -15,6 +15,7 @@ from espalier.errors import EspalierError, nearest
 from espalier.terminal import say
 
 VERBS = {
+    "init": "write a recipe for your text, graph, module or weights",
     "probe": "measure this machine and write cluster.toml",
     "plan": "say how a recipe would run, what it would cost, and why",
     "train": "train a recipe; the same command again resumes",
@@ -59,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _options(made: dict[str, argparse.ArgumentParser]) -> None:
+    made["init"].add_argument("paths", nargs="+", metavar="PATH", help="a file or folder, python:stdlib, hf:NAME …")
+    made["init"].add_argument("--out", default="recipe.toml", help="file to write (default recipe.toml)")
     made["probe"].add_argument("--out", default="cluster.toml", help="file to write (default cluster.toml)")
     made["probe"].add_argument("--disk", default=".", help="folder whose disk is measured (default: here)")
     for name in ("train", "probe"):

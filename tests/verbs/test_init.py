@@ -1,0 +1,90 @@
+"""`espalier init`: a recipe for what lies at a path, that can be used as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from espalier import cli, config
+from espalier.config import defaults, recipe_file
+from espalier.graph import synthetic
+
+MINE = Path(__file__).parents[2] / "examples" / "mine.py"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "one.txt").write_text("text of some kind\n" * 20)
+    (tmp_path / "mine.py").write_text(MINE.read_text())
+    (tmp_path / "links.csv").write_text("source,target\n0,1\n1,2\n")
+    (tmp_path / "prices.csv").write_text("day,price\n1,2\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text("{}")
+    (tmp_path / "llama" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "none.py").write_text("def make():\n    pass\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("paths", "kind", "data"),
+    [
+        (["corpus"], config.Gpt, ["corpus"]),
+        (["corpus/one.txt", "python:stdlib"], config.Gpt, ["corpus/one.txt", "python:stdlib"]),
+        (["mine.py"], config.Module, None),
+        (["links.csv"], config.Sage, ["links.csv"]),
+        (["planted:nodes=100"], config.Sage, ["planted:nodes=100"]),
+        (["llama", "corpus"], config.Gpt, ["corpus"]),
+        (["llama"], config.Gpt, ["python:stdlib"]),
+    ],
+)
+def test_the_recipe_of_a_path_can_be_used(home: Path, paths: list[str], kind: type, data: list[str] | None) -> None:
+    assert cli.main(["init", *paths]) == 0
+    made = recipe_file.load("recipe.toml", [])
+    assert isinstance(made.model, kind)
+    if paths[0] == "llama":
+        assert getattr(made.model, "initial", None) == "llama"
+    else:
+        defaults.resolve(made)
+    if data is not None:
+        assert [one.path for one in made.data] == data
+
+
+@pytest.mark.parametrize(
+    ("paths", "says"),
+    [
+        (["nothing"], "There is nothing at nothing"),
+        (["empty"], "holds no files"),
+        (["prices.csv"], "source and target"),
+        (["none.py"], "it has make"),
+        (["corpus", "links.csv"], "no one recipe"),
+        (["llama", "links.csv"], "no one recipe"),
+        (["llama", "llama", "corpus"], "leave the others out"),
+        ([str(MINE)], "--out"),
+    ],
+)
+def test_what_has_no_recipe_is_refused(
+    home: Path, paths: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["init", *paths]) == 2
+    assert says in capsys.readouterr().err
+    assert not (home / "recipe.toml").exists()
+
+
+def test_a_recipe_that_exists_stays(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "recipe.toml").write_text("mine")
+    assert cli.main(["init", "corpus"]) == 2
+    assert "--out recipe-2.toml" in capsys.readouterr().err
+    assert (home / "recipe.toml").read_text() == "mine"
+    assert cli.main(["init", "corpus", "--out", "recipe-2.toml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipe"] == "recipe-2.toml"
+
+
+def test_names_of_generated_graphs_are_all_known() -> None:
+    from espalier.verbs import init
+
+    assert {f"{kind}:" for kind in synthetic.KINDS} <= set(init.GRAPHS)
