@@ -1,7 +1,9 @@
 """Compiles the kernels into numba's cache on disk before tests run: each once, in as many processes as there are cores.
 
 Workers of pytest would otherwise all compile the same ones at their start. Nothing is done where nothing has changed:
-a note beside the cache says which sources were compiled, and a lock lets one session compile at a time.
+a note beside the cache says which sources were compiled, and a lock lets one session compile at a time. The code is
+also kept in the user's cache folder by the hash of its source, so that another clone copies it (numba compares the
+sources by content).
 """
 
 from __future__ import annotations
@@ -14,15 +16,19 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
+
+from espalier.cache_dir import cache_folder
 
 SPEC = importlib.util.find_spec("espalier")
 assert SPEC is not None
 assert SPEC.origin is not None
 PACKAGE = Path(SPEC.origin).parent
 CACHE = PACKAGE / "kernels" / "__pycache__"
+KEPT = cache_folder() / "kernels"
 
 
 def sources() -> list[Path]:
@@ -57,6 +63,26 @@ def compile_kernel(place: tuple[str, str]) -> None:
     getattr(sys.modules[module], name).compile()
 
 
+def kept(path: Path) -> Path:
+    """The folder with the code of the kernels in `path`: of this text, processor, Python and numba."""
+    from llvmlite import binding
+
+    made = f"{sys.version} {importlib.metadata.version('numba')} {binding.get_host_cpu_name()}"
+    made += binding.get_host_cpu_features().flatten()
+    texts = [made.encode(), (PACKAGE / "kernels" / "numba_compile.py").read_bytes(), path.read_bytes()]
+    return KEPT / hashlib.sha256(b"\0".join(texts)).hexdigest()[:32]
+
+
+def copy_codes(source: Path, target: Path, pattern: str = "*") -> None:
+    """The files of `source` that `target` has not, each whole; the code (.nbc) before the index that names it."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in sorted(source.glob(f"{pattern}.nb[ci]"), key=lambda file: file.suffix):
+        if not (target / file.name).exists():
+            partial = target / f"{file.name}.{os.getpid()}"
+            shutil.copyfile(file, partial)
+            partial.replace(target / file.name)
+
+
 def load() -> None:
     """Loads all kernels into this process, so that its forks need not: 0.7 s."""
     for place in kernels(sources()):
@@ -73,9 +99,13 @@ def main() -> None:
         if note.exists() and json.loads(note.read_text()) == state(files):
             return
         places = kernels(files)
+        for path in files:
+            copy_codes(kept(path), path.parent / "__pycache__")
         sys.stderr.write(f"{len(places)} kernels are compiled, once\n")
         with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
             pool.map(compile_kernel, places, chunksize=1)
+        for path in files:
+            copy_codes(path.parent / "__pycache__", kept(path), f"{path.stem}.*")
         note.write_text(json.dumps(state(files)))
 
 

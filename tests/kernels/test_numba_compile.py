@@ -136,17 +136,39 @@ def test_code_is_kept_on_disk_by_source_and_dtype(tmp_path: Path) -> None:
     assert increase(MODULE.replace("1\n", "20\n"), torch.int64) == (21, 0)
 
 
-def test_kernels_are_compiled_before_the_tests_where_something_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def program() -> Any:
+    """tests/compile_kernels.py."""
     spec = importlib.util.spec_from_file_location("compile_kernels", Path(__file__).parents[1] / "compile_kernels.py")
     assert spec is not None
     assert spec.loader is not None
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_another_clone_gets_the_code_that_was_compiled_from_the_same_text(program: Any, tmp_path: Path) -> None:
+    program.KEPT = tmp_path / "kept"
+    first, second, changed = (tmp_path / name / "a.py" for name in ("first", "second", "changed"))
+    for path, text in ((first, "1"), (second, "1"), (changed, "2")):
+        path.parent.mkdir()
+        path.write_text(text)
+        program.copy_codes(program.kept(path), path.parent / "codes")
+        for name in ("a.sum.nbi", "a.sum.1.nbc", "b.sum.nbi"):
+            (path.parent / name).write_text(path.parent.name)
+        program.copy_codes(path.parent, program.kept(path), "a.*")
+    copied = {file.name: file.read_text() for file in (second.parent / "codes").iterdir()}
+    assert copied == {"a.sum.nbi": "first", "a.sum.1.nbc": "first"}
+    assert not [*(changed.parent / "codes").iterdir()]
+
+
+def test_kernels_are_compiled_before_the_tests_where_something_has_changed(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert ("espalier.sparse.sddmm_kernels", "attend") in program.kernels(program.sources())
     monkeypatch.setattr(program, "PACKAGE", tmp_path)
     monkeypatch.setattr(program, "CACHE", tmp_path / "kernels" / "__pycache__")
+    monkeypatch.setattr(program, "KEPT", tmp_path / "kept")
     asked: list[list[Path]] = []
     monkeypatch.setattr(program, "kernels", lambda files: asked.append(files) or [])
     program.CACHE.mkdir(parents=True)
