@@ -6,7 +6,9 @@ The graph is a planted partition with uneven degrees. All contestants read the f
 they hold in memory may take 10 % of the bytes of the features, beside the batches that training holds. Those that map
 the file run in a memory cgroup of that size (which needs root), with room for what they compute, which the kernel
 gives to the file's cache as long as it is free; they tell the kernel to read no pages ahead (MADV_RANDOM). Each
-contestant is a process of its own that passes over the batches once before it is measured, in turns with ours.
+contestant is a process of its own that passes over the batches once before it is measured, in turns with ours. Peers
+that take a page from a map for each row are slow: they, and ours beside them, pass over the first batches only, as many
+as their rows say, in three turns; the others over all, in five.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +49,7 @@ HERE = Path(__file__).parent
 @dataclass(frozen=True)
 class Size:
     """Of a graph and its batches; `held`: the share of the features that may be in memory; `spare`: bytes beside it for
-    those that train in a memory cgroup."""
+    those that train in a memory cgroup; `some`: batches that slow peers pass over."""
 
     nodes: int
     batch: int
@@ -54,6 +57,7 @@ class Size:
     hidden: int = 64
     held: float = 0.1
     spare: int = 0
+    some: int = 8
 
     @property
     def text(self) -> str:
@@ -63,11 +67,15 @@ class Size:
     def memory(self) -> int:
         return int(self.held * self.nodes * WIDTH * 4)
 
+    def text_of(self, batches: int) -> str:
+        cut = "" if batches == self.batches else f" (of {self.batches})"
+        return f"{self.nodes:,} nodes x {WIDTH}, {batches} batches{cut} of {self.batch}"
+
     def __str__(self) -> str:
-        return f"{self.nodes:,} nodes x {WIDTH}, {self.batches} batches of {self.batch}"
+        return self.text_of(self.batches)
 
 
-QUICK, FULL = Size(300_000, 8, 12), Size(5_000_000, 64, 32)
+QUICK, FULL = Size(300_000, 8, 12, some=6), Size(5_000_000, 64, 32, hidden=256)
 TINY, WRITTEN = Size(2_000, 64, 8, held=0.5, spare=256 << 20), Size(100_000, 256, 24, held=0.0)
 
 
@@ -78,7 +86,9 @@ class World:
         self.size, self.folder, self.python = size, folder, python
         self.graph_folder = folder / "graph"
         self.graph_folder.parent.mkdir(parents=True, exist_ok=True)
+        begun = time.perf_counter()
         synthetic.write(synthetic.parse(size.text), self.graph_folder)
+        tell(f"graph of {size.nodes:,} nodes", begun)
         self.graph = synthetic.opened(self.graph_folder)
         assert self.graph.parts is not None
         order = np.random.default_rng(0).permutation(self.graph.parts.train)[: size.batch * size.batches]
@@ -86,6 +96,7 @@ class World:
         np.save(folder / "seeds.npy", order)
         self.stack = ExitStack()
         self.sampled, self.packing = self._pack("packed", None)
+        tell(f"{size}: sampled in {self.sampled:.1f} s, packed in {self.packing:.1f} s", begun)
         pool = PackedSet([folder / "packed"]).pool
         self.nodes = [pool.nodes(at) for at in range(len(pool))]
         np.save(folder / "nodes.npy", np.concatenate(self.nodes))
@@ -100,6 +111,12 @@ class World:
     def memory(self, largest: int) -> int:
         """What ours may hold: as the others, and the batches that training holds."""
         return self.size.memory + 5 * largest
+
+    @property
+    def writing(self) -> float:
+        """Seconds of packing's pass over the features: from the last write of the plan to that of the rows' index."""
+        ends = [(self.folder / "packed" / f"{name}.extents.index").stat().st_mtime_ns for name in ("plan", "rows")]
+        return (ends[1] - ends[0]) / 1e9
 
     def request(self, name: str, disk: int | None) -> PackRequest:
         sampler = Sampler(self.graph, Style(False, "mean"))
@@ -122,10 +139,20 @@ class World:
         pack(replace(request, memory=memory)).close()
         return sampled, time.perf_counter() - begun - sampled
 
+    @cached_property
+    def budget(self) -> int:
+        """Bytes of rows on disk half way between every row once and every row of every batch; a set is packed so."""
+        with closing(PackedSet([self.folder / "packed"])) as packed:
+            own = [packed.nodes_of(f"cold/{at}") for at in range(len(packed))]
+            disk = (sum(map(len, own)) + len(np.unique(np.concatenate(own)))) // 2 * packed.row.row_bytes
+        self._pack("packed-budget", disk)
+        return disk
+
     # --- contestants -------------------------------------------------------------------------------------------------
 
-    def contestant(self, what: str) -> Callable[[], dict[str, Any]]:
-        """Starts the process of a contestant, lets it pass over the batches once, and gives what measures it."""
+    def contestant(self, what: str, batches: int | None = None) -> Callable[[], dict[str, Any]]:
+        """Starts the process of a contestant, lets it pass over the first `batches` once, and gives what measures
+        it."""
         script, python = HERE / "diskgnn_rank.py", sys.executable
         if what.startswith("dgl"):
             assert self.python is not None
@@ -141,7 +168,7 @@ class World:
         given, told = process.stdin, process.stdout
 
         def measure() -> dict[str, Any]:
-            given.write("go\n")
+            given.write(f"{batches or self.size.batches}\n")
             given.flush()
             line = told.readline()
             assert line, f"{what} ended"
@@ -153,14 +180,16 @@ class World:
 
     def beside(self, ours: str, peer: str, case: str, pairs: int) -> Row:
         """Seconds of both, in turns."""
+        slow = peer in SLOW and self.size.some < self.size.batches
+        batches, pairs = (self.size.some, min(pairs, 3)) if slow else (self.size.batches, pairs)
         with ExitStack() as self.stack:
             memory_cgroup.forget_file(str(self.graph_folder / "features.npy"))
-            first, second = self.contestant(ours), self.contestant(peer)
+            first, second = self.contestant(ours, batches), self.contestant(peer, batches)
             taken = [(first(), second()) for _ in range(pairs)]
         values = {round(one["value"]) for pair in taken for one in pair if "value" in one and "epoch" not in case}
         assert len(values) < 2, f"{ours} and {peer} did not load the same: {values}"
         seconds = [(one["seconds"], other["seconds"]) for one, other in taken]
-        return compare(f"{case}, {self.size}", peer, "s", seconds, higher_is_better=False)
+        return compare(f"{case}, {self.size.text_of(batches)}", peer, "s", seconds, higher_is_better=False)
 
     def plan_cache(self, policy: str) -> None:
         """Which rows of each batch a cache holds, and which it takes in, when the batches are passed over again and
@@ -193,6 +222,11 @@ class World:
         np.savez(self.folder / f"{policy}.npz", **plan)
 
 
+def tell(what: str, begun: float) -> None:
+    """Progress, with the seconds since `begun`."""
+    print(f"{time.strftime('%H:%M:%S')} {what}, {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+
+
 NAMES = ("held", "slots", "missing", "kept", "into")
 
 
@@ -213,34 +247,60 @@ def _next_uses(batches: Sequence[np.ndarray], nodes: int) -> list[np.ndarray]:
 
 def figures(world: World) -> list[Row]:
     """Amplification, stalls, and after how many epochs packing has paid."""
+    size = world.size
+    some = min(size.some, size.batches)
     with ExitStack() as world.stack:
         memory_cgroup.forget_file(str(world.graph_folder / "features.npy"))
         load, epoch = world.contestant("packed")(), world.contestant("epoch-packed")()
-        mapped = world.contestant("mmap")()
+        mapped = world.contestant("mmap", some)()
     packed = PackedSet([world.folder / "packed"])
     useful = sum(len(packed.split(at).cold_at) for at in range(len(packed))) * packed.row.row_bytes
-    saved, spent = mapped["seconds"] - load["seconds"], world.sampled + world.packing
+    saved = mapped["seconds"] * size.batches / some - load["seconds"]
+    computed = (epoch["seconds"] - epoch["stalled"]) / size.batches
     return [
-        fact(f"bytes read of packed rows, {world.size}", "bytes of these rows", useful, load["packed"], "bytes"),
-        fact(f"stalls of an epoch, {world.size}", "15 % of the epoch", 0.15 * epoch["seconds"], epoch["stalled"], "s"),
-        fact(f"epochs until packing has paid, {world.size}", "mmap", 1.0, spent / saved, "epochs"),
+        fact(f"bytes read of packed rows, {size}", "bytes of these rows", useful, load["packed"], "bytes"),
+        fact(
+            f"stalls of an epoch that computes {1e3 * computed:.0f} ms a batch, {size}",
+            "15 % of the epoch",
+            0.15 * epoch["seconds"],
+            epoch["stalled"],
+            "s",
+        ),
+        fact(
+            f"epochs until sampling and packing have paid, {size} (mmap timed on {some})",
+            "mmap",
+            1.0,
+            (world.sampled + world.packing) / saved,
+            "epochs",
+        ),
     ]
+
+
+def budgeted(world: World, ours: str, peer: str, pairs: int) -> Row:
+    """Rows that batches share lie once on disk, in so few bytes."""
+    what = "epoch" if "epoch" in peer else "features of the batches"
+    return world.beside(ours, peer, f"{what}, rows on disk in {world.budget / 1e6:,.0f} MB", pairs)
 
 
 def fact(case: str, peer: str, bound: float, ours: float, unit: str) -> Row:
     return Row(case, peer, bound, ours, bound / ours if ours else float("inf"), unit, "(n=1)")
 
 
-def packing(folder: Path) -> Row:
-    """Bytes that packing writes in a second beside those of a sequential write past the page cache."""
-    taken = []
-    for turn in range(3):
+def packing(folder: Path, pairs: int) -> list[Row]:
+    """Bytes of packed rows in a second, of planning and packing together and of the pass that writes them, beside those
+    of a sequential write past the page cache of as many bytes."""
+    both, alone = [], []
+    for turn in range(pairs):
         world = World(WRITTEN, folder / f"{turn}", None)
         written = (world.folder / "packed" / "rows.extents").stat().st_size
-        ours = written / world.packing
-        taken.append((ours / 1e6, sequential(folder / "sequential", written) / 1e6))
+        disk = sequential(folder / "sequential", written) / 1e6
+        both.append((written / world.packing / 1e6, disk))
+        alone.append((written / world.writing / 1e6, disk))
         subprocess.run(["rm", "-r", str(world.folder)], check=True)
-    return compare(f"packing, {WRITTEN}", "sequential write", "MB/s", taken)
+    return [
+        compare(f"packing, {WRITTEN}", "sequential write", "MB/s", alone),
+        compare(f"planning and packing, {WRITTEN}", "sequential write", "MB/s", both),
+    ]
 
 
 def rolling(folder: Path, seeds: int) -> list[Row]:
@@ -273,6 +333,7 @@ def sequential(path: Path, size: int) -> float:
 
 LOADS = ("mmap", "lru", "belady", "dgl-gather")
 EPOCHS = ("dgl-epoch", "epoch-plain", "epoch-memory")
+SLOW = ("mmap", "dgl-gather", "dgl-epoch", "epoch-plain")
 
 
 def cases(size: Size, folder: Path, python: str | None, pairs: int) -> dict[str, Callable[[], list[Row]]]:
@@ -294,16 +355,19 @@ def cases(size: Size, folder: Path, python: str | None, pairs: int) -> dict[str,
     found["hyperbatch"] = beside(size, "hyperbatch", "lru", "sampled and loaded in hyperbatches")
     found["hyperbatch-epoch"] = beside(size, "epoch-hyperbatch", "dgl-epoch", "epoch of hyperbatches")
     found |= {f"tiny-{peer}": beside(TINY, "epoch-packed", peer, "epoch") for peer in ("epoch-plain", "epoch-memory")}
+    for peer in ("lru", "belady", "epoch-memory"):
+        ours = "epoch-packed-budget" if "epoch" in peer else "packed-budget"
+        found[f"budget-{peer}"] = lambda ours=ours, peer=peer: [budgeted(world(size), ours, peer, pairs)]
     found["figures"] = lambda: figures(world(size))
     found["rolling"] = lambda: rolling(folder, 2 if size is QUICK else 5)
-    found["packing"] = lambda: [packing(folder / "packing")]
+    found["packing"] = lambda: packing(folder / "packing", 3 if size is QUICK else pairs)
     return found
 
 
 def main() -> None:
     own = {"only": {"default": ""}, "dgl": {"metavar": "PYTHON"}, "folder": {"metavar": "DISK"}}
     options = arguments(__doc__ or "", **own)
-    size, pairs = (QUICK, options.pairs or 2) if options.quick else (FULL, options.pairs or 3)
+    size, pairs = (QUICK, options.pairs or 2) if options.quick else (FULL, options.pairs or 5)
     here = HERE / ".dgl" / "bin" / "python"
     python = options.dgl or (str(here) if here.exists() else None)
     rows: list[Row] = []
@@ -315,8 +379,9 @@ def main() -> None:
                 print(f"{name}: no DGL (bench/peers/dgl.sh, or --dgl PYTHON)", file=sys.stderr)
                 continue
             begun = time.perf_counter()
-            rows += run()
-            print(msgspec.json.encode(rows[-1:]).decode(), f"{time.perf_counter() - begun:.0f} s", file=sys.stderr)
+            fresh = run()
+            rows += fresh
+            tell(f"{name}: {msgspec.json.encode(fresh).decode()}", begun)
     publish(rows, options.json)
 
 

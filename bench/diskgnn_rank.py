@@ -1,4 +1,5 @@
-"""One contestant of bench/diskgnn.py in a process of its own: a line in, one measurement out, as JSON.
+"""One contestant of bench/diskgnn.py in a process of its own: a line with a number of batches in, one measurement of
+the first so many out, as JSON.
 
     python diskgnn_rank.py REQUEST.json mmap | lru | belady | packed | hyperbatch
     python diskgnn_rank.py REQUEST.json epoch-packed | epoch-hyperbatch | epoch-memory | epoch-plain
@@ -45,7 +46,7 @@ class World:
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.request, self.folder, self.graph_folder = request, Path(request["folder"]), Path(request["graph"])
-        self.stats = TierStats()
+        self.stats, self.set = TierStats(), "packed"
 
     @cached_property
     def batches(self) -> list[np.ndarray]:
@@ -79,13 +80,17 @@ class World:
         return HyperbatchReader(sampler, self.features, tuple(self.request["fanouts"]), self.request["memory"])
 
 
-def loaded(world: World, what: str) -> Callable[[], float]:
-    """Loads all batches; the sum of one value of each row, which all contestants agree on."""
+Run = Callable[[int], float]
+"""Passes over the first batches; the number that is to be the same."""
+
+
+def loaded(world: World, what: str) -> Run:
+    """Loads batches; the sum of one value of each row, which all contestants agree on."""
     if what == "packed":
         return packed(world)
     if what == "hyperbatch":
         reader = world.hyperbatches()
-        return lambda: sum(float(x[:, 0].sum()) for _, x in reader.batches(world.seeds, range(len(world.seeds))))
+        return lambda count: sum(float(x[:, 0].sum()) for _, x in reader.batches(world.seeds[:count], range(count)))
     if what == "mmap":
         return mapped(world)
     return cached(world, np.load(world.folder / f"{what}.npz"))
@@ -97,36 +102,36 @@ def unwarned(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
 
-def mapped(world: World) -> Callable[[], float]:
+def mapped(world: World) -> Run:
     ids = [torch.from_numpy(one) for one in world.batches]
     features = unwarned(memory_cgroup.at_random(world.mapped))
     world.room.zero_()
 
-    def run() -> float:
-        found = (torch.index_select(features, 0, one, out=world.room[: len(one)]) for one in ids)
+    def run(count: int) -> float:
+        found = (torch.index_select(features, 0, one, out=world.room[: len(one)]) for one in ids[:count])
         return sum(float(x[:, 0].sum()) for x in found)
 
     return run
 
 
 def opened(world: World) -> TieredFeatures:
-    packed = PackedSet([world.folder / "packed"])
+    packed = PackedSet([world.folder / world.set])
     reader = TieredFeatures(packed, MemoryShare(world.request["memory"]).options(packed))
     world.stats = reader.stats
     return reader
 
 
-def packed(world: World) -> Callable[[], float]:
+def packed(world: World) -> Run:
     reader = opened(world)
 
-    def run() -> float:
-        with PackedBatches(reader, range(len(world.batches))) as batches:
+    def run(count: int) -> float:
+        with PackedBatches(reader, range(count)) as batches:
             return sum(float(one.features[:, 0].sum()) for one in batches)
 
     return run
 
 
-def cached(world: World, plan: Any) -> Callable[[], float]:
+def cached(world: World, plan: Any) -> Run:
     """By a plan of bench/diskgnn.py: rows that are in the cache, and those that are read and take their places."""
     steps = [
         tuple(torch.from_numpy(plan[f"{name}{at}"]).long() for name in ("held", "slots", "missing", "kept", "into"))
@@ -138,10 +143,10 @@ def cached(world: World, plan: Any) -> Callable[[], float]:
     world.features.read(first, cache[: len(first)])
     read, begin = torch.empty_like(world.room), cache.clone()
 
-    def run() -> float:
+    def run(count: int) -> float:
         total = 0.0
         cache.copy_(begin)  # a hundredth of the time at most
-        for (held, slots, missing, kept, into), nodes in zip(steps, ids, strict=True):
+        for (held, slots, missing, kept, into), nodes in zip(steps[:count], ids[:count], strict=True):
             x = world.room[: len(nodes)]
             x[held] = cache[slots]
             if len(missing):
@@ -168,13 +173,13 @@ def network(request: dict[str, Any]) -> Gnn:
 Batch = tuple[Tensor, Sequence[Any], np.ndarray]
 
 
-def trained(world: World, batches: Callable[[], Iterator[Batch]]) -> Callable[[], float]:
+def trained(world: World, batches: Callable[[int], Iterator[Batch]]) -> Run:
     model = network(world.request)
     optimizer = torch.optim.Adam(model.parameters(), 0.001)
 
-    def run() -> float:
+    def run(count: int) -> float:
         total = 0.0
-        for features, blocks, seeds in batches():
+        for features, blocks, seeds in batches(count):
             optimizer.zero_grad()
             loss = cross_entropy(model(features, blocks), world.labels[seeds]) / len(seeds)
             loss.backward()
@@ -185,7 +190,7 @@ def trained(world: World, batches: Callable[[], Iterator[Batch]]) -> Callable[[]
     return run
 
 
-def from_memory(world: World) -> Callable[[], Iterator[Batch]]:
+def from_memory(world: World) -> Callable[[int], Iterator[Batch]]:
     """Drawn and gathered in memory, which holds all features."""
     graph = synthetic.opened(world.graph_folder)
     sampler = Sampler(graph, STYLE)
@@ -195,19 +200,19 @@ def from_memory(world: World) -> Callable[[], Iterator[Batch]]:
     features = features.view(world.mapped.shape)
     memory_cgroup.forget_file(str(world.graph_folder / "features.npy"))
 
-    def batches() -> Iterator[Batch]:
-        for step, seeds in enumerate(world.seeds):
+    def batches(count: int) -> Iterator[Batch]:
+        for step, seeds in enumerate(world.seeds[:count]):
             drawn = sampler.draw(seeds, world.request["fanouts"], 0, step)
             yield features[torch.from_numpy(drawn.nodes)], drawn.blocks, seeds
 
     return batches
 
 
-def from_packed(world: World) -> Callable[[], Iterator[Batch]]:
+def from_packed(world: World) -> Callable[[int], Iterator[Batch]]:
     reader = opened(world)
 
-    def batches() -> Iterator[Batch]:
-        with PackedBatches(reader, range(len(world.batches))) as found:
+    def batches(count: int) -> Iterator[Batch]:
+        with PackedBatches(reader, range(count)) as found:
             for one in found:
                 assert one.sampled is not None
                 assert one.features is not None
@@ -216,26 +221,26 @@ def from_packed(world: World) -> Callable[[], Iterator[Batch]]:
     return batches
 
 
-def from_hyperbatches(world: World) -> Callable[[], Iterator[Batch]]:
+def from_hyperbatches(world: World) -> Callable[[int], Iterator[Batch]]:
     reader = world.hyperbatches()
 
-    def batches() -> Iterator[Batch]:
-        found = reader.batches(world.seeds, range(len(world.seeds)))
-        for (drawn, features), seeds in zip(found, world.seeds, strict=True):
+    def batches(count: int) -> Iterator[Batch]:
+        found = reader.batches(world.seeds[:count], range(count))
+        for (drawn, features), seeds in zip(found, world.seeds[:count], strict=True):
             yield features, drawn.blocks, seeds
 
     return batches
 
 
-def plain(world: World) -> Callable[[], float]:
+def plain(world: World) -> Run:
     from plain_graph_loop import PlainLoop
 
     request = world.request
     loop = PlainLoop(world.graph_folder, request["fanouts"], request["sizes"])
-    return lambda: sum(loop.step(torch.from_numpy(seeds), step) for step, seeds in enumerate(world.seeds))
+    return lambda count: sum(loop.step(torch.from_numpy(one), at) for at, one in enumerate(world.seeds[:count]))
 
 
-def epochs(world: World, what: str) -> Callable[[], float]:
+def epochs(world: World, what: str) -> Run:
     if what == "epoch-plain":
         return plain(world)
     sources = {"epoch-memory": from_memory, "epoch-packed": from_packed, "epoch-hyperbatch": from_hyperbatches}
@@ -250,12 +255,14 @@ def bytes_read() -> int:
 def main(path: str, what: str) -> None:
     world = World(json.loads(Path(path).read_text()))
     torch.set_num_threads(world.request["threads"])
+    if what.endswith("-budget"):  # the set that was packed into less disk
+        what, world.set = what.removesuffix("-budget"), "packed-budget"
     run = (epochs if what.startswith("epoch") else loaded)(world, what)
     if what in ("mmap", "epoch-plain"):
         memory_cgroup.join(world.request["limit" if what == "mmap" else "epoch_limit"])
-    for _ in sys.stdin:
+    for line in sys.stdin:
         before, stats, begun = bytes_read(), asdict(world.stats), time.perf_counter()
-        value = run()
+        value = run(int(line))
         told = {"seconds": time.perf_counter() - begun, "read": bytes_read() - before, "value": value}
         told |= {name: getattr(world.stats, name) - stats[name] for name in ("stalled", "packed", "disk_cache", "host")}
         print(json.dumps(told), flush=True)

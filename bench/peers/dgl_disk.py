@@ -1,4 +1,5 @@
-"""DGL GraphBolt's side of bench/diskgnn.py, run by the Python of bench/peers/dgl.sh: a line in, one measurement out.
+"""DGL GraphBolt's side of bench/diskgnn.py, run by the Python of bench/peers/dgl.sh: a line with a number of batches
+in, one measurement of the first so many out.
 
     python dgl_disk.py REQUEST.json gather | epoch
 
@@ -28,14 +29,14 @@ import memory_cgroup
 warnings.filterwarnings("ignore")
 
 
-def gather(request: dict[str, Any], feature: Any) -> Callable[[], float]:
+def gather(request: dict[str, Any], feature: Any) -> Callable[[int], float]:
     folder = Path(request["folder"])
     nodes, starts = (torch.from_numpy(np.load(folder / f"{name}.npy")) for name in ("nodes", "starts"))
     batches = [nodes[start:stop] for start, stop in zip(starts[:-1], starts[1:])]  # noqa: B905, RUF007 - Python 3.9
 
-    def run() -> float:
+    def run(count: int) -> float:
         begun = time.perf_counter()
-        for batch in batches:
+        for batch in batches[:count]:
             feature.read(batch)
         return time.perf_counter() - begun
 
@@ -57,19 +58,19 @@ class Sage(nn.Module):
         return self.layers[-1](blocks[-1], x)
 
 
-def epoch(request: dict[str, Any], feature: Any) -> Callable[[], float]:
+def epoch(request: dict[str, Any], feature: Any) -> Callable[[int], float]:
     graph_folder = Path(request["graph"])
     indptr, indices = (torch.from_numpy(np.load(graph_folder / f"{name}.npy")) for name in ("indptr", "indices"))
     graph = gb.fused_csc_sampling_graph(indptr, indices.long())
     labels = torch.from_numpy(np.load(graph_folder / "labels.npy"))
     seeds = torch.from_numpy(np.load(Path(request["folder"]) / "seeds.npy"))
     store = gb.BasicFeatureStore({("node", None, "feat"): feature})
-    items = gb.ItemSet((seeds, labels[seeds]), names=("seed_nodes", "labels"))
     model = Sage(request["sizes"])
     optimizer = torch.optim.Adam(model.parameters(), 0.001)
 
-    def run() -> float:
-        begun = time.perf_counter()
+    def run(count: int) -> float:
+        begun, some = time.perf_counter(), seeds[: count * request["batch"]]
+        items = gb.ItemSet((some, labels[some]), names=("seed_nodes", "labels"))
         pipe = gb.ItemSampler(items, batch_size=request["batch"], shuffle=False)
         pipe = pipe.sample_neighbor(graph, request["fanouts"])
         pipe = pipe.fetch_feature(store, node_feature_keys=["feat"])
@@ -90,8 +91,8 @@ def main(path: str, what: str) -> None:
     feature = gb.TorchBasedFeature(torch.from_numpy(memory_cgroup.at_random(features)))
     run = {"gather": gather, "epoch": epoch}[what](request, feature)
     memory_cgroup.join(request["limit" if what == "gather" else "epoch_limit"])
-    for _ in sys.stdin:
-        print(run(), flush=True)
+    for line in sys.stdin:
+        print(run(int(line)), flush=True)
 
 
 if __name__ == "__main__":

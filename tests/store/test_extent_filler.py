@@ -22,12 +22,13 @@ def content(sizes: dict[str, int]) -> dict[str, torch.Tensor]:
 
 
 def fill(filler: ExtentFiller, data: dict[str, torch.Tensor], until: dict[str, int]) -> None:
-    """Extends every extent up to `until` bytes."""
+    """Extends every extent up to `until` bytes, in two pieces."""
     for name, stop in until.items():
         begin = filler.filled[name]
-        room = filler.room(name, stop - begin)
-        room.data.copy_(data[name][begin:stop])
-        filler.extend(name, room)
+        for first, last in ((begin, (begin + stop) // 2), ((begin + stop) // 2, stop)):
+            room = filler.room(name, last - first)
+            room.data.copy_(data[name][first:last])
+            filler.extend(name, room, more=last < stop)
 
 
 @given(st.data())

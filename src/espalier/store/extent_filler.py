@@ -28,9 +28,9 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Room(NamedTuple):
-    """Memory for the next bytes of an extent: `data` is to be filled, and ends `whole`, which begins with a page."""
+    """Memory for the next bytes of an extent: `data` is to be filled, and lies in the whole pages `memory`."""
 
-    whole: Tensor
+    memory: Tensor
     data: Tensor
 
 
@@ -61,8 +61,9 @@ class ExtentFiller:
         self.filled = dict.fromkeys(self.sizes, 0)
         self._tails: dict[str, Tensor] = {}
         self._hashes = {name: xxhash.xxh3_64() for name in self.sizes}
-        self._last: dict[str, Future[None]] = {}  # the write of each extent that may not have ended
+        self._last: dict[str, Future[None]] = {}  # the write of an extent's partial page, which may not have ended
         self._writes: deque[tuple[Future[None], int]] = deque()
+        self._waiting, self._unused = 0, list[Tensor]()  # bytes of the writes; memory that no write uses
         if filled is None:
             index_path(first_path(where)).unlink(missing_ok=True)
         self._file = open_file(where, "create" if filled is None else "write", end)
@@ -81,34 +82,58 @@ class ExtentFiller:
         self.filled[name] = size
 
     def room(self, name: str, size: int) -> Room:
-        """Memory for the next `size` bytes of `name`."""
+        """Memory for the next `size` bytes of `name`; taken again once they are written, so that its pages stay."""
         tail = self._tails.get(name, _NOTHING)
-        whole = aligned(len(tail) + size)
-        whole[: len(tail)] = tail
-        return Room(whole[: len(tail) + size], whole[len(tail) : len(tail) + size])
+        end = len(tail) + size
+        memory = self._memory(pages(end))
+        memory[: len(tail)] = tail
+        memory[end : pages(end)] = 0
+        return Room(memory, memory[len(tail) : end])
 
-    def extend(self, name: str, room: Room) -> None:
-        """Writes the next bytes of `name`, which `room` has taken."""
-        whole, data = room
+    def _memory(self, size: int) -> Tensor:
+        while self._unused:
+            memory = self._unused.pop()
+            if len(memory) >= size:
+                return memory
+        return aligned(1 << (size - 1).bit_length())
+
+    def extend(self, name: str, room: Room, more: bool = False) -> None:
+        """Writes the next bytes of `name`, which `room` has taken; `more`: others follow before the next checkpoint,
+        and their write has the page that both share."""
+        memory, data = room
+        if not len(data):
+            return
         before, after = self.filled[name], self.filled[name] + len(data)
         assert after <= self.sizes[name], f"{after} bytes for {name!r} of {self.sizes[name]}"
         self._hashes[name].update(bytes_of(data))
         self.filled[name] = after
+        end = before % PAGE + len(data)
+        whole = end // PAGE * PAGE
         self._tails.pop(name, None)
         if after % PAGE and after < self.sizes[name]:
-            self._tails[name] = whole[len(whole) // PAGE * PAGE :].clone()
-        self._write(name, self._offsets[name] + before - before % PAGE, whole)
-
-    def _write(self, name: str, offset: int, data: Tensor) -> None:
-        if self._queue is None:
-            self._file.write_from(data, offset)
-            return
+            self._tails[name] = memory[whole:end].clone()
         if name in self._last:  # the page that both have comes from the later one
-            self._last[name].result()
-        self._last[name] = self._queue.write(self._file, offset, data)
-        self._writes.append((self._last[name], len(data)))
-        while sum(size for _, size in self._writes) > self._in_flight:
-            self._writes.popleft()[0].result()
+            self._last.pop(name).result()
+        partial = end > whole and not (more and after < self.sizes[name])
+        write = self._write(self._offsets[name] + before - before % PAGE, memory, pages(end) if partial else whole)
+        if partial and write is not None:
+            self._last[name] = write
+
+    def _write(self, offset: int, memory: Tensor, size: int) -> Future[None] | None:
+        """Writes the first `size` bytes of `memory`, which is free afterwards."""
+        if self._queue is None:
+            self._file.write_from(memory[:size], offset)
+            self._unused.append(memory)
+            return None
+        write = self._queue.write(self._file, offset, memory[:size])
+        write.add_done_callback(lambda _: self._unused.append(memory))
+        self._writes.append((write, len(memory)))
+        self._waiting += len(memory)
+        while self._waiting > self._in_flight:
+            first, held = self._writes.popleft()
+            self._waiting -= held
+            first.result()
+        return write
 
     def checkpoint(self) -> Callable[[], None]:
         """What makes durable what was filled so far; another thread may call it while more is filled."""

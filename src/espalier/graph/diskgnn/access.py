@@ -22,6 +22,8 @@ from espalier.graph.data import Array
 PAGE = 4096
 RCM_ENTRIES = 1 << 24
 """Uses of shared rows in a segment above which RCM++ is not tried: its traversals hold the uses twice in memory."""
+DENSE = 64
+"""Nodes of the graph for each of those sorted, up to which a pass over all is faster."""
 
 Batches = Sequence[Array]
 """The input nodes of each batch: int64, read when they are asked for."""
@@ -109,21 +111,30 @@ class AccessPlan:
 
 
 class Splitter:
-    """Splits batches of one plan. Has state: a table of the nodes' places, filled for one segment at a time."""
+    """Splits batches of one plan. Has state: tables of the nodes' places, one filled for a segment at a time."""
 
     def __init__(self, hot: Array, segments: Sequence[Array], length: int, nodes: int) -> None:
         self.segments, self.length = segments, length
         self._place = np.full(nodes, -1, np.int32)  # slot of a hot row; -2 - slot of a shared row; -1
         self._place[hot] = np.arange(len(hot), dtype=np.int32)
         self._filled = -1
+        self._met, self._at = np.zeros(nodes, bool), np.zeros(nodes, np.int32)
 
     def split(self, batch: int, nodes: Array) -> Split:
         """The levels of the rows of `nodes`, the input nodes of that batch."""
         self._fill(batch // self.length)
         place = self._place[nodes]
         hot, shared, cold = (np.flatnonzero(one).astype(np.int32) for one in (place >= 0, place < -1, place == -1))
-        order = np.argsort(nodes[cold], kind="stable")
-        return Split(hot, place[hot], shared, -2 - place[shared], cold[order])
+        return Split(hot, place[hot], shared, -2 - place[shared], cold[self._ascending(nodes[cold])])
+
+    def _ascending(self, ids: Array) -> Array:
+        """The order in which `ids`, each there once, ascend: of many by a pass over all nodes, faster than sorting."""
+        if len(self._met) > DENSE * len(ids):
+            return np.argsort(ids)
+        self._met[ids], self._at[ids] = True, np.arange(len(ids), dtype=np.int32)
+        found = np.flatnonzero(self._met)
+        self._met[found] = False
+        return self._at[found]
 
     def _fill(self, segment: int) -> None:
         if segment == self._filled:
@@ -172,8 +183,7 @@ class DiskCache(NamedTuple):
 
 def _cached(batches: Sequence[Array], tables: tuple[Array, Array], limits: Limits) -> DiskCache:
     """The disk cache for the rows of `batches`. `tables`: uint8 zeros and int32 -1 [nodes], the same afterwards."""
-    popularity, place = tables
-    ids = _used_twice(batches, popularity)
+    ids, place = _used_twice(batches, tables), tables[1]
     place[ids] = np.arange(len(ids), dtype=np.int32)
     inside = [place[one] for one in batches]
     place[ids] = -1
@@ -237,12 +247,15 @@ def segment_length(stored: Array, limits: Limits) -> int:
     )
 
 
-def _used_twice(batches: Sequence[Array], popularity: Array) -> Array:
-    """int64, ascending: nodes that stand at two places or more in `batches`. `popularity` [nodes] is 0 before and
-    after."""
+def _used_twice(batches: Sequence[Array], tables: tuple[Array, Array]) -> Array:
+    """int64, ascending: nodes that stand at two places or more in `batches`. `tables`: `_cached`'s."""
+    popularity, place = tables
     for ids in batches:
-        rows, counts = np.unique(ids, return_counts=True)
-        popularity[rows] = np.minimum(popularity[rows] + np.minimum(counts, 2), 2)
+        popularity[ids] = np.minimum(popularity[ids] + 1, 2)
+        places = np.arange(len(ids), dtype=np.int32)
+        place[ids] = places
+        popularity[ids[place[ids] != places]] = 2  # it stands there twice
+        place[ids] = -1
     found = []
     for ids in batches:
         found.append(ids[popularity[ids] == 2])

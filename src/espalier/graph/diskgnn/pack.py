@@ -32,6 +32,7 @@ from espalier.graph.diskgnn.features import Features
 from espalier.graph.diskgnn.manifest import Inputs, Manifest, Packed
 from espalier.graph.diskgnn.pool import Draws, DrawsBatches, Pool
 from espalier.graph.diskgnn.row_format import Kind, RowFormat
+from espalier.store.cost import PAGE
 from espalier.store.direct_io import aligned, bytes_of, open_file
 from espalier.store.extent_filler import ExtentFiller
 from espalier.store.extents import ExtentFile, ExtentWriter, damaged
@@ -44,6 +45,8 @@ LOADED = 4 << 20
 """Bytes of the rows in memory that are read at once."""
 ENCODED = 4096
 """Rows that are encoded at once."""
+DEALT = 4 << 20
+"""Bytes of an extent that are gathered and written at once: enough for the disk, and few for the processor's cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +169,8 @@ def _write_plan(writer: ExtentWriter, plan: AccessPlan, drawn: Pool) -> None:
 
 def _bounds(ids: Array, ranges: Array) -> Array:
     """int64 [ranges + 1]: where the rows of each range begin among `ids`, which are in the order of their ranges."""
+    if (ids[1:] > ids[:-1]).all():
+        return np.searchsorted(ids, ranges)
     counts = np.bincount(np.searchsorted(ranges, ids, side="right") - 1, minlength=len(ranges) - 1)
     return np.concatenate([[0], np.cumsum(counts[: len(ranges) - 1])]).astype(np.int64)
 
@@ -279,17 +284,17 @@ def _deal(
     (targets, filler), (at, rows), row = into, part, request.row
     start = int(request.ranges()[at])
     encoded, error = _encoded(row, rows, (error, start))
-    unit = _unit(row.row_bytes)
+    unit, step = _unit(row.row_bytes), max(1, (DEALT - PAGE) // max(1, row.row_bytes))
     table = encoded.view(unit).numpy()
     for one in targets:
-        first, last = int(one.bounds[at]), int(one.bounds[at + 1])
-        if first == last:
-            continue
-        room = filler.room(one.name, (last - first) * row.row_bytes)
-        out = room.data.view(unit).view(last - first, -1).numpy()
-        # by NumPy: torch's threads would spin afterwards, and transfers wait for a processor
-        np.take(table, one.nodes(first, last) - start, axis=0, out=out, mode="clip")
-        filler.extend(one.name, room)
+        ids = one.nodes(int(one.bounds[at]), int(one.bounds[at + 1])) - start
+        for begin in range(0, len(ids), step):
+            piece = ids[begin : begin + step]
+            room = filler.room(one.name, len(piece) * row.row_bytes)
+            out = room.data.view(unit).view(len(piece), -1).numpy()
+            # by NumPy: torch's threads would spin afterwards, and transfers wait for a processor
+            np.take(table, piece, axis=0, out=out, mode="clip")
+            filler.extend(one.name, room, begin + step < len(ids))
     return error
 
 
