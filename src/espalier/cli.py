@@ -101,7 +101,7 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     )
     made["predict"].add_argument("--tokens", type=int, default=200, help="tokens to generate (default 200)")
     made["predict"].add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest (default)")
-    made["predict"].add_argument("--top-k", type=int, help="sample among the k likeliest only")
+    made["predict"].add_argument("--top-k", type=int, help="sample among the k likeliest only; links of a node")
     made["predict"].add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
     made["report"].add_argument(
         "--trace", metavar="FILE", help="of a cluster's jobs: Acme's columns, sacct -P, or a folder of runs"
@@ -110,8 +110,8 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     made["report"].add_argument("--port", type=int, default=0, help="port for --serve (default: any free one)")
     made["export"].add_argument(
         "--to",
-        choices=("hf", "safetensors"),
-        help="format: hf (Llama-format folder; of text the default) or safetensors (any run)",
+        choices=("hf", "safetensors", "embeddings"),
+        help="hf (Llama-format folder; of text the default), safetensors (any run), embeddings (of a graph's nodes)",
     )
     made["export"].add_argument("--out", help="folder to write (default RUN/export-FORMAT)")
     made["explain"].add_argument("name", nargs="?", help="a system, such as amsp; without it, all twenty")

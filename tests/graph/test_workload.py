@@ -13,6 +13,7 @@ from espalier.errors import UserError
 from espalier.graph import base, compiled_aggregate, link_prediction, workload_row
 from espalier.graph.data import Graph, divided
 from espalier.graph.gnn import largest
+from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.kernels.dropout import activated
 from espalier.launch import agent
@@ -277,6 +278,45 @@ def test_answers_name_what_was_asked_for():
     assert len(workload_row.answers(pairs, model, "0,1; 2,3")) == 2
     with pytest.raises(UserError, match="no pair"):
         workload_row.answers(pairs, model, "0,1,2")
+
+
+def test_one_node_is_answered_by_its_likeliest_new_links():
+    graph = made()
+    workload = GraphWorkload(recipe_of({}, {"task": "link"}), graph)
+    model = workload.build(torch.device("cpu"), torch.float64).eval()
+    known = {tuple(pair) for pair in workload.task.links.pairs.T.tolist()}
+    others = [other for other in range(graph.nodes) if other != 7 and not {(7, other), (other, 7)} & known]
+    chances = workload_row.answers(workload, model, ";".join(f"7,{other}" for other in others))
+    expected = sorted(chances, key=lambda one: -one["probability"])
+    with torch.no_grad():
+        found = workload_row.answers(workload, model, "7", 4)
+        assert [one["name"] for one in found] == [one["name"] for one in expected[:4]]
+        assert len(workload_row.answers(workload, model, " 7\n")) == workload_row.LINKS
+        assert len(workload_row.answers(workload, model, "7", 1000)) == len(others)
+        with pytest.raises(UserError, match="no node '99'"):
+            workload_row.answers(workload, model, "99", 4)
+
+
+def test_embeddings_of_links_score_them_and_of_nodes_are_what_the_last_layer_reads(tmp_path):
+    graph = made()
+    linked = GraphWorkload(recipe_of({}, {"task": "link"}), graph)
+    model = linked.build(torch.device("cpu"), torch.float32).eval()
+    workload_row.ROW.exports["embeddings"](linked, model, tmp_path / "links")
+    rows = torch.from_numpy(np.load(tmp_path / "links" / "embeddings.npy"))
+    (one,) = workload_row.answers(linked, model, "3,9")
+    assert float((rows[3] @ rows[9]).sigmoid()) == pytest.approx(one["probability"], rel=1e-6)
+    assert (tmp_path / "links" / "names.txt").read_text().splitlines() == [graph.called(at) for at in range(60)]
+
+    workload = GraphWorkload(recipe_of({"kind": "sage", "depth": 2}), graph)
+    model = workload.build(torch.device("cpu"), torch.float32).eval()
+    workload_row.ROW.exports["embeddings"](workload, model, tmp_path / "nodes")
+    rows = torch.from_numpy(np.load(tmp_path / "nodes" / "embeddings.npy"))
+    with torch.no_grad():
+        logits = model.step(1, workload.task.held.block, rows)
+    assert torch.equal(logits, infer(model, workload.task.held))
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UserError, match="not an export"):
+        workload_row.ROW.exports["embeddings"](workload, model, tmp_path / "mine")
 
 
 @pytest.mark.parametrize(

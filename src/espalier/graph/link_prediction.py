@@ -127,15 +127,28 @@ class LinkTask:
         head, tail = self.links.pairs[:, item]
         return f"{self.graph.called(int(head))} - {self.graph.called(int(tail))}"
 
+    def likeliest(self, model: nn.Module, node: int, count: int) -> list[dict[str, Any]]:
+        """The `count` likeliest links of `node` that the graph does not have, the likeliest first."""
+        embedded = infer(model, self.view).cpu()
+        found = embedded @ embedded[node]
+        found[node] = -torch.inf
+        ends = torch.from_numpy(self.links.pairs)
+        found[torch.cat([ends[1][ends[0] == node], ends[0][ends[1] == node]])] = -torch.inf
+        best = found.topk(min(count, int(found.isfinite().sum())))
+        pairs = [(node, other) for other in best.indices.tolist()]
+        return self._named(pairs, best.values.sigmoid().tolist())
+
     def answers(self, model: nn.Module, pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
         """The probability that each pair is joined."""
         embedded = infer(model, self.view).cpu()
         chances = scores(embedded, torch.tensor(pairs).T.reshape(2, -1)).sigmoid().tolist()
-        found = []
-        for (head, tail), chance in zip(pairs, chances, strict=True):
-            name = f"{self.graph.called(head)} - {self.graph.called(tail)}"
-            found.append({"name": name, "probability": chance})
-        return found
+        return self._named(pairs, chances)
+
+    def _named(self, pairs: Sequence[tuple[int, int]], chances: Sequence[float]) -> list[dict[str, Any]]:
+        return [
+            {"name": f"{self.graph.called(head)} - {self.graph.called(tail)}", "probability": chance}
+            for (head, tail), chance in zip(pairs, chances, strict=True)
+        ]
 
 
 def scores(rows: Tensor, pairs: Tensor) -> Tensor:

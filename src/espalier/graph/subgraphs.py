@@ -123,15 +123,16 @@ def _edge_values(model: nn.Module, block: MessageBlock) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-def infer(model: nn.Module, view: View) -> Tensor:
-    """[nodes, outputs] for all nodes with all their neighbours, layer by layer, in pieces where memory is scarce."""
+def infer(model: nn.Module, view: View, layers: int | None = None) -> Tensor:
+    """[nodes, outputs] for all nodes with all their neighbours, layer by layer, in pieces where memory is scarce; with
+    `layers`, what the first ones give."""
     parameter = next(model.parameters())
     placed: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
     if not isinstance(model, Gnn):
         features, blocks = view.whole()
         return forward(model, features.to(**placed), tuple(_placed(block, placed) for block in blocks[:1]))
     rows: Rows = view.features
-    for at, layer in enumerate(model.layers):
+    for at, layer in enumerate(list(model.layers)[:layers]):
         assert isinstance(layer, Layer)
         if view.graph.edges * max(layer.inputs, layer.outputs) * 4 <= MOST:
             rows = model.step(at, _placed(view.block, placed), _to(rows, placed))

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from espalier import data_hash
+from espalier.cache_dir import replace_folder
 from espalier.config import Messages, Recipe
 from espalier.errors import UserError
 from espalier.graph import kept_graph
+from espalier.graph.gnn import Gnn
 from espalier.graph.graph_classification import GraphTask
 from espalier.graph.link_prediction import LinkTask
+from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.import_function import keep_sources
 from espalier.shard.wrap_policy import profile
@@ -27,14 +31,23 @@ LIBRARIES = 45 * 2**20
 included."""
 
 
-def answers(workload: GraphWorkload, model: nn.Module, text: str | None) -> list[dict[str, Any]]:
+LINKS = 10
+"""Links that are shown of one node unless another number is asked for."""
+
+
+def answers(
+    workload: GraphWorkload, model: nn.Module, text: str | None, count: int | None = None
+) -> list[dict[str, Any]]:
     """One answer for each thing that `text` names, by name or number.
 
     Nodes and graphs are separated by commas or line ends; a pair is `a,b`, and pairs by line ends or semicolons. None:
-    every node or graph; all links that were held out.
+    every node or graph; all links that were held out. Where links are predicted, one node is answered by the `count`
+    likeliest new links that it has.
     """
     task = workload.task
     if isinstance(task, LinkTask):
+        if text is not None and text.strip() and not {",", ";", "\n"} & set(text.strip()):
+            return task.likeliest(model, task.graph.find(text.strip()), count or LINKS)
         return task.answers(model, _pairs(task, text))
     if text is None:
         return task.answers(model, range(workload.graph.items))
@@ -107,8 +120,34 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
 
 def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
     assert isinstance(workload, GraphWorkload)
-    found = answers(workload, model, text)
+    found = answers(workload, model, text, sampling.top_k)
     return Answer(_lines(found), lambda: {"answers": found})
+
+
+def _embeddings(workload: Workload, model: nn.Module, folder: Path) -> str:
+    """`embeddings.npy`, float32 [nodes, width], and `names.txt`: of links what is multiplied, of nodes what the last
+    layer reads."""
+    assert isinstance(workload, GraphWorkload)
+    if isinstance(workload.task, GraphTask) or not isinstance(model, Gnn) or workload.stored is not None:
+        raise UserError(
+            "This run has no embeddings to export.",
+            why="they are of nodes, of our own networks, of a graph in memory",
+            do="--to safetensors, and the model of espalier.open(RUN).model()",
+        )
+    if folder.exists() and not (folder / "embeddings.npy").exists():
+        raise UserError(f"{folder} is there already and is not an export.", do="--out FOLDER that does not exist")
+    linked = isinstance(workload.task, LinkTask)
+    view = workload.task.view if isinstance(workload.task, LinkTask) else workload.task.held
+    with torch.no_grad():
+        rows = infer(model, view, len(model.layers) - (not linked)).float().cpu().numpy()
+    names = [workload.graph.called(node) for node in range(workload.graph.nodes)]
+
+    def fill(place: Path) -> None:
+        np.save(place / "embeddings.npy", rows)
+        (place / "names.txt").write_text("\n".join(names) + "\n", encoding="utf-8")
+
+    replace_folder(folder, fill)
+    return f"numpy.load({str(folder / 'embeddings.npy')!r})  # float32 {list(rows.shape)}"
 
 
 def _lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -124,6 +163,7 @@ ROW = Row(
     contents=_contents,
     reading="Reading the graph",
     answer=_answer,
+    exports={"embeddings": _embeddings},
     freeze=_freeze,
     evaluates=True,
     pack=_pack,

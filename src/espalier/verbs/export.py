@@ -25,10 +25,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the folder and says where it is."""
     trained = open_trained(arguments.run, arguments.trust)
     known = workload_registry.row(trained.recipe).exports
-    form = arguments.to or next(iter(known), "safetensors")
+    form = arguments.to or ("hf" if "hf" in known else "safetensors")
     if form not in known and form != "safetensors":
         raise UserError(
-            f"The run in {arguments.run} is not a language model; there is no `{form}` form of it.",
+            f"The run in {arguments.run} has no `{form}` form.",
+            why="hf is for language models, embeddings for graphs",
             do=f"espalier export {arguments.run} --to safetensors",
         )
     out = Path(arguments.out) if arguments.out else trained.folder.path / f"export-{form}"

@@ -225,8 +225,8 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
         word, question = row.usage
         say(f"  {word:<8}  espalier predict {folder}{question}")
     say(f"  evaluate  espalier eval {folder}")
-    for form in row.exports if row is not None else ():
-        say(f"  export    espalier export {folder} --to {form}")
+    if row is not None and "hf" in row.exports:
+        say(f"  export    espalier export {folder} --to hf")
 
 
 def account(found: Account) -> None:
