@@ -1,17 +1,21 @@
 """The optimizer on a node of its own, on slow links: LuWu beside FSDP2 and ZeRO-1, and what the node sustains.
 
-    python bench/luwu.py [--quick] [--pairs N] [--json FILE] [--rate 200mbit] [--only links|node|stages]
+    python bench/luwu.py [--quick] [--pairs N] [--json FILE] [--rate 200mbit] [--only links|tiny|node|stages]
 
 `links`: four workers with an uplink of 200 Mbit/s each, and a node whose uplink is four times as fast, so that it needs
-no aggregator. FSDP2 gathers each block anew in backward (`reshard_after_forward=True`); ZeRO-1 by hand keeps its states
-in host memory. Bytes per link and step are those of the interface, headers left out, beside the cost function's.
-`node`: one worker that computes nothing pushes and pulls over loopback; its parameters/s beside the least of what the
-link, the disk and AdamW sustain alone. `stages`: threads that belong to steps beside threads that own layers, on the
-same O_DIRECT files. Needs root (bench/netlab.py).
+no aggregator. All contestants are up at once and take turns of a few steps. FSDP2 gathers each block anew in backward
+(`reshard_after_forward=True`), with Gloo's reduce-scatter and with one that sends half of its bytes (`direct`); ZeRO-1
+by hand overlaps its exchanges with forward and backward. `plain` is one process without links. Bytes per link and step
+are those of the interface, headers left out, beside the cost function's; seconds stand beside the planner's too, which
+is told what `plain` and the node's parts took. `tiny`: the same with a model of a few thousand numbers, and whether two
+runs leave the same files. `node`: four workers that compute nothing push and pull over the same links, and one over
+loopback; parameters/s beside the least of what link, disk and AdamW sustain alone. `stages`: threads that belong to
+steps beside threads that own layers, on the same O_DIRECT files. Needs root (bench/netlab.py).
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import statistics
@@ -19,32 +23,39 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any
+from subprocess import Popen
 
 import msgspec
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from espalier.config import Adamw
 from espalier.optim import adamw
 from espalier.optim.base import Owned
-from espalier.shard.luwu.base import Layer
+from espalier.shard.luwu import cost
 from espalier.shard.luwu.client import Client
 from espalier.shard.luwu.layout import Job
 from espalier.shard.luwu.node import OptimizerNode
 from espalier.shard.luwu.state_file import open_state, open_sums
 from espalier.store.direct_io import aligned
 from espalier.store.generations import Generations
-from luwu_rank import Outcome, Task
-from netlab import Lab, Shape, first_said
+from luwu_rank import Task, Turn, job_of, zero
+from luwu_stages import stages
+from netlab import PORT, Lab, Shape
 from netlab import rate as rate_of
 from table import Row, arguments, compare, publish, settle
 
 WORKERS = 4
-OPTIONS = Adamw(learning_rate=1e-3)
+NAMES = {
+    "fsdp2": "FSDP2, resharding",
+    "fsdp2 direct": "FSDP2, resharding, direct reduce-scatter",
+    "zero1": "ZeRO-1 with states in host memory, by hand",
+    "plain": "one process, no links",
+}
+ALONE = 1448 / 1514
+"""Payload of a full packet: what `tc tbf` counts are whole frames."""
 
 
 class NodeLab(Lab):
@@ -58,99 +69,182 @@ class NodeLab(Lab):
         self.shape = plain
 
 
-def trained(task: Task, rate: float) -> Outcome:
-    """`task` on every host of a lab."""
-    shutil.rmtree(task.folder, ignore_errors=True)
-    command = [sys.executable, str(Path(__file__).parent / "luwu_rank.py"), msgspec.json.encode(task).decode()]
+class Contestants:
+    """Programs that wait on the hosts of a lab until it is their turn. Has state: their processes."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self._ranks: dict[str, list[Popen[str]]] = {}
+
+    def start(self, task: Task) -> None:
+        """Returns at once. An optimizer node stands on the last host."""
+        command = [sys.executable, str(Path(__file__).parent / "luwu_rank.py"), msgspec.json.encode(task).decode()]
+        node = task.kind.startswith("luwu") or task.kind == "feed"
+        hosts = 1 if task.kind == "plain" else task.workers + node
+        port = {"MASTER_PORT": str(PORT + 10 * len(self._ranks))}
+        self._ranks[task.kind] = self.lab.start(command, port, hosts)
+
+    def turn(self, kind: str, steps: int) -> Turn:
+        """What `steps` steps of it took. Raises RuntimeError where it has ended."""
+        for rank in self._ranks[kind][:WORKERS]:
+            assert rank.stdin is not None
+            rank.stdin.write(f"{steps}\n")
+            rank.stdin.flush()
+        said = self._ranks[kind][0].stdout
+        assert said is not None
+        line = said.readline()
+        if not line:
+            raise RuntimeError(f"{kind} has ended; its error is above")
+        return msgspec.json.decode(line, type=Turn)
+
+    def end(self) -> None:
+        """Lets all of them end, and raises RuntimeError where one failed."""
+        everyone = [rank for ranks in self._ranks.values() for rank in ranks]
+        for rank in everyone:
+            assert rank.stdin is not None
+            rank.stdin.close()
+        codes = [rank.wait(timeout=60) for rank in everyone]
+        if any(codes):
+            raise RuntimeError(f"ranks ended with {codes}; their errors are above")
+
+    def kill(self) -> None:
+        """Ends what is left."""
+        for ranks in self._ranks.values():
+            for rank in ranks:
+                rank.kill()
+
+
+@contextmanager
+def contest(rate: float) -> Iterator[Contestants]:
+    """A lab with nobody in it yet."""
     with NodeLab(Shape(nodes=WORKERS + 1, hosts=1, rate=rate)) as lab:
-        return msgspec.json.decode(first_said(lab.start(command)), type=Outcome)
+        found = Contestants(lab)
+        try:
+            yield found
+            found.end()
+        finally:
+            found.kill()
 
 
-def links(quick: bool, pairs: int, rate: float, folder: str) -> list[Row]:
-    """Tokens/s beside both peers, and bytes per link beside the formula."""
-    size: dict[str, Any] = {"depth": 4, "width": 192, "sequence": 64, "steps": 3 if quick else 8, "folder": folder}
-    kinds = ("luwu", "luwu int8", "fsdp2", "zero1")
-    found: dict[str, list[Outcome]] = {kind: [] for kind in kinds}
-    for _ in range(pairs):
+def turns(kinds: Sequence[str], task: Task, rate: float, pairs: int, steps: int) -> dict[str, list[Turn]]:
+    """`pairs` interleaved turns of each kind, after one that does not count."""
+    found: dict[str, list[Turn]] = {kind: [] for kind in kinds}
+    with contest(rate) as made:
         for kind in kinds:
-            found[kind].append(trained(Task(kind=kind, **size), rate))
-            print(kind, f"{statistics.median(found[kind][-1].seconds):.2f} s a step", flush=True)
+            shutil.rmtree(f"{task.folder}/{kind}", ignore_errors=True)
+            made.start(msgspec.structs.replace(task, kind=kind, folder=f"{task.folder}/{kind}"))
+        for kind in kinds:
+            made.turn(kind, 1)
+        for _ in range(pairs):
+            for kind in kinds:
+                found[kind].append(made.turn(kind, steps))
+            print(*(f"{kind} {ones[-1].seconds:.3f} s" for kind, ones in found.items()), sep=", ", flush=True)
+    return found
 
-    def speeds(kind: str) -> list[float]:
-        return [WORKERS * size["sequence"] / statistics.median(one.seconds) for one in found[kind]]
 
-    case = f"{found['luwu'][0].parameters / 1e6:.1f} M parameters, {rate / 1e6:.0f} Mbit/s{', quick' if quick else ''}"
-    peers = {"fsdp2": "FSDP2, resharding", "zero1": "ZeRO-1 with states in host memory, by hand"}
-    rows = [
-        compare(f"{kind}: {case}", name, "tokens/s", list(zip(speeds(kind), speeds(peer), strict=True)))
-        for kind in ("luwu int8", "luwu")
-        for peer, name in peers.items()
-    ]
-    for kind in kinds:
+def links(task: Task, rate: float, pairs: int, steps: int) -> list[Row]:
+    """Tokens/s beside the peers, bytes per link beside the formula, and seconds beside the planner's."""
+    kinds = ("luwu", "luwu int8", "fsdp2", "fsdp2 direct", "zero1", "plain")
+    began = parts(job_of(4, 2**20), Path(task.folder))
+    found = turns(kinds, task, rate, pairs, steps)
+    case = f"{sum(found['luwu'][0].numel) / 1e6:.3g} M parameters, {rate / 1e6:.0f} Mbit/s"
+    rows = []
+    for kind in ("luwu int8", "luwu"):
+        for peer, name in NAMES.items():
+            pair = [
+                (WORKERS * task.sequence / mine.seconds, WORKERS * task.sequence / other.seconds)
+                for mine, other in zip(found[kind], found[peer], strict=True)
+            ]
+            rows.append(compare(f"{kind}: {case}", name, "tokens/s", pair))
+    for kind in kinds[:-1]:
         for way in ("sent", "received"):
             pair = [(getattr(one, way), getattr(one, f"expected_{way}")) for one in found[kind]]
-            name = f"{kind}: bytes {way} per link and step: {case}"
-            rows.append(compare(name, "the formula", "bytes", pair, higher_is_better=False))
+            rows.append(
+                compare(
+                    f"{kind}: {way} per link and step, {case}", "the formula", "bytes", pair, higher_is_better=False
+                )
+            )
+    for kind in kinds[:2]:
+        pair = [
+            (one.seconds, predicted(one, plain.seconds, rate, began))
+            for one, plain in zip(found[kind], found["plain"], strict=True)
+        ]
+        rows.append(compare(f"{kind}: a step, {case}", "as predicted", "s", pair, higher_is_better=False))
+    return rows
+
+
+def predicted(turn: Turn, plain: float, rate: float, alone: dict[str, float]) -> float:
+    """Seconds of a step by the cost function, from `plain` seconds of all workers' sequences one after the other: a
+    worker computes a third more (forward again in backward) on its share of this machine's cores."""
+    share = min(WORKERS, len(os.sched_getaffinity(0)))
+    computing = plain * 4 / 3 / share
+    layers = cost.Layers(turn.numel, turn.uses)
+    wire = 4.0, turn.expected_sent / sum(turn.numel)
+    rates = cost.Rates(rate / 8 * ALONE, alone["disk"] * cost.STATE_BYTES, alone["adam"])
+    return computing + float(cost.cost(layers, computing, rates, WORKERS, wire).seconds["pull and push"])
+
+
+def tiny(task: Task, rate: float, pairs: int) -> list[Row]:
+    """A model that links hardly notice, and the bits of two undisturbed runs."""
+    kinds = ("luwu int8", "fsdp2 direct", "zero1")
+    turns(kinds[:1], task, rate, pairs, 10)
+    first = _state(task)
+    found = turns(kinds, task, rate, pairs, 10)
+    second = _state(task)
+    size = f"{sum(found[kinds[0]][0].numel):,} parameters"
+    equal = len(first) if first == second else 0
+    case = f"luwu int8: the node's state after {len(found[kinds[0]]) * 11 + 2} steps, two runs of one seed, {size}"
+    rows = [Row(case, "the first run", len(first), equal, equal / len(first), "equal bytes", "(n=2)")]
+    for peer in kinds[1:]:
+        pair = [(mine.seconds, other.seconds) for mine, other in zip(found[kinds[0]], found[peer], strict=True)]
+        rows.append(compare(f"luwu int8: a step, {size}", NAMES[peer], "s", pair, higher_is_better=False))
     return rows
 
 
 # --- the node alone ------------------------------------------------------------------------------------------------
 
 
-def job_of(layers: int, numel: int) -> Job:
-    """Equal layers."""
-    return Job(tuple(Layer(f"layer {one}", ((f"{one}", (numel // 64, 64)),)) for one in range(layers)), OPTIONS)
-
-
-def zero(layer: int, flat: torch.Tensor) -> None:
-    """The first parameters."""
-    flat.zero_()
-
-
-def node_rate(job: Job, folder: Path, steps: int) -> float:
-    """Parameters/s of steps in which a worker pushes every layer and pulls every layer twice."""
-    state = open_state(folder, job, zero)
-    door = socket.create_server(("127.0.0.1", 0))
-    node = OptimizerNode(job, (state, open_sums(folder, job)), door, "bench").start()
-    client = Client([[door.getsockname()[:2]]], 0, job, "bench")
-    outs = [torch.empty(layer.numel) for layer in job.layers]
-    gradient = torch.full((job.layers[0].numel,), 1e-3)
-    took = []
-    for step in range(steps + 1):
-        began = time.perf_counter()
-        pulls = [client.pull(number, step, out) for number, out in enumerate(outs)]
-        for one in pulls:
-            client.wait(one)
-        client.move(step, 1.0, 1.0, following=1.0)
-        handles = []
-        for number, out in enumerate(outs):
-            handles += [client.pull(number, step, out), client.push(number, step, gradient)]
-        for one in handles:
-            client.wait(one)
-        client.settle(step + 1)
-        took.append(time.perf_counter() - began)
-    client.close()
-    node.close()
-    return sum(layer.numel for layer in job.layers) / statistics.median(took[1:])
+def loopback_rate(job: Job, folder: Path, steps: int) -> list[float]:
+    """Parameters/s of steps in which one worker over loopback pulls every layer twice and pushes it once."""
+    with open_state(folder, job, zero) as state, socket.create_server(("127.0.0.1", 0)) as door:
+        node = OptimizerNode(job, (state, open_sums(folder, job)), door, "bench").start()
+        client = Client([[door.getsockname()[:2]]], 0, job, "bench")
+        outs = [torch.empty(layer.numel) for layer in job.layers]
+        gradient, took = torch.full((job.layers[0].numel,), 1e-3), []
+        for step in range(steps + 2):
+            began = time.perf_counter()
+            for _ in range(2):
+                for one in [client.pull(number, step, out) for number, out in enumerate(outs)]:
+                    client.wait(one)
+            for one in [client.push(number, step, gradient) for number in range(len(outs))]:
+                client.wait(one)
+            client.move(step, 1.0, 1.0, following=1.0)
+            client.settle(step + 1)
+            took.append(time.perf_counter() - began)
+        client.close()
+        node.close()
+    return [sum(layer.numel for layer in job.layers) / one for one in took[2:]]
 
 
 def parts(job: Job, folder: Path) -> dict[str, float]:
-    """Parameters/s of the link, the disk and AdamW, each alone."""
+    """Parameters/s of the disk (12 bytes read and 12 written, with a commit), AdamW and loopback, each alone."""
     layer = job.layers[0]
     size = layer.numel * 12
+    folder.mkdir(parents=True, exist_ok=True)
     with Generations.create(folder / "disk", {str(one): size for one in range(4)}) as state:
         buffer = aligned(size)
-        began = time.perf_counter()
-        for step in range(2):
+        for step in range(3):
+            began = time.perf_counter()
             for one in range(4):
                 state.write(str(one), buffer)
             state.commit(step)
             for one in range(4):
                 state.read(str(one), buffer)
-        disk = 8 * layer.numel / (time.perf_counter() - began)
+        disk = 4 * layer.numel / (time.perf_counter() - began)
+    (folder / "disk").unlink()
     owned = [Owned("one", torch.nn.Parameter(torch.zeros(layer.numel // 64, 64)), torch.Size((layer.numel // 64, 64)))]
     owned[0].tensor.grad = torch.ones_like(owned[0].tensor)
-    optimizer = adamw.build(OPTIONS, owned)
+    optimizer = adamw.build(job.optimizer, owned)
     optimizer.step(1.0)
     began = time.perf_counter()
     for _ in range(4):
@@ -175,118 +269,36 @@ def loopback(size: int) -> float:
         return size / (time.perf_counter() - began)
 
 
-def node(quick: bool, pairs: int, folder: Path) -> list[Row]:
-    """The node beside the slowest of its parts."""
-    job = job_of(6, 2**20 if quick else 4 * 2**20)
-    found = []
+def node(task: Task, rate: float, pairs: int) -> list[Row]:
+    """The node beside the slowest of its parts: fed by four workers over their links, and by one over loopback."""
+    folder, found, fed = Path(task.folder), [], []
+    link = rate / 8 * ALONE / 8  # a worker's link brings each number twice a step, in fp32
+    with contest(rate) as made:
+        made.start(msgspec.structs.replace(task, kind="feed", folder=str(folder / "feed")))
+        made.turn("feed", 1)
+        for _ in range(pairs):
+            alone = parts(job_of(1, task.width), folder)
+            took = made.turn("feed", 2)
+            fed.append((task.depth * task.width / took.seconds, min(link, alone["disk"], alone["adam"])))
+            print(f"fed over links: {fed[-1][0] / 1e6:.2f} M/s of {fed[-1][1] / 1e6:.2f}", flush=True)
+    job = job_of(6, task.width)
     for number in range(pairs):
         place = folder / f"node{number}"
-        place.mkdir(parents=True)
-        rates = parts(job, place)
+        alone = parts(job, place)
         settle()
-        found.append((node_rate(job, place, 2 if quick else 4), min(rates.values())))
-        print({name: f"{value / 1e6:.0f} M/s" for name, value in rates.items()}, flush=True)
+        found.append((statistics.median(loopback_rate(job, place, 3)), min(alone.values())))
+        print({name: f"{value / 1e6:.0f} M/s" for name, value in alone.items()}, f"{found[-1][0] / 1e6:.0f} M/s")
         shutil.rmtree(place)
+    name = "least of link, disk and AdamW"
     return [
-        compare(
-            "a node that one worker keeps busy, over loopback", "least of link, disk and AdamW", "parameters/s", found
-        )
+        compare(f"node fed by {WORKERS} workers, {rate / 1e6:.0f} Mbit/s each", name, "parameters/s", fed),
+        compare("node fed by one worker over loopback, unlimited", name, "parameters/s", found),
     ]
 
 
-# --- step-centric and layer-centric ------------------------------------------------------------------------------
-
-
-class Stages:
-    """Layers on disk, to be read, stepped and written. Has state: the file."""
-
-    def __init__(self, path: Path, layers: int, numel: int) -> None:
-        self.layers, self.numel = layers, numel
-        self.state = Generations.create(path, {str(one): 12 * numel for one in range(layers)})
-        self.rooms = [aligned(12 * numel) for _ in range(3)]
-        for one in range(layers):
-            self.state.write(str(one), self.rooms[0].zero_())
-        self.state.commit(0)
-        self.gradient = torch.full((numel,), 1e-3)
-
-    def adam(self, room: torch.Tensor) -> None:
-        """On the state of one layer."""
-        whole = room.view(torch.float32)
-        values = [whole[at * self.numel : (at + 1) * self.numel] for at in range(3)]
-        torch._fused_adamw_(
-            [values[0]], [self.gradient], [values[1]], [values[2]], [], [torch.ones(())], lr=1e-3, beta1=0.9,
-            beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
-        )  # fmt: skip
-
-    def layer_centric(self, step: int) -> None:
-        """Three threads, each of which takes a layer through all that is done to it."""
-        left: SimpleQueue[int] = SimpleQueue()
-        for one in range(self.layers):
-            left.put(one)
-
-        def own(room: torch.Tensor) -> None:
-            while True:
-                try:
-                    one = left.get_nowait()
-                except Empty:
-                    return
-                self.state.read(str(one), room)
-                self.adam(room)
-                self.state.write(str(one), room)
-
-        _all([threading.Thread(target=own, args=(room,)) for room in self.rooms])
-        self.state.commit(step)
-
-    def step_centric(self, step: int) -> None:
-        """Three threads, each of which does one thing to every layer."""
-        free, read, moved = SimpleQueue[Any](), SimpleQueue[Any](), SimpleQueue[Any]()
-        for room in self.rooms:
-            free.put(room)
-
-        def reading() -> None:
-            for one in range(self.layers):
-                room = free.get()
-                self.state.read(str(one), room)
-                read.put((one, room))
-
-        def moving() -> None:
-            for _ in range(self.layers):
-                one, room = read.get()
-                self.adam(room)
-                moved.put((one, room))
-
-        def writing() -> None:
-            for _ in range(self.layers):
-                one, room = moved.get()
-                self.state.write(str(one), room)
-                free.put(room)
-
-        _all([threading.Thread(target=one) for one in (reading, moving, writing)])
-        self.state.commit(step)
-
-
-def _all(threads: Sequence[threading.Thread]) -> None:
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-
-
-def stages(quick: bool, pairs: int, folder: Path) -> list[Row]:
-    """Seconds of a step on the same files, three threads and three buffers each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    made = Stages(folder / "stages", 12, 2**19 if quick else 2**21)
-    found, step = [], 0
-    for _ in range(pairs):
-        seconds = []
-        for way in (made.step_centric, made.layer_centric):
-            step += 1
-            began = time.perf_counter()
-            way(step)
-            seconds.append(time.perf_counter() - began)
-        found.append((seconds[0], seconds[1]))
-    made.state.close()
-    return [compare("a step of 12 layers on O_DIRECT files", "layer-centric", "s", found, higher_is_better=False)]
+def _state(task: Task) -> bytes:
+    """The node's state file: after as many steps its newest step lies in the same places."""
+    return next(Path(task.folder).rglob("state")).read_bytes()
 
 
 def main() -> int:
@@ -294,20 +306,23 @@ def main() -> int:
     given = arguments(
         __doc__ or "",
         rate={"default": "200mbit", "help": "of a worker's uplink, each way"},
-        only={"choices": ("links", "node", "stages"), "help": "one part"},
+        only={"choices": ("links", "tiny", "node", "stages"), "help": "one part"},
     )
-    rows: list[Row] = []
+    quick, rows, rate = given.quick, list[Row](), rate_of(given.rate)
+    pairs = given.pairs or (3 if quick else 5)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="luwu-", dir=Path.cwd()) as made:
-        place = Path(made)
         if given.only in (None, "stages"):
-            rows += stages(given.quick, given.pairs or (5 if given.quick else 9), place / "stages")
+            rows += stages(2**19 if quick else 2**20, pairs, Path(made))
         if given.only in (None, "node"):
-            rows += node(given.quick, given.pairs or (3 if given.quick else 5), place)
+            rows += node(Task("feed", 6 if quick else 8, 2**20, 0, made, WORKERS), rate, pairs)
+        if given.only in (None, "tiny"):
+            rows += tiny(Task("", 1, 32, 16, f"{made}/tiny", WORKERS), rate, pairs)
         if given.only in (None, "links"):
-            rows += links(
-                given.quick, given.pairs or (1 if given.quick else 5), rate_of(given.rate), str(place / "run")
-            )
+            size = (4, 192) if quick else (6, 256)
+            rows += links(Task("", *size, 64, f"{made}/links", WORKERS), rate, pairs, 2 if quick else 3)
+    if quick:
+        rows = [msgspec.structs.replace(row, case=f"{row.case}, quick") for row in rows]
     publish(rows, given.json)
     return 0
 

@@ -1,11 +1,13 @@
-"""One host of bench/luwu.py: trains a decoder for some steps by one method, and says what they took.
+"""One host of bench/luwu.py: trains a decoder by one method, some steps at a time, and says what they took.
 
-torchrun's environment, the optimizer node being the last rank; argument: a Task as JSON. Rank 0 prints an Outcome.
+torchrun's environment, the optimizer node being the last rank; argument: a Task as JSON. Each line on standard input is
+a number of steps; the first of a turn is not counted. Rank 0 answers each line with a Turn. Ends with its input.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,42 +20,68 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from espalier import trainer, worker
-from espalier.config import Recipe, defaults, recipe_file
+from espalier.config import Adamw, Recipe, defaults, recipe_file
 from espalier.language.workload import open_language
 from espalier.launch.base import RankSpec
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
 from espalier.shard.luwu import cost
-from espalier.workload import Workload
+from espalier.shard.luwu.base import Layer
+from espalier.shard.luwu.client import Client
+from espalier.shard.luwu.layout import Job
+from espalier.shard.luwu.node import OptimizerNode
+from espalier.shard.luwu.state_file import open_state, open_sums
+from espalier.workload import Shard, Workload
 
 PACKET = 66
 """Bytes of Ethernet, IP and TCP headers with timestamps."""
+FEED_PORT = 29700
 
 
 class Task(msgspec.Struct, frozen=True):
-    """`kind`: `luwu`, `luwu int8`, `fsdp2` or `zero1`; `steps` timed after two; `folder`: for the node's files."""
+    """`kind`: a key of KINDS; `folder`: for the node's files; of `feed`, `depth` layers of `width` numbers."""
 
     kind: str
     depth: int
     width: int
     sequence: int
-    steps: int
     folder: str
     workers: int = 4
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """Seconds of each step; bytes that rank 0's link sent and received in a step, headers left out, and what the cost
-    function says of both."""
+class Turn(msgspec.Struct, frozen=True):
+    """Seconds of a step on average; bytes that this host's link sent and received in one, headers left out, and what
+    the cost function says of both."""
 
-    seconds: list[float]
-    sent: float
-    received: float
-    expected_sent: float
-    expected_received: float
-    parameters: int
+    seconds: float = 0.0
+    sent: float = 0.0
+    received: float = 0.0
+    expected_sent: float = 0.0
+    expected_received: float = 0.0
+    numel: tuple[int, ...] = ()
+    uses: tuple[tuple[int, ...], ...] = ()
+
+
+class Contestant:
+    """What is timed: `step(number)`, `finish()` of what a step has left under way, and what is expected of it."""
+
+    def __init__(self, step: Callable[[int], None], expected: Turn, finish: Callable[[], None] = lambda: None) -> None:
+        self.step, self.expected, self.finish = step, expected, finish
+        self.number = 0
+
+    def turn(self, steps: int) -> Turn:
+        """One step that is not counted, then those that are."""
+        for one in range(steps + 1):
+            if one == 1:
+                before, began = link_bytes(), time.perf_counter()
+            self.step(self.number)
+            self.number += 1
+        seconds = (time.perf_counter() - began) / steps
+        sent, received = ((after - first) / steps for after, first in zip(link_bytes(), before, strict=True))
+        return msgspec.structs.replace(self.expected, seconds=seconds, sent=sent, received=received)
 
 
 def recipe_of(task: Task) -> Recipe:
@@ -79,25 +107,24 @@ def link_bytes() -> tuple[int, int]:
     return found["tx_bytes"] - PACKET * found["tx_packets"], found["rx_bytes"] - PACKET * found["rx_packets"]
 
 
-def timed(task: Task, step: Callable[[int], None], expected: tuple[float, float], parameters: int) -> Outcome:
-    """Two steps, then those that count."""
-    for number in range(2):
-        step(number)
-    before, seconds = link_bytes(), []
-    for number in range(2, 2 + task.steps):
-        began = time.perf_counter()
-        step(number)
-        seconds.append(time.perf_counter() - began)
-    sent, received = ((after - first) / task.steps for after, first in zip(link_bytes(), before, strict=True))
-    return Outcome(seconds, sent, received, *expected, parameters)
+def job_of(layers: int, numel: int, workers: int = 1) -> Job:
+    """Equal layers of one matrix each."""
+    each = tuple(Layer(f"layer {one}", ((f"{one}", (numel // 64, 64)),)) for one in range(layers))
+    return Job(each, Adamw(learning_rate=1e-3), workers=workers)
+
+
+def zero(layer: int, flat: Tensor) -> None:
+    """The first parameters."""
+    flat.zero_()
 
 
 # --- ours ----------------------------------------------------------------------------------------------------------
 
 
-def ours(task: Task, rank: int, world: int) -> Outcome | None:
-    """A worker, or the node."""
-    recipe = recipe_of(task)
+@contextmanager
+def ours(task: Task, rank: int) -> Iterator[Contestant | None]:
+    """A worker, or the node, which serves until the workers have left."""
+    recipe, world = recipe_of(task), task.workers + 1
     exchanges = (plans.Exchange(traffic="gradients", codec="int8"),) if task.kind.endswith("int8") else ()
     trainers = tuple(plans.Rank(share=(one, one + 1)) for one in range(task.workers))
     plan = plans.Plan(
@@ -110,20 +137,48 @@ def ours(task: Task, rank: int, world: int) -> Outcome | None:
     with worker.joined(place, 300.0) as channel:
         if place.role == "optimizer":
             worker.as_optimizer(setting, channel)
-            return None
+            yield None
+            return
         made = trainer.Trainer(setting, channel)
-
-        def step(number: int) -> None:
-            made.train_step(workload.batches(number, setting.shard))
-
         window = made.built.context.window
         assert window is not None
-        numel = tuple(one.layer.numel for one in window.layers)
-        layers = cost.Layers(numel, tuple(map(tuple, window.uses)))
+        numel, uses = tuple(one.layer.numel for one in window.layers), tuple(map(tuple, window.uses))
+        layers = cost.Layers(numel, uses)
         sent = cost.pushed_bytes(layers, 1 if exchanges else 4)
-        found = timed(task, step, (sent, cost.pulled_bytes(layers)), sum(numel))
+        expected = Turn(0.0, 0.0, 0.0, sent, cost.pulled_bytes(layers), numel, uses)
+        yield Contestant(lambda number: made.train_step(workload.batches(number, setting.shard)), expected)
         made.built.close()
-        return found
+
+
+@contextmanager
+def feed(task: Task, rank: int) -> Iterator[Contestant | None]:
+    """The node, or a worker that computes nothing: it pulls every layer twice and pushes it once in a step."""
+    job = job_of(task.depth, task.width, task.workers)
+    address = ("10.213.77." + str(task.workers + 1), FEED_PORT)
+    if rank == task.workers:
+        folder = Path(task.folder)
+        with open_state(folder, job, zero) as state, socket.create_server(address) as door:
+            node = OptimizerNode(job, (state, open_sums(folder, job)), door, "bench").start()
+            sys.stdin.read()
+            node.close()
+        yield None
+        return
+    client = Client([[address]], rank, job, "bench")
+    outs = [torch.empty(layer.numel) for layer in job.layers]
+    gradient = torch.full((job.layers[0].numel,), 1e-3)
+
+    def step(number: int) -> None:
+        for one in [client.pull(place, number, out) for place, out in enumerate(outs)]:
+            client.wait(one)
+        pulls = [client.pull(place, number, out) for place, out in enumerate(outs)]
+        for one in [client.push(place, number, gradient) for place in range(task.depth)] + pulls:
+            client.wait(one)
+        client.totals(number, torch.zeros(1))
+        client.move(number, 1.0, 1.0, following=1.0)
+
+    size = 4.0 * task.depth * task.width
+    yield Contestant(step, Turn(0.0, 0.0, 0.0, size, 2 * size))
+    client.close()
 
 
 # --- beside it -----------------------------------------------------------------------------------------------------
@@ -139,82 +194,176 @@ def joined(rank: int, workers: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def fsdp2(task: Task, workload: Workload, rank: int) -> Outcome:
-    """Fully sharded, each block gathered anew in backward."""
-    model = workload.build(torch.device("cpu"), torch.float32)
-    numel = sum(one.numel() for one in model.parameters())
-    for block in workload.blocks(model):
-        fully_shard(block, reshard_after_forward=True)
-    fully_shard(model, reshard_after_forward=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    expected = float(cost.sharded_bytes(cost.Layers((numel,), ((0,),)), task.workers))
-    return timed(task, _step(task, workload, model, optimizer, rank), (expected, expected), numel)
+class Direct(DefaultReduceScatter):
+    """Reduce-scatter in which every rank sends each other one its part: (N-1)/N of the bytes, where Gloo's own is an
+    all-reduce of twice as many."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        torch.sum(parts.view(dist.get_world_size(group), -1), 0, out=output_tensor.view(-1))
+        if op != dist.ReduceOp.SUM:  # the mean
+            output_tensor /= dist.get_world_size(group)
+        return None
 
 
-def zero1(task: Task, workload: Workload, rank: int) -> Outcome:
-    """ZeRO-1 by hand, its states in the host's memory: one reduce-scatter, a step of the shard, one all-gather."""
-    model = workload.build(torch.device("cpu"), torch.float32)
-    parameters = list(model.parameters())
-    numel = sum(one.numel() for one in parameters)
-    size = -(-numel // task.workers)
-    flat, gradient = torch.zeros(size * task.workers), torch.zeros(size * task.workers)
-    at = 0
-    for one in parameters:
-        view = flat[at : at + one.numel()].view_as(one)
-        view.copy_(one.detach())
-        one.data, one.grad = view, gradient[at : at + one.numel()].view_as(one)
-        at += one.numel()
-    shard = nn.Parameter(flat[rank * size : (rank + 1) * size].clone())
-    optimizer = torch.optim.AdamW([shard], lr=1e-3, fused=True)
-    plain = _step(task, workload, model, None, rank)
-    own: Tensor = torch.zeros(size)
+@contextmanager
+def fsdp2(task: Task, rank: int) -> Iterator[Contestant]:
+    """Fully sharded, each block gathered anew in backward; `fsdp2` alone reduces as Gloo does."""
+    with joined(rank, task.workers):
+        workload = open_language(recipe_of(task))
+        model = workload.build(torch.device("cpu"), torch.float32)
+        numel = sum(one.numel() for one in model.parameters())
+        for block in (*workload.blocks(model), model):
+            sharded = fully_shard(block, reshard_after_forward=True)
+            if task.kind != "fsdp2":
+                sharded.set_custom_reduce_scatter(Direct())  # type: ignore[attr-defined]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        plain = _backward(workload, model, rank)
 
-    def step(number: int) -> None:
-        gradient.zero_()
-        plain(number)
-        dist.reduce_scatter_tensor(own, gradient)
-        shard.grad = own
-        optimizer.step()
-        dist.all_gather_into_tensor(flat, shard.detach())
-
-    expected = 2.0 * (task.workers - 1) / task.workers * 4 * numel
-    return timed(task, step, (expected, expected), numel)
-
-
-def _step(
-    task: Task, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int
-) -> Callable[[int], None]:
-    def step(number: int) -> None:
-        from espalier.workload import Shard
-
-        (batch,) = workload.batches(number, Shard(rank, rank + 1, 1))
-        value, _ = workload.loss(model, batch)
-        (value / workload.nominal_weight).backward()  # type: ignore[no-untyped-call]
-        if optimizer is not None:
+        def step(number: int) -> None:
+            plain(number)
             optimizer.step()
             optimizer.zero_grad()
 
+        expected = float(cost.sharded_bytes(cost.Layers((numel,), ((0,),)), task.workers))
+        yield Contestant(step, Turn(0.0, 0.0, 0.0, expected, expected, (numel,)))
+
+
+class _Bucket:
+    """A block of the model for `zero1`. Has state.
+
+    Attributes:
+        flat, gradient: [ranks x size] parameters and gradients, of which parameters and their `.grad` are views.
+        shard: this rank's part, which its optimizer moves.
+        under_way: the collective that was begun last.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], rank: int, workers: int) -> None:
+        numel = sum(one.numel() for one in parameters)
+        size = -(-numel // workers)
+        self.parameters, self.missing = parameters, len(parameters)
+        self.flat, self.gradient = torch.zeros(size * workers), torch.zeros(size * workers)
+        self.parts = torch.empty(workers, size)
+        at = 0
+        for one in parameters:
+            view = self.flat[at : at + one.numel()].view_as(one)
+            view.copy_(one.detach())
+            one.data, one.grad = view, self.gradient[at : at + one.numel()].view_as(one)
+            one.register_post_accumulate_grad_hook(self._arrived)
+            at += one.numel()
+        self.shard = nn.Parameter(self.flat[rank * size : (rank + 1) * size].clone())
+        self.shard.grad = torch.zeros(size)
+        self.under_way: Any = None
+
+    def _arrived(self, _: Tensor) -> None:
+        self.missing -= 1
+        if not self.missing:  # all gradients of the block: their sums are exchanged while backward goes on
+            self.under_way = dist.all_to_all_single(self.parts.view(-1), self.gradient, async_op=True)
+
+    def reduce(self) -> None:
+        """Waits for the sums of this rank's part."""
+        self.under_way.wait()
+        torch.sum(self.parts, 0, out=self.shard.grad)
+
+    def gather(self) -> None:
+        """Begins to send what the optimizer has moved."""
+        self.under_way = dist.all_gather_single(self.flat, self.shard.detach(), async_op=True)
+
+    def ready(self, *_: object) -> None:
+        """Before the block's forward: all parts are here."""
+        if self.under_way is not None:
+            self.under_way.wait()
+            self.under_way = None
+            self.gradient.zero_()
+            self.missing = len(self.parameters)
+
+
+@contextmanager
+def zero1(task: Task, rank: int) -> Iterator[Contestant]:
+    """ZeRO-1 by hand, its states in the host's memory, block by block: gradients are exchanged under backward, and
+    parameters under the next forward. It sends 2 (N-1)/N S, and every worker holds the whole model."""
+    with joined(rank, task.workers):
+        workload = open_language(recipe_of(task))
+        model = workload.build(torch.device("cpu"), torch.float32)
+        numel = sum(one.numel() for one in model.parameters())
+        blocks = list(workload.blocks(model))
+        inside = {id(one) for block in blocks for one in block.parameters()}
+        rest = _Bucket([one for one in model.parameters() if id(one) not in inside], rank, task.workers)
+        buckets = [rest, *(_Bucket(list(block.parameters()), rank, task.workers) for block in blocks)]
+        for module, bucket in zip((model, *blocks), buckets, strict=True):
+            module.register_forward_pre_hook(bucket.ready)
+        optimizer = torch.optim.AdamW([one.shard for one in buckets], lr=1e-3, fused=True)
+        plain = _backward(workload, model, rank)
+
+        def step(number: int) -> None:
+            plain(number)
+            for bucket in reversed(buckets):
+                bucket.reduce()
+            optimizer.step()
+            for bucket in buckets:
+                bucket.gather()
+
+        def finish() -> None:
+            for bucket in buckets:
+                bucket.ready()
+
+        expected = 2.0 * (task.workers - 1) / task.workers * 4 * numel
+        yield Contestant(step, Turn(0.0, 0.0, 0.0, expected, expected, (numel,)), finish)
+
+
+@contextmanager
+def plain_loop(task: Task, rank: int) -> Iterator[Contestant]:
+    """One process that holds everything and takes the sequences of all workers, one after the other."""
+    workload = open_language(recipe_of(task))
+    model = workload.build(torch.device("cpu"), torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    each = [_backward(workload, model, one) for one in range(task.workers)]
+
+    def step(number: int) -> None:
+        for one in each:
+            one(number)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    yield Contestant(step, Turn(numel=(sum(one.numel() for one in model.parameters()),)))
+
+
+def _backward(workload: Workload, model: nn.Module, rank: int) -> Callable[[int], None]:
+    def step(number: int) -> None:
+        (batch,) = workload.batches(number, Shard(rank, rank + 1, 1))
+        value, _ = workload.loss(model, batch)
+        (value / workload.nominal_weight).backward()  # type: ignore[no-untyped-call]
+
     return step
+
+
+KINDS: dict[str, Any] = {
+    "luwu": ours,
+    "luwu int8": ours,
+    "fsdp2": fsdp2,
+    "fsdp2 direct": fsdp2,
+    "zero1": zero1,
+    "plain": plain_loop,
+    "feed": feed,
+}
 
 
 def main() -> int:
     """Runs the task on this host."""
     task = msgspec.json.decode(sys.argv[1], type=Task)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    found: Any = None
-    if task.kind.startswith("luwu"):
-        found = ours(task, rank, world)
-    elif rank < task.workers:
-        kinds = {"fsdp2": fsdp2, "zero1": zero1}
-        with joined(rank, task.workers):
-            found = kinds[task.kind](task, open_language(recipe_of(task)), rank)
-    if rank == 0:
-        print(msgspec.json.encode(found).decode())
+    with KINDS[task.kind](task, rank) as contestant:
+        if contestant is None:
+            return 0
+        for line in sys.stdin:
+            found = contestant.turn(int(line))
+            if rank == 0:
+                print(msgspec.json.encode(found).decode(), flush=True)
+        contestant.finish()
     return 0
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # threads of connections and process groups need not end first
+    sys.exit(main())

@@ -176,9 +176,13 @@ class Lab:
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def start(self, command: Sequence[str], extra: Mapping[str, str] | None = None) -> list[subprocess.Popen[str]]:
-        """Starts `command` on every host; what they print can be read from them."""
-        return [self._start_on(index, command, extra or {}) for index in range(len(self.shape.node_of))]
+    def start(
+        self, command: Sequence[str], extra: Mapping[str, str] | None = None, hosts: int | None = None
+    ) -> list[subprocess.Popen[str]]:
+        """Starts `command` on every host, or on the first `hosts`; what they print can be read, and they be written
+        to."""
+        count = len(self.shape.node_of) if hosts is None else hosts
+        return [self._start_on(index, command, extra or {}) for index in range(count)]
 
     def _start_on(self, index: int, command: Sequence[str], extra: Mapping[str, str]) -> subprocess.Popen[str]:
         group = self._share(index)
@@ -192,7 +196,7 @@ class Lab:
         whole = [*self._entering(self._host(index), f"host{index}"), *command]
         if group is not None:  # a shell joins the group and becomes the command
             whole = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *whole]
-        return subprocess.Popen(whole, env=environment, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(whole, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def start_mpi(self, mpiexec: str, command: Sequence[str]) -> subprocess.Popen[str]:
         """Starts `command` on every host by MPICH's `mpiexec`, which runs on the first."""
