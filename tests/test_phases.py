@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from programs import forked
+from programs import forked, launched
 
-from espalier import phases, worker, workload_registry
+from espalier import cli, phases, worker, workload_registry
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import recipe_file
 from espalier.errors import UserError
@@ -196,7 +197,6 @@ def test_phases_out_of_order_are_refused(home: Path) -> None:
 
 
 def test_phases_need_ranks_that_are_not_there_yet(home: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "espalier", "train"]
-    done = subprocess.run([*command, "recipe.toml"], cwd=home, capture_output=True, text=True, timeout=150, check=False)
+    (done,) = launched(home, partial(cli.main, ["train", "recipe.toml"]), ranks=1)
     assert done.returncode != 0
     assert "2 phases, and its ranks were started already" in done.stderr

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def run(*command: str) -> str:
@@ -20,8 +20,10 @@ def run(*command: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["ddp_hook.py", pytest.param("fsdp2.py", marks=pytest.mark.slow)])
-def test_it_trains(name: str) -> None:
-    said = run(*TORCHRUN, f"examples/{name}")
+def test_it_trains(name: str, tmp_path: Path) -> None:
+    first, second = programs.launched(tmp_path, programs.script(ROOT / "examples" / name))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    said = first.stdout
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", said)]
     assert losses[-1] < 0.7 * losses[0]
     sent = re.search(r"sent ([\d.]+)", said)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import io
 import os
+import runpy
+import signal
+import socket
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from espalier import cli
 
@@ -31,22 +37,61 @@ def started(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def forked(folder: Path, *arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
     """The same, of a fork of this process: without the seconds that importing takes. `typed`: its standard input."""
     out, err = folder / "stdout.txt", folder / "stderr.txt"
+    pid = _fork(folder, partial(cli.main, arguments), (out, err), environment(folder), typed)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return subprocess.CompletedProcess(list(arguments), code, out.read_text(), err.read_text())
+
+
+def launched(folder: Path, run: Callable[[], Any], ranks: int = 2) -> list[subprocess.CompletedProcess[str]]:
+    """`run` in forks of this process that stand where torchrun would start ranks of one thread, without its agent."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    files, pids = [(folder / f"stdout{rank}.txt", folder / f"stderr{rank}.txt") for rank in range(ranks)], []
+    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    try:
+        for rank in range(ranks):
+            own = {key: str(value) for key, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            variables = {**environment(folder), **own, "OMP_NUM_THREADS": "1"}
+            pids.append(_fork(folder, run, files[rank], variables))
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pids.pop(0), 0)[1]) for _ in range(ranks)]
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return [
+        subprocess.CompletedProcess([], code, out.read_text(), err.read_text())
+        for code, (out, err) in zip(codes, files, strict=True)
+    ]
+
+
+def script(path: Path) -> Callable[[], Any]:
+    """Runs the Python file at `path`, as `python path` does."""
+    return partial(runpy.run_path, str(path), run_name="__main__")
+
+
+def _fork(
+    folder: Path, run: Callable[[], Any], files: tuple[Path, Path], variables: dict[str, str], typed: str = ""
+) -> int:
+    """The process that runs `run` in `folder` and writes to `files`; it ends with what `run` returns or exits with."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
             os.chdir(folder)
-            os.environ.update(environment(folder))
-            for path, number in ((out, 1), (err, 2)):
+            os.environ.update(variables)
+            for path, number in zip(files, (1, 2), strict=True):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
             sys.stdin = io.TextIOWrapper(io.BytesIO(typed.encode()))
             sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-            code = cli.main(arguments)
+            returned = run()
+            code = returned if isinstance(returned, int) else 0
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         except BaseException:
             traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return subprocess.CompletedProcess(list(arguments), code, out.read_text(), err.read_text())
+    return pid

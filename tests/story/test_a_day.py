@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -11,9 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from programs import environment, forked, started
+from programs import environment, forked, launched, started
 
+from espalier import cli
 from espalier import cluster as clusters
+from espalier.hardware import multihost_probe, probe
 
 RECIPE = """
 [model]
@@ -194,22 +197,20 @@ def test_torchrun_gives_the_same_curve_as_local_ranks(home):
 
 
 def test_ranks_that_torchrun_starts_on_two_hosts_measure_the_links_and_are_planned_for(home):
-    script = "import os\nfrom espalier import cli\nfrom espalier.hardware import multihost_probe\n"
-    script += "multihost_probe.host = lambda: f'host{os.environ[\"RANK\"]}|boot|1'\n"  # each rank on a host of its own
-    script += "raise SystemExit(cli.main(['train', 'recipe.toml', 'name=two', 'train.steps=2']))\n"
-    (home / "two.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "two.py"]
-    done = subprocess.run(
-        command, cwd=home, env=environment(home), capture_output=True, text=True, timeout=150, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    def run():
+        multihost_probe.host = lambda: f"host{os.environ['RANK']}|boot|1"  # each rank on a host of its own
+        probe.probe = probe.cached  # measured before, as all machines of this story
+        return cli.main(["train", "recipe.toml", "name=two", "train.steps=2"])
+
+    first, second = launched(home, run)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     cluster = clusters.read(home / "runs" / "two" / "cluster.toml")
     assert cluster.machines == 2
     assert cluster.between is not None
     assert cluster.between.measured
     plan = json.loads((home / "runs" / "two" / "plan.json").read_text())
     assert [one["node"] for one in plan["ranks"]] == [0, 1]
-    assert "Measuring the hosts" in done.stderr
+    assert "Measuring the hosts" in first.stderr
     assert [one["step"] for one in events(home, "two") if one["event"] == "step"] == [1, 2]
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import programs
 import torch
 
 from espalier.testing import same
@@ -26,11 +24,9 @@ def test_the_readme_shows_the_example() -> None:
 
 def test_the_example_gives_what_plain_pytorch_gives(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text(CLUSTER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"loss 0\.\d+", done.stdout)
+    first, second = programs.launched(tmp_path, programs.script(EXAMPLE))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert re.search(r"loss 0\.\d+", first.stdout)
 
     plain: dict[str, Any] = {}
     lines = EXAMPLE.read_text().split("import espalier\n")[1].splitlines()
@@ -42,12 +38,9 @@ def test_the_example_gives_what_plain_pytorch_gives(tmp_path: Path) -> None:
 
 
 def test_parts_by_themselves_train_and_restore(tmp_path: Path) -> None:
-    parts = ROOT / "examples" / "parts.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(parts)]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"loss (0\.\d+), step 50 restored, ([\d,]+) bytes sent", done.stdout)
+    first, second = programs.launched(tmp_path, programs.script(ROOT / "examples" / "parts.py"))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    found = re.search(r"loss (0\.\d+), step 50 restored, ([\d,]+) bytes sent", first.stdout)
     assert found is not None
     assert float(found[1]) < 0.5
     assert int(found[2].replace(",", "")) > 50 * 4 * 2179  # an all-reduce of the gradients in each step, and more
