@@ -56,6 +56,17 @@ class Shard:
         return list(itertools.pairwise(ends))
 
 
+class PackStart(NamedTuple):
+    """How packing is begun: who is told how far it is, and whether other ranks of the run may be packing the same."""
+
+    progress: Progress | None = None
+    waits: bool = False
+
+
+ALONE = PackStart()
+"""One process packs for all ranks of its machine."""
+
+
 @dataclass(frozen=True)
 class Phase:
     """Steps `[start, stop)` in which the model keeps its shape; a plan is made anew at each boundary."""

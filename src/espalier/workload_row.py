@@ -13,7 +13,7 @@ from torch import nn
 from espalier.config import Recipe
 from espalier.config.base import Derivation
 from espalier.cost import Anatomy, Cut
-from espalier.workload import Progress, Shard, Workload
+from espalier.workload import PackStart, Progress, Shard, Workload
 
 
 def _silently(done: int, total: int) -> None:
@@ -150,7 +150,7 @@ def _nothing_to_freeze(workload: Workload, folder: Path) -> None:
     """Its data says all."""
 
 
-def _nothing_to_pack(workload: Workload, shards: Sequence[Shard], progress: Progress) -> None:
+def _nothing_to_pack(workload: Workload, shards: Sequence[Shard], packing: PackStart) -> None:
     """No recipe of this kind has a [store]."""
 
 
@@ -170,7 +170,7 @@ class Row:
         prepare: looks at the data as far as options depend on it.
         freeze: (workload, empty folder), which writes what preprocessing decided there: tokenizer, classes, splits.
         evaluates: whether the frozen folder holds what evaluation reads too.
-        pack: of a recipe with a [store], (workload, shards of a machine's ranks, progress), which packs their batches.
+        pack: of a recipe with a [store], (workload, shards of a machine's ranks, `PackStart`): packs their batches.
         answer: (workload, model, input, sampling) -> Answer. None: nobody knows what an input is.
         exports: format -> (workload, model, folder), which writes the model there and says how to load it.
         contents: name -> hash of the data's files, compared when a run is taken up again.
@@ -184,7 +184,7 @@ class Row:
     prepare: Callable[[Recipe, Opening], Prepared] = _as_it_is
     freeze: Callable[[Workload, Path], None] = _nothing_to_freeze
     evaluates: bool = False
-    pack: Callable[[Workload, Sequence[Shard], Progress], None] = _nothing_to_pack
+    pack: Callable[[Workload, Sequence[Shard], PackStart], None] = _nothing_to_pack
     answer: Callable[[Workload, nn.Module, str | None, Sampling], Answer] | None = None
     exports: Mapping[str, Callable[[Workload, nn.Module, Path], str]] = field(default_factory=dict)
     contents: Callable[[Recipe, Workload], Mapping[str, str]] = _fingerprint

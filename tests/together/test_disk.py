@@ -21,6 +21,7 @@ from espalier.config import defaults, recipe_file
 from espalier.errors import Interrupted
 from espalier.graph import synthetic
 from espalier.graph.data import divided
+from espalier.graph.diskgnn import rolling_pool
 from espalier.graph.workload import GraphWorkload
 from espalier.launch import agent
 from espalier.launch import base as launch
@@ -112,6 +113,26 @@ def test_stopped_and_resumed_on_another_budget_is_unbroken(graph, tmp_path):
     assert all(torch.equal(value, after[0][1][name]) for name, value in whole[0][1].items())
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_ranks_share_one_rolling_pool_and_a_resumed_run_is_unbroken(graph, tmp_path, share, monkeypatch):
+    monkeypatch.setattr(rolling_pool, "AHEAD", 8)
+
+    def recipe(name):
+        return recipe_of({"path": str(tmp_path / name), "memory": "1MiB", "resample": share}, steps=23)
+
+    whole = train(recipe("one"), graph, 2)
+    assert whole[0][0] != train(recipe_of({"path": str(tmp_path / "kept"), "memory": "1MiB"}, steps=23), graph, 2)[0][0]
+    run = tmp_path / "run"
+    run.mkdir()
+    before = train(recipe("two"), graph, 2, folder=run, stop_after=10)
+    after = train(recipe("two"), graph, 2, folder=run)
+    assert [*before[0][0], *after[0][0]] == whole[0][0]
+    assert all(torch.equal(value, after[0][1][name]) for name, value in whole[0][1].items())
+    kept = [sorted(path.name for path in (tmp_path / name).glob("*/epoch-*")) for name in ("one", "two")]
+    assert kept[0] == kept[1]
+    assert len(kept[0]) < 23 // 4
+
+
 # --- programs --------------------------------------------------------------------------------------------------------
 
 RECIPE = """
@@ -125,6 +146,7 @@ fanout = [5, 5]
 [store]
 memory = "{memory}"
 path = "packed"
+resample = {resample}
 [train]
 steps = 24
 batch_tokens = 256
@@ -132,7 +154,7 @@ batch_tokens = 256
 cluster = "machine.toml"
 trial = false
 [plan.pin]
-ranks = 1
+ranks = {ranks}
 [checkpoint]
 every = 6
 keep_best = false
@@ -140,14 +162,13 @@ keep_best = false
 MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
 
 
-def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def started(folder: Path, ranks: int, resample: float) -> subprocess.Popen[str]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "machine.toml").write_text(MACHINE)
-    if not (folder / "disk.toml").exists():
-        (folder / "disk.toml").write_text(RECIPE.format(memory="8MiB"))
+    (folder / "disk.toml").write_text(RECIPE.format(memory=f"{8 * ranks}MiB", ranks=ranks, resample=resample))
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder.parent / "cache"), "COLUMNS": "100"}
     return subprocess.Popen(
-        [sys.executable, "-m", "espalier", "train", "disk.toml", *arguments],
+        [sys.executable, "-m", "espalier", "train", "disk.toml"],
         cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
@@ -163,21 +184,23 @@ def containers(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_killed_while_packing_and_while_training_the_run_ends_as_unbroken(tmp_path):
-    whole = started(tmp_path / "whole")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("ranks", "resample"), [(1, 0.0), (2, 0.5)])
+def test_killed_while_packing_and_while_training_the_run_ends_as_unbroken(tmp_path, ranks, resample):
+    whole = started(tmp_path / "whole", ranks, resample)
     assert whole.communicate(timeout=150)[1] is None
     assert whole.returncode == 0
     marks = iter(["pool.extents.index", "rows.extents", "manifest.json", "checkpoints/*", "checkpoints/*"])
     random, folder = np.random.default_rng(0), tmp_path / "killed"
     for mark in marks:
-        run = started(folder)
+        run = started(folder, ranks, resample)
         pattern, deadline = f"**/{mark}", time.monotonic() + 60
         while run.poll() is None and time.monotonic() < deadline and not list(folder.glob(pattern)):
             time.sleep(0.01)
         time.sleep(float(random.random()) * 0.5)
         os.kill(run.pid, signal.SIGKILL)
         run.communicate(timeout=60)
-    last = started(folder)
+    last = started(folder, ranks, resample)
     text = last.communicate(timeout=150)[0]
     assert last.returncode == 0, text
     assert losses(folder / "runs" / "disk") == losses(tmp_path / "whole" / "runs" / "disk")

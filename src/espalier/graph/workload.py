@@ -25,7 +25,7 @@ from espalier.graph.neighbor_sampler import Style
 from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import SubgraphBatch, View
 from espalier.import_function import function
-from espalier.workload import Plain, Progress, Shard, Skeleton, to_device, whole_skeleton
+from espalier.workload import ALONE, PackStart, Plain, Progress, Shard, Skeleton, to_device, whole_skeleton
 
 if TYPE_CHECKING:
     from espalier.graph.diskgnn.cost import StoredFeatures
@@ -134,10 +134,10 @@ class GraphWorkload(Plain):
             made = [self.task.batch(ids, step) for ids in self._cut(step, shard)]
         return [to_device(batch, self._device, self._dtype) for batch in made]
 
-    def pack(self, shards: Sequence[Shard], progress: Progress | None = None) -> None:
+    def pack(self, shards: Sequence[Shard], packing: PackStart = ALONE) -> None:
         """Packs the batches of `shards`, the ranks of this machine, or opens what is packed. Needs a [store]."""
         assert self.stored is not None
-        self.stored.pack(shards, self._cut, progress)
+        self.stored.pack(shards, self._cut, packing)
 
     def _drawn(self, step: int) -> int:
         """The step whose targets and neighbours are drawn: with a [store], that of a batch of the pool."""

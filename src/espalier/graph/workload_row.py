@@ -23,7 +23,7 @@ from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.import_function import keep_sources
 from espalier.shard.wrap_policy import profile
-from espalier.workload import Progress, Shard, Workload
+from espalier.workload import PackStart, Shard, Workload
 from espalier.workload_row import Answer, Opening, Profile, Row, Sampling
 
 LIBRARIES = 45 * 2**20
@@ -96,9 +96,9 @@ def _freeze(workload: Workload, folder: Path) -> None:
         keep_sources(workload.recipe.model.build, folder)
 
 
-def _pack(workload: Workload, shards: Sequence[Shard], progress: Progress) -> None:
+def _pack(workload: Workload, shards: Sequence[Shard], packing: PackStart) -> None:
     assert isinstance(workload, GraphWorkload)
-    workload.pack(shards, progress)
+    workload.pack(shards, packing)
 
 
 def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:

@@ -7,8 +7,10 @@ of io_uring per thread, or where there is none through more threads.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -75,7 +77,8 @@ class _Piece:
 
 
 class IoQueue:
-    """Threads that read and write files for their callers. Holds threads until it is closed.
+    """Threads that read and write files for their callers. Holds threads until it is closed; a forked process has its
+    own.
 
     Args:
         depth: pieces of a kind (reads, writes) that may wait; a caller beyond waits for room.
@@ -88,7 +91,12 @@ class IoQueue:
         self.ring = uring.available() if ring is None else ring
         self._most = threads or (RING_THREADS if self.ring else THREADS)
         self._depth, self._closed, self._turn = depth, False, 0
-        self._writing, self._writers, self._idle = 0, max(1, self._most // 4), 0
+        self._writers = max(1, self._most // 4)
+        self._begin()
+        _queues.add(self)
+
+    def _begin(self) -> None:
+        self._writing = self._idle = 0
         self._reads: deque[_Piece] = deque()
         self._writes: deque[_Piece] = deque()
         self._lock = threading.Lock()
@@ -228,6 +236,17 @@ def _read_runs(ring: bool, file: DirectFile, runs: NDArray[np.int64], buffer: Te
 
 
 _threads = threading.local()
+_queues: weakref.WeakSet[IoQueue] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a forked process, which has none of the threads."""
+    _threads.__dict__.clear()
+    for queue in _queues:
+        queue._begin()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _own_ring() -> uring.Ring | None:

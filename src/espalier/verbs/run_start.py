@@ -22,7 +22,7 @@ from espalier.plan.collective_time import used
 from espalier.rank_setup import RankSetup
 from espalier.verbs import prepare as ready
 from espalier.verbs import run_seal
-from espalier.workload import Workload
+from espalier.workload import PackStart, Workload
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,20 @@ class RunStart:
         """The workload with all its phases."""
         return self.opened or self.workload
 
-    def pack(self, node: int = 0) -> None:
-        """Packs the batches of the ranks on a machine, or opens what is packed. The recipe has a [store]."""
+    def pack(self, node: int = 0, waits: bool = False) -> None:
+        """Packs the batches of the ranks on a machine, or opens what is packed. The recipe has a [store]. `waits`: each
+        of them does, and they wait for one another."""
         recipe, plan = self.resolved.recipe, self.plan
         places = (one for one in launch.places(plan) if plan.ranks[one.rank].node == node)
         shards = [RankSetup(recipe, plan, self.workload, place).shard for place in places]
         with ready.waiting("Packing the features") as progress:
-            workload_registry.row(recipe).pack(self.workload, shards, progress)
+            workload_registry.row(recipe).pack(self.workload, shards, PackStart(progress, waits))
 
     def setting(self, place: launch.RankSpec) -> RankSetup:
         """What the rank at `place` needs to know, and what the run's first event says of it."""
         recipe, derivations = self.resolved.recipe, self.resolved.derivations
         if recipe.store is not None:
-            self.pack(self.plan.ranks[place.rank].node)
+            self.pack(self.plan.ranks[place.rank].node, waits=True)
         about = {
             "name": recipe.name,
             "workload": type(self.workload).__name__.removesuffix("Workload").lower(),

@@ -122,8 +122,6 @@ def test_a_share_of_the_pool_is_drawn_anew_for_each_epoch(tmp_path):
     assert first[workload.stored.pool_steps :] != kept[workload.stored.pool_steps :]
     assert len(first) == 16
     assert losses(fresh, graph)[0] == first  # from what was packed
-    with pytest.raises(UserError, match=r"store\.resample = 0\.5 needs one rank on this machine, and there are 2"):
-        GraphWorkload(fresh, graph).pack([Shard(0, 4, 4), Shard(4, 8, 4)])
 
 
 def test_batches_drawn_anew_have_the_features_of_their_nodes(tmp_path):

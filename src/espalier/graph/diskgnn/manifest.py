@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from espalier.graph.data import Array, Graph
 
 FILE, LOCK = "manifest.json", "lock"
 FORMAT = 1
+WAIT = 3600.0
+"""Seconds in which the ranks of a run wait for the one that packs."""
 WHOLE, PIECE, PIECES = 1 << 30, 1 << 20, 256
 """Bytes of an array up to which it is hashed as a whole; of a larger one, so many pieces at so many places."""
 
@@ -135,30 +138,19 @@ def read(folder: Path) -> Manifest | None:
 
 
 @contextmanager
-def locked(folders: Sequence[Path]) -> Iterator[None]:
-    """Makes `folders` and holds the first: one run packs into it. Raises UserError where another does, or may not."""
-    folder = folders[0]
-    try:
-        for one in folders:
-            one.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise UserError(
-            f"store.path = '{error.filename or folder}' cannot be written to: {error.strerror}.",
-            do="store.path = a folder that this user may write to, with room for the packed rows",
-        ) from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = os.read(descriptor, 20).decode(errors="replace")
-        os.close(descriptor)
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            raise UserError(f"{folder / LOCK} cannot be locked: {error.strerror}.", do="a local disk") from None
-        raise UserError(
-            f"Another run is packing into {folder}: process {holder or 'unknown'}.",
-            why="two would overwrite each other's rows",
-            do="wait until it has ended, or store.path = another folder",
-        ) from None
+def locked(folders: Sequence[Path], waits: bool = False) -> Iterator[None]:
+    """Makes `folders` and holds the first: one process packs into it. `waits`: until another of the same run has ended,
+    which a lock is released by. Raises UserError where another run holds it, or it cannot be written to."""
+    folder, begun = folders[0], time.monotonic()
+    while (descriptor := _held(folders)) is None:
+        if not waits or time.monotonic() - begun > WAIT:
+            holder = (folder / LOCK).read_text(errors="replace") if (folder / LOCK).exists() else ""
+            raise UserError(
+                f"Another run is packing into {folder}: process {holder or 'unknown'}.",
+                why=f"waited {WAIT:.0f} s for it" if waits else "two would overwrite each other's rows",
+                do="wait until it has ended, or store.path = another folder",
+            )
+        time.sleep(0.02)
     try:
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
@@ -167,6 +159,34 @@ def locked(folders: Sequence[Path]) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _held(folders: Sequence[Path]) -> int | None:
+    """The lock of the first folder; None: another process has it, or the folder was removed meanwhile."""
+    folder = folders[0]
+    try:
+        for one in folders:
+            one.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(
+            f"store.path = '{error.filename or folder}' cannot be written to: {error.strerror}.",
+            do="store.path = a folder that this user may write to, with room for the packed rows",
+        ) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK)):
+            return descriptor
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            os.close(descriptor)
+            raise UserError(f"{folder / LOCK} cannot be locked: {error.strerror}.", do="a local disk") from None
+    os.close(descriptor)
+    return None
 
 
 # --- hashes ----------------------------------------------------------------------------------------------------------

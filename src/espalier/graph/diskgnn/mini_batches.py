@@ -43,7 +43,7 @@ from espalier.records import Record
 from espalier.store.base import Rows
 from espalier.store.cost import PAGE, pages
 from espalier.store.extents import DamagedExtent
-from espalier.workload import Progress, Shard, to_device
+from espalier.workload import ALONE, PackStart, Progress, Shard, to_device
 
 RECORD = Record(
     name="diskgnn",
@@ -140,16 +140,17 @@ class Packing:
     disk: int | None = None
     rows: Any = "fp32"
     resample: float = 0.0
+    waits: bool = False
 
     def opened(self, progress: Progress | None = None) -> TieredFeatures:
         """Packs what is not packed yet, and opens it. Raises UserError."""
         request = PackRequest(
             self.folders, self.sampler, manifest.graph_hash(self.graph), self.features, self.draws, 0, self.disk,
-            self.rows, min(BUFFER, self.share.memory),
+            self.rows, min(BUFFER, self.share.memory), self.waits,
         )  # fmt: skip
         row = request.row
         request = replace(request, memory=lambda pool: self.share.hot_bytes(pool.most_inputs, row))
-        rolling = RollingPool(request, self.resample, progress) if self.resample else None
+        rolling = RollingPool(request, self.resample, progress, self.share.ranks) if self.resample else None
         packed = rolling.first if rolling else pack(request, progress)
 
         def repair(name: str, error: DamagedExtent) -> None:
@@ -220,17 +221,11 @@ class RunBatches:
         return int(self._order(epoch)[at])
 
     def pack(
-        self, shards: Sequence[Shard], cut: Callable[[int, Shard], Sequence[Array]], progress: Progress | None = None
+        self, shards: Sequence[Shard], cut: Callable[[int, Shard], Sequence[Array]], packing: PackStart = ALONE
     ) -> None:
         """Packs the batches of all `shards` of this machine, or opens what is packed. `cut`: their targets by step."""
         if self.features is not None and tuple(self._cuts) == tuple(shards):
             return
-        if self.store.resample and len(shards) > 1:
-            raise UserError(
-                f"store.resample = {self.store.resample} needs one rank on this machine, and there are {len(shards)}.",
-                why="the rank that trains packs the batches of the next epoch in the background",
-                do="store.resample = 0, or plan.pin.ranks = 1",
-            )
         self.close()
         seeds: list[Array] = []
         steps: list[int] = []
@@ -255,7 +250,8 @@ class RunBatches:
             disk,
             self.store.rows,
             self.store.resample,
-        ).opened(progress)
+            packing.waits,
+        ).opened(packing.progress)
 
     def batches(self, step: int, shard: Shard) -> list[SubgraphBatch] | None:
         """The micro-batches of `step`; None where `shard` was not packed. Reads ahead from `step` on."""

@@ -62,6 +62,7 @@ class PackRequest:
             rows another set keeps there, in its order.
         disk: bytes that rows may take on disk; None: as many as the fastest layout takes.
         rows: how they are stored. buffer: bytes that packing may hold.
+        waits: whether other processes of the same run may pack the same, and are waited for.
     """
 
     folders: tuple[Path, ...]
@@ -73,6 +74,7 @@ class PackRequest:
     disk: int | None = None
     rows: Kind = "fp32"
     buffer: int = BUFFER
+    waits: bool = False
 
     @property
     def row(self) -> RowFormat:
@@ -110,7 +112,7 @@ def pack(request: PackRequest, progress: Progress | None = None) -> PackedSet:
     full (with the bytes that are missing; call again after making room), budgets too small.
     """
     folder, wanted = request.folders[0], request.inputs()
-    with manifest.locked(request.folders):
+    with manifest.locked(request.folders, request.waits):
         found = manifest.read(folder)
         if found is None:  # a pool that lies there is of unknown inputs
             (folder / pool.FILE).unlink(missing_ok=True)
@@ -123,7 +125,7 @@ def pack(request: PackRequest, progress: Progress | None = None) -> PackedSet:
                 _pack_rows(request, _planned(request, found, drawn), progress)
             finally:
                 drawn.close()
-    return PackedSet(request.folders)
+        return PackedSet(request.folders)
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------

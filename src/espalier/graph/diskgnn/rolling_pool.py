@@ -5,7 +5,8 @@ own, as online sampling has. In between, batches are replaced in turn, so that a
 those before. What an epoch reads is a function of (seed, epoch) alone, whenever the packing ends.
 
 The batches of epoch 0 lie in the packed set that was given. Those that replace some of them for epoch e lie in a set of
-their own in its folder, `epoch-<e>`, which is removed when all its batches are replaced.
+their own in its folder, `epoch-<e>`, which is removed when all its batches are replaced. Ranks share the sets: whoever
+comes first packs one, the others wait for it, and a set that is missing is packed again, to the same bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -24,6 +26,7 @@ import numpy as np
 
 from espalier.errors import UserError
 from espalier.graph.data import Array
+from espalier.graph.diskgnn import manifest
 from espalier.graph.diskgnn.pack import PackedSet, PackRequest, pack
 from espalier.graph.diskgnn.pool import Draws
 from espalier.graph.diskgnn.reader import ReaderOptions, Repair, TieredFeatures
@@ -91,10 +94,12 @@ class RollingPool:
     Args:
         request: of the set of epoch 0; packed here where it is not.
         share: of its batches that is replaced for each epoch.
+        ranks: how many read the batches of an epoch together.
     """
 
-    def __init__(self, request: PackRequest, share: float, progress: Progress | None = None) -> None:
-        self.request = request
+    def __init__(self, request: PackRequest, share: float, progress: Progress | None = None, ranks: int = 1) -> None:
+        self.request, self._ranks = request, ranks
+        self._behind = -(-AHEAD * ranks // max(1, len(request.draws.seeds)))
         self.schedule = ResampleSchedule(len(request.draws.seeds), share, request.draws.seed)
         self.first = pack(request, progress)
         self._sets = {0: self.first}
@@ -110,14 +115,13 @@ class RollingPool:
         packing, self._packing = self._packing, None
         if packing is not None:
             packing.result()
-        first = max(0, epoch - -(-AHEAD // max(1, self.schedule.batches)))
+        first = max(0, epoch - self._behind)
         needed = {0, *(one for at in range(first, epoch + 1) for one in self._sources(at).tolist())}
         for one in sorted(needed - set(self._sets)):
-            request = self._request(one)
-            self._sets[one] = pack(request)
+            self._sets[one] = pack(self._request(one))
         for one in sorted(set(self._sets) - needed):
             self._sets.pop(one).close()
-        self._remove_others(needed | {epoch + 1})
+        self._remove_others(epoch)
         if following and len(self.schedule.fresh(epoch + 1)):
             self._packing = self._in_background(epoch + 1)
 
@@ -146,7 +150,9 @@ class RollingPool:
     def _request(self, epoch: int) -> PackRequest:
         """What replaces batches for `epoch`; the rows in memory are those of the first set."""
         folders = tuple(_folder(folder, epoch) for folder in self.request.folders)
-        return replace(self.request, folders=folders, draws=self._drawn(epoch), memory=self.hot_nodes, disk=None)
+        return replace(
+            self.request, folders=folders, draws=self._drawn(epoch), memory=self.hot_nodes, disk=None, waits=True
+        )
 
     def _drawn(self, epoch: int) -> Draws:
         """The batches drawn anew for `epoch`, at steps of their own."""
@@ -179,11 +185,18 @@ class RollingPool:
         if self._closing:
             raise _Closing
 
-    def _remove_others(self, needed: set[int]) -> None:
-        for folder in self.request.folders:
-            for path in folder.glob("epoch-*"):
-                if path.name not in {_folder(folder, one).name for one in needed}:
-                    shutil.rmtree(path)
+    def _remove_others(self, epoch: int) -> None:
+        """Removes the sets of which no rank reads a batch: others may be as far behind as a reader is ahead."""
+        first = max(0, epoch - self._behind * min(2, self._ranks))
+        needed = {one for at in range(first, epoch + 1) for one in self._sources(at).tolist()}
+        for path in self.request.folders[0].glob("epoch-*"):
+            number = int(path.name.removeprefix("epoch-"))
+            if number < epoch and number not in needed:
+                folders = [_folder(folder, number) for folder in self.request.folders]
+                with suppress(UserError), manifest.locked(folders):
+                    (folders[0] / manifest.FILE).unlink(missing_ok=True)  # first: what is left of it is packed anew
+                    for one in folders:
+                        shutil.rmtree(one)
 
 
 class RollingFeatures(TieredFeatures):
