@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,8 @@ from espalier.config import defaults, recipe_file
 from espalier.errors import Interrupted
 from espalier.graph import synthetic
 from espalier.graph.data import divided
-from espalier.graph.diskgnn import rolling_pool
+from espalier.graph.diskgnn import rolling_pool, topology
+from espalier.graph.diskgnn.topology import DiskSampler
 from espalier.graph.workload import GraphWorkload
 from espalier.launch import agent
 from espalier.launch import base as launch
@@ -111,6 +113,22 @@ def test_stopped_and_resumed_on_another_budget_is_unbroken(graph, tmp_path):
     after = train(recipe("1MiB"), graph, 2, folder=run)
     assert [*before[0][0], *after[0][0]] == whole[0][0]
     assert all(torch.equal(value, after[0][1][name]) for name, value in whole[0][1].items())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_edges_sampled_on_disk_change_no_bit(graph, tmp_path, weighted, monkeypatch):
+    if weighted:
+        np.save(tmp_path / "weights.npy", np.random.default_rng(0).random(graph.edges, np.float32))
+        graph = replace(graph, weights=np.load(tmp_path / "weights.npy", mmap_mode="c"))
+    found = []
+    for on_disk in (True, False):
+        monkeypatch.setattr(topology, "stays_on_disk", lambda graph, memory: on_disk)  # noqa: B023
+        recipe = recipe_of({"path": str(tmp_path / f"{on_disk}"), "memory": "1MiB"})
+        workload = GraphWorkload(recipe, graph)
+        assert isinstance(workload.task.train.sampler, DiskSampler) == on_disk
+        found.append(train(recipe, graph, 1))
+    assert found[0][0][0] == found[1][0][0]
+    assert all(torch.equal(value, found[1][0][1][name]) for name, value in found[0][0][1].items())
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -51,6 +51,25 @@ class Style:
 
     loops: bool
     scale: str
+
+
+class NeighborSampling(Protocol):
+    """A sampler: of a graph in memory (`Sampler`) or on disk (`diskgnn.topology.DiskSampler`)."""
+
+    style: Style
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        ...
+
+    def degrees(self, nodes: Array) -> Array:
+        """int64: edges into each of `nodes`."""
+        ...
+
+    def draw(self, seeds: Array, fanouts: Sequence[int], seed: int = 0, step: int = 0) -> Drawn:
+        """See Sampler.draw."""
+        ...
 
 
 class Sampler:
@@ -193,12 +212,27 @@ def stream(seed: int, step: int, layer: int) -> int:
     return word & 0xFFFF_FFFF_FFFF_FFFF
 
 
+SUMMED = 1 << 22
+"""Weights that are summed at once; they may lie on disk."""
+
+
 def symmetric_root(graph: Graph) -> Array:
     """float32 [nodes]: (1 + the weights of the edges into a node) ^ -1/2, as GCN wants it; negative sums are an error
     of the data and count as 0."""
-    total = graph.degrees().astype(np.float64) if graph.weights is None else _row_sums(graph.weights, graph.indptr)
+    total = graph.degrees().astype(np.float64) if graph.weights is None else _weight_sums(graph.weights, graph.indptr)
     total = total + 1
     return np.where(total > 0, 1 / np.sqrt(np.maximum(total, 1e-30)), 0).astype(np.float32)
+
+
+def _weight_sums(weights: Array, indptr: Array) -> Array:
+    """float64 [nodes]: as `_row_sums`, to the bit, a piece of the edges at a time."""
+    begins, before = np.zeros(len(indptr)), 0.0
+    for at in range(0, len(weights), SUMMED):
+        total = np.cumsum(np.concatenate([[before], weights[at : at + SUMMED]]), dtype=np.float64)
+        own = slice(*(int(np.searchsorted(indptr, one, side="right")) for one in (at - 1, at + len(total) - 1)))
+        begins[own] = total[indptr[own] - at]
+        before = float(total[-1])
+    return np.diff(begins)
 
 
 def whole(graph: Graph, style: Style) -> MessageBlock:

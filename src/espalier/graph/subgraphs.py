@@ -15,7 +15,7 @@ from espalier.graph import neighbor_sampler
 from espalier.graph.base import Kept, MessageBlock, Rows, dense
 from espalier.graph.data import Array, Graph
 from espalier.graph.gnn import Gnn, Layer
-from espalier.graph.neighbor_sampler import ALL, Drawn, Sampler, Style
+from espalier.graph.neighbor_sampler import ALL, Drawn, NeighborSampling, Sampler, Style
 
 MOST = 1 << 31
 """Bytes of messages that inference makes at once; larger graphs go through a layer in pieces."""
@@ -58,7 +58,7 @@ class View:
         return torch.from_numpy(np.asarray(self.graph.features))
 
     @cached_property
-    def sampler(self) -> Sampler:
+    def sampler(self) -> NeighborSampling:
         """For parts of it."""
         return Sampler(self.graph, self.style)
 

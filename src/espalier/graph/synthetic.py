@@ -174,12 +174,17 @@ def opened(folder: Path) -> Graph:
     def array(name: str) -> Array:
         return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="c"))
 
+    def optional(name: str) -> Array | None:
+        return array(name) if (folder / f"{name}.npy").exists() else None
+
     return Graph(
         array("indptr"),
         array("indices"),
         array("features"),
         labels=array("labels"),
         parts=DataSplit(array("train"), array("validation"), array("test")),
+        weights=optional("weights"),
+        edge_features=optional("edge_features"),
         classes=tuple(str(at) for at in range(about["classes"])),
         origin=about["made"],
         identity=about["identity"],

@@ -38,6 +38,8 @@ def with_levels(plan: Plan, stored: StoredFeatures, cluster: Cluster) -> Plan:
     levels = cost.expected(draws, hot // stored.row_bytes, limit, stored.row_bytes)
     disks = table_of(plan, cluster).disks
     why = (_levels(levels, stored), *([_packing(levels, stored, disks[0])] if disks else []))
+    if stored.edge_bytes:
+        why = (*why, _edges(stored, disks[0] if disks else None))
     if predicted is not None:
         held = (stored.memory - hot + min(hot, levels.hot_bytes)) / here
         steps = max(1.0, levels.batches / (here * cuts))
@@ -57,6 +59,16 @@ def _levels(levels: Levels, stored: StoredFeatures) -> str:
     packed = f"{size(levels.packed_bytes)} packed by batch"
     there = f"{size(levels.disk_bytes)} of disk in {stored.folder}"
     return f"{FEATURES} ({size(stored.file_bytes)}): {', '.join(filter(None, parts))}, {packed}; {there}."
+
+
+def _edges(stored: StoredFeatures, disk: Disk | None) -> str:
+    """Why edges are sampled on disk, and what it takes."""
+    size, told = units.show_size, ""
+    if disk is not None:
+        read, seconds = stored.sampling(disk)
+        told = f": {size(read)} are read once for the pool, in {units.show_seconds(seconds)}"
+    does_not_fit = f"as they do not fit in store.memory = {size(stored.memory)}"
+    return f"{FEATURES} come with edges ({size(stored.edge_bytes)}) that are sampled on disk, {does_not_fit}{told}."
 
 
 def _packing(levels: Levels, stored: StoredFeatures, disk: Disk) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier.errors import UserError
-from espalier.graph.diskgnn.topology import DiskSampler, Topology, open_topology
+from espalier.graph import neighbor_sampler
+from espalier.graph.diskgnn.topology import DiskSampler, Topology, disk_sampler, open_topology, stays_on_disk
 from espalier.graph.neighbor_sampler import ALL, Sampler, Style
 from espalier.store.memory import MemoryRows
 
@@ -46,6 +48,28 @@ def test_batches_equal_those_in_memory(tmp_path, style, fanouts):
     for step in range(3):
         seeds = np.random.default_rng(step).integers(0, 300, 20)  # some twice
         assert_same(ours.draw(seeds, fanouts, 5, step), theirs.draw(seeds, fanouts, 5, step))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_weights_and_features_of_edges_on_disk_are_those_in_memory(tmp_path, style, monkeypatch):
+    plain, random = made(nodes=300, edges=4000), np.random.default_rng(2)
+    weights = random.random(plain.edges).astype(np.float32)
+    graph = replace(plain, weights=weights, edge_features=random.normal(size=(plain.edges, 3)).astype(np.float32))
+    for name in ("indptr", "indices", "weights", "edge_features"):
+        np.save(tmp_path / f"{name}.npy", getattr(graph, name))
+    opened = {name: np.load(tmp_path / f"{name}.npy", mmap_mode="c") for name in ("indptr", "indices", "weights")}
+    mapped = replace(graph, **opened, edge_features=np.load(tmp_path / "edge_features.npy", mmap_mode="c"))
+    assert stays_on_disk(mapped, 1000)
+    assert not stays_on_disk(mapped, 1 << 20)
+    assert not stays_on_disk(graph, 1000)
+    theirs = Sampler(graph, style)
+    expected = theirs.draw(np.arange(40), (4, ALL), 5, 1)
+    monkeypatch.setattr(neighbor_sampler, "SUMMED", 97)  # many pieces, to the same sums
+    assert np.array_equal(neighbor_sampler.symmetric_root(mapped), theirs.root)
+    found = disk_sampler(mapped, style, 1 << 16).draw(np.arange(40), (4, ALL), 5, 1)
+    assert_same(found, expected)
+    for one, other in zip(found.blocks, expected.blocks, strict=True):
+        assert (one.features is None and other.features is None) or torch.equal(one.features, other.features)
 
 
 @settings(max_examples=15)

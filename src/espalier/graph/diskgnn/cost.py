@@ -17,6 +17,8 @@ import espalier.store.cost as store
 from espalier.cluster import Disk
 
 Array = Any
+TOGETHER = 16
+"""Batches that are drawn at once where the edges lie on disk (hyperbatches)."""
 LENGTHS = 64
 """Segment lengths that are tried between one batch and all of them."""
 
@@ -95,7 +97,7 @@ class StoredFeatures:
         draws: of the whole batches, with the input nodes of one that was drawn.
         row: a `RowFormat`; row_bytes: of a packed row. file_bytes: of the feature file.
         memory, disk: bytes that a machine may take of each; None: what the fastest layout takes.
-        folder: where they are packed.
+        folder: where they are packed. edge_bytes: of edges that are sampled where they lie; 0: they are in memory.
     """
 
     draws: Draws
@@ -105,6 +107,16 @@ class StoredFeatures:
     memory: int
     disk: int | None
     folder: str
+    edge_bytes: int = 0
+
+    def sampling(self, disk: Disk) -> tuple[float, float]:
+        """Bytes that drawing the pool reads of the edges, `TOGETHER` batches at once, and its seconds."""
+        degrees, many = self.draws.degrees, -(-self.draws.batches // TOGETHER)
+        edges = float(self.draws.groups[0] @ self.draws.groups[1])
+        drawn = min(edges, self.draws.used * min(TOGETHER, self.draws.batches))
+        row = max(1, round(self.edge_bytes / max(1.0, edges)))
+        pages = many * float(store.pages_of_rows(drawn, edges, row) + store.pages_of_rows(drawn, len(degrees), 8))
+        return pages * store.PAGE, float(store.read_seconds(disk, pages * store.PAGE, pages))
 
 
 @dataclass(frozen=True)

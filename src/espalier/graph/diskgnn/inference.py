@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -24,7 +23,7 @@ from espalier.graph import base
 from espalier.graph.base import Kept
 from espalier.graph.data import Array
 from espalier.graph.gnn import Gnn, Layer
-from espalier.graph.neighbor_sampler import ALL, Drawn
+from espalier.graph.neighbor_sampler import ALL, NeighborSampling
 from espalier.store.base import Rows
 from espalier.store.rows import RowFile, RowLayout
 from espalier.units import show_size
@@ -37,23 +36,6 @@ EDGE_BYTES = 100
 COMMIT = 64 << 20
 """Bytes written between two commits."""
 _AHEAD = 1 << 16  # nodes whose degrees are read at once
-
-
-class DrawsBlocks(Protocol):
-    """A sampler of a graph in memory (`neighbor_sampler.Sampler`) or on disk (`topology.DiskSampler`)."""
-
-    @property
-    def nodes(self) -> int:
-        """How many nodes there are."""
-        ...
-
-    def degrees(self, nodes: Array) -> Array:
-        """int64: edges into each of `nodes`."""
-        ...
-
-    def draw(self, seeds: Array, fanouts: tuple[int, ...]) -> Drawn:
-        """The neighbourhood of `seeds`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +74,7 @@ class _State(msgspec.Struct, frozen=True):
 
 @torch.no_grad()
 def infer(
-    model: Gnn, sampler: DrawsBlocks, features: Rows, folder: InferenceFolder, progress: Progress | None = None
+    model: Gnn, sampler: NeighborSampling, features: Rows, folder: InferenceFolder, progress: Progress | None = None
 ) -> RowFile:
     """float32 [nodes, outputs] for all nodes with all their neighbours: rows of a file in `folder`."""
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -150,7 +132,7 @@ class _LayerPass:
 
     model: Gnn
     at: int
-    sampler: DrawsBlocks
+    sampler: NeighborSampling
     rows: Rows
 
     def write(self, folder: InferenceFolder, state: _State) -> Iterator[int]:

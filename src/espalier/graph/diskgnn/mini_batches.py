@@ -26,19 +26,19 @@ from espalier.errors import UserError
 from espalier.graph import subgraphs
 from espalier.graph.base import MessageBlock
 from espalier.graph.data import Array, Graph
-from espalier.graph.diskgnn import cost, inference, manifest
+from espalier.graph.diskgnn import cost, inference, manifest, topology
 from espalier.graph.diskgnn import features as feature_files
 from espalier.graph.diskgnn.features import Features, FeatureTable
 from espalier.graph.diskgnn.inference import InferenceFolder
 from espalier.graph.diskgnn.pack import BUFFER, PackedSet, PackRequest, pack, repack
-from espalier.graph.diskgnn.pool import Draws, DrawsBatches, epoch_seeds
+from espalier.graph.diskgnn.pool import Draws, epoch_seeds
 from espalier.graph.diskgnn.reader import PackedBatches, ReadBatch, ReaderOptions, TieredFeatures, batch_order
 from espalier.graph.diskgnn.rolling_pool import RollingFeatures, RollingPool
 from espalier.graph.diskgnn.row_format import RowFormat
 from espalier.graph.gnn import Gnn, Layer
-from espalier.graph.neighbor_sampler import ALL, Sampler, Style
+from espalier.graph.neighbor_sampler import ALL, NeighborSampling, Sampler, Style
 from espalier.graph.node_classification import NodeTask
-from espalier.graph.subgraphs import SubgraphBatch
+from espalier.graph.subgraphs import SubgraphBatch, View
 from espalier.records import Record
 from espalier.store.base import Rows
 from espalier.store.cost import PAGE, pages
@@ -132,7 +132,7 @@ class Packing:
     """What is packed, where, and with which budgets; as `PackRequest`, memory divided by `share`."""
 
     folders: tuple[Path, ...]
-    sampler: DrawsBatches
+    sampler: NeighborSampling
     graph: Graph
     features: Features
     draws: Draws
@@ -162,12 +162,10 @@ class Packing:
 
 def open_rows(graph: Graph) -> Features:
     """The features of `graph`; where they are mapped from a file, of that file, read past the page cache."""
-    array = graph.features
-    mapped = array if isinstance(array, np.memmap) else array.base
-    whole = isinstance(mapped, np.memmap) and mapped.shape == array.shape and str(mapped.filename).endswith(".npy")
-    if isinstance(mapped, np.memmap) and whole:
-        return feature_files.open_features(str(mapped.filename), nodes=graph.nodes)
-    return FeatureTable(torch.from_numpy(np.asarray(array)))
+    file = topology.mapped_file(graph.features)
+    if file is not None:
+        return feature_files.open_features(file, nodes=graph.nodes)
+    return FeatureTable(torch.from_numpy(np.asarray(graph.features)))
 
 
 def set_folders(path: str | Sequence[str] | None, key: str) -> tuple[Path, ...]:
@@ -181,15 +179,19 @@ def stored_features(recipe: config.Recipe, graph: Graph, items: int, batch: tupl
     store = recipe.store
     assert store is not None
     assert recipe.graph is not None
-    row = RowFormat(store.rows, graph.features.shape[1], torch.float32)
+    row, memory = (
+        RowFormat(store.rows, graph.features.shape[1], torch.float32),
+        units.size(store.memory, "store.memory"),
+    )
     return cost.StoredFeatures(
         cost.Draws(graph.degrees(), items, batch[0], recipe.graph.fanout, batch[1]),
         row,
         row.row_bytes,
         int(graph.features.nbytes),
-        units.size(store.memory, "store.memory"),
+        memory,
         None if store.disk is None else units.size(store.disk, "store.disk"),
         str(set_folders(store.path, "packed")[0].parent),
+        topology.edge_bytes(graph) if topology.stays_on_disk(graph, memory) else 0,
     )
 
 
@@ -209,6 +211,9 @@ class RunBatches:
         self.pool_steps, self.steps = -(-task.items // global_batch), recipe.train.steps or 0
         self.task, self.memory = task, units.size(recipe.store.memory, "store.memory")
         self.features: TieredFeatures | None = None
+        for view in (task.train, task.held):
+            if topology.stays_on_disk(view.graph, self.memory):
+                view.sampler = topology.disk_sampler(view.graph, view.style, self.memory // 8)
         self._cuts: dict[Shard, tuple[int, int]] = {}
         self._each, self._next = 0, -1
         self._batches: PackedBatches | None = None
@@ -279,14 +284,23 @@ class RunBatches:
         rows = lru_cache(1)(partial(self._layer_by_layer, model))
 
         def read(ids: Array) -> Tensor:
-            edges, row = sum(held.reach(ids)), 4 * held.graph.features.shape[1]
-            if (edges + len(ids)) * row <= self._spare():
+            if self._fits(held, ids):
                 return self._around(model, ids)
             out = torch.empty(len(ids), *rows().shape, dtype=rows().dtype)
             rows().read(torch.from_numpy(ids), out)
             return out
 
         return read
+
+    def _fits(self, held: View, ids: Array) -> bool:
+        """Whether the rows of the whole neighbourhood of `ids` fit beside the hot ones."""
+        room = self._spare() // max(1, 4 * held.graph.features.shape[1]) - len(ids)
+        for layer in range(held.depth):
+            ids = held.sampler.draw(ids, (ALL,)).nodes if layer else ids
+            room -= int(held.sampler.degrees(ids).sum())
+            if room < 0:
+                return False
+        return True
 
     @torch.no_grad()
     def _around(self, model: Gnn, ids: Array) -> Tensor:

@@ -30,8 +30,9 @@ from espalier.graph.diskgnn import access, features, manifest, pool
 from espalier.graph.diskgnn.access import AccessPlan, Limits, Split, Splitter
 from espalier.graph.diskgnn.features import Features
 from espalier.graph.diskgnn.manifest import Inputs, Manifest, Packed
-from espalier.graph.diskgnn.pool import Draws, DrawsBatches, Pool
+from espalier.graph.diskgnn.pool import Draws, Pool
 from espalier.graph.diskgnn.row_format import Kind, RowFormat
+from espalier.graph.neighbor_sampler import NeighborSampling
 from espalier.store.cost import PAGE
 from espalier.store.direct_io import aligned, bytes_of, open_file
 from espalier.store.extent_filler import ExtentFiller
@@ -66,7 +67,7 @@ class PackRequest:
     """
 
     folders: tuple[Path, ...]
-    sampler: DrawsBatches
+    sampler: NeighborSampling
     graph: str
     features: Features
     draws: Draws

@@ -7,11 +7,11 @@ they fit, and are widened when they are read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,9 @@ from torch import Tensor
 from espalier import serialization
 from espalier.graph.base import Forms, MessageBlock
 from espalier.graph.data import Array
-from espalier.graph.neighbor_sampler import Drawn, Style
+from espalier.graph.diskgnn.cost import TOGETHER
+from espalier.graph.diskgnn.topology import DiskSampler
+from espalier.graph.neighbor_sampler import Drawn, NeighborSampling
 from espalier.store.extents import ExtentFile, ExtentWriter
 from espalier.workload import Progress
 
@@ -28,16 +30,6 @@ FILE = "pool.extents"
 COMMIT = 64
 """Batches after which the container is committed: what a killed run draws again."""
 _FIELDS = ("indptr", "indices", "weights", "left", "right", "features")
-
-
-class DrawsBatches(Protocol):
-    """A sampler: of a graph in memory (`neighbor_sampler.Sampler`) or on disk."""
-
-    style: Style
-
-    def draw(self, seeds: Array, fanouts: Sequence[int], seed: int = 0, step: int = 0) -> Drawn:
-        """The neighbourhood of `seeds`."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,21 +62,30 @@ def epoch_seeds(train: Array, batch: int, seed: int, epoch: int = 0) -> list[Arr
     return [order[at : at + batch] for at in range(0, len(order), batch)]
 
 
-def sample_pool(folder: Path, sampler: DrawsBatches, draws: Draws, progress: Progress | None = None) -> Pool:
+def sample_pool(folder: Path, sampler: NeighborSampling, draws: Draws, progress: Progress | None = None) -> Pool:
     """Draws the batches that `folder` does not hold yet. Killed at any point and called again, it goes on."""
     with ExtentWriter(folder / FILE, resume=True) as writer:
-        for at, seeds in enumerate(draws.seeds):
+        missing = [at for at in range(len(draws.seeds)) if f"blocks/{at}" not in writer]
+        for at, drawn in _drawn(sampler, draws, missing):
             if progress is not None:
                 progress(at, len(draws.seeds))
-            if f"blocks/{at}" in writer:
-                continue
-            drawn = sampler.draw(seeds, draws.fanouts, draws.seed, draws.steps[at])
             if f"nodes/{at}" not in writer:
                 writer.append(f"nodes/{at}", torch.from_numpy(drawn.nodes))
-            writer.append(f"blocks/{at}", _encoded(seeds, drawn.blocks))
+            writer.append(f"blocks/{at}", _encoded(draws.seeds[at], drawn.blocks))
             if (at + 1) % COMMIT == 0:
                 writer.commit()
     return Pool(folder)
+
+
+def _drawn(sampler: NeighborSampling, draws: Draws, batches: Sequence[int]) -> Iterator[tuple[int, Drawn]]:
+    """Each of `batches` with its neighbourhood; of edges on disk several are drawn together, every page read once."""
+    if not isinstance(sampler, DiskSampler):
+        yield from ((at, sampler.draw(draws.seeds[at], draws.fanouts, draws.seed, draws.steps[at])) for at in batches)
+        return
+    for first in range(0, len(batches), TOGETHER):
+        some = batches[first : first + TOGETHER]
+        seeds, steps = [draws.seeds[at] for at in some], [draws.steps[at] for at in some]
+        yield from zip(some, sampler.draw_together(seeds, draws.fanouts, draws.seed, steps), strict=True)
 
 
 class Pool(Sequence[SampledBatch]):

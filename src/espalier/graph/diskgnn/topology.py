@@ -11,25 +11,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from espalier.errors import UserError
-from espalier.graph.data import Array
-from espalier.graph.neighbor_sampler import Degrees, Drawn, Hop, Style, message_block, stream
+from espalier.graph.data import Array, Graph
+from espalier.graph.neighbor_sampler import Degrees, Drawn, Hop, Style, message_block, stream, symmetric_root
 from espalier.store.base import Rows
 from espalier.store.io_queue import IoQueue
-from espalier.store.rows import RowFile, RowLayout
+from espalier.store.rows import MEMORY, RowFile, RowLayout
 
 
 @dataclass(frozen=True)
 class Topology:
     """Edges by target (compressed sparse columns) as rows of a store: `indptr` int64 [nodes + 1], `indices` int32 or
-    int64 [edges]."""
+    int64 [edges], where there are any `weights` float32 [edges] and `edge_features` float32 [edges, columns]."""
 
     indptr: Rows
     indices: Rows
+    weights: Rows | None = None
+    edge_features: Rows | None = None
 
     @property
     def nodes(self) -> int:
@@ -51,15 +54,51 @@ class Topology:
         return _values(self.indices, edges)
 
 
+def _rows(rows: Rows, ids: Array) -> Array:
+    out = torch.empty(len(ids), *rows.shape, dtype=rows.dtype)
+    rows.read(torch.from_numpy(ids), out)
+    return out.numpy()
+
+
 def _values(rows: Rows, ids: Array) -> Array:
     """int64 [ids]: single numbers."""
-    out = torch.empty(len(ids), dtype=rows.dtype)
-    rows.read(torch.from_numpy(ids), out)
-    return out.numpy().astype(np.int64, copy=False)
+    return _rows(rows, ids).astype(np.int64, copy=False)
+
+
+def mapped_file(array: Array | None) -> Path | None:
+    """The `.npy` file that `array` is a mapping of, whole; None: it is in memory."""
+    mapped = array if array is None or isinstance(array, np.memmap) else array.base
+    if array is None or not isinstance(mapped, np.memmap) or mapped.shape != array.shape:
+        return None
+    return Path(str(mapped.filename)) if str(mapped.filename).endswith(".npy") else None
+
+
+def edge_bytes(graph: Graph) -> int:
+    """Bytes of a graph's edges, with their weights and features."""
+    arrays = (graph.indptr, graph.indices, graph.weights, graph.edge_features)
+    return sum(0 if one is None else one.nbytes for one in arrays)
+
+
+def stays_on_disk(graph: Graph, memory: int) -> bool:
+    """Whether the edges are sampled where they lie: in files, and larger than `memory` bytes."""
+    return mapped_file(graph.indptr) is not None and edge_bytes(graph) > memory
+
+
+def disk_sampler(graph: Graph, style: Style, memory: int) -> DiskSampler:
+    """A sampler of a graph whose edges are mapped from files, with `memory` bytes of buffers."""
+    files = [mapped_file(one) for one in (graph.indptr, graph.indices, graph.weights, graph.edge_features)]
+    queue, each = IoQueue(), max(1 << 16, memory // len(files))
+    opened = [None if file is None else _open(file, queue, each) for file in files]
+    indptr, indices, weights, edge_features = opened
+    assert indptr is not None
+    assert indices is not None
+    root = symmetric_root(graph) if style.scale == "symmetric" and weights is not None else None
+    return DiskSampler(Topology(indptr, indices, weights, edge_features), style, root)
 
 
 def open_topology(folder: Path, queue: IoQueue | None = None) -> Topology:
-    """The edges in `indptr.npy` and `indices.npy` of `folder`, as generated graphs have them. Raises UserError."""
+    """The edges in `indptr.npy` and `indices.npy` of `folder`, as generated graphs have them, and their `weights.npy`
+    where it is there. Raises UserError."""
     indptr, indices = (_open(folder / f"{name}.npy", queue) for name in ("indptr", "indices"))
     (edges,) = _values(indptr, np.array([len(indptr) - 1])).tolist()
     if edges != len(indices):
@@ -68,27 +107,33 @@ def open_topology(folder: Path, queue: IoQueue | None = None) -> Topology:
             why="the two are not of one graph, or one of them was cut off",
             do="write both again",
         )
-    return Topology(indptr, indices)
+    weights = folder / "weights.npy"
+    return Topology(indptr, indices, _open(weights, queue) if weights.exists() else None)
 
 
-def _open(path: Path, queue: IoQueue | None) -> Rows:
-    """Whole numbers of an .npy file."""
+def _open(path: Path, queue: IoQueue | None, memory: int = MEMORY) -> Rows:
+    """Numbers of an .npy file."""
     with path.open("rb") as file:
         form = np.lib.format
         read = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
         shape, _, dtype = read(file)
         offset = file.tell()
-    kinds = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
-    if dtype not in kinds or len(shape) != 1:
-        raise UserError(f"{path} holds {dtype} {list(shape)}.", do="give int64 or int32 numbers, in one row")
-    return RowFile(path, RowLayout(shape[0], kinds[dtype], (), offset), queue)
+    whole: dict[np.dtype[Any], torch.dtype] = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
+    kinds = whole if path.stem in ("indptr", "indices") else {np.dtype(np.float32): torch.float32}
+    if dtype not in kinds or len(shape) != (2 if path.stem == "edge_features" else 1):
+        names = " or ".join(one.name for one in kinds)
+        raise UserError(f"{path} holds {dtype} {list(shape)}.", do=f"give {names} numbers, one for each edge")
+    return RowFile(path, RowLayout(shape[0], kinds[dtype], tuple(shape[1:]), offset), queue, memory)
 
 
 class DiskSampler:
-    """Draws neighbourhoods of a topology in a store, of one batch or of many at once."""
+    """Draws neighbourhoods of a topology in a store, of one batch or of many at once.
 
-    def __init__(self, topology: Topology, style: Style) -> None:
-        self.topology, self.style = topology, style
+    `root`: float32 [nodes], see `neighbor_sampler.symmetric_root`; needed where edges with weights are scaled by it.
+    """
+
+    def __init__(self, topology: Topology, style: Style, root: Array | None = None) -> None:
+        self.topology, self.style, self._root = topology, style, root
 
     @property
     def nodes(self) -> int:
@@ -121,9 +166,9 @@ class DiskSampler:
             cuts = np.cumsum([len(one) for one in edges])[:-1]
             for batch, own in zip(batches, np.split(sources, cuts), strict=True):
                 batch.add(own)
-        if self.style.scale == "symmetric":
+        if self.style.scale == "symmetric" and self._root is None:
             self._learn_degrees(batches)
-        return [batch.drawn(self.style) for batch in batches]
+        return [batch.drawn(self.style, self.topology, self._root) for batch in batches]
 
     def _learn_degrees(self, batches: Sequence[_Batch]) -> None:
         fresh = [batch.nodes[len(batch.degree) :] for batch in batches]
@@ -167,13 +212,16 @@ class _Batch:
         self.nodes = nodes[:after].copy()
         self._hops.append((Hop(self._ptr, sources, self._edges, after), known))
 
-    def drawn(self, style: Style) -> Drawn:
-        """The batch as it is handed on."""
-        root = np.zeros(0, np.float32)
-        if style.scale == "symmetric":
+    def drawn(self, style: Style, topology: Topology, roots: Array | None) -> Drawn:
+        """The batch as it is handed on, with the weights and features of its edges."""
+        root = np.zeros(0, np.float32) if roots is None else roots[self.nodes]
+        if style.scale == "symmetric" and roots is None:
             root = (1 / np.sqrt(self.degree.astype(np.float64) + 1)).astype(np.float32)
-        blocks = (
-            message_block(hop, style, Degrees(self.degree[:targets], root[: hop.known]))
-            for hop, targets in reversed(self._hops)
-        )
+        blocks = []
+        for hop, targets in reversed(self._hops):
+            places = hop.edges[hop.edges >= 0]  # of the drawn edges alone is read, and then they are numbered by it
+            known = [None if one is None else _rows(one, places) for one in (topology.weights, topology.edge_features)]
+            own = hop._replace(edges=np.where(hop.edges >= 0, np.cumsum(hop.edges >= 0) - 1, -1))
+            block = message_block(own, style, Degrees(self.degree[:targets], root[: hop.known]), *known)
+            blocks.append(block)
         return Drawn(self.nodes, tuple(blocks))
