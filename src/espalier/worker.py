@@ -59,7 +59,7 @@ def joined(place: launch.RankSpec, timeout: float, *, mixed: bool = False) -> It
     malloc_trim.keep_freed()
     if place.device.startswith("cuda"):
         torch.cuda.set_device(torch.device(place.device))
-    if place.world == 1:
+    if place.world == 1 or place.alone:
         yield None
         return
     loopback = [
@@ -136,7 +136,8 @@ def as_trainer(setting: RankSetup, channel: dist.ProcessGroup | None) -> dict[st
 
 
 def as_optimizer(setting: RankSetup, channel: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Holds the model and its optimizer's state for the trainers until they have left. Returns the steps done.
+    """Serves the trainers as an optimizer node, its standby or an aggregator until they have left. Returns the steps
+    done.
 
     Raises UserError where there is no folder for its files.
     """
@@ -145,16 +146,18 @@ def as_optimizer(setting: RankSetup, channel: dist.ProcessGroup | None) -> dict[
     place = setting.place
     if setting.folder is None:
         raise UserError("An optimizer node needs a run folder for its files.", do="espalier train")
-    own = setting.recipe, setting.plan, setting.workload, place.rank, setting.folder, place.host, setting.new
+    own = role.NodePlace(setting.recipe, setting.plan, setting.workload, place, setting.folder, setting.new)
 
     def stepped(step: int) -> None:
         place.pulse.stepped(step)
 
     with handling(lambda number, frame: None, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # trainers stop first
-        return {"step": role.serve(role.NodePlace(*own), channel, stepped)}
+        return {"step": role.serve(own, channel, stepped)}
 
 
-PROGRAMS: Mapping[str, Program] = {"trainer": as_trainer, "optimizer": as_optimizer}
+PROGRAMS: Mapping[str, Program] = {
+    "trainer": as_trainer, "optimizer": as_optimizer, "standby": as_optimizer, "aggregator": as_optimizer,
+}  # fmt: skip
 """The table of roles; a mechanism that needs ranks of another role adds its row."""
 
 

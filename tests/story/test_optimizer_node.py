@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import programs
 import pytest
+
+from espalier.shard.luwu import role
+from espalier.store.generations import Generations
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DISK = 'disks = [{ path = "/", write = 1e9, read = 1e9, iops = 1e4 }]\n'
@@ -44,3 +51,50 @@ def test_one_command_trains_on_a_node_and_goes_on_where_it_stood(tmp_path: Path)
     ended = programs.forked(tmp_path, "export", "node", "--to", "hf")
     assert ended.returncode == 0, ended.stderr
     assert "after step 6" in ended.stdout
+
+
+def kill_node(monkeypatch: pytest.MonkeyPatch, step: int, marker: Path) -> None:
+    """The first optimizer node of runs from now on kills itself before it commits `step`, once."""
+    serve, commit = role.serve, Generations.commit
+
+    def armed(place: role.NodePlace, *others: Any) -> int:
+        def dies(state: Generations, committed: int) -> None:
+            if place.spec.role == "optimizer" and committed == step and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            commit(state, committed)
+
+        monkeypatch.setattr(Generations, "commit", dies)
+        return serve(place, *others)
+
+    monkeypatch.setattr(role, "serve", armed)
+    monkeypatch.setattr(role, "TIMES", replace(role.TIMES, heartbeat=0.02, silence=2.0))
+
+
+def test_where_a_node_is_killed_its_standby_goes_on_and_no_bit_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, marker = str(EXAMPLES / "luwu.toml"), tmp_path / "killed"
+    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'shard' / 'luwu'}"
+    (tmp_path / "machine.toml").write_text(programs.MACHINE + DISK)
+    more = [*SMALL, data, "train.steps=6", "faults.heartbeat=0.2s"]
+    marker.touch()
+    kill_node(monkeypatch, 4, marker)
+    for name, roles in (
+        ("node", "[]"),
+        ("whole", '["standby", "aggregator"]'),
+        ("struck", '["standby", "aggregator"]'),
+    ):
+        if name == "struck":
+            marker.unlink()
+        ended = programs.forked(tmp_path, "train", recipe, *more, f"plan.pin.roles={roles}", "--run", name)
+        assert ended.returncode == 0, ended.stderr
+    plan = json.loads((tmp_path / "struck" / "plan.json").read_text())
+    assert [one["role"] for one in plan["ranks"][2:]] == ["optimizer", "standby", "aggregator"]
+    assert marker.exists()
+    assert losses(tmp_path / "struck") == losses(tmp_path / "whole") == losses(tmp_path / "node")
+    lines = map(json.loads, (tmp_path / "struck" / "events.jsonl").read_text().splitlines())
+    (first, *_) = [one for one in lines if one["event"] == "incident"]
+    assert (first["rank"], "its standby serves" in first["action"]) == (2, True)
+    ended = programs.forked(tmp_path, "export", "struck", "--to", "hf")
+    assert "after step 6" in ended.stdout, ended.stderr

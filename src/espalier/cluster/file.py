@@ -22,7 +22,7 @@ from espalier.errors import UserError, nearest
 HELP = "docs/cluster.md shows the format; `espalier probe` writes one for this machine"
 Quantity = str | int | float
 
-ROLES = "trainer", "optimizer"
+ROLES = "trainer", "optimizer", "standby"
 LARGEST = 1_000_000
 """Devices in all: each becomes an object, and no cluster has more."""
 
@@ -61,7 +61,7 @@ class _Table(Struct, forbid_unknown_fields=True):
     disks: tuple[Disk, ...] = ()
     name: str = ""
     between: str | int | float | _Network | None = None
-    role: Literal["trainer", "optimizer"] = "trainer"
+    role: Literal["trainer", "optimizer", "standby"] = "trainer"
     price: float = 0.0
 
 
@@ -104,10 +104,11 @@ def loads(text: str, origin: str = "cluster.toml") -> Cluster:
     by_role = {
         role: [node for node, table in zip(made, file.nodes, strict=True) if table.role == role] for role in ROLES
     }
-    nodes, optimizers = (tuple(by_role[role]) for role in ROLES)
+    nodes, optimizers, standbys = (tuple(by_role[role]) for role in ROLES)
     if not nodes:
         raise UserError(
-            f'{origin} has only nodes with role = "optimizer".', do="a [[nodes]] table of machines that train"
+            f'{origin} has only nodes with role = "optimizer" or "standby".',
+            do="a [[nodes]] table of machines that train",
         )
     total = sum(node.count * node.devices for node in nodes)
     if total > LARGEST:
@@ -121,6 +122,7 @@ def loads(text: str, origin: str = "cluster.toml") -> Cluster:
         busy=file.busy,
         notes=file.notes,
         optimizers=optimizers,
+        standbys=standbys,
     )
     _check_links(cluster, origin)
     return cluster
@@ -128,8 +130,10 @@ def loads(text: str, origin: str = "cluster.toml") -> Cluster:
 
 def dumps(cluster: Cluster) -> str:
     """The cluster as TOML; `loads` of it gives an equal cluster. Plain numbers: bytes, bytes/s, seconds, FLOP/s."""
-    trainers, optimizers = ([_dump_node(node) for node in nodes] for nodes in (cluster.nodes, cluster.optimizers))
-    table: dict[str, Any] = {"nodes": [*trainers, *({**node, "role": "optimizer"} for node in optimizers)]}
+    nodes = [_dump_node(node) for node in cluster.nodes]
+    for role, others in (("optimizer", cluster.optimizers), ("standby", cluster.standbys)):
+        nodes += [{**_dump_node(node), "role": role} for node in others]
+    table: dict[str, Any] = {"nodes": nodes}
     if cluster.between:
         table["links"] = {"between": msgspec.to_builtins(cluster.between)}
     for key in ("pairs", "machine", "busy", "notes"):
@@ -259,7 +263,7 @@ def _check_links(cluster: Cluster, origin: str) -> None:
         if not (0 <= pair.a < len(places) and 0 <= pair.b < len(places)) or pair.a == pair.b:
             raise UserError(f"{origin}: pairs has a link from {pair.a} to {pair.b}.", why=f"{len(places)} devices")
         _positive(pair.bandwidth, f"{origin}: pairs ({pair.a}, {pair.b})")
-    machines = cluster.machines + sum(node.count for node in cluster.optimizers)
+    machines = cluster.machines + sum(node.count for node in (*cluster.optimizers, *cluster.standbys))
     if cluster.between is not None or machines == 1:
         return
     there = {frozenset((pair.a, pair.b)) for pair in cluster.pairs}

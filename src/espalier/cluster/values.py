@@ -143,8 +143,9 @@ class Cluster(Struct, frozen=True, kw_only=True, dict=True):
     """Machines and the links among them. `machine` identifies a probed machine; `busy`: how many of its cores other
     programs used while it was measured; `notes`: what the probe had to say.
 
-    `optimizers`: machines with `role = "optimizer"`, which hold the model for the others and compute no loss; they are
-    numbered after the others and have no devices among `devices()`.
+    `optimizers`: machines with `role = "optimizer"`, which hold the model for the others and compute no loss;
+    `standbys`: those with `role = "standby"`, each of which goes on where an optimizer node is lost. They are numbered
+    after the others, in this order, and have no devices among `devices()`.
 
     (`dict=True` gives room to remember its devices, of which there may be thousands.)
     """
@@ -156,6 +157,7 @@ class Cluster(Struct, frozen=True, kw_only=True, dict=True):
     busy: float = 0.0
     notes: tuple[str, ...] = ()
     optimizers: tuple[Node, ...] = ()
+    standbys: tuple[Node, ...] = ()
 
     def devices(self) -> list[Place]:
         """All devices in rank order, each with its machine. Not to be changed."""

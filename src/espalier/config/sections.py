@@ -177,6 +177,7 @@ class Pin(Options, frozen=True):
     accumulate: int | None = None
     recompute: Recompute | None = None
     offload: Literal["none", "host", "disk", "node"] | None = None
+    roles: tuple[Literal["aggregator", "standby"], ...] | None = None
 
 
 class Planning(Options, frozen=True):

@@ -139,6 +139,9 @@ class Agent(Protocol):
     def replace(self, attempt: Attempt, gone: Sequence[int]) -> None:
         """Starts the ranks `gone` anew; the others are told to rejoin, in the processes that they are."""
 
+    def revive(self, gone: Child) -> None:
+        """Starts alone what serves the others, where it was killed and `when_killed` says so."""
+
     def end(self, grace: float) -> None:
         """Ends all ranks, those that end by themselves within `grace` seconds of a failure excepted."""
 
@@ -228,6 +231,14 @@ class LocalAgent(Agent):
             self.signals.add(child)
         for child in before:
             child.close()  # last: one that waits for a disk is gone only when that has answered
+
+    def revive(self, gone: Child) -> None:
+        """See `Agent.revive`."""
+        after = ranks.fork(self.task, replace(gone.place, alone=True))
+        self.children[self.children.index(gone)] = after
+        if self.signals.seen:
+            after.signal(signal.SIGINT)
+        gone.close()
 
     def end(self, grace: float = GRACE_SECONDS) -> None:
         """Leaves no rank behind: once one has failed, a grace period of `grace` seconds, then SIGKILL for all."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from espalier import store_client
 from espalier.checkpoint.shared_memory import SharedMemory
@@ -14,7 +15,10 @@ from espalier.resilience.heartbeat import SILENT, Pulse
 if TYPE_CHECKING:
     from espalier.plan.base import Plan
 
-ROLES = ("trainer", "optimizer", "evaluator", "spare")
+ROLES = ("trainer", "optimizer", "aggregator", "standby", "evaluator", "spare")
+
+WhenKilled = Literal["", "restart", "leave"]
+"""What becomes of the others where a process is killed: all begin anew, it alone is started again, or they go on."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,9 @@ class RankSpec:
         local_rank: its number on this host.
         seat: its number on this host when the run was started: where places are left out, ranks are numbered anew and
             seats are not.
-        role: what it does (trainer, later optimizer node, evaluator, spare).
+        role: what it does, of `ROLES`.
+        when_killed: see `when_killed`.
+        alone: it was started again while the others stayed: it meets nobody, and serves where it served before.
         device: `cpu` or `cuda:N`.
         threads: compute threads it may use.
         attempt: how often the run was started before in this job; each attempt has its own key space.
@@ -46,6 +52,8 @@ class RankSpec:
     local_rank: int = 0
     seat: int = 0
     role: str = "trainer"
+    when_killed: WhenKilled = ""
+    alone: bool = False
     device: str = "cpu"
     threads: int = 1
     attempt: int = 0
@@ -67,8 +75,18 @@ class RankSpec:
         return f"attempt{self.attempt}{self.job}"
 
 
+def when_killed(roles: Sequence[str], rank: int) -> WhenKilled:
+    """What is done where the rank is killed. The first standby is that of the first optimizer node, and so on: of such
+    two one goes on."""
+    nodes, standbys = ([index for index, one in enumerate(roles) if one == role] for role in ("optimizer", "standby"))
+    if rank in standbys or rank in nodes[: len(standbys)]:
+        return "leave"
+    return "restart" if roles[rank] in ("optimizer", "aggregator") else ""
+
+
 def places(plan: Plan, logs: Path | None = None) -> list[RankSpec]:
     """The places of a plan's ranks on one machine; each logs to a file of its own in `logs`."""
+    roles = [rank.role for rank in plan.ranks]
     return [
         RankSpec(
             rank=index,
@@ -76,6 +94,7 @@ def places(plan: Plan, logs: Path | None = None) -> list[RankSpec]:
             local_rank=index,
             seat=index,
             role=rank.role,
+            when_killed=when_killed(roles, index),
             device=rank.device,
             threads=rank.threads,
             log=logs / f"{rank.role}-{index}.log" if logs is not None else None,

@@ -15,8 +15,9 @@ from espalier.launch.agent import Attempt, LocalAgent
 from espalier.launch.base import RankSpec
 from espalier.launch.host_map import HostMap
 from espalier.launch.rank_process import Child
-from espalier.launch.supervisor import RestartOptions
+from espalier.launch.supervisor import RestartOptions, served
 from espalier.launch.supervisor_protocol import Command, ControlLink, End, Report, aged
+from espalier.resilience.base import Budget, Failure
 from espalier.resilience.heartbeat import Pulses
 
 _POLL = 0.05
@@ -44,6 +45,7 @@ class Follower:
         self.test: tuple[int, Child | None] = (0, None)
         """The number of the last test of hosts, and who does this one's part while it lasts."""
         self.exchange = link(team.line, Command)
+        self.budget = Budget(care.restarts)
         self._reported = self._looked = 0.0
         self._ends = 0
 
@@ -112,6 +114,11 @@ class Follower:
 
     def _reap(self) -> None:
         self.agent.reap()
+        for child in [one for one in self.agent.children if one.place.when_killed == "restart" and one.failed]:
+            sign = self.pulses.read()[child.place.local_rank]
+            failure = Failure("killed", child.place.rank, "It was killed.", step=sign.step)
+            if served(child, sign) and not self.signals.seen and self.budget.decide(failure).restart:
+                self.agent.revive(child)
         ended = sum(child.status is not None for child in self.agent.children)
         if ended != self._ends:
             self._ends, self._reported = ended, 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from espalier.launch.base import RankSpec
+from espalier.launch.base import RankSpec, when_killed
 from espalier.launch.supervisor_protocol import Meeting
 
 
@@ -17,12 +17,14 @@ class HostMap:
         names: of the hosts, as the user knows them.
         hosts: of each rank, the number of its host.
         absence: seconds that a host may be silent for before the run is given up.
+        roles: of each rank; empty: all train.
     """
 
     line: Meeting
     names: tuple[str, ...]
     hosts: tuple[int, ...]
     absence: float = 60.0
+    roles: tuple[str, ...] = ()
 
     @property
     def own(self) -> list[int]:
@@ -33,6 +35,8 @@ class HostMap:
         """Of a rank: where its store is, and keys that no other part of the run has."""
         local = self.hosts[:rank].count(self.hosts[rank])
         return RankSpec(
+            role=self.roles[rank] if self.roles else "trainer",
+            when_killed=when_killed(self.roles, rank) if self.roles else "",
             rank=rank,
             world=len(self.hosts),
             local_rank=local,

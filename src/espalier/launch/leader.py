@@ -265,6 +265,13 @@ class HostAgents:
                 self.distant[rank] = expected(one.place)
         self._gather()
 
+    def revive(self, gone: Child) -> None:
+        """See `Agent.revive`. On another host its own supervisor has done so (`Follower`)."""
+        if gone in self.here.children:
+            at = self.children.index(gone)
+            self.here.revive(gone)
+            self.children[at] = self.here.children[self.team.own.index(gone.place.rank)]
+
     def _part(self, attempt: Attempt) -> Attempt:
         """This host's part of it."""
         return replace(attempt, specs=[attempt.specs[rank] for rank in self.team.own])

@@ -215,23 +215,29 @@ def _where(text: str, place: RankSpec) -> str:
 
 
 def endings(children: Sequence[Child], every: float) -> Iterator[Child | None]:
-    """Each child as it ends, until all have; and None in between, at least every `every` seconds."""
+    """Each child as it ends, until all have; and None in between, at least every `every` seconds. `children` may change
+    in between: a process that takes the place of another is watched from then on."""
     poller = select.poll()
     by_fd: dict[int, Child] = {}
-    for child in children:
-        by_fd[child.pidfd] = by_fd[child.pipe] = child
-        poller.register(child.pidfd, select.POLLIN)
-        poller.register(child.pipe, select.POLLIN)
+    watched: dict[int, Child] = {}
     while any(child.status is None for child in children):
+        for index, child in enumerate(children):  # one may have taken the place of another
+            if watched.get(index) is not child:
+                watched[index] = child
+                for fd in (child.pidfd, child.pipe):
+                    by_fd[fd] = child
+                    poller.register(fd, select.POLLIN)
         for fd, _ in poller.poll(round(1000 * every)):
-            child = by_fd[fd]
-            if fd == child.pipe:
-                if not child.receive():
-                    poller.unregister(fd)
+            found = by_fd.get(fd)
+            if found is None or (fd == found.pipe and found.receive()):
                 continue
-            poller.unregister(fd)
-            child.reap()
-            yield child
+            ended = fd == found.pidfd
+            for one in (found.pidfd, found.pipe) if ended else (fd,):
+                if by_fd.pop(one, None) is not None:
+                    poller.unregister(one)
+            if ended:
+                found.reap()
+                yield found
         yield None
 
 

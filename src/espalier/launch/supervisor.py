@@ -180,6 +180,8 @@ class Supervisor:
         every = self.care.heartbeat / _LOOKS
         looked, looks = 0.0, 0
         for child in self.agent.endings(every):
+            if child is not None and child.failed and self._goes_on(child):
+                continue
             if child is not None and child.failed:
                 self._recovered(finished=False)
                 return self._death(child)
@@ -193,6 +195,26 @@ class Supervisor:
                 if finding is not None:
                     return self._stuck(finding)
         return None
+
+    def _goes_on(self, child: Child) -> bool:
+        """Whether the others go on as they are although this one was killed: it is started again alone, or left."""
+        failure = self._failure(child)
+        if self.signals.seen or not served(child, self.pulses.read()[child.place.rank]):
+            return False
+        if child.place.when_killed == "restart":
+            decision = self.budget.decide(failure)
+            if not decision.restart or decision.wait:
+                return False
+            action = decision.action("start it again, the others stay")
+            self.agent.revive(child)
+        else:
+            others = (one for one in self.agent.children if one is not child and one.place.when_killed == "leave")
+            if all(one.status is not None for one in others):
+                return False
+            action = "the others go on: its standby serves, or it was one"
+        told = {"rank": failure.rank, "step": failure.step, "attempt": self.attempt, "action": action}
+        self.care.tell("incident", kind=failure.kind, what=failure.what, why=failure.why, **told)
+        return True
 
     def _look(self, now: float) -> Stall | None:
         known, current = self.agent.current, self.agent.listen(now)
@@ -384,6 +406,11 @@ class Supervisor:
 
 def _named(failure: Failure, found: restart_advice.Ruling) -> Failure:
     return replace(failure, category=found.category, reason=found.reason, ground=found.ground)
+
+
+def served(child: Child, sign: Sign) -> bool:
+    """Whether it is a process that served the others, and was killed without a word."""
+    return bool(child.place.when_killed) and child.failed and child.error is None and sign.first > 0
 
 
 def ranks_to_replace(failure: Failure, children: Sequence[Child], signs: Sequence[Sign]) -> list[int]:

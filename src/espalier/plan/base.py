@@ -36,7 +36,7 @@ class Rank(PlanStruct, frozen=True):
     holds for all trainers; the embedding is with the first layer, the head with the last.
     """
 
-    role: Literal["trainer", "optimizer", "evaluator", "spare"] = "trainer"
+    role: Literal["trainer", "optimizer", "aggregator", "standby", "evaluator", "spare"] = "trainer"
     device: str = "cpu"
     node: int = 0
     threads: int = 1

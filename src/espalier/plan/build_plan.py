@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
 import msgspec
 
 from espalier.plan import collective_time, explain, optimizer_node
@@ -25,8 +28,8 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
     return Plan(
         planner="search",
         ranks=(
-            *_ranks(request, option),
-            *(optimizer_node.ranks(request, option.cluster, option.nodes) if request.offload == NODE else ()),
+            *(trainers := _ranks(request, option)),
+            *(_serving(request, option, predicted, trainers) if request.offload == NODE else ()),
         ),
         units=(
             Unit(
@@ -70,6 +73,14 @@ def predict(request: Request, option: Option, calibration: Calibration) -> Predi
         price_per_hour=price,
         sources={**predicted.sources, "coefficients": calibration.source},
     )
+
+
+def _serving(request: Request, option: Option, predicted: Predicted, trainers: Sequence[Rank]) -> Iterator[Rank]:
+    """The processes that hold the model for the trainers."""
+    on = collective_time.fleet(option.cluster, int(option.layout.world), option.layout.threads)
+    several = [node for node, count in Counter(one.node for one in trainers).items() if count > 1]
+    sites = several if optimizer_node.summed(request, on, predicted.terms) else []
+    return optimizer_node.ranks(request, option.cluster, option.nodes, sites)
 
 
 def _samples(request: Request, option: Option) -> list[int]:

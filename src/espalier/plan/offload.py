@@ -63,7 +63,7 @@ def ways(request: Request, cluster: Cluster) -> list[Offload]:
     known: list[Tier] = ["host"] * (cuda and (pinned == "host" or all(table.memory for table in used)))
     known += ["disk"] * all(table.disks for table in used)
     tiers = [tier for tier in known if pinned in (None, tier)]  # of "none": none
-    holding = cluster.optimizers or (used if pinned == "node" else ())
+    holding = (*cluster.optimizers, *cluster.standbys) or (used if pinned == "node" else ())
     nodes = [NODE] * (pinned in (None, "node") and bool(holding) and all(table.disks for table in holding))
     made = [Offload(optimizer=tier) for tier in tiers]
     return [*made, *(Offload(optimizer=tier, parameters=tier) for tier in tiers), *nodes]

@@ -51,6 +51,7 @@ def _away(plan: Plan, predicted: Predicted, cluster: Cluster) -> Iterator[str]:
         where = f"machine{'s' * (len(set(nodes)) > 1)} {', '.join(map(str, sorted(set(nodes))))}"
         yield f"{units.plural(len(nodes), 'optimizer node')} on {where} {hold} {kinds} on disk; {slower}."
         yield f"A rank pulls {plan.layer_window} layers at a time and pushes their gradients."
+        yield from _served(plan, predicted)
         return
     each = max(Counter(rank.node for rank in plan.ranks).values()) * sum(away.values())
     where = "host memory"
@@ -59,6 +60,29 @@ def _away(plan: Plan, predicted: Predicted, cluster: Cluster) -> Iterator[str]:
         read, written = (units.show_size(speed) for speed in (disk.read, disk.write))
         where = f"disk ({disk.path}: {read}/s read, {written}/s written)"
     yield f"Of each rank {kinds} wait on {where}, {units.show_size(each)} of each machine; {slower}."
+
+
+def _served(plan: Plan, predicted: Predicted) -> Iterator[str]:
+    """The other processes that serve, why, and the bytes that they send over a link in a step."""
+    pushed = predicted.sent_bytes.get("gradients", 0.0)
+    sites = [one.node for one in plan.ranks if one.role == "aggregator"]
+    workers = Counter(plan.ranks[rank].node for rank in plan.trainers)
+    if sites:
+        count, where = max(workers[node] for node in sites), ", ".join(map(str, sites))
+        many = "s" * (len(sites) > 1)
+        yield (
+            f"An aggregator on machine{many} {where} adds up what {count} workers push and pulls once for all: "
+            f"{units.show_size(pushed)} of gradients leave a machine in a step, not "
+            f"{units.show_size(count * pushed)}."
+        )
+    standbys = [one.node for one in plan.ranks if one.role == "standby"]
+    if standbys:
+        sums = predicted.state_bytes["params"] / sum(one.role == "optimizer" for one in plan.ranks)
+        yield (
+            f"{units.plural(len(standbys), 'standby')} on machine{'s' * (len(set(standbys)) > 1)} "
+            f"{', '.join(map(str, sorted(set(standbys))))}: each is sent the sums of its node, "
+            f"{units.show_size(sums)} in a step, takes the same steps, and serves where the node is lost."
+        )
 
 
 _WORDS = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states"}

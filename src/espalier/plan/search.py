@@ -239,13 +239,14 @@ def fastest_possible(request: Request, cluster: Cluster, calibration: Calibratio
 
 
 def original_nodes(cluster: Cluster, ordered: Cluster) -> tuple[int, ...]:
-    """The numbers in `cluster` of the machines of `ordered`, then those of its optimizer nodes."""
+    """The numbers in `cluster` of the machines of `ordered`, then those of its optimizer nodes and standbys."""
     numbers: dict[int, dict[int, None]] = {}
     for place in cluster.devices():
         numbers.setdefault(id(place.table.device), {})[place.node] = None
     left = {key: iter(known) for key, known in numbers.items()}
     found = [number for table in ordered.nodes for number in itertools.islice(left[id(table.device)], table.count)]
-    return (*found, *range(cluster.machines, cluster.machines + sum(table.count for table in cluster.optimizers)))
+    others = sum(table.count for table in (*cluster.optimizers, *cluster.standbys))
+    return (*found, *range(cluster.machines, cluster.machines + others))
 
 
 def fastest_first(request: Request, cluster: Cluster) -> Cluster:

@@ -15,6 +15,7 @@ import torch
 from espalier import cache_dir, config, plain_collectives, units, worker
 from espalier import cluster as clusters
 from espalier.config import recipe_file
+from espalier.errors import UserError
 from espalier.hardware import multihost_probe, probe, resource_limits
 from espalier.launch import leader, rank_assignment, store_server, supervisor_protocol
 from espalier.launch.announcement import Announcement
@@ -49,15 +50,27 @@ class Post:
         found = self.measured()
         assert found is not None  # the leader has it, or raised
         text, machines = found[0]
-        nodes = self.team.hosts
-        job = train.decided(self.given, lambda: clusters.loads(text), len(nodes), nodes)
-        order = rank_assignment.numbered(machines, [one.node for one in job.plan.ranks])
-        return job, [nodes[process] for process in order]
+        cluster, hosts = clusters.loads(text), self.team.hosts
+        more = sum(table.count for table in (*cluster.optimizers, *cluster.standbys))
+        if more and max(hosts) + 1 != cluster.machines + more:
+            raise UserError(
+                f"{max(hosts) + 1} hosts were named, and the cluster file has {cluster.machines} machines that train "
+                f"and {more} with other roles.",
+                do="--hosts with one host for each, those that train first, then optimizer nodes, then standbys",
+            )
+        own = [process for process, host in enumerate(hosts) if not more or host < cluster.machines]
+        job = train.decided(self.given, lambda: cluster, len(own), [hosts[process] for process in own])
+        trainers = [job.plan.ranks[rank].node for rank in job.plan.trainers]
+        order = rank_assignment.numbered([machines[process] for process in own], trainers)
+        there = [hosts[own[process]] for process in order]
+        known = dict(zip(trainers, there, strict=True))
+        return job, there + [known.get(one.node, one.node) for one in job.plan.ranks[len(trainers) :]]
 
     def run(self, job: RunStart, hosts: Sequence[int]) -> bool:
         """See `train.Ranks`."""
         recipe, life, care = job.resolved.recipe, train.life(job), train.care_of(job)
         team = self.doing("training", care.heartbeat, hosts)
+        team = replace(team, roles=tuple(one.role for one in job.plan.ranks))
         return leader.run(lambda place: life(seated(place, recipe)), team, care, _threads(team)) is not None
 
     def measured(self) -> list[Any] | None:

@@ -61,11 +61,11 @@ def planned(
 def on_hosts(nodes: Sequence[int], plan: plans.Plan, cluster: clusters.Cluster) -> plans.Plan:
     """The plan with its ranks on the machines where they are, if those are the cluster's and ranks cannot be numbered
     as the plan has them (`numbering`)."""
-    nodes_of = [one.node for one in plan.ranks]
+    nodes_of = [plan.ranks[rank].node for rank in plan.trainers]
     if cluster.machines != len(set(nodes)) or rank_assignment.follows(nodes, nodes_of):
         return plan
-    ranks = (msgspec.structs.replace(one, node=node) for one, node in zip(plan.ranks, nodes, strict=True))
-    return msgspec.structs.replace(plan, ranks=tuple(ranks))
+    ranks = [msgspec.structs.replace(one, node=node) for one, node in zip(plan.ranks, nodes, strict=False)]
+    return msgspec.structs.replace(plan, ranks=(*ranks, *plan.ranks[len(nodes) :]))
 
 
 def _phase_begun(folder: runs.RunFolder) -> int | None:

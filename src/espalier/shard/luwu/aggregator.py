@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -101,6 +101,11 @@ class Aggregator:
         if self.session is not None:
             self.session.close()
 
+    def leave(self) -> None:
+        """Ends it when all of its workers have left: the node waits for it no more."""
+        if self.session is not None:
+            self.session.leave()
+
     # What the reduction calls
 
     def status(self, greeting: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +123,9 @@ class Aggregator:
             self._rounds.clear()
         answers = _Answers(self)
         greeting = told | {"cluster": cluster, "resume": step}
-        session = answers.session = Session(self.name, self.times, (address, self._token), greeting, answers)
+        patience = self.times.silence if len(self.addresses) > 1 else self.times.patience
+        times = replace(self.times, patience=patience)
+        session = answers.session = Session(self.name, times, (address, self._token), greeting, answers)
         try:
             session.start()
         except StepLost as error:  # others came first, with a newer start of some node

@@ -1,5 +1,5 @@
-"""Optimizer node as a rank of a run: it makes or opens its files, says where it listens, and serves until all workers
-have left.
+"""Optimizer nodes, their standbys and aggregators as ranks of a run: each says where it listens, and serves until all
+workers have left.
 
 The files of the nodes are the run's checkpoint: in `optimizer/node-0` and so on of the run's folder, or in the folder
 that `store.path` names. They hold the newest whole step, whatever ended the process that wrote them.
@@ -7,15 +7,17 @@ that `store.path` names. They hold the newest whole step, whatever ended the pro
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,63 +25,96 @@ from torch import nn
 from espalier import plain_collectives
 from espalier.config import Adamw
 from espalier.errors import RunFailed, UserError
+from espalier.shard.luwu.aggregator import Aggregator
 from espalier.shard.luwu.base import Layer, filler, layers_of
 from espalier.shard.luwu.client import Client
 from espalier.shard.luwu.layout import Job
 from espalier.shard.luwu.node import OptimizerNode
+from espalier.shard.luwu.standby import Replica, Standby
 from espalier.shard.luwu.state_file import open_state, open_sums, read_layer
+from espalier.shard.luwu.wire import Address, Times
 
 if TYPE_CHECKING:
     from espalier.config import Recipe
+    from espalier.launch.base import RankSpec
     from espalier.mechanism import Build
     from espalier.plan.base import Plan
     from espalier.workload import Workload
 
+_LOOK = 0.02
+"""Seconds between two looks at who is there."""
 PUSHED = {"exact": "fp32", "int8": "int8"}
 """How gradients cross the wire, by the codec of the plan's exchange of gradients."""
 
 
+TIMES = Times()
+"""Seconds of the protocol in runs."""
+
+
+class Post(msgspec.Struct, frozen=True):
+    """Where a process serves others, as it tells every rank at the beginning: an address for each node that it is or
+    stands before, the token it would choose, and the step of its files."""
+
+    rank: int
+    addresses: tuple[Address, ...]
+    token: str
+    step: int = 0
+
+
 @dataclass(frozen=True)
 class NodePlace:
-    """An optimizer node of a run.
+    """A process of a run that serves its workers: an optimizer node, the standby of one, or an aggregator.
 
     Attributes:
         recipe, plan, workload: of the run.
-        rank: among all ranks of the run.
-        folder: where the state is, unless the recipe names another place.
-        host: an address that workers reach; of it the node takes the own address on the way there.
+        spec: its place among all ranks.
+        run: folder of the run; the state is there, unless the recipe names another place.
         new: nothing of the run was there before.
     """
 
     recipe: Recipe
     plan: Plan
     workload: Workload
-    rank: int
-    folder: Path
-    host: str
+    spec: RankSpec
+    run: Path
     new: bool = False
 
     @property
     def number(self) -> int:
-        """Among the nodes."""
-        return ranks_of(self.plan, "optimizer").index(self.rank)
+        """Among those of its role."""
+        return ranks_of(self.plan, self.spec.role).index(self.spec.rank)
 
     @property
-    def state(self) -> Path:
-        """The folder of its files."""
-        return folder_of(self.recipe, self.folder, self.number)
+    def folder(self) -> Path:
+        """Of its files."""
+        return folder_of(self.recipe, self.run, self.spec.role, self.number)
 
 
-def folder_of(recipe: Recipe, run: Path, number: int) -> Path:
-    """Where node `number` of the run in `run` keeps its files: there, or where the recipe says."""
+def folder_of(recipe: Recipe, run: Path, role: str, number: int) -> Path:
+    """Where process `number` of a role keeps its files of the run in `run`: there, or where the recipe says."""
     said = None if recipe.store is None else recipe.store.path
     first = said if said is None or isinstance(said, str) else said[0]
-    return (run / "optimizer" if first is None else Path(first)) / f"node-{number}"
+    name = "node" if role == "optimizer" else role
+    return (run / "optimizer" if first is None else Path(first)) / f"{name}-{number}"
 
 
 def ranks_of(plan: Plan, role: str) -> list[int]:
     """The ranks of that role."""
     return [rank for rank, one in enumerate(plan.ranks) if one.role == role]
+
+
+def serving(plan: Plan, steps: Mapping[int, int]) -> list[list[int]]:
+    """Of each node the ranks that hold its state, that with the newest `steps` first: it serves, the other stands by.
+    A standby that took over in an attempt before is thus a node in the next."""
+    nodes, standbys = ranks_of(plan, "optimizer"), ranks_of(plan, "standby")
+    pairs = [[rank, *standbys[number : number + 1]] for number, rank in enumerate(nodes)]
+    return [sorted(pair, key=lambda rank: -steps[rank]) for pair in pairs]
+
+
+def site_of(plan: Plan, rank: int) -> int | None:
+    """The aggregator through which a worker reaches the nodes: the one on its machine; None: it has none."""
+    node = plan.ranks[rank].node
+    return next((one for one in ranks_of(plan, "aggregator") if plan.ranks[one].node == node), None)
 
 
 def job_of(recipe: Recipe, plan: Plan, layers: Sequence[Layer]) -> Job:
@@ -100,11 +135,11 @@ def job_of(recipe: Recipe, plan: Plan, layers: Sequence[Layer]) -> Job:
     return Job(tuple(layers), options, PUSHED[codecs.pop()], workers=len(plan.trainers))  # type: ignore[arg-type]
 
 
-# --- the node ------------------------------------------------------------------------------------------------------
+# --- processes that serve --------------------------------------------------------------------------------------------
 
 
 def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable[[int], None]) -> int:
-    """The life of a node: returns its step when all workers have left. `stepped` is called with each new step.
+    """The life of such a process: returns its step when all workers have left. `stepped` is called with each new step.
 
     Raises UserError where its files are of another model, or cannot be written.
     """
@@ -112,41 +147,103 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
     pieces = place.workload.pieces(model)
     layers = layers_of(model, pieces.modules)[0] if pieces is not None else []
     whole = job_of(place.recipe, place.plan, layers)
-    numbers = whole.part(len(ranks_of(place.plan, "optimizer")))[place.number]
-    job = replace(whole, layers=tuple(layers[number] for number in numbers))
-    state = open_state(place.state, job, filler(job.layers, value))
-    with closing(state), _door(place.host) as door:
+    parts = whole.part(len(ranks_of(place.plan, "optimizer")))
+    jobs = [replace(whole, layers=tuple(layers[number] for number in numbers)) for numbers in parts]
+    place.folder.mkdir(parents=True, exist_ok=True)
+    if place.spec.role == "aggregator":
+        return _aggregate(place, jobs, channel, stepped)
+    job = jobs[place.number]
+    with closing(open_state(place.folder, job, filler(job.layers, value))) as state, ExitStack() as opened:
         if place.new and state.step:
             raise UserError(
-                f"{place.state} is of step {state.step}, and the run is new.",
+                f"{place.folder} is of step {state.step}, and the run is new.",
                 do="name another folder in store.path, or the run's own with --run FOLDER",
             )
-        token = secrets.token_hex(16)
-        tokens = _told((*door.getsockname()[:2], token), channel)
-        node = OptimizerNode(
-            job, (state, open_sums(place.state, job)), door, next(one[2] for one in tokens if one)
-        ).start()
+        posts, (door,) = _posted(place, channel, opened, state.step)
+        token, rank = _token(posts), place.spec.rank
+        pair = serving(place.plan, {one.rank: one.step for one in posts.values()})[place.number]
+        kept = state, open_sums(place.folder, job)
+        made = (OptimizerNode if rank == pair[0] else Standby)(job, kept, door, token, TIMES)
+        if rank == pair[0] and len(pair) > 1:
+            made.replica = Replica(job, (posts[pair[1]].addresses[0], token), made.name, TIMES)
+        made.start()
         try:
-            _until_left(node, len(place.plan.trainers), stepped)
+            _until_left(place, made, stepped)
+            if isinstance(made.replica, Replica):
+                made.replica.finished = True
         finally:
-            node.close()
+            made.close()
         return state.step
 
 
-def _until_left(node: OptimizerNode, workers: int, stepped: Callable[[int], None]) -> None:
-    """Returns when every worker has come and left. Raises what the node failed with."""
+def _aggregate(
+    place: NodePlace, jobs: Sequence[Job], channel: dist.ProcessGroup | None, stepped: Callable[[int], None]
+) -> int:
+    """One aggregator for each node, for the workers of this machine."""
+    with ExitStack() as opened:
+        posts, doors = _posted(place, channel, opened, 0, len(jobs))
+        pairs = serving(place.plan, {one.rank: one.step for one in posts.values()})
+        workers = sum(site_of(place.plan, rank) == place.spec.rank for rank in place.plan.trainers)
+        made = []
+        for job, door, pair in zip(jobs, doors, pairs, strict=True):
+            nodes = [posts[rank].addresses[0] for rank in pair]
+            own = replace(job, workers=workers)
+            made.append(Aggregator(own, (nodes, _token(posts)), door, place.number, TIMES).start())
+            opened.callback(made[-1].close)
+        stepped(0)
+        came = False
+        while not came or any(one.reduction.members or one.session is None for one in made):
+            came = came or all(len(one.reduction.members) == workers for one in made)
+            time.sleep(_LOOK)
+        for one in made:
+            one.leave()
+    return 0
+
+
+def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], None]) -> None:
+    """Returns when every worker (or aggregator for some) has come and left, or a standby is not needed any more.
+    Raises what the node failed with."""
+    sites = {site_of(place.plan, rank) for rank in place.plan.trainers}
+    due = len(sites - {None}) + sum(site_of(place.plan, rank) is None for rank in place.plan.trainers)
+    last = place.recipe.train.steps or 0
+    stands_by = isinstance(node, Standby)
     came, step = 0, -1
     while True:
         if node.error is not None:
             raise node.error
-        here = len(node.reduction.members)
+        with node.reduction.lock:
+            here = len(node.reduction.members)
         came = max(came, here)
-        if came == workers and not here:
+        if stands_by and isinstance(node, Standby) and node.promoted:
+            stands_by, came = False, here
+        whole = came >= (1 if stands_by else due) or (place.spec.alone and node.state.step >= last)
+        if whole and not here:
             return
         if node.state.step != step:
             step = node.state.step
             stepped(step)
-        time.sleep(0.02)
+        time.sleep(_LOOK)
+
+
+def _posted(
+    place: NodePlace, channel: dist.ProcessGroup | None, opened: ExitStack, step: int, doors: int = 1
+) -> tuple[dict[int, Post], list[socket.socket]]:
+    """What all such processes say of themselves, by rank, and the sockets at which this one listens. It is kept in the
+    folder, so that a process that is started alone again serves where it did."""
+    file, own = place.folder / "posts.json", place.spec.rank
+    if place.spec.alone:
+        posts = {one.rank: one for one in msgspec.json.decode(file.read_bytes(), type=list[Post])}
+        return posts, [opened.enter_context(socket.create_server(one)) for one in posts[own].addresses]
+    found = [opened.enter_context(_door(place.spec.host)) for _ in range(doors)]
+    mine = Post(own, tuple(door.getsockname()[:2] for door in found), secrets.token_hex(16), step)
+    posts = {one.rank: one for one in _told(mine, channel)}
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:  # the token is in it
+        out.write(msgspec.json.encode(list(posts.values())))
+    return posts, found
+
+
+def _token(posts: Mapping[int, Post]) -> str:
+    return posts[min(posts)].token
 
 
 def _door(host: str) -> socket.socket:
@@ -157,9 +254,10 @@ def _door(host: str) -> socket.socket:
     return socket.create_server((own, 0))
 
 
-def _told(own: Any, channel: dist.ProcessGroup | None) -> list[Any]:
-    """What every rank of the run says of itself; all call it once, as they begin."""
-    return [own] if channel is None else plain_collectives.all_gather(own, channel)
+def _told(own: Post | None, channel: dist.ProcessGroup | None) -> list[Post]:
+    """What the processes that serve say of themselves; all ranks of the run call it once, as they begin."""
+    every = [own] if channel is None else plain_collectives.all_gather(own and msgspec.json.encode(own), channel)
+    return [msgspec.json.decode(one, type=Post) if isinstance(one, bytes) else one for one in every if one]
 
 
 # --- the model without its nodes ------------------------------------------------------------------------------------
@@ -167,7 +265,8 @@ def _told(own: Any, channel: dist.ProcessGroup | None) -> list[Any]:
 
 @torch.no_grad()
 def load_into(model: nn.Module, workload: Workload, recipe: Recipe, plan: Plan, run: Path) -> int:
-    """Fills `model`, which is whole, from the files of the nodes of the run in `run`. Returns their step.
+    """Fills `model`, which is whole, from the files of the nodes of the run in `run`, or of a standby where those are
+    newer. Returns their step.
 
     Raises UserError where a node's files are not here, or are of another step than the first's.
     """
@@ -177,15 +276,21 @@ def load_into(model: nn.Module, workload: Workload, recipe: Recipe, plan: Plan, 
     whole, steps = job_of(recipe, plan, layers), []
     parts = whole.part(len(ranks_of(plan, "optimizer")))
     for node, numbers in enumerate(parts):
-        folder = folder_of(recipe, run, node)
-        if not (folder / "state").exists():
-            raise UserError(
-                f"The files of optimizer node {node} are not in {folder}.",
-                why="they hold the run's model",
-                do="copy them there from the host of that node",
-            )
         job = replace(whole, layers=tuple(layers[number] for number in numbers))
-        with closing(open_state(folder, job, lambda *_: None)) as state:
+        folders = [folder_of(recipe, run, role, node) for role in ("optimizer", "standby")]
+        with ExitStack() as opened:
+            states = [
+                opened.enter_context(closing(open_state(folder, job, lambda *_: None)))
+                for folder in folders
+                if (folder / "state").exists()
+            ]
+            if not states:
+                raise UserError(
+                    f"The files of optimizer node {node} are not in {folders[0]}.",
+                    why="they hold the run's model",
+                    do="copy them there from the host of that node",
+                )
+            state = max(states, key=lambda one: one.step)
             steps.append(state.step)
             for local, number in enumerate(numbers):
                 values = read_layer(state, job, local)[0]
@@ -203,16 +308,21 @@ def load_into(model: nn.Module, workload: Workload, recipe: Recipe, plan: Plan, 
 
 
 def connect(context: Build, layers: Sequence[Layer]) -> Client:
-    """The connection of a worker to the nodes of its run. All ranks of the run take part.
+    """The connection of a worker to the nodes of its run, through the aggregator of its machine if there is one. All
+    ranks of the run take part.
 
     Raises RunFailed where no node says where it is.
     """
-    job = job_of(context.recipe, context.plan, layers)
-    told = _told(None, context.mesh.channel)
-    nodes = [told[rank] for rank in ranks_of(context.plan, "optimizer")]
-    if None in nodes:
+    plan, rank = context.plan, context.mesh.rank
+    job = job_of(context.recipe, plan, layers)
+    posts = {one.rank: one for one in _told(None, context.mesh.channel)}
+    pairs, site = ranks_of(plan, "optimizer"), site_of(plan, rank)
+    if not set(pairs) <= set(posts):
         raise RunFailed("A rank is planned as an optimizer node, and does not say where it listens.")
-    token = next(one[2] for one in told if one)
-    client = Client([[(host, port)] for host, port, _ in nodes], context.mesh.rank, job, token)
+    orders = serving(plan, {one.rank: one.step for one in posts.values()})
+    addresses = [[posts[one].addresses[0] for one in order] for order in orders]
+    if site is not None:
+        addresses = [[one] for one in posts[site].addresses]
+    client = Client(addresses, rank, job, _token(posts), TIMES)
     client.ledger = getattr(context.mesh.channel, "ledger", client.ledger)
     return client

@@ -90,7 +90,10 @@ class Replica:
     Attributes:
         error: why there is no standby any more; None while there is one.
         refused: is called where the standby has taken over.
+        finished: the run is over, and the standby is to hear that.
     """
+
+    finished = False
 
     def __init__(self, job: Job, address: tuple[Address, str], name: str, times: Times) -> None:
         self.job, self.name, self.times = job, name, times
@@ -166,10 +169,12 @@ class Replica:
                     session.links[stream].send(replace(frame, step=frame.step + shift))
 
     def close(self) -> None:
-        """At once."""
+        """At once; where nothing has failed the standby hears that it is not needed any more."""
         if self._open is not None:
-            self._open[0].close()
-            self._open = None
+            session, self._open = self._open[0], None
+            if self.error is None and self.finished:
+                session.leave()
+            session.close()
 
     # What arrives
 
