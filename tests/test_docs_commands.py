@@ -49,7 +49,7 @@ OWN = {
     "planner.md": 1,
     "rounds.md": 2,
     "sparse.md": 5,
-    "store.md": 2,
+    "store.md": 3,
     "tensor-parallel.md": 2,
 }
 """Python blocks that the normal suite runs, of each page."""

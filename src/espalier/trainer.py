@@ -75,6 +75,7 @@ def build(setting: RankSetup, mesh: ProcessMesh, table: Sequence[Choose] = TABLE
     mechanisms = ordered(setting.recipe, setting.plan, table)
     context = Build(setting.recipe, setting.plan, setting.workload, mesh, setting.device, mechanisms=mechanisms)
     context.folder = setting.folder
+    context.meters |= setting.workload.meters()
     for mechanism in mechanisms:
         mechanism.wrap(context)
     model, sharding, optimizer = context.model, context.sharding, context.optimizer
@@ -149,7 +150,7 @@ class Trainer:
                 begun, before = time.perf_counter(), self.step
                 agreed = self.train_step(batches)
                 profile()
-                self._report(agreed, time.perf_counter() - begun + waited)
+                self._report(agreed, time.perf_counter() - begun + waited, waited)
                 self.setting.place.pulse.stepped(self.step, agreed.exposed)
                 if self.healing is not None and not agreed.skipped:
                     self.healing.watch(self.step, agreed)
@@ -208,7 +209,7 @@ class Trainer:
 
         return ahead(numbers(), make, there, self.setting.place.pulse.elsewhere)
 
-    def _report(self, agreed: Agreed, seconds: float) -> None:
+    def _report(self, agreed: Agreed, seconds: float, waited: float) -> None:
         setting, rate = self.setting, self.setting.recipe.train.optimizer.learning_rate or 0.0
         fields: dict[str, Any] = {
             "step": self.step,
@@ -221,6 +222,7 @@ class Trainer:
             **memory_of(setting.device),
             **self.sent.read(),
             "exposed": agreed.exposed,
+            "waited": waited,
         }
         if (scale := self.built.context.loss_scale) is not None:
             fields |= {"loss_scale": scale.factor, "skipped": scale.skipped}

@@ -266,6 +266,10 @@ class Workload(Protocol):
         `Tagged`, one of each task for each of the shard's `cuts`, and `evaluate` adds `tasks.NAME` for each."""
         ...
 
+    def meters(self) -> Mapping[str, Callable[[], Any]]:
+        """What every step says of its data, by name of the event's field."""
+        ...
+
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
         """Operations and bytes of one micro-batch of `micro_batch` samples (NumPy arrays allowed)."""
         ...
@@ -299,6 +303,10 @@ class Plain:
     def tasks(self) -> Mapping[str, float]:
         """One."""
         return {"main": 1.0}
+
+    def meters(self) -> Mapping[str, Callable[[], Any]]:
+        """Nothing."""
+        return {}
 
 
 def to_device(batch: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Every answer to `Rows` is the tensor it was made from: one suite over tables in memory, on disk and on both."""
+"""Every answer to `Rows` is the tensor it was made from: one suite over tables in memory and on disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from espalier.errors import UserError
-from espalier.store import IoQueue, MemoryRows, RowFile, RowLayout, Rows, RowWriter, TieredRows, hot_rows, padded
+from espalier.store import IoQueue, MemoryRows, RowFile, RowLayout, Rows, RowWriter, padded
 
 ROWS = 500
 DATA = {
@@ -43,12 +43,7 @@ def on_two_disks(data: torch.Tensor, folder: Path, queue: IoQueue) -> Rows:
     return on_disk(data, folder, queue, disks=2)
 
 
-def in_tiers(data: torch.Tensor, folder: Path, queue: IoQueue) -> Rows:
-    hot = hot_rows(torch.randn(len(data)), 200)
-    return TieredRows(on_disk(data, folder, queue), [("cpu", hot[:50]), ("cpu", hot[50:])])
-
-
-ANSWERS: list[Callable[..., Rows]] = [in_memory, on_disk, on_padded_disk, on_two_disks, in_tiers]
+ANSWERS: list[Callable[..., Rows]] = [in_memory, on_disk, on_padded_disk, on_two_disks]
 
 
 @pytest.fixture(scope="module", params=[f"{answer.__name__} {kind}" for answer in ANSWERS for kind in DATA])

@@ -1,61 +1,80 @@
-"""Batches read ahead are the batches of the schedule in its order; no more than `depth` are under way."""
+"""Pipelines: what stages make, in order; errors where they happened; queues that hold no more than their depth."""
 
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from espalier.errors import UserError
-from espalier.store import Budget, MemoryRows, read_ahead
-
-DATA = torch.randn(100, 5)
+from espalier.store.prefetch import Pipeline
 
 
-@given(sizes=st.lists(st.integers(0, 20), max_size=12), depth=st.integers(1, 4))
-def test_every_batch_comes_in_its_turn(sizes: list[int], depth: int) -> None:
-    schedule = [torch.randint(100, (size,)) for size in sizes]
-    found = [batch.clone() for batch in read_ahead(MemoryRows(DATA), schedule, 20, depth)]
-    assert len(found) == len(schedule)
-    assert all(torch.equal(batch, DATA[ids]) for batch, ids in zip(found, schedule, strict=True))
+def alive():
+    return {one.name for one in threading.enumerate() if one.name.startswith("reader-")}
 
 
-def test_reading_goes_ahead_of_the_reader_by_the_depth() -> None:
-    started = 0
-
-    class Counting(MemoryRows):
-        def read(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-            nonlocal started
-            started += 1
-            super().read(ids, out)
-
-    batches = read_ahead(Counting(DATA), (torch.arange(10) for _ in range(50)), 10, depth=3)
-    for number in range(1, 20):
-        next(batches)
-        assert started <= number + 3
-    before = threading.active_count()
-    batches.close()
-    assert started <= 23
-    assert threading.active_count() == before - 1
+def test_results_are_those_of_the_stages_one_after_the_other_in_order():
+    with Pipeline(range(100), [lambda n: n + 1, lambda n: n * 2, str]) as pipeline:
+        assert list(pipeline) == [str((n + 1) * 2) for n in range(100)]
+        with pytest.raises(StopIteration):
+            next(pipeline)
 
 
-def test_buffers_come_from_the_budget_and_the_error_says_how_much_they_need() -> None:
-    with pytest.raises(UserError, match="3 buffers of 10 rows takes 600 B"):
-        next(read_ahead(MemoryRows(DATA), [torch.arange(10)], 10, budget=Budget(500)))
-    budget = Budget(600)
-    batches = read_ahead(MemoryRows(DATA), [torch.arange(10)] * 3, 10, budget=budget)
-    next(batches)
-    assert budget.free == 0
-    batches.close()
-    assert budget.free == 600
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_an_error_comes_after_the_results_before_it_and_ends_all_threads(broken):
+    def stage(number):
+        def run(item):
+            if number == broken and item == 5:
+                raise ValueError(f"item {item}")
+            return item
+
+        return run
+
+    pipeline = Pipeline(range(10), [stage(number) for number in range(3)])
+    assert [next(pipeline) for _ in range(5)] == list(range(5))
+    with pytest.raises(ValueError, match="item 5"):
+        next(pipeline)
+    assert not alive()
 
 
-def test_errors_reach_the_reader() -> None:
-    with pytest.raises(UserError, match="A batch has 11 rows") as error:
-        list(read_ahead(MemoryRows(DATA), [torch.arange(11)], 10))
-    assert "most = 11" in str(error.value)
-    with pytest.raises(UserError, match="no row 100"):
-        list(read_ahead(MemoryRows(DATA), [torch.tensor([100])], 10))
+def test_an_error_of_the_source_is_raised_too():
+    def items():
+        yield 1
+        raise OSError("gone")
+
+    with Pipeline(items(), [lambda n: n]) as pipeline:
+        assert next(pipeline) == 1
+        with pytest.raises(OSError, match="gone"):
+            next(pipeline)
+
+
+def test_stages_run_ahead_by_their_queues_and_no_further():
+    begun = []
+
+    def first(item):
+        begun.append(item)
+        return item
+
+    with Pipeline(range(100), [first, lambda item: item], depth=2) as pipeline:
+        assert next(pipeline) == 0
+        deadline = time.monotonic() + 10
+        while len(begun) < 7 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        # one taken, two behind the last stage, one in its hands, two before it, one in the hands of the first
+        assert begun == list(range(7))
+    assert not alive()
+
+
+def test_time_waited_for_results_is_counted():
+    with Pipeline(range(3), [lambda item: time.sleep(0.05)]) as pipeline:
+        list(pipeline)
+    assert pipeline.stalled >= 0.14
+
+
+def test_closing_ends_stages_that_wait():
+    pipeline = Pipeline(range(100), [lambda n: n, lambda n: n])
+    pipeline.close()
+    pipeline.close()
+    assert not alive()

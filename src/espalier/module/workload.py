@@ -305,6 +305,10 @@ class ModuleWorkload:
         """As its author says."""
         return {name: task.weight for name, task in self._tasks.items()}
 
+    def meters(self) -> Mapping[str, Callable[[], Any]]:
+        """None."""
+        return {}
+
     # --- cost ----------------------------------------------------------------------------------------------------
 
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:

@@ -27,13 +27,18 @@ if TYPE_CHECKING:
     from espalier.store.generations import Generations as Generations
     from espalier.store.io_queue import IoQueue as IoQueue
     from espalier.store.memory import MemoryRows as MemoryRows
-    from espalier.store.prefetch import read_ahead as read_ahead
+    from espalier.store.page_cache import PageCache as PageCache
+    from espalier.store.prefetch import Pipeline as Pipeline
     from espalier.store.rows import RowFile as RowFile
     from espalier.store.rows import RowLayout as RowLayout
     from espalier.store.rows import RowWriter as RowWriter
     from espalier.store.rows import padded as padded
-    from espalier.store.tiers import TieredRows as TieredRows
-    from espalier.store.tiers import hot_rows as hot_rows
+    from espalier.store.tiers import ExtentTier as ExtentTier
+    from espalier.store.tiers import MemoryTier as MemoryTier
+    from espalier.store.tiers import PageTier as PageTier
+    from espalier.store.tiers import Part as Part
+    from espalier.store.tiers import Tier as Tier
+    from espalier.store.tiers import place_rows as place_rows
 
 _HOME = {
     "base": "Rows",
@@ -44,9 +49,10 @@ _HOME = {
     "generations": "Generations",
     "io_queue": "IoQueue",
     "memory": "MemoryRows",
-    "prefetch": "read_ahead",
+    "page_cache": "PageCache",
+    "prefetch": "Pipeline",
     "rows": "RowFile RowLayout RowWriter padded",
-    "tiers": "TieredRows hot_rows",
+    "tiers": "ExtentTier MemoryTier PageTier Part Tier place_rows",
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names.split()}
 

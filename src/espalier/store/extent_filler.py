@@ -9,7 +9,7 @@ reads what lies there once to hash it again, and ends with the same bytes as an 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from typing import NamedTuple, Self
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import Where, aligned, bytes_of, open_file
-from espalier.store.extents import Extent, first_path, index_path, write_index
+from espalier.store.extents import Extent, first_path, index_path, page_hashes, write_index
 from espalier.store.io_queue import IoQueue
 
 PIECE = 8 << 20
@@ -60,6 +60,7 @@ class ExtentFiller:
         self.bytes = end
         self.filled = dict.fromkeys(self.sizes, 0)
         self._tails: dict[str, Tensor] = {}
+        self._pages: dict[str, bytes] = {}
         self._hashes = {name: xxhash.xxh3_64() for name in self.sizes}
         self._last: dict[str, Future[None]] = {}  # the write of an extent's partial page, which may not have ended
         self._writes: deque[tuple[Future[None], int]] = deque()
@@ -80,6 +81,21 @@ class ExtentFiller:
             if size - at <= PIECE and size % PAGE:
                 self._tails[name] = piece[(size - at) // PAGE * PAGE : size - at].clone()
         self.filled[name] = size
+
+    def hash_pages(self, names: Iterable[str]) -> None:
+        """Gives every page of these extents a checksum, as single ones of them will be read. Called before any is
+        filled; reads what a killed filler left."""
+        for name in names:
+            self._pages[name] = b""
+            for at in range(0, self._whole(name, self.filled[name]), PIECE):
+                size = min(PIECE, self._whole(name, self.filled[name]) - at)
+                piece = aligned(size)
+                self._file.read_into(piece, self._offsets[name] + at, size)
+                self._pages[name] += page_hashes(piece[:size])
+
+    def _whole(self, name: str, filled: int) -> int:
+        """Bytes of the first `filled` that are in pages which nothing is added to."""
+        return filled if filled == self.sizes[name] else filled // PAGE * PAGE
 
     def room(self, name: str, size: int) -> Room:
         """Memory for the next `size` bytes of `name`; taken again once they are written, so that its pages stay."""
@@ -109,6 +125,8 @@ class ExtentFiller:
         self.filled[name] = after
         end = before % PAGE + len(data)
         whole = end // PAGE * PAGE
+        if name in self._pages:
+            self._pages[name] += page_hashes(memory[: end if after == self.sizes[name] else whole])
         self._tails.pop(name, None)
         if after % PAGE and after < self.sizes[name]:
             self._tails[name] = memory[whole:end].clone()
@@ -158,8 +176,8 @@ class ExtentFiller:
         write_index(
             self.where,
             [
-                Extent(name, self._offsets[name], size, self._hashes[name].intdigest(), "uint8", (size,))
-                for name, size in self.sizes.items()
+                Extent(name, at, size, self._hashes[name].intdigest(), "uint8", (size,), self._pages.get(name, b""))
+                for (name, size), at in zip(self.sizes.items(), self._offsets.values(), strict=True)
             ],
         )
 

@@ -16,17 +16,23 @@ from types import MappingProxyType
 from typing import Self
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from espalier.cache_dir import sync_folder
 from espalier.errors import UserError
-from espalier.store.cost import pages
-from espalier.store.direct_io import DirectFile, File, Where, aligned, checksum, flat_bytes, open_file
+from espalier.store.cost import PAGE, pages
+from espalier.store.direct_io import DirectFile, File, Where, aligned, bytes_of, checksum, flat_bytes, open_file
 
 MAGIC = b"espalier extents 1\n"
 _FRAME = struct.Struct("<II")  # bytes of the record, its xxh32
+
+
+PageHashes = bytes
+"""Of the pages of an extent, four bytes each."""
 
 
 class DamagedExtent(UserError):
@@ -34,7 +40,8 @@ class DamagedExtent(UserError):
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """Where a tensor lies in the container; `hash` is the XXH3 of its bytes."""
+    """Where a tensor lies in the container; `hash` is the XXH3 of its bytes, `pages` those of each of its pages
+    (`page_hashes`) where single pages are read, else empty."""
 
     name: str
     offset: int
@@ -42,6 +49,7 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
     hash: int
     dtype: str
     shape: tuple[int, ...]
+    pages: PageHashes = b""
 
     @property
     def end(self) -> int:
@@ -49,11 +57,17 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
         return self.offset + pages(self.bytes)
 
 
-def damaged(path: Path, name: str, why: str) -> DamagedExtent:
+def damaged(path: Path, name: str, why: str, do: str = "") -> DamagedExtent:
     """The error for an extent that does not hold what was written."""
-    return DamagedExtent(
-        f"Extent {name!r} of {path} is damaged.", why=why, do=f"write {name!r} again from its source; the rest is whole"
-    )
+    do = do or f"write {name!r} again from its source; the rest is whole"
+    return DamagedExtent(f"Extent {name!r} of {path} is damaged.", why=why, do=do)
+
+
+def page_hashes(data: Tensor) -> PageHashes:
+    """Four bytes for each page of `data`, the last of which may be short: the low half of its XXH3 hash."""
+    view = bytes_of(data)
+    hashes = [xxhash.xxh3_64_intdigest(view[at : at + PAGE]) & 0xFFFFFFFF for at in range(0, len(view), PAGE)]
+    return struct.pack(f"<{len(hashes)}I", *hashes)
 
 
 class ExtentFile:
@@ -61,12 +75,20 @@ class ExtentFile:
 
     Args:
         where: the file, or the files of a striped container in their order.
+        remedy: what users do about a damaged extent, for errors; a container that was written whole has one. Raises
+            DamagedExtent then where its index does not end with a whole record.
     """
 
-    def __init__(self, where: Where) -> None:
-        self.path = first_path(where)
+    def __init__(self, where: Where, remedy: str = "") -> None:
+        self.path, self.remedy = first_path(where), remedy
         self._file = open_file(where, "read")
-        self._index = {extent.name: extent for extent in read_index(self.path)[0]}
+        found, whole = read_index(self.path, remedy)
+        index = index_path(self.path)
+        if remedy and whole != index.stat().st_size:
+            raise DamagedExtent(
+                f"{index} is damaged after its first {len(found):,} extents.", why=f"from byte {whole:,} on", do=remedy
+            )
+        self._index = {extent.name: extent for extent in found}
 
     @property
     def index(self) -> Mapping[str, Extent]:
@@ -118,7 +140,7 @@ class ExtentFile:
         assert buffer.nbytes >= extent.bytes, f"{buffer.nbytes} bytes for {extent.bytes}"
         room = flat_bytes(buffer)[: min(buffer.nbytes, pages(extent.bytes))]
         if self._file.size < extent.offset + extent.bytes:
-            raise damaged(self.path, name, "the file ends before the extent does")
+            raise self.damaged_extent(name, "the file ends before the extent does")
         self._file.read_into(room, extent.offset, extent.bytes)
         self.check(name, room)
 
@@ -126,7 +148,21 @@ class ExtentFile:
         """Compares the first bytes of `buffer`, which an IoQueue has read, with what was written as `name`."""
         extent = self.extent(name)
         if checksum(flat_bytes(buffer)[: extent.bytes]) != extent.hash:
-            raise damaged(self.path, name, "its checksum does not match")
+            raise self.damaged_extent(name, "its checksum does not match")
+
+    def check_pages(self, name: str, keys: NDArray[np.int64], data: Tensor, rows: NDArray[np.int64]) -> None:
+        """Compares pages of the extent `name`, those `keys` of the file, in `data[rows]` [n, PAGE], with what was
+        written. Raises DamagedExtent with the first page that differs."""
+        extent, view = self.extent(name), bytes_of(data)
+        hashes, first = np.frombuffer(extent.pages, "<u4"), extent.offset // PAGE
+        for page, row in zip((keys - first).tolist(), rows.tolist(), strict=True):
+            size = min(PAGE, extent.bytes - page * PAGE)
+            if xxhash.xxh3_64_intdigest(view[row * PAGE : row * PAGE + size]) & 0xFFFFFFFF != hashes[page]:
+                raise self.damaged_extent(name, f"the checksum of its page {page} (of {len(hashes):,}) does not match")
+
+    def damaged_extent(self, name: str, why: str) -> DamagedExtent:
+        """The error for an extent that does not hold what was written."""
+        return damaged(self.path, name, why, self.remedy)
 
     def damaged(self) -> list[str]:
         """Reads everything; names of the extents that do not hold what was written."""
@@ -269,19 +305,20 @@ def _record(extent: Extent) -> bytes:
     return _FRAME.pack(len(text), xxhash.xxh32_intdigest(text)) + text
 
 
-def read_index(path: Path) -> tuple[list[Extent], int]:
+def read_index(path: Path, remedy: str = "") -> tuple[list[Extent], int]:
     """The whole records of a container's index, and the bytes they take; 0 where there is no index at all."""
     index = index_path(path)
     try:
         text = index.read_bytes()
     except OSError as error:
         raise UserError(
-            f"{index}, the index of {path}, cannot be read: {error.strerror}.", do="write the container anew"
+            f"{index}, the index of {path}, cannot be read: {error.strerror}.", do=remedy or "write the container anew"
         ) from None
     if not text.startswith(MAGIC):
         if MAGIC.startswith(text):  # killed before its first line was whole
             return [], 0
-        raise UserError(f"{index} is not the index of a container.", do="name the file that an ExtentWriter has made")
+        do = remedy or "name the file that an ExtentWriter has made"
+        raise UserError(f"{index} is not the index of a container.", do=do)
     found: list[Extent] = []
     at, decoder = len(MAGIC), msgspec.msgpack.Decoder(Extent)
     while at + _FRAME.size <= len(text):

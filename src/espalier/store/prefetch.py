@@ -1,56 +1,134 @@
-"""Prefetch of rows: batches of a known schedule are read ahead, into a fixed number of buffers."""
+"""Pipeline: stages in threads of their own, joined by bounded queues; results come in order."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self
 
-import torch
-from torch import Tensor
-
-from espalier.errors import UserError
-from espalier.store.base import Rows
-from espalier.store.budget import Budget
+DEPTH = 2
+"""Items that wait between two stages (arXiv 2405.05231, section 6)."""
 
 
-def read_ahead(
-    rows: Rows, schedule: Iterable[Tensor], most: int, depth: int = 2, budget: Budget | None = None
-) -> Iterator[Tensor]:
-    """The rows of each batch of ids, in order, while the next `depth` batches are read.
+class _Closed(Exception):
+    """The queue takes and gives nothing any more."""
 
-    Args:
-        rows: the table.
-        schedule: int64 [n] ids of each batch, n <= `most`.
-        most: rows of the largest batch.
-        depth: batches that are read ahead.
-        budget: what the `depth` + 1 buffers are taken from. Raises UserError when it is too small.
 
-    Yields:
-        [n, *shape], valid until the next is asked for.
+class _End:
+    """What follows the last item: the error that ended the stage, None where it was the last."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+class BoundedQueue:
+    """First in, first out; `put` waits while it is full. Closing it ends all waits."""
+
+    def __init__(self, depth: int) -> None:
+        self._items: deque[Any] = deque()
+        self._depth, self._closed = depth, False
+        self._changed = threading.Condition()
+
+    def put(self, item: Any) -> None:
+        """Appends. Raises _Closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._items) < self._depth)
+            if self._closed:
+                raise _Closed
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def get(self) -> Any:
+        """The oldest item. Raises _Closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._items)
+            if self._closed:
+                raise _Closed
+            self._changed.notify_all()
+            return self._items.popleft()
+
+    def close(self) -> None:
+        """Whoever waits, or comes, gets _Closed."""
+        with self._changed:
+            self._closed = True
+            self._items.clear()
+            self._changed.notify_all()
+
+
+class Pipeline(Iterator[Any]):
+    """What the last of `stages` makes of each item. Has state: a thread for each stage until it is closed.
+
+    An error in a stage is raised by `next` after the results of the items before it.
+
+    Attributes:
+        stalled: seconds that `next` waited in all.
     """
-    with ExitStack() as stack:
-        size = (depth + 1) * most * rows.row_bytes
-        if budget is not None:
-            stack.enter_context(budget.take(size, f"{depth + 1} buffers of {most} rows"))
-        buffers = [torch.empty((most, *rows.shape), dtype=rows.dtype) for _ in range(depth + 1)]
-        pool = stack.enter_context(ThreadPoolExecutor(1, "espalier-prefetch"))
-        flying: deque[Future[Tensor]] = deque()
-        stack.callback(lambda: [future.cancel() for future in flying])
-        for number, ids in enumerate(schedule):
-            flying.append(pool.submit(_load, rows, ids, buffers[number % len(buffers)]))
-            if len(flying) > depth:
-                yield flying.popleft().result()
-        while flying:
-            yield flying.popleft().result()
+
+    def __init__(self, items: Iterable[Any], stages: Sequence[Callable[[Any], Any]], depth: int = DEPTH) -> None:
+        self.stalled = 0.0
+        self._queues = [BoundedQueue(depth) for _ in stages]
+        source: Callable[[], Iterator[Any]] = lambda: iter(items)  # noqa: E731 - the first stage has no queue before it
+        self._threads = []
+        for number, (stage, queue) in enumerate(zip(stages, self._queues, strict=True)):
+            work = threading.Thread(
+                target=_work, args=(source, stage, queue), name=f"reader-{number}-{stage.__name__}", daemon=True
+            )
+            self._threads.append(work)
+            work.start()
+            source = _taken(queue)
+
+    def __next__(self) -> Any:
+        """The next result. Raises what a stage raised."""
+        begun = time.perf_counter()
+        try:
+            found = self._queues[-1].get()
+        except _Closed:
+            raise StopIteration from None
+        finally:
+            self.stalled += time.perf_counter() - begun
+        if not isinstance(found, _End):
+            return found
+        self.close()
+        if found.error is not None:
+            raise found.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends all stages and waits for them. May be called twice."""
+        for queue in self._queues:
+            queue.close()
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def _load(rows: Rows, ids: Tensor, buffer: Tensor) -> Tensor:
-    if len(ids) > len(buffer):
-        raise UserError(
-            f"A batch has {len(ids):,} rows, and the buffers hold {len(buffer):,}.",
-            do=f"most = {len(ids)}, the rows of the largest batch",
-        )
-    rows.read(ids, buffer[: len(ids)])
-    return buffer[: len(ids)]
+def _taken(queue: BoundedQueue) -> Callable[[], Iterator[Any]]:
+    def items() -> Iterator[Any]:
+        while not isinstance(item := queue.get(), _End):
+            yield item
+        if item.error is not None:
+            raise item.error
+
+    return items
+
+
+def _work(source: Callable[[], Iterator[Any]], stage: Callable[[Any], Any], queue: BoundedQueue) -> None:
+    try:
+        try:
+            for item in source():
+                queue.put(stage(item))
+                del item  # what it holds is the next stage's
+            queue.put(_End(None))
+        except _Closed:
+            raise
+        except BaseException as error:  # the caller's to see
+            queue.put(_End(error))
+    except _Closed:
+        return

@@ -1,121 +1,185 @@
-"""Tiers of rows: the rows used most in device memory, the next in host memory, all others where they are (on disk)."""
+"""Tiers: where rows wait, in device memory, host memory, single pages of a file or whole extents, behind one Protocol.
+
+Rows are bytes, asked for by their slots in a tier. A batch takes its rows from several tiers (`Part`): `fetch` begins
+all transfers into one buffer, `place_rows` puts every row where it belongs once they have ended.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from espalier.store import base
-from espalier.store.base import Rows
-from espalier.store.budget import Budget, Lease
+from espalier.store.cost import PAGE, pages
+from espalier.store.extents import ExtentFile
+from espalier.store.io_queue import IoQueue
+from espalier.store.page_cache import PageCache, pages_of, read_pages
 
-CHUNK = 4 << 20
-"""Bytes of rows that are read from below at a time."""
-_INDEX_BYTES = 16
-"""Of a row that is kept: its number, and where it lies."""
-
-
-def hot_rows(expected: Tensor, count: int) -> Tensor:
-    """int64 [count]: the rows with the most expected accesses (`expected` [rows]), most first, ties by number."""
-    return torch.argsort(expected, descending=True, stable=True)[:count]
+CHUNK = 1 << 20
+"""Bytes of rows that are decoded at once."""
+Array = NDArray[np.int64]
+Decode = Callable[[Tensor, Tensor], object]
+"""Turns stored rows (uint8 [n, row bytes]) into values (float32 [n, width], filled)."""
 
 
-class _Table:
-    """Some rows in the memory of one device. `ids` ascend; row ids[k] is table[k]."""
+@dataclass(frozen=True)
+class Fetched:
+    """Rows on their way: the k-th begins at byte `begins[k]` of `memory` once `wait` has returned.
 
-    def __init__(self, rows: Rows, ids: Tensor, device: torch.device) -> None:
-        self.ids = torch.sort(ids).values
-        self.rows = torch.empty((len(ids), *rows.shape), dtype=rows.dtype, device=device)
-        _read_chunks(rows, self.ids, torch.arange(len(ids)), self.rows)
-
-    def copy(self, ids: Tensor, out: Tensor, places: Tensor) -> Tensor:
-        """Copies those of `ids` that are here to their `places` in `out`; which were not, as bool [ids]."""
-        slots = torch.searchsorted(self.ids, ids).clamp_(max=len(self.ids) - 1)
-        here = self.ids[slots] == ids
-        _copy_rows(self.rows, slots[here], out, places[here])
-        return ~here
-
-
-class TieredRows:
-    """Rows of which some are kept in memory. Has state: the tables, and how many rows came from where (`counts`).
-
-    Args:
-        rows: the whole table, usually on disk.
-        tiers: which rows to keep on which device, fastest first: `[("cuda", ids), ("cpu", other ids)]`.
-        budget: what the tables in host memory are taken from. Raises UserError when it is too small.
+    Attributes:
+        wait: raises DamagedExtent where what was read is not what was written.
+        bytes: by the name of the tier that they come from.
     """
 
-    def __init__(
-        self, rows: Rows, tiers: Sequence[tuple[str | torch.device, Tensor]], budget: Budget | None = None
-    ) -> None:
-        self.below, self.dtype, self.shape = rows, rows.dtype, rows.shape
-        kept = [(torch.device(device), ids) for device, ids in tiers if len(ids)]
-        self._leases: list[Lease] = []
-        if budget is not None:
-            size = sum(
-                len(ids) * (_INDEX_BYTES + rows.row_bytes * (device.type == "cpu")) for device, ids in kept
-            ) + min(CHUNK, max(rows.row_bytes, 1) * len(rows))
-            self._leases.append(budget.take(size, "rows in memory"))
-        self._tables = [_Table(rows, ids, device) for device, ids in kept]
-        self.counts = [0] * (len(self._tables) + 1)
-
-    def __len__(self) -> int:
-        return len(self.below)
-
-    @property
-    def row_bytes(self) -> int:
-        """See Rows."""
-        return self.below.row_bytes
-
-    def read(self, ids: Tensor, out: Tensor) -> None:
-        """See Rows; `out` may be on any device."""
-        base.check_request(self, ids, out)
-        places = torch.arange(len(ids))
-        for number, table in enumerate(self._tables):
-            rest = table.copy(ids, out, places)
-            before = len(ids)
-            ids, places = ids[rest], places[rest]
-            self.counts[number] += before - len(ids)
-        self.counts[-1] += len(ids)
-        if len(ids):
-            ordered = torch.sort(ids, stable=True)
-            _read_chunks(self.below, ordered.values, places[ordered.indices], out)
-
-    def close(self) -> None:
-        """Gives the memory back."""
-        self._tables = []
-        for lease in self._leases:
-            lease.give_back()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    memory: Tensor
+    begins: Array
+    wait: Callable[[], None]
+    bytes: Mapping[str, int]
 
 
-def _read_chunks(rows: Rows, ids: Tensor, places: Tensor, out: Tensor) -> None:
-    """Reads ascending `ids` in chunks of at most `CHUNK` bytes, and copies each row to its place in `out`."""
-    count = max(1, CHUNK // max(1, rows.row_bytes))
-    chunk = torch.empty((min(count, len(ids)), *rows.shape), dtype=rows.dtype)
-    for at in range(0, len(ids), count):
-        size = len(ids[at : at + count])
-        rows.read(ids[at : at + count], chunk[:size])
-        _copy_rows(chunk, torch.arange(size), out, places[at : at + count])
+class Tier(Protocol):
+    """Rows in one kind of memory."""
+
+    def buffer_bytes(self, slots: Array) -> int:
+        """Bytes, whole pages, of the buffer that `fetch` needs for these rows."""
+        ...
+
+    def fetch(self, slots: Array, buffer: Tensor) -> Fetched:
+        """Begins to bring the rows at `slots`; `buffer` (uint8, page-aligned) is the tier's until they are placed."""
+        ...
 
 
-def _copy_rows(table: Tensor, slots: Tensor, out: Tensor, places: Tensor) -> None:
-    """out[places] = table[slots]; by one thread in memory, as torch's threads would spin beside transfers."""
-    if not len(slots) or not table[0].nbytes:
+class Part(NamedTuple):
+    """The rows at `slots` of a tier, which belong at `places` of the result."""
+
+    tier: Tier
+    slots: Array
+    places: Array
+
+
+class MemoryTier:
+    """Rows that are a tensor, uint8 [rows, row bytes], on any device. `slots`: where each one lies, if not in order."""
+
+    def __init__(self, name: str, rows: Tensor, slots: Array | None = None) -> None:
+        self.name, self.rows, self.slots = name, rows, slots
+
+    def buffer_bytes(self, slots: Array) -> int:
+        """See Tier."""
+        return 0
+
+    def fetch(self, slots: Array, buffer: Tensor) -> Fetched:
+        """See Tier."""
+        size, at = self.rows.shape[1], slots if self.slots is None else self.slots[slots]
+        return Fetched(self.rows.view(-1), at.astype(np.int64) * size, _nothing, {self.name: len(slots) * size})
+
+
+@dataclass(frozen=True)
+class ExtentTier:
+    """All rows of one extent, read in sequence and compared with its checksum."""
+
+    file: ExtentFile
+    extent: str
+    row_bytes: int
+    queue: IoQueue
+
+    def buffer_bytes(self, slots: Array) -> int:
+        """See Tier."""
+        return pages(self.file.bytes(self.extent)) if len(slots) else 0
+
+    def fetch(self, slots: Array, buffer: Tensor) -> Fetched:
+        """See Tier."""
+        room = buffer[: self.buffer_bytes(slots)]
+        if not len(room):
+            return Fetched(room, slots, _nothing, {})
+        read = self.queue.read(self.file.file, self.file.offset(self.extent), room, self.file.bytes(self.extent))
+
+        def wait() -> None:
+            read.result()
+            self.file.check(self.extent, room)
+
+        return Fetched(room, slots * self.row_bytes, wait, {"packed": len(room)})
+
+
+@dataclass(frozen=True)
+class PageTier:
+    """Single rows of one extent, by the pages that hold them, each compared with its checksum. Pages that the accesses
+    of `future` (their page numbers) use next stay in `cache`."""
+
+    file: ExtentFile
+    extent: str
+    row_bytes: int
+    queue: IoQueue
+    cache: PageCache
+    future: Sequence[Array] = ()
+
+    def keys(self, slots: Array) -> Array:
+        """int64, ascending: the pages of the file that hold the rows."""
+        return pages_of(slots, self.file.offset(self.extent), self.row_bytes) if len(slots) else slots
+
+    def buffer_bytes(self, slots: Array) -> int:
+        """See Tier."""
+        return len(self.keys(slots)) * PAGE
+
+    def fetch(self, slots: Array, buffer: Tensor) -> Fetched:
+        """See Tier."""
+        keys = self.keys(slots)
+        out = buffer[: len(keys) * PAGE].view(-1, PAGE)
+        held = self.cache.take(keys, out)
+        missing = np.flatnonzero(~held)
+        reads = read_pages((self.queue, self.file.file), keys, missing, out)
+
+        def wait() -> None:
+            for one in reads:
+                one.result()
+            self.file.check_pages(self.extent, keys[missing], out, missing)
+            if self.cache.capacity:
+                self.cache.keep(keys, out, self.future)
+
+        begin = self.file.offset(self.extent) + slots * self.row_bytes if len(slots) else slots
+        place = np.searchsorted(keys, begin // PAGE) * PAGE + begin % PAGE
+        moved = {"disk_cache": len(missing) * PAGE, "page_cache": (len(keys) - len(missing)) * PAGE}
+        return Fetched(out.view(-1), place, wait, moved)
+
+
+def _nothing() -> None:
+    """Rows in memory are there."""
+
+
+def place_rows(fetched: Fetched, out: Tensor, places: Array, row_bytes: int, decode: Decode | None = None) -> None:
+    """out[places] = the rows; `decode` where their bytes are not those of a row of `out`, which is contiguous.
+
+    By one thread in host memory, as torch's threads would spin beside transfers.
+    """
+    if not len(places) or not row_bytes:
         return
-    if table.device.type == out.device.type == "cpu":
-        from espalier.store.row_kernels import scatter_rows
+    if out.device.type != "cpu" or fetched.memory.device.type != "cpu":
+        device = fetched.memory.device
+        rows = fetched.memory.view(-1, row_bytes)[torch.from_numpy(fetched.begins // row_bytes).to(device)]
+        values = out.new_empty(len(rows), *out.shape[1:])
+        if decode is None:
+            values.copy_(rows.view(out.dtype).view(values.shape))
+        else:
+            decode(rows, values)
+        out.index_copy_(0, torch.from_numpy(places).to(out.device), values)
+        return
+    from espalier.store.row_kernels import scatter_rows
 
-        size = table[0].nbytes
-        assert out.is_contiguous()
-        scatter_rows(table.data_ptr(), (slots * size).numpy(), places.numpy(), out.data_ptr(), size)
-    else:
-        out.index_copy_(0, places.to(out.device), table[slots.to(table.device)].to(out.device))
+    assert out.is_contiguous()
+    if decode is None:
+        scatter_rows(fetched.memory.data_ptr(), fetched.begins, places, out.data_ptr(), row_bytes)
+        return
+    step = max(1, CHUNK // row_bytes)
+    stored = torch.empty(min(step, len(places)), row_bytes, dtype=torch.uint8)
+    values = torch.empty(len(stored), *out.shape[1:], dtype=out.dtype)
+    for at in range(0, len(places), step):
+        begins = np.ascontiguousarray(fetched.begins[at : at + step])
+        count = np.arange(len(begins))
+        scatter_rows(fetched.memory.data_ptr(), begins, count, stored.data_ptr(), row_bytes)
+        decode(stored[: len(begins)], values[: len(begins)])
+        chosen = np.ascontiguousarray(places[at : at + step])
+        scatter_rows(values.data_ptr(), count * values[0].nbytes, chosen, out.data_ptr(), values[0].nbytes)

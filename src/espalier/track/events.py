@@ -16,9 +16,11 @@ writes these; a reader ignores names and fields it does not know:
 |            | tasks {name: its own loss} where there are several, |
 |            | loss_scale (after the step) and skipped (steps left out so far, as a gradient overflowed) in fp16, |
 |            | bytes {traffic class: bytes sent by the rank}, exposed (seconds waiting for communication), |
+|            | waited (seconds waiting for the step's batches), |
 |            | and of encoded classes saved {class: bytes}, coding {class: seconds}, lost {class: share of the 2-norm} |
 |            | offload {tier: read, written (bytes), stalled (seconds that computation waited)} of what waits outside |
 |            | the device, and activations, the same of activations |
+|            | store {tier: bytes of features read from it for this step and those ahead} with a [store] |
 | data       | changed (files that are not what they were when the run was begun), action |
 | phase      | name, step (its first), steps (its last), parameters: a phase begins; a plan of its own follows |
 | validation | step, loss, bits_per_byte (language) and whatever else the workload's `summary` says |

@@ -118,6 +118,10 @@ def _figures(run: Run) -> list[Figure]:
     if latest.get("skipped"):
         figures.append(Figure("steps left out", f"{latest['skipped']:,}", "gradients too large for fp16"))
     figures += _offloaded(latest)
+    if latest.get("store"):
+        steps, read = run.attempt, sum(latest["store"].get(tier) or 0 for tier in ("disk_cache", "packed"))
+        share = float(np.nansum(steps["waited"]) / max(1e-9, np.nansum(steps["seconds"])))
+        figures.append(Figure("features from disk", show_size(read), f"the latest step; {share:.1%} of time waiting"))
     attempts = f"in {run.attempts} attempts" if run.attempts > 1 else ""
     figures.append(Figure("time", show_seconds(run.seconds()), attempts))
     if run.account.failures:
@@ -185,6 +189,7 @@ def _plots(run: Run) -> list[tuple[str, str, Any]]:
         line = charts.Series("memory", x, steps["memory"], colour=3)
         chart = charts.line_chart("Memory", [line], show_size, zero=True, unit=unit)
         plots.append(("Memory", _apart(run), chart))
+    plots += _tiers(steps)
     if "gradient_norm" in steps:
         plots.append(("Gradient norm", "before clipping", _trend("Gradient norm", x, steps["gradient_norm"], _three)))
     if "learning_rate" in steps:
@@ -193,6 +198,26 @@ def _plots(run: Run) -> list[tuple[str, str, Any]]:
             ("Learning rate", "", charts.line_chart("Learning rate", [series], lambda v: f"{v:.2g}", zero=True))
         )
     return [plot for plot in (*plots, *_evaluations(run)) if plot[2]]
+
+
+def _tiers(steps: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
+    """Features of a [store] by the tier that they came from, and how long training waited for its batches."""
+    columns = {name: np.nan_to_num(steps[name]) for name in steps if name.startswith("store.")}
+    columns = {name: values for name, values in columns.items() if values.any()}
+    if not columns:
+        return []
+    x, unit = steps["step"], 1024.0 ** math.floor(math.log(max(float(one.max()) for one in columns.values()), 1024))
+    series = [
+        charts.Series(name.removeprefix("store.").replace("_", " "), x, values, colour=1 + at)
+        for at, (name, values) in enumerate(columns.items())
+    ]
+    waited = charts.line_chart(
+        "Waited", [charts.Series("waited", x, steps["waited"], colour=2)], show_seconds, zero=True
+    )
+    return [
+        ("Features by tier", "bytes read a step", charts.line_chart("Features by tier", series, show_size, True, unit)),
+        ("Waiting for batches", "seconds of a step", waited),
+    ]
 
 
 def _metric(run: Run, name: str) -> tuple[str, str, Any]:

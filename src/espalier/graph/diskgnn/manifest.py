@@ -19,7 +19,7 @@ from espalier.errors import UserError
 from espalier.graph.data import Array, Graph
 
 FILE, LOCK = "manifest.json", "lock"
-FORMAT = 1
+FORMAT = 2
 WAIT = 3600.0
 """Seconds in which the ranks of a run wait for the one that packs."""
 WHOLE, PIECE, PIECES = 1 << 30, 1 << 20, 256
@@ -79,14 +79,20 @@ class Packed(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Inputs, and what was packed from them; None before the access plan is made."""
+    """Inputs, and what was packed from them; None before the access plan is made. `checksum`: of both, on disk."""
 
     inputs: Inputs
     packed: Packed | None = None
+    checksum: str = ""
+
+    def checked(self) -> Manifest:
+        """The same with its checksum."""
+        text = msgspec.json.encode((self.inputs, self.packed))
+        return msgspec.structs.replace(self, checksum=xxhash.xxh3_64_hexdigest(text))
 
     def write(self, folder: Path) -> None:
         """Replaces the manifest of `folder` at once."""
-        text = msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+        text = msgspec.json.format(msgspec.json.encode(self.checked()), indent=1).decode()
         cache_dir.replace(folder / FILE, text, "store.path = a folder that this user may write to")
 
     def refuse_other(self, wanted: Inputs, folder: Path) -> None:
@@ -132,9 +138,18 @@ def read(folder: Path) -> Manifest | None:
         found: Manifest = serialization.from_json(text, Manifest)
     except msgspec.DecodeError as error:
         raise UserError(
-            f"{folder / FILE} is not a manifest: {error}.", do=f"remove {folder} to pack it anew, or restore the file"
+            f"{folder / FILE} is not a manifest: {error}.", do=f"{repack(folder)}, or restore the file"
         ) from None
+    if found.inputs.format == FORMAT and found != found.checked():
+        raise UserError(
+            f"{folder / FILE} is damaged.", why="its checksum does not match", do=f"{repack(folder)}, or restore it"
+        )
     return found
+
+
+def repack(folder: Path) -> str:
+    """What to do about a damaged set, for errors."""
+    return f"remove {folder}: the next run packs it anew"
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from espalier.graph.diskgnn.features import Features, FeatureTable
 from espalier.graph.diskgnn.inference import InferenceFolder
 from espalier.graph.diskgnn.pack import BUFFER, PackedSet, PackRequest, pack, repack
 from espalier.graph.diskgnn.pool import Draws, epoch_seeds
-from espalier.graph.diskgnn.reader import PackedBatches, ReadBatch, ReaderOptions, TieredFeatures, batch_order
+from espalier.graph.diskgnn.reader import TIERS, PackedBatches, ReadBatch, ReaderOptions, TieredFeatures, batch_order
 from espalier.graph.diskgnn.rolling_pool import RollingFeatures, RollingPool
 from espalier.graph.diskgnn.row_format import RowFormat
 from espalier.graph.gnn import Gnn, Layer
@@ -77,11 +77,13 @@ class MemoryShare:
 
     Attributes:
         memory: bytes of all ranks of this machine. ranks: how many those are. cuts: micro-batches of a rank's step.
+        shared: whether ranks that were not forked from one process share hot rows.
     """
 
     memory: int
     ranks: int = 1
     cuts: int = 1
+    shared: bool = False
 
     def taken(self, read: int, assembled: int, queues: tuple[int, int]) -> int:
         """Bytes of the buffers of all ranks: `read` and `assembled` bytes of the largest batch each."""
@@ -113,7 +115,9 @@ class MemoryShare:
             why = f"{packed.folders[0]} was packed for {units.show_size(hot)} of hot rows, and its largest batch reads"
             raise self._too_small(hot + sizes[QUEUES[-1]], f"{why} {most:,} pages")
         cached = any(packed.shared_pages(one) for one in range(len(packed)))
-        return ReaderOptions(*found, cache_pages=(left - sizes[found]) // self.ranks // PAGE if cached else 0)
+        pages_each = (left - sizes[found]) // self.ranks // PAGE if cached else 0
+        share = self.memory - left + left // self.ranks
+        return ReaderOptions(*found, HELD * self.cuts, pages_each, memory=share, shared=self.shared)
 
     def _too_small(self, least: int, why: str) -> UserError:
         shown = units.show_size(self.memory)
@@ -216,6 +220,7 @@ class RunBatches:
                 view.sampler = topology.disk_sampler(view.graph, view.style, self.memory // 8)
         self._cuts: dict[Shard, tuple[int, int]] = {}
         self._each, self._next = 0, -1
+        self._moved: dict[str, int] = {}
         self._batches: PackedBatches | None = None
         self._reader = threading.Lock()  # the trainer reads ahead in a thread of its own
         self._order = lru_cache(2)(lambda epoch: batch_order(self.pool_steps, epoch, self.seed))
@@ -328,9 +333,7 @@ class RunBatches:
 
     def _spare(self) -> int:
         """Bytes of a rank beside its hot rows."""
-        if self.features is None:
-            return self.memory
-        return (self.memory - self.features.hot.nbytes) // len(self._cuts)
+        return self.memory if self.features is None else self.features.budget.free
 
     def _read(self, step: int, shard: Shard) -> list[ReadBatch]:
         assert self.features is not None
@@ -344,12 +347,17 @@ class RunBatches:
             self._stop()
         return found
 
+    def moved(self) -> dict[str, int]:
+        """Bytes read from each tier since this was asked last."""
+        total = self.features.stats.bytes() if self.features is not None else dict.fromkeys(TIERS, 0)
+        before, self._moved = self._moved, total
+        return {tier: total[tier] - before.get(tier, 0) for tier in TIERS}
+
     def table(self) -> Table:
         """What was read from where, and how long training waited for it."""
         assert self.features is not None
         stats = self.features.stats
-        tiers = ("device", "host", "page_cache", "disk_cache", "packed")
-        rows: list[tuple[str, str]] = [(one.replace("_", " "), units.show_size(getattr(stats, one))) for one in tiers]
+        rows = [(tier.replace("_", " "), units.show_size(size)) for tier, size in stats.bytes().items()]
         rows.append(("waited for", units.show_seconds(stats.stalled)))
         rows += [("packed again", name) for name in stats.repaired]
         return Table(("features from", f"{stats.batches:,} batches"), rows)
@@ -370,7 +378,7 @@ class RunBatches:
         self._stop()
         if self.features is not None:
             self.features.close_sets()
-        self.features, self._cuts, self._each = None, {}, 0
+        self.features, self._cuts, self._each, self._moved = None, {}, 0, {}
 
 
 # --- anybody's loop --------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from espalier.graph.neighbor_sampler import NeighborSampling
 from espalier.store.cost import PAGE
 from espalier.store.direct_io import aligned, bytes_of, open_file
 from espalier.store.extent_filler import ExtentFiller
-from espalier.store.extents import ExtentFile, ExtentWriter, damaged
+from espalier.store.extents import ExtentFile, ExtentWriter
 from espalier.store.io_queue import IoQueue
 from espalier.workload import Progress
 
@@ -238,6 +238,7 @@ def _pack_rows(request: PackRequest, found: Manifest, progress: Progress | None)
             ) as filler,
             ThreadPoolExecutor(2) as ahead,
         ):
+            filler.hash_pages(one.name for one in targets if one.name.startswith("segment/"))
             for at, rows in _reads_ahead(request, targets, about, ahead):
                 if progress is not None:
                     progress(int(ranges[at]), about.nodes)
@@ -362,9 +363,10 @@ class PackedSet:
                 do="pack again with the same settings: it goes on where it stopped",
             )
         self.manifest, self.about = found, found.packed
-        self.pool = Pool(folders[0])
-        self.plan = ExtentFile(folders[0] / PLAN)
-        self.rows = ExtentFile(_striped(folders))
+        remedy = manifest.repack(folders[0])
+        self.pool = Pool(folders[0], remedy)
+        self.plan = ExtentFile(folders[0] / PLAN, remedy)
+        self.rows = ExtentFile(_striped(folders), remedy)
         about = self.about
         self.row = RowFormat(found.inputs.rows, about.width, getattr(torch, about.dtype))  # type: ignore[arg-type]
 
@@ -401,20 +403,35 @@ class PackedSet:
     def load_hot(self) -> Tensor:
         """uint8 [hot rows, row bytes]: the rows that stay in memory, the most used first; checked. Read in pieces, so
         that they are held once."""
-        extent, ids = self.rows.extent("hot"), self.plan.read("hot").numpy()
-        table = torch.empty(len(ids), self.row.row_bytes, dtype=torch.uint8)
-        places = torch.from_numpy(np.argsort(ids, kind="stable"))  # on disk they lie in the order of their ids
+        extent, order = self.rows.extent("hot"), torch.from_numpy(self._hot_order)
+        table = torch.empty(len(order), self.row.row_bytes, dtype=torch.uint8)
         digest, size = xxhash.xxh3_64(), self.row.row_bytes
         assert extent.bytes == table.nbytes, "another set keeps these rows"
         count = max(1, LOADED // max(1, size))
-        for at in range(0, len(ids), count):
-            piece = aligned(min(count, len(ids) - at) * size)[: (min(count, len(ids) - at)) * size]
+        for at in range(0, len(order), count):
+            piece = aligned(min(count, len(order) - at) * size)[: (min(count, len(order) - at)) * size]
             self.rows.file.read_into(piece, extent.offset + at * size)
             digest.update(bytes_of(piece))
-            table[places[at : at + count]] = piece.view(-1, size)
+            table[order[at : at + count]] = piece.view(-1, size)
         if digest.intdigest() != extent.hash:
-            raise damaged(self.rows.path, "hot", "its checksum does not match")
+            raise self.rows.damaged_extent("hot", "its checksum does not match")
         return table
+
+    def map_hot(self) -> tuple[Tensor, Array]:
+        """The same rows as they lie on disk, mapped, and int32 [hot rows], where each one lies, the most used first.
+
+        All processes of a machine that map them hold them once. The set lies on one disk.
+        """
+        extent = self.rows.extent("hot")
+        file = torch.from_file(str(self.rows.path), True, extent.offset + extent.bytes, dtype=torch.uint8)
+        table = file[extent.offset :].view(-1, self.row.row_bytes)
+        self.rows.check("hot", table)
+        return table, np.argsort(self._hot_order).astype(np.int32)
+
+    @property
+    def _hot_order(self) -> Array:
+        """int64: the rank of each hot row in the order in which they lie on disk, which is that of their ids."""
+        return np.argsort(self.plan.read("hot").numpy(), kind="stable")
 
     def _stored(self, name: str) -> Tensor:
         return self.rows.read(name).view(-1, self.row.row_bytes)

@@ -91,8 +91,8 @@ def _drawn(sampler: NeighborSampling, draws: Draws, batches: Sequence[int]) -> I
 class Pool(Sequence[SampledBatch]):
     """The batches that `sample_pool` drew into a folder, read when they are asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        self.file = ExtentFile(folder / FILE)
+    def __init__(self, folder: Path, remedy: str = "") -> None:
+        self.file = ExtentFile(folder / FILE, remedy)
         self._length = sum(name.startswith("blocks/") for name in self.file)
 
     def __len__(self) -> int:

@@ -2,16 +2,15 @@
 
 After DiskGNN (arXiv 2405.05231, section 6): five stages (blocks and labels, positions, features, assembly, training)
 joined by queues of two batches. Beyond it: pages of a segment's disk cache that the next batches use stay in memory by
-Belady's rule, every packed extent is compared with its checksum, and one that is damaged is packed again.
+Belady's rule, everything read is compared with its checksum, and an extent that is damaged is packed again.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from math import gcd
 from typing import Self
 
 import numpy as np
@@ -21,19 +20,19 @@ from torch import Tensor
 from espalier.graph.data import Array
 from espalier.graph.diskgnn.access import Split
 from espalier.graph.diskgnn.pack import PackedSet
-from espalier.graph.diskgnn.page_cache import PageCache, pages_of, read_pages
-from espalier.graph.diskgnn.pipeline import BoundedQueue, Pipeline
 from espalier.graph.diskgnn.pool import SampledBatch
-from espalier.store.cost import PAGE, pages
+from espalier.store.budget import Budget
+from espalier.store.cost import PAGE
 from espalier.store.direct_io import aligned
 from espalier.store.extents import DamagedExtent
 from espalier.store.io_queue import IoQueue
+from espalier.store.page_cache import PageCache, pages_of
+from espalier.store.prefetch import BoundedQueue, Pipeline
+from espalier.store.tiers import ExtentTier, Fetched, MemoryTier, PageTier, Part, place_rows
 
 WINDOW = 16
 """Batches ahead whose pages are known when it is decided which stay in memory, and that are read in the order of the
 pool, so that batches of a segment follow one another."""
-CHUNK = 1 << 20
-"""Bytes of rows that are placed at once."""
 
 
 def batch_order(batches: int, epoch: int, seed: int) -> Array:
@@ -59,17 +58,34 @@ class TierStats:
     stalled: float = 0.0
     repaired: list[str] = field(default_factory=list)
 
+    def bytes(self) -> dict[str, int]:
+        """Read from each tier."""
+        return {name: getattr(self, name) for name in TIERS}
+
+
+TIERS = ("device", "host", "page_cache", "disk_cache", "packed")
+
 
 @dataclass(frozen=True)
 class ReaderOptions:
-    """What a reader may hold. `buffers`: batches that are read at once; `ahead`: assembled batches that wait;
-    `cache_pages`: of Belady's cache; `device_rows`: hot rows, the most used, that lie on `device`."""
+    """What a reader may hold.
+
+    Attributes:
+        buffers: batches that are read at once. ahead: assembled batches that wait. held: those that training holds.
+        cache_pages: of Belady's cache.
+        device_rows: hot rows, the most used, that lie on `device`.
+        memory: bytes of all that, hot rows included; None: no limit.
+        shared: whether hot rows are mapped from the packed set, so that all processes of a machine hold them once.
+    """
 
     buffers: int = 3
     ahead: int = 2
+    held: int = 2
     cache_pages: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     device_rows: int = 0
+    memory: int | None = None
+    shared: bool = False
 
 
 @dataclass
@@ -78,7 +94,8 @@ class ReadBatch:
 
     Attributes:
         index: of the batch in the packed set. future: the batches that follow.
-        sampled: seeds and blocks. split: where the rows come from.
+        sampled: seeds and blocks. split: where the rows come from. pages: that the batches that follow use.
+        fetched: its rows on their way, which lie in `buffer` or in memory.
         features: float32 [inputs, width], None until they are assembled.
     """
 
@@ -86,7 +103,8 @@ class ReadBatch:
     future: Sequence[int] = ()
     sampled: SampledBatch | None = None
     split: Split | None = None
-    keys: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    pages: Sequence[Array] = ()
+    fetched: Sequence[tuple[Part, Fetched]] = ()
     buffer: Tensor | None = None
     features: Tensor | None = None
 
@@ -133,25 +151,28 @@ Repair = Callable[[str, DamagedExtent], None]
 class TieredFeatures:
     """Rows of batches from all tiers. Has state: hot rows, the page cache, buffers, and what was read.
 
-    Ranks that are forked after it was made share its hot rows. It starts threads at the first read.
+    Ranks that are forked after it was made share its hot rows. It starts threads at the first read. `budget` says what
+    is held; UserError is raised where that is more than `options.memory`.
     """
 
     def __init__(
         self, packed: PackedSet, options: ReaderOptions = ReaderOptions(), repair: Repair | None = None
     ) -> None:
         self.packed, self.options, self.repair, self.stats = packed, options, repair, TierStats()
+        self.budget = Budget(1 << 62 if options.memory is None else options.memory)
         self.row_bytes = packed.row.row_bytes
-        hot = self._hot_rows()
+        self.budget.take(packed.hot_rows * self.row_bytes, "hot rows")
+        hot, slots = self._hot_rows()
         self.near = min(options.device_rows, len(hot))
-        self.hot, self._near_rows = hot[self.near :], hot[: self.near]
-        self._splits: dict[int, Split] = {}
-        self._cache: PageCache | None = None
+        near = hot[: self.near] if slots is None else hot[torch.from_numpy(slots[: self.near])]
+        far = hot[self.near :] if slots is None else hot
+        self._near = MemoryTier("device", near)
+        self._far = MemoryTier("host", far, None if slots is None else slots[self.near :])
+        self._decode = None if packed.row.stored == torch.float32 else packed.row.decode
+        self._splits: dict[int, tuple[Split, Array]] = {}
+        self._open = ExitStack()
         self._queue: IoQueue | None = None
-        self._free: BoundedQueue | None = None
-        self._buffers = FeatureBuffers(0)
-        rows = max(1, CHUNK // max(1, self.row_bytes))
-        self._stored = torch.empty(rows, self.row_bytes, dtype=torch.uint8)
-        self._values = torch.empty(rows, packed.row.width)
+        self._cache, self._free, self._buffers = PageCache(0), BoundedQueue(options.buffers), FeatureBuffers(0)
 
     def order(self, entries: Iterable[tuple[int, int]], last: int | None = None) -> Iterator[int]:
         """What `place` is asked for each (epoch, batch); `last`: the last epoch that will be read, None: not known."""
@@ -181,96 +202,88 @@ class TieredFeatures:
         """Where each row comes from, now and in the batches that follow."""
         known = self._splits
         self._splits = {one: known.get(one) or self._split(one) for one in (work.index, *work.future)}
-        work.split = self._splits[work.index]
+        work.split = self._splits[work.index][0]
+        work.pages = [self._splits[one][1] for one in work.future]
         return work
 
-    def _split(self, index: int) -> Split:
+    def _split(self, index: int) -> tuple[Split, Array]:
+        """Of a batch, and the pages that it reads of its segment's disk cache."""
         packed, batch = self.place(index)
-        return packed.split(batch)
+        split = packed.split(batch)
+        return split, self._keys(index, split)
+
+    def _keys(self, index: int, split: Split) -> Array:
+        packed, batch = self.place(index)
+        start = packed.rows.offset(f"segment/{packed.segment_of(batch)}")
+        return pages_of(split.shared_slots, start, self.row_bytes)
 
     def features(self, work: ReadBatch) -> ReadBatch:
         """Reads the batch's own extent and the pages of its disk cache."""
-        assert work.split is not None
-        queue, free = self._opened()
-        work.buffer = free.get()
-        packed, batch = self.place(work.index)
-        if work.buffer.nbytes < packed.pages(batch) * PAGE:  # of a batch that was drawn later
-            work.buffer = aligned(packed.pages(batch) * PAGE)
-        cold = self._cold_bytes(work.index)
-        waiting = self._read_cold(work, queue) if cold else None
-        work.keys = self._keys(work.index, work.split)
-        self._read_pages(work, work.buffer[pages(cold) :], queue)
-        if waiting is not None:
-            waiting.result()
-            self._check(work)
+        self._opened()
+        parts, at = self._parts(work), 0
+        sizes = [part.tier.buffer_bytes(part.slots) for part in parts]
+        work.buffer = self._free.get()
+        assert work.buffer is not None
+        if work.buffer.nbytes < sum(sizes):  # of a batch that was drawn later
+            work.buffer = aligned(sum(sizes))
+        rooms = []
+        for size in sizes:
+            rooms.append(work.buffer[at : at + size])
+            at += size
+        begun = [part.tier.fetch(part.slots, room) for part, room in zip(parts, rooms, strict=True)]
+        for number, (part, room) in enumerate(zip(parts, rooms, strict=True)):
+            try:
+                begun[number].wait()
+            except DamagedExtent as error:
+                assert isinstance(part.tier, ExtentTier | PageTier)
+                self._repaired(self.place(work.index)[0], part.tier.extent, error)
+                begun[number] = part.tier.fetch(part.slots, room)
+                begun[number].wait()
+            for name, size in begun[number].bytes.items():
+                setattr(self.stats, name, getattr(self.stats, name) + size)
+        work.fetched = list(zip(parts, begun, strict=True))
         return work
 
     def assemble(self, work: ReadBatch) -> ReadBatch:
-        """Puts all rows in their places."""
-        split, packed, stats = work.split, self.packed, self.stats
-        assert split is not None
-        assert work.buffer is not None
-        rows = sum(len(one) for one in (split.hot_at, split.shared_at, split.cold_at))
-        x = self._buffers.matrix(rows, packed.row.width)
-        near = split.hot_slots < self.near
-        far = ~near
-        self._place(x, split.hot_at[far], self.hot, split.hot_slots[far].astype(np.int64) - self.near)
-        cold = self._cold_bytes(work.index)
-        dense = work.buffer[:cold].view(-1, self.row_bytes)
-        self._place(x, split.cold_at, dense, np.arange(len(split.cold_at)))
-        self._place_shared(x, work, split)
-        work.features = self._with_device_rows(x, split.hot_at[near], split.hot_slots[near])
-        stats.host += int(far.sum()) * self.row_bytes
-        stats.device += int(near.sum()) * self.row_bytes
-        stats.batches += 1
-        assert self._free is not None
+        """Puts all rows in their places, those of the device on the device."""
+        row, device = self.packed.row, self.options.device
+        x = self._buffers.matrix(sum(len(part.places) for part, _ in work.fetched), row.width)
+        near, *others = work.fetched
+        for part, fetched in others:
+            place_rows(fetched, x, part.places, self.row_bytes, self._decode)
+        x = x.to(device, non_blocking=True)
+        place_rows(near[1], x, near[0].places, self.row_bytes, self._decode)
+        self.stats.batches += 1
         self._free.put(work.buffer)
-        work.buffer = work.split = None
+        work.features, work.buffer, work.split, work.fetched = x, None, None, ()
         return work
 
-    def _hot_rows(self) -> Tensor:
-        """The rows in memory, packed again where they are damaged."""
+    def _parts(self, work: ReadBatch) -> list[Part]:
+        """What the batch takes of each tier, the device first."""
+        assert work.split is not None
+        assert self._queue is not None
+        split, (packed, batch) = work.split, self.place(work.index)
+        slots, places = _wide(split.hot_slots), _wide(split.hot_at)
+        near = slots < self.near
+        cold = ExtentTier(packed.rows, f"cold/{batch}", self.row_bytes, self._queue)
+        segment = f"segment/{packed.segment_of(batch)}"
+        shared = PageTier(packed.rows, segment, self.row_bytes, self._queue, self._cache, work.pages)
+        return [
+            Part(self._near, slots[near], places[near]),
+            Part(cold, np.arange(len(split.cold_at)), _wide(split.cold_at)),
+            Part(shared, _wide(split.shared_slots), _wide(split.shared_at)),
+            Part(self._far, slots[~near] - self.near, places[~near]),
+        ]
+
+    def _hot_rows(self) -> tuple[Tensor, Array | None]:
+        """Hot rows, and where each lies, None: by rank. They are packed again where they are damaged."""
+        mapped = self.options.shared and len(self.packed.folders) == 1 and self.packed.hot_rows
+        load = self.packed.map_hot if mapped else lambda: (self.packed.load_hot(), None)
         try:
-            return self.packed.load_hot()
+            return load()
         except DamagedExtent as error:
             self._repaired(self.packed, "hot", error)
-            return self.packed.load_hot()
-
-    # --- reading -----------------------------------------------------------------------------------------------------
-
-    def _opened(self) -> tuple[IoQueue, BoundedQueue]:
-        if self._queue is None or self._free is None:
-            size = PAGE * max((self.packed.pages(one) for one in range(len(self.packed.pool))), default=0)
-            self._queue, self._free = IoQueue(), BoundedQueue(self.options.buffers)
-            self._cache = PageCache(self.options.cache_pages)
-            self._near_rows = self._near_rows.to(self.options.device)
-            self._buffers = FeatureBuffers(4 * self.packed.row.width * self.packed.pool.most_inputs)
-            for _ in range(self.options.buffers):
-                self._free.put(aligned(size))
-        return self._queue, self._free
-
-    def _cold_bytes(self, batch: int) -> int:
-        packed, number = self.place(batch)
-        name = f"cold/{number}"
-        return packed.rows.bytes(name) if name in packed.rows else 0
-
-    def _read_cold(self, work: ReadBatch, queue: IoQueue) -> Future[None]:
-        assert work.buffer is not None
-        packed, batch = self.place(work.index)
-        size = self._cold_bytes(work.index)
-        self.stats.packed += pages(size)
-        return queue.read(packed.rows.file, packed.rows.offset(f"cold/{batch}"), work.buffer[: pages(size)], size)
-
-    def _check(self, work: ReadBatch) -> None:
-        """Packs the batch's extent again where it is not what was written. Raises DamagedExtent where that fails."""
-        packed, batch = self.place(work.index)
-        name = f"cold/{batch}"
-        assert work.buffer is not None
-        try:
-            packed.rows.check(name, work.buffer)
-        except DamagedExtent as error:
-            self._repaired(packed, name, error)
-            packed.rows.read_into(name, work.buffer)
+            return load()
 
     def _repaired(self, packed: PackedSet, name: str, error: DamagedExtent) -> None:
         if self.repair is None or packed is not self.packed:
@@ -278,71 +291,26 @@ class TieredFeatures:
         self.repair(name, error)
         self.stats.repaired.append(name)
 
-    def _keys(self, batch: int, split: Split) -> Array:
-        """The pages of the batch's disk cache that hold its shared rows."""
-        return pages_of(split.shared_slots, self._cache_start(batch), self.row_bytes)
+    # --- what is held ------------------------------------------------------------------------------------------------
 
-    def _cache_start(self, batch: int) -> int:
-        """Where the disk cache of the batch's segment begins in the file of rows."""
-        packed, number = self.place(batch)
-        return packed.rows.offset(f"segment/{packed.segment_of(number)}")
-
-    def _read_pages(self, work: ReadBatch, buffer: Tensor, queue: IoQueue) -> None:
-        """Fills `buffer` with the pages `work.keys`, from memory where the cache holds them."""
-        keys, cache = work.keys, self._cache
-        assert cache is not None
-        if not len(keys):
+    def _opened(self) -> None:
+        """Takes the memory that batches are read into, and starts the threads that read."""
+        if self._queue is not None:
             return
-        out = buffer[: len(keys) * PAGE].view(-1, PAGE)
-        held = cache.take(keys, out)
-        read_pages((queue, self.place(work.index)[0].rows.file), keys, np.flatnonzero(~held), out)
-        self.stats.disk_cache += int((~held).sum()) * PAGE
-        self.stats.page_cache += int(held.sum()) * PAGE
-        if cache.capacity:
-            cache.keep(keys, out, [self._keys(one, self._splits[one]) for one in work.future if one in self._splits])
-
-    # --- placing -----------------------------------------------------------------------------------------------------
-
-    def _place(self, x: Tensor, at: Array, table: Tensor, slots: Array) -> None:
-        """x[at] = the rows of `table` (uint8 [rows, row_bytes]) at `slots`, a chunk at a time."""
-        for chunk in self._chunks(len(at)):
-            rows = self._stored[: len(at[chunk])]
-            torch.index_select(table, 0, torch.from_numpy(slots[chunk]), out=rows)
-            self._decoded(x, at[chunk], rows)
-
-    def _chunks(self, rows: int) -> Iterator[slice]:
-        step = len(self._stored)
-        return (slice(begin, begin + step) for begin in range(0, rows, step))
-
-    def _decoded(self, x: Tensor, at: Array, rows: Tensor) -> None:
-        places, row = torch.from_numpy(at.astype(np.int64)), self.packed.row
-        plain = row.stored == x.dtype
-        x.index_copy_(0, places, rows.view(x.dtype) if plain else row.decode(rows, self._values[: len(rows)]))
-
-    def _place_shared(self, x: Tensor, work: ReadBatch, split: Split) -> None:
-        """The rows of the disk cache, which may begin anywhere in a page: gathered in units that divide both."""
-        if not len(split.shared_at):
-            return
-        assert work.buffer is not None
-        unit = gcd(self.row_bytes, PAGE)
-        held = work.buffer[pages(self._cold_bytes(work.index)) :][: len(work.keys) * PAGE].view(-1, unit)
-        place = self._cache_start(work.index) + split.shared_slots.astype(np.int64) * self.row_bytes
-        begin = np.searchsorted(work.keys, place // PAGE) * PAGE + place % PAGE
-        each = torch.arange(self.row_bytes // unit)
-        for chunk in self._chunks(len(begin)):
-            units = (torch.from_numpy(begin[chunk] // unit)[:, None] + each).view(-1)
-            rows = self._stored[: len(begin[chunk])]
-            torch.index_select(held, 0, units, out=rows.view(-1, unit))
-            self._decoded(x, split.shared_at[chunk], rows)
-
-    def _with_device_rows(self, x: Tensor, at: Array, slots: Array) -> Tensor:
-        """`x` on the device, with the rows that lie there."""
-        x = x.to(self.options.device, non_blocking=True)
-        if len(at):
-            rows = self._near_rows[torch.from_numpy(slots.astype(np.int64)).to(x.device)]
-            places = torch.from_numpy(at.astype(np.int64)).to(x.device)
-            x.index_copy_(0, places, self.packed.row.decode(rows, x.new_empty(len(rows), x.shape[1])))
-        return x
+        options, pool = self.options, self.packed.pool
+        size = PAGE * max((self.packed.pages(one) for one in range(len(pool))), default=0)
+        assembled = 4 * self.packed.row.width * pool.most_inputs
+        take = self.budget.take
+        self._open.enter_context(take(options.buffers * size, f"{options.buffers} batches that are read"))
+        waiting = options.held + options.ahead + 1
+        self._open.enter_context(take(waiting * assembled, f"{waiting} batches that are assembled"))
+        self._open.enter_context(take(options.cache_pages * PAGE, "pages of disk caches"))
+        self._queue = self._open.enter_context(IoQueue())
+        self._free, self._cache = BoundedQueue(options.buffers), PageCache(options.cache_pages)
+        self._near.rows = self._near.rows.to(options.device)
+        self._buffers = FeatureBuffers(assembled)
+        for _ in range(options.buffers):
+            self._free.put(aligned(size))
 
     def close_sets(self) -> None:
         """Closes the files that rows are read from."""
@@ -350,21 +318,23 @@ class TieredFeatures:
 
     def interrupt(self) -> None:
         """Ends what waits for a buffer."""
-        if self._free is not None:
-            self._free.close()
+        self._free.close()
 
     def close(self) -> None:
         """Ends its threads and gives its buffers back; nothing may be read meanwhile."""
         self.interrupt()
-        if self._queue is not None:
-            self._queue.close()
-        self._queue = self._free = self._cache = None
+        self._open.close()
+        self._queue, self._cache, self._buffers = None, PageCache(0), FeatureBuffers(0)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _wide(numbers: Array) -> Array:
+    return numbers.astype(np.int64)
 
 
 class PackedBatches(Iterator[ReadBatch]):

@@ -7,16 +7,18 @@ batch is one access: of the pages held and read, those used again soonest stay (
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from espalier.graph.data import Array
 from espalier.store.cost import PAGE
 from espalier.store.direct_io import File, aligned
 from espalier.store.io_queue import IoQueue
 
+Array = NDArray[np.int64]
 NEVER = np.iinfo(np.int64).max
 
 
@@ -37,13 +39,13 @@ class PageCache:
         self.keys = np.zeros(0, np.int64)  # ascending
         self._slots = np.zeros(0, np.int64)  # of each key
 
-    def take(self, keys: Array, out: Tensor) -> Array:
+    def take(self, keys: Array, out: Tensor) -> NDArray[np.bool_]:
         """Copies the pages held of `keys` (ascending, each once) into their rows of `out` [keys, PAGE]; bool [keys],
         those that are held."""
         if not len(self.keys):
             return np.zeros(len(keys), bool)
         at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-        held: Array = self.keys[at] == keys
+        held: NDArray[np.bool_] = self.keys[at] == keys
         rows = torch.from_numpy(np.flatnonzero(held))
         out.index_copy_(0, rows, self.pages[torch.from_numpy(self._slots[at[held]])])
         return held
@@ -75,14 +77,12 @@ def pages_of(slots: Array, start: int, row_bytes: int) -> Array:
     return np.unique(np.concatenate([np.minimum(first + at, last) for at in range(int((last - first).max()) + 1)]))
 
 
-def read_pages(source: tuple[IoQueue, File], keys: Array, rows: Array, out: Tensor) -> None:
-    """Reads the pages `keys[rows]` into `out[rows]`, those that follow one another in both at once."""
+def read_pages(source: tuple[IoQueue, File], keys: Array, rows: Array, out: Tensor) -> list[Future[None]]:
+    """Begins to read the pages `keys[rows]` into `out[rows]`, those that follow one another in both at once."""
     queue, file = source
     ends = np.flatnonzero((np.diff(rows) > 1) | (np.diff(keys[rows]) > 1)) + 1
-    waiting = [
+    return [
         queue.read(file, int(keys[run[0]]) * PAGE, out[int(run[0]) : int(run[-1]) + 1].view(-1), 1)
         for run in np.split(rows, ends)
         if len(run)
     ]
-    for one in waiting:
-        one.result()

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.graph.diskgnn.page_cache import NEVER, PageCache, next_uses
 from espalier.store.cost import PAGE
+from espalier.store.page_cache import NEVER, PageCache, next_uses
 
 sequences = st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=6)
 
