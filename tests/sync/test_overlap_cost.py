@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -46,9 +47,13 @@ os._exit(0)  # threads of Gloo may outlive the interpreter
 
 
 def measured(name: str, codec: str, size: int) -> int:
-    """Bytes that two engines of models of so many float32 hold at most, above what was there."""
-    run = [sys.executable, "-c", RUN, name, codec, str(size)]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=True, cwd=Path(__file__).parent)
+    """Bytes that two engines of models of so many float32 hold at most, above what was there.
+
+    glibc gives every tensor back as it is released: it would keep holes between them, up to a copy or not, as it comes.
+    """
+    run, here = [sys.executable, "-c", RUN, name, codec, str(size)], Path(__file__).parent
+    exact = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(run, env=exact, capture_output=True, text=True, timeout=120, check=True, cwd=here)
     return int(done.stdout)
 
 

@@ -34,7 +34,7 @@ SETTLED = {
 ALONE = {
     "ranks": ({}, {"ranks": 2}, 1e-9),
     "unequal shares": ({}, {"cuts": (0, 3, 8)}, 1e-9),
-    "accumulation": ({}, {"micro_batch": 1}, 1e-9),
+    "accumulation": ({}, {"micro_batch": 2}, 1e-9),
     "recompute selective": ({}, {"recompute": "selective"}, 1e-9),
     "recompute block": ({}, {"recompute": "block"}, 1e-9),
     "muon": ({"optimizer": {"kind": "muon"}}, {}, 1e-9),
