@@ -264,6 +264,7 @@ class _Connection:
         self._pulls: dict[tuple[int, int], list[_Pull]] = {}
         self._told: dict[int, Any] = {}
         self._error: EspalierError | None = None
+        self._threads: list[threading.Thread] = []
         self._preparing: SimpleQueue[tuple[_Push, int] | None] = SimpleQueue()
         self._pushing: SimpleQueue[tuple[_Push, int, Tensor] | None] = SimpleQueue()
 
@@ -272,7 +273,8 @@ class _Connection:
         self.session.start()
         self.round = self.session.first
         for work in (self._prepare, self._push):
-            threading.Thread(target=self._guarded, args=(work,), daemon=True).start()
+            self._threads.append(threading.Thread(target=self._guarded, args=(work,), daemon=True))
+            self._threads[-1].start()
 
     # Calls
 
@@ -318,6 +320,13 @@ class _Connection:
         if self._error is None:
             self.session.leave()
         self.close()
+        with self._changed:  # for a push that still waits for others
+            self._error = self._error or RunFailed(f"{self.client.name} has left {self.session.peer}.")
+            self._changed.notify_all()
+        for link in self.session.links.values():
+            link.join()
+        for thread in self._threads:
+            thread.join(self.client.times.silence)
 
     def close(self) -> None:
         """At once."""

@@ -88,11 +88,11 @@ def add(total: Tensor, codes: Tensor) -> None:
     kernels.add(codes, total)
 
 
-def decode(total: Tensor, shared: Tensor, places: int, weight: int = 0) -> Tensor:
-    """[n] int32 sums to float32 in the same memory, divided by `weight` where it is not 0."""
+def decode(total: Tensor, shared: Tensor, places: int, weight: int = 0, out: Tensor | None = None) -> Tensor:
+    """[n] int32 sums to float32 in `out` (None: in the same memory), divided by `weight` where it is not 0."""
     from espalier.shard.luwu import fixed_point_cpu as kernels
 
-    found = total.view(torch.float32)
+    found = total.view(torch.float32) if out is None else out
     kernels.decode(total, found, shared, places, weight)
     return found
 

@@ -313,7 +313,7 @@ class OptimizerNode:
                 return False
             places = fixed_point.shift(BITS[self.job.push], agreed.workers)
             shared = self.reduction.blocks(work.chunk, agreed.shared)
-            gradient.copy_(fixed_point.decode(total, shared, places, slot.weight))
+            fixed_point.decode(total, shared, places, slot.weight, gradient)
         self.reduction.free(work.number)
         return True
 

@@ -332,17 +332,18 @@ class Reduction:
         slot = self.slots[number % len(self.slots)]
         chunk = self.chunks[frame.layer][frame.chunk]
         with slot.lock:
-            if slot.number != number:
+            first = slot.number != number
+            if first:
                 self._open(slot, number, frame, chunk)
             elif slot.chunk is not chunk or slot.round != frame.step:
                 raise _order(member, frame, slot)
             dtype = torch.float32 if frame.width == RAW else fixed_point.WIDTHS[frame.width * 8]
-            values = torch.frombuffer(frame.payload, dtype=dtype)
-            if frame.width == RAW:
-                slot.raw = True
-                slot.total.view(torch.float32)[: chunk.elements].copy_(values)
+            values, total = torch.frombuffer(frame.payload, dtype=dtype), slot.total[: chunk.elements]
+            if first or frame.width == RAW:  # by NumPy: one pass of one thread
+                slot.raw = frame.width == RAW
+                (total.view(torch.float32) if slot.raw else total).numpy()[:] = values.numpy()
             else:
-                fixed_point.add(slot.total[: chunk.elements], values)
+                fixed_point.add(total, values)
             slot.weight += frame.count
         with self.lock:
             if self.members.get(member.rank) is member:
@@ -350,8 +351,7 @@ class Reduction:
                 self._hand_over()
 
     def _open(self, slot: Slot, number: int, frame: Frame, chunk: Chunk) -> None:
-        slot.number, slot.round, slot.chunk, slot.weight, slot.raw = number, frame.step, chunk, 0, False
-        slot.total[: chunk.elements].zero_()
+        slot.number, slot.round, slot.chunk, slot.weight = number, frame.step, chunk, 0
         slot.complete.clear()
         self.above.opened(slot)
 

@@ -147,6 +147,7 @@ class Link:
         self._kept: deque[tuple[int, Frame, Callable[[], None] | None]] = deque()
         self._changed = threading.Condition()
         self._one_reader = threading.Lock()
+        self._threads: dict[str, threading.Thread] = {}
         self._socket: socket.socket | None = None
         self._gap = self._hurry = False
         self._told = (-1, -1)
@@ -155,8 +156,17 @@ class Link:
 
     def start(self) -> Link:
         """Begins to send."""
-        threading.Thread(target=self._write, name=f"{self.me} to {self.peer}", daemon=True).start()
+        self._begin(f"{self.me} to {self.peer}", self._write)
         return self
+
+    def _begin(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
+        self._threads[name] = threading.Thread(target=work, args=arguments, name=name, daemon=True)
+        self._threads[name].start()
+
+    def join(self) -> None:
+        """Returns when its threads have ended, after `close`: one inside torch would abort a process that ends."""
+        for thread in list(self._threads.values()):
+            thread.join(self.times.silence)
 
     # What others call
 
@@ -197,7 +207,7 @@ class Link:
             self._changed.notify_all()
         hang_up(old)
         _call(done)
-        threading.Thread(target=self._read, args=(connection,), name=f"{self.me} from {self.peer}", daemon=True).start()
+        self._begin(f"{self.me} from {self.peer}", self._read, connection)
 
     def close(self, error: EspalierError | None = None) -> None:
         """Ends it, for both sides."""
