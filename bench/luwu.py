@@ -99,11 +99,13 @@ class Contestants:
 
     def end(self) -> None:
         """Lets all of them end, and raises RuntimeError where one failed."""
-        everyone = [rank for ranks in self._ranks.values() for rank in ranks]
-        for rank in everyone:
-            assert rank.stdin is not None
-            rank.stdin.close()
-        codes = [rank.wait(timeout=60) for rank in everyone]
+        codes = []
+        for place in (slice(WORKERS), slice(WORKERS, None)):  # an optimizer node last
+            some = [rank for ranks in self._ranks.values() for rank in ranks[place]]
+            for rank in some:
+                assert rank.stdin is not None
+                rank.stdin.close()
+            codes += [rank.wait(timeout=100) for rank in some]
         if any(codes):
             raise RuntimeError(f"ranks ended with {codes}; their errors are above")
 
