@@ -3,7 +3,7 @@ sampled neighbourhoods."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,10 @@ from espalier.workload import Shard
 WORTH = 0.7
 """Blocks around the asked nodes are taken where they have at most this share of the edges that whole layers pass over:
 finding their rows costs something too."""
+
+
+TOLD = 1 << 16
+"""Nodes whose answers are made at once."""
 
 
 class NodeTask:
@@ -93,8 +97,14 @@ class NodeTask:
 
     def answers(self, model: nn.Module, items: Sequence[int]) -> list[dict[str, Any]]:
         """What the model says of these nodes."""
-        logits = self.inference(model)(np.asarray(items, np.int64))
-        return told(logits, self.graph, [self.name(one) for one in items])
+        return list(self.each(model, items))
+
+    def each(self, model: nn.Module, items: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """As `answers`, one by one: of more nodes than memory has room for answers of."""
+        logits_of = self.inference(model)
+        for at in range(0, len(items), TOLD):
+            some = items[at : at + TOLD]
+            yield from told(logits_of(np.asarray(some, np.int64)), self.graph, [self.name(one) for one in some])
 
 
 class LabelledTask(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from espalier.graph import kept_graph
 from espalier.graph.gnn import Gnn
 from espalier.graph.graph_classification import GraphTask
 from espalier.graph.link_prediction import LinkTask
+from espalier.graph.node_classification import NodeTask
 from espalier.graph.subgraphs import infer
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.import_function import keep_sources
@@ -120,6 +121,10 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
 
 def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
     assert isinstance(workload, GraphWorkload)
+    task = workload.task
+    if text is None and isinstance(task, NodeTask):  # one by one: there may be more than memory holds
+        each = task.each(model, range(workload.graph.items))
+        return Answer(_lines(each), lambda: {"answers": list(each)})
     found = answers(workload, model, text, sampling.top_k)
     return Answer(_lines(found), lambda: {"answers": found})
 
@@ -150,7 +155,7 @@ def _embeddings(workload: Workload, model: nn.Module, folder: Path) -> str:
     return f"numpy.load({str(folder / 'embeddings.npy')!r})  # float32 {list(rows.shape)}"
 
 
-def _lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _lines(found: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for one in found:
         chances = one["probabilities"] if "probabilities" in one else [one["probability"]]
         shown = " ".join(f"{chance:.4f}" for chance in chances)

@@ -11,7 +11,9 @@ import torch
 from espalier import trainer, worker
 from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
-from espalier.graph.diskgnn import PrepareOptions, manifest, prepare
+from espalier.graph import node_classification
+from espalier.graph.diskgnn import PrepareOptions, inference, manifest, prepare
+from espalier.graph.diskgnn.mini_batches import RunBatches
 from espalier.graph.workload import GraphWorkload
 from espalier.launch import base as launch
 from espalier.plan import base as plans
@@ -80,7 +82,7 @@ def test_a_budget_too_small_for_one_batch_names_the_least_that_does(tmp_path):
         losses(recipe_of({"path": str(tmp_path), "memory": least - 1}), graph)
 
 
-def test_evaluation_and_answers_from_disk_are_those_in_memory(tmp_path):
+def test_evaluation_and_answers_from_disk_are_those_in_memory(tmp_path, monkeypatch):
     graph = made()
     _, workload = losses(recipe_of({"path": str(tmp_path), "memory": "40KiB"}), graph)
     model, plain = workload.build(torch.device("cpu"), torch.float32).eval(), GraphWorkload(recipe_of(), graph)
@@ -91,7 +93,24 @@ def test_evaluation_and_answers_from_disk_are_those_in_memory(tmp_path):
         assert all(found[name] == pytest.approx(known[name], rel=1e-6) for name in known)
         named = [one["name"] for one in workload.task.answers(model, [5, 3, 59])]
     assert named == ["node 5", "node 3", "node 59"]
-    assert not list(tmp_path.glob("inference-*"))
+    assert not list(tmp_path.glob("inference-*"))  # few nodes, of their own neighbourhood
+    again = GraphWorkload(recipe_of({"path": str(tmp_path), "memory": "40KiB"}), graph)
+    monkeypatch.setattr(RunBatches, "_fits", lambda *_: False)
+    with torch.no_grad(), monkeypatch.context() as patch:
+        first = list(again.task.each(model, range(graph.nodes)))
+        (folder,) = tmp_path.glob("inference-*")
+        done = {path.name: path.read_bytes() for path in folder.iterdir()}
+        assert done.keys() == {"inference.json", "layer-0.rows", "layer-1.rows", "lock"}
+        patch.setattr(node_classification, "TOLD", 7)
+        patch.setattr(inference._LayerPass, "write", lambda *_: pytest.fail("all rows are there already"))
+        assert list(again.task.each(model, range(graph.nodes))) == first
+    assert [one["probability"] for one in first] == pytest.approx(
+        [one["probability"] for one in plain.task.answers(model, range(graph.nodes))], rel=1e-5
+    )
+    folder.joinpath("inference.json").unlink()  # as if it had been killed before its first commit
+    with torch.no_grad():
+        again.evaluate(model, shard)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == done
 
 
 def test_a_packed_set_of_other_features_is_refused_by_name_and_one_in_use_too(tmp_path):

@@ -144,13 +144,21 @@ class _LayerPass:
             since = 0
             for start, stop in self._ranges(state.rows, folder.memory):
                 found = self._results(start, stop)
-                file.write(found.contiguous().numpy().data)
-                since += found.nbytes
-                if since >= COMMIT or stop == self.sampler.nodes:
-                    file.flush()
-                    os.fsync(file.fileno())
-                    _State(state.key, self.at, stop).save(folder.path)
-                    since = 0
+                try:
+                    file.write(found.contiguous().numpy().data)
+                    since += found.nbytes
+                    if since >= COMMIT or stop == self.sampler.nodes:
+                        file.flush()
+                        os.fsync(file.fileno())
+                        _State(state.key, self.at, stop).save(folder.path)
+                        since = 0
+                except OSError as error:
+                    missing = show_size((self.sampler.nodes - start) * size)
+                    raise UserError(
+                        f"The rows of layer {self.at} cannot be written to {folder.path}: {error.strerror}.",
+                        why=f"{missing} of them are not there yet",
+                        do="make room, and start it again: it goes on where it stood; or another store.path",
+                    ) from None
                 yield stop
 
     def _ranges(self, start: int, memory: int) -> Iterator[tuple[int, int]]:

@@ -6,12 +6,12 @@ a run of `espalier train`.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -43,6 +43,7 @@ from espalier.records import Record
 from espalier.store.base import Rows
 from espalier.store.cost import PAGE, pages
 from espalier.store.extents import DamagedExtent
+from espalier.track.progress import Waiting
 from espalier.workload import ALONE, PackStart, Progress, Shard, to_device
 
 RECORD = Record(
@@ -289,7 +290,7 @@ class RunBatches:
         rows = lru_cache(1)(partial(self._layer_by_layer, model))
 
         def read(ids: Array) -> Tensor:
-            if self._fits(held, ids):
+            if not rows.cache_info().currsize and self._fits(held, ids):
                 return self._around(model, ids)
             out = torch.empty(len(ids), *rows().shape, dtype=rows().dtype)
             rows().read(torch.from_numpy(ids), out)
@@ -319,11 +320,20 @@ class RunBatches:
         return subgraphs.forward(model, x.to(parameter), tuple(blocks)).cpu()
 
     def _layer_by_layer(self, model: Gnn) -> Rows:
-        base, held = set_folders(self.store.path, "")[0], self.task.held
-        base.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix="inference-", dir=base) as folder:  # what is open can be read afterwards
-            place = InferenceFolder(Path(folder), max(self._spare(), self._hub(model)))
-            return inference.infer(model, held.sampler, open_rows(held.graph), place)
+        """In a folder of the graph and the network: what was killed goes on there, and what is done is read there. One
+        process at a time infers; the others wait for it."""
+        held, features = self.task.held, open_rows(self.task.held.graph)
+        of = repr((held.graph.origin, self.seed, model.options))
+        folder = set_folders(self.store.path, f"inference-{xxhash.xxh3_64_hexdigest(of.encode())}")[0]
+        identity = f"{manifest.graph_hash(held.graph)} {feature_files.identity(features)}"
+        place = InferenceFolder(folder, max(self._spare(), self._hub(model)), identity)
+        with Waiting("Inferring all nodes", 0.0, out=sys.stderr) as bar, manifest.locked([folder], waits=True):
+
+            def told(done: int, total: int) -> None:
+                bar.total = total
+                bar.advance(done - bar.done)
+
+            return inference.infer(model, held.sampler, features, place, told if self.features is None else None)
 
     def _hub(self, model: Gnn) -> int:
         """Bytes that the node with the most neighbours takes in inference, which a smaller budget does not shrink."""
