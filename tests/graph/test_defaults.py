@@ -63,6 +63,14 @@ def test_links_of_cora_are_told_from_drawn_ones(data_folder):
     assert held_out(resolved({"kind": "gcn"}, {"task": "link"}, path, steps=60)[0])["test_auc"] > 0.83
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_gin_learns_groups_of_uneven_degrees(seed, tmp_path, monkeypatch):
+    """Sums of neighbours grow with degrees; without a norm inside the perceptrons nothing is learned."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = held_out(resolved({"kind": "gin"}, None, "planted:nodes=2000,degree=16", steps=60, seed=seed)[0])
+    assert found["test_accuracy"] > 0.9
+
+
 def test_gin_learns_cora_in_a_short_run(data_folder):
     path = str(data_folder / "planetoid" / "cora")
     assert held_out(resolved({"kind": "gin"}, None, path, steps=60, seed=3)[0])["test_accuracy"] > 0.45

@@ -98,7 +98,7 @@ def test_narrow_products_follow_the_curve_of_fp32(kind, precision):
 
 
 def test_sums_over_neighbours_overflow_fp16_at_first_and_then_learn():
-    losses = train(recipe_of({"kind": "gin"}, precision="fp16", steps=24), made())
+    losses = train(recipe_of({"kind": "gin", "norm": False}, precision="fp16", steps=24), made())
     assert losses[1] == losses[0]  # left out
     assert losses[-2] < 0.7 * losses[0]
 

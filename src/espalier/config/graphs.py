@@ -24,7 +24,7 @@ class Network(Model, frozen=True):
     activation: Literal["relu", "elu", "maxk"] | None = None
     k: int | None = None
     dropout: float | None = None
-    norm: bool = False
+    norm: bool | None = None
 
 
 class Gcn(Network, frozen=True, tag="gcn"):
@@ -42,7 +42,7 @@ class Gat(Network, frozen=True, tag="gat"):
 
 
 class Gin(Network, frozen=True, tag="gin"):
-    """Graph isomorphism network (arXiv 1810.00826): sums and two-layer perceptrons."""
+    """Graph isomorphism network (arXiv 1810.00826): sums and two-layer perceptrons; `norm` is inside these as well."""
 
 
 class Messages(Model, frozen=True, tag="messages"):
@@ -69,6 +69,13 @@ _DECAYS = {
     "graph": (0.0, "GIN's authors use none (arXiv 1810.00826, section 7)"),
 }
 """The default weight decay of each task."""
+
+_NORMS = {
+    "node": (True, "inside the perceptrons too: sums of many neighbours would end all activity of their ReLUs"),
+    "link": (True, "inside the perceptrons too: sums of many neighbours would end all activity of their ReLUs"),
+    "graph": (False, "a norm of each node would hide how many neighbours it has, which tells small graphs apart"),
+}
+"""Whether GIN has a norm by default, by task."""
 
 _WARMUP = (0.2, "sums grow with degrees: early steps at the full rate end all activity of GIN's ReLUs")
 """The default share of steps in which the rate of GIN rises."""
@@ -110,6 +117,8 @@ def _network(draft: Draft, kind: Any, graph: GraphOptions) -> None:
     draft.fill("model.width", width, source)
     draft.fill("model.activation", "maxk" if draft.get("model.k") is not None else activation, source)
     draft.fill("model.dropout", dropout, source)
+    if kind == "gin":
+        draft.fill("model.norm", *_NORMS[graph.task])
     if draft.get("model.activation") == "maxk":
         eighth = max(1, draft.get("model.width") // 8)
         draft.fill("model.k", eighth, "width / 8, MaxK-GNN's example (32 of 256, arXiv 2312.08656)")

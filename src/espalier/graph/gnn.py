@@ -96,18 +96,19 @@ class Mean(Layer):
 
 
 class Isomorphism(Layer):
-    """GIN: MLP((1 + epsilon) x + sum of the neighbours)."""
+    """GIN: MLP((1 + epsilon) x + sum of the neighbours), with `norm` over the hidden columns of the perceptron."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, norm: bool) -> None:
         super().__init__(inputs, outputs)
         self.epsilon = nn.Parameter(torch.zeros(1))
         self.first, self.second = nn.Linear(inputs, outputs), nn.Linear(outputs, outputs)
+        self.norm = nn.LayerNorm(outputs) if norm else nn.Identity()
 
     def forward(self, block: MessageBlock, rows: Rows) -> Tensor:
         """The perceptron of the sum; its first matrix before the sum where that is narrower."""
         sums = self.mapped(block, rows, self.first.weight)
         own = self.project(_first(rows, block.targets), self.first.weight)
-        hidden = F.relu(sums + (1 + self.epsilon) * own + self.first.bias)
+        hidden = F.relu(self.norm(sums + (1 + self.epsilon) * own + self.first.bias))
         return self.second(hidden)
 
 
@@ -228,4 +229,4 @@ def _layer(options: config.Network, inputs: int, outputs: int, joined: bool) -> 
         case config.Sage():
             return Mean(inputs, outputs)
         case _:
-            return Isomorphism(inputs, outputs)
+            return Isomorphism(inputs, outputs, bool(options.norm))
