@@ -102,6 +102,10 @@ class Mechanism:
         """Steps of a state that it has taken up by itself, which lives longer than ranks; None: it has none."""
         return None
 
+    def recovered(self, context: Build, error: Exception) -> int | None:
+        """The step to be made now, where `error` lost some that can be made again; None: it is of another kind."""
+        return None
+
     def close(self, context: Build) -> None:
         """Leaves what other processes wait for. Called once, when this rank makes no more steps."""
 

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from espalier.checkpoint.base import Stateful
 from espalier.checkpoint.in_memory import Memory, take_up
 from espalier.checkpoint.save_interval import Pace
 from espalier.comm.base import Meter, Traffic, traffic
-from espalier.errors import Anomaly, Interrupted, PeerLost, UserError
+from espalier.errors import Anomaly, EspalierError, Interrupted, PeerLost, UserError
 from espalier.hardware import malloc_trim
 from espalier.hardware.peak_memory import memory_of
 from espalier.launch.signal_handling import handling
@@ -40,6 +40,8 @@ from espalier.shard.base import Sharding
 from espalier.stages.base import Schedule
 from espalier.sync.base import Agreed, Agreement
 from espalier.workload import Shard, to_device
+
+_Result = TypeVar("_Result")
 
 
 class Built(NamedTuple):
@@ -63,6 +65,11 @@ class Built(NamedTuple):
         """Steps of the state that a mechanism has taken up by itself; None: there is none."""
         found = [mechanism.resumed(self.context) for mechanism in self.context.mechanisms]
         return max((step for step in found if step is not None), default=None)
+
+    def recovered(self, error: Exception) -> int | None:
+        """The step to be made now, where a mechanism can go on after `error`; None: none can."""
+        found = (mechanism.recovered(self.context, error) for mechanism in self.context.mechanisms)
+        return next((step for step in found if step is not None), None)
 
     def close(self) -> None:
         """Ends what the mechanisms have begun."""
@@ -106,8 +113,28 @@ class Trainer:
     # --- one step ------------------------------------------------------------------------------------------------
 
     def train_step(self, batches: Sequence[Any]) -> Agreed:
-        """Forward, backward, exchange, update. Randomness is a pure function of (seed, step, rank), the same for ranks
-        that share matrices."""
+        """Forward, backward, exchange, update; again where a mechanism has lost the step."""
+        return self._whole(lambda: self._step(batches))
+
+    def _whole(self, action: Callable[[], _Result]) -> _Result:
+        """What `action` returns, which needs the state after `self.step` steps. What a mechanism has lost of these is
+        made again, to the same bits, and `action` is then called again."""
+        due = self.step
+        while True:
+            try:
+                while self.step < due:
+                    batches = self.workload.batches(numbered(self.healing, self.step), self.setting.shard)
+                    self._step([to_device(batch, self.setting.device) for batch in batches])
+                return action()
+            except EspalierError as error:
+                step = self.built.recovered(error)
+                if step is None or step > due:
+                    raise
+                self.tokens -= round(self.step_tokens * (self.step - step))
+                self.step = step
+
+    def _step(self, batches: Sequence[Any]) -> Agreed:
+        """Randomness is a pure function of (seed, step, rank), the same for ranks that share matrices."""
         recipe, rank = self.setting.recipe, self.mesh.mesh.members(self.setting.place.rank, "tp")[0]
         seed_step(self.setting.device, hash((recipe.train.seed, self.step, rank)) & 0x7FFF_FFFF_FFFF_FFFF)
         if not self.built.model.training:
@@ -171,10 +198,11 @@ class Trainer:
         if not (agreement.level and agreement.whole):
             return
         with pulse.elsewhere("validating"):
-            loss = self.validate() if self._due(recipe.train.validate_every) else None
+            loss = self._whole(self.validate) if self._due(recipe.train.validate_every) else None
         stop = asked or self.level < (self.setting.stop_after or 0) <= self.step
         if saved is not None and (stop or self._saves(loss is not None)):
             with pulse.elsewhere(saved.doing):
+                self._whole(self.built.sharding.settle)
                 self.save(saved, loss, wait=stop)
         if stop and self.step < self.total:
             raise self._interrupted(saved)
@@ -262,7 +290,7 @@ class Trainer:
         """What the model shows now: rank 0 asks, and the others too where a forward pass needs them."""
         asked = self.built.sharding.together or not self.setting.place.rank
         self.built.model.eval()
-        return self.workload.sample(self.built.model) if asked else []
+        return self._whole(lambda: self.workload.sample(self.built.model)) if asked else []
 
     # --- saving --------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,13 @@ def memory(root: Path = ROOT) -> int:
     whole = int(total.split()[0]) * 1024 if total else 2**63 - 1
     files = (folder / name for folder in _groups(root, "memory") for name in ("memory.max", "memory.limit_in_bytes"))
     return min([whole, *(limit for file in files if (limit := _number(file)) is not None)])
+
+
+def address_space(root: Path = ROOT) -> float:
+    """Bytes of address space this process may still take (`RLIMIT_AS`, `ulimit -v`); infinite without a limit."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    held = _field(root / "proc/self/status", "VmSize")
+    return math.inf if most == resource.RLIM_INFINITY or not held else max(0.0, most - int(held.split()[0]) * 1024.0)
 
 
 def free_memory(root: Path = ROOT) -> int:

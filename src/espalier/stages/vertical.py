@@ -108,7 +108,6 @@ class Vertical(Whole):
                     self._backward(piece, passes)
             self._complete(piece)
         tasks = [batch.task if isinstance(batch, Tagged) else 0 for batch in batches]
-        self.window.flush()
         self.window.usual = self.order()
         return outcome(losses, weights, tasks, self.shares)
 

@@ -89,7 +89,7 @@ class PlainClient:
         sums = torch.stack([self.node.values[rank] for rank in range(self.node.workers)]).sum(0)
         return sums, torch.stack([torch.linalg.vector_norm(one.tensor.grad) for one in self.node.owned])
 
-    def move(self, step: int, scale: float, rate: float) -> None:
+    def move(self, step: int, scale: float, rate: float, following: float | None = None) -> None:
         if self.node.barrier.wait() == 0:
             self.node.apply(scale, rate)
             self.node.step = step + 1

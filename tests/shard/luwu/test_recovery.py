@@ -20,10 +20,10 @@ from nodes import FAST, TOKEN, Plain, client, equal, filler, free_port, gradient
 from torch import Tensor
 
 from espalier.errors import PeerLost, RunFailed, UserError
+from espalier.shard.luwu.base import StepLost
 from espalier.shard.luwu.client import Client
 from espalier.shard.luwu.layout import Job
 from espalier.shard.luwu.node import OptimizerNode
-from espalier.shard.luwu.session import StepLost
 from espalier.shard.luwu.state_file import open_state, read_layer
 from espalier.shard.luwu.wire import Address, Times
 
@@ -89,6 +89,35 @@ def test_a_node_killed_at_random_points_restarts_at_a_whole_step(seed: int, tmp_
         worker.close()
     process.kill()
     process.join(10)
+
+
+def test_a_worker_that_has_not_read_the_totals_of_a_committed_step_gets_them_of_the_restarted_node(
+    tmp_path: Path,
+) -> None:
+    one, address = job(workers=2), ("127.0.0.1", free_port())
+
+    def start() -> OptimizerNode:
+        return OptimizerNode(one, on_disk(one, tmp_path), socket.create_server(address), TOKEN, FAST).start()
+
+    made = start()
+    first, second = (Client([[address]], rank, one, TOKEN, FAST) for rank in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        for worker in (first, second):
+            pool.submit(push_all, worker, 0, [gradient(one, layer, 0, worker.rank) for layer in range(3)])
+        asked = [pool.submit(worker.totals, 0, torch.full((2,), worker.rank + 1.0)) for worker in (first, second)]
+        (sums, norms), _ = (one.result(20) for one in asked)
+    first.move(0, 1.0, 1.0)
+    first.settle(1)
+    made.close()  # before `second` has used what it was told
+    made = start()
+    assert second.recover() == 1
+    assert equal(second.ended(0), (sums, norms))
+    assert sums.tolist() == [3.0, 3.0]
+    with pytest.raises(StepLost):
+        second.ended(1)
+    for worker in (first, second):
+        worker.close()
+    made.close()
 
 
 def test_nodes_of_one_run_go_back_to_the_same_step(tmp_path: Path) -> None:

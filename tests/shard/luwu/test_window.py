@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from espalier import mechanisms, trainer
 from espalier.config import Adamw, Recipe
 from espalier.errors import Anomaly, UserError
+from espalier.hardware import resource_limits
 from espalier.language import hf
 from espalier.language.workload import open_language
 from espalier.launch.base import RankSpec
@@ -190,10 +192,25 @@ def test_a_gradient_that_is_not_finite_names_the_rank_and_moves_nothing(tmp_path
 
 def test_a_layer_that_a_worker_cannot_hold_is_refused_with_the_least_memory() -> None:
     layers = [Layer("table", (("table", (1024, 256)),)), Layer("head", (("head", (64, 256)),))]
-    with pytest.raises(UserError, match=r"A worker has 1 MiB, and layer 'table' has 1 MiB .*\n.*at least: 2 MiB"):
+    told = r"A worker has 1.00 MiB, and layer 'table' has 1.00 MiB .*\n.*at least: 2.00 MiB"
+    with pytest.raises(UserError, match=told):
         window_size(layers, [[0], [1]], 0, 2**20)
     assert window_size(layers, [[0], [1]], 0, 2**23) == 3
     assert window_size(layers, [[0], [1], [0, 1]], 1, 2**23) == 2
+
+
+def test_a_run_refuses_a_layer_larger_than_what_its_worker_may_hold(tmp_path: Path) -> None:
+    asked = recipe(tmp_path / "data", steps=3)
+    small = msgspec.structs.replace(asked, plan=msgspec.structs.replace(asked.plan, memory="3KiB"))
+    with pytest.raises(UserError, match=r"A worker has .*, and layer '[\w.]+' has .*of parameters\.\n.*at least: "):
+        Run(small, plan(4, 4))
+    Run(msgspec.structs.replace(asked, plan=msgspec.structs.replace(asked.plan, memory="1MiB")), plan(4, 4)).steps(1)
+
+
+def test_the_rest_of_the_address_space_is_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resource_limits.address_space() == float("inf")
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**40, 2**40))
+    assert 2**39 < resource_limits.address_space() < 2**40
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ import torch
 from espalier import serialization
 from espalier.errors import EspalierError
 from espalier.shard.luwu import fixed_point
+from espalier.shard.luwu.base import StepLost
 from espalier.shard.luwu.layout import BITS, Job
 from espalier.shard.luwu.reduction import Agreed, Member, Reduction, Slot, summary
-from espalier.shard.luwu.session import Session, StepLost, reach
+from espalier.shard.luwu.session import Session, reach
 from espalier.shard.luwu.wire import RAW, Address, Frame, Kind, Times
 
 KEPT = 4

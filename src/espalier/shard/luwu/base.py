@@ -8,10 +8,29 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
-from espalier.errors import UserError
+from espalier.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+class StepLost(RunFailed):
+    """A node has started again, or another has taken its place, at a step whose gradients it does not have.
+    `Client.recover` says which step has to be done again.
+
+    Attributes:
+        again: what it said, where it was called already.
+    """
+
+    again: int | None = None
+
+
+def step_lost(step: int) -> StepLost:
+    """The error of a node that stands at `step`."""
+    return StepLost(
+        f"An optimizer node has started again at step {step}, and needs the gradients of that step once more.",
+        do="call recover() on the client and compute that step again",
+    )
 
 
 @dataclass(frozen=True)
@@ -61,14 +80,22 @@ class Client(Protocol):
         """Waits for the gradients of all workers. Returns the sum of their `values` (float64 [any], in rank order) and
         the fp32 2-norms of the summed gradient of each tensor, of all layers in order."""
 
-    def move(self, step: int, scale: float, rate: float) -> None:
-        """Ends step `step`: one update with the gradient times `scale` and the learning rate times `rate`."""
+    def ended(self, step: int) -> tuple[Tensor, Tensor]:
+        """`totals` of step `step` where the nodes have ended it, and `recover` was called since. Raises StepLost where
+        they do not have them."""
+
+    def move(self, step: int, scale: float, rate: float, following: float | None = None) -> None:
+        """Ends step `step`: one update with the gradient times `scale` and the learning rate times `rate`. `following`:
+        the rate expected of the next step, which the nodes may then take while its gradients still come, and undo."""
 
     def skip(self, step: int) -> None:
         """Drops the gradients of step `step`, which is then done again."""
 
     def settle(self, step: int) -> None:
         """Returns when the nodes' files hold the state of `step` steps."""
+
+    def recover(self) -> int:
+        """Connects again after StepLost. Returns the step that is to be made now; what was on its way is void."""
 
     def close(self) -> None:
         """Ends the connection."""

@@ -23,9 +23,10 @@ from espalier import serialization
 from espalier.comm.base import Ledger, Traffic
 from espalier.errors import EspalierError, PeerLost, RunFailed, from_words
 from espalier.shard.luwu import fixed_point, wire
+from espalier.shard.luwu.base import StepLost, step_lost
 from espalier.shard.luwu.layout import BITS, Chunk, Job, chunks_of
 from espalier.shard.luwu.reduction import Agreed, summary
-from espalier.shard.luwu.session import Session, StepLost, reach, step_lost
+from espalier.shard.luwu.session import Session, reach
 from espalier.shard.luwu.state_file import PULLED
 from espalier.shard.luwu.wire import RAW, Address, Frame, Kind, Times
 from espalier.store.direct_io import bytes_of
@@ -130,6 +131,7 @@ class Client:
             self._connections.append(_Connection(self, address, job, run, len(self._addresses[place]) > 1))
             self._connections[-1].start()
         self.step = max(one.session.joins for one in self._connections)
+        self._ended = [status["totals"] for _, status in statuses]
 
     # What a worker does with layers
 
@@ -167,8 +169,17 @@ class Client:
         the order of the layers. Waits for the gradients of all workers."""
         payload = memoryview(serialization.dumps({self.rank: values.double()}))
         for one in self._connections:
-            one.session.ask(Frame(Kind.TOTALS, step=one.round, payload=payload))
-        told = [one.told(step) for one in self._connections]
+            one.ask(Frame(Kind.TOTALS, step=one.round, payload=payload))
+        return self._joined([one.told(step) for one in self._connections])
+
+    def ended(self, step: int) -> tuple[Tensor, Tensor]:
+        """`totals` of a step that the nodes had ended when `recover` was called. Raises StepLost where they were not
+        kept."""
+        if self.step != step + 1 or not all(self._ended):
+            raise step_lost(self.step)
+        return self._joined([serialization.loads(one) for one in self._ended])
+
+    def _joined(self, told: Sequence[dict[str, Any]]) -> tuple[Tensor, Tensor]:
         norms: list[list[float]] = [[] for _ in self.job.layers]
         for numbers, answer in zip(self.job.part(len(told)), told, strict=True):
             rest = iter(answer["norms"])
@@ -292,13 +303,22 @@ class _Connection:
         with self._changed:
             self.handles.add(handle)
             self._pulls.setdefault((local, step), []).append(_Pull(layer, step, out.view(-1), handle))
-        self.session.ask(Frame(Kind.PULL, local, step))
+        self.ask(Frame(Kind.PULL, local, step))
         return handle
 
     def end_round(self, decision: memoryview) -> None:
         """Tells it how."""
-        self.session.ask(Frame(Kind.MOVE, step=self.round, payload=decision))
+        self.ask(Frame(Kind.MOVE, step=self.round, payload=decision))
         self.round += 1
+
+    def ask(self, frame: Frame) -> None:
+        """Sends a request. Raises what `wait` raises."""
+        try:
+            self.session.ask(frame)
+        except EspalierError as error:
+            self.lost(error)
+            assert self._error is not None
+            raise self._error from error
 
     def told(self, step: int) -> dict[str, Any]:
         """The answer to TOTALS."""

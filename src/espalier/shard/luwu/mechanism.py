@@ -8,20 +8,22 @@ Workers hold no state: a run goes on from the step of the node's files, which ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from espalier import units
 from espalier.compose import Claim
 from espalier.config import Adamw
 from espalier.errors import UserError
-from espalier.hardware import malloc_trim
+from espalier.hardware import malloc_trim, resource_limits
 from espalier.mechanism import Build, Mechanism
 from espalier.optim.base import Owned
+from espalier.optim.schedules import factor
 from espalier.records import Record
-from espalier.shard.luwu.base import Client, Layer, layers_of
+from espalier.shard.luwu.base import Client, Layer, StepLost, layers_of
 from espalier.shard.luwu.window import HeldLayer, LayerWindow, window_size
 
 if TYPE_CHECKING:
@@ -78,13 +80,14 @@ class NodeSharding:
     Args:
         model: its trainable parameters are those of the window's layers.
         window: the layers, and the way to the nodes.
+        rate: factor of the learning rate of each step, by which nodes step ahead of a decision; None: they do not.
 
     Attributes:
         owned: one number, whose gradient is what the summed gradient is to be multiplied with before it is used.
     """
 
-    def __init__(self, model: nn.Module, window: LayerWindow) -> None:
-        self.model, self.window = model, window
+    def __init__(self, model: nn.Module, window: LayerWindow, rate: Callable[[int], float] | None = None) -> None:
+        self.model, self.window, self.rate = model, window, rate
         self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.owned: Sequence[Owned] = [Owned("factor of the gradient", self.factor, self.factor.shape)]
         self.together = False
@@ -111,8 +114,7 @@ class NodeSharding:
     def wait(self, totals: Tensor | None = None) -> None:
         """See `Sharding.wait`: returns when the node has the gradients of all workers."""
         given = torch.zeros(0, dtype=torch.float64) if totals is None else totals
-        self.window.drop()  # another worker may end the step before what is on its way has left the node
-        sums, norms = self.client.totals(self.window.step, given)
+        sums, norms = self.window.totals(given)
         if totals is not None:
             totals.copy_(sums)
         self._norm = float(torch.linalg.vector_norm(norms))
@@ -125,15 +127,17 @@ class NodeSharding:
     def move(self, rate: float) -> None:
         """The nodes take one optimizer step."""
         assert self.factor.grad is not None, "a step ends after its gradients were summed"
-        self.client.move(self.window.step, float(self.factor.grad), rate)
-        self.window.step += 1
+        following = None if self.rate is None else self.rate(self.window.step + 1)
+        self.window.move(float(self.factor.grad), rate, following)
 
     def refresh(self) -> None:
         """See `Sharding.refresh`: the first layers of the next step are pulled."""
-        self.window.prefetch(self.window.usual)
+        with suppress(StepLost):  # who needs them will notice
+            self.window.prefetch(self.window.usual)
 
     def settle(self) -> None:
-        """See `Sharding.settle`."""
+        """See `Sharding.settle`: the nodes' files hold all steps. Raises StepLost."""
+        self.window.settle()
 
     def adopt(self) -> None:
         """See `Sharding.adopt`."""
@@ -152,12 +156,7 @@ class NodeSharding:
 
     def detach(self) -> None:
         """See `Sharding.detach`."""
-
-        def keep(layer: HeldLayer) -> None:
-            for parameter, view in zip(layer.parameters, layer.layer.views(layer.flat), strict=True):
-                parameter.data = view.clone()
-
-        self.window.gather(keep)
+        self.window.keep()
 
 
 class NodeOptimizer:
@@ -186,7 +185,7 @@ class NodeState:
 
     def state_dict(self) -> dict[str, Any]:
         """The step, and the shape of each parameter by its name."""
-        self.sharding.client.settle(self.sharding.window.step)
+        self.sharding.settle()
         layers = [one.layer for one in self.sharding.window.layers]
         tensors = {name: list(shape) for layer in layers for name, shape in layer.tensors}
         return {"step": self.sharding.window.step, "tensors": tensors}
@@ -256,24 +255,33 @@ class ModelOnNodes(Mechanism):
         assert context.model is not None
         context.window = window = make_window(context, self.connect)
         context.meters["node"] = window.read
-        context.sharding = NodeSharding(context.model, window)
+        train = context.recipe.train
+        context.sharding = NodeSharding(
+            context.model, window, lambda step: factor(train.schedule, step, train.steps or 0)
+        )
 
     def resumed(self, context: Build) -> int | None:
         """The step of the nodes' files."""
         assert isinstance(context.sharding, NodeSharding)
         return context.sharding.window.step or None
 
+    def recovered(self, context: Build, error: Exception) -> int | None:
+        """Where a node has started again, or its standby goes on."""
+        assert isinstance(context.sharding, NodeSharding)
+        if not isinstance(error, StepLost):
+            return None
+        return context.sharding.window.recover() if error.again is None else error.again
+
     def close(self, context: Build) -> None:
         """The nodes wait for this worker no more."""
         assert isinstance(context.sharding, NodeSharding)
-        context.sharding.window.drop()
-        context.sharding.client.settle(context.sharding.window.step)
+        context.sharding.settle()
         context.sharding.client.close()
 
 
-def make_window(context: Build, connect: Connect, memory: float = float("inf")) -> LayerWindow:
-    """The window of the context's model, of which a worker may hold `memory` bytes. Raises UserError for a model that
-    cannot be held by layers, and where memory holds no layer."""
+def make_window(context: Build, connect: Connect) -> LayerWindow:
+    """The window of the context's model. Raises UserError for a model that cannot be held by layers, and where this
+    rank's memory holds no layer."""
     model = context.model
     assert model is not None
     pieces = context.workload.pieces(model)
@@ -286,10 +294,19 @@ def make_window(context: Build, connect: Connect, memory: float = float("inf")) 
         )
     layers, uses, parameters = layers_of(model, pieces.modules)
     _check_precision(parameters)
-    size = window_size(layers, uses, context.plan.layer_window, memory)
+    size = window_size(layers, uses, context.plan.layer_window, rank_memory(context))
     malloc_trim.map_blocks()
     client = connect(context, layers)
     return LayerWindow(client, hold(model, layers, parameters), uses, size)
+
+
+def rank_memory(context: Build) -> float:
+    """Bytes that this rank may hold: `plan.memory`, or its part of the machine's (or container's), and no more than the
+    rest of the address space that the process may have."""
+    ranks, asked = context.plan.ranks, context.recipe.plan.memory
+    here = sum(one.node == ranks[context.mesh.rank].node for one in ranks)
+    most = resource_limits.memory() / here if asked is None else float(units.size(asked, "plan.memory"))
+    return min(most, resource_limits.address_space())
 
 
 class OptimizerOnNodes(Mechanism):

@@ -63,6 +63,7 @@ class Step:
         decision: what the workers decided.
         following: the rate that they expect for the step after.
         applied: what was applied to each chunk whose sum is complete.
+        totals: what all ranks were told of it, encoded.
         norms: of each tensor (layer, place) that lies in one chunk; squares: of the others, the sums over their pieces.
         vectors: what each rank told for `totals`; told: ranks of the members that did, some for others.
     """
@@ -77,6 +78,7 @@ class Step:
     squares: dict[tuple[int, int], float] = field(default_factory=dict)
     vectors: dict[int, Tensor] = field(default_factory=dict)
     told: set[int] = field(default_factory=set)
+    totals: bytes = b""
 
 
 @dataclass
@@ -205,7 +207,7 @@ class OptimizerNode:
 
     def status(self, greeting: dict[str, Any]) -> dict[str, Any]:
         """See Above."""
-        return {"step": self.state.step}
+        return {"step": self.state.step, "totals": self._sums.totals(self.state.step)}
 
     def exponents(self, step: int, layer: int, agreed: Agreed) -> None:
         """See Above."""
@@ -238,6 +240,7 @@ class OptimizerNode:
                 told = serialization.loads(frame.payload)
                 step.decision = SKIP if told["scale"] is None else Decision(told["scale"], told["rate"])
                 step.following = told["following"]
+                step.totals = told.get("totals", step.totals)
             self._changed.notify_all()
 
     def changed(self) -> None:
@@ -403,7 +406,8 @@ class OptimizerNode:
             sums += vector
         norms = step.norms | {key: math.sqrt(square) for key, square in step.squares.items()}
         told = {"sums": sums, "norms": [norms[key] for key in sorted(norms)]}
-        payload = memoryview(serialization.dumps(told))
+        step.totals = serialization.dumps(told)
+        payload = memoryview(step.totals)
         for member in list(self.reduction.members.values()):
             member.send(Frame(Kind.TOTALS, step=step.round, payload=payload))
         return True
@@ -420,7 +424,9 @@ class OptimizerNode:
     def _replicate(self, step: Step) -> bool:
         if self.replica is not None and step.decision is not None:
             scale, rate = (None, None) if step.decision == SKIP else (step.decision.scale, step.decision.rate)
-            self.replica.end(step.round, {"scale": scale, "rate": rate, "following": step.following})
+            self.replica.end(
+                step.round, {"scale": scale, "rate": rate, "following": step.following, "totals": step.totals}
+            )
         return True
 
     def _finish(self, step: Step) -> None:
@@ -433,6 +439,7 @@ class OptimizerNode:
             if step.decision == SKIP:
                 self.state.rollback()
             else:
+                self._sums.keep_totals(following.number, step.totals)
                 self.state.commit(following.number)
                 if step.following is not None and step.decision.scale == 1.0:
                     following.expected = Decision(1.0, step.following)

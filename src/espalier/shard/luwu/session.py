@@ -16,20 +16,8 @@ from typing import Any
 
 from espalier.errors import EspalierError, RunFailed
 from espalier.shard.luwu import wire
+from espalier.shard.luwu.base import step_lost
 from espalier.shard.luwu.wire import Address, Frame, Kind, Link, Receiver, Times
-
-
-class StepLost(RunFailed):
-    """A node has started again, or another has taken its place, at a step whose gradients it does not have.
-    `Client.recover` says which step has to be done again."""
-
-
-def step_lost(step: int) -> StepLost:
-    """The error of a node that stands at `step`."""
-    return StepLost(
-        f"An optimizer node has started again at step {step}, and needs the gradients of that step once more.",
-        do="call recover() on the client and compute that step again",
-    )
 
 
 class Session:

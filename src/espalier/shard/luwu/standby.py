@@ -21,10 +21,11 @@ from torch import Tensor
 from espalier import serialization
 from espalier.errors import EspalierError, PeerLost, RunFailed
 from espalier.shard.luwu import wire
+from espalier.shard.luwu.base import StepLost
 from espalier.shard.luwu.layout import Chunk, Job, chunks_of
 from espalier.shard.luwu.node import OptimizerNode
 from espalier.shard.luwu.reduction import Member, summary
-from espalier.shard.luwu.session import Session, StepLost
+from espalier.shard.luwu.session import Session
 from espalier.shard.luwu.state_file import Entries, State
 from espalier.shard.luwu.wire import RAW, Address, Frame, Kind, Times
 

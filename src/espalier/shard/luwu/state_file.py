@@ -8,6 +8,7 @@ what AdamW needs besides. The plain form keeps them in memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -92,7 +93,8 @@ class MemoryState:
 
 
 class Sums(Protocol):
-    """Gradients of a step until it is decided. They need not survive the process."""
+    """Gradients of a step until it is decided, which need not survive the process; and what the ranks were told of the
+    last step, which has to, for a rank that has not read it."""
 
     def read(self, chunk: Chunk, gradient: Tensor) -> None:
         """Fills `gradient` with what was written."""
@@ -102,12 +104,29 @@ class Sums(Protocol):
         """Keeps a copy of `gradient`."""
         ...
 
+    def keep_totals(self, step: int, totals: bytes) -> None:
+        """`totals` is what was told of the step that led to `step`."""
+        ...
+
+    def totals(self, step: int) -> bytes:
+        """What was kept of that step; empty where nothing was."""
+        ...
+
 
 class MemorySums:
     """Sums in memory. Has state."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
+        self._totals = (-1, b"")
+
+    def keep_totals(self, step: int, totals: bytes) -> None:
+        """See Sums."""
+        self._totals = step, totals
+
+    def totals(self, step: int) -> bytes:
+        """See Sums."""
+        return self._totals[1] if self._totals[0] == step else b""
 
     def read(self, chunk: Chunk, gradient: Tensor) -> None:
         """See Sums."""
@@ -118,10 +137,14 @@ class MemorySums:
         self._kept[chunk.name] = gradient.clone()
 
 
-class DiskSums:
-    """Sums in a file, which is made anew. Has state."""
+class DiskSums(MemorySums):
+    """Sums in a file, which is made anew, and totals in one beside it. Has state."""
 
     def __init__(self, path: Path, chunks: Iterable[Chunk]) -> None:
+        super().__init__()
+        self._beside = path.with_name("totals")
+        with suppress(OSError, msgspec.DecodeError):  # there is none, or it is not whole
+            self._totals = msgspec.msgpack.decode(self._beside.read_bytes(), type=tuple[int, bytes])
         self._offsets: dict[str, int] = {}
         end = 0
         for chunk in chunks:
@@ -136,6 +159,13 @@ class DiskSums:
     def write(self, chunk: Chunk, gradient: Tensor) -> None:
         """See Sums."""
         self._file.write_from(gradient, self._offsets[chunk.name])
+
+    def keep_totals(self, step: int, totals: bytes) -> None:
+        """See Sums. They outlive the process, not the machine."""
+        super().keep_totals(step, totals)
+        part = self._beside.with_suffix(".part")
+        part.write_bytes(msgspec.msgpack.encode(self._totals))
+        part.rename(self._beside)
 
 
 @dataclass(frozen=True)

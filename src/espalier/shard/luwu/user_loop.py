@@ -90,7 +90,7 @@ class AttachedLoop:
         self._missing = [0] * len(held)
         self._backward = [False] * len(held)
         self._pushed = len(held)
-        self._open = False
+        self._open, self._rate = False, 1.0
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(self._enter_model, prepend=True),
             model.register_forward_hook(self._leave_model),
@@ -114,17 +114,17 @@ class AttachedLoop:
         for hook in self._hooks:
             hook.remove()
         self.optimizer.step = self._plain_step  # type: ignore[method-assign]
+        self.window.keep()
 
-        def keep(layer: Any) -> None:
-            for parameter, view in zip(layer.parameters, layer.layer.views(layer.flat), strict=True):
-                parameter.data = view.clone()
-
-        self.window.gather(keep)
+    def recover(self) -> int:
+        """Goes on after StepLost: a node has started again. Returns the step that the loop has to make now."""
+        self._backward = [False] * len(self.window.layers)
+        self._open, self._pushed = False, len(self._order)
+        return self.window.recover()
 
     def close(self) -> None:
         """Returns when the nodes' files hold the last step, and leaves the nodes."""
-        self.window.drop()
-        self.client.settle(self.window.step)
+        self.window.settle()
         self.client.close()
 
     # --- forward -----------------------------------------------------------------------------------------------------
@@ -201,15 +201,14 @@ class AttachedLoop:
     def _step(self) -> None:
         if self._pushed != -1:
             return  # no gradients
-        self.window.flush()
-        self.window.drop()
-        workers, norms = self.client.totals(self.window.step, torch.ones(1, dtype=torch.float64))
+        workers, norms = self.window.totals(torch.ones(1, dtype=torch.float64))
         scale = 1.0 / float(workers[0])
         norm = float(torch.linalg.vector_norm(norms)) * scale
         if self.clip and norm > self.clip:
             scale *= self.clip / norm
-        self.client.move(self.window.step, scale, float(self.optimizer.param_groups[0]["lr"]) / self.base)
-        self.window.step += 1
+        rate = float(self.optimizer.param_groups[0]["lr"]) / self.base
+        self.window.move(scale, rate, following=rate if rate == self._rate else None)
+        self._rate = rate
         self._pushed = len(self._order)
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from espalier.errors import UserError
-from espalier.shard.luwu.base import Client, Layer
+from espalier.shard.luwu.base import Client, Layer, StepLost
+from espalier.units import show_size
 
 PUSHES = 2
 """Gradients on their way at once: one is sent while the next is computed."""
@@ -32,11 +33,14 @@ class HeldLayer:
 
     def __init__(self, layer: Layer, parameters: Sequence[nn.Parameter]) -> None:
         self.layer, self.parameters = layer, list(parameters)
-        self.flat = torch.empty(layer.numel)
-        self.here = False
+        self.renew()
+
+    def renew(self) -> None:
+        """In memory of its own, whatever may still be on its way into what it had."""
+        self.flat = torch.empty(self.layer.numel)
         self.pulling: tuple[Any] | None = None
-        for parameter, view in zip(self.parameters, layer.views(self.flat), strict=True):
-            parameter.data = view
+        for parameter, view in zip(self.parameters, self.layer.views(self.flat), strict=True):
+            parameter.data, parameter.grad = view, None
         self.free()
 
     @property
@@ -138,7 +142,7 @@ class LayerWindow:
         self.pushed += gradient.nbytes
 
     def flush(self) -> None:
-        """Returns when all gradients were sent."""
+        """Returns when all gradients have arrived."""
         while self._pushes:
             self._wait(self._pushes.popleft()[0])
 
@@ -152,6 +156,66 @@ class LayerWindow:
                 layer.pulling = None
             if layer.flat.untyped_storage().size():
                 layer.free()
+
+    # The end of a step, and of what a node that has started again does not know
+
+    def totals(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """`Client.totals` of this step, when its gradients have arrived. Raises StepLost where it has to be made
+        again."""
+        try:
+            self.flush()
+            self.drop()  # another worker may end the step before what is on its way has left the node
+            return self.client.totals(self.step, values)
+        except StepLost as error:
+            self._expect(self.step + 1, error)
+            self.step -= 1  # the nodes have ended it, as the other workers decided, and this one will
+            return self.client.ended(self.step)
+
+    def move(self, scale: float, rate: float, following: float | None = None) -> None:
+        """`Client.move` of this step. Raises StepLost where it has to be made again."""
+        if self.client.step == self.step:  # else it was ended before
+            try:
+                self.client.move(self.step, scale, rate, following)
+            except StepLost as error:
+                self._expect(self.step + 1, error)
+                return
+        self.step += 1
+
+    def settle(self) -> None:
+        """Returns when the nodes' files hold all steps. Raises StepLost where the last has to be made again."""
+        self.drop()
+        while True:
+            try:
+                self.client.settle(self.step)
+            except StepLost as error:
+                self._expect(self.step, error)
+            else:
+                return
+
+    def recover(self) -> int:
+        """Connects again, and forgets what was under way. The step to be made now."""
+        self.step = self.client.recover()
+        self._ahead.clear()
+        self._pushes.clear()
+        self._begun = ()
+        for layer in self.layers:
+            layer.renew()
+        return self.step
+
+    def _expect(self, step: int, error: StepLost) -> None:
+        """Raises `error` again where the nodes do not stand at that step."""
+        error.again = self.recover()
+        if error.again != step:
+            raise error
+
+    def keep(self) -> None:
+        """Every parameter is here from now on, in memory of its own."""
+
+        def keep(layer: HeldLayer) -> None:
+            for parameter, view in zip(layer.parameters, layer.layer.views(layer.flat), strict=True):
+                parameter.data = view.clone()
+
+        self.gather(keep)
 
     def gather(self, take: Callable[[HeldLayer], None]) -> None:
         """Calls `take` with every layer in turn while it is here."""
@@ -207,8 +271,8 @@ def window_size(layers: Sequence[Layer], uses: Sequence[Sequence[int]], wanted: 
     least = 2 * largest
     if least > memory:
         raise UserError(
-            f"A worker has {memory / 2**20:,.0f} MiB, and layer {name!r} has {largest / 2**20:,.0f} MiB of parameters.",
-            why=f"a worker holds one layer and its gradient at least: {least / 2**20:,.0f} MiB",
+            f"A worker has {show_size(memory)}, and layer {name!r} has {show_size(largest)} of parameters.",
+            why=f"a worker holds one layer and its gradient at least: {show_size(least)}",
             do="smaller layers, or a worker with more memory",
         )
     typical = max(4 * layer.numel for layer in layers)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import espalier.shard.luwu.mechanism as luwu
-from espalier import units
 from espalier.compose import Claim
 from espalier.config import Adamw
 from espalier.mechanism import Build, Mechanism
@@ -106,9 +105,7 @@ class ParametersOnDisk(Mechanism):
             return DiskNode(layers, options, filler(layers, context.workload.skeleton().value), folder)
 
         assert context.model is not None
-        asked = context.recipe.plan.memory
-        memory = float("inf") if asked is None else units.size(asked, "plan.memory")
-        context.window = window = luwu.make_window(context, connect, memory)
+        context.window = window = luwu.make_window(context, connect)
         context.sharding = DiskSharding(context.model, window)
         context.meters["offload"] = folder.tier.meter.read
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from espalier.optim import adamw
 from espalier.optim.base import Optimizer, Owned, StateKinds
-from espalier.shard.luwu.base import Fill, Layer
+from espalier.shard.luwu.base import Fill, Layer, step_lost
 from espalier.shard.luwu.mechanism import NodeSharding
 from espalier.shard.offload.layout import Elements, Extent, Piece, extents
 from espalier.shard.offload.optimizer import OffloadedGroup, StateFolder
@@ -116,7 +116,15 @@ class DiskNode:
         self._norms.clear()
         return values, torch.stack(norms)
 
-    def move(self, step: int, scale: float, rate: float) -> None:
+    def ended(self, step: int) -> tuple[Tensor, Tensor]:
+        """Nothing ends a step but `move`."""
+        raise step_lost(self.step)
+
+    def recover(self) -> int:
+        """The file is of this process: no step of it is lost."""
+        return self.step
+
+    def move(self, step: int, scale: float, rate: float, following: float | None = None) -> None:
         """One optimizer step."""
         self.group.scale = scale
         self.group.step(rate)
