@@ -9,9 +9,10 @@ import pytest
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.errors import RunFailed
+from espalier.errors import RunFailed, UserError
 from espalier.plan import base as plans
 from espalier.resilience.acme import skip_list
+from espalier.resilience.acme.anomaly import Verdict
 from espalier.rollback import Healing
 from espalier.sync.base import Agreed
 
@@ -120,6 +121,18 @@ def test_a_batch_that_is_not_finite_in_one_replica_is_left_out_by_all(corpus, tm
     assert {event["kind"] for event in run.all("incident")} == {"anomaly"}
     assert json.loads((run.folder / "skips.json").read_text())["batches"] == [13]
     assert taken(run)[13] == 14
+
+
+def test_a_run_on_an_optimizer_node_is_not_put_back_and_says_why(corpus, tmp_path):
+    made = recipe(corpus)
+    ranks = (*plan_of(made, 1).ranks, plans.Rank(role="optimizer"))
+    plan = msgspec.structs.replace(plan_of(made, 1), ranks=ranks)
+    setting = SimpleNamespace(recipe=made, plan=plan, folder=tmp_path, new=False, emit=lambda event, **fields: None)
+    healing = Healing(setting, Checkpoints(str(tmp_path / "checkpoints")), common=True)
+    with pytest.raises(UserError, match="rose at step 5 and did not recover") as refused:
+        healing._put_back(Verdict(5, 9, 2.0, 1.0))
+    assert "newest step only" in refused.value.why
+    assert skip_list.read(tmp_path) == skip_list.Skips()
 
 
 def test_a_plateau_is_reported_and_nothing_is_done(corpus, tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from espalier.checkpoint.save_and_restore import Checkpoints
-from espalier.errors import Anomaly
+from espalier.errors import Anomaly, UserError
 from espalier.parallel.mesh import REPLICA
 from espalier.rank_setup import RankSetup
 from espalier.resilience.acme import skip_list
@@ -108,6 +108,13 @@ class Healing:
         self.saved.hold = None if since is None else since - 1
 
     def _put_back(self, verdict: Verdict) -> None:
+        if any(one.role == "optimizer" for one in self.setting.plan.ranks):
+            raise UserError(
+                f"The {verdict.what} rose at step {verdict.first} and did not recover.",
+                why="the run cannot be put back: an optimizer node's files hold its newest step only",
+                do='faults.rollback = "never" goes on from there; or begin a new run with a lower '
+                "train.optimizer.learning_rate",
+            )
         self._keep(self.skips.without(verdict.first, verdict.last))
         raise Anomaly(
             f"The {verdict.what} rose at step {verdict.first} and did not recover.",

@@ -8,6 +8,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -147,6 +148,10 @@ def as_optimizer(setting: RankSetup, channel: dist.ProcessGroup | None) -> dict[
     if setting.folder is None:
         raise UserError("An optimizer node needs a run folder for its files.", do="espalier train")
     own = role.NodePlace(setting.recipe, setting.plan, setting.workload, place, setting.folder, setting.new)
+    bound = os.environ.get("GLOO_SOCKET_IFNAME")  # where ranks of other hosts reach this one
+    own = replace(
+        own, address=next((one.address for one in network_interface.addresses() if one.interface == bound), "")
+    )
 
     def stepped(step: int) -> None:
         place.pulse.stepped(step)

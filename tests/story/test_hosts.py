@@ -237,3 +237,42 @@ def test_four_hosts_agree_by_rounds_that_were_planned_for_their_links(lab, home,
     assert any(sent.get("outer_step") for sent in traffic)
     assert not any(sent.get("gradients") for sent in traffic)
     assert none_left(lab)
+
+
+SERVED = """
+[[nodes]]
+device = "cpu"
+cores = 2
+memory = "4GiB"
+
+[[nodes]]
+count = 2
+device = "cpu"
+cores = 1
+memory = "4GiB"
+role = "optimizer"
+disks = [{ path = "/", write = 1e9, read = 1e9, iops = 1e4 }]
+
+[links]
+between = "50Mbit/s"
+"""
+
+
+def test_workers_reach_two_nodes_on_other_hosts_through_the_aggregator_of_theirs(lab, home) -> None:
+    """Two workers behind one link, an optimizer node on each of two other hosts: as many ranks on one machine."""
+    (home / "served.toml").write_text(SERVED)
+    first, second, third, _ = lab.split(",")
+    adamw = "train.optimizer.kind=adamw"
+    on_nodes = [adamw, "plan.cluster=served.toml", "plan.pin.offload=node", "--run", "runs/served"]
+    done = espalier(home, "train", "recipe.toml", *on_nodes, "--hosts", f"{first}:2,{second},{third}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranks = json.loads((home / "runs" / "served" / "plan.json").read_text())["ranks"]
+    roles = [(one["role"], one.get("node", 0)) for one in ranks[2:]]
+    assert roles == [("optimizer", 1), ("optimizer", 2), ("aggregator", 0)]
+    plain = espalier(home, "train", "recipe.toml", adamw, "plan.pin.ranks=2", "--run", "runs/together")
+    assert plain.returncode == 0, plain.stderr
+    served, together = ([one["loss"] for one in events(home, run, "step")] for run in ("served", "together"))
+    assert len(served) == 4
+    assert served == pytest.approx(together, rel=1e-5)
+    assert len(list((home / "runs" / "served" / "optimizer").glob("node-*/state"))) == 2
+    assert none_left(lab)

@@ -70,6 +70,7 @@ class NodePlace:
         spec: its place among all ranks.
         run: folder of the run; the state is there, unless the recipe names another place.
         new: nothing of the run was there before.
+        address: of this machine, at which workers reach it; empty: that on the way to where ranks meet.
     """
 
     recipe: Recipe
@@ -78,6 +79,7 @@ class NodePlace:
     spec: RankSpec
     run: Path
     new: bool = False
+    address: str = ""
 
     @property
     def number(self) -> int:
@@ -234,7 +236,7 @@ def _posted(
     if place.spec.alone:
         posts = {one.rank: one for one in msgspec.json.decode(file.read_bytes(), type=list[Post])}
         return posts, [opened.enter_context(socket.create_server(one)) for one in posts[own].addresses]
-    found = [opened.enter_context(_door(place.spec.host)) for _ in range(doors)]
+    found = [opened.enter_context(_door(place)) for _ in range(doors)]
     mine = Post(own, tuple(door.getsockname()[:2] for door in found), secrets.token_hex(16), step)
     posts = {one.rank: one for one in _told(mine, channel)}
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:  # the token is in it
@@ -246,12 +248,10 @@ def _token(posts: Mapping[int, Post]) -> str:
     return posts[min(posts)].token
 
 
-def _door(host: str) -> socket.socket:
-    """Listens at the address of this machine from which `host` is reached."""
+def _door(place: NodePlace) -> socket.socket:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        own = probe.getsockname()[0]
-    return socket.create_server((own, 0))
+        probe.connect((place.spec.host, 9))
+        return socket.create_server((place.address or probe.getsockname()[0], 0))
 
 
 def _told(own: Post | None, channel: dist.ProcessGroup | None) -> list[Post]:
