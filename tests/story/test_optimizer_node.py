@@ -98,3 +98,21 @@ def test_where_a_node_is_killed_its_standby_goes_on_and_no_bit_changes(
     assert (first["rank"], "its standby serves" in first["action"]) == (2, True)
     ended = programs.forked(tmp_path, "export", "struck", "--to", "hf")
     assert "after step 6" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_where_a_node_is_killed_and_started_again_its_workers_stay_and_no_bit_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    recipe, marker = str(EXAMPLES / "luwu.toml"), tmp_path / "killed"
+    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'shard' / 'luwu'}"
+    (tmp_path / "machine.toml").write_text(programs.MACHINE + DISK)
+    kill_node(monkeypatch, step, marker)
+    for name in ("struck", "whole"):  # it is killed once
+        ended = programs.forked(tmp_path, "train", recipe, *SMALL, data, "train.steps=6", "--run", name)
+        assert ended.returncode == 0, ended.stderr
+        assert marker.exists()
+    lines = [json.loads(line) for line in (tmp_path / "struck" / "events.jsonl").read_text().splitlines()]
+    assert [one["rank"] for one in lines if one["event"] == "incident"][:1] == [2]
+    assert len([one for one in lines if one["event"] == "run"]) == 1, "the workers were started again"
+    assert losses(tmp_path / "struck") == losses(tmp_path / "whole")

@@ -156,7 +156,7 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
         return _aggregate(place, jobs, channel, stepped)
     job = jobs[place.number]
     with closing(open_state(place.folder, job, filler(job.layers, value))) as state, ExitStack() as opened:
-        if place.new and state.step:
+        if place.new and state.step and not place.spec.alone:
             raise UserError(
                 f"{place.folder} is of step {state.step}, and the run is new.",
                 do="name another folder in store.path, or the run's own with --run FOLDER",
