@@ -7,6 +7,7 @@ a run of `espalier train`.
 from __future__ import annotations
 
 import sys
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -248,7 +249,8 @@ class RunBatches:
                 steps += [step] * len(found)
             self._each = self._each or len(seeds)
         train = self.task.train
-        share = MemoryShare(self.memory, len(shards), max(many for _, many in self._cuts.values()))
+        alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1  # else torchrun has started each rank by itself
+        share = MemoryShare(self.memory, len(shards), max(many for _, many in self._cuts.values()), not alone)
         disk = None if self.store.disk is None else units.size(self.store.disk, "store.disk")
         key = xxhash.xxh3_64_hexdigest(repr((train.graph.origin, self.store, self.fanouts, self.seed, shards)).encode())
         self.features = Packing(
