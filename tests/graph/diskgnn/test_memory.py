@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 PROGRAM = """
-import gc, json, resource, sys, threading, time
+import gc, json, os, resource, sys, threading, time
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from dataclasses import replace
+
 from espalier.graph.data import Graph
+from espalier.graph.data import DataSplit
 from espalier.graph.diskgnn import PrepareOptions, prepare
 
 torch.set_num_threads(1)
@@ -26,11 +31,13 @@ def anonymous():
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-def made(nodes, folder):
+def made(nodes, folder, train=None):
     folder.mkdir(exist_ok=True)
     random = np.random.default_rng(0)
-    np.save(folder / "x.npy", random.normal(size=(nodes, 128)).astype(np.float32))
+    np.save(folder / "x.npy", random.standard_normal((nodes, 128), np.float32))
     graph = Graph.from_edges(*random.integers(0, nodes, (2, 4 * nodes)), features=np.zeros((nodes, 0), np.float32))
+    if train:
+        graph = replace(graph, parts=DataSplit(np.arange(train), np.arange(0), np.arange(0)))
     return graph, folder / "x.npy", folder / "packed"
 
 
@@ -42,11 +49,18 @@ def epoch(graph, features, folder, options):
 
 folder, memory = Path(sys.argv[1]), int(sys.argv[2])
 epoch(*made(2000, folder / "small"), PrepareOptions(memory="64MiB", batch=100))  # what libraries take
-arguments = *made(100_000, folder / "large"), PrepareOptions(fanout=(5, 5), batch=512, memory=memory)
-prepare(*arguments).close()  # packs
+nodes = (100_000,) if len(sys.argv) < 5 else (10 * memory // 512 + 1, folder / "wide", 24_000)
+arguments = *made(nodes[0], *nodes[1:] or [folder / "large"]), PrepareOptions(fanout=(5, 5), batch=512, memory=memory)
+if os.fork() == 0:  # packs; what that freed would hide what reading takes
+    prepare(*arguments).close()
+    os._exit(0)
+assert os.wait()[1] == 0
 gc.collect()
 before, peak, ended = anonymous(), 0, threading.Event()
-if len(sys.argv) > 3:
+if len(sys.argv) > 4:
+    sys.path.insert(0, sys.argv[4])
+    __import__("memory_cgroup").join(int(sys.argv[3]))
+elif len(sys.argv) > 3:
     resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[3]), int(sys.argv[3])))
 
 
@@ -83,3 +97,21 @@ def test_memory_grows_by_the_budget_and_is_kept_under_a_limit_of_the_address_spa
     assert free["rows"] * 512 > 8 * memory
     limited = run(tmp_path, memory, free["address space"])
     assert limited["rows"] == free["rows"]
+
+
+@pytest.mark.slow
+def test_training_on_features_of_ten_times_the_memory_of_its_cgroup_ends(tmp_path):
+    """The kernel kills what does not fit: the budget, five per cent, and 4 MiB of positions, blocks and stacks."""
+    memory = 40 << 20
+    group = Path("/sys/fs/cgroup/memory") if Path("/sys/fs/cgroup/memory").is_dir() else Path("/sys/fs/cgroup")
+    if not os.access(group, os.W_OK) or not list(group.glob("memory.*")):
+        pytest.skip("no memory cgroup that this user may make groups in")
+    bench = Path(__file__).parents[3] / "bench"
+    found = run(tmp_path, memory, int(1.05 * memory) + (4 << 20), bench)
+    assert (tmp_path / "wide" / "x.npy").stat().st_size > 10 * memory
+    assert found["rows"] * 512 > 2 * memory
+    killed = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), str(memory), str(memory // 2), str(bench)],
+        capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert killed.returncode == -9
