@@ -6,8 +6,8 @@ a run of `espalier train`.
 
 from __future__ import annotations
 
-import sys
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
