@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,6 +131,11 @@ def test_a_packed_set_of_other_features_is_refused_by_name_and_one_in_use_too(tm
         pytest.raises(UserError, match=r"Another run is packing into .*other"),
     ):
         prepare(graph, None, tmp_path / "other", options)
+
+
+def test_a_folder_that_cannot_be_made_is_named():
+    with pytest.raises(UserError, match=r"store\.path = '/proc/none.*' cannot be written to"):
+        manifest.locked([Path("/proc/none/packed")]).__enter__()
 
 
 def test_a_share_of_the_pool_is_drawn_anew_for_each_epoch(tmp_path):

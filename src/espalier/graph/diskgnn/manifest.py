@@ -179,13 +179,15 @@ def locked(folders: Sequence[Path], waits: bool = False) -> Iterator[None]:
 def _held(folders: Sequence[Path]) -> int | None:
     """The lock of the first folder; None: another process has it, or the folder was removed meanwhile."""
     folder = folders[0]
+    made = False
     try:
         for one in folders:
             one.mkdir(parents=True, exist_ok=True)
+        made = True
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except FileNotFoundError:
-        return None
     except OSError as error:
+        if made and isinstance(error, FileNotFoundError):
+            return None
         raise UserError(
             f"store.path = '{error.filename or folder}' cannot be written to: {error.strerror}.",
             do="store.path = a folder that this user may write to, with room for the packed rows",
