@@ -172,16 +172,29 @@ def opened(folder: Path) -> Graph:
     about = json.loads((folder / "graph.json").read_text())
 
     def array(name: str) -> Array:
-        return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="c"))
+        try:
+            return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="c"))
+        except (ValueError, OSError) as error:
+            do = "copy the file again, or remove the folder to have it made anew"
+            raise UserError(
+                f"{folder / name}.npy cannot be read: {error}.", why="it may have been cut off", do=do
+            ) from None
 
     def optional(name: str) -> Array | None:
         return array(name) if (folder / f"{name}.npy").exists() else None
 
+    indptr, features, labels = array("indptr"), array("features"), array("labels")
+    for name, rows in (("features", features), ("labels", labels)):
+        if len(rows) != len(indptr) - 1:
+            raise UserError(
+                f"{folder / name}.npy has {len(rows):,} rows for {len(indptr) - 1:,} nodes.",
+                do="give each node a row, in the order of indptr.npy",
+            )
     return Graph(
-        array("indptr"),
+        indptr,
         array("indices"),
-        array("features"),
-        labels=array("labels"),
+        features,
+        labels=labels,
         parts=DataSplit(array("train"), array("validation"), array("test")),
         weights=optional("weights"),
         edge_features=optional("edge_features"),

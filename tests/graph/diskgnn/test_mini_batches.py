@@ -12,7 +12,7 @@ import torch
 from espalier import trainer, worker
 from espalier.config import defaults, recipe_file
 from espalier.errors import UserError
-from espalier.graph import node_classification
+from espalier.graph import node_classification, synthetic
 from espalier.graph.diskgnn import PrepareOptions, inference, manifest, prepare
 from espalier.graph.diskgnn.mini_batches import RunBatches
 from espalier.graph.workload import GraphWorkload
@@ -131,6 +131,18 @@ def test_a_packed_set_of_other_features_is_refused_by_name_and_one_in_use_too(tm
         pytest.raises(UserError, match=r"Another run is packing into .*other"),
     ):
         prepare(graph, None, tmp_path / "other", options)
+
+
+def test_a_feature_file_that_is_too_short_is_named(tmp_path):
+    synthetic.write(synthetic.parse("planted:nodes=100,features=4"), tmp_path / "graph")
+    rows = tmp_path / "graph" / "features.npy"
+    np.save(rows, np.load(rows)[:-5])
+    with pytest.raises(UserError, match=r"features\.npy has 95 rows for 100 nodes"):
+        synthetic.opened(tmp_path / "graph")
+    with rows.open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(UserError, match=r"features\.npy cannot be read"):
+        synthetic.opened(tmp_path / "graph")
 
 
 def test_a_folder_that_cannot_be_made_is_named():
