@@ -168,7 +168,6 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
 ENCODED = Claim("codecs", question="codec", changes=frozenset({"sums are encoded"}))
 NCCL = Claim("nccl", question="transport", changes=frozenset({"waits cannot be ended", "computes on GPUs"}))
 ROLES = Claim("roles", question="roles", changes=frozenset({"ranks of other roles"}))
-RANKS = Claim("ranks", question="ranks", changes=frozenset({"several ranks"}))
 SINGLES = Claim("single_ranks", question="replicas", changes=frozenset({"replicas of one rank"}))
 MACHINES = Claim("machines", question="machines", changes=frozenset({"several machines"}))
 CUT_MATRICES = Claim(
@@ -219,7 +218,6 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
         (ENCODED, any(one.codec != "exact" for one in plan.exchanges)),
         (NCCL, any(one.device != "cpu" for one in plan.ranks)),
         (ROLES, len(plan.trainers) < len(plan.ranks)),
-        (RANKS, len(plan.trainers) > 1),
         (MACHINES, len({one.node for one in plan.ranks}) > 1),
         (SINGLES, outer is not None and all(len(ranks) == 1 for ranks in outer.replicas)),
         (CUT_MATRICES, any(one.tensor > 1 for one in plan.stages)),

@@ -225,6 +225,41 @@ def test_a_processor_offers_its_disk_before_it_says_that_nothing_fits() -> None:
         _ = decide(request, machine("cpu", memory=3)).taken
 
 
+def test_activations_wait_on_disk_where_that_is_the_fastest_way_to_fit() -> None:
+    request = decoder(1024, 16, 256, 4)
+    plan = decide(request, machine("cpu", memory=2, disk=1)).taken
+    assert plan.offload == Offload(optimizer="disk", activations="disk")
+    assert (plan.recompute, plan.predicted is not None) == ("block", True)
+    assert plan.predicted
+    size = plan.micro_batch * 256 * 1024 * 4  # what a block gives, fp32
+    assert plan.predicted.waiting_bytes["activations"] == 15 * size  # of all blocks but the last
+    assert plan.predicted.memory_bytes["activations"] < 6 * size + 2**20
+    assert any("activations" in line and "wait on disk" in line for line in plan.why)
+    alone = replace(request, offload=Offload(activations="disk"))
+    seconds = [replace_disk_seconds(alone, speed) for speed in (4, 1, 0.01)]
+    assert seconds == sorted(seconds)
+    assert seconds[2] > seconds[0]
+
+
+def replace_disk_seconds(request: Request, speed: float) -> float:
+    """Seconds of the fastest layout that computes blocks again, with a disk of so many GB/s."""
+    cluster = machine("cpu", memory=64, disk=speed)
+    asked = replace(request, pin=offload.pinned(request, request.offload))
+    return search.search(asked, cluster).options[0].seconds
+
+
+def test_a_disk_without_room_is_refused_with_the_bytes_that_it_lacks() -> None:
+    request, cluster = replace(decoder(1024, 16, 256, 4), free=1e9), machine("cpu", memory=3, disk=1)
+    with pytest.raises(DoesNotFit, match="634 MiB are missing") as pinned:
+        _ = decide(replace(request, pin=Pin(offload="disk")), cluster).taken
+    assert "954 MiB free" in (pinned.value.why or "")
+    with pytest.raises(DoesNotFit) as free:
+        _ = decide(request, cluster).taken
+    assert "free 634 MiB of the disk" in (free.value.do or "")
+    needed = 1e9 + 634.5 * 2**20 / offload.SCRATCH
+    assert decide(replace(request, free=needed), cluster).taken.offload == Offload(optimizer="disk")
+
+
 # --- optimizer nodes -------------------------------------------------------------------------------------------------
 
 

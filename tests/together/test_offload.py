@@ -154,6 +154,35 @@ PARAMETERS = plans.Offload(optimizer="disk", parameters="disk")
 UNTIED = {"depth": 3, "width": 32, "heads": 4, "feed_forward": 64, "tied": False}
 
 
+def alike(one, other):
+    """Not to the bit: one ulp of the gradient's norm was seen to differ between several ranks in memory and on disk."""
+    assert one[0] == pytest.approx(other[0], rel=1e-6)
+    for name, value in one[1].items():
+        torch.testing.assert_close(value, other[1][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("micro_batch", [4, 2])
+def test_parameters_on_the_disks_of_several_ranks_follow_the_resident_run(corpus, micro_batch):
+    recipe = recipe_of(corpus, model=UNTIED)
+    resident = train(recipe, plan_of(plans.Offload(), ranks=2, micro_batch=micro_batch))
+    alike(train(recipe, plan_of(PARAMETERS, ranks=2, micro_batch=micro_batch)), resident)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((PARAMETERS, 2), (PARAMETERS, 1)), ((plans.Offload(), 1), (PARAMETERS, 2))]
+)
+def test_parameters_on_disk_resharded_follow_the_curve_of_the_same_change_in_memory(corpus, tmp_path, before, after):
+    recipe = recipe_of(corpus, model=UNTIED)
+    found = []
+    for away in (True, False):
+        folder = tmp_path / f"{away}"
+        folder.mkdir()
+        first, second = ((one if away else plans.Offload(), ranks) for one, ranks in (before, after))
+        train(recipe, plan_of(*first), folder, stop_after=3)
+        found.append(train(recipe, plan_of(*second), folder))
+    alike(*found)
+
+
 @pytest.mark.parametrize("micro_batch", [8, 2])
 def test_parameters_on_disk_change_no_bit(corpus, micro_batch):
     recipe = recipe_of(corpus, model=UNTIED)
@@ -173,16 +202,14 @@ def test_parameters_on_disk_are_saved_and_restored_like_those_in_memory(corpus, 
         assert all(torch.equal(value, after[1][name]) for name, value in whole[1].items())
 
 
-def test_parameters_on_disk_need_a_rank_alone_and_adamw(corpus):
-    with pytest.raises(UserError, match="several ranks"):
-        mechanisms.ordered(recipe_of(corpus), plan_of(PARAMETERS, ranks=2))
+def test_parameters_on_disk_need_adamw(corpus):
     with pytest.raises(UserError, match="muon"):
         mechanisms.ordered(recipe_of(corpus, optimizer={"kind": "muon"}), plan_of(PARAMETERS))
 
 
 def test_a_memory_that_holds_no_layer_is_refused_with_the_least(corpus):
     recipe = recipe_of(corpus, model=UNTIED, plan={"memory": "16KiB"})
-    with pytest.raises(UserError, match="MiB") as caught:
+    with pytest.raises(UserError, match=r"16\.0 KiB") as caught:
         train(recipe, plan_of(PARAMETERS))
     assert "at least" in str(caught.value.why)
 

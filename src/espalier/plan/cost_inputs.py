@@ -19,6 +19,7 @@ from espalier.sequence.cost import SequenceGrid, SequenceLoad
 from espalier.sequence.cost import cost as sequence_cost
 from espalier.shard.cost import Division, StateBytes, StateSizes, cost, volumes
 from espalier.shard.flat_layout import BUCKET
+from espalier.shard.offload import cost as offload_cost
 
 TURN = 3e-3
 """Seconds that each further rank on a core keeps a rank from it: what the scheduler gives at once. Four ranks on two
@@ -188,12 +189,19 @@ class CostInputs:
     @cached_property
     def waiting(self) -> Mapping[str, Number]:
         """Bytes of sharded states that wait outside the device, by kind."""
-        return offload.waiting(self.request.offload, self.sharded)
+        found = offload.waiting(self.request.offload, self.sharded)
+        if self.request.offload.parameters == "disk":  # each rank has a share of all
+            found = {kind: size / np.asarray(self.layouts.dp) for kind, size in found.items()}
+        if self.request.offload.activations != "device":
+            each = -(-self.request.global_batch // np.asarray(self.layouts.dp))
+            size = np.minimum(np.maximum(1, np.asarray(self.layouts.micro_batch)), each)
+            anatomy = self.request.anatomy(size, self.layouts.recompute, self.request.precision, self.cut)
+            found["activations"] = offload_cost.activations(anatomy.layer.kept, self.stage_layers)
+        return found
 
     def lacking(self, over: Number) -> Number:
         """Bytes that a rank and its machine lack, where the device has `over` too many."""
-        on_host = self.request.offload.optimizer == "host"
-        return offload.lacking(over, self.waiting, self.kind) if on_host else over
+        return offload.lacking(over, self.waiting, self.kind, self.request)
 
     @property
     def _resident(self) -> Mapping[str, Number]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from espalier.cluster import Cluster
 from espalier.cost import Number, ring_bytes
-from espalier.plan import collective_time, device_model, memory_model, optimizer_node, step_time
+from espalier.plan import collective_time, device_model, memory_model, offload, optimizer_node, step_time
 from espalier.plan.base import RESIDENT, Predicted
 from espalier.plan.calibration_factors import CostFactors
 from espalier.plan.collective_time import Fleet, devices, seats
@@ -212,6 +212,9 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     if codecs and step.states.sizes and not np.any(step.states.cut):
         chosen = Shards(int(layout.params), int(layout.grads), int(layout.optimizer))
         found = dict(wire_bytes(step.states, chosen, nodes, codecs, rounds=rounds))
+    if request.offload.parameters == "disk":
+        gathered = ring_bytes("all_gather", float(np.max(step.sharded["params"])), int(layout.dp))
+        found["parameters"] = (1 + offload.again(request)) * gathered
     found |= {name: size for name, size in step_time.pipeline(step, 1, samples).sent.items() if size}
     world = int(layout.world)
     totals = TOTALS + world + task_totals(request.tasks)

@@ -41,9 +41,8 @@ def why(request: Request, found: Found, option: Option) -> list[str]:
     if fastest is not option and fastest.seconds < option.seconds:
         said.append(_passed_over(found, fastest, option))
     if request.offload != RESIDENT:
-        kinds = " and ".join(
-            name for name in ("optimizer states", "parameters") if name.split()[0] in str(request.offload)
-        )
+        names = ("optimizer states", "parameters", "activations")
+        kinds = " and ".join(name for name in names if name.split()[0] in str(request.offload))
         why = "it was set" if request.pin.offload else "with all on their devices nothing fits"
         said.append(f"{kinds[0].upper()}{kinds[1:]} wait outside the devices between uses: {why}.")
     if option.fits and request.offload.parameters == "device":
@@ -166,6 +165,8 @@ def _cuts(request: Request, found: Found, option: Option) -> list[str]:
         said.append(f"Micro-batch {layout.micro_batch}: it was set.")
     if request.pin.recompute or request.recompute:
         said.append(f"Recompute {layout.recompute}: it was set.")
+    elif request.offload.activations != "device":
+        said.append("Activations are recomputed (block): what blocks give to the next waits on disk.")
     elif layout.recompute != "none":
         why = _without_it(found, option, "recompute", "none")
         said.append(f"Activations are recomputed ({layout.recompute}): {why}.")

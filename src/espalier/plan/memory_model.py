@@ -18,6 +18,7 @@ from espalier.plan.collective_time import DeviceGroup, Fleet
 from espalier.plan.cost_inputs import CostInputs
 from espalier.plan.layouts import Layouts
 from espalier.plan.request import Request
+from espalier.shard.offload import cost as offload_cost
 from espalier.stages import cost as pipeline_cost
 
 CUDA_RUNTIME = 800 * 2**20
@@ -82,7 +83,10 @@ def _stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: 
     if has_window := request.offload.parameters != "device":  # all micro-batches of a layer, then the next
         waiting = micro_batches
     has_head = (pp == 1) | (not is_first)
-    kept = waiting * step.stage_layers * anatomy.layer.kept + has_head * anatomy.rest.kept
+    inputs = step.stage_layers * anatomy.layer.kept
+    if request.offload.activations != "device":
+        inputs = offload_cost.activations_held(anatomy.layer.kept, step.stage_layers)
+    kept = waiting * inputs + has_head * anatomy.rest.kept
     travelling: Number = 0.0
     if np.any(np.asarray(layouts.cp) > 1):
         travelling = step.sequence(anatomy.layer.tokens).held["keys_values"]

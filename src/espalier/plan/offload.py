@@ -1,16 +1,14 @@
 """Offload in plans: what waits in host memory or on disk where devices cannot hold it, and the seconds that takes.
 
-A rank's shard of the optimizer states, then its shard of the parameters too, waits on one tier between uses. The
-optimizer step walks both in chunks, with reads ahead and writes behind; forward and backward read each layer's
-parameters once more. No torch.
+A rank's shard of the optimizer states, then what blocks that are computed again give to the next (on disk), then its
+shard of the parameters waits on one tier between uses. What that costs is `shard.offload.cost`'s. No torch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -18,7 +16,7 @@ import numpy as np
 from espalier.config import Pin, ShardPin
 from espalier.cost import Number
 from espalier.plan.base import Offload, Tier
-from espalier.shard.offload.layout import BUFFERS, CHUNK
+from espalier.shard.offload.cost import TierRate, buffers
 
 if TYPE_CHECKING:
     from espalier.cluster import Cluster
@@ -32,26 +30,21 @@ COPY_SHARE = 0.78
 """Share of that link that copies reach. Assumed: as collectives inside a machine."""
 HOST_MEMORY = 0.9
 """Share of a machine's memory that may hold what its GPUs do not."""
+SCRATCH = 0.95
+"""Share of the free space of a disk that may hold what devices do not: checkpoints and logs go there as well."""
 NODE = Offload(optimizer="node", parameters="node")
 
 
-class TierRate(NamedTuple):
-    """Bytes/s of one rank from a tier and to it, and the bytes that it may hold there: infinite where nobody knows."""
-
-    read: float
-    write: float
-    room: float
-
-
-def rate(kind: DeviceGroup, tier: Tier) -> TierRate:
-    """Of a rank on such a device, when all ranks of its machine use the tier at once."""
+def rate(kind: DeviceGroup, tier: Tier, free: float | None = None) -> TierRate:
+    """Of a rank on such a device, when all ranks of its machine use the tier at once; `free`: bytes of its disk."""
     table, cuda = kind.table, kind.table.device.kind == "cuda"
     beside = min(table.devices, kind.ranks) if cuda else kind.setting.processes
     link = COPY_SHARE * (table.inside.bandwidth if "PCI" in table.inside.source else PCIE) if cuda else math.inf
     if tier == "host":
         return TierRate(link, link, HOST_MEMORY * table.memory / beside if table.memory else math.inf)
     disk = table.disks[0]
-    return TierRate(min(link, disk.read / beside), min(link, disk.write / beside), math.inf)
+    room = math.inf if free is None else SCRATCH * free / beside
+    return TierRate(min(link, disk.read / beside), min(link, disk.write / beside), room)
 
 
 def ways(request: Request, cluster: Cluster) -> list[Offload]:
@@ -66,12 +59,16 @@ def ways(request: Request, cluster: Cluster) -> list[Offload]:
     holding = (*cluster.optimizers, *cluster.standbys) or (used if pinned == "node" else ())
     nodes = [NODE] * (pinned in (None, "node") and bool(holding) and all(table.disks for table in holding))
     made = [Offload(optimizer=tier) for tier in tiers]
+    if "disk" in tiers and not cuda and request.heads and request.recompute in (None, "block"):
+        made += [Offload(activations="disk"), Offload(optimizer="disk", activations="disk")]
     return [*made, *(Offload(optimizer=tier, parameters=tier) for tier in tiers), *nodes]
 
 
 def pinned(request: Request, way: Offload) -> Pin:
     """What layouts are searched with. Ranks with a window of layers compute activations again, and hold no
-    shards."""
+    shards; activations wait where they are computed again."""
+    if way.activations != "device":
+        return msgspec.structs.replace(request.pin, recompute="block", pp=1)
     if not windowed(way):
         return request.pin
     mode = "block" if request.heads else request.pin.recompute
@@ -90,38 +87,33 @@ def waiting(way: Offload, sharded: Mapping[str, Number]) -> dict[str, Number]:
     return {kind: sharded[kind] for kind in kinds if way != NODE or kind != "grads"}
 
 
+def again(request: Request) -> float:
+    """Share of the parameters that backward reads once more: not those of a table of its own, nor of a head, which is
+    one pass with the loss (`stages.vertical`)."""
+    return 1.0 - (request.tables > 1) * request.outside / max(1, request.trainable)
+
+
 def resident(away: Mapping[str, Number], sharded: Mapping[str, Number]) -> dict[str, Number]:
     """Bytes of sharded states on the device, by kind: what does not wait elsewhere, and buffers of what does."""
     found = {name: 0.0 * size if name in away else size for name, size in sharded.items()}
-    return {**found, "buffers": np.minimum(sum(away.values()), BUFFERS * CHUNK)}
+    return {**found, "buffers": buffers(away)}
 
 
-def lacking(over: Number, away: Mapping[str, Number], kind: DeviceGroup) -> Number:
+def lacking(over: Number, away: Mapping[str, Number], kind: DeviceGroup, request: Request) -> Number:
     """Bytes that a rank lacks, `over` on its device (negative: room left), with what its machine lacks for those that
-    wait in its memory."""
-    beyond = sum(away.values()) - rate(kind, "host").room
+    wait in its memory or on its disk."""
+    beyond = beyond_room(away, kind, request)
     return np.where(beyond > 0, np.maximum(0.0, over) + beyond, over)
 
 
-@dataclass(frozen=True)
-class Beside:
-    """What hides reads and writes of a step: seconds of the `optimizer` and of all `passes`, through so many
-    `layers`."""
-
-    optimizer: Number
-    passes: Number
-    layers: Number
+def tier_of(way: Offload) -> Tier:
+    """Where it is that things wait."""
+    return way.activations if way.optimizer == "device" else way.optimizer
 
 
-def seconds(away: Mapping[str, Number], speed: TierRate, beside: Beside) -> Number:
-    """Seconds by which a step gets longer: the optimizer's walk goes at the pace of the slowest of reading, moving and
-    writing, and begins with a read and ends with a write; passes wait for what they do not hide of their reads, of
-    each layer twice a step."""
-    total = sum(away.values())
-    read, write = total / speed.read, total / speed.write
-    pieces = np.maximum(1, np.ceil(total / CHUNK))
-    taken = np.maximum(0.0, np.maximum(read, write) - beside.optimizer) + (read + write) / pieces
-    if "params" in away:
-        fetched = 2 * away["params"] / speed.read
-        taken = taken + np.maximum(fetched - beside.passes, fetched / beside.layers)
-    return taken
+def beyond_room(away: Mapping[str, Number], kind: DeviceGroup, request: Request) -> Number:
+    """Bytes of a rank that its tier has no room for; negative: room left."""
+    tier = tier_of(request.offload)
+    if tier == "node":
+        return -math.inf
+    return sum(away.values()) - rate(kind, tier, request.free).room

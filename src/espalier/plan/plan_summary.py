@@ -43,6 +43,7 @@ def sentences(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
 def _away(plan: Plan, predicted: Predicted, cluster: Cluster) -> Iterator[str]:
     """What waits outside the devices: where, how many bytes of it, and how much longer that makes a step."""
     away, tier = predicted.waiting_bytes, plan.offload.optimizer
+    tier = plan.offload.activations if tier == "device" else tier
     kinds = " and ".join(f"{_WORDS[kind]} ({units.show_size(size)})" for kind, size in away.items())
     slower = f"a step takes {units.show_seconds(predicted.terms.get('offload', 0.0))} longer"
     if tier == "node":
@@ -85,7 +86,9 @@ def _served(plan: Plan, predicted: Predicted) -> Iterator[str]:
         )
 
 
-_WORDS = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states"}
+_WORDS = {
+    "params": "parameters", "grads": "gradients", "optimizer": "optimizer states", "activations": "activations",
+}  # fmt: skip
 
 
 def _headline(plan: Plan, predicted: Predicted, cluster: Cluster) -> str:

@@ -15,7 +15,7 @@ from espalier import units
 from espalier.cluster import Cluster
 from espalier.config import EveryStep, Pin
 from espalier.errors import UserError
-from espalier.plan import collective_time, memory_model, pins, precision, search
+from espalier.plan import collective_time, memory_model, offload, pins, precision, search
 from espalier.plan.base import RESIDENT
 from espalier.plan.collective_time import gpus, seats
 from espalier.plan.cost_inputs import CostInputs
@@ -47,6 +47,8 @@ def refusal(request: Request, cluster: Cluster, found: Found) -> UserError:
     if nearest is None:
         return _no_layout(request, cluster)
     predicted = estimate(request, nearest.cluster, nearest.layout)
+    if short := lacking_on_disk(request, nearest):
+        return _disk_too_small(request, cluster, nearest, short)
     kinds = {name: size for name, size in predicted.memory_bytes.items() if name != "peak" and size}
     ordered = sorted(kinds.items(), key=lambda item: -item[1])
     limit, devices = nearest.peak - nearest.over, units.plural(int(nearest.layout.world), "device")
@@ -57,6 +59,34 @@ def refusal(request: Request, cluster: Cluster, found: Found) -> UserError:
         + ", ".join(f"{kind} {units.show_size(size)}" for kind, size in ordered),
         do=SEPARATOR.join([*cures(request, cluster, nearest), *([ABSENT] if gpus(cluster) else [])]),
     )
+
+
+def lacking_on_disk(request: Request, option: Option) -> float:
+    """Bytes that the disk of a machine lacks for what would wait there; 0: it has room, or nobody knows."""
+    if request.free is None or "disk" not in (request.offload.optimizer, request.offload.activations):
+        return 0.0
+    return max(0.0, away_on_machine(request, option) - offload.SCRATCH * request.free)
+
+
+def _disk_too_small(request: Request, cluster: Cluster, nearest: Option, short: float) -> DoesNotFit:
+    """The error when what waits on disk has no room there."""
+    path, needed = nearest.cluster.nodes[0].disks[0].path, away_on_machine(request, nearest)
+    return DoesNotFit(
+        f"What is to wait on disk does not fit there: {request.offload} takes {units.show_size(needed)}, and "
+        f"{units.show_size(short)} are missing.",
+        why=f"the disk of the run's folder has {units.show_size(request.free or 0)} free, of which "
+        f"{offload.SCRATCH:.0%} are used ({path} was measured)",
+        do=SEPARATOR.join(
+            [f"free {units.show_size(short)} there, or --run FOLDER on another disk", *_resident(request, cluster)]
+        ),
+    )
+
+
+def _resident(request: Request, cluster: Cluster) -> Iterator[str]:
+    """The plan with nothing on disk, where there is one."""
+    pin = msgspec.structs.replace(request.pin, offload="none")
+    if cost := _planned(replace(request, pin=pin, offload=RESIDENT), cluster):
+        yield f'plan.pin.offload="none" ({cost})'
 
 
 def of_rounds(error: DoesNotFit, request: Request, cluster: Cluster) -> DoesNotFit:
@@ -130,7 +160,7 @@ def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
     """Changes after which a plan fits, the cheapest first; each was planned. Last what only money helps with."""
     changes = [*_on_host(request, cluster), *_lifted(request), *_held_less(request, cluster)]
     told = [f"{words} ({cost})" for words, change in changes if (cost := _planned(change(request), cluster))]
-    told = told or _together(request, cluster)
+    told = [*_room_on_disk(request, cluster), *(told or _together(request, cluster))]
     if more := _more_devices(request, cluster):
         told.append(more)
     there = min(place.table.device.memory for place in seats(nearest.cluster, int(nearest.layout.world)))
@@ -138,6 +168,16 @@ def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
     if not told or request.memory is None:
         told.append(f"devices with {units.show_size(enough)} of memory or a smaller model")
     return told
+
+
+def _room_on_disk(request: Request, cluster: Cluster) -> Iterator[str]:
+    """What the disk lacks, where states could wait there."""
+    if request.free is None or request.pin.offload not in (None, "disk"):
+        return
+    asked, found = search.anywhere(replace(request, free=None, offload=RESIDENT), cluster)
+    if (best := found.best()) and (short := lacking_on_disk(replace(asked, free=request.free), best)):
+        cost = _planned(replace(request, free=None, offload=RESIDENT), cluster)
+        yield f"free {units.show_size(short)} of the disk, or --run FOLDER on another one ({cost})"
 
 
 def _planned(request: Request, cluster: Cluster) -> str:

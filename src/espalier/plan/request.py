@@ -84,7 +84,7 @@ class Request:
             InternEvo, which also sums gradients whole, or reduces them to each owner in turn.
         codec: what the recipe says of that; crossings: what is encoded on its way.
         sync: when replicas are to agree; outer: copies of what a rank moves that rounds keep (`sync.overlap_cost`).
-        offload: what waits outside the device.
+        offload: what waits outside the device; free: bytes of the disk that it may wait on; None: not known.
         sizes: of the trainable tensors, in the model's order; empty: not known.
         running: bytes of buffers that every step moves.
         loaded: bytes of libraries that only this kind of workload loads, in host memory.
@@ -136,6 +136,7 @@ class Request:
     sync: Sync = field(default_factory=EveryStep)
     outer: float = 0.0
     offload: Offload = RESIDENT
+    free: float | None = None
     sizes: Sequence[Sized] = ()
     running: int = 0
     loaded: int = 0

@@ -19,6 +19,7 @@ from espalier.plan import collective_time, device_model, offload, optimizer_node
 from espalier.plan.base import RESIDENT
 from espalier.plan.cost_inputs import CostInputs
 from espalier.shard.cost import cost, volumes
+from espalier.shard.offload import cost as offload_cost
 from espalier.shard.placement_plan import Prefetch
 from espalier.stages.cost import PipelineLoad
 from espalier.stages.cost import cost as stages_cost
@@ -101,19 +102,26 @@ def step_seconds(step: CostInputs, samples: Number) -> dict[str, Number]:
         issue = step.on.factors.issue * device_model.issue_seconds(step.kind.table.device)
         terms["launch"] = terms["launch"] + ONCE * issue / step.kind.setting.share
     if step.request.offload != RESIDENT:
-        terms |= _elsewhere(step, terms)
+        terms |= _elsewhere(step, terms, micro_batches)
     return terms
 
 
-def _elsewhere(step: CostInputs, terms: Mapping[str, Number]) -> dict[str, Number]:
-    """The terms that are others where states wait outside the devices."""
+def _elsewhere(step: CostInputs, terms: Mapping[str, Number], rounds: Number) -> dict[str, Number]:
+    """The terms that are others where states or activations wait outside the devices."""
     passes = terms["forward"] + terms["backward"] + terms["recompute"]
     if step.request.offload == offload.NODE:
         without = dict.fromkeys(("all_reduce", "refresh", "optimizer"), 0.0 * passes)
         return {**without, "offload": optimizer_node.seconds(step.request, step.on, step.kind, passes)}
-    beside = offload.Beside(terms["optimizer"], passes, step.stage_layers)
-    rate = offload.rate(step.kind, step.request.offload.optimizer)
-    return {"offload": offload.seconds(step.waiting, rate, beside)}
+    way, backward = step.request.offload, terms["backward"] + terms["recompute"]
+    beside = offload_cost.Beside(
+        terms["optimizer"], terms["forward"], backward, step.stage_layers, rounds, offload.again(step.request)
+    )
+    rate = offload.rate(step.kind, offload.tier_of(way))
+    found = {"offload": offload_cost.seconds(step.waiting, rate, beside)}
+    if way.parameters == "disk":
+        gathered = step.wire("all_gather", step.sharded["params"], step.layouts.dp, 1, "parameters")
+        found["weights"] = (1 + beside.again) * gathered
+    return found
 
 
 # --- one micro-batch ---------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -48,8 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _decide(resolved: prepare.Resolved, cluster: clusters.Cluster, calibrate_on: str | None) -> PlanDecision:
-    known = measurements.calibration(resolved.recipe, calibrate_on)
-    return decide(prepare.request(resolved), cluster, known, Trials(resolved.recipe, cluster))
+    known, asked = measurements.calibration(resolved.recipe, calibrate_on), prepare.request(resolved)
+    if not cluster.machine:  # described in a file: this machine's disk is not theirs
+        asked = replace(asked, free=None)
+    return decide(asked, cluster, known, Trials(resolved.recipe, cluster))
 
 
 def _what_if(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -105,4 +106,10 @@ def request(resolved: Resolved, ranks: int | None = None, workload: Workload | N
     """What the planner is asked; allocates nothing and opens data only where the model depends on it."""
     asked = request_from_recipe.of_recipe(resolved.recipe, lambda: workload or open_workload(resolved))
     pin = asked.pin if ranks is None else msgspec.structs.replace(asked.pin, ranks=ranks)
-    return replace(asked, pin=pin)
+    free, path = None, run_path(resolved.recipe, None).absolute()
+    if not resolved.recipe.plan.cluster:
+        there = next(one for one in (path, *path.parents) if one.exists())
+        size = shutil.disk_usage(there).free
+        step = max(1, (1 << size.bit_length()) // 8)  # what other programs write seldom changes a plan
+        free = float(size // step * step)
+    return replace(asked, pin=pin, free=free)

@@ -18,13 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from espalier.cache_dir import unwritable
+from espalier.shard.offload.cost import PENDING
 from espalier.shard.offload.state_file import TransferMeter, wait_for
 from espalier.store.cost import pages
 from espalier.store.direct_io import DirectFile, aligned
 from espalier.store.io_queue import IoQueue
-
-PENDING = 2
-"""Inputs at once that are on their way to the disk."""
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ Copies in and out have a stream each, so that they run beside computation and be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from espalier.optim.base import Owned, StateKinds
 from espalier.shard.offload.layout import BUFFERS, CHUNK, Extent
 from espalier.shard.offload.optimizer import OffloadedGroup, lay_out
-from espalier.shard.offload.state_file import Job, TransferMeter, job_bytes, job_views
+from espalier.shard.offload.state_file import Job, StateFile, TransferMeter, job_bytes, job_views
 
 
 class HostStates:
@@ -30,53 +30,83 @@ class HostStates:
         return OffloadedGroup(optimizer, owned, kinds, HostMemory(found, self._device, self.meter))
 
 
-class HostMemory:
-    """Extents in pinned memory, all zeros at first; see `state_file.States`. Has state: the memory and the streams."""
+class Streams:
+    """What orders copies (0: to the device, 1: back) beside computation. Here they happen in the order of the program,
+    as on a processor."""
 
-    def __init__(self, extents: Sequence[Extent], device: torch.device, meter: TransferMeter) -> None:
-        self.extents, self._device, self._meter = list(extents), device, meter
-        cuda = device.type == "cuda"
-        self._memory = torch.zeros(sum(extent.bytes for extent in extents), dtype=torch.uint8, pin_memory=cuda)
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if cuda else None
+    def beside(self, way: int) -> AbstractContextManager[Any]:
+        """Surrounds a copy, which begins when what was computed is there; one to the device also waits until its buffer
+        was copied back."""
+        return nullcontext()
 
-    def walk(self, jobs: Sequence[Job]) -> Iterator[list[Tensor]]:
-        """See `States.walk`; what is given lies on the device."""
-        room = max((job_bytes(job) for job in jobs), default=0)
-        buffers = [torch.empty(room, dtype=torch.uint8, device=self._device) for _ in range(min(BUFFERS, len(jobs)))]
-        views = [job_views(job, buffers[number % BUFFERS]) for number, job in enumerate(jobs)]
-        ahead = self._copy(0, jobs[0], views[0]) if jobs else _nothing
-        for number, (job, view) in enumerate(zip(jobs, views, strict=True)):
-            ahead()
-            if number + 1 < len(jobs):
-                ahead = self._copy(0, jobs[number + 1], views[number + 1])
-            yield view
-            self._copy(1, job, view)
-        if self._streams is not None:
-            self._streams[1].synchronize()
+    def wait(self, way: int) -> None:
+        """Computation waits for the copies begun so far."""
 
-    def _copy(self, way: int, job: Job, views: Sequence[Tensor]) -> Callable[[], None]:
-        """Begins to copy to the device (0) or back (1). What is returned makes computation wait for it."""
-        if way == 0:
-            self._meter.read_bytes += job_bytes(job)
-        else:
-            self._meter.written_bytes += job_bytes(job)
-        with self._beside(way):
-            for extent, view in zip(job, views, strict=True):
-                host = self._memory[extent.offset : extent.offset + extent.bytes].view_as(view)
-                (view if way == 0 else host).copy_(host if way == 0 else view, non_blocking=True)
-        if self._streams is None:
-            return _nothing
-        stream = self._streams[way]
-        return lambda: torch.cuda.current_stream(self._device).wait_stream(stream)
+    def finish(self) -> None:
+        """Returns when everything was copied back."""
 
-    def _beside(self, way: int) -> AbstractContextManager[Any]:
-        """A stream that goes on when what was computed is there, and a buffer that is read into was copied back."""
-        if self._streams is None:
-            return nullcontext()
+
+class CudaStreams(Streams):
+    """A stream for each way. Has state: CUDA's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._streams = device, [torch.cuda.Stream(device) for _ in range(2)]
+
+    def beside(self, way: int) -> AbstractContextManager[Any]:
+        """See `Streams.beside`."""
         self._streams[way].wait_stream(torch.cuda.current_stream(self._device))
         if way == 0:
             self._streams[way].wait_stream(self._streams[1])
         return torch.cuda.stream(self._streams[way])
+
+    def wait(self, way: int) -> None:
+        """See `Streams.wait`."""
+        torch.cuda.current_stream(self._device).wait_stream(self._streams[way])
+
+    def finish(self) -> None:
+        """See `Streams.finish`."""
+        self._streams[1].synchronize()
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Of a GPU two, else none."""
+    return CudaStreams(device) if device.type == "cuda" else Streams()
+
+
+class HostMemory:
+    """Extents in pinned memory, all zeros at first; see `state_file.States`. Has state: the memory and the streams."""
+
+    def __init__(
+        self, extents: Sequence[Extent], device: torch.device, meter: TransferMeter, streams: Streams | None = None
+    ) -> None:
+        self.extents, self._device, self._meter = list(extents), device, meter
+        size = sum(extent.bytes for extent in extents)
+        self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._streams = streams or streams_of(device)
+
+    def walk(self, jobs: Sequence[Job]) -> Iterator[list[Tensor]]:
+        """See `States.walk`; what is given lies on the device."""
+        views = device_views(jobs, self._device)
+        for number, (job, view) in enumerate(zip(jobs, views, strict=True)):
+            if number == 0:
+                self._copy(0, job, view)
+            self._streams.wait(0)
+            if number + 1 < len(jobs):
+                self._copy(0, jobs[number + 1], views[number + 1])
+            yield view
+            self._copy(1, job, view)
+        self._streams.finish()
+
+    def _copy(self, way: int, job: Job, views: Sequence[Tensor]) -> None:
+        """Begins to copy to the device (0) or back (1)."""
+        if way == 0:
+            self._meter.read_bytes += job_bytes(job)
+        else:
+            self._meter.written_bytes += job_bytes(job)
+        with self._streams.beside(way):
+            for extent, view in zip(job, views, strict=True):
+                host = self._memory[extent.offset : extent.offset + extent.bytes].view_as(view)
+                (view if way == 0 else host).copy_(host if way == 0 else view, non_blocking=True)
 
     def row(self, extent: Extent, row: int, change: bool = False) -> Tensor:
         """See `States.row`."""
@@ -84,5 +114,31 @@ class HostMemory:
         return self._memory[first : first + extent.row_bytes]
 
 
-def _nothing() -> None:
-    return None
+class DeviceFile:
+    """Extents on disk whose states a device moves: each is copied to it after it was read, and back before it is
+    written. See `state_file.States`. Has state: the file's."""
+
+    def __init__(self, file: StateFile, device: torch.device, streams: Streams | None = None) -> None:
+        self.extents, self.row = file.extents, file.row
+        self._file, self._device, self._streams = file, device, streams or streams_of(device)
+
+    def walk(self, jobs: Sequence[Job]) -> Iterator[list[Tensor]]:
+        """See `States.walk`; what is given lies on the device. The file reads ahead and writes behind meanwhile."""
+        buffers = device_views(jobs, self._device)
+        for views, given in zip(self._file.walk(jobs), buffers, strict=True):
+            with self._streams.beside(0):
+                for view, one in zip(views, given, strict=True):
+                    one.copy_(view, non_blocking=True)
+            self._streams.wait(0)
+            yield given
+            with self._streams.beside(1):
+                for view, one in zip(views, given, strict=True):
+                    view.copy_(one, non_blocking=True)
+            self._streams.finish()
+
+
+def device_views(jobs: Sequence[Job], device: torch.device) -> list[list[Tensor]]:
+    """The extents of each job in one of a few buffers on the device."""
+    room = max((job_bytes(job) for job in jobs), default=0)
+    buffers = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(min(BUFFERS, len(jobs)))]
+    return [job_views(job, buffers[number % BUFFERS]) for number, job in enumerate(jobs)]

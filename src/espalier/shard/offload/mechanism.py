@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from espalier.config import Adamw
 from espalier.mechanism import Build, Mechanism
 from espalier.shard.luwu.base import Client, Layer, filler
 from espalier.shard.offload.activations import ActivationFile
-from espalier.shard.offload.host_memory import HostStates
+from espalier.shard.offload.host_memory import DeviceFile, HostStates
 from espalier.shard.offload.optimizer import StateFolder
 from espalier.shard.offload.parameters import DiskNode, DiskSharding
 from espalier.shard.offload.state_file import TransferMeter
@@ -28,8 +29,7 @@ OPTIMIZER = Claim(
     "offload_optimizer",
     question="optimizer states",
     changes=frozenset({"states are on disk"}),
-    forbids=frozenset({"states are copied", "computes on GPUs"}),
-    instead=("offload_to_host",),
+    forbids=frozenset({"states are copied"}),
 )
 HOST = Claim("offload_to_host", question="optimizer states", changes=frozenset({"states wait in host memory"}))
 
@@ -47,14 +47,12 @@ PARAMETERS = Claim(
             "compiles blocks",
             "replicas differ between rounds",
             "states are copied",
-            "several ranks",
             "computes on GPUs",
         }
     ),
     after=frozenset({"attend", "aggregate", "route", "precision", "matrices"}),
     instead=("amsp",),
 )
-"""Several ranks that hold few layers share a node that holds them all: LuWu."""
 ACTIVATIONS = Claim(
     "offload_activations",
     question="activations",
@@ -72,7 +70,10 @@ class OptimizerOnDisk(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Says where optimizers keep their states."""
+        device = context.device
         folder = StateFolder(*place(context))
+        if device.type != "cpu":
+            folder = StateFolder(*place(context), through=partial(DeviceFile, device=device))
         context.group = folder.group
         context.meters["offload"] = folder.tier.meter.read
 
@@ -102,7 +103,8 @@ class ParametersOnDisk(Mechanism):
         folder = StateFolder(*place(context))
 
         def connect(context: Build, layers: Sequence[Layer]) -> Client:
-            return DiskNode(layers, options, filler(layers, context.workload.skeleton().value), folder)
+            fill = filler(layers, context.workload.skeleton().value)
+            return DiskNode(layers, options, fill, folder, context.mesh.same_parameters)
 
         assert context.model is not None
         context.window = window = luwu.make_window(context, connect)

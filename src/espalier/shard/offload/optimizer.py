@@ -6,7 +6,7 @@ on pieces of the same parameters: results are those of states in memory, to the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,16 +29,20 @@ class StateFolder:
     Attributes:
         tier: what transfers go through, and are counted by.
         chunk: bytes of an extent at most.
+        through: what brings extents to the device that moves them.
     """
 
-    def __init__(self, folder: Path, name: str, chunk: int = CHUNK) -> None:
-        self._folder, self._name, self._count = folder, name, 0
+    def __init__(
+        self, folder: Path, name: str, chunk: int = CHUNK, through: Callable[[StateFile], States] = lambda file: file
+    ) -> None:
+        self._folder, self._name, self._count, self._through = folder, name, 0, through
         self.tier, self.chunk = DiskTier(IoQueue(), TransferMeter("disk")), chunk
 
     def group(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned], kinds: StateKinds) -> OffloadedGroup:
         """See `optim.base.MakeGroup`."""
         chunk = self.chunk if kinds.batches is None else None
-        return OffloadedGroup(optimizer, owned, kinds, self.file(owned, lay_out(owned, len(kinds.shaped), chunk)))
+        file = self.file(owned, lay_out(owned, len(kinds.shaped), chunk))
+        return OffloadedGroup(optimizer, owned, kinds, self._through(file))
 
     def file(self, owned: Sequence[Owned], laid_out: Sequence[Extent], kept: int = 0) -> StateFile:
         """A new file for extents of `owned`; `kept`: rows that steps only read."""

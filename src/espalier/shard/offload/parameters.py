@@ -3,22 +3,32 @@ memory one after the other.
 
 After ZeRO-Infinity (arXiv 2104.07857), in the form of LuWu's window of layers (`shard.luwu.window`) whose node is a
 file of this process: forward and backward read a layer's values ahead of their use, backward writes its gradient, and
-the optimizer takes values, gradients and states through memory extent by extent.
+the optimizer takes values, gradients and states through memory extent by extent. Of several ranks each has a file with
+its share of every parameter (AMSP's, arXiv 2311.00257, with all three states over all ranks): values are gathered when
+they were read, and gradients summed before each rank writes its share of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from espalier.checkpoint.stored_slice import StoredSlice
+from espalier.checkpoint.tensor_slice import Slice
+from espalier.comm.base import Traffic, traffic
 from espalier.optim import adamw
 from espalier.optim.base import Optimizer, Owned, StateKinds
 from espalier.shard.luwu.base import Fill, Layer, step_lost
 from espalier.shard.luwu.mechanism import NodeSharding
-from espalier.shard.offload.layout import Elements, Extent, Piece, extents
+from espalier.shard.luwu.window import LayerWindow
+from espalier.shard.offload.layout import LINE, Elements, Extent, Piece, extents
 from espalier.shard.offload.optimizer import OffloadedGroup, StateFolder
 from espalier.shard.sharded_state_dict import fill as fill_from
 
@@ -46,6 +56,45 @@ class LayerGroup(OffloadedGroup):
         part.grad = rows[GRADIENT] if self.scale == 1.0 else rows[GRADIENT].mul_(self.scale)
         return part
 
+    def stored(self, number: int, row: int) -> StoredSlice:
+        """See `OffloadedGroup.stored`: this rank's share."""
+        one = self.owned[number]
+        return replace(super().stored(number, row), shape=one.shape, start=one.start)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `OffloadedGroup.state_dict`: numbers are written by the rank with the first elements."""
+        starts = {one.name: one.start for one in self.owned}
+        return {
+            key: value
+            if isinstance(value, StoredSlice)
+            else Slice(value.view(-1), torch.Size(), 0, writes=starts[key.rpartition("/")[0]] == 0)
+            for key, value in super().state_dict().items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `OffloadedGroup.load_state_dict`."""
+        fill_from(self.state_dict(), state)
+
+
+class Share(NamedTuple):
+    """What a rank keeps of a tensor of a layer: elements `[start, stop)`, which begin at `at` of its flat share."""
+
+    start: int
+    stop: int
+    at: int
+
+
+def shares(layer: Layer, rank: int, ranks: int) -> list[Share]:
+    """Of each tensor, whole cache lines; the last ranks have less."""
+    found, at = [], 0
+    for _, shape in layer.tensors:
+        size = prod(shape)
+        each = size if ranks == 1 else -(-size // (ranks * LINE)) * LINE
+        start, stop = min(size, rank * each), min(size, (rank + 1) * each)
+        found.append(Share(start, stop, at))
+        at += stop - start
+    return found
+
 
 class DiskNode:
     """See `shard.luwu.base.Client`: the node is a file of this process. Has state: the file, and norms of gradients.
@@ -55,18 +104,31 @@ class DiskNode:
         options: of AdamW; resolved.
         fill: writes the initial values of a layer.
         folder: where the file is made.
+        channel: ranks that have a share each; None: this one has all.
     """
 
-    def __init__(self, layers: Sequence[Layer], options: Adamw, fill: Fill, folder: StateFolder) -> None:
-        self.step, self._layers = 0, layers
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        options: Adamw,
+        fill: Fill,
+        folder: StateFolder,
+        channel: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.step, self._layers, self.channel = 0, layers, channel
+        rank, ranks = (0, 1) if channel is None else (channel.rank(), channel.size())
+        self._shares = [[shares(layer, number, ranks) for number in range(ranks)] for layer in layers]
+        self._own = [found[rank] for found in self._shares]
         self._extents: list[list[Extent]] = []
         self._norms: dict[int, list[Tensor]] = {}
         self._folder = folder
         nothing = torch.zeros(())
         owned = [
-            Owned(name, nn.Parameter(nothing.expand(shape)), torch.Size(shape))
-            for layer in layers
-            for name, shape in layer.tensors
+            Owned(
+                name, nn.Parameter(nothing.expand(shape if ranks == 1 else (stop - start,))), torch.Size(shape), start
+            )
+            for layer, own in zip(layers, self._own, strict=True)
+            for (name, shape), (start, stop, _) in zip(layer.tensors, own, strict=True)
         ]
         made = adamw.build(options, owned, self._group)
         assert isinstance(made, LayerGroup), "a model has parameters"
@@ -74,14 +136,14 @@ class DiskNode:
         for index, layer in enumerate(layers):
             values = torch.empty(layer.numel)
             fill(index, values)
-            for arrived in self._store(index, VALUE, values):
+            for arrived in self._store(index, VALUE, self._share(index, values)):
                 arrived()
         folder.tier.meter.read()
 
     def _group(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned], kinds: StateKinds) -> LayerGroup:
         number = offset = 0
         for layer in self._layers:
-            sizes = [(number + k, owned[number + k].shape.numel()) for k in range(len(layer.tensors))]
+            sizes = [(number + k, owned[number + k].tensor.numel()) for k in range(len(layer.tensors))]
             rows = LayerGroup.before + len(kinds.shaped)
             self._extents.append(extents(Elements(sizes, 4), rows, self._folder.chunk, offset))
             number, offset = number + len(sizes), offset + sum(one.bytes for one in self._extents[-1])
@@ -96,14 +158,46 @@ class DiskNode:
     def _store(self, layer: int, row: int, flat: Tensor) -> list[Callable[[], None]]:
         return [self.file.store(extent, row, part) for extent, part in self._parts(layer, flat)]
 
+    def _share(self, layer: int, flat: Tensor) -> Tensor:
+        """What this rank keeps of a layer's values, one after the other."""
+        if self.channel is None:
+            return flat
+        whole = self._layers[layer].views(flat)
+        return torch.cat(
+            [one.view(-1)[share.start : share.stop] for one, share in zip(whole, self._own[layer], strict=True)]
+        )
+
     def pull(self, layer: int, step: int, out: Tensor) -> Any:
         """Begins to read a layer."""
-        return [self.file.fetch(extent, VALUE, part) for extent, part in self._parts(layer, out)]
+        if self.channel is None:
+            return [self.file.fetch(extent, VALUE, part) for extent, part in self._parts(layer, out)]
+        room = max(own[-1].at + own[-1].stop - own[-1].start for own in self._shares[layer])
+        own = torch.empty(room)
+        last = self._own[layer][-1]
+        parts = self._parts(layer, own[: last.at + last.stop - last.start])
+        return [
+            *(self.file.fetch(extent, VALUE, part) for extent, part in parts),
+            partial(self._gather, layer, own, out),
+        ]
+
+    def _gather(self, layer: int, own: Tensor, out: Tensor) -> None:
+        """Fills `out` with what all ranks have read of a layer. They gather layers in the same order."""
+        assert self.channel is not None
+        found = [torch.empty_like(own) for _ in self._shares[layer]]
+        with traffic(Traffic.PARAMETERS):
+            dist.all_gather(found, own, group=self.channel)
+        views = self._layers[layer].views(out)
+        for values, shared in zip(found, self._shares[layer], strict=True):
+            for view, (start, stop, at) in zip(views, shared, strict=True):
+                view.view(-1)[start:stop].copy_(values[at : at + stop - start])
 
     def push(self, layer: int, step: int, tensor: Tensor) -> Any:
-        """Begins to write a layer's gradient."""
+        """Begins to write a layer's gradient, summed over the ranks."""
+        if self.channel is not None:
+            with traffic(Traffic.GRADIENTS):
+                dist.all_reduce(tensor, group=self.channel)
         self._norms[layer] = [torch.linalg.vector_norm(view) for view in self._layers[layer].views(tensor)]
-        return self._store(layer, GRADIENT, tensor)
+        return self._store(layer, GRADIENT, self._share(layer, tensor))
 
     def wait(self, handle: Any) -> None:
         """Returns when it is done."""
@@ -111,7 +205,10 @@ class DiskNode:
             done()
 
     def totals(self, step: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The values as they are: there is one worker; and the norms."""
+        """The values, summed over the ranks, and the norms, which all of them know."""
+        if self.channel is not None and values.numel():
+            with traffic(Traffic.CONTROL):
+                dist.all_reduce(values, group=self.channel)
         norms = [one for layer in range(len(self._layers)) for one in self._norms[layer]]
         self._norms.clear()
         return values, torch.stack(norms)
@@ -141,7 +238,22 @@ class DiskNode:
 
 
 class DiskSharding(NodeSharding):
-    """See `NodeSharding`. Checkpoints hold the whole state, which no other process has."""
+    """See `NodeSharding`. Checkpoints hold the state, of which every rank writes and reads its share."""
+
+    def __init__(self, model: nn.Module, window: LayerWindow) -> None:
+        super().__init__(model, window)
+        assert isinstance(window.client, DiskNode)
+        self.together = window.client.channel is not None
+
+    def idle(self, times: int) -> None:
+        """See `Sharding.idle`: layers are gathered in the order of a forward pass."""
+        for _ in range(times if self.together else 0):
+            self.window.begin([layer for own in self.window.uses for layer in own])
+            for own in self.window.uses:
+                for layer in own:
+                    self.window.need(layer)
+                for layer in own:
+                    self.window.release(layer)
 
     def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
         """See `Sharding.parts`: under the names of a model in memory."""
