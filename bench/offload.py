@@ -121,26 +121,26 @@ def main() -> None:
         place={"metavar": "FOLDER", "help": "on the disk to use (default: the folder for temporary files)"},
         peers={"metavar": "NAME", "nargs": "*", "default": list(PEERS), "help": "which: " + ", ".join(PEERS)},
     )
-    sizes = {**SMOLLM2, "sequence": 64 if given.quick else 512, **({"depth": 4} if given.quick else {})}
+    sizes = {**SMOLLM2, "sequence": 64 if given.quick else 128, **({"depth": 4} if given.quick else {})}
     request = {
-        "sizes": sizes, "steps": 3 if given.quick else 6, "batch": 8, "micro_batch": 4, "threads": 2, "port": 29511,
-        "place": given.place, "limit": 120.0 if given.quick else 900.0,
+        "sizes": sizes, "steps": 3 if given.quick else 5, "batch": 8, "micro_batch": 4, "threads": 2, "port": 29511,
+        "place": given.place, "limit": 300.0,
     }  # fmt: skip
     tokens = request["batch"] * sizes["sequence"]
     case = f"SmolLM2-135M's shape, {sizes['depth']} layers, {tokens:,} tokens a step" + ", quick" * given.quick
+    pythons = {one: given.deepspeed if one.startswith("deepspeed") else sys.executable for one in given.peers}
+    for peer in [one for one, python in pythons.items() if python is None]:
+        print(f"{PEERS[peer]}: left out, as --deepspeed names no interpreter")
+        del pythons[peer]
+    turns: list[dict[str, Found]] = []
+    for _ in range(given.pairs or (1 if given.quick else 3)):
+        turns.append({})
+        for name, python in {**pythons, "ours": sys.executable}.items():
+            found = turns[-1][name] = run(name, request, python)
+            print(f"{name}: {found.seconds:.2f} s a step, {found.memory / 2**20:,.0f} MiB, loss {found.losses[-1]:.6f}")
     made: list[Row] = []
-    for peer in given.peers:
-        python = given.deepspeed if peer.startswith("deepspeed") else sys.executable
-        if python is None:
-            print(f"{PEERS[peer]}: left out, as --deepspeed names no interpreter")
-            continue
-        pairs = []
-        for _ in range(given.pairs or (1 if given.quick else 3)):
-            pairs.append((run(peer, request, python), run("ours", request, sys.executable)))
-            theirs, ours = pairs[-1]
-            print(f"{peer}: {theirs.seconds:.2f} s, ours {ours.seconds:.2f} s; losses {theirs.losses[-1]:.6f}, "
-                  f"{ours.losses[-1]:.6f}")  # fmt: skip
-        made += rows(peer, pairs, tokens, case)
+    for peer in pythons:
+        made += rows(peer, [(turn[peer], turn["ours"]) for turn in turns], tokens, case)
     publish(made, given.json)
 
 

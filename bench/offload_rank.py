@@ -71,10 +71,12 @@ class Ours(Resident):
 
     def made(self, model: nn.Module, request: dict[str, Any]) -> Any:
         from espalier.config import Adamw
+        from espalier.hardware.malloc_trim import keep_freed
         from espalier.optim import adamw
         from espalier.optim.base import owned_by
         from espalier.shard.offload.optimizer import StateFolder
 
+        keep_freed()  # as `espalier train` begins
         options = Adamw(learning_rate=RATE, weight_decay=DECAY, betas=(0.9, 0.999))
         return adamw.build(options, owned_by(model), StateFolder(Path(request["folder"]), "states").group)
 

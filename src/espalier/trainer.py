@@ -82,7 +82,7 @@ def build(setting: RankSetup, mesh: ProcessMesh, table: Sequence[Choose] = TABLE
     mechanisms = ordered(setting.recipe, setting.plan, table)
     context = Build(setting.recipe, setting.plan, setting.workload, mesh, setting.device, mechanisms=mechanisms)
     context.folder = setting.folder
-    context.meters |= setting.workload.meters()
+    context.meters |= setting.workload.meters
     for mechanism in mechanisms:
         mechanism.wrap(context)
     model, sharding, optimizer = context.model, context.sharding, context.optimizer

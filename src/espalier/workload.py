@@ -266,6 +266,7 @@ class Workload(Protocol):
         `Tagged`, one of each task for each of the shard's `cuts`, and `evaluate` adds `tasks.NAME` for each."""
         ...
 
+    @property
     def meters(self) -> Mapping[str, Callable[[], Any]]:
         """What every step says of its data, by name of the event's field."""
         ...
@@ -279,6 +280,7 @@ class Plain:
     """The answers of a workload of one phase and one task."""
 
     recipe: Recipe
+    meters: Mapping[str, Callable[[], Any]] = {}
 
     def phases(self) -> Sequence[Phase]:
         """All steps."""
@@ -303,10 +305,6 @@ class Plain:
     def tasks(self) -> Mapping[str, float]:
         """One."""
         return {"main": 1.0}
-
-    def meters(self) -> Mapping[str, Callable[[], Any]]:
-        """Nothing."""
-        return {}
 
 
 def to_device(batch: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:

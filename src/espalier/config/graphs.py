@@ -24,7 +24,7 @@ class Network(Model, frozen=True):
     activation: Literal["relu", "elu", "maxk"] | None = None
     k: int | None = None
     dropout: float | None = None
-    norm: bool | None = None
+    norm: bool | None = False
 
 
 class Gcn(Network, frozen=True, tag="gcn"):
@@ -43,6 +43,8 @@ class Gat(Network, frozen=True, tag="gat"):
 
 class Gin(Network, frozen=True, tag="gin"):
     """Graph isomorphism network (arXiv 1810.00826): sums and two-layer perceptrons; `norm` is inside these as well."""
+
+    norm: bool | None = None
 
 
 class Messages(Model, frozen=True, tag="messages"):

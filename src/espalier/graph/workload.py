@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,7 @@ class GraphWorkload(Plain):
             assert isinstance(self.task, NodeTask)
             self.stored = RunBatches(recipe, self.task, self.global_batch)
             self.task.inference = self.stored.infer
+            self.meters = {"store": self.stored.moved}
 
     # --- the model -----------------------------------------------------------------------------------------------
 
@@ -173,10 +174,6 @@ class GraphWorkload(Plain):
             self._order = np.random.default_rng([self.recipe.train.seed, epoch]).permutation(self.task.items)
             self._epoch = epoch
         return self._order
-
-    def meters(self) -> Mapping[str, Callable[[], Any]]:
-        """With a [store], bytes of features by tier."""
-        return {} if self.stored is None else {"store": self.stored.moved}
 
     def documents(self, step: int, shard: Shard) -> list[str]:
         """Names of the targets."""

@@ -94,7 +94,7 @@ def places(plan: Plan, logs: Path | None = None) -> list[RankSpec]:
             local_rank=index,
             seat=index,
             role=rank.role,
-            when_killed=when_killed(roles, index),
+            when_killed=when_killed(roles, index) if rank.role != "trainer" else "",
             device=rank.device,
             threads=rank.threads,
             log=logs / f"{rank.role}-{index}.log" if logs is not None else None,

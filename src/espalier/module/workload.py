@@ -63,6 +63,7 @@ class ModuleWorkload:
     """
 
     whole_evaluation = False
+    meters: Mapping[str, Callable[[], Any]] = {}
 
     def __init__(
         self, recipe: Recipe, parts: Parts, author: Author, phase: Phase | None = None, carried: Any = None
@@ -304,10 +305,6 @@ class ModuleWorkload:
     def tasks(self) -> Mapping[str, float]:
         """As its author says."""
         return {name: task.weight for name, task in self._tasks.items()}
-
-    def meters(self) -> Mapping[str, Callable[[], Any]]:
-        """None."""
-        return {}
 
     # --- cost ----------------------------------------------------------------------------------------------------
 

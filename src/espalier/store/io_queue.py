@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 
 import numpy as np
@@ -93,6 +93,7 @@ class IoQueue:
         self._depth, self._closed, self._turn = depth, False, 0
         self._writers = max(1, self._most // 4)
         self._begin()
+        _hear_of_forks()
         _queues.add(self)
 
     def _begin(self) -> None:
@@ -246,7 +247,9 @@ def _forked() -> None:
         queue._begin()
 
 
-os.register_at_fork(after_in_child=_forked)
+@cache
+def _hear_of_forks() -> None:
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _own_ring() -> uring.Ring | None:

@@ -112,12 +112,6 @@ def _derived(derivations: Sequence[Derivation]) -> None:
     say()
 
 
-def notes(lines: Sequence[str]) -> None:
-    """What the user should know of the data."""
-    for one in lines:
-        line(f"note: {one}")
-
-
 def _predicted(predicted: Predicted, steps: int | None, unit: str) -> None:
     order = {name: at for at, name in enumerate(TERMS)}
     terms = sorted(predicted.terms.items(), key=lambda item: order.get(item[0], len(TERMS)))

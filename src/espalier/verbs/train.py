@@ -33,7 +33,7 @@ from espalier.plan import checkpoint_cost
 from espalier.plan.prediction_check import PredictionCheck
 from espalier.plan.request import AUTO
 from espalier.run import RunFolder
-from espalier.terminal import say
+from espalier.terminal import line, say
 from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, Progress, trouble
@@ -347,9 +347,8 @@ def decided(
         data.keep(folder, partial(workload_registry.row(recipe).freeze, given.workload))
         folder.write(recipe, cluster, plan)
         if not given.quiet:
-            printing.notes(
-                [*workload.notes(), *data.notes, *(_stretched(given.before, recipe) if given.before else ())]
-            )
+            for note in [*workload.notes(), *data.notes, *(_stretched(given.before, recipe) if given.before else ())]:
+                line(f"note: {note}")
             printing.plan(plan, resolved.derivations, recipe.train.steps, model_kinds.of(recipe.model).unit)
     parameters = ready.parameters(recipe, workload)
     new = given.before is None and not saved
