@@ -135,6 +135,9 @@ class Struck:
                 elif not (self.orphans or self.validating or self.inside):
                     strike(self.faults, place.rank, step, self.folder)
                 if self.dead is not None and place.seat == self.dead[0] and step >= self.dead[1]:
+                    until = time.monotonic() + 30
+                    while not Folder(self.folder / "checkpoints").names() and time.monotonic() < until:
+                        time.sleep(0.02)  # what was saved before this step is whole
                     time.sleep(0.3)
                     os.kill(os.getpid(), signal.SIGKILL)
             return plain(model, batch)
