@@ -156,7 +156,8 @@ def check_script(words: list[str]) -> None:
     source = script.read_text(encoding="utf-8") + (ROOT / "bench" / "table.py").read_text(encoding="utf-8")
     named = [word for word in words[2:] if word.startswith("--")]
     known = {f"--{name}" for name in re.findall(r"\b(\w+)=\{", source)}  # options given to table.arguments
-    assert not [word for word in named if word not in known and word not in source and f'"{word[2:]}"' not in source]
+    missing = [word for word in named if word not in known and word not in source and f'"{word[2:]}"' not in source]
+    assert not missing, words
 
 
 SPANS = [

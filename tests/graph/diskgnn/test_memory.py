@@ -100,7 +100,7 @@ def test_memory_grows_by_the_budget_and_is_kept_under_a_limit_of_the_address_spa
 
 
 @pytest.mark.slow
-def test_training_on_features_of_ten_times_the_memory_of_its_cgroup_ends(tmp_path):
+def test_reading_features_of_ten_times_the_memory_of_its_cgroup_ends(tmp_path):
     """The kernel kills what does not fit: the budget, five per cent, and 4 MiB of positions, blocks and stacks."""
     memory = 40 << 20
     group = Path("/sys/fs/cgroup/memory") if Path("/sys/fs/cgroup/memory").is_dir() else Path("/sys/fs/cgroup")
