@@ -12,6 +12,7 @@ from typing import Any
 import programs
 import pytest
 
+from espalier import cli
 from espalier.shard.luwu import role
 from espalier.store.generations import Generations
 
@@ -117,3 +118,22 @@ def test_where_a_node_is_killed_and_started_again_its_workers_stay_and_no_bit_ch
     assert [one["rank"] for one in lines if one["event"] == "incident"][:1] == [2]
     assert len([one for one in lines if one["event"] == "run"]) == 1, "the workers were started again"
     assert losses(tmp_path / "struck") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_ranks_that_another_launcher_started_are_told_that_no_node_serves_them(tmp_path: Path, launcher: str) -> None:
+    (tmp_path / "machine.toml").write_text(programs.MACHINE + DISK)
+    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'shard' / 'luwu'}"
+
+    def run() -> int:
+        if launcher == "srun":
+            own = {"STEP_ID": "0", "STEP_NUM_TASKS": "2", "PROCID": os.environ.pop("RANK"), "LOCALID": "0"}
+            os.environ.update({f"SLURM_{name}": value for name, value in own.items()})
+            del os.environ["WORLD_SIZE"]
+        return cli.main(["train", str(EXAMPLES / "luwu.toml"), *SMALL, data, "--run", "run"])
+
+    first, second = programs.launched(tmp_path, run)
+    assert (first.returncode, second.returncode > 0) == (2, True), first.stderr
+    assert "processes with the role optimizer, and another launcher has started the ranks" in first.stderr
+    assert "try: espalier train without a launcher (--hosts a,b,c over several machines)" in first.stderr
+    assert not (tmp_path / "run").exists()

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import resource
+import shutil
 import signal
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +26,7 @@ from espalier.language.workload import open_language
 from espalier.launch import base as launch
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
+from espalier.shard.luwu import client, role, session, standby, wire
 from espalier.store.generations import Generations
 from espalier.testing.faults import Fault
 from espalier.track.events import Log
@@ -43,9 +51,10 @@ def on_node(recipe: Recipe, workers: int, **more: Any) -> plans.Plan:
 
 @dataclass
 class OnNode(Struck):
-    """`killed`: the node dies as it commits that step, or has: "before", "after"."""
+    """`killed`: the node dies as it commits that step, or has: "before", "after". `arm`: is called in its process."""
 
     killed: tuple[int, str] | None = None
+    arm: Callable[[launch.RankSpec], None] | None = None
 
     def life(self, plan: plans.Plan) -> launch.Entrypoint:
         workload = open_language(self.recipe)
@@ -57,6 +66,8 @@ class OnNode(Struck):
             with worker.joined(place, self.timeout) as channel:
                 if place.role == "optimizer":
                     self._arm_node()
+                    if self.arm is not None:
+                        self.arm(place)
                     return worker.as_optimizer(setting, channel)
                 self._arm(workload, place)
                 self.trainer = one = trainer.Trainer(setting, channel)
@@ -116,6 +127,132 @@ def test_a_node_killed_as_it_commits_goes_on_from_a_whole_step(
     run = OnNode(asked, 3, tmp_path / "run", plan=on_node(asked, 2), killed=(STRUCK, when)).run()
     assert (tmp_path / "run" / "node-killed").exists()
     assert same(run, whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("VERSION", 7, "speaks version 7 of the protocol, this process version 1"),
+        ("release", lambda: "0.0.1", r"This process runs espalier .*, the optimizer node espalier 0\.0\.1"),
+    ],
+)
+def test_a_node_of_another_version_ends_the_run_before_its_first_step(
+    corpus: Path, tmp_path: Path, name: str, value: Any, told: str
+) -> None:
+    asked = recipe(corpus)
+    run = OnNode(asked, 3, tmp_path / "run", plan=on_node(asked, 2), arm=lambda place: setattr(wire, name, value))
+    with pytest.raises(UserError, match=f"(?s){told}.*try: install the same version"):
+        run.run()
+    assert not run.all("step")
+    assert not run.all("recovered")
+
+
+def test_a_node_whose_clocks_are_hours_off_changes_no_bit(corpus: Path, tmp_path: Path, whole: OnNode) -> None:
+    def shift(place: launch.RankSpec) -> None:
+        real, since_boot = time.time, time.monotonic
+        time.time = lambda: real() - 5 * 3600.0
+        for one in (wire, session, client, standby, role):
+            one.time = SimpleNamespace(monotonic=lambda: since_boot() + 7 * 3600.0, sleep=time.sleep)  # type: ignore
+
+    asked = recipe(corpus)
+    run = OnNode(asked, 3, tmp_path / "run", plan=on_node(asked, 2), arm=shift).run()
+    assert same(run, whole)
+    assert not run.all("incident")
+
+
+def fails(call: str, number: int, after: int, marker: Path) -> Callable[[launch.RankSpec], None]:
+    """In the process of a node: `os.<call>` fails from its `after`-th on, until `marker` is there."""
+
+    def arm(place: launch.RankSpec) -> None:
+        plain, seen = getattr(os, call), [0]
+
+        def failing(*arguments: Any) -> Any:
+            seen[0] += 1
+            if seen[0] > after and not marker.exists():
+                raise OSError(number, os.strerror(number))
+            return plain(*arguments)
+
+        setattr(os, call, failing)
+
+    return arm
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "told"),
+    [
+        ("pwritev", errno.ENOSPC, r"The disk of .*state is full: [\d,]+ bytes more .* are needed"),
+        ("preadv", errno.EIO, r"state cannot be read at byte \d+: Input/output error.*try: check the disk"),
+    ],
+)
+def test_a_disk_that_is_full_or_gone_ends_the_run_in_its_words_and_the_run_goes_on_when_it_is_there(
+    corpus: Path, tmp_path: Path, whole: OnNode, call: str, number: int, told: str
+) -> None:
+    asked, mended = recipe(corpus), tmp_path / "mended"
+    arm = fails(call, number, 60, mended)
+    run = OnNode(asked, 3, tmp_path / "run", plan=on_node(asked, 2), arm=arm)
+    with pytest.raises(UserError, match=f"(?s){told}"):
+        run.run()
+    made = max(run.losses)
+    assert 0 < made < STEPS
+    mended.touch()
+    assert same(run.run(), whole)
+    assert len(run.all("run")) == 2
+
+
+def test_a_state_that_may_not_grow_so_large_is_refused_with_the_bytes_that_it_lacks(
+    corpus: Path, tmp_path: Path, whole: OnNode
+) -> None:
+    limit = [1 << 16]
+
+    def narrow(place: launch.RankSpec) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit[0], resource.RLIM_INFINITY))
+
+    asked = recipe(corpus)
+    run = OnNode(asked, 3, tmp_path / "run", plan=on_node(asked, 2), arm=narrow)
+    with pytest.raises(UserError, match=r"(?s)may not grow: ([\d,]+) bytes more .*try: raise the limit") as refused:
+        run.run()
+    found = re.search(r"([\d,]+) bytes more", refused.value.what)
+    assert found is not None
+    assert not run.all("step")
+    limit[0] += int(found[1].replace(",", ""))  # and not a byte more
+    assert same(run.run(), whole)
+
+
+def test_a_slow_disk_is_waited_for(corpus: Path, tmp_path: Path, whole: OnNode) -> None:
+    def slow(place: launch.RankSpec) -> None:
+        plain = os.pwritev
+        os.pwritev = lambda *arguments: (time.sleep(0.02), plain(*arguments))[1]  # type: ignore[assignment]
+
+    asked = recipe(corpus)
+    run = OnNode(asked, 3, tmp_path / "run", plan=on_node(asked, 2), arm=slow).run()
+    assert same(run, whole)
+    assert not run.all("incident")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_where_the_files_of_a_node_are_taken_away_the_run_ends_and_goes_on_when_they_are_back(
+    corpus: Path, tmp_path: Path, whole: OnNode, killed: bool
+) -> None:
+    asked, folder, away = recipe(corpus), tmp_path / "run" / "optimizer" / "node-0", tmp_path / "away"
+
+    def take(place: launch.RankSpec) -> None:
+        plain = Generations.commit
+
+        def commit(state: Generations, step: int) -> None:
+            plain(state, step)
+            if step == STRUCK and not away.exists():
+                folder.rename(away)
+                if killed:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        Generations.commit = commit  # type: ignore[method-assign]
+
+    run = OnNode(asked, 3, tmp_path / "run", plan=on_node(asked, 2), arm=take)
+    with pytest.raises(UserError, match=r"(?s)files of optimizer 0 are gone from .*node-0.*try: put them back"):
+        run.run()
+    assert not folder.exists()
+    shutil.copytree(away, folder)
+    assert same(run.run(), whole)
 
 
 def test_gradients_in_int8_with_error_feedback_train_as_well(corpus: Path, tmp_path: Path, whole: OnNode) -> None:

@@ -147,3 +147,14 @@ def refuse_elsewhere(plan: plans.Plan, world: int | None) -> None:
             f"The plan is for other machines: {elsewhere + 1} with {len(wanted)} GPUs each; this one has {here}.",
             do="leave plan.cluster out to train here, or start the ranks there with torchrun",
         )
+
+
+def refuse_roles(plan: plans.Plan) -> None:
+    """Raises UserError where the plan has processes that serve the ranks which another launcher has started."""
+    roles = sorted({one.role for one in plan.ranks} - {"trainer"})
+    if roles:
+        raise UserError(
+            f"The plan has processes with the role {' and '.join(roles)}, and another launcher has started the ranks.",
+            why="what torchrun, srun and mpiexec start are ranks that train; only espalier train starts the others",
+            do="espalier train without a launcher (--hosts a,b,c over several machines), or plan.pin.offload=none",
+        )

@@ -172,7 +172,7 @@ def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
     measured = _measured(place, resolved.recipe) if measures else None
 
     def decide() -> Begun:
-        given = asked(resolved, arguments.run, arguments.json)
+        given = replace(asked(resolved, arguments.run, arguments.json), launched=True)
         nodes = [names.index(one) for one in hosts] if len(names) > 1 else None
         job = decided(given, lambda: measured or ready.machines(resolved.recipe), place.world, nodes)
         return replace(job, finished=False), ()  # they meet also where nothing is left to do
@@ -289,6 +289,8 @@ class OpenedRun:
     before: config.Recipe | None
     """The recipe of the run that is taken up again."""
     quiet: bool
+    launched: bool = False
+    """Another launcher has started the ranks, which all train."""
 
 
 def asked(resolved: ready.Resolved, run: str | None, quiet: bool) -> OpenedRun:
@@ -331,6 +333,8 @@ def decided(
         data = run_data.data_of(folder, recipe, given.workload)
         workload = run_plan.entered(given.workload, recipe, folder, world)
         plan = run_plan.planned(folder, resolved, workload, cluster, world)
+        if given.launched:
+            run_plan.refuse_roles(plan)
         if nodes is not None:
             plan = run_plan.on_hosts(nodes, plan, cluster)
         checkpoint_cost.refuse_full(plan, recipe.checkpoint, folder.checkpoints)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from espalier import plain_collectives
+from espalier.cache_dir import unwritable
 from espalier.config import Adamw
 from espalier.errors import RunFailed, UserError
 from espalier.shard.luwu.aggregator import Aggregator
@@ -45,6 +46,8 @@ _LOOK = 0.02
 """Seconds between two looks at who is there."""
 PUSHED = {"exact": "fp32", "int8": "int8"}
 """How gradients cross the wire, by the codec of the plan's exchange of gradients."""
+POSTS = "posts.json"
+"""Where all such processes serve, in the folder of each."""
 
 
 TIMES = Times()
@@ -151,7 +154,12 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
     whole = job_of(place.recipe, place.plan, layers)
     parts = whole.part(len(ranks_of(place.plan, "optimizer")))
     jobs = [replace(whole, layers=tuple(layers[number] for number in numbers)) for numbers in parts]
-    place.folder.mkdir(parents=True, exist_ok=True)
+    if place.spec.alone and not (place.folder / POSTS).exists():
+        raise _gone(place)
+    try:
+        place.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(place.folder, error, "name another folder in store.path") from None
     if place.spec.role == "aggregator":
         return _aggregate(place, jobs, channel, stepped)
     job = jobs[place.number]
@@ -223,8 +231,18 @@ def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], 
             return
         if node.state.step != step:
             step = node.state.step
+            if not (place.folder / "state").exists():
+                raise _gone(place)
             stepped(step)
         time.sleep(_LOOK)
+
+
+def _gone(place: NodePlace) -> UserError:
+    return UserError(
+        f"The files of {place.spec.role} {place.number} are gone from {place.folder}.",
+        why="they are the state of the run, and somebody removed them, or their disk, while it went on",
+        do="put them back and run the same command to go on, or start a new run with --run FOLDER",
+    )
 
 
 def _posted(
@@ -232,7 +250,7 @@ def _posted(
 ) -> tuple[dict[int, Post], list[socket.socket]]:
     """What all such processes say of themselves, by rank, and the sockets at which this one listens. It is kept in the
     folder, so that a process that is started alone again serves where it did."""
-    file, own = place.folder / "posts.json", place.spec.rank
+    file, own = place.folder / POSTS, place.spec.rank
     if place.spec.alone:
         posts = {one.rank: one for one in msgspec.json.decode(file.read_bytes(), type=list[Post])}
         return posts, [opened.enter_context(socket.create_server(one)) for one in posts[own].addresses]

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from espalier.cache_dir import sync_folder
+from espalier.cache_dir import sync_folder, unwritable
 from espalier.errors import UserError
 from espalier.shard.luwu.base import Fill
 from espalier.shard.luwu.layout import Chunk, Job, chunks_of
@@ -164,8 +164,11 @@ class DiskSums(MemorySums):
         """See Sums. They outlive the process, not the machine."""
         super().keep_totals(step, totals)
         part = self._beside.with_suffix(".part")
-        part.write_bytes(msgspec.msgpack.encode(self._totals))
-        part.rename(self._beside)
+        try:
+            part.write_bytes(msgspec.msgpack.encode(self._totals))
+            part.rename(self._beside)
+        except OSError as error:
+            raise unwritable(part, error, "name another folder in store.path") from None
 
 
 @dataclass(frozen=True)

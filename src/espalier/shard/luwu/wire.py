@@ -19,7 +19,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, NoReturn, Protocol
+from functools import cache
+from importlib import metadata
+from typing import Any, Protocol
 
 import xxhash
 
@@ -478,8 +480,9 @@ def dial(address: Address, token: str, greeting: Greeting, seconds: float = _OPE
         own = secrets.token_bytes(32)
         if version != VERSION:
             connection.sendall(_CHALLENGE.pack(_MAGIC, VERSION, own))
-            _versions(f"The optimizer node at {place}", version)
-        said = serialization.dumps(greeting)
+            found, mine = f"version {version} of the protocol", f"version {VERSION}"
+            raise _versions(f"The optimizer node at {place} speaks {found}, this process {mine}.")
+        said = serialization.dumps(greeting | {"espalier": release()})
         connection.sendall(_CHALLENGE.pack(_MAGIC, VERSION, own))
         _say(connection, _proof(token, "visitor", challenge + own + said) + said)
         answer = _hear(connection)
@@ -515,6 +518,8 @@ def admit(connection: socket.socket, token: str, answer: Callable[[Greeting], Gr
         return None
     greeting = serialization.loads(said[32:])
     try:
+        if (theirs := greeting.get("espalier", "an older version")) != release():
+            raise _versions(f"This process runs espalier {theirs}, the optimizer node espalier {release()}.")
         reply = answer(greeting)
     except EspalierError as error:
         reply = {"error": words_of(error)}
@@ -523,11 +528,14 @@ def admit(connection: socket.socket, token: str, answer: Callable[[Greeting], Gr
     return None if "error" in reply else greeting | {"reply": reply}
 
 
-def _versions(who: str, version: int) -> NoReturn:
-    raise UserError(
-        f"{who} speaks version {version} of the protocol, this process version {VERSION}.",
-        do="install the same version of espalier on all machines of the run",
-    )
+@cache
+def release() -> str:
+    """The version of this package."""
+    return metadata.version("espalier")
+
+
+def _versions(what: str) -> UserError:
+    return UserError(what, do="install the same version of espalier on all machines of the run")
 
 
 def _proof(token: str, who: str, text: bytes) -> bytes:
