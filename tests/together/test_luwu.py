@@ -157,7 +157,8 @@ def test_a_node_whose_clocks_are_hours_off_changes_no_bit(corpus: Path, tmp_path
     asked = recipe(corpus)
     run = OnNode(asked, 3, tmp_path / "run", plan=on_node(asked, 2), arm=shift).run()
     assert same(run, whole)
-    assert not run.all("incident")
+    # A loaded machine may make a rank a few times slower; a clock read wrongly, thousands of times.
+    assert all(one["kind"] == "slow" and float(one["what"].split()[-3]) < 100 for one in run.all("incident"))
 
 
 def fails(call: str, number: int, after: int, marker: Path) -> Callable[[launch.RankSpec], None]:
