@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from nodes import FAST, Plain, client, equal, gradient, job, node, pulled, push_all
+from nodes import FAST, Plain, client, equal, first, gradient, job, node, pulled, push_all
 from torch import Tensor
 
 from espalier.errors import RunFailed
 from espalier.shard.luwu.base import Layer
 from espalier.shard.luwu.layout import Job
-from espalier.shard.luwu.wire import Address
+from espalier.shard.luwu.wire import Address, Frame, Kind
 
 
 @pytest.mark.parametrize(("chunk", "steps", "disk"), [(128, 8, False), (1 << 20, 50, False), (512, 50, True)])
@@ -80,6 +81,30 @@ def test_totals_are_the_sums_of_all_workers_and_torchs_norms() -> None:
         plain.step(gradients)
         tensors = [tensor for tensors in plain.tensors for tensor in tensors]
         assert norms.tolist() == [float(torch.linalg.vector_norm(one.grad)) for one in tensors]
+        worker.close()
+
+
+def test_a_push_does_not_wait_until_parameters_that_were_asked_for_before_have_arrived() -> None:
+    one = job()
+    read = threading.Event()
+    with node(one) as (_, address):
+        worker = client(address, one)
+        (connection,) = worker._connections
+        plain = connection.buffer
+
+        def buffer(frame: Frame, size: int) -> memoryview:
+            if frame.kind == Kind.PARAMETERS:
+                assert read.wait(10)
+            return plain(frame, size)
+
+        connection.buffer = buffer  # type: ignore[method-assign]
+        out = torch.empty(one.layers[2].numel)
+        pull = worker.pull(2, 0, out)
+        push_all(worker, 0, [gradient(one, layer, 0) for layer in range(3)])
+        assert pull.left
+        read.set()
+        worker.wait(pull)
+        assert torch.equal(out, first(one, 2))
         worker.close()
 
 

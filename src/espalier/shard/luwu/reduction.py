@@ -94,10 +94,10 @@ class Member:
         self.links: dict[str, Link] = {}
         self.scratch = torch.empty(0, dtype=torch.uint8)
 
-    def send(self, frame: Frame, done: Callable[[], None] | None = None) -> None:
+    def send(self, frame: Frame, done: Callable[[], None] | None = None, stream: str = "control") -> None:
         """Answers it; nothing is done where it is gone."""
         try:
-            self.links["control"].post(frame, done)
+            self.links[stream].post(frame, done)
         except EspalierError:
             if done is not None:
                 done()
@@ -319,13 +319,14 @@ class Reduction:
             self.above.exponents(*key, Agreed(shared, sum(count for _, count in told.values())))
 
     def answer(self, turn: int, layer: int, agreed: Agreed) -> None:
-        """Tells all members what they share for a layer."""
+        """Tells all members what they share for a layer: by the link on which they push, where no parameters are
+        before it."""
         with self.lock:
             self.agreed[turn, layer] = agreed
             members = list(self.members.values())
         payload = agreed.shared.numpy().data
         for member in members:
-            member.send(Frame(Kind.EXPONENTS, layer, turn, count=agreed.workers, payload=payload))
+            member.send(Frame(Kind.EXPONENTS, layer, turn, count=agreed.workers, payload=payload), stream="push")
 
     def _add(self, member: Member, frame: Frame) -> None:
         number = member.links["push"].receiving.expected
