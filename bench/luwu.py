@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
@@ -314,15 +314,19 @@ def main() -> int:
     pairs = given.pairs or (3 if quick else 5)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="luwu-", dir=Path.cwd()) as made:
-        if given.only in (None, "stages"):
-            rows += stages(2**19 if quick else 2**20, pairs, Path(made))
-        if given.only in (None, "node"):
-            rows += node(Task("feed", 6 if quick else 8, 2**20, 0, made, WORKERS), rate, pairs)
-        if given.only in (None, "tiny"):
-            rows += tiny(Task("", 1, 32, 16, f"{made}/tiny", WORKERS), rate, pairs)
-        if given.only in (None, "links"):
-            size = (4, 192) if quick else (6, 256)
-            rows += links(Task("", *size, 64, f"{made}/links", WORKERS), rate, pairs, 2 if quick else 3)
+        size = (4, 192) if quick else (6, 256)
+        made_by: dict[str, Callable[[], list[Row]]] = {
+            "stages": lambda: stages(2**19 if quick else 2**20, pairs, Path(made)),
+            "node": lambda: node(Task("feed", 6 if quick else 8, 2**20, 0, made, WORKERS), rate, pairs),
+            "tiny": lambda: tiny(Task("", 1, 32, 16, f"{made}/tiny", WORKERS), rate, pairs),
+            "links": lambda: links(Task("", *size, 64, f"{made}/links", WORKERS), rate, pairs, 2),
+        }
+        for part, measure in made_by.items():
+            if given.only in (None, part):
+                began = time.perf_counter()
+                print(f"{part} begins", flush=True)
+                rows += measure()
+                print(f"{part} took {time.perf_counter() - began:.0f} s", flush=True)
     if quick:
         rows = [msgspec.structs.replace(row, case=f"{row.case}, quick") for row in rows]
     publish(rows, given.json)

@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from espalier.plan.collective_time import DeviceGroup, Fleet
     from espalier.plan.request import Request
 
+WINDOW = luwu.WINDOW
 PAYS = 0.02
 """Share of a step's computing that an aggregator has to gain: it takes a process and some of the processor."""
-WINDOW = 3
-"""Layers that a worker holds at once: one computed, one pulled, one pushed."""
 
 
 def layers(request: Request) -> Layers:

@@ -19,6 +19,10 @@ STATE_BYTES = 14
 """Read and written per parameter by a node's step: fp32 parameter, two moments, and the bf16 copy that is pulled."""
 OPERATIONS = 17
 """Of Adam, per parameter."""
+WINDOW = 3
+"""Layers that a worker holds at once: one computed, one pulled, one pushed."""
+PUSHES = 2
+"""Gradients of a worker on their way at once: one is sent while the next is computed."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,38 @@ def cost(layers: Layers, compute: Number, rates: Rates, workers: int, wire: Sequ
     """Of a step beside `compute` seconds of forward and backward (recomputation among them) on the slowest worker.
 
     `wire`: bytes of a value that is pulled, and of one that is pushed; `rates.link`: of a worker's own link, while the
-    node's is `workers` times as fast or has an aggregator before it. Pulls and pushes go opposite ways at once.
+    node's is `workers` times as fast or has an aggregator before it.
     """
-    down, up = pulled_bytes(layers, wire[0]), pushed_bytes(layers, wire[1])
-    link = max(down, up) / rates.link
-    node = sum(layers.numel) / min(rates.disk / STATE_BYTES, rates.adam)
-    largest = 4 * max(layers.numel)
-    exposed = np.maximum(max(link, node), compute) + largest / rates.link
-    held = {"params": float(window_bytes(layers, 3))}
-    return Cost(seconds={"pull and push": exposed - compute}, held=held, sent={"gradients": up})
+    up = pushed_bytes(layers, wire[1])
+    held = {"params": float(window_bytes(layers, WINDOW))}
+    exposed = {"pull and push": seconds(layers, compute, rates, wire) - compute}
+    return Cost(seconds=exposed, held=held, sent={"gradients": up})
+
+
+def seconds(layers: Layers, compute: Number, rates: Rates, wire: Sequence[float]) -> Number:
+    """Of a step, from its first pull until the node has moved all layers: only then the next step's pulls are answered.
+
+    Pulls, computing, pushes and the node each do one layer after the other, as soon as there is room in the window and
+    the one before them has done that layer. Of the computing of a piece a quarter is its forward pass.
+    """
+    sizes, last = np.asarray(layers.numel, dtype=float), len(layers.uses) - 1
+    node = min(rates.disk / STATE_BYTES, rates.adam)
+    work = np.array([sum(sizes[[*own]]) * (piece not in layers.lookups) for piece, own in enumerate(layers.uses)])
+    each = work * np.where(np.arange(last + 1) == last, 0.75, 1.0)
+    share = each / max(each.sum(), 1.0)
+    pulled = computed = pushed = moved = 0.0 * compute
+    released, sent = [pulled] * WINDOW, [pushed] * PUSHES
+    for turn, piece in enumerate([*range(last + 1), *range(last - 1, -1, -1)]):
+        own = layers.uses[piece] if turn <= last or piece not in layers.lookups else ()
+        for layer in own:
+            pulled = np.maximum(pulled, released[-WINDOW]) + wire[0] * sizes[layer] / rates.link
+        part = 1.0 if piece == last else 0.25 if turn < last else 0.75
+        computed = np.maximum(computed, pulled) + compute * share[piece] * part
+        released += [computed] * len(own)
+        for layer in layers.uses[piece] if turn >= last else ():
+            if all(layer not in earlier for earlier in layers.uses[:piece]):
+                computed = np.maximum(computed, sent[-PUSHES])
+                pushed = np.maximum(pushed, computed) + wire[1] * sizes[layer] / rates.link
+                sent.append(pushed)
+                moved = np.maximum(moved, pushed) + sizes[layer] / node
+    return moved

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from espalier.errors import UserError
 from espalier.shard.luwu.base import Client, Layer, StepLost
+from espalier.shard.luwu.cost import PUSHES
 from espalier.units import show_size
-
-PUSHES = 2
-"""Gradients on their way at once: one is sent while the next is computed."""
 
 
 class HeldLayer:

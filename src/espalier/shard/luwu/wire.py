@@ -41,6 +41,7 @@ HEADER = _HEADER.size + 8
 RAW = 5
 """In place of the width of integers: the payload is float32 as it is."""
 _SLICE = 1 << 18
+_WAKE = 1 << 17
 _OPENING = 5.0
 _FRAMES = 2
 """So many frames are told at once, before the next heartbeat is due: with frames of 4 MiB that is next to nothing."""
@@ -443,10 +444,14 @@ def hang_up(connection: socket.socket | None) -> None:
 def _exactly(connection: socket.socket, memory: bytearray | memoryview) -> Any:
     view, at = memoryview(memory), 0
     while at < view.nbytes:
+        if view.nbytes > _SLICE:  # woken for each slice, not for each packet
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(_WAKE, view.nbytes - at))
         count = connection.recv_into(view[at:])
         if not count:
             raise ConnectionResetError("the other side has hung up")
         at += count
+    if view.nbytes > _SLICE:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
     return memory
 
 

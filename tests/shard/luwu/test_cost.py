@@ -1,0 +1,47 @@
+"""Seconds of a step on optimizer nodes are those of its four queues: pulls, computing, pushes and the node."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from espalier.shard.luwu import cost
+from espalier.shard.luwu.cost import Layers, Rates
+
+TWO = Layers((10, 10), ((0,), (1,)), frozenset())
+RATES = Rates(link=1.0, disk=14 * 10.0, adam=1e9)
+
+
+def test_of_two_layers_by_hand() -> None:
+    # pulls end at 10, 20 and 30; pushes of the last and the first layer at 30 and 40; the node takes one more
+    assert cost.seconds(TWO, 0.0, RATES, (1, 1)) == 41
+    # nothing but the first pull, the last push and the node's last layer is beside long computing
+    assert cost.seconds(TWO, 1e6, RATES, (1, 1)) == pytest.approx(1e6 + 10 + 10 + 1)
+
+
+def test_a_table_is_not_pulled_for_its_gradient_and_one_that_two_pieces_share_is_pushed_once() -> None:
+    table = Layers((10, 10), ((0,), (1,)), frozenset({0}))
+    assert cost.seconds(table, 0.0, RATES, (1, 1)) == 41  # the pushes end no sooner
+    assert cost.seconds(table, 0.0, RATES, (1, 0)) == 22
+    tied = Layers((10, 10), ((0,), (1,), (0,)), frozenset({0}))
+    assert cost.seconds(tied, 0.0, RATES, (0, 1)) == 21
+
+
+def test_no_step_is_shorter_than_its_longest_queue_nor_longer_than_all_of_them_together() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        sizes = tuple(draw.randint(1, 1000) for _ in range(draw.randint(2, 9)))
+        layers = Layers(sizes, tuple((one,) for one in range(len(sizes))))
+        rates = Rates(draw.uniform(1, 100), draw.uniform(1, 1000), draw.uniform(1, 100))
+        compute = np.array([0.0, draw.uniform(0, 1000)])
+        wire = 4.0, draw.choice([1.0, 4.0])
+        queues = (
+            cost.pulled_bytes(layers, wire[0]) / rates.link,
+            cost.pushed_bytes(layers, wire[1]) / rates.link,
+            sum(sizes) / min(rates.disk / cost.STATE_BYTES, rates.adam),
+        )
+        found = cost.seconds(layers, compute, rates, wire)
+        assert (found >= np.maximum(compute, max(queues)) * (1 - 1e-9)).all()
+        assert (found <= (compute + sum(queues)) * (1 + 1e-9)).all()
