@@ -73,3 +73,14 @@ def test_a_word_is_said_in_any_spelling(capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out)["option"] == "plan.pin.tp"
     assert cli.main(["explain", "nonsense"]) == 2
     assert "no word of a plan" in capsys.readouterr().err
+
+
+def test_several_names_are_explained_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "diskgnn", "tp"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("DiskGNN: ")
+    assert "\n\ntp: " in said
+    assert cli.main(["explain", "diskgnn", "tp", "--json"]) == 0
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)] == ["diskgnn", "tp"]
+    assert cli.main(["explain", "diskgnn", "nonsense"]) == 2
+    assert not capsys.readouterr().out

@@ -114,7 +114,7 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
         help="hf (Llama-format folder; of text the default), safetensors (any run), embeddings (of a graph's nodes)",
     )
     made["export"].add_argument("--out", help="folder to write (default RUN/export-FORMAT)")
-    made["explain"].add_argument("name", nargs="?", help="a system, such as amsp; without it, all twenty")
+    made["explain"].add_argument("names", nargs="*", metavar="NAME", help="systems, such as amsp (default: all twenty)")
     made["diagnose"].add_argument("logs", nargs="+", metavar="LOG", help="logs, or a run's folder")
     made["diagnose"].add_argument("--rules", metavar="FILE", help="rules and incidents of your own")
 

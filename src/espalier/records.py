@@ -115,7 +115,7 @@ def explain(name: str) -> str:
     return "\n".join([record.title, *(f"  {key:9} {value}" for key, value in lines(record))])
 
 
-def as_dict(record: Record) -> dict[str, Any]:
+def as_dict(record: Record | Word) -> dict[str, Any]:
     """`record` as plain values, for `--json`."""
     return dict(msgspec.json.decode(msgspec.json.encode(record)))
 

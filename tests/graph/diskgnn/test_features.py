@@ -80,16 +80,17 @@ graph: {graph_type: FusedCSCSamplingGraph, graph_path: preprocessed/graph.pt}
 feature_data:
 - {domain: edge, type: null, name: weight, format: numpy, path: weight.npy}
 - {domain: node, type: null, name: year, format: numpy, path: year.npy}
-- {domain: node, type: null, name: feat, format: FORMAT, in_memory: false, path: feat.EXT}
+- {domain: node, type: null, name: feat, format: FORMAT, in_memory: false, path: PLACEfeat.EXT}
 tasks: []
 """
 
 
-def graphbolt(folder: Path, form: str = "numpy") -> Path:
+def graphbolt(folder: Path, form: str = "numpy", begin: str = "preprocessed/") -> Path:
+    """As DGL 2.1.0 writes it, with paths that begin at the folder of the data set."""
     pytest.importorskip("yaml")
     place = folder / "preprocessed"
     place.mkdir()
-    text = GRAPHBOLT.replace("FORMAT", form).replace("EXT", "npy" if form == "numpy" else "pt")
+    text = GRAPHBOLT.replace("FORMAT", form).replace("PLACE", begin).replace("EXT", "npy" if form == "numpy" else "pt")
     (place / "metadata.yaml").write_text(text)
     if form == "numpy":
         np.save(place / "feat.npy", ROWS)
@@ -102,8 +103,13 @@ def graphbolt_torch(folder: Path) -> Path:
     return graphbolt(folder, "torch")
 
 
+def graphbolt_beside(folder: Path) -> Path:
+    return graphbolt(folder, begin="")
+
+
 FORMS: list[Callable[[Path], Path]] = [
-    *(npy, raw, shards, parquet, parquet_lists, ogb, ogb_binary, ogb_lsc, graphbolt, graphbolt_torch)
+    *(npy, raw, shards, parquet, parquet_lists, ogb, ogb_binary, ogb_lsc, graphbolt, graphbolt_torch),
+    graphbolt_beside,
 ]
 
 

@@ -370,11 +370,16 @@ def _graphbolt(metadata: Path) -> Features:
         said = yaml.safe_load(metadata.read_text(encoding="utf-8"))
         listed: list[Mapping[str, Any]] = [one for one in said["feature_data"] if one["domain"] == "node"]
         chosen = sorted(listed, key=lambda one: (one["name"] not in ("feat", "features", "x"), bool(one.get("type"))))
-        place, form = metadata.parent / chosen[0]["path"], chosen[0].get("format", "numpy")
+        name, form = chosen[0]["path"], chosen[0].get("format", "numpy")
     except (yaml.YAMLError, TypeError, KeyError, IndexError) as error:
         raise UserError(
             f"{metadata} names no features of nodes: {error!r}.", do="feature_data with domain: node"
         ) from None
+    places = [metadata.parent.parent / name, metadata.parent / name]  # DGL's paths begin at the data set's folder
+    place = next((one for one in places if one.exists()), None)
+    if place is None:
+        why = f"{metadata} names it, and neither {places[0]} nor {places[1]} is there"
+        raise UserError(f"The features {name} are missing.", why=why, do="copy the data set again, with all its files")
     if form == "torch":
         return FeatureTable(torch.load(place, weights_only=True, mmap=True), [place])
     return _arrays([place])

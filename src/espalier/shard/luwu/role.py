@@ -220,6 +220,8 @@ def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], 
     came, step = 0, -1
     while True:
         if node.error is not None:
+            if not (place.folder / "state").exists():
+                raise _gone(place) from node.error
             raise node.error
         with node.reduction.lock:
             here = len(node.reduction.members)
