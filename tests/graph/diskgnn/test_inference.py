@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import msgspec
 import pytest
 import torch
@@ -104,6 +106,27 @@ def test_a_killed_inference_goes_on_where_it_stood(world, name, monkeypatch):
     assert draws == 0  # all is done
     infer(model, Counted(topology, style(model)), features, InferenceFolder(folder / "new", 50_000))
     assert calls == draws + 6  # the six that were killed, once more
+
+
+@pytest.mark.parametrize("commit", [1, 64 << 20])
+def test_a_full_disk_says_how_much_is_missing_and_inference_goes_on(world, commit, monkeypatch):
+    _, topology, features, folder = world
+    monkeypatch.setattr(inference, "COMMIT", commit)
+    model = network("sage")
+    sampler, place = DiskSampler(topology, style(model)), InferenceFolder(folder / "full", 50_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400 * 8 * 4 // 2, limits[1]))  # half of a layer of 8 columns
+    try:
+        with pytest.raises(
+            UserError, match=r"(?s)cannot be written to .*full: File too large.*more are needed there.*"
+        ):
+            infer(model, sampler, features, place)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    there = (folder / "full" / "layer-0.rows").stat().st_size
+    assert inference._missing(model, 400, place) == 2 * 400 * 8 * 4 - there
+    whole = values(infer(model, sampler, features, InferenceFolder(folder / "whole", 50_000)))
+    assert torch.equal(values(infer(model, sampler, features, place)), whole)
 
 
 def test_another_network_or_graph_begins_anew(world):

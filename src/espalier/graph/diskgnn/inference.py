@@ -76,7 +76,22 @@ class _State(msgspec.Struct, frozen=True):
 def infer(
     model: Gnn, sampler: NeighborSampling, features: Rows, folder: InferenceFolder, progress: Progress | None = None
 ) -> RowFile:
-    """float32 [nodes, outputs] for all nodes with all their neighbours: rows of a file in `folder`."""
+    """float32 [nodes, outputs] for all nodes with all their neighbours: rows of a file in `folder`. Raises UserError
+    where they cannot be written there; called again, it goes on."""
+    try:
+        return _infer(model, sampler, features, folder, progress)
+    except OSError as error:
+        missing = show_size(_missing(model, sampler.nodes, folder))
+        raise UserError(
+            f"The rows of layers cannot be written to {folder.path}: {error.strerror}.",
+            why=f"{missing} more are needed there",
+            do="make room, and start it again: it goes on where it stood; or another store.path",
+        ) from None
+
+
+def _infer(
+    model: Gnn, sampler: NeighborSampling, features: Rows, folder: InferenceFolder, progress: Progress | None
+) -> RowFile:
     folder.path.mkdir(parents=True, exist_ok=True)
     state, depth, nodes = _state(model, features, folder), len(model.layers), sampler.nodes
     for at in range(state.layer, depth):
@@ -89,6 +104,16 @@ def infer(
                 progress(at * nodes + done, depth * nodes)
         _State(state.key, at + 1).save(folder.path)
     return _results(model, depth - 1, nodes, folder)
+
+
+def _missing(model: Gnn, nodes: int, folder: InferenceFolder) -> int:
+    """Bytes that the folder still has to take at once: the largest two layers to come, one after the other, without
+    what is there."""
+    sizes = [4 * nodes * _columns(model, at) for at in range(len(model.layers))]
+    there = [path.stat().st_size if path.exists() else 0 for path in map(folder.layer, range(len(sizes)))]
+    at = max((number for number, size in enumerate(there) if size), default=0)
+    peak = max(sum(sizes[max(0, later - 1) : later + 1]) for later in range(at, len(sizes)))
+    return max(0, peak - sum(there[max(0, at - 1) :]))
 
 
 def _results(model: Gnn, at: int, nodes: int, folder: InferenceFolder) -> RowFile:
@@ -144,21 +169,13 @@ class _LayerPass:
             since = 0
             for start, stop in self._ranges(state.rows, folder.memory):
                 found = self._results(start, stop)
-                try:
-                    file.write(found.contiguous().numpy().data)
-                    since += found.nbytes
-                    if since >= COMMIT or stop == self.sampler.nodes:
-                        file.flush()
-                        os.fsync(file.fileno())
-                        _State(state.key, self.at, stop).save(folder.path)
-                        since = 0
-                except OSError as error:
-                    missing = show_size((self.sampler.nodes - start) * size)
-                    raise UserError(
-                        f"The rows of layer {self.at} cannot be written to {folder.path}: {error.strerror}.",
-                        why=f"{missing} of them are not there yet",
-                        do="make room, and start it again: it goes on where it stood; or another store.path",
-                    ) from None
+                file.write(found.contiguous().numpy().data)
+                since += found.nbytes
+                if since >= COMMIT or stop == self.sampler.nodes:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    _State(state.key, self.at, stop).save(folder.path)
+                    since = 0
                 yield stop
 
     def _ranges(self, start: int, memory: int) -> Iterator[tuple[int, int]]:
