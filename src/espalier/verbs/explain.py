@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
             if isinstance(one, records.Word):
                 _word(one)
             else:
-                print(records.explain(one.name))
+                say(records.explain(one.name))
         return 0
     every = records.all_records()
     if arguments.json:
