@@ -80,8 +80,8 @@ class World:
         return HyperbatchReader(sampler, self.features, tuple(self.request["fanouts"]), self.request["memory"])
 
 
-Run = Callable[[int], float]
-"""Passes over the first batches; the number that is to be the same."""
+Run = Callable[[range], float]
+"""Passes over these batches; the number that is to be the same."""
 
 
 def loaded(world: World, what: str) -> Run:
@@ -90,7 +90,9 @@ def loaded(world: World, what: str) -> Run:
         return packed(world)
     if what == "hyperbatch":
         reader = world.hyperbatches()
-        return lambda count: sum(float(x[:, 0].sum()) for _, x in reader.batches(world.seeds[:count], range(count)))
+        return lambda which: sum(
+            float(x[:, 0].sum()) for _, x in reader.batches([world.seeds[at] for at in which], which)
+        )
     if what == "mmap":
         return mapped(world)
     return cached(world, np.load(world.folder / f"{what}.npz"))
@@ -107,8 +109,8 @@ def mapped(world: World) -> Run:
     features = unwarned(memory_cgroup.at_random(world.mapped))
     world.room.zero_()
 
-    def run(count: int) -> float:
-        found = (torch.index_select(features, 0, one, out=world.room[: len(one)]) for one in ids[:count])
+    def run(which: range) -> float:
+        found = (torch.index_select(features, 0, one, out=world.room[: len(one)]) for one in (ids[at] for at in which))
         return sum(float(x[:, 0].sum()) for x in found)
 
     return run
@@ -124,8 +126,8 @@ def opened(world: World) -> TieredFeatures:
 def packed(world: World) -> Run:
     reader = opened(world)
 
-    def run(count: int) -> float:
-        with PackedBatches(reader, range(count)) as batches:
+    def run(which: range) -> float:
+        with PackedBatches(reader, which) as batches:
             return sum(float(one.features[:, 0].sum()) for one in batches)
 
     return run
@@ -143,10 +145,11 @@ def cached(world: World, plan: Any) -> Run:
     world.features.read(first, cache[: len(first)])
     read, begin = torch.empty_like(world.room), cache.clone()
 
-    def run(count: int) -> float:
+    def run(which: range) -> float:
         total = 0.0
         cache.copy_(begin)  # a hundredth of the time at most
-        for (held, slots, missing, kept, into), nodes in zip(steps[:count], ids[:count], strict=True):
+        for at in which:
+            (held, slots, missing, kept, into), nodes = steps[at], ids[at]
             x = world.room[: len(nodes)]
             x[held] = cache[slots]
             if len(missing):
@@ -173,13 +176,13 @@ def network(request: dict[str, Any]) -> Gnn:
 Batch = tuple[Tensor, Sequence[Any], np.ndarray]
 
 
-def trained(world: World, batches: Callable[[int], Iterator[Batch]]) -> Run:
+def trained(world: World, batches: Callable[[range], Iterator[Batch]]) -> Run:
     model = network(world.request)
     optimizer = torch.optim.Adam(model.parameters(), 0.001)
 
-    def run(count: int) -> float:
+    def run(which: range) -> float:
         total = 0.0
-        for features, blocks, seeds in batches(count):
+        for features, blocks, seeds in batches(which):
             optimizer.zero_grad()
             loss = cross_entropy(model(features, blocks), world.labels[seeds]) / len(seeds)
             loss.backward()
@@ -190,7 +193,7 @@ def trained(world: World, batches: Callable[[int], Iterator[Batch]]) -> Run:
     return run
 
 
-def from_memory(world: World) -> Callable[[int], Iterator[Batch]]:
+def from_memory(world: World) -> Callable[[range], Iterator[Batch]]:
     """Drawn and gathered in memory, which holds all features."""
     graph = synthetic.opened(world.graph_folder)
     sampler = Sampler(graph, STYLE)
@@ -200,19 +203,19 @@ def from_memory(world: World) -> Callable[[int], Iterator[Batch]]:
     features = features.view(world.mapped.shape)
     memory_cgroup.forget_file(str(world.graph_folder / "features.npy"))
 
-    def batches(count: int) -> Iterator[Batch]:
-        for step, seeds in enumerate(world.seeds[:count]):
-            drawn = sampler.draw(seeds, world.request["fanouts"], 0, step)
-            yield features[torch.from_numpy(drawn.nodes)], drawn.blocks, seeds
+    def batches(which: range) -> Iterator[Batch]:
+        for step in which:
+            drawn = sampler.draw(world.seeds[step], world.request["fanouts"], 0, step)
+            yield features[torch.from_numpy(drawn.nodes)], drawn.blocks, world.seeds[step]
 
     return batches
 
 
-def from_packed(world: World) -> Callable[[int], Iterator[Batch]]:
+def from_packed(world: World) -> Callable[[range], Iterator[Batch]]:
     reader = opened(world)
 
-    def batches(count: int) -> Iterator[Batch]:
-        with PackedBatches(reader, range(count)) as found:
+    def batches(which: range) -> Iterator[Batch]:
+        with PackedBatches(reader, which) as found:
             for one in found:
                 assert one.sampled is not None
                 assert one.features is not None
@@ -221,12 +224,12 @@ def from_packed(world: World) -> Callable[[int], Iterator[Batch]]:
     return batches
 
 
-def from_hyperbatches(world: World) -> Callable[[int], Iterator[Batch]]:
+def from_hyperbatches(world: World) -> Callable[[range], Iterator[Batch]]:
     reader = world.hyperbatches()
 
-    def batches(count: int) -> Iterator[Batch]:
-        found = reader.batches(world.seeds[:count], range(count))
-        for (drawn, features), seeds in zip(found, world.seeds[:count], strict=True):
+    def batches(which: range) -> Iterator[Batch]:
+        some = [world.seeds[at] for at in which]
+        for (drawn, features), seeds in zip(reader.batches(some, which), some, strict=True):
             yield features, drawn.blocks, seeds
 
     return batches
@@ -237,7 +240,7 @@ def plain(world: World) -> Run:
 
     request = world.request
     loop = PlainLoop(world.graph_folder, request["fanouts"], request["sizes"])
-    return lambda count: sum(loop.step(torch.from_numpy(one), at) for at, one in enumerate(world.seeds[:count]))
+    return lambda which: sum(loop.step(torch.from_numpy(world.seeds[at]), at) for at in which)
 
 
 def epochs(world: World, what: str) -> Run:
@@ -262,7 +265,7 @@ def main(path: str, what: str) -> None:
         memory_cgroup.join(world.request["limit" if what == "mmap" else "epoch_limit"])
     for line in sys.stdin:
         before, stats, begun = bytes_read(), asdict(world.stats), time.perf_counter()
-        value = run(int(line))
+        value = run(range(*map(int, line.split())))
         told = {"seconds": time.perf_counter() - begun, "read": bytes_read() - before, "value": value}
         told |= {name: getattr(world.stats, name) - stats[name] for name in ("stalled", "packed", "disk_cache", "host")}
         print(json.dumps(told), flush=True)

@@ -29,14 +29,14 @@ import memory_cgroup
 warnings.filterwarnings("ignore")
 
 
-def gather(request: dict[str, Any], feature: Any) -> Callable[[int], float]:
+def gather(request: dict[str, Any], feature: Any) -> Callable[[range], float]:
     folder = Path(request["folder"])
     nodes, starts = (torch.from_numpy(np.load(folder / f"{name}.npy")) for name in ("nodes", "starts"))
     batches = [nodes[start:stop] for start, stop in zip(starts[:-1], starts[1:])]  # noqa: B905, RUF007 - Python 3.9
 
-    def run(count: int) -> float:
+    def run(which: range) -> float:
         begun = time.perf_counter()
-        for batch in batches[:count]:
+        for batch in batches[which.start : which.stop]:
             feature.read(batch)
         return time.perf_counter() - begun
 
@@ -58,7 +58,7 @@ class Sage(nn.Module):
         return self.layers[-1](blocks[-1], x)
 
 
-def epoch(request: dict[str, Any], feature: Any) -> Callable[[int], float]:
+def epoch(request: dict[str, Any], feature: Any) -> Callable[[range], float]:
     graph_folder = Path(request["graph"])
     indptr, indices = (torch.from_numpy(np.load(graph_folder / f"{name}.npy")) for name in ("indptr", "indices"))
     graph = gb.fused_csc_sampling_graph(indptr, indices.long())
@@ -68,8 +68,9 @@ def epoch(request: dict[str, Any], feature: Any) -> Callable[[int], float]:
     model = Sage(request["sizes"])
     optimizer = torch.optim.Adam(model.parameters(), 0.001)
 
-    def run(count: int) -> float:
-        begun, some = time.perf_counter(), seeds[: count * request["batch"]]
+    def run(which: range) -> float:
+        begun = time.perf_counter()
+        some = seeds[which.start * request["batch"] : which.stop * request["batch"]]
         items = gb.ItemSet((some, labels[some]), names=("seed_nodes", "labels"))
         pipe = gb.ItemSampler(items, batch_size=request["batch"], shuffle=False)
         pipe = pipe.sample_neighbor(graph, request["fanouts"])
@@ -92,7 +93,7 @@ def main(path: str, what: str) -> None:
     run = {"gather": gather, "epoch": epoch}[what](request, feature)
     memory_cgroup.join(request["limit" if what == "gather" else "epoch_limit"])
     for line in sys.stdin:
-        print(run(int(line)), flush=True)
+        print(run(range(*map(int, line.split()))), flush=True)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,15 @@ def test_what_has_no_recipe_is_refused(
     assert not (home / "recipe.toml").exists()
 
 
+def test_arguments_without_a_default_are_asked_for(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "made.py").write_text("def build(width, depth=2, *, rate, seed=0):\n    pass\n")
+    assert cli.main(["init", "made.py"]) == 0
+    made = recipe_file.load("recipe.toml", [])
+    assert isinstance(made.model, config.Module)
+    assert made.model.arguments == {"width": 0, "rate": 0}
+    assert "`build` has no default for width, rate" in capsys.readouterr().out
+
+
 def test_a_recipe_that_exists_stays(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (home / "recipe.toml").write_text("mine")
     assert cli.main(["init", "corpus"]) == 2

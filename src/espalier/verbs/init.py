@@ -26,13 +26,15 @@ LARGE = 2 << 20
 
 
 class Found(NamedTuple):
-    """What lies at a path: `text`, `graph`, `module` or `weights`, and a sentence on it."""
+    """What lies at a path: `text`, `graph`, `module` or `weights`, and a sentence on it. `needs`: the arguments of a
+    module's `function` that have no default."""
 
     kind: str
     path: str
     says: str
     size: int = 0
     function: str = ""
+    needs: tuple[str, ...] = ()
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for one in found:
             say(f"{one.path}: {one.says}")
+            if one.needs:
+                say(f"First set model.arguments in {target}: `build` has no default for {', '.join(one.needs)}.")
         say(f"Wrote {target}. Next: espalier plan {target}, then espalier train {target}")
     return 0
 
@@ -130,14 +134,24 @@ def _module(path: str, place: Path) -> Found:
         tree = ast.parse(place.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not Python: {error}.") from None
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
-    if "build" not in names:
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    names = [name for name in functions if not name.startswith("_")]
+    if "build" not in functions:
         raise UserError(
             f"{path} has no function `build`.",
             why=f"it has {', '.join(names)}" if names else "it has no function",
             do="def build(): return model, dataset, loss   (docs/module.md)",
         )
-    return Found("module", path, "a module with its function `build`", function=f"{place.stem}:build")
+    needs = tuple(_required(functions["build"].args))
+    return Found("module", path, "a module with its function `build`", function=f"{place.stem}:build", needs=needs)
+
+
+def _required(arguments: ast.arguments) -> Iterator[str]:
+    """The names of arguments without a default."""
+    placed = [*arguments.posonlyargs, *arguments.args]
+    yield from (one.arg for one in placed[: len(placed) - len(arguments.defaults)])
+    named = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    yield from (one.arg for one, default in named if default is None)
 
 
 # --- the recipe --------------------------------------------------------------------------------------------------
@@ -182,8 +196,13 @@ def _graph(found: list[Found], data: list[Found]) -> str:
 
 
 def _own(found: list[Found], data: list[Found]) -> str:
+    needs = data[0].needs
+    values = ", ".join(f"{name} = 0" for name in needs)
+    arguments = (
+        f"arguments = {{ {values} }}     # set these: `build` has no default for them" if needs else "# arguments = {}"
+    )
     return (
-        f'[model]\nkind = "module"\n{_key("build", data[0].function)}# arguments = {{}}\n\n'
+        f'[model]\nkind = "module"\n{_key("build", data[0].function)}{arguments}\n\n'
         "[train]\nsteps = 1000\nbatch_tokens = 32            # samples per step\n"
     )
 
