@@ -3,20 +3,25 @@ never written is NaN."""
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib.util
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from espalier import store_client
+from espalier import cluster, store_client
+from espalier.hardware import probe
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
@@ -75,6 +80,26 @@ def load_kernels() -> None:
 def _one_thread() -> None:
     """Every test begins with one thread, whatever the one before has set: forks of several would hang."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """This machine as `probe` measures it, once for all workers of a session: the cluster's file, the seconds it took,
+    what was said, the load at its end, and what it changed in the process that asked."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    file = folder / "machine.json"
+    with (folder / "machine.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            said: list[str] = []
+            begin = time.monotonic()
+            text = cluster.dumps(probe.probe(progress=said.append, disk=folder))
+            found = {"text": text, "seconds": time.monotonic() - begin, "said": said, "load": os.getloadavg()[0]}
+            left = {"threads": torch.get_num_threads(), "cuda": torch.cuda.is_initialized()}
+            file.write_text(json.dumps(found | left))
+    made: dict[str, Any] = json.loads(file.read_text())
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from programs import environment, forked
+from programs import environment, forked, known
 
 from espalier import cli, cluster
 from espalier.config import recipe_errors, recipe_file
@@ -290,9 +290,12 @@ RUN = [
 
 
 @pytest.mark.parametrize("page", RUN)
-def test_a_page_runs_as_printed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_runs_as_printed(
+    page: str, tmp_path: Path, machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     written(page, tmp_path)
+    known(tmp_path, machine)
     names: dict[str, Any] = {"__name__": page}
     ran = 0
     for block in blocks_of(page):

@@ -80,7 +80,7 @@ def train(workload: Any, recipe: Any, plan: plans.Plan, *toys: Any) -> list[tupl
             if event in ("step", "validation"):
                 seen.append((fields["loss"], fields.get("gradient_norm", 0.0)))
 
-        with worker.joined(place, 20.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             setting = RankSetup(recipe, plan, workload, place, emit=emit)
             trainer.Trainer(setting, channel, table_with(*toys)).run()
         return seen

@@ -65,7 +65,7 @@ def train(recipe, plan, folder=None, stop_after=None):
 
         setting = RankSetup(recipe, plan, workload, place, folder, emit, stop_after=stop_after)
         saved = None
-        with worker.joined(place, 20.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             one = trainer.Trainer(setting, channel)
             if folder is not None:
                 saved = Checkpoints(folder / "checkpoints", keep=2, group=worker.saving_group(channel))
@@ -185,7 +185,7 @@ def test_a_loss_that_is_not_finite_names_step_rank_and_documents(corpus, tmp_pat
     workload = Poisoned(open_language(recipe), step=2, sample=6)
 
     def life(place):
-        with worker.joined(place, 20.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             trainer.Trainer(RankSetup(recipe, plan, workload, place), channel).run()
 
     with pytest.raises(RunFailed, match=r"The loss is not finite in step 3 on rank 1") as caught:
@@ -208,7 +208,7 @@ def test_ledger_equals_the_formula_to_the_byte(corpus, tmp_path):
             if event == "step":
                 sent.append(fields["bytes"])
 
-        with worker.joined(place, 20.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             one = trainer.Trainer(RankSetup(recipe, plan, workload, place, emit=emit), channel)
             one.run()
         return sent, [p.numel() for p in one.built.model.parameters()]
@@ -238,7 +238,7 @@ def test_the_plans_bytes_of_sharded_states_are_the_ledgers(corpus, tmp_path, kin
 
         def life(place, plan=plan):
             sent = []
-            with worker.joined(place, 20.0) as channel:
+            with worker.joined(place, 90.0) as channel:
                 for steps in (2, 3):
                     longer = msgspec.structs.replace(recipe, train=msgspec.structs.replace(recipe.train, steps=steps))
                     trainer.Trainer(RankSetup(longer, plan, open_language(longer), place), channel).run()
@@ -288,7 +288,7 @@ def test_a_killed_rank_is_named_though_its_peer_only_saw_it_go(corpus, tmp_path)
             if event == "step" and fields["step"] == 2 and place.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        with worker.joined(place, 20.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             trainer.Trainer(RankSetup(recipe, plan, workload, place, emit=emit), channel).run()
 
     with pytest.raises(RunFailed, match=r"Rank 1 was killed \(SIGKILL\)"):

@@ -124,7 +124,7 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(monkeypatch) -> None:
     inherited = listening()
 
     def life(place: launch.RankSpec) -> list[str]:
-        with worker.joined(place, 20.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             assert channel is not None
             channel.barrier().wait()
             found = sorted({host for host, _ in listening() - inherited})

@@ -69,6 +69,20 @@ def replace_folder(target: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def export(target: Path, mark: str, fill: Callable[[Path], None]) -> None:
+    """`replace_folder` for what is exported; every export holds a file `mark`. Raises UserError when `target` is
+    something else, or cannot be written."""
+    from safetensors import SafetensorError
+
+    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / mark).exists())):
+        raise UserError(f"{target} is there already and is not an export.", do="name a folder that does not exist")
+    try:
+        replace_folder(target, fill)
+    except (OSError, SafetensorError) as error:
+        do = "free some space or name another folder"
+        raise UserError(f"The export to {target} failed: {error}.", do=do) from None
+
+
 def sync_folder(folder: Path) -> None:
     """Makes the names in `folder`, or what is in a file, durable."""
     descriptor = os.open(folder, os.O_RDONLY)

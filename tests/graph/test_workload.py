@@ -57,7 +57,7 @@ def train(recipe, graph, ranks=1, micro_batch=None):
             if event in ("step", "validation"):
                 losses.append(fields["loss"])
 
-        with worker.joined(place, 20.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             trainer.Trainer(RankSetup(recipe, plan, workload, place, emit=emit), channel).run()
         return losses
 
@@ -315,6 +315,7 @@ def test_embeddings_of_links_score_them_and_of_nodes_are_what_the_last_layer_rea
         logits = model.step(1, workload.task.held.block, rows)
     assert torch.equal(logits, infer(model, workload.task.held))
     (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").touch()
     with pytest.raises(UserError, match="not an export"):
         workload_row.ROW.exports["embeddings"](workload, model, tmp_path / "mine")
 

@@ -10,15 +10,14 @@ shares by speed and when parameters are gathered) and says why one is the plan a
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from espalier.hardware import probe
+from programs import known
 
 PROGRAM = """
 import inspect, json, sys, threading
@@ -59,12 +58,10 @@ there for failures."""
 
 
 @pytest.fixture(scope="module")
-def seen(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[list[str]]]:
+def seen(corpus: Path, tmp_path_factory: pytest.TempPathFactory, machine: dict[str, Any]) -> list[list[list[str]]]:
     """Functions by file, of two runs that share a cache; this machine was measured before."""
     folder = tmp_path_factory.mktemp("before")
-    probe.ready()
-    (folder / "xdg" / "espalier").mkdir(parents=True)
-    shutil.copy(probe.cache_file(), folder / "xdg" / "espalier")
+    known(folder, machine)
     (folder / "program.py").write_text(PROGRAM)
     recipe = folder / "recipe.toml"
     recipe.write_text(
@@ -93,7 +90,7 @@ def seen(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[li
         done = subprocess.run(
             [*command, "--run", str(folder / name / "run")],
             cwd=folder,
-            env={**os.environ, "XDG_CACHE_HOME": str(folder / "xdg")},
+            env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
             capture_output=True,
             text=True,
             timeout=300,

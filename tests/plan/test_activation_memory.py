@@ -88,7 +88,7 @@ def kept(recipe: Any, plan: plans.Plan) -> list[int]:
     workload = open_language(recipe)
 
     def life(place: Any) -> int:
-        with worker.joined(place, 30.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             one = Trainer(RankSetup(recipe, plan, workload, place), channel)
             shard, live, seen = one.setting.shard, LiveBytes(), []
             one.train_step(workload.batches(0, shard))

@@ -107,7 +107,7 @@ def sent(recipe: Recipe, plan: Plan, lengths: Sequence[int]) -> list[list[dict[s
 
     def life(place: Any) -> list[dict[str, float]]:
         found: list[dict[str, float]] = []
-        with worker.joined(place, 30.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             for steps in lengths:
                 train = msgspec.structs.replace(resolved.recipe.train, steps=steps)
                 longer = msgspec.structs.replace(resolved.recipe, train=train)

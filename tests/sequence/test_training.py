@@ -84,7 +84,7 @@ def train(recipe: Any, plan: plans.Plan, table: Any = mechanisms.TABLE) -> tuple
             if event == "step":
                 sent.update(fields["bytes"])
 
-        with worker.joined(place, 20.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             trainer.Trainer(RankSetup(recipe, plan, workload, place, emit=emit), channel, table).run()
         return seen, sent
 
@@ -114,7 +114,7 @@ def test_a_run_goes_on_under_another_cut(corpus: Path, whole: list[float], tmp_p
                 if event in ("step", "validation"):
                     found.append(fields["loss"])
 
-            with worker.joined(place, 20.0) as channel:
+            with worker.joined(place, 90.0) as channel:
                 plan, workload = plan_of(cut[0] * cut[1], cut), open_language(recipe)
                 one = trainer.Trainer(
                     RankSetup(recipe, plan, workload, place, tmp_path, emit, stop_after=stop), channel

@@ -119,7 +119,7 @@ def train(
             elif event == "validation":
                 told["validation"].append(fields["loss"])
 
-        with worker.joined(place, 30.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             made = trainer.Trainer(RankSetup(recipe, plan, opened, place, emit=emit), channel)
             checkpoints = None
             if saved is not None:

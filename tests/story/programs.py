@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier import cli
+from espalier.hardware import probe
 
 MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
 """For plan.cluster, of programs that are to train and not to measure the machine, which takes ten seconds of CPU."""
@@ -24,6 +25,13 @@ MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n'
 def environment(folder: Path) -> dict[str, str]:
     """Of a program that keeps what it measured in `folder`."""
     return {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "100"}
+
+
+def known(folder: Path, machine: dict[str, Any]) -> None:
+    """Programs in `folder` find this machine measured: `machine` is the fixture of that name."""
+    file = probe.cache_file(folder / "cache" / "espalier")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(machine["text"])
 
 
 def started(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

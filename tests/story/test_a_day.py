@@ -40,7 +40,7 @@ trial = false
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
+def home(tmp_path_factory, machine):
     """A folder with a recipe, a corpus, a machine already measured, and a finished run, whose log is kept as it was."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "recipe.toml").write_text(RECIPE)
@@ -48,7 +48,9 @@ def home(tmp_path_factory):
     for number in range(12):
         (folder / "corpus" / f"{number}.txt").write_text(f"The number {number} comes before {number + 1}.\n" * 40)
     (folder / "corpus" / "picture.bin").write_bytes(b"\x00\x01\x02" * 100)
-    probed = forked(folder, "probe", "--json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "probe", lambda **_: clusters.loads(machine["text"]))  # once a session
+        probed = forked(folder, "probe", "--json")
     assert probed.returncode == 0, probed.stderr
     done = started(folder, "train", "recipe.toml", "plan.pin.ranks=2")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -74,7 +74,7 @@ def trained(recipe: Any, plan: plans.Plan, folder: Path) -> Any:
             if event == "validation":
                 held.append(fields["loss"])
 
-        with worker.joined(place, 30.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             one = trainer.Trainer(RankSetup(recipe, plan, workload, place, folder, emit), channel)
             saved = Checkpoints(folder / f"{len(plan.ranks)}", group=worker.saving_group(channel))
             one.run(saved)

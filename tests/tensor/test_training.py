@@ -96,7 +96,7 @@ def trained(
                 found["validation"].append(fields["loss"])
 
         setting = RankSetup(recipe, plan, workload, place, folder, emit, stop_after=stop_after)
-        with worker.joined(place, 30.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             one = trainer.Trainer(setting, channel)
             saved = Checkpoints(folder / "checkpoints", keep=2, group=worker.saving_group(channel))
             one.restore(saved)
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_one_cut_resumes_under_any_other(corpus: Path, one_rank:
     shutil.copytree(tmp_path / "begun", tmp_path / "kept")
 
     def life(place: Any) -> None:
-        with worker.joined(place, 30.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             one = trainer.Trainer(RankSetup(recipe, plan, open_language(recipe), place), channel)
             kept = Checkpoints(tmp_path / "kept" / "checkpoints", keep=2, group=worker.saving_group(channel))
             one.restore(kept)

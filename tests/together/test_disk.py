@@ -69,7 +69,7 @@ def train(recipe, graph, ranks=1, pack=True, folder=None, stop_after=None):
             if event == "step":
                 losses.append(fields["loss"])
 
-        with worker.joined(place, 20.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             setting = RankSetup(recipe, plan, workload, place, folder, emit, stop_after=stop_after)
             one = trainer.Trainer(setting, channel)
             if folder is not None:

@@ -58,7 +58,7 @@ def train(recipe, plan, folder=None, stop_after=None):
             if event == "step":
                 events.append(fields)
 
-        with worker.joined(place, 20.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             one = trainer.Trainer(
                 RankSetup(recipe, plan, workload, place, folder, emit, stop_after=stop_after), channel
             )

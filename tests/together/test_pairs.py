@@ -152,7 +152,7 @@ def curve(recipe, ranks=1, cuts=None, shard=(), sequence=(1, 1), tensor=1, stage
             if event == "step":
                 losses.append(fields["loss"])
 
-        with worker.joined(place, 20.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             trainer.Trainer(RankSetup(recipe, plan, workload, place, emit=emit), channel).run()
         return losses
 

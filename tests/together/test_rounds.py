@@ -76,7 +76,7 @@ def train(recipe, plan, folder=None, stop_after=None):
 
         setting = RankSetup(recipe, plan, workload, place, folder, emit, stop_after=stop_after)
         saved = None
-        with worker.joined(place, 20.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             one = trainer.Trainer(setting, channel)
             if folder is not None:
                 saved = Checkpoints(folder / "checkpoints", keep=2, group=worker.saving_group(channel))

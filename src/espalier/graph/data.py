@@ -47,6 +47,22 @@ class DataSplit:
         return (("train", self.train), ("validation", self.validation), ("test", self.test))
 
 
+class Examples:
+    """What a task learns from: the nodes, links or graphs of `parts`."""
+
+    def __init__(self, parts: DataSplit) -> None:
+        self.parts, self.items = parts, len(parts.train)
+
+    @property
+    def validation(self) -> int:
+        """How many validate."""
+        return len(self.parts.validation)
+
+    def ids(self, positions: Array) -> Array:
+        """Those that train, at `positions` of the global order."""
+        return self.parts.train[positions]
+
+
 @dataclass(frozen=True)
 class Graph:
     """One graph, or many small ones side by side.

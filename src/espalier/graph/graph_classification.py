@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from espalier.errors import UserError
 from espalier.graph import metrics, neighbor_sampler
-from espalier.graph.data import Array, Graph
+from espalier.graph.data import Array, Examples, Graph
 from espalier.graph.neighbor_sampler import Style
 from espalier.graph.node_classification import held_out_figures, summed_loss, told
 from espalier.graph.subgraphs import SubgraphBatch, forward
@@ -26,7 +26,7 @@ AT_ONCE = 256
 """Small graphs side by side while nothing is trained."""
 
 
-class GraphTask:
+class GraphTask(Examples):
     """Graph classification. `summed`: rows are added up, not averaged."""
 
     def __init__(self, graph: Graph, style: Style, depth: int, summed: bool) -> None:
@@ -38,21 +38,11 @@ class GraphTask:
             )
         assert graph.parts is not None
         self.graph, self.style, self.depth, self.summed = graph, style, depth, summed
-        self.parts = graph.parts
-        if not len(self.parts.train):
+        super().__init__(graph.parts)
+        if not self.items:
             raise UserError(f"{graph.origin} has no graph to train on.", do="graph.split = [0.6, 0.2, 0.2]")
         self.labels = torch.from_numpy(np.asarray(graph.labels))
-        self.items = len(self.parts.train)
         self.outputs = graph.outputs
-
-    @property
-    def validation(self) -> int:
-        """Graphs that validate."""
-        return len(self.parts.validation)
-
-    def ids(self, positions: Array) -> Array:
-        """The training graphs at `positions` of the global order."""
-        return self.parts.train[positions]
 
     def batch(self, ids: Array, step: int) -> SubgraphBatch:
         """Those graphs side by side."""

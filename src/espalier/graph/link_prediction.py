@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from espalier.errors import UserError
 from espalier.graph import metrics
-from espalier.graph.data import Array, DataSplit, Graph, parted, without_edges
+from espalier.graph.data import Array, DataSplit, Examples, Graph, parted, without_edges
 from espalier.graph.subgraphs import SubgraphBatch, View, forward, infer
 from espalier.workload import Shard
 
@@ -62,24 +62,14 @@ def cut(graph: Graph, pairs: Array, parts: DataSplit) -> Links:
     return Links(pairs, parts, without_edges(graph, gone[which]))
 
 
-class LinkTask:
+class LinkTask(Examples):
     """Link prediction over `links`; messages flow through `view`, which lacks those held out."""
 
     def __init__(self, view: View, links: Links, fanout: Sequence[int], seed: int, negatives: int) -> None:
+        super().__init__(links.parts)
         self.view, self.links, self.fanout = view, links, tuple(fanout)
         self.seed, self.negatives = seed, negatives
         self.graph = view.graph
-        self.parts = links.parts
-        self.items = len(links.parts.train)
-
-    @property
-    def validation(self) -> int:
-        """Links that validate."""
-        return len(self.parts.validation)
-
-    def ids(self, positions: Array) -> Array:
-        """The training links at `positions` of the global order."""
-        return self.parts.train[positions]
 
     def batch(self, ids: Array, step: int) -> SubgraphBatch:
         """Those links and as many drawn ones for each as `negatives` says, with what their nodes hear from."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from espalier.errors import UserError
 from espalier.graph import metrics
-from espalier.graph.data import Array, DataSplit, Graph
+from espalier.graph.data import Array, DataSplit, Examples, Graph
 from espalier.graph.neighbor_sampler import ALL
 from espalier.graph.subgraphs import SubgraphBatch, View, forward, infer
 from espalier.kernels.cross_entropy import cross_entropy
@@ -28,7 +28,7 @@ TOLD = 1 << 16
 """Nodes whose answers are made at once."""
 
 
-class NodeTask:
+class NodeTask(Examples):
     """Node classification. `train` is what training sees of the graph, `held` what evaluation sees."""
 
     def __init__(self, train: View, held: View, fanout: Sequence[int], seed: int) -> None:
@@ -40,12 +40,11 @@ class NodeTask:
                 do="give labels (y), or graph.task = 'link', which needs none",
             )
         assert graph.parts is not None
-        if not len(graph.parts.train):
+        super().__init__(graph.parts)
+        if not self.items:
             raise UserError(f"{graph.origin} has no node to train on.", do="graph.split = [0.6, 0.2, 0.2]")
         self.graph: Graph = graph
-        self.parts = graph.parts
         self.labels = torch.from_numpy(np.asarray(graph.labels))
-        self.items = len(self.parts.train)
         self.outputs = graph.outputs
         self._fixed: dict[tuple[int, ...], SubgraphBatch] = {}
         self.inference: Callable[[nn.Module], Callable[[Array], Tensor]] = self._infer
@@ -54,15 +53,6 @@ class NodeTask:
     def _infer(self, model: nn.Module) -> Callable[[Array], Tensor]:
         logits = infer(model, self.held).cpu()
         return lambda ids: logits[ids]
-
-    @property
-    def validation(self) -> int:
-        """Nodes that validate."""
-        return len(self.parts.validation)
-
-    def ids(self, positions: Array) -> Array:
-        """The training nodes at `positions` of the global order."""
-        return self.parts.train[positions]
 
     def batch(self, ids: Array, step: int) -> SubgraphBatch:
         """Those nodes with what they hear from."""

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from espalier import data_hash
-from espalier.cache_dir import replace_folder
+from espalier import cache_dir, data_hash
 from espalier.config import Messages, Recipe
 from espalier.errors import UserError
 from espalier.graph import kept_graph
@@ -139,20 +138,19 @@ def _embeddings(workload: Workload, model: nn.Module, folder: Path) -> str:
             why="they are of nodes, of our own networks, of a graph in memory",
             do="--to safetensors, and the model of espalier.open(RUN).model()",
         )
-    if folder.exists() and not (folder / "embeddings.npy").exists():
-        raise UserError(f"{folder} is there already and is not an export.", do="--out FOLDER that does not exist")
     linked = isinstance(workload.task, LinkTask)
     view = workload.task.view if isinstance(workload.task, LinkTask) else workload.task.held
-    with torch.no_grad():
-        rows = infer(model, view, len(model.layers) - (not linked)).float().cpu().numpy()
     names = [workload.graph.called(node) for node in range(workload.graph.nodes)]
 
     def fill(place: Path) -> None:
+        with torch.no_grad():
+            rows = infer(model, view, len(model.layers) - (not linked)).float().cpu().numpy()
         np.save(place / "embeddings.npy", rows)
         (place / "names.txt").write_text("\n".join(names) + "\n", encoding="utf-8")
 
-    replace_folder(folder, fill)
-    return f"numpy.load({str(folder / 'embeddings.npy')!r})  # float32 {list(rows.shape)}"
+    cache_dir.export(folder, "embeddings.npy", fill)
+    shape = np.load(folder / "embeddings.npy", mmap_mode="r").shape
+    return f"numpy.load({str(folder / 'embeddings.npy')!r})  # float32 {list(shape)}"
 
 
 def _lines(found: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -45,8 +45,8 @@ DTYPES = {
     "fp64": torch.float64,
     "fp16": torch.float16,
 }
-WAIT = 40.0
-"""Seconds after which a measuring process that does not answer is given up."""
+WAIT = 100.0
+"""Seconds after which a measuring process that does not answer is given up: beside busy programs each takes long."""
 ROUNDS, BUSY_ROUNDS = 2, 4
 """How often everything is measured, on a machine that is idle when the program begins and on one that is not. Several
 rounds see more of a machine than the same time spent at once."""

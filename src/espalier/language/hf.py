@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from espalier import config
-from espalier.cache_dir import replace_folder
+from espalier import cache_dir, config
 from espalier.config.decoder_shapes import Sizes
 from espalier.errors import UserError
 from espalier.language.gpt import GPT
@@ -69,9 +68,6 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
     An earlier export in `folder` is replaced. Raises UserError when the folder holds something else or cannot be
     written.
     """
-    target = Path(folder)
-    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG).exists())):
-        raise UserError(f"{target} is there already and is not an export.", do="name a folder that does not exist")
     tensors = {_renamed(name, _THEIRS): value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
 
     def fill(partial: Path) -> None:
@@ -79,12 +75,7 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
         tokenizer.save(partial)
         _compare(partial, tensors)
 
-    try:
-        replace_folder(target, fill)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"The export to {target} failed: {error}.", do="free some space or name another folder"
-        ) from None
+    cache_dir.export(Path(folder), CONFIG, fill)
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -33,6 +34,27 @@ class Rows(Protocol):
         Raises UserError for a number that is no row.
         """
         ...
+
+
+class Closing(ABC):
+    """What `with` closes at the end of its block; after an error in the block, abandons."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what it holds."""
+
+    def abandon(self) -> None:
+        """As `close`, without finishing what was begun."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
 
 
 def row_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

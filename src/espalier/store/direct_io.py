@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from espalier.errors import UserError
+from espalier.store.base import Closing
 from espalier.store.cost import PAGE, pages
 from espalier.units import show_size
 
@@ -134,7 +135,7 @@ def open_file(where: Where, mode: Mode, size: int = 0) -> File:
     return StripedFile(where, mode, size)
 
 
-class DirectFile:
+class DirectFile(Closing):
     """One file, past the page cache where the file system allows it (`direct`). Holds a file descriptor.
 
     Args:
@@ -298,17 +299,11 @@ class DirectFile:
     def __str__(self) -> str:
         return str(self.path)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __del__(self) -> None:
         self.close()
 
 
-class StripedFile:
+class StripedFile(Closing):
     """One file in pieces of `STRIPE` bytes on several disks in turn: `paths` names a file on each."""
 
     def __init__(self, paths: Sequence[Path], mode: Mode, size: int = 0) -> None:
@@ -384,12 +379,6 @@ class StripedFile:
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.files))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

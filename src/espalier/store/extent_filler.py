@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
+from espalier.store.base import Closing
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import Where, aligned, bytes_of, open_file
 from espalier.store.extents import Extent, first_path, index_path, page_hashes, write_index
@@ -34,7 +35,7 @@ class Room(NamedTuple):
     data: Tensor
 
 
-class ExtentFiller:
+class ExtentFiller(Closing):
     """Fills the extents of one container. Holds the file, a hash and the last partial page of each extent.
 
     Args:
@@ -185,9 +186,3 @@ class ExtentFiller:
         """Closes the file, once no transfer uses it."""
         wait([write for write, _ in self._writes])
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

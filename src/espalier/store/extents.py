@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
 
 import msgspec
 import numpy as np
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from espalier.cache_dir import sync_folder
 from espalier.errors import UserError
+from espalier.store.base import Closing
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import DirectFile, File, Where, aligned, bytes_of, checksum, flat_bytes, open_file
 
@@ -70,7 +70,7 @@ def page_hashes(data: Tensor) -> PageHashes:
     return struct.pack(f"<{len(hashes)}I", *hashes)
 
 
-class ExtentFile:
+class ExtentFile(Closing):
     """Reads a container. Holds the index in memory and the file open.
 
     Args:
@@ -178,14 +178,8 @@ class ExtentFile:
         """Closes the file."""
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class ExtentWriter:
+class ExtentWriter(Closing):
     """Appends tensors to a container. Holds two files and the extents not yet committed.
 
     A name that is appended again replaces its first tensor for readers.
@@ -257,15 +251,10 @@ class ExtentWriter:
         self._log.close()
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._log.close()
-            self._file.close()
+    def abandon(self) -> None:
+        """Closes the files without committing."""
+        self._log.close()
+        self._file.close()
 
 
 def index_path(path: Path) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
 
 import msgspec
 import xxhash
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from espalier.cache_dir import sync_folder
 from espalier.errors import UserError
+from espalier.store.base import Closing
 from espalier.store.cost import PAGE, pages
 from espalier.store.direct_io import File, Where, aligned, bytes_of, checksum, flat_bytes, open_file
 from espalier.store.extents import DamagedExtent, damaged
@@ -43,7 +43,7 @@ class _Header(msgspec.Struct, frozen=True):
     hashes: tuple[int, ...]
 
 
-class Generations:
+class Generations(Closing):
     """Rewritten extents. Has state: the file, and what is written and not committed.
 
     Threads may read and write different extents at once; `commit` and `rollback` are called when no write runs.
@@ -198,12 +198,6 @@ class Generations:
     def close(self) -> None:
         """Closes the file; what is not committed is lost."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Layout:

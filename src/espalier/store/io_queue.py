@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 import espalier.store.io_uring as uring
+from espalier.store.base import Closing
 from espalier.store.direct_io import DirectFile, File, flat_bytes
 
 DEPTH = 64
@@ -76,7 +77,7 @@ class _Piece:
     run: Callable[[], None]
 
 
-class IoQueue:
+class IoQueue(Closing):
     """Threads that read and write files for their callers. Holds threads until it is closed; a forked process has its
     own.
 
@@ -204,12 +205,6 @@ class IoQueue:
             self._work_waits.notify_all()
         for thread in self._threads:
             thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _pieces(file: File, offset: int, buffer: Tensor) -> Iterator[tuple[DirectFile, int, Tensor, int]]:

@@ -6,7 +6,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any
+
+from espalier.store.base import Closing
 
 DEPTH = 2
 """Items that wait between two stages (arXiv 2405.05231, section 6)."""
@@ -57,7 +59,7 @@ class BoundedQueue:
             self._changed.notify_all()
 
 
-class Pipeline(Iterator[Any]):
+class Pipeline(Closing, Iterator[Any]):
     """What the last of `stages` makes of each item. Has state: a thread for each stage until it is closed.
 
     An error in a stage is raised by `next` after the results of the items before it.
@@ -101,12 +103,6 @@ class Pipeline(Iterator[Any]):
             queue.close()
         for thread in self._threads:
             thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _taken(queue: BoundedQueue) -> Callable[[], Iterator[Any]]:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ class _Group:
         scatter_rows(buffer.data_ptr(), self.places, own, out.data_ptr(), out[0].nbytes)
 
 
-class RowFile:
+class RowFile(base.Closing):
     """A table in a file. Holds the file and two buffers; threads that read at once take turns.
 
     Args:
@@ -179,14 +179,8 @@ class RowFile:
         for opened in self._owned:
             opened.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class RowWriter:
+class RowWriter(base.Closing):
     """Writes a table from its first row to its last. Holds the file and one buffer.
 
     Args:
@@ -231,14 +225,9 @@ class RowWriter:
         self._file.sync()
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._file.close()
+    def abandon(self) -> None:
+        """Closes the file as it is."""
+        self._file.close()
 
 
 def _ascending(ids: Tensor) -> tuple[Array, Array]:

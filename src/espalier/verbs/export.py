@@ -8,12 +8,10 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_model
 from torch import nn
 
-from espalier import workload_registry
-from espalier.cache_dir import replace_folder
+from espalier import cache_dir, workload_registry
 from espalier.errors import UserError
 from espalier.terminal import say
 from espalier.verbs.load_run import Trained, open_trained
@@ -47,8 +45,6 @@ def safetensors(trained: Trained, target: Path) -> str:
 
     An earlier export there is replaced. Raises UserError when the folder holds something else or cannot be written.
     """
-    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / WEIGHTS).exists())):
-        raise UserError(f"{target} is there already and is not an export.", do="name a folder that does not exist")
 
     def fill(folder: Path) -> None:
         save_model(trained.model, str(folder / WEIGHTS), metadata={"format": "pt", "step": str(trained.step)})
@@ -59,12 +55,7 @@ def safetensors(trained: Trained, target: Path) -> str:
                 kept, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "hashes.json")
             )
 
-    try:
-        replace_folder(target, fill)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"The export to {target} failed: {error}.", do="free some space or name another folder"
-        ) from None
+    cache_dir.export(target, WEIGHTS, fill)
     return (
         f"safetensors.torch.load_model(espalier.open({str(trained.folder.path)!r}).model(), {str(target / WEIGHTS)!r})"
     )

@@ -54,7 +54,7 @@ def losses(recipe, graph, micro_batch=None, pack=True):
     setting = RankSetup(recipe, plan, workload, place, emit=emit)
     if recipe.store is not None and pack:
         workload.pack([setting.shard])
-    with worker.joined(place, 20.0) as channel:
+    with worker.joined(place, 90.0) as channel:
         trainer.Trainer(setting, channel).run()
     return found, workload
 

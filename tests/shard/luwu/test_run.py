@@ -36,7 +36,7 @@ def run(asked: Recipe, how: plans.Plan, folder: Path, until: int) -> list[Traine
 
     def life(place: launch.RankSpec) -> Any:
         setting = RankSetup(asked, how, workload, place, folder=folder)
-        with worker.joined(place, 30.0) as channel:
+        with worker.joined(place, 90.0) as channel:
             if place.role == "optimizer":
                 return worker.as_optimizer(setting, channel)
             made = trainer.Trainer(setting, channel)
