@@ -28,6 +28,34 @@ class Forms:
         return self.known[name]
 
 
+class Kept(NamedTuple):
+    """Rows of which only k columns are not zero: values float [rows, k] at columns int64 [rows, k] of `width`."""
+
+    values: Tensor
+    columns: Tensor
+    width: int
+
+    def dense(self) -> Tensor:
+        """float [rows, width], zeros where nothing was kept."""
+        empty = self.values.new_zeros(len(self.values), self.width)
+        return empty.scatter(1, self.columns.long(), self.values)
+
+
+Rows = Tensor | Kept
+
+
+class RowExchange(Protocol):
+    """Brings the rows of nodes that other ranks own: `halo.Halo`."""
+
+    def exchange(self, rows: Tensor) -> Tensor:
+        """Of own nodes to those of all sources of a block."""
+        ...
+
+    def both(self, rows: Rows) -> Rows:
+        """The same, of kept rows too."""
+        ...
+
+
 class MessageBlock(NamedTuple):
     """The edges of one layer, by target: target t hears from `indices[indptr[t]:indptr[t + 1]]`.
 
@@ -38,6 +66,7 @@ class MessageBlock(NamedTuple):
         indptr: int64 [targets + 1]; indices: int32 or int64 [edges], below `sources`.
         weights: float [edges]; left: float [targets]; right: float [sources].
         features: float [edges, columns], for foreign networks.
+        halo: brings the rows of sources that other ranks own; None: rows are those of all sources.
     """
 
     indptr: Tensor
@@ -48,6 +77,7 @@ class MessageBlock(NamedTuple):
     left: Tensor | None = None
     right: Tensor | None = None
     features: Tensor | None = None
+    halo: RowExchange | None = None
 
     @property
     def targets(self) -> int:
@@ -69,22 +99,6 @@ class MessageBlock(NamedTuple):
 
         rows: Tensor = self.forms.get(f"rows on {self.indptr.device}", make)
         return rows
-
-
-class Kept(NamedTuple):
-    """Rows of which only k columns are not zero: values float [rows, k] at columns int64 [rows, k] of `width`."""
-
-    values: Tensor
-    columns: Tensor
-    width: int
-
-    def dense(self) -> Tensor:
-        """float [rows, width], zeros where nothing was kept."""
-        empty = self.values.new_zeros(len(self.values), self.width)
-        return empty.scatter(1, self.columns.long(), self.values)
-
-
-Rows = Tensor | Kept
 
 
 def dense(rows: Rows) -> Tensor:

@@ -1,0 +1,282 @@
+"""Halo exchange: layers over a whole graph that is cut into parts, one for each rank.
+
+A rank owns the nodes of its part and has the edges into them. Sources of its edges are its own nodes, then halo nodes:
+those of other parts, by rank, ascending. Before a layer aggregates, each rank sends its boundary rows to the ranks that
+have them as halos, one message per peer; backward sends the gradients of halo rows to their owners, which add them up
+in order of rank. The layout is that of BNS-GCN (arXiv 2203.10983) and Sylvie (arXiv 2303.01277): degrees are those of
+the whole graph. What crosses, and when, is the field `transport`: the plain one sends rows as they are and waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from espalier.comm.base import Traffic, traffic
+from espalier.errors import UserError
+from espalier.graph.base import Aggregate, Forms, GraphAttend, Kept, MessageBlock, Rows
+from espalier.graph.gnn import Gnn, GraphAttention, Layer
+
+if TYPE_CHECKING:
+    from espalier.graph.data import Array
+
+COLUMN = 4
+"""Bytes of the column of a kept value (int32)."""
+
+
+class Boundary(NamedTuple):
+    """Who needs whose nodes: `receiver[i]` needs `node[i]`, of the part `owner[i]`; ascending in this order, once each.
+
+    Attributes:
+        parts: int32 [nodes], the rank that owns each node; ranks: how many there are.
+    """
+
+    parts: Array
+    ranks: int
+    receiver: Array
+    owner: Array
+    node: Array
+
+    @property
+    def rows(self) -> Array:
+        """int64 [ranks, ranks]: rows that rank i sends to rank j before a layer aggregates."""
+        counts = np.bincount(self.owner * self.ranks + self.receiver, minlength=self.ranks**2)
+        return counts.reshape(self.ranks, self.ranks)
+
+
+def boundary(indptr: Any, indices: Any, parts: Any, ranks: int) -> Boundary:
+    """Of a graph whose node v hears from `indices[indptr[v]:indptr[v + 1]]`, cut into `parts` [nodes], 0 .. ranks-1. A
+    rank may own no node. Raises UserError for parts that do not cover the graph, and for more ranks than nodes."""
+    indptr, indices = np.asarray(indptr, np.int64), np.asarray(indices, np.int64)
+    parts, nodes = np.asarray(parts), len(indptr) - 1
+    if parts.shape != (nodes,) or parts.dtype.kind not in "iu":
+        raise UserError(
+            f"parts is {parts.dtype}{list(parts.shape)}, and the graph has {nodes:,} nodes.",
+            why="every node belongs to one part",
+            do="one whole number for each node",
+        )
+    if not 1 <= ranks <= max(1, nodes):
+        raise UserError(f"{nodes:,} nodes cannot be cut over {ranks} ranks.", do=f"1 to {max(1, nodes)} ranks")
+    outside = np.flatnonzero((parts < 0) | (parts >= ranks))
+    if len(outside):
+        raise UserError(
+            f"parts has {int(parts[outside[0]])} for node {int(outside[0])}, and there are {ranks} ranks.",
+            why=f"{len(outside):,} nodes are in no part",
+            do=f"parts from 0 to {ranks - 1}",
+        )
+    parts = parts.astype(np.int32)
+    receiver = np.repeat(parts, np.diff(indptr)).astype(np.int64)
+    owner = parts[indices].astype(np.int64)
+    cut = np.flatnonzero(receiver != owner)
+    key = (receiver[cut] * ranks + owner[cut]) * nodes + indices[cut]
+    pair, node = np.divmod(np.unique(key), max(1, nodes))
+    return Boundary(parts, ranks, *np.divmod(pair, ranks), node)
+
+
+class Crossing(NamedTuple):
+    """Which rows cross: those that `layer` reads, or (`backward`) their gradients."""
+
+    layer: int
+    backward: bool
+
+
+class Transport(Protocol):
+    """How rows cross. Later ones encode them by layer, peer and direction, or give those of the epoch before."""
+
+    def __call__(self, halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> None:
+        """Fills `received`, by peer as `halo.arriving(crossing)` counts its rows, with what peers have in `sent`, by
+        peer as `halo.leaving(crossing)` counts. All ranks call it alike."""
+        ...
+
+
+def synchronous(halo: Halo, sent: Tensor, received: Tensor, crossing: Crossing) -> None:
+    """The plain transport: one message per peer, as it is, and a wait for all of them."""
+    with traffic(Traffic.HALO):
+        dist.all_to_all_single(received, sent, halo.arriving(crossing), halo.leaving(crossing), group=halo.group)
+
+
+@dataclass(frozen=True, eq=False)
+class Halo:
+    """A graph that is cut over ranks, as one of them sees it. Immutable.
+
+    Attributes:
+        owned: int64, the nodes of this rank, ascending; outer: int64, its halo nodes, by rank, then ascending.
+        sends: for each peer, int64 positions among `owned`; receives: for each peer, how many of `outer` it owns.
+        edges: int64, the places of this rank's edges in the whole graph; indptr, indices: its edges by target, sources
+            numbered as `owned`, then `outer`, ascending in each row.
+        group: of the ranks; None: this one is alone.
+        layer: that the next exchange is for; transport: what it goes through.
+    """
+
+    owned: Tensor
+    outer: Tensor
+    sends: tuple[Tensor, ...]
+    receives: tuple[int, ...]
+    edges: Tensor
+    indptr: Tensor
+    indices: Tensor
+    group: dist.ProcessGroup | None = None
+    layer: int = 0
+    transport: Transport = synchronous
+
+    @classmethod
+    def of(cls, indptr: Any, indices: Any, cut: Boundary, rank: int, group: dist.ProcessGroup | None = None) -> Halo:
+        """What `rank` sees of the graph that `cut` was made of. Raises UserError for a group of another size."""
+        size = 1 if group is None else group.size()
+        if group is not None and size != cut.ranks:
+            raise UserError(f"{cut.ranks} parts are not for a group of {size} ranks.", do=f"boundary(..., {size})")
+        indptr, indices = np.asarray(indptr, np.int64), np.asarray(indices, np.int64)
+        owned, needed = np.flatnonzero(cut.parts == rank), cut.receiver == rank
+        outer = cut.node[needed]
+        place = np.empty(len(cut.parts), np.int64)  # read only at the nodes that are written
+        place[owned], place[outer] = np.arange(len(owned)), len(owned) + np.arange(len(outer))
+        asked = [cut.node[(cut.receiver == peer) & (cut.owner == rank)] for peer in range(cut.ranks)]
+        counts = np.diff(indptr)[owned]
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        edges = np.repeat(indptr[owned] - ends[:-1], counts) + np.arange(ends[-1])
+        local = place[indices[edges]]
+        order = np.lexsort((local, np.repeat(np.arange(len(owned)), counts)))
+        return cls(
+            torch.from_numpy(owned),
+            torch.from_numpy(outer),
+            tuple(torch.from_numpy(place[nodes]) for nodes in asked),
+            tuple(np.bincount(cut.owner[needed], minlength=cut.ranks).tolist()),
+            torch.from_numpy(edges[order]),
+            torch.from_numpy(ends),
+            torch.from_numpy(local[order]),
+            group,
+        )
+
+    @property
+    def sources(self) -> int:
+        """Own and halo nodes."""
+        return len(self.owned) + len(self.outer)
+
+    @property
+    def nodes(self) -> Tensor:
+        """int64 [sources]: the ids of own nodes, then of halo nodes."""
+        return torch.cat([self.owned, self.outer])
+
+    def leaving(self, crossing: Crossing) -> list[int]:
+        """Rows for each peer."""
+        return list(self.receives) if crossing.backward else [len(one) for one in self.sends]
+
+    def arriving(self, crossing: Crossing) -> list[int]:
+        """Rows from each peer."""
+        return self.leaving(crossing._replace(backward=not crossing.backward))
+
+    def exchange(self, rows: Tensor) -> Tensor:
+        """Rows of own nodes [owned, ...] to those of own and halo nodes [sources, ...]. Differentiable; all ranks call
+        it alike, and go backward through it alike. Raises UserError for another number of rows."""
+        if len(rows) != len(self.owned):
+            raise UserError(
+                f"This rank owns {len(self.owned):,} nodes, and there are {len(rows):,} rows.",
+                do="one row for each of halo.owned",
+            )
+        if self.group is None:
+            return rows
+        found: Tensor = _Exchange.apply(rows, self)
+        return found
+
+    def both(self, rows: Rows) -> Rows:
+        """As `exchange`; of kept rows (MaxK) values and columns cross, a message each."""
+        if isinstance(rows, Kept):
+            return Kept(self.exchange(rows.values), self.exchange(rows.columns.int()), rows.width)
+        return self.exchange(rows)
+
+    def block(self, whole: MessageBlock) -> MessageBlock:
+        """The edges into own nodes, with the scales they have in the `whole` graph. A layer is given the rows of own
+        and halo nodes."""
+        made = MessageBlock(self.indptr, self.indices.to(whole.indices.dtype), self.sources, Forms())
+        return made._replace(
+            weights=None if whole.weights is None else whole.weights[self.edges],
+            left=None if whole.left is None else whole.left[self.owned],
+            right=None if whole.right is None else whole.right[self.nodes],
+            features=None if whole.features is None else whole.features[self.edges],
+        )
+
+    def blocks(self, whole: MessageBlock, depth: int) -> tuple[MessageBlock, ...]:
+        """One for each of `depth` layers. The first reads own and halo rows, which do not change; others are given own
+        rows, and an equipped layer exchanges what it aggregates."""
+        first = self.block(whole)
+        return (first, *(first._replace(halo=replace(self, layer=layer)) for layer in range(1, depth)))
+
+
+class _Exchange(torch.autograd.Function):
+    """Own rows to own and halo rows; backward brings the gradients of halo rows home."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, halo: Halo) -> Tensor:
+        ctx.halo = halo
+        made = rows.new_empty(halo.sources, *rows.shape[1:])
+        made[: len(rows)] = rows
+        sent = torch.cat([rows[one] for one in halo.sends])
+        halo.transport(halo, sent, made[len(rows) :], Crossing(halo.layer, backward=False))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        halo, gradient = ctx.halo, gradients[0].contiguous()
+        own, crossing = len(halo.owned), Crossing(halo.layer, backward=True)
+        found = gradient[:own].clone()
+        counts = halo.arriving(crossing)
+        received = gradient.new_empty(sum(counts), *gradient.shape[1:])
+        halo.transport(halo, gradient[own:], received, crossing)
+        for rows, part in zip(halo.sends, received.split(counts), strict=True):
+            found.index_add_(0, rows, part)  # a node is there once: the same bits on any device
+        return found, None
+
+
+def equip(model: nn.Module) -> nn.Module:
+    """`model` with layers that exchange rows before they aggregate, where their block is cut over ranks."""
+    if isinstance(model, Gnn):
+        for layer in model.layers:
+            assert isinstance(layer, Layer)
+            layer.aggregate, layer.attend = _aggregating(layer.aggregate), _attending(layer.attend)
+    return model
+
+
+def _aggregating(inner: Aggregate) -> Aggregate:
+    def aggregate(block: MessageBlock, rows: Rows, start: Tensor | None = None) -> Tensor:
+        return inner(block, rows if block.halo is None else block.halo.both(rows), start)
+
+    return aggregate
+
+
+def _attending(inner: GraphAttend) -> GraphAttend:
+    def attend(block: MessageBlock, rows: Tensor, scores: tuple[Tensor, Tensor], dropout: float) -> Tensor:
+        if block.halo is None:
+            return inner(block, rows, scores, dropout)
+        heads, columns = rows.shape[1:]
+        both = block.halo.exchange(torch.cat([rows.flatten(1), scores[1]], 1))  # one message for rows and scores
+        values = both[:, : heads * columns].unflatten(1, (heads, columns))
+        return inner(block, values, (scores[0], both[:, heads * columns :]), dropout)
+
+    return attend
+
+
+def row_bytes(network: Gnn, at: int, size: int) -> tuple[int, int]:
+    """Bytes of a boundary row of layer `at`, forward and backward, for values of `size` bytes. Nothing crosses for the
+    first: its halo rows are there from the beginning."""
+    layer = network.layers[at]
+    assert isinstance(layer, Layer)
+    if at == 0:
+        return 0, 0
+    if isinstance(layer, GraphAttention):
+        return (both := size * layer.heads * (layer.columns + 1)), both
+    if network.options.activation == "maxk":
+        assert network.options.k is not None
+        return network.options.k * (size + COLUMN), network.options.k * size
+    return (one := size * min(layer.inputs, layer.outputs)), one
+
+
+def step_bytes(network: Gnn, rows: Array, size: int) -> Array:
+    """int64 [ranks]: payload bytes that leave each rank in a step, given `Boundary.rows`: the ledger's row `halo`."""
+    each = [row_bytes(network, at, size) for at in range(len(network.layers))]
+    found: Array = rows.sum(1) * sum(one for one, _ in each) + rows.sum(0) * sum(one for _, one in each)
+    return found

@@ -1,0 +1,198 @@
+"""Halo exchange: a graph that is cut over ranks computes what one rank does, and sends what the formula says."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from espalier import config
+from espalier.comm.base import Traffic
+from espalier.errors import UserError
+from espalier.graph import halo
+from espalier.graph.compiled_aggregate import equip
+from espalier.graph.data import Graph
+from espalier.graph.gnn import Gnn
+from espalier.graph.node_classification import summed_loss
+from espalier.graph.subgraphs import View
+from espalier.graph.workload import _style
+from espalier.testing import forks, ranks
+from espalier.workload import to_device
+
+NODES, WIDTH, CLASSES = 67, 12, 5
+NETWORKS = {
+    "gcn": config.Gcn(depth=3, width=16, dropout=0.0),
+    "sage": config.Sage(depth=3, width=16, dropout=0.0),
+    "gat": config.Gat(depth=3, width=16, dropout=0.0, heads=4),
+    "gin": config.Gin(depth=3, width=16, dropout=0.0, norm=True),
+    "maxk": config.Sage(depth=3, width=16, dropout=0.0, activation="maxk", k=3),
+}
+
+
+def graph_of(edges=200, nodes=NODES, weights=False) -> Graph:
+    """The last seven nodes have no edge."""
+    random = np.random.default_rng(3)
+    ends = random.integers(0, nodes - 7, (2, edges))
+    known = {"weights": random.random(edges).astype(np.float32)} if weights else {}
+    labels = random.integers(0, CLASSES, nodes)
+    features = random.normal(size=(nodes, WIDTH)).astype(np.float32)
+    return Graph.from_edges(*ends, features=features, labels=labels, undirected=True, **known)
+
+
+def parts_of(kind: str, world: int) -> np.ndarray:
+    at = np.arange(NODES)
+    match kind:
+        case "random":
+            return np.random.default_rng(5).integers(0, world, NODES)
+        case "contiguous":
+            return at * world // NODES
+        case "unequal":  # the last rank has most nodes
+            return np.minimum(np.searchsorted([2, 9, 20], at, side="right"), world - 1)
+        case _:  # "empty": only the first rank has nodes
+            return np.zeros(NODES, np.int64)
+
+
+def one_step(network, batch, labels, chosen):
+    """Loss and gradients, the loss over the number of all nodes."""
+    features, blocks = batch
+    logits = network(features, blocks)
+    loss, _ = summed_loss(logits, labels, chosen)
+    (loss / NODES).backward()
+    return logits.detach(), [parameter.grad for parameter in network.parameters()], loss.detach()
+
+
+def network_of(kind: str, dtype) -> Gnn:
+    torch.manual_seed(0)
+    return equip(Gnn(NETWORKS[kind], WIDTH, CLASSES)).to(dtype)
+
+
+def whole(kind, graph, dtype):
+    view = View(graph, _style(NETWORKS[kind]), 3)
+    batch = to_device(view.whole(), dtype=dtype)
+    return one_step(network_of(kind, dtype), batch, torch.from_numpy(graph.labels), None)
+
+
+def over(channel, kind, graph, parts, network):
+    """The same on a rank: its logits, the summed gradients and losses, its bytes."""
+    view = View(graph, _style(NETWORKS[kind]), 3)
+    cut = halo.boundary(graph.indptr, graph.indices, parts, channel.size())
+    own = halo.Halo.of(view.block.indptr, view.block.indices, cut, channel.rank(), channel)
+    dtype = next(network.parameters()).dtype
+    batch = to_device((view.features[own.nodes], own.blocks(view.block, 3)), dtype=dtype)
+    network = halo.equip(copy.deepcopy(network))
+    before = channel.ledger.by_class().get(Traffic.HALO.value, 0)
+    logits, gradients, loss = one_step(network, batch, torch.from_numpy(graph.labels)[own.owned], None)
+    sent = channel.ledger.by_class().get(Traffic.HALO.value, 0) - before
+    for one in (*gradients, loss):
+        torch.distributed.all_reduce(one, group=channel)
+    expected = halo.step_bytes(network, cut.rows, 8 if dtype == torch.float64 else 4)[channel.rank()]
+    return own.owned, logits, gradients, loss, (sent, int(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_any_number_of_ranks_equals_one(kind, dtype):
+    graph, limit = graph_of(weights=kind == "gcn"), 1e-10 if dtype == torch.float64 else 1e-5
+    logits, gradients, loss = whole(kind, graph, dtype)
+    for world, name in [(1, "random"), (2, "random"), (3, "contiguous"), (4, "random"), (4, "unequal"), (3, "empty")]:
+        found = ranks(world, over, kind, graph, parts_of(name, world), network_of(kind, dtype))
+        for owned, own_logits, own_gradients, own_loss, (sent, expected) in found:
+            torch.testing.assert_close(own_logits, logits[owned], rtol=limit, atol=limit)
+            torch.testing.assert_close(own_loss, loss, rtol=limit, atol=limit)
+            for one, other in zip(own_gradients, gradients, strict=True):
+                torch.testing.assert_close(one, other, rtol=limit, atol=limit)
+            assert sent == expected
+        assert sorted(torch.cat([one[0] for one in found]).tolist()) == list(range(NODES))
+        assert sum(one[4][0] for one in found) == 0 or name != "empty"
+
+
+def exchanged(channel, graph, parts):
+    """Rows that crossed, and the gradient of a product with them that came back."""
+    cut = halo.boundary(graph.indptr, graph.indices, parts, channel.size())
+    own = halo.Halo.of(graph.indptr, graph.indices, cut, channel.rank(), channel)
+    rows = torch.from_numpy(graph.features)[own.owned].double().requires_grad_()
+    both = own.exchange(rows)
+    weight = torch.sin(torch.arange(both.numel(), dtype=torch.float64)).view_as(both) + channel.rank()
+    (both * weight).sum().backward()
+    return own.nodes, both.detach(), weight, own.owned, rows.grad
+
+
+@pytest.mark.parametrize("name", ["random", "unequal", "empty"])
+def test_backward_is_the_transpose_of_the_exchange(name):
+    graph = graph_of()
+    found = ranks(3, exchanged, graph, parts_of(name, 3))
+    total = torch.zeros(NODES, WIDTH, dtype=torch.float64)
+    for nodes, both, weight, _, _ in found:
+        torch.testing.assert_close(both, torch.from_numpy(graph.features)[nodes].double(), rtol=0, atol=0)
+        total.index_add_(0, nodes, weight)
+    for *_, owned, gradient in found:
+        torch.testing.assert_close(gradient, total[owned], rtol=1e-12, atol=1e-12)
+
+
+def over_gloo(channel, kind, graph, parts, network):
+    torch.set_num_threads(1)
+    return over(channel, kind, graph, parts, network)
+
+
+def test_two_runs_over_processes_give_the_same_bits():
+    graph, network = graph_of(), network_of("gat", torch.float32)
+    first, second = (forks(2, over_gloo, "gat", graph, parts_of("random", 2), network) for _ in range(2))
+    logits, gradients, _ = whole("gat", graph, torch.float32)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one[1], other[1])
+        assert all(map(torch.equal, one[2], other[2]))
+        torch.testing.assert_close(one[1], logits[one[0]], rtol=1e-5, atol=1e-5)
+        assert one[4][0] == one[4][1] > 0
+        for mine, alone in zip(one[2], gradients, strict=True):
+            torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_boundary_rows_are_counted_once_for_each_receiver():
+    graph = graph_of()
+    parts = parts_of("random", 4)
+    expected = np.zeros((4, 4), int)
+    for receiver in range(4):
+        heard = {
+            int(u) for v in np.flatnonzero(parts == receiver) for u in graph.indices[slice(*graph.indptr[v : v + 2])]
+        }
+        for owner in {*range(4)} - {receiver}:
+            expected[owner, receiver] = sum(parts[u] == owner for u in heard)
+    np.testing.assert_array_equal(halo.boundary(graph.indptr, graph.indices, parts, 4).rows, expected)
+
+
+@pytest.mark.parametrize(
+    ("parts", "world", "message"),
+    [
+        (np.zeros(NODES - 1, int), 2, "67 nodes"),
+        (np.zeros(NODES), 2, "one whole number for each node"),
+        (np.full(NODES, 2), 2, "parts has 2 for node 0, and there are 2 ranks"),
+        (np.arange(NODES) % 3 - 1, 2, "parts has -1 for node 0"),
+        (np.zeros(NODES, int), NODES + 1, "cannot be cut over 68 ranks"),
+    ],
+)
+def test_parts_that_do_not_cover_the_graph_are_refused(parts, world, message):
+    graph = graph_of()
+    with pytest.raises(UserError, match=message):
+        halo.boundary(graph.indptr, graph.indices, parts, world)
+
+
+def test_rows_that_are_not_the_own_ones_are_refused():
+    graph = graph_of()
+    own = halo.Halo.of(
+        graph.indptr, graph.indices, halo.boundary(graph.indptr, graph.indices, parts_of("random", 2), 2), 0
+    )
+    with pytest.raises(UserError, match="one row for each of"):
+        own.exchange(torch.zeros(NODES, 3))
+
+
+def test_parts_for_another_number_of_ranks_are_refused():
+    graph = graph_of()
+
+    def wrong(channel):
+        cut = halo.boundary(graph.indptr, graph.indices, parts_of("random", 3), 3)
+        halo.Halo.of(graph.indptr, graph.indices, cut, channel.rank(), channel)
+
+    with pytest.raises(UserError, match="3 parts are not for a group of 2 ranks"):
+        ranks(2, wrong)
