@@ -38,7 +38,7 @@ PACKET = 66
 
 class Task(msgspec.Struct, frozen=True):
     """What to train and how: `kind` is `alone`, `ddp`, `accumulated`, `int8`, `torchft` or a method of
-    `sync.diloco_slowmo`.
+    `optim.diloco_slowmo`.
 
     `batch`: windows of `sequence` bytes of each host and step; `steps`: local steps between exchanges; `seconds`: after
     which no further round begins, evaluation not counted.

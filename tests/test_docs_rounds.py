@@ -7,9 +7,9 @@ from pathlib import Path
 
 from espalier import cluster as clusters
 from espalier.config import ByRounds, defaults, recipe_file
+from espalier.optim.diloco_slowmo import METHODS
 from espalier.plan import request_from_recipe
 from espalier.plan.decide import decide
-from espalier.sync.diloco_slowmo import METHODS
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "rounds.md").read_text(encoding="utf-8")

@@ -305,7 +305,7 @@ STAY_BY_ROUNDS = Claim(
     "stay_by_rounds",
     question="recovery",
     needs=frozenset({"replicas of one rank"}),
-    forbids=frozenset({"states are on disk", "waits cannot be ended"}),
+    forbids=frozenset({"states are on disk", "states on nodes", "waits cannot be ended"}),
 )
 """Surviving replicas finish their round without the lost one, and let its replacement in at the next."""
 APPLIED = Claim(

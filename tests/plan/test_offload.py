@@ -21,7 +21,7 @@ from test_search import every_layout
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
 from espalier.compose import Refusal
-from espalier.config import Pin
+from espalier.config import DiLoCo, Eager, Pin
 from espalier.errors import UserError
 from espalier.plan import collective_time, offload, optimizer_node, search
 from espalier.plan.base import RESIDENT, Offload, Plan, Rank, dumps, loads
@@ -337,3 +337,23 @@ def test_the_bytes_that_wait_are_those_that_a_step_moves(tmp_path: Path) -> None
     assert plan.predicted
     for name in ("read", "written"):
         assert moved[-1][name] == pytest.approx(plan.predicted.waiting_bytes["optimizer"], rel=0.02)  # whole pages
+
+
+def test_rounds_at_nodes_are_as_long_as_makes_their_exchange_short() -> None:
+    request, cluster = replace(decoder(1024, 9, 256, 8), sync=DiLoCo()), with_nodes(2, between="100Mbit/s")
+    plan = decide(request, cluster).taken
+    assert plan.outer
+    assert plan.predicted
+    assert plan.outer.replicas == ((0,), (1,))
+    assert not plan.outer.adapt
+    assert plan.ranks[-1].role == "optimizer"
+    assert plan.predicted.terms["outer"] <= 0.05 * plan.predicted.step_seconds
+    assert plan.predicted.sent_bytes == {"outer_step": optimizer_node.pushed(request) / plan.outer.steps}
+    assert plan.outer.steps > decide(request, with_nodes(2)).taken.outer.steps  # type: ignore[union-attr]
+    quarter = decide(replace(request, sync=DiLoCo(steps=7, codec="int8")), cluster).taken
+    assert quarter.predicted
+    assert quarter.predicted.sent_bytes["outer_step"] < 0.3 * 4.0 * request.trainable / 7
+    with pytest.raises(UserError, match=r"(?s)needs two replicas.*try: sync\.replicas=2"):
+        decide(replace(request, sync=DiLoCo()), with_nodes(1))
+    with pytest.raises(UserError, match="cannot run rounds of the method 'eager'"):
+        decide(replace(request, sync=Eager()), cluster)

@@ -54,6 +54,26 @@ def test_one_command_trains_on_a_node_and_goes_on_where_it_stood(tmp_path: Path)
     assert "after step 6" in ended.stdout
 
 
+def test_workers_take_steps_of_their_own_by_one_option(tmp_path: Path) -> None:
+    recipe = str(EXAMPLES / "luwu.toml")
+    data = f"data.path={EXAMPLES.parent / 'src' / 'espalier' / 'shard' / 'luwu'}"
+    (tmp_path / "machine.toml").write_text(programs.MACHINE + DISK)
+    rounds = [*SMALL, data, "sync.kind=diloco", "sync.steps=3", "--run", "rounds"]
+    for steps in (3, 5):
+        ended = programs.forked(tmp_path, "train", recipe, *rounds, f"train.steps={steps}")
+        assert ended.returncode == 0, ended.stderr
+    plan = json.loads((tmp_path / "rounds" / "plan.json").read_text())
+    assert plan["outer"]["replicas"] == [[0], [1]]
+    lines = map(json.loads, (tmp_path / "rounds" / "events.jsonl").read_text().splitlines())
+    sent = {one["step"]: one["bytes"].get("outer_step", 0) for one in lines if one["event"] == "step"}
+    assert sorted(sent) == [1, 2, 3, 4, 5]
+    assert sent[1] == sent[2] == sent[4] == 0
+    assert sent[3] == sent[5] == pytest.approx(3 * plan["predicted"]["sent_bytes"]["outer_step"], rel=1e-3)
+    ended = programs.forked(tmp_path, "export", "rounds", "--to", "hf")
+    assert ended.returncode == 0, ended.stderr
+    assert "after step 5" in ended.stdout
+
+
 def kill_node(monkeypatch: pytest.MonkeyPatch, step: int, marker: Path) -> None:
     """The first optimizer node of runs from now on kills itself before it commits `step`, once."""
     serve, commit = role.serve, Generations.commit

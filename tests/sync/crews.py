@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from espalier.comm.codecs import codec
-from espalier.sync.diloco_slowmo import OuterMethod
+from espalier.optim.diloco_slowmo import OuterMethod
 from espalier.sync.membership import MemberGroup, Members
 from espalier.sync.outer_loop import OuterSync
 from espalier.sync.round_length import Rounds

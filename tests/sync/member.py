@@ -13,7 +13,7 @@ from crews import RATE, Replica
 from espalier import store_client
 from espalier.comm.codecs import codec
 from espalier.errors import PeerLost
-from espalier.sync.diloco_slowmo import METHODS
+from espalier.optim.diloco_slowmo import METHODS
 from espalier.sync.membership import MemberGroup, Members
 from espalier.sync.outer_loop import OuterSync
 from espalier.sync.round_length import Rounds

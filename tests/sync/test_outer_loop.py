@@ -17,7 +17,7 @@ from crews import RATE, SIZES, Replica, simulated, together
 from torch import Tensor
 
 from espalier.errors import UserError
-from espalier.sync.diloco_slowmo import METHODS, OuterMethod
+from espalier.optim.diloco_slowmo import METHODS, OuterMethod
 from espalier.sync.fragment import split
 from espalier.sync.outer_loop import OuterSync
 from espalier.sync.round_length import Rounds
@@ -121,7 +121,7 @@ def test_the_clip_binds() -> None:
 
 @pytest.mark.parametrize("penalty", ["norm", "per_tensor", "constant"])
 def test_a_penalty_is_at_least_one_and_exactly_one_for_a_model_that_rests(penalty: Any) -> None:
-    from espalier.sync.outer_optimizer import OuterUpdate
+    from espalier.optim.outer_optimizer import OuterUpdate
 
     x = torch.randn(sum(SIZES), dtype=torch.float64)
     choices = OuterMethod(momentum=0.3, penalty=penalty, constant=2.0 if penalty == "constant" else 1.0)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from espalier.sync.diloco_slowmo import METHODS
+from espalier.optim.diloco_slowmo import METHODS
 from espalier.sync.overlap_cost import copies
 
 RUN = """
 import os, sys, threading
 import torch
 from crews import Replica, together
-from espalier.sync.diloco_slowmo import METHODS
+from espalier.optim.diloco_slowmo import METHODS
 from espalier.sync.round_length import Rounds
 from dataclasses import replace
 

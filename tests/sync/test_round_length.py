@@ -12,7 +12,7 @@ import torch
 from crews import RATE, SIZES, Replica, together
 from torch import Tensor
 
-from espalier.sync.diloco_slowmo import METHODS, OuterMethod
+from espalier.optim.diloco_slowmo import METHODS, OuterMethod
 from espalier.sync.membership import CommitVote, Members
 from espalier.sync.outer_loop import OuterSync
 from espalier.sync.round_length import Length, Rounds

@@ -19,7 +19,7 @@ import pytest
 import torch
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
-from espalier import mechanisms, trainer, worker
+from espalier import trainer, worker
 from espalier.config import Recipe
 from espalier.errors import UserError
 from espalier.language.workload import open_language
@@ -62,7 +62,7 @@ class OnNode(Struck):
         def life(place: launch.RankSpec) -> Any:
             log = Log(self.folder / "events.jsonl") if place.rank == 0 else None
             emit = log.write if log else lambda event, **fields: None
-            setting = RankSetup(self.recipe, plan, workload, place, self.folder, emit)
+            setting = RankSetup(self.recipe, plan, workload, place, self.folder, emit, self.stop_after)
             with worker.joined(place, self.timeout) as channel:
                 if place.role == "optimizer":
                     self._arm_node()
@@ -273,8 +273,80 @@ def test_a_codec_that_a_node_cannot_add_up_is_refused_by_name(corpus: Path) -> N
         job_of(asked, on_node(asked, 2, exchanges=exchanges), [])
 
 
-def test_rounds_are_refused_by_name(corpus: Path) -> None:
+# --- rounds --------------------------------------------------------------------------------------------------------
+
+
+def by_rounds(recipe: Recipe, method: str = "diloco", steps: int = 3, **more: Any) -> plans.Plan:
+    """Ten steps are four rounds, the last a short one."""
+    outer = plans.Outer(replicas=((0,), (1,)), method=method, steps=steps, adapt=False, **more)
+    return on_node(recipe, 2, outer=outer)
+
+
+@pytest.fixture(scope="module")
+def rounds(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> OnNode:
     asked = recipe(corpus)
-    outer = plans.Outer(replicas=((0,), (1,)), steps=4)
-    with pytest.raises(UserError, match="luwu and outer_rounds cannot run together"):
-        mechanisms.ordered(asked, on_node(asked, 2, outer=outer))
+    return OnNode(asked, 3, tmp_path_factory.mktemp("rounds") / "run", plan=by_rounds(asked)).run()
+
+
+def test_rounds_on_a_node_are_those_of_replicas_that_hold_everything(
+    corpus: Path, tmp_path: Path, rounds: OnNode
+) -> None:
+    asked = recipe(corpus)
+    how = by_rounds(asked)
+    memory = plans.Plan(ranks=how.ranks[:2], micro_batch=2, precision="fp32", outer=how.outer)
+    run = Struck(asked, 2, tmp_path / "memory", plan=memory).run()
+    assert run.losses.keys() == rounds.losses.keys()
+    assert all(abs(run.losses[step] - loss) < 1e-5 * loss for step, loss in rounds.losses.items())
+    assert all(torch.allclose(run.parameters[name], one, atol=1e-5) for name, one in rounds.parameters.items())
+    assert run.validated.keys() == rounds.validated.keys()
+    assert all(abs(run.validated[step] - loss) < 1e-5 * loss for step, loss in rounds.validated.items())
+
+
+def test_rounds_of_differences_in_int8_train_as_well(corpus: Path, tmp_path: Path, rounds: OnNode) -> None:
+    asked = recipe(corpus)
+    exchanges = (plans.Exchange(traffic="outer_step", codec="int8"),)
+    how = plans.Plan(
+        ranks=by_rounds(asked).ranks, micro_batch=2, precision="fp32", outer=by_rounds(asked).outer, exchanges=exchanges
+    )
+    run = OnNode(asked, 3, tmp_path / "run", plan=how).run()
+    assert run.losses != rounds.losses
+    assert abs(run.losses[STEPS] - rounds.losses[STEPS]) < 0.02 * rounds.losses[STEPS]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_killed_in_a_round_changes_no_bit(corpus: Path, tmp_path: Path, rounds: OnNode, rank: int) -> None:
+    asked = recipe(corpus)
+    run = OnNode(asked, 3, tmp_path / "run", (Fault(rank, STRUCK - 1, "kill"),), plan=by_rounds(asked)).run()
+    assert same(run, rounds)
+    assert run.all("recovered")[0]["step"] == 3
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_node_killed_as_a_round_ends_changes_no_bit(corpus: Path, tmp_path: Path, rounds: OnNode, when: str) -> None:
+    asked = recipe(corpus)
+    run = OnNode(asked, 3, tmp_path / "run", plan=by_rounds(asked), killed=(2, when)).run()
+    assert (tmp_path / "run" / "node-killed").exists()
+    assert same(run, rounds)
+
+
+def test_a_run_by_rounds_that_was_stopped_goes_on_to_the_last_bit(corpus: Path, tmp_path: Path, rounds: OnNode) -> None:
+    asked = recipe(corpus)
+    run = OnNode(asked, 3, tmp_path / "run", plan=by_rounds(asked), stop_after=4).run()  # its launcher begins anew
+    assert [one["step"] for one in run.all("run")] == [0, 6]
+    assert same(run, rounds)
+
+
+@pytest.mark.parametrize(
+    ("outer", "told"),
+    [
+        ({"method": "co2"}, r"cannot run rounds of the method 'co2'.*try: sync\.kind = \"diloco\""),
+        ({"settings": {"penalty": "norm"}}, r"with sync\.penalty = 'norm'.*try: sync\.penalty"),
+        ({"replicas": ((0, 1), (2, 3))}, r"a replica of several workers cannot.*try: sync\.replicas=4"),
+    ],
+)
+def test_rounds_that_nodes_cannot_run_are_refused_by_name(corpus: Path, outer: dict[str, Any], told: str) -> None:
+    asked = recipe(corpus)
+    workers = 2 * len(outer.get("replicas", ((0,),))[0])
+    made = plans.Outer(**({"replicas": ((0,), (1,)), "method": "diloco", "steps": 4} | outer))
+    with pytest.raises(UserError, match=f"(?s){told}"):
+        role.job_of(asked, on_node(asked, workers, outer=made), [])

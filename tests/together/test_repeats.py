@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from struck import Struck, plan_of, recipe_of, same, write_corpus
 
+from espalier.optim.diloco_slowmo import METHODS
 from espalier.plan import base as plans
-from espalier.sync.diloco_slowmo import METHODS
 from espalier.testing.faults import Fault
 
 STEPS = 16

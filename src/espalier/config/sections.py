@@ -278,7 +278,7 @@ class EveryStep(Choice, frozen=True, tag="every_step"):
 
 class ByRounds(Choice, frozen=True):
     """Replicas take `steps` steps of their own in a round, then agree. What is left out is the method's own, the number
-    of steps and the codec what the links ask for; see `sync.diloco_slowmo`.
+    of steps and the codec what the links ask for; see `optim.diloco_slowmo`.
 
     `replicas`: in how many parts the ranks are cut (as many as machines). `adapt`: rounds follow the measured waits;
     a run's folder: they are as long as they were there, and beyond its end as measured.

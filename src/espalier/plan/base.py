@@ -101,7 +101,7 @@ class Outer(PlanStruct, frozen=True):
 
     Attributes:
         replicas: ranks of each, in order of rank; within one the plan's units hold.
-        method: a key of `sync.diloco_slowmo.METHODS`; settings: what of its `OuterMethod` was set otherwise.
+        method: a key of `optim.diloco_slowmo.METHODS`; settings: what of its `OuterMethod` was set otherwise.
         steps: local steps of a round of the fastest replica; adapt: whether they follow the measured waits.
         paces: of each replica, its steps for each of the fastest.
     """

@@ -21,6 +21,7 @@ from espalier.comm.codecs import codec
 from espalier.compose import Refusal
 from espalier.config import ByRounds, EveryStep, ShardPin
 from espalier.errors import UserError
+from espalier.optim.diloco_slowmo import METHODS
 from espalier.plan import collective_time
 from espalier.plan.base import AdaptiveRule, Exchange, Outer, Plan, Predicted, Rank
 from espalier.plan.cost_inputs import CostInputs
@@ -30,7 +31,6 @@ from espalier.shard.cost import owned, refreshed
 from espalier.shard.placement import ShardFactors
 from espalier.sync import overlap_cost
 from espalier.sync.co2 import chosen_of, refuse_pieces
-from espalier.sync.diloco_slowmo import METHODS
 from espalier.sync.fragment import cut as cut_sizes
 
 SLOW, ALONE = 3.0, 0.9

@@ -29,6 +29,7 @@ from espalier.plan import (
     plan_summary,
     precision,
     refusals,
+    rounds_at_nodes,
     search,
     trials,
 )
@@ -92,7 +93,12 @@ def decide(
     if request.precision == AUTO:
         return _as_measured(request, cluster, calibration, trials)
     replicas = precision.machines(cluster, request.precision) if there else cluster
-    if isinstance(request.sync, ByRounds):
+    if isinstance(request.sync, ByRounds) and rounds_at_nodes.asked(request, replicas):
+        found = _every_step(*rounds_at_nodes.inside(request, replicas, request.sync), calibration)
+        if found.fits:
+            joined = rounds_at_nodes.joined(found.plan, request, replicas, request.sync)
+            found = replace(found, cluster=cluster, plan=joined)
+    elif isinstance(request.sync, ByRounds):
         try:
             found = _by_rounds(request, replicas, calibration, request.sync)
         except refusals.DoesNotFit as error:

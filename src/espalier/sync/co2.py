@@ -18,8 +18,8 @@ from espalier.comm.base import check_feedback
 from espalier.comm.codecs import codec
 from espalier.compose import Claim
 from espalier.errors import UserError
+from espalier.optim.diloco_slowmo import METHODS, OuterMethod
 from espalier.records import Record
-from espalier.sync.diloco_slowmo import METHODS, OuterMethod
 from espalier.sync.membership import MemberGroup, Members
 from espalier.sync.outer_loop import OuterSync
 from espalier.sync.round_length import Rounds
@@ -43,7 +43,7 @@ RECORD = Record(
     files=(
         "sync/co2.py",
         "sync/outer_loop.py",
-        "sync/outer_optimizer.py",
+        "optim/outer_optimizer.py",
         "sync/membership.py",
         "sync/rejoin.py",
         "plan/co2.py",
@@ -72,11 +72,11 @@ class CO2:
         model: on every rank; rank 0's parameters go to all.
         optimizer: of its parameters, any kind; keeps its own state through rounds.
         steps: local steps of a round; None: begins at 8 and follows the measured waits, for all ranks alike.
-        method: a key of `sync.diloco_slowmo.METHODS`.
+        method: a key of `optim.diloco_slowmo.METHODS`.
         group: the ranks; None: torch's default group. A `Crew` for ranks that met in a store of their own; a replica
             that was lost comes back by one with `returns=True`, at the end of a round, with the others' outer
             parameters and an optimizer that begins anew.
-        choices: settings of `sync.diloco_slowmo.OuterMethod` other than the method's.
+        choices: settings of `optim.diloco_slowmo.OuterMethod` other than the method's.
 
     Raises:
         UserError: an unknown method or setting, a model that cannot be averaged, no process group.

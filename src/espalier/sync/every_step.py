@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -141,10 +141,12 @@ class Totals:
         return loss, weight, stop > 0, tuple(rank for rank, flag in enumerate(flags) if flag), tasks
 
 
+_Agreement = TypeVar("_Agreement", bound=StepAgreement)
+
 # --- as a mechanism ------------------------------------------------------------------------------------------------
 
 
-def agreement(context: Build) -> StepAgreement:
+def agreement(context: Build, kind: type[_Agreement] = StepAgreement) -> _Agreement:  # type: ignore[assignment]
     """Of the ranks that exchange gradients at every step."""
     assert context.sharding is not None
     assert context.optimizer is not None
@@ -152,7 +154,7 @@ def agreement(context: Build) -> StepAgreement:
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     counts = context.mesh.mesh.counts(context.mesh.rank)
     totals = Totals(context.workload.nominal_weight, rank, world, len(context.workload.tasks()), counts)
-    return StepAgreement(context.sharding, context.optimizer, totals, context.recipe.train.clip, context.loss_scale)
+    return kind(context.sharding, context.optimizer, totals, context.recipe.train.clip, context.loss_scale)
 
 
 class DataParallel(Mechanism):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from espalier.errors import UserError
-from espalier.sync.diloco_slowmo import OuterMethod
+from espalier.optim.diloco_slowmo import OuterMethod
+from espalier.optim.outer_optimizer import OuterUpdate, Sum
 from espalier.sync.membership import MemberReport, OuterSum, PendingSum
-from espalier.sync.outer_optimizer import OuterUpdate, Sum
 
 
 @dataclass

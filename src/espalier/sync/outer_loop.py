@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.sync.diloco_slowmo import OuterMethod
+from espalier.optim.diloco_slowmo import OuterMethod
+from espalier.optim.outer_optimizer import Sum
 from espalier.sync.fragment import Fragment, fragment_of, split, views_of
 from espalier.sync.membership import MemberReport, Members, OuterSum
-from espalier.sync.outer_optimizer import Sum
 from espalier.sync.round_length import Length, Rounds
 from espalier.track.decision_log import Recorded
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -20,13 +22,13 @@ from espalier.comm.base import Traffic, traffic
 from espalier.comm.codecs import codec
 from espalier.errors import UserError
 from espalier.mechanism import Build, Mechanism
+from espalier.optim.outer_optimizer import Sum
 from espalier.parallel.mesh import ProcessMesh
 from espalier.sync import every_step, overlap_cost
 from espalier.sync.base import Agreed, Agreement, LauncherNews
 from espalier.sync.co2 import CLAIM, chosen_of, refuse_pieces
 from espalier.sync.membership import MemberGroup, Members
 from espalier.sync.outer_loop import Decided, OuterSync
-from espalier.sync.outer_optimizer import Sum
 from espalier.sync.round_length import NAME, Rounds
 from espalier.track.decision_log import Recorded
 from espalier.workload import Outcome
@@ -287,6 +289,100 @@ def _total(group: dist.ProcessGroup, values: Tensor) -> Tensor:
     return values
 
 
+# --- with the outer model on nodes ---------------------------------------------------------------------------------
+
+AT_NODES = replace(CLAIM, name="rounds_at_nodes", needs=CLAIM.needs | {"states on nodes"})
+
+
+class NodeSide(Protocol):
+    """What is needed of a sharding whose outer parameters others hold (see `shard.luwu.mechanism.LocalSharding`)."""
+
+    def end_round(self, run: int, rate: float, stop: bool) -> bool:
+        """Gives what this replica did and takes what all did; `run`: steps of the run then, `rate`: of the last step.
+        Returns whether some replica stops."""
+
+
+class AtNodes(every_step.StepAgreement):
+    """One step of this replica, and a round's end at the nodes. Has state: how far it is in its round.
+
+    `begin` says which rounds: local `steps` of `every` of the run, at the inner optimizer's own `rate`.
+    """
+
+    common = False
+
+    def begin(self, nodes: NodeSide, rounds: Rounds, rate: float) -> AtNodes:
+        """See there."""
+        self.nodes, self.rounds, self.rate = nodes, rounds, rate
+        self.clock = self.begun = 0
+        self._asked = False
+        return self
+
+    @property
+    def own_steps(self) -> int:
+        """Local steps of this replica in a round."""
+        return max(1, round(self.rounds.pace * self.rounds.steps))
+
+    def step(self, outcome: Outcome, learning_rate: float, stop: bool) -> Agreed:
+        """See `Agreement.step`; the loss is this replica's. All stop at the end of the same round."""
+        agreed = super().step(outcome, learning_rate, stop)
+        if agreed.faulty or not math.isfinite(agreed.gradient_norm):
+            return agreed
+        self.clock += 1
+        self._asked |= agreed.stop
+        if self.clock < self.own_steps:
+            return agreed._replace(stop=False)
+        begun = time.perf_counter()
+        stopping = self._end(learning_rate)
+        return agreed._replace(stop=stopping, exposed=agreed.exposed + time.perf_counter() - begun)
+
+    def _end(self, learning_rate: float) -> bool:
+        self.begun, self.clock = self._reached(self.clock), 0
+        stopping = self.nodes.end_round(self.begun, learning_rate * self.rate, self._asked)
+        self._asked = False
+        return stopping
+
+    def _reached(self, clock: int) -> int:
+        return self.begun + clock * self.rounds.steps // self.own_steps
+
+    @property
+    def level(self) -> bool:  # type: ignore[override]
+        """See `Agreement.level`: between rounds, and at the end."""
+        return self.clock == 0
+
+    def following(self, step: int) -> int:
+        """See `Agreement.following`. A slower replica leaves steps out, so that all end their rounds at one number."""
+        return self._reached(self.clock + 1)
+
+    def at(self, step: int) -> None:
+        """See `Agreement.at`."""
+        self.begun, self.clock = step, 0
+
+    def finish(self, learning_rate: float) -> None:
+        """Makes all replicas one."""
+        if self.clock:
+            self._end(learning_rate)
+
+
+class RoundsAtNodes(Mechanism):
+    """Replicas of one rank each, whose outer parameters and outer optimizer are on optimizer nodes."""
+
+    claim = AT_NODES
+
+    def __init__(self, outer: Outer) -> None:
+        self.outer = outer
+
+    def wrap(self, context: Build) -> None:
+        """Makes the agreement."""
+        nodes: Any = context.sharding
+        paces = self.outer.paces or (1.0,) * len(self.outer.replicas)
+        rounds = Rounds(self.outer.steps, paces[context.mesh.coordinates.replica])
+        rate = context.recipe.train.optimizer.learning_rate or 0.0
+        context.agreement = every_step.agreement(context, AtNodes).begin(nodes, rounds, rate)
+
+
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Rounds, where the plan has them."""
-    return None if plan.outer is None else OuterRounds(plan.outer)
+    if plan.outer is None:
+        return None
+    at_nodes = any(one.role == "optimizer" for one in plan.ranks)
+    return RoundsAtNodes(plan.outer) if at_nodes else OuterRounds(plan.outer)

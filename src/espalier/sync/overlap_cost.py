@@ -10,7 +10,7 @@ from espalier.cluster import Link
 from espalier.comm import compressed_collectives
 from espalier.comm.codecs import codec as codec_of
 from espalier.cost import Cost, Number, ring_bytes
-from espalier.sync.diloco_slowmo import OuterMethod
+from espalier.optim.diloco_slowmo import OuterMethod
 
 MARGIN = 1.1
 """Rounds are planned this much longer than a flight."""

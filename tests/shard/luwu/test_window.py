@@ -219,7 +219,6 @@ def test_the_rest_of_the_address_space_is_a_limit_too(monkeypatch: pytest.Monkey
         ({"recompute": "block"}, "luwu and recompute_block cannot run together"),
         ({"compile": True}, "compile and luwu|luwu and compile"),
         ({"stages": (plans.Stage(ranks=(0,), tensor=2),)}, "cannot run"),
-        ({"outer": plans.Outer(replicas=((0,), (1,)), steps=4)}, "luwu and outer_rounds cannot run together"),
     ],
 )
 def test_what_cannot_run_with_it_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], told: str) -> None:

@@ -101,6 +101,25 @@ class Client(Protocol):
         """Ends the connection."""
 
 
+class LocalClient(Client, Protocol):
+    """A client whose steps are the worker's own, until a round ends.
+
+    Attributes:
+        run: steps of the run at the end of the last round.
+    """
+
+    run: int
+
+    def end_round(self, run: int, rate: float, stop: bool) -> bool:
+        """Gives the nodes what this worker did, and goes on from what all did. Returns whether some worker stops.
+
+        `run`: steps of the run at the end of this round; `rate`: of the worker's last step, with its factor.
+        """
+
+    def read(self) -> Mapping[str, float]:
+        """Seconds in exchanges with the nodes, and bytes pulled and pushed there, since it was asked last."""
+
+
 def layers_of(
     model: nn.Module, modules: Sequence[Iterable[nn.Module]]
 ) -> tuple[list[Layer], list[list[int]], list[list[nn.Parameter]]]:

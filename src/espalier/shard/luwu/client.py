@@ -74,7 +74,10 @@ class Client:
     Attributes:
         step: that the nodes stand at, or are on their way to; at first, the one that this worker begins with.
         ledger: bytes sent by traffic class; `received` and `sent` count all bytes of the links.
+        pushed_as: the class of pushes.
     """
+
+    pushed_as = Traffic.GRADIENTS
 
     def __init__(
         self,
@@ -388,7 +391,7 @@ class _Connection:
                 self.session.links["push"].send(
                     frame, partial(self._part, push.handle, codes), wait=self.client.times.answer
                 )
-                self.client.ledger.add(Traffic.GRADIENTS, "send", payload.nbytes)
+                self.client.ledger.add(self.client.pushed_as, "send", payload.nbytes)
 
     def _part(self, handle: Handle, *_: object) -> None:
         with self._changed:

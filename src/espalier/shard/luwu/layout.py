@@ -9,21 +9,27 @@ multiples of 64 elements, so that AdamW runs the same vector instructions on a p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 from espalier.config import Adamw
 from espalier.errors import UserError
+from espalier.optim.diloco_slowmo import METHODS, OuterMethod
 from espalier.shard.luwu.base import Layer
 
 Push = Literal["fp32", "int16", "int8", "int8:stochastic"]
 Pull = Literal["fp32", "bf16"]
 BITS = {"fp32": 32, "int16": 16, "int8": 8, "int8:stochastic": 8}
 """Bits of a pushed value."""
+PUSHED: Mapping[str, Push] = {"exact": "fp32", "int8": "int8"}
+"""How gradients cross the wire, by the codec of the plan's exchange."""
 CHUNK = 1 << 20
 """Elements of a chunk, at most."""
 ALIGNMENT = 64
+LOCAL_BYTES = 40
+"""Of a parameter that a worker with steps of its own reads and writes in one: values for forward, for backward and for
+AdamW, the gradient, and both moments; then all but the first two again."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class Job:
         push: how gradients cross the wire; pull: how parameters do.
         workers: how many the first step waits for.
         chunk: elements of a chunk, at most.
+        outer: what moves the parameters in the place of AdamW, where workers push how far they went in a round.
     """
 
     layers: tuple[Layer, ...]
@@ -75,6 +82,7 @@ class Job:
     pull: Pull = "fp32"
     workers: int = 1
     chunk: int = CHUNK
+    outer: OuterMethod | None = None
 
     def __post_init__(self) -> None:
         for option, value, known in (("push", self.push, get_args(Push)), ("pull", self.pull, get_args(Pull))):
@@ -121,3 +129,39 @@ def _cut(size: int, chunk: int) -> Sequence[int]:
     """Lengths of a tensor's pieces."""
     step = max(chunk // ALIGNMENT, 1) * ALIGNMENT
     return [size] if size <= chunk else [min(step, size - at) for at in range(0, size, step)]
+
+
+def push_of(codecs: Collection[str], section: str) -> Push:
+    """How workers push in those codecs. Raises UserError where nodes cannot add that up; `section`: where a recipe says
+    it."""
+    if len(codecs) > 1 or not set(codecs) <= set(PUSHED):
+        raise UserError(
+            f"An optimizer node cannot add up gradients in the codec {', '.join(sorted(codecs))!r}.",
+            do=f"{section}.codec = {' or '.join(map(repr, PUSHED))}",
+        )
+    return PUSHED[next(iter(codecs))]
+
+
+def outer_method(method: str, settings: Mapping[str, Any], replicas: Sequence[Sequence[int]]) -> OuterMethod:
+    """How nodes move outer parameters (`plan.base.Outer`). Raises UserError for what they cannot do."""
+    found = replace(METHODS[method], **settings)
+    if found.delay or found.fragments > 1:
+        raise UserError(
+            f"Optimizer nodes cannot run rounds of the method {method!r}.",
+            why="it goes on while what it sent is on its way, in whole or in parts, and workers that hold a few layers "
+            "wait for the outer parameters at the end of a round",
+            do='sync.kind = "diloco", "slowmo" or "local_sgd"',
+        )
+    if found.penalty != "none":
+        raise UserError(
+            f"Optimizer nodes cannot run rounds with sync.penalty = {found.penalty!r}.",
+            why="it is for what comes late, and nothing does",
+            do='sync.penalty = "none"',
+        )
+    if any(len(ranks) > 1 for ranks in replicas):
+        raise UserError(
+            "On optimizer nodes a replica of several workers cannot take steps of its own.",
+            why="every worker has its own parameters on its disk",
+            do=f"sync.replicas={sum(map(len, replicas))}",
+        )
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from espalier.mechanism import Build, Mechanism
 from espalier.optim.base import Owned
 from espalier.optim.schedules import factor
 from espalier.records import Record
-from espalier.shard.luwu.base import Client, Layer, StepLost, layers_of
+from espalier.shard.luwu.base import Client, Layer, LocalClient, StepLost, layers_of
 from espalier.shard.luwu.window import HeldLayer, LayerWindow, window_size
 
 if TYPE_CHECKING:
@@ -64,13 +64,13 @@ CLAIM = Claim(
             "layers of one stage",
             "recomputes activations",
             "compiles blocks",
-            "replicas differ between rounds",
             "the loss is scaled",
         }
     ),
     after=frozenset({"attend", "aggregate", "route", "precision", "matrices"}),
 )
-"""Workers compute activations again by themselves, and hold no parameters between which rounds could differ."""
+"""Workers compute activations again by themselves. Where they take steps of their own, their parameters are on their
+own disks (`local_steps`)."""
 SKELETON = Claim("skeleton", question="model", changes=frozenset({"a model"}))
 OPTIMIZER = Claim("adamw_on_node", question="optimizer", needs=frozenset({"states on nodes"}), instead=("adamw",))
 
@@ -98,6 +98,11 @@ class NodeSharding:
     def client(self) -> Client:
         """The way to the nodes."""
         return self.window.client
+
+    @property
+    def steps(self) -> int:
+        """Of the run, that the nodes hold."""
+        return self.window.step
 
     def clear(self) -> None:
         """See `Sharding.clear`."""
@@ -160,6 +165,27 @@ class NodeSharding:
         self.window.keep()
 
 
+class LocalSharding(NodeSharding):
+    """See `NodeSharding`: in a round, this worker's own parameters are on its disk."""
+
+    @property
+    def local(self) -> LocalClient:
+        """This worker's own model."""
+        return cast("LocalClient", self.client)
+
+    @property
+    def steps(self) -> int:
+        """See `NodeSharding.steps`."""
+        return self.local.run
+
+    def end_round(self, run: int, rate: float, stop: bool) -> bool:
+        """See `LocalClient.end_round`."""
+        self.window.drop()
+        stopping = self.local.end_round(run, rate, stop)
+        self.window.prefetch(self.window.usual)
+        return stopping
+
+
 class NodeOptimizer:
     """See `Optimizer`: the nodes' own. Has no state here."""
 
@@ -189,7 +215,7 @@ class NodeState:
         self.sharding.settle()
         layers = [one.layer for one in self.sharding.window.layers]
         tensors = {name: list(shape) for layer in layers for name, shape in layer.tensors}
-        return {"step": self.sharding.window.step, "tensors": tensors}
+        return {"step": self.sharding.steps, "tensors": tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises UserError where the nodes' files are of another model, or of an earlier step."""
@@ -256,6 +282,10 @@ class ModelOnNodes(Mechanism):
         assert context.model is not None
         context.window = window = make_window(context, self.connect)
         context.meters["node"] = window.read
+        if context.plan.outer is not None:
+            context.sharding = sharding = LocalSharding(context.model, window)
+            context.meters["node"] = sharding.local.read
+            return
         train = context.recipe.train
         context.sharding = NodeSharding(
             context.model, window, lambda step: factor(train.schedule, step, train.steps or 0)
@@ -264,12 +294,12 @@ class ModelOnNodes(Mechanism):
     def resumed(self, context: Build) -> int | None:
         """The step of the nodes' files."""
         assert isinstance(context.sharding, NodeSharding)
-        return context.sharding.window.step or None
+        return context.sharding.steps or None
 
     def recovered(self, context: Build, error: Exception) -> int | None:
         """Where a node has started again, or its standby goes on."""
         assert isinstance(context.sharding, NodeSharding)
-        if not isinstance(error, StepLost):
+        if not isinstance(error, StepLost) or context.plan.outer is not None:
             return None
         return context.sharding.window.recover() if error.again is None else error.again
 

@@ -21,12 +21,11 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
 
 from espalier import serialization
 from espalier.errors import EspalierError, RunFailed, UserError, words_of
 from espalier.shard.luwu import fixed_point
+from espalier.shard.luwu.chunk_update import update
 from espalier.shard.luwu.layout import BITS, Chunk, Job
 from espalier.shard.luwu.reduction import Agreed, Member, Reduction, Slot
 from espalier.shard.luwu.state_file import ChunkState, Entries, State, Sums
@@ -299,7 +298,7 @@ class OptimizerNode:
             if work.decision is not None:
                 if work.decision.scale != 1.0:
                     gradient *= work.decision.scale
-                self._adamw(work, work.buffers, work.decision)
+                update(self.job, work.buffers, work.step.number, work.decision.rate)
             self._writing.put(work)
 
     def _sum(self, work: _Work, slot: Slot, gradient: Tensor) -> bool:
@@ -332,36 +331,6 @@ class OptimizerNode:
                 work.step.squares[key] = work.step.squares.get(key, 0.0) + square
         if not work.final:
             self._sums.write(work.chunk, gradient)
-
-    def _adamw(self, work: _Work, buffers: ChunkState, decision: Decision) -> None:
-        """AdamW on views of the buffers, tensor by tensor: the same instructions as on whole tensors."""
-        options = self.job.optimizer
-        assert options.learning_rate is not None
-        shapes = self.job.layers[work.chunk.layer].tensors
-        for decays in (True, False):
-            pieces = [piece for piece in work.chunk.pieces if (len(shapes[piece.tensor][1]) >= 2) == decays]
-            if not pieces:
-                continue
-            master, gradient, first, second = (
-                [whole[piece.start : piece.stop] for piece in pieces]
-                for whole in (buffers.master, buffers.gradient, buffers.first, buffers.second)
-            )
-            (adam if options.coupled else adamw)(
-                master,
-                gradient,
-                first,
-                second,
-                [],
-                [torch.tensor(float(work.step.number)) for _ in pieces],
-                fused=True,
-                amsgrad=False,
-                beta1=options.betas[0],
-                beta2=options.betas[1],
-                lr=options.learning_rate * decision.rate,
-                weight_decay=(options.weight_decay or 0.0) if decays else 0.0,
-                eps=options.epsilon,
-                maximize=False,
-            )
 
     def _write(self) -> None:
         while (work := self._writing.get()) is not None:

@@ -217,11 +217,12 @@ class Reduction:
             return {"known": True, "expected": link.receiving.expected, "first": member.first, "joins": joins} | status
 
     def _join(self, greeting: wire.Greeting) -> Member:
-        if greeting["cluster"] != self._cluster:  # the first to come after some node of the run has started again
-            self._reset(greeting["resume"], greeting["cluster"])
         old = self.members.get(greeting["rank"])
         if old is not None:
             self.drop(old)
+        if greeting["cluster"] != self._cluster or self._abandoned(greeting):
+            # the first to come after some node of the run has started again, or after all others were lost in a step
+            self._reset(greeting["resume"], greeting["cluster"])
         first = self.round + (any(key[0] == self.round for key in (*self._waiting, *self.agreed)) and self.gathered)
         member = Member(greeting["rank"], greeting["session"], first, greeting["workers"])
         for stream, number in (("control", 0), ("push", first * self.each)):
@@ -238,6 +239,11 @@ class Reduction:
         self.gathered = self.gathered or sum(one.workers for one in self.members.values()) >= self.job.workers
         self._again()
         return member
+
+    def _abandoned(self, greeting: wire.Greeting) -> bool:
+        """Whether nobody is left of those who began the present step, or ended one that another node has not."""
+        begun = any(key[0] >= self.round for key in (*self._waiting, *self.agreed))
+        return not self.members and (begun or self.above.status(greeting)["step"] != greeting["resume"])
 
     def drop(self, member: Member) -> None:
         """From now on nothing waits for it. Chunks that it has pushed count."""
@@ -405,4 +411,5 @@ def summary(job: Job) -> dict[str, str]:
         "push": job.push,
         "pull": job.pull,
         "chunk": str(job.chunk),
+        "outer": str(job.outer),
     }

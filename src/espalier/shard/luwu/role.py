@@ -27,9 +27,11 @@ from espalier.cache_dir import unwritable
 from espalier.config import Adamw
 from espalier.errors import RunFailed, UserError
 from espalier.shard.luwu.aggregator import Aggregator
+from espalier.shard.luwu.base import Client as Connected
 from espalier.shard.luwu.base import Layer, filler, layers_of
 from espalier.shard.luwu.client import Client
-from espalier.shard.luwu.layout import Job
+from espalier.shard.luwu.layout import Job, outer_method, push_of
+from espalier.shard.luwu.local_steps import LocalSteps, Round
 from espalier.shard.luwu.node import OptimizerNode
 from espalier.shard.luwu.standby import Replica, Standby
 from espalier.shard.luwu.state_file import open_state, open_sums, read_layer
@@ -39,13 +41,13 @@ if TYPE_CHECKING:
     from espalier.config import Recipe
     from espalier.launch.base import RankSpec
     from espalier.mechanism import Build
-    from espalier.plan.base import Plan
+    from espalier.plan.base import Outer, Plan
     from espalier.workload import Workload
 
 _LOOK = 0.02
 """Seconds between two looks at who is there."""
-PUSHED = {"exact": "fp32", "int8": "int8"}
-"""How gradients cross the wire, by the codec of the plan's exchange of gradients."""
+LONGEST_ROUND = 86_400.0
+"""Seconds that a worker waits at the end of a round for one that still computes; one that is gone is noticed sooner."""
 POSTS = "posts.json"
 """Where all such processes serve, in the folder of each."""
 
@@ -130,14 +132,12 @@ def job_of(recipe: Recipe, plan: Plan, layers: Sequence[Layer]) -> Job:
             f"train.optimizer.kind = {options.__struct_config__.tag!r}, and an optimizer node runs AdamW.",
             do='train.optimizer.kind = "adamw"',
         )
-    codecs = {one.codec for one in plan.exchanges if one.traffic == "gradients"} or {"exact"}
-    unknown = sorted(codecs - set(PUSHED))
-    if unknown or len(codecs) > 1:
-        raise UserError(
-            f"An optimizer node cannot add up gradients in the codec {', '.join(sorted(codecs))!r}.",
-            do=f"comm.codec = {' or '.join(map(repr, PUSHED))}",
-        )
-    return Job(tuple(layers), options, PUSHED[codecs.pop()], workers=len(plan.trainers))  # type: ignore[arg-type]
+    pushed = "gradients" if plan.outer is None else "outer_step"
+    codecs = {one.codec for one in plan.exchanges if one.traffic == pushed} or {"exact"}
+    outer, push = None, push_of(codecs, "comm" if plan.outer is None else "sync")
+    if plan.outer is not None:
+        outer = outer_method(plan.outer.method, plan.outer.settings, plan.outer.replicas)
+    return Job(tuple(layers), options, push, workers=len(plan.trainers), outer=outer)
 
 
 # --- processes that serve --------------------------------------------------------------------------------------------
@@ -215,7 +215,8 @@ def _until_left(place: NodePlace, node: OptimizerNode, stepped: Callable[[int], 
     Raises what the node failed with."""
     sites = {site_of(place.plan, rank) for rank in place.plan.trainers}
     due = len(sites - {None}) + sum(site_of(place.plan, rank) is None for rank in place.plan.trainers)
-    last = place.recipe.train.steps or 0
+    every = 1 if place.plan.outer is None else place.plan.outer.steps
+    last = -(-(place.recipe.train.steps or 0) // every)
     stands_by = isinstance(node, Standby)
     came, step = 0, -1
     while True:
@@ -321,13 +322,13 @@ def load_into(model: nn.Module, workload: Workload, recipe: Recipe, plan: Plan, 
             f"The optimizer nodes' files are of steps {', '.join(map(str, steps))}.",
             do="run espalier train again: nodes come to the same step when they meet",
         )
-    return steps[0]
+    return steps[0] if plan.outer is None else min(steps[0] * plan.outer.steps, recipe.train.steps or 0)
 
 
 # --- a worker's way there ------------------------------------------------------------------------------------------
 
 
-def connect(context: Build, layers: Sequence[Layer]) -> Client:
+def connect(context: Build, layers: Sequence[Layer]) -> Connected:
     """The connection of a worker to the nodes of its run, through the aggregator of its machine if there is one. All
     ranks of the run take part.
 
@@ -343,6 +344,20 @@ def connect(context: Build, layers: Sequence[Layer]) -> Client:
     addresses = [[posts[one].addresses[0] for one in order] for order in orders]
     if site is not None:
         addresses = [[one] for one in posts[site].addresses]
-    client = Client(addresses, rank, job, _token(posts), TIMES)
+    times = TIMES if plan.outer is None else replace(TIMES, answer=LONGEST_ROUND)
+    client = Client(addresses, rank, job, _token(posts), times)
     client.ledger = getattr(context.mesh.channel, "ledger", client.ledger)
-    return client
+    return client if plan.outer is None else _local(context, plan.outer, client)
+
+
+def _local(context: Build, outer: Outer, client: Client) -> LocalSteps:
+    """Steps of a worker's own between the nodes', in a folder beside theirs."""
+    plan, rank = context.plan, context.mesh.rank
+    replica = next(number for number, ranks in enumerate(outer.replicas) if rank in ranks)
+    samples = [stop - start for start, stop in (plan.ranks[ranks[0]].share for ranks in outer.replicas)]
+    steps = max(1, round((outer.paces[replica] if outer.paces else 1.0) * outer.steps))
+    weight = samples[replica] / max(1, *samples) * steps / outer.steps
+    if context.folder is None:
+        raise UserError("Workers that take steps of their own need a run folder for their files.", do="espalier train")
+    folder = folder_of(context.recipe, context.folder, "worker", rank)
+    return LocalSteps(client, folder, Round(steps, outer.steps, weight or 1.0))

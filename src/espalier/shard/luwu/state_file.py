@@ -213,9 +213,11 @@ def fill(state: State, job: Job, values: Fill) -> None:
     state.commit(0)
 
 
-def open_state(where: Path | Sequence[Path], job: Job, values: Fill) -> Generations:
+def open_state(
+    where: Path | Sequence[Path], job: Job, values: Fill, beside: Mapping[str, int] | None = None
+) -> Generations:
     """The state in a folder (or striped over folders on several disks), of the last step that is whole there; where
-    there is none, one with the first `values`.
+    there is none, one with the first `values`. `beside`: bytes of further entries, not written yet.
 
     Raises:
         UserError: it is of other layers; or it cannot be read or written.
@@ -233,7 +235,7 @@ def open_state(where: Path | Sequence[Path], job: Job, values: Fill) -> Generati
                 do="start a new run with --run FOLDER, or name another folder in store.path",
             )
         return Generations(files, verify=True)
-    sizes = Entries(job).sizes()
+    sizes = Entries(job).sizes() | dict(beside or {})
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
         check_room(folder, 2 * sum(map(pages, sizes.values())) // len(folders), "the state of an optimizer node")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.sync.diloco_slowmo import OuterMethod
+from espalier.optim.diloco_slowmo import OuterMethod
 
 Sum = Callable[[Tensor], Tensor]
 """Adds a small tensor over the ranks that hold the other shards of a replica, in place; returns it."""
