@@ -1,4 +1,4 @@
-"""A loop of your own whose parameters and AdamW are on an optimizer node: four lines more than without.
+"""A loop of your own whose parameters and AdamW are on an optimizer node: a few lines more than without.
 
     python examples/optimizer_node.py state        # again: it goes on where it stood
 
@@ -25,13 +25,19 @@ node = luwu.start_node(sys.argv[1], job, model, "a secret of your own", ("127.0.
 client = luwu.Client([[node.reduction.door.getsockname()]], 0, job, "a secret of your own")
 loop = luwu.attach(model, optimizer, client)
 
-for step in range(client.step, client.step + 20):
+step, end = client.step, client.step + 20
+while step < end:
     inputs = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
-    loss = (model(inputs).squeeze(1) - inputs.sum(1)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(f"step {step + 1}: loss {loss.item():.6f}, {loop.window.held} bytes of parameters here")
+    try:
+        loss = (model(inputs).squeeze(1) - inputs.sum(1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    except luwu.StepLost:  # the node has started again, and needs that step once more
+        step = loop.recover()
+        continue
+    step += 1
+    print(f"step {step}: loss {loss.item():.6f}, {loop.window.held} bytes of parameters here")
 
 loop.close()
 node.close()

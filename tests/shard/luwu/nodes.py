@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -57,6 +58,18 @@ def memory(one: Job) -> State:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as door:
         return door.getsockname()[1]
+
+
+def again(start: Callable[[], OptimizerNode]) -> OptimizerNode:
+    """What `start` gives, as soon as the kernel has freed the address of the node before it."""
+    until = time.monotonic() + 10.0
+    while True:
+        try:
+            return start()
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)
 
 
 def on_disk(one: Job, folder: Path) -> tuple[State, Sums]:

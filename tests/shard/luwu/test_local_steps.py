@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from nodes import FAST, TOKEN, Plain, client, equal, first, free_port, gradient, job, node, on_disk, pulled
+from nodes import FAST, TOKEN, Plain, again, client, equal, first, free_port, gradient, job, node, on_disk, pulled
 from torch import Tensor
 
 from espalier.comm.base import Traffic
@@ -191,7 +191,7 @@ def test_a_node_that_starts_again_in_the_exchange_changes_no_bit(tmp_path: Path,
             if committed:
                 worker.outer.settle(2)
             nodes[0].close()
-            nodes.append(start())
+            nodes.append(again(start))
         return plain(*arguments)
 
     setattr(*((worker, "_take", struck) if committed else (worker.outer, "totals", struck)))

@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from nodes import FAST, again, free_port
 from torch import nn
 
 from espalier.errors import UserError
 from espalier.shard import luwu
+from espalier.shard.luwu import user_loop
 from espalier.shard.luwu.node import OptimizerNode
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "optimizer_node.py"
@@ -133,6 +135,59 @@ def test_optimizers_that_a_node_does_not_run_are_refused_by_name() -> None:
         luwu.job_of(model, torch.optim.AdamW(model.parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize("where", ["forward", "backward", "before the step", "after the step"])
+def test_a_loop_whose_node_starts_again_goes_on_to_the_last_bit(tmp_path: Path, where: str) -> None:
+    plain, other = made()
+    expected = [one_step(plain, other, step) for step in range(10)]
+    model, optimizer = made()
+    job, address, times = luwu.job_of(model, optimizer), ("127.0.0.1", free_port()), []
+
+    def start() -> OptimizerNode:
+        return luwu.start_node(tmp_path, job, model, "token", address)
+
+    node = [start()]
+    client = luwu.Client([[address]], 0, job, "token", FAST)
+    loop = luwu.attach(model, optimizer, client)
+
+    def strike(at: str) -> None:
+        if at == where and client.step in (3, 4, 7) and times.count(client.step) == 0:
+            times.append(client.step)
+            node[0].close()
+            node[0] = again(start)
+
+    model.blocks[2].register_forward_hook(lambda *_: strike("forward"))
+    model.blocks[2].register_full_backward_hook(lambda *_: strike("backward"))
+    losses, step = {}, 0
+    while step < 10:
+        try:
+            losses[step] = one_step(model, optimizer, step, strike)
+            step += 1
+        except luwu.StepLost:
+            step = loop.recover()
+    assert times
+    assert [losses[step] for step in range(10)] == expected
+    loop.detach()
+    for name, value in model.named_parameters():
+        assert torch.equal(value, plain.get_parameter(name)), name
+    loop.close()
+    node[0].close()
+
+
+def one_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, strike: Callable[[str], None] = lambda _: None
+) -> float:
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 / (1 + step)
+    tokens = torch.randint(0, 50, (6, 11), generator=torch.Generator().manual_seed(step))
+    loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    strike("before the step")
+    optimizer.step()
+    strike("after the step")
+    return loss.item()
+
+
 def test_the_example_runs_and_goes_on_where_it_stood(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,3 +196,35 @@ def test_the_example_runs_and_goes_on_where_it_stood(
         runpy.run_path(str(EXAMPLE))
         told = re.findall(r"step (\d+): loss", capsys.readouterr().out)
         assert [int(one) for one in told] == list(range(first, first + 20))
+
+
+def test_the_example_goes_on_where_its_node_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[OptimizerNode] = []
+    calls: list[tuple[Any, ...]] = []
+    plain_start, plain_step = luwu.start_node, user_loop.AttachedLoop._step
+
+    def start(*arguments: Any) -> OptimizerNode:
+        started.append(plain_start(*arguments))
+        calls.append(arguments)
+        return started[-1]
+
+    def step(loop: user_loop.AttachedLoop) -> None:
+        plain_step(loop)
+        if loop.client.step == 8 and len(started) == 1:
+            address = started[0].reduction.door.getsockname()
+            started[0].close()
+            again(lambda: start(*calls[0][:-1], address))
+
+    told = []
+    for name, struck in (("plain", False), ("struck", True)):
+        monkeypatch.setattr(sys, "argv", ["optimizer_node.py", str(tmp_path / name)])
+        if struck:
+            monkeypatch.setattr(user_loop, "start_node", start)
+            monkeypatch.setattr(user_loop.AttachedLoop, "_step", step)
+        runpy.run_path(str(EXAMPLE))
+        told.append(dict(re.findall(r"step (\d+): loss ([\d.]+)", capsys.readouterr().out)))
+    assert len(started) == 2
+    assert told[0] == told[1]
+    started[1].close()

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from espalier.config import Adamw
 from espalier.errors import UserError
 from espalier.shard.luwu.base import Client as Connected
-from espalier.shard.luwu.base import Layer, filler
+from espalier.shard.luwu.base import Layer, StepLost, filler
 from espalier.shard.luwu.client import Client
 from espalier.shard.luwu.layout import Job, Push
 from espalier.shard.luwu.mechanism import hold
@@ -253,4 +253,4 @@ def _options(optimizer: torch.optim.Optimizer) -> Adamw:
     )  # fmt: skip
 
 
-__all__ = ["AttachedLoop", "Client", "Job", "attach", "job_of", "start_node"]
+__all__ = ["AttachedLoop", "Client", "Job", "StepLost", "attach", "job_of", "start_node"]
