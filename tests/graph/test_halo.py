@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from espalier import config
 from espalier.comm.base import Traffic
+from espalier.comm.channel import Channel
 from espalier.errors import UserError
 from espalier.graph import halo
 from espalier.graph.compiled_aggregate import equip
@@ -18,6 +20,7 @@ from espalier.graph.gnn import Gnn
 from espalier.graph.node_classification import summed_loss
 from espalier.graph.subgraphs import View
 from espalier.graph.workload import _style
+from espalier.sparse.partition import clusters
 from espalier.testing import forks, ranks
 from espalier.workload import to_device
 
@@ -50,16 +53,26 @@ def parts_of(kind: str, world: int) -> np.ndarray:
             return at * world // NODES
         case "unequal":  # the last rank has most nodes
             return np.minimum(np.searchsorted([2, 9, 20], at, side="right"), world - 1)
+        case "clusters":  # by METIS, where it is installed
+            graph = graph_of()
+            return clusters(graph.indptr, graph.indices, world)
+        case "isolated":  # the last rank has only nodes without an edge, and no boundary
+            return np.where(at < NODES - 7, at % (world - 1), world - 1)
         case _:  # "empty": only the first rank has nodes
             return np.zeros(NODES, np.int64)
 
 
-def one_step(network, batch, labels, chosen):
-    """Loss and gradients, the loss over the number of all nodes."""
+LABELLED = np.flatnonzero(np.arange(NODES) % 3 != 1)
+"""The nodes that are trained on; the rank of the first two nodes has one."""
+
+
+def one_step(network, batch, graph, owned):
+    """Logits, gradients and loss of the labelled ones among `owned`, over the number of all labelled nodes."""
     features, blocks = batch
     logits = network(features, blocks)
-    loss, _ = summed_loss(logits, labels, chosen)
-    (loss / NODES).backward()
+    chosen = np.flatnonzero(np.isin(owned, LABELLED))
+    loss, _ = summed_loss(logits, torch.from_numpy(graph.labels)[owned[chosen]], torch.from_numpy(chosen))
+    (loss / len(LABELLED)).backward()
     return logits.detach(), [parameter.grad for parameter in network.parameters()], loss.detach()
 
 
@@ -71,7 +84,7 @@ def network_of(kind: str, dtype) -> Gnn:
 def whole(kind, graph, dtype):
     view = View(graph, _style(NETWORKS[kind]), 3)
     batch = to_device(view.whole(), dtype=dtype)
-    return one_step(network_of(kind, dtype), batch, torch.from_numpy(graph.labels), None)
+    return one_step(network_of(kind, dtype), batch, graph, np.arange(NODES))
 
 
 def over(channel, kind, graph, parts, network):
@@ -80,15 +93,23 @@ def over(channel, kind, graph, parts, network):
     cut = halo.boundary(graph.indptr, graph.indices, parts, channel.size())
     own = halo.Halo.of(view.block.indptr, view.block.indices, cut, channel.rank(), channel)
     dtype = next(network.parameters()).dtype
-    batch = to_device((view.features[own.nodes], own.blocks(view.block, 3)), dtype=dtype)
     network = halo.equip(copy.deepcopy(network))
     before = channel.ledger.by_class().get(Traffic.HALO.value, 0)
-    logits, gradients, loss = one_step(network, batch, torch.from_numpy(graph.labels)[own.owned], None)
+    features = own.exchange(to_device(view.features[own.owned], dtype=dtype))  # once: they do not change
+    batch = (features, to_device(own.blocks(view.block, 3), dtype=dtype))
+    logits, gradients, loss = one_step(network, batch, graph, own.owned.numpy())
     sent = channel.ledger.by_class().get(Traffic.HALO.value, 0) - before
     for one in (*gradients, loss):
         torch.distributed.all_reduce(one, group=channel)
-    expected = halo.step_bytes(network, cut.rows, 8 if dtype == torch.float64 else 4)[channel.rank()]
+    size, rank = 8 if dtype == torch.float64 else 4, channel.rank()
+    expected = halo.step_bytes(network, cut.rows, size)[rank] + size * WIDTH * cut.rows.sum(1)[rank]
     return own.owned, logits, gradients, loss, (sent, int(expected))
+
+
+CUTS = [
+    *((1, "random"), (2, "random"), (3, "contiguous"), (4, "random"), (4, "unequal")),
+    *((2, "clusters"), (3, "clusters"), (4, "clusters"), (3, "isolated"), (3, "empty")),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -96,7 +117,7 @@ def over(channel, kind, graph, parts, network):
 def test_any_number_of_ranks_equals_one(kind, dtype):
     graph, limit = graph_of(weights=kind == "gcn"), 1e-10 if dtype == torch.float64 else 1e-5
     logits, gradients, loss = whole(kind, graph, dtype)
-    for world, name in [(1, "random"), (2, "random"), (3, "contiguous"), (4, "random"), (4, "unequal"), (3, "empty")]:
+    for world, name in CUTS:
         found = ranks(world, over, kind, graph, parts_of(name, world), network_of(kind, dtype))
         for owned, own_logits, own_gradients, own_loss, (sent, expected) in found:
             torch.testing.assert_close(own_logits, logits[owned], rtol=limit, atol=limit)
@@ -196,3 +217,55 @@ def test_parts_for_another_number_of_ranks_are_refused():
 
     with pytest.raises(UserError, match="3 parts are not for a group of 2 ranks"):
         ranks(2, wrong)
+
+
+def plain_group(channel, graph, parts):
+    """The exchange over a group of torch's own."""
+    group = torch.distributed.new_group(backend="gloo")
+    assert not isinstance(group, Channel)
+    return exchanged(group, graph, parts)
+
+
+def test_any_process_group_carries_the_exchange():
+    graph, parts = graph_of(), parts_of("random", 2)
+    expected = ranks(2, exchanged, graph, parts)
+    for found, other in zip(forks(2, plain_group, graph, parts), expected, strict=True):
+        assert all(map(torch.equal, found, other))
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_nan_from_a_peer_is_named_by_rank_layer_and_node(layer):
+    graph, parts = graph_of(), parts_of("contiguous", 3)
+    cut = halo.boundary(graph.indptr, graph.indices, parts, 3)
+    node = int(cut.node[(cut.receiver == 0) & (cut.owner == 2)][1])
+    graph.features[node, 3] = np.nan
+
+    def received(channel):
+        own = dataclasses.replace(halo.Halo.of(graph.indptr, graph.indices, cut, channel.rank(), channel), layer=layer)
+        own.exchange(torch.from_numpy(graph.features)[own.owned])
+
+    expected = f"received NaN for layer {layer + 1}: the row of node {node}, which rank 2 owns"
+    with pytest.raises(UserError, match=expected):
+        ranks(3, received)
+
+
+def test_infinite_rows_cross_as_they_are():
+    graph, parts = graph_of(), parts_of("contiguous", 2)
+    graph.features[::2], graph.features[1::2] = np.inf, -np.inf
+    for nodes, both, *_ in ranks(2, exchanged, graph, parts):
+        torch.testing.assert_close(both, torch.from_numpy(graph.features)[nodes].double(), rtol=0, atol=0)
+
+
+def test_more_ranks_than_nodes_are_refused_by_the_partition_too():
+    graph = graph_of()
+    with pytest.raises(UserError, match="cannot be made of 67 nodes"):
+        clusters(graph.indptr, graph.indices, NODES + 1)
+
+
+def test_a_halo_on_another_device_is_the_same_cut():
+    graph = graph_of()
+    cut = halo.boundary(graph.indptr, graph.indices, parts_of("random", 2), 2)
+    moved = halo.Halo.of(graph.indptr, graph.indices, cut, 0).to("meta")
+    tensors = (moved.owned, moved.outer, moved.edges, moved.indptr, moved.indices, *moved.sends)
+    assert all(one.device.type == "meta" for one in tensors)
+    assert moved.sources == len(cut.node[cut.receiver == 0]) + int((cut.parts == 0).sum())

@@ -162,6 +162,11 @@ class Halo:
         """int64 [sources]: the ids of own nodes, then of halo nodes."""
         return torch.cat([self.owned, self.outer])
 
+    def to(self, device: torch.device | str) -> Halo:
+        """The same with its tensors on `device`, where the rows are that it exchanges."""
+        named = {name: getattr(self, name).to(device) for name in ("owned", "outer", "edges", "indptr", "indices")}
+        return replace(self, sends=tuple(one.to(device) for one in self.sends), **named)
+
     def leaving(self, crossing: Crossing) -> list[int]:
         """Rows for each peer."""
         return list(self.receives) if crossing.backward else [len(one) for one in self.sends]
@@ -172,7 +177,8 @@ class Halo:
 
     def exchange(self, rows: Tensor) -> Tensor:
         """Rows of own nodes [owned, ...] to those of own and halo nodes [sources, ...]. Differentiable; all ranks call
-        it alike, and go backward through it alike. Raises UserError for another number of rows."""
+        it alike, and go backward through it alike. Raises UserError for another number of rows, and for NaN from a
+        peer."""
         if len(rows) != len(self.owned):
             raise UserError(
                 f"This rank owns {len(self.owned):,} nodes, and there are {len(rows):,} rows.",
@@ -182,6 +188,22 @@ class Halo:
             return rows
         found: Tensor = _Exchange.apply(rows, self)
         return found
+
+    def check(self, received: Tensor) -> None:
+        """Raises UserError for the first of the halo rows [outer, ...] that has NaN, by its node and owner."""
+        if not received.is_floating_point() or not received.sum().isnan():
+            return
+        bad = received.flatten(1).isnan().any(1).nonzero()
+        if not len(bad):  # infinities of both signs
+            return
+        at, group = int(bad[0]), self.group
+        owner = int(np.searchsorted(np.cumsum(self.receives), at, side="right"))
+        raise UserError(
+            f"Rank {0 if group is None else group.rank()} received NaN for layer {self.layer + 1}: "
+            f"the row of node {int(self.outer[at])}, which rank {owner} owns.",
+            why=f"{len(bad):,} of {len(received):,} rows have it, and sums over neighbours would spread it",
+            do="look at the node's features; where they are finite, a smaller learning rate",
+        )
 
     def both(self, rows: Rows) -> Rows:
         """As `exchange`; of kept rows (MaxK) values and columns cross, a message each."""
@@ -217,6 +239,7 @@ class _Exchange(torch.autograd.Function):
         made[: len(rows)] = rows
         sent = torch.cat([rows[one] for one in halo.sends])
         halo.transport(halo, sent, made[len(rows) :], Crossing(halo.layer, backward=False))
+        halo.check(made[len(rows) :])
         return made
 
     @staticmethod
