@@ -43,7 +43,7 @@ FAILURE_IS_AN_ANSWER = {"diagnose"}
 OWN = {
     "codecs.md": 2,
     "faults.md": 1,
-    "graph.md": 2,
+    "graph.md": 3,
     "kernels.md": 1,
     "pipelines.md": 2,
     "planner.md": 1,

@@ -223,9 +223,12 @@ class Halo:
         )
 
     def blocks(self, whole: MessageBlock, depth: int) -> tuple[MessageBlock, ...]:
-        """One for each of `depth` layers. The first reads own and halo rows, which do not change; others are given own
-        rows, and an equipped layer exchanges what it aggregates."""
-        first = self.block(whole)
+        """One for each of `depth` layers: see `by_layer`."""
+        return self.by_layer(self.block(whole), depth)
+
+    def by_layer(self, first: MessageBlock, depth: int) -> tuple[MessageBlock, ...]:
+        """The block of this rank for each of `depth` layers. The first reads own and halo rows, which do not change;
+        others are given own rows, and an equipped layer exchanges what it aggregates."""
         return (first, *(first._replace(halo=replace(self, layer=layer)) for layer in range(1, depth)))
 
 

@@ -1,0 +1,171 @@
+"""Partition folder: a graph that is cut over ranks, written once; each rank then reads its own part alone.
+
+`manifest.json` names the graph, the cut and the checksum of every part. `part-N.safetensors` is what rank N sees: its
+edges with the scales of the whole graph, its halo lists, and the features and labels of its own nodes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from espalier import cache_dir, serialization
+from espalier.comm.base import Traffic, traffic
+from espalier.errors import UserError
+from espalier.graph.base import Forms, MessageBlock
+from espalier.graph.halo import Boundary, Halo
+from espalier.graph.neighbor_sampler import Style, whole
+
+if TYPE_CHECKING:
+    from espalier.graph.data import Graph
+
+MANIFEST, FORMAT = "manifest.json", 1
+PIECE = 1 << 24
+"""Bytes of a file that are hashed at once."""
+SCALES = ("weights", "left", "right", "features")
+"""Of a block."""
+AGAIN = "write the partition again"
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a folder holds. `rows`: of `Boundary`; `checksums`: of the parts, in order of rank."""
+
+    format: int
+    graph: str
+    nodes: int
+    style: Style
+    rows: list[list[int]]
+    checksums: list[str]
+
+
+class Part(NamedTuple):
+    """What one rank has of a graph.
+
+    Attributes:
+        halo: its nodes and its exchange; block: the edges into its nodes, for a network of `style`.
+        features: [owned, width]; labels: of its own nodes, where the graph has labels.
+        rows: int64 [ranks, ranks], what crosses before a layer aggregates.
+    """
+
+    halo: Halo
+    block: MessageBlock
+    features: Tensor
+    labels: Tensor | None
+    style: Style
+    rows: np.ndarray
+
+    def inputs(self, depth: int) -> tuple[Tensor, tuple[MessageBlock, ...]]:
+        """What a network of `depth` layers is called with at every step. Halo features cross here, once; all ranks
+        call it alike."""
+        return self.halo.exchange(self.features), self.halo.by_layer(self.block, depth)
+
+
+def write(folder: str | Path, graph: Graph, style: Style, cut: Boundary) -> None:
+    """Writes the parts of `graph` that `cut` makes, for networks of `style`, whole or not at all. An older partition is
+    replaced. Raises UserError when `cut` is of another graph, or `folder` is something else or cannot be written."""
+    if len(cut.parts) != graph.nodes:
+        raise UserError(
+            f"The cut is of {len(cut.parts):,} nodes, and {graph.origin} has {graph.nodes:,}.",
+            do="boundary(graph.indptr, graph.indices, parts, ranks) of this graph",
+        )
+    block = whole(graph, style)
+
+    def fill(target: Path) -> None:
+        for rank in range(cut.ranks):
+            save_file(_tensors(graph, block, cut, rank), target / _name(rank))
+        sums = [_checksum(target / _name(rank)) for rank in range(cut.ranks)]
+        made = Manifest(FORMAT, graph.fingerprint(), graph.nodes, style, cut.rows.tolist(), sums)
+        (target / MANIFEST).write_bytes(msgspec.json.encode(made))
+
+    cache_dir.export(Path(folder), MANIFEST, fill)
+
+
+def _tensors(graph: Graph, block: MessageBlock, cut: Boundary, rank: int) -> dict[str, Tensor]:
+    own = Halo.of(block.indptr, block.indices, cut, rank)
+    local, ids = own.block(block), own.owned.numpy()
+    found = {"owned": own.owned, "outer": own.outer, "edges": own.edges, "indptr": own.indptr, "indices": own.indices}
+    found |= {"sends": torch.cat(own.sends), "features": torch.from_numpy(np.asarray(graph.features[ids]))}
+    found |= {f"block {name}": one for name in SCALES if (one := getattr(local, name)) is not None}
+    if graph.labels is not None:
+        found["labels"] = torch.from_numpy(np.asarray(graph.labels[ids]))
+    return {name: one.contiguous().clone() for name, one in found.items()}  # tensors of a file share no memory
+
+
+def read(folder: str | Path, rank: int, group: dist.ProcessGroup | None = None, graph: str = "") -> Part:
+    """The part of `rank`; no other part is opened. All ranks of `group` call it alike, and compare what they cut.
+
+    `graph`: the fingerprint that the partition must be of. Raises UserError for a folder without a partition, of
+    another graph or for another number of ranks, for a part that is missing or damaged, and for ranks with different
+    cuts.
+    """
+    folder = Path(folder)
+    manifest, digest = _manifest(folder)
+    ranks, size = len(manifest.checksums), 1 if group is None else group.size()
+    if ranks != size:
+        raise UserError(f"{folder} holds {ranks} parts, and there are {size} ranks.", do=f"{AGAIN} for {size} ranks")
+    if graph and graph != manifest.graph:
+        raise UserError(f"{folder} is of another graph, or of this one before it changed.", do=AGAIN)
+    if group is not None:
+        _compare(folder, digest, group)
+    path = folder / _name(rank)
+    try:
+        intact = _checksum(path) == manifest.checksums[rank]
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.", do=f"copy it here, or {AGAIN}") from None
+    if not intact:
+        raise UserError(f"{path} is damaged.", why="its checksum does not match", do=f"copy it anew, or {AGAIN}")
+    found, rows = load_file(path), np.asarray(manifest.rows, np.int64).reshape(ranks, ranks)
+    lists = tuple(found["sends"].split(rows[rank].tolist()))
+    edges = (found["edges"], found["indptr"], found["indices"])
+    own = Halo(found["owned"], found["outer"], lists, tuple(rows[:, rank].tolist()), *edges, group)
+    scales: dict[str, Any] = {name: found.get(f"block {name}") for name in SCALES}
+    block = MessageBlock(own.indptr, own.indices.int(), own.sources, Forms(), **scales)
+    return Part(own, block, found["features"], found.get("labels"), manifest.style, rows)
+
+
+def _manifest(folder: Path) -> tuple[Manifest, int]:
+    """And a number that is the same where the manifest is."""
+    try:
+        text = (folder / MANIFEST).read_bytes()
+        found: Manifest = serialization.from_json(text, Manifest)
+    except OSError as error:
+        do = "partition_folder.write(folder, graph, style, cut)"
+        raise UserError(f"{folder} holds no partition: {MANIFEST}: {error.strerror}.", do=do) from None
+    except msgspec.DecodeError as error:
+        raise UserError(f"{folder / MANIFEST} is not a manifest: {error}.", do=AGAIN) from None
+    if found.format != FORMAT or [len(row) for row in found.rows] != [len(found.checksums)] * len(found.checksums):
+        raise UserError(f"{folder / MANIFEST} is of another version of espalier.", do=AGAIN)
+    return found, xxhash.xxh3_64_intdigest(text) >> 1
+
+
+def _compare(folder: Path, digest: int, group: dist.ProcessGroup) -> None:
+    each = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    with traffic(Traffic.CONTROL):
+        dist.all_gather(each, torch.tensor([digest]), group=group)
+    other = [rank for rank, one in enumerate(each) if int(one) != int(each[0])]
+    if other:
+        raise UserError(
+            f"{folder}: rank {other[0]} has another partition than rank 0.",
+            why="halo lists of different cuts do not fit together",
+            do="copy one folder to every machine",
+        )
+
+
+def _name(rank: int) -> str:
+    return f"part-{rank}.safetensors"
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,182 @@
+"""Partition folder: each rank reads its own part alone, and computes what it would of the whole graph."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from espalier import config
+from espalier.errors import UserError
+from espalier.graph import halo, partition_folder
+from espalier.graph.data import Graph
+from espalier.graph.gnn import Gnn
+from espalier.graph.neighbor_sampler import Style
+from espalier.graph.subgraphs import View
+from espalier.testing import ranks
+
+NODES, WIDTH, CLASSES = 41, 6, 4
+STYLES = {
+    "gcn": (config.Gcn(depth=2, width=8, dropout=0.0), Style(loops=True, scale="symmetric")),
+    "sage": (config.Sage(depth=2, width=8, dropout=0.0), Style(loops=False, scale="mean")),
+    "gat": (config.Gat(depth=2, width=8, dropout=0.0, heads=2), Style(loops=True, scale="none")),
+    "gin": (config.Gin(depth=2, width=8, dropout=0.0, norm=True), Style(loops=False, scale="none")),
+}
+MEAN = STYLES["sage"][1]
+
+
+def graph_of(seed=0, **known) -> Graph:
+    random = np.random.default_rng(seed)
+    features = random.normal(size=(NODES, WIDTH)).astype(np.float32)
+    return Graph.from_edges(*random.integers(0, NODES - 3, (2, 120)), features=features, undirected=True, **known)
+
+
+def cut_of(graph, world):
+    parts = np.random.default_rng(1).integers(0, max(1, world - 1), NODES)  # the last rank owns no node
+    return halo.boundary(graph.indptr, graph.indices, parts, world)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    graph = graph_of()
+    partition_folder.write(tmp_path / "parts", graph, MEAN, cut_of(graph, 3))
+    return tmp_path / "parts"
+
+
+@pytest.mark.parametrize("kind", STYLES)
+def test_ranks_that_read_their_parts_compute_what_one_rank_does(tmp_path, kind):
+    options, style = STYLES[kind]
+    random = np.random.default_rng(2)
+    weights = {"weights": random.random(120).astype(np.float32)} if kind != "gat" else {}
+    graph = graph_of(labels=random.integers(0, CLASSES, NODES), **weights)
+    cut = cut_of(graph, 3)
+    partition_folder.write(tmp_path, graph, style, cut)
+    torch.manual_seed(0)
+    network = Gnn(options, WIDTH, CLASSES)
+    expected = network(*View(graph, style, 2).whole())
+    state = network.state_dict()
+
+    def run(channel):
+        part = partition_folder.read(tmp_path, channel.rank(), channel, graph.fingerprint())
+        own = Gnn(options, WIDTH, CLASSES)
+        own.load_state_dict(state)
+        return part, halo.equip(own)(*part.inputs(2)).detach()
+
+    for rank, (part, found) in enumerate(ranks(3, run)):
+        torch.testing.assert_close(found, expected.detach()[part.halo.owned], rtol=1e-5, atol=1e-5)
+        assert torch.equal(part.labels, torch.from_numpy(graph.labels)[part.halo.owned])
+        assert part.style == style
+        np.testing.assert_array_equal(part.rows, cut.rows)
+        direct = halo.Halo.of(*View(graph, style, 2).block[:2], cut, rank)
+        for name in ("owned", "outer", "edges", "indptr", "indices"):
+            assert torch.equal(getattr(part.halo, name), getattr(direct, name))
+        assert all(map(torch.equal, part.halo.sends, direct.sends))
+        assert part.halo.receives == direct.receives
+
+
+def test_a_rank_opens_its_own_part_alone(folder):
+    def run(channel):
+        (folder / "part-1.safetensors").unlink(missing_ok=True)
+        if channel.rank() != 1:
+            return len(partition_folder.read(folder, channel.rank(), channel).halo.owned)
+        with pytest.raises(UserError, match=r"part-1.safetensors cannot be read: No such file"):
+            partition_folder.read(folder, 1, channel)
+        return 0
+
+    assert sum(ranks(3, run)) == int((cut_of(graph_of(), 3).parts == 0).sum())
+
+
+def test_one_rank_needs_no_group(tmp_path):
+    graph = graph_of()
+    partition_folder.write(tmp_path, graph, MEAN, cut_of(graph, 1))
+    part = partition_folder.read(tmp_path, 0)
+    features, blocks = part.inputs(2)
+    assert torch.equal(features, torch.from_numpy(graph.features))
+    assert part.labels is None
+    assert torch.equal(blocks[1].left, View(graph, MEAN, 2).block.left)
+
+
+def damaged(folder):
+    path = folder / "part-0.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cropped(folder):
+    path = folder / "part-0.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (damaged, "part-0.safetensors is damaged"),
+        (cropped, "part-0.safetensors is damaged"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "is not a manifest"),
+        (lambda folder: (folder / "manifest.json").write_text('{"format": 1}'), "is not a manifest"),
+        (lambda folder: (folder / "manifest.json").unlink(), "holds no partition"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, change, message):
+    graph = graph_of()
+    partition_folder.write(tmp_path, graph, MEAN, cut_of(graph, 1))
+    change(tmp_path)
+    with pytest.raises(UserError, match=message):
+        partition_folder.read(tmp_path, 0)
+
+
+def test_another_format_is_refused(tmp_path):
+    graph = graph_of()
+    partition_folder.write(tmp_path, graph, MEAN, cut_of(graph, 1))
+    path = tmp_path / "manifest.json"
+    path.write_text(path.read_text().replace('"format":1', '"format":2'))
+    with pytest.raises(UserError, match="another version of espalier"):
+        partition_folder.read(tmp_path, 0)
+
+
+def test_parts_for_another_number_of_ranks_are_refused(folder):
+    with pytest.raises(UserError, match="holds 3 parts, and there are 2 ranks"):
+        ranks(2, lambda channel: partition_folder.read(folder, channel.rank(), channel))
+
+
+def test_a_graph_that_changed_is_refused(folder):
+    changed = dataclasses.replace(graph_of(), features=graph_of().features + 1)
+    assert changed.fingerprint() != graph_of().fingerprint()
+    with pytest.raises(UserError, match="is of another graph"):
+        ranks(3, lambda channel: partition_folder.read(folder, channel.rank(), channel, changed.fingerprint()))
+
+
+def test_ranks_with_different_partitions_are_told(folder, tmp_path):
+    graph = graph_of()
+    other = halo.boundary(graph.indptr, graph.indices, np.arange(NODES) % 3, 3)
+    partition_folder.write(tmp_path / "other", graph, MEAN, other)
+
+    def run(channel):
+        partition_folder.read(folder if channel.rank() < 2 else tmp_path / "other", channel.rank(), channel)
+
+    with pytest.raises(UserError, match="rank 2 has another partition than rank 0"):
+        ranks(3, run)
+
+
+def test_a_cut_of_another_graph_is_refused(tmp_path):
+    graph = graph_of()
+    cut = halo.boundary(np.zeros(3, int), np.zeros(0, int), np.zeros(2, int), 1)
+    with pytest.raises(UserError, match="The cut is of 2 nodes"):
+        partition_folder.write(tmp_path, graph, MEAN, cut)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    graph = graph_of()
+    with pytest.raises(UserError, match="is there already"):
+        partition_folder.write(tmp_path, graph, MEAN, cut_of(graph, 1))
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_a_partition_is_replaced_whole(folder):
+    graph = graph_of()
+    partition_folder.write(folder, graph, MEAN, cut_of(graph, 2))
+    assert sorted(one.name for one in folder.iterdir()) == ["manifest.json", "part-0.safetensors", "part-1.safetensors"]
