@@ -64,3 +64,15 @@ def test_a_nearly_full_disk_is_left_alone(tmp_path: Path) -> None:
     assert found is None
     assert "free" in notes[0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_probe_that_is_killed_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[list[Path]] = []
+
+    def looked(*_: object, **named: int) -> float:
+        names.append(list(tmp_path.iterdir()))
+        return 1.0
+
+    monkeypatch.setattr(disk, "_random", looked)
+    disk.measure(tmp_path, SIZE, 0.02)
+    assert names == [[], []]

@@ -55,11 +55,17 @@ def _measure(file: Path, folder: Path, size: int, seconds: float) -> tuple[Disk,
 
 @contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
+    """A file whose bytes are freed however the process ends: where the system has /proc, it has no name."""
     handle, name = tempfile.mkstemp(prefix=".espalier-probe-", dir=folder)
-    os.close(handle)
+    nameless = Path(f"/proc/self/fd/{handle}")
     try:
-        yield Path(name)
+        if nameless.exists():
+            os.unlink(name)
+            yield nameless
+        else:
+            yield Path(name)
     finally:
+        os.close(handle)
         with suppress(OSError):
             os.unlink(name)
 
