@@ -32,6 +32,23 @@ from espalier.plan.pipeline_solver import (
     share_micro_batches,
     solve_layers,
 )
+from espalier.records import Record
+
+RECORD = Record(
+    name="flashflex",
+    title="FlashFlex (HexiScale): unequal pipelines and stages for unequal devices",
+    aliases=("hexiscale", "flash-flex"),
+    paper="arXiv 2409.01143",
+    question="Who does what?",
+    files=("plan/flashflex.py", "plan/pipeline_solver.py"),
+    chosen="devices or links of a job differ enough that equal shares leave the fast ones waiting",
+    cost="pipeline of S stages and n micro-batches: sum of stage times + (n-1)*slowest stage, transfers between stages "
+    "in them; step = slowest pipeline + gradient exchange per layer between its holders",
+    law="layers and shares are those of brute force; gradients weighted by samples equal those of one device",
+    law_test="tests/plan/test_flashflex.py::test_small_clusters_are_placed_as_by_enumeration",
+    state="partly",
+    remark="the search is there (espalier.plan.place); no run trains by its layouts yet",
+)
 
 EXHAUSTIVE = 8
 """Devices up to which every partition is tried."""
