@@ -31,6 +31,25 @@ def test_a_change_is_what_the_file_would_say(change: str, old: str, new: str) ->
     assert changed(CLUSTER, [change]).nodes == clusters.loads(TEXT.replace(old, new)).nodes
 
 
+SERVED = TEXT + """
+[[nodes]]
+device = "cpu"
+cores = 8
+memory = "16GiB"
+role = "optimizer"
+disks = [{ path = "/d", write = 1e9, read = 2e9, iops = 1e4 }]
+"""
+
+
+def test_machines_of_other_roles_change_like_those_that_train() -> None:
+    served = clusters.loads(SERVED)
+    assert changed(served, ["nodes.1.count=2"]).optimizers[0].count == 2
+    (disk,) = changed(served, ["nodes.1.disks=100MB/s"]).optimizers[0].disks
+    assert (disk.path, disk.read, disk.write, disk.iops) == ("/d", 1e8, 1e8, 1e4)
+    other = changed(served, ["nodes.1.role=trainer"])
+    assert (len(other.nodes), len(other.optimizers)) == (2, 0)
+
+
 def test_a_slower_link_keeps_its_latency() -> None:
     slower = changed(CLUSTER, ["links.between=25Gbit/s"])
     assert slower.between is not None

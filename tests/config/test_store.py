@@ -42,6 +42,12 @@ def test_a_language_model_has_no_store_of_features():
         value_ranges.check(recipe_file.from_table({"model": {"depth": 2}, "store": {}}))
 
 
+def test_a_language_model_may_say_where_states_of_optimizer_nodes_lie():
+    value_ranges.check(recipe_file.from_table({"model": {"depth": 2}, "store": {"path": ["/a", "/b"]}}))
+    with pytest.raises(UserError, match=r"\[store\] belongs to a graph model"):
+        value_ranges.check(recipe_file.from_table({"model": {"depth": 2}, "store": {"path": "/a", "rows": "int8"}}))
+
+
 @pytest.mark.parametrize("key", ["memory", "path", "disk"])
 def test_where_rows_wait_may_change_when_a_run_is_taken_up(key):
     assert recipe_file.changed(recipe_of(), recipe_of(**{key: "3GiB"})) == []

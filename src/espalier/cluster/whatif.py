@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
+from espalier import units
 from espalier.cluster.file import dumps, loads
 from espalier.cluster.values import Cluster
 from espalier.errors import UserError, nearest
@@ -19,8 +20,11 @@ KEYS = (
     "nodes.device",
     "nodes.memory",
     "nodes.cores",
+    "nodes.role",
+    "nodes.disks",
 )
-"""What can be changed; `nodes.…` changes every table of nodes, `nodes.0.…` the first."""
+"""What can be changed; `nodes.…` changes every table of nodes, `nodes.0.…` the first. `nodes.disks`: bytes/s of every
+disk, read and written."""
 
 
 def changed(cluster: Cluster, changes: Sequence[str]) -> Cluster:
@@ -62,6 +66,10 @@ def _set(table: dict[str, Any], key: str, value: Any) -> None:
     if max(chosen) >= len(nodes):
         raise UserError(f"--what-if {key}: the cluster has {len(nodes)} tables of nodes.", do="nodes.0 is the first")
     for index in chosen:
+        if parts[-1] == "disks":
+            rate = units.rate(value, f"--what-if {key}")
+            named = nodes[index].get("disks") or [{"path": "/", "iops": rate / 4096}]
+            value = [{**disk, "read": rate, "write": rate} for disk in named]
         nodes[index][parts[-1]] = value
         if parts[-1] == "device":
             nodes[index].pop("inside", None)  # the new device's own link

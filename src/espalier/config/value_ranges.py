@@ -63,6 +63,8 @@ def check(recipe: config.Recipe) -> None:
     own = model_kinds.of(recipe.model)
     for kind in model_kinds.KINDS:
         for section in () if kind is own else kind.sections:
+            if section == "store" and _of_states(recipe.store):
+                continue
             if getattr(recipe, section) is not None:
                 *first, last = (f'"{tag}"' for tag in kind.tags)
                 raise UserError(f"[{section}] belongs to {kind.name}.", do=f"model.kind = {', '.join(first)} or {last}")
@@ -80,6 +82,11 @@ def check(recipe: config.Recipe) -> None:
             why="it has to be above 0",
             do='checkpoint.every = 100, or "auto"',
         )
+
+
+def _of_states(store: config.Store | None) -> bool:
+    """Whether it only says where states of optimizer nodes lie, which any kind of model may have."""
+    return store is not None and store.path is not None and store == config.Store(path=store.path)
 
 
 def _start(name: str, launch: config.Launch) -> None:

@@ -121,7 +121,8 @@ def _machines(cluster: Cluster, count: int) -> list[Cluster]:
                 msgspec.structs.replace(table, count=1, devices=sum(place.table is table for place in places))
                 for table in tables.values()
             )
-            found.append(msgspec.structs.replace(cluster, nodes=nodes, between=None, pairs=()))
+            alone = {"between": None, "pairs": (), "optimizers": (), "standbys": ()}
+            found.append(msgspec.structs.replace(cluster, nodes=nodes, **alone))
         return found
     node = cluster.nodes[0]
     part = msgspec.structs.replace(node, devices=max(1, node.devices // count), cores=max(1, node.cores // count))

@@ -55,6 +55,7 @@ class Generations(Closing):
     Attributes:
         step: the last committed step; -1 before the first.
         restored: what was damaged in the step that was given up; empty when all is well.
+        read_bytes, written_bytes: from and to the disk so far, whole pages.
     """
 
     def __init__(self, where: Where, verify: bool = False) -> None:
@@ -62,6 +63,7 @@ class Generations(Closing):
         self._file = open_file(where, "write")
         self._lock = threading.Lock()
         self.restored = ""
+        self.read_bytes = self.written_bytes = 0
         table = _read_table(self.path, self._file)
         self._sizes, self._count = table.sizes, table.generations
         self._layout = _Layout(table)
@@ -155,6 +157,8 @@ class Generations(Closing):
         if place < 0:
             raise UserError(f"{name!r} of {self.path} was never written.", do="write it before the first step")
         self._file.read_into(flat_bytes(buffer)[: min(buffer.nbytes, pages(size))], self._layout.at(name, place), size)
+        with self._lock:
+            self.read_bytes += pages(size)
         if checksum(flat_bytes(buffer)[:size]) != expected:
             raise damaged(self.path, name, f"its checksum does not match in step {self.step}")
 
@@ -169,6 +173,7 @@ class Generations(Closing):
         self._file.write_from(data, self._layout.at(name, place))
         with self._lock:
             self._pending[name] = (place, checksum(data))
+            self.written_bytes += pages(size)
 
     def commit(self, step: int) -> None:
         """Makes everything written since the last commit part of `step`; extents not written stay as they were."""
@@ -178,8 +183,10 @@ class Generations(Closing):
         self._write_header(_Header(self._header.sequence + 1, step, places, hashes))
 
     def _write_header(self, header: _Header) -> None:
-        self._file.write_from(self._layout.header_pages(header), self._layout.header_at(header))
+        head = self._layout.header_pages(header)
+        self._file.write_from(head, self._layout.header_at(header))
         self._file.sync()
+        self.written_bytes += head.nbytes
         self._use(header)
 
     def rollback(self) -> None:

@@ -20,6 +20,8 @@ writes these; a reader ignores names and fields it does not know:
 |            | and of encoded classes saved {class: bytes}, coding {class: seconds}, lost {class: share of the 2-norm} |
 |            | offload {tier: read, written (bytes), stalled (seconds that computation waited)} of what waits outside |
 |            | the device, and activations, the same of activations |
+|            | node: on optimizer nodes, pulled and pushed (bytes of parameters and gradients of the rank), stalled |
+|            | (seconds that it waited for them), read and written (bytes, by the disks of all nodes) |
 |            | store {tier: bytes of features read from it for this step and those ahead} with a [store] |
 | data       | changed (files that are not what they were when the run was begun), action |
 | phase      | name, step (its first), steps (its last), parameters: a phase begins; a plan of its own follows |

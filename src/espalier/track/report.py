@@ -138,6 +138,11 @@ def _offloaded(latest: Mapping[str, Any]) -> list[Figure]:
             name = f"{'states' if what == 'offload' else what} on {tier}"
             size = f"{show_size(moved['read'])} read, {show_size(moved['written'])} written"
             found.append(Figure(name, size, f"a step, which waited {show_seconds(moved['stalled'])} for them"))
+    if node := latest.get("node"):
+        size = f"{show_size(node['pulled'])} pulled, {show_size(node['pushed'])} pushed"
+        found.append(Figure("model on nodes", size, f"a step, which waited {show_seconds(node['stalled'])} for them"))
+        size = f"{show_size(node.get('read', 0))} read, {show_size(node.get('written', 0))} written"
+        found.append(Figure("disks of nodes", size, "a step, of all optimizer nodes"))
     return found
 
 

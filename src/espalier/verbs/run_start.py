@@ -12,7 +12,7 @@ import torch
 from espalier import cache_dir, workload_registry
 from espalier import cluster as clusters
 from espalier import run as runs
-from espalier.config import recipe_file
+from espalier.config import model_kinds, recipe_file
 from espalier.hardware import resource_limits
 from espalier.launch import base as launch
 from espalier.launch import version_check
@@ -52,6 +52,8 @@ class RunStart:
         """Packs the batches of the ranks on a machine, or opens what is packed. The recipe has a [store]. `waits`: each
         of them does, and they wait for one another."""
         recipe, plan = self.resolved.recipe, self.plan
+        if "store" not in model_kinds.of(recipe.model).sections:
+            return
         places = (one for one in launch.places(plan) if plan.ranks[one.rank].node == node)
         shards = [RankSetup(recipe, plan, self.workload, place).shard for place in places]
         with ready.waiting("Packing the features") as progress:

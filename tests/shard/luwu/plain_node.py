@@ -101,5 +101,8 @@ class PlainClient:
     def settle(self, step: int) -> None:
         assert step == self.node.step
 
+    def read(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         """Nothing is open."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 
 from espalier import trainer, worker
-from espalier.config import Recipe
+from espalier.config import Recipe, Store
 from espalier.language.workload import open_language
 from espalier.launch import agent
 from espalier.launch import base as launch
@@ -100,3 +101,43 @@ def test_the_ledger_has_the_bytes_that_the_cost_says(tmp_path: Path, codec: str,
     numel = sum(one.numel() for one in ranks[0].weights.values())
     for one in ranks:
         assert one.pushed["gradients"] == 3 * pushed_bytes(Layers((numel,), ((0,),)), width)
+
+
+def test_workers_with_unequal_shares_train_as_one(tmp_path: Path) -> None:
+    asked = recipe(tmp_path / "data", steps=10, optimizer={"kind": "adamw", "learning_rate": 0.002})
+    expected, parameters = plain(asked, 1, 10)
+    how = plan(4, 1, 2)
+    shares = ((0, 3), (3, 4), (0, 0))
+    how = msgspec.structs.replace(
+        how, ranks=tuple(msgspec.structs.replace(one, share=share) for one, share in zip(how.ranks, shares, strict=True))
+    )
+    ranks = run(asked, how, tmp_path / "run", 10)
+    assert ranks[0].steps == ranks[1].steps
+    for (loss, _), (like, _) in zip(ranks[0].steps, expected, strict=True):
+        assert abs(loss - like) <= 1e-6 * abs(like)
+    for name, value in ranks[0].weights.items():
+        assert torch.equal(value, ranks[1].weights[name])
+        assert torch.allclose(value, parameters[name], atol=1e-5), name
+
+
+def test_a_run_goes_on_with_other_workers(tmp_path: Path) -> None:
+    """Workers hold no state: a run of one goes on with two, then with one; the samples of a step stay the same."""
+    asked = recipe(tmp_path / "data", steps=12, optimizer={"kind": "adamw", "learning_rate": 0.002})
+    expected, parameters = plain(asked, 1, 12)
+    found: list[tuple[float, float]] = []
+    for workers, until in ((1, 4), (2, 8), (1, 12)):
+        ranks = run(asked, plan(4, 1, workers), tmp_path / "run", until)
+        assert ranks[0].first == len(found)
+        found += ranks[0].steps
+    for (loss, _), (like, _) in zip(found, expected, strict=True):
+        assert abs(loss - like) <= 1e-5 * abs(like)
+    assert all(torch.allclose(value, parameters[name], atol=1e-5) for name, value in ranks[0].weights.items())
+
+
+def test_a_node_whose_files_are_on_two_disks_serves_the_same_bits(tmp_path: Path) -> None:
+    asked = recipe(tmp_path / "data", steps=3)
+    two = msgspec.structs.replace(asked, store=Store(path=(str(tmp_path / "a"), str(tmp_path / "b"))))
+    (one,), (striped,) = (run(how, plan(4, 2), tmp_path / "run", 3) for how in (asked, two))
+    assert one.steps == striped.steps
+    sizes = [(tmp_path / name / "node-0" / "state").stat().st_size for name in ("a", "b")]
+    assert min(sizes) > 0.4 * sum(sizes)

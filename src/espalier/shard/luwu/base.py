@@ -97,6 +97,9 @@ class Client(Protocol):
     def recover(self) -> int:
         """Connects again after StepLost. Returns the step that is to be made now; what was on its way is void."""
 
+    def read(self) -> Mapping[str, float]:
+        """Bytes that the nodes' disks have `read` and `written` in the steps since it was asked last."""
+
     def close(self) -> None:
         """Ends the connection."""
 
@@ -117,7 +120,7 @@ class LocalClient(Client, Protocol):
         """
 
     def read(self) -> Mapping[str, float]:
-        """Seconds in exchanges with the nodes, and bytes pulled and pushed there, since it was asked last."""
+        """Also seconds `stalled` in exchanges with the nodes, and bytes `pulled` and `pushed` there."""
 
 
 def layers_of(

@@ -95,6 +95,7 @@ class Client:
         for node, numbers in enumerate(job.part(len(addresses))):
             self._place |= {number: (node, local) for local, number in enumerate(numbers)}
         self._residuals: dict[int, Tensor] = {}
+        self._disk = (0, 0)
         self._connections: list[_Connection] = []
         self._connect()
 
@@ -188,6 +189,7 @@ class Client:
             rest = iter(answer["norms"])
             for number in numbers:
                 norms[number] = [next(rest) for _ in self.job.layers[number].tensors]
+            self._disk = self._disk[0] + answer["disk"][0], self._disk[1] + answer["disk"][1]
         return told[0]["sums"], torch.tensor([norm for layer in norms for norm in layer])
 
     def move(self, step: int, scale: float, rate: float, following: float | None = None) -> None:
@@ -205,6 +207,11 @@ class Client:
         payload = memoryview(serialization.dumps(decision))
         for one in self._connections:
             one.end_round(payload)
+
+    def read(self) -> dict[str, float]:
+        """Bytes that the nodes' disks have `read` and `written` for the steps that have ended since it was asked."""
+        found, self._disk = self._disk, (0, 0)
+        return dict(zip(("read", "written"), found, strict=True))
 
     def settle(self, step: int) -> None:
         """Returns when all nodes have committed `step` steps: they answer pulls then."""

@@ -254,6 +254,6 @@ class LocalSteps:
         self.step, self.run = found[:16].view(torch.int64).tolist()
 
     def read(self) -> Mapping[str, float]:
-        """Seconds in exchanges with the nodes, and bytes pulled and pushed there, since it was asked last."""
+        """See `LocalClient.read`."""
         found, self._moved = self._moved, (0.0, 0, 0)
-        return dict(zip(("stalled", "pulled", "pushed"), found, strict=True))
+        return dict(zip(("stalled", "pulled", "pushed"), found, strict=True)) | self.outer.read()

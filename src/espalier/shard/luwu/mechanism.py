@@ -281,10 +281,9 @@ class ModelOnNodes(Mechanism):
         """Makes the window. Raises UserError for a model that cannot be held by layers."""
         assert context.model is not None
         context.window = window = make_window(context, self.connect)
-        context.meters["node"] = window.read
+        context.meters["node"] = lambda: {**window.read(), **window.client.read()}
         if context.plan.outer is not None:
-            context.sharding = sharding = LocalSharding(context.model, window)
-            context.meters["node"] = sharding.local.read
+            context.sharding = LocalSharding(context.model, window)
             return
         train = context.recipe.train
         context.sharding = NodeSharding(

@@ -152,6 +152,12 @@ class OptimizerNode:
         self._ahead: dict[int, Step] = {}
         self._pulls: dict[int, SimpleQueue[Frame]] = {}
         self._closed = False
+        self._counted = self._moved()
+
+    def _moved(self) -> tuple[int, int]:
+        """Bytes read from and written to the disk so far."""
+        kept = self.state, self._sums
+        return sum(one.read_bytes for one in kept), sum(one.written_bytes for one in kept)
 
     def buffers(self, workers: int) -> int:
         """Bytes of all rings while so many workers are there: what the node holds, whatever the size of the model."""
@@ -374,7 +380,9 @@ class OptimizerNode:
         for vector in vectors[1:]:
             sums += vector
         norms = step.norms | {key: math.sqrt(square) for key, square in step.squares.items()}
-        told = {"sums": sums, "norms": [norms[key] for key in sorted(norms)]}
+        before, self._counted = self._counted, self._moved()
+        disk = [now - then for now, then in zip(self._counted, before, strict=True)]
+        told = {"sums": sums, "norms": [norms[key] for key in sorted(norms)], "disk": disk}
         step.totals = serialization.dumps(told)
         payload = memoryview(step.totals)
         for member in list(self.reduction.members.values()):

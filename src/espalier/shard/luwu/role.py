@@ -92,17 +92,22 @@ class NodePlace:
         return ranks_of(self.plan, self.spec.role).index(self.spec.rank)
 
     @property
+    def folders(self) -> list[Path]:
+        """Of its files, one on each disk."""
+        return folders_of(self.recipe, self.run, self.spec.role, self.number)
+
+    @property
     def folder(self) -> Path:
-        """Of its files."""
-        return folder_of(self.recipe, self.run, self.spec.role, self.number)
+        """Of what is not striped over the disks."""
+        return self.folders[0]
 
 
-def folder_of(recipe: Recipe, run: Path, role: str, number: int) -> Path:
-    """Where process `number` of a role keeps its files of the run in `run`: there, or where the recipe says."""
-    said = None if recipe.store is None else recipe.store.path
-    first = said if said is None or isinstance(said, str) else said[0]
+def folders_of(recipe: Recipe, run: Path, role: str, number: int) -> list[Path]:
+    """Where process `number` of a role keeps its files of the run in `run`: there, or in the folders that the recipe
+    names, over which the state is striped."""
+    said = run / "optimizer" if recipe.store is None else recipe.store.path or run / "optimizer"
     name = "node" if role == "optimizer" else role
-    return (run / "optimizer" if first is None else Path(first)) / f"{name}-{number}"
+    return [Path(one) / f"{name}-{number}" for one in (said if isinstance(said, tuple) else [said])]
 
 
 def ranks_of(plan: Plan, role: str) -> list[int]:
@@ -156,14 +161,15 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
     jobs = [replace(whole, layers=tuple(layers[number] for number in numbers)) for numbers in parts]
     if place.spec.alone and not (place.folder / POSTS).exists():
         raise _gone(place)
-    try:
-        place.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritable(place.folder, error, "name another folder in store.path") from None
+    for folder in place.folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(folder, error, "name another folder in store.path") from None
     if place.spec.role == "aggregator":
         return _aggregate(place, jobs, channel, stepped)
     job = jobs[place.number]
-    with closing(open_state(place.folder, job, filler(job.layers, value))) as state, ExitStack() as opened:
+    with closing(open_state(place.folders, job, filler(job.layers, value))) as state, ExitStack() as opened:
         if place.new and state.step and not place.spec.alone:
             raise UserError(
                 f"{place.folder} is of step {state.step}, and the run is new.",
@@ -298,16 +304,16 @@ def load_into(model: nn.Module, workload: Workload, recipe: Recipe, plan: Plan, 
     parts = whole.part(len(ranks_of(plan, "optimizer")))
     for node, numbers in enumerate(parts):
         job = replace(whole, layers=tuple(layers[number] for number in numbers))
-        folders = [folder_of(recipe, run, role, node) for role in ("optimizer", "standby")]
+        kept = [folders_of(recipe, run, role, node) for role in ("optimizer", "standby")]
         with ExitStack() as opened:
             states = [
-                opened.enter_context(closing(open_state(folder, job, lambda *_: None)))
-                for folder in folders
-                if (folder / "state").exists()
+                opened.enter_context(closing(open_state(folders, job, lambda *_: None)))
+                for folders in kept
+                if (folders[0] / "state").exists()
             ]
             if not states:
                 raise UserError(
-                    f"The files of optimizer node {node} are not in {folders[0]}.",
+                    f"The files of optimizer node {node} are not in {kept[0][0]}.",
                     why="they hold the run's model",
                     do="copy them there from the host of that node",
                 )
@@ -359,5 +365,5 @@ def _local(context: Build, outer: Outer, client: Client) -> LocalSteps:
     weight = samples[replica] / max(1, *samples) * steps / outer.steps
     if context.folder is None:
         raise UserError("Workers that take steps of their own need a run folder for their files.", do="espalier train")
-    folder = folder_of(context.recipe, context.folder, "worker", rank)
+    folder = folders_of(context.recipe, context.folder, "worker", rank)[0]
     return LocalSteps(client, folder, Round(steps, outer.steps, weight or 1.0))

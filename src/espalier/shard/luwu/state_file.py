@@ -30,7 +30,14 @@ PULLED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class State(Protocol):
-    """Named entries of fixed sizes, of one step; what is written is read after the next `commit`."""
+    """Named entries of fixed sizes, of one step; what is written is read after the next `commit`.
+
+    Attributes:
+        read_bytes, written_bytes: from and to the disk so far.
+    """
+
+    read_bytes: int
+    written_bytes: int
 
     @property
     def step(self) -> int:
@@ -59,6 +66,8 @@ class State(Protocol):
 
 class MemoryState:
     """Entries in memory. Has state."""
+
+    read_bytes = written_bytes = 0
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.step = -1
@@ -94,7 +103,10 @@ class MemoryState:
 
 class Sums(Protocol):
     """Gradients of a step until it is decided, which need not survive the process; and what the ranks were told of the
-    last step, which has to, for a rank that has not read it."""
+    last step, which has to, for a rank that has not read it. `read_bytes`, `written_bytes`: as of `State`."""
+
+    read_bytes: int
+    written_bytes: int
 
     def read(self, chunk: Chunk, gradient: Tensor) -> None:
         """Fills `gradient` with what was written."""
@@ -115,6 +127,8 @@ class Sums(Protocol):
 
 class MemorySums:
     """Sums in memory. Has state."""
+
+    read_bytes = written_bytes = 0
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
@@ -155,10 +169,12 @@ class DiskSums(MemorySums):
     def read(self, chunk: Chunk, gradient: Tensor) -> None:
         """See Sums."""
         self._file.read_into(gradient, self._offsets[chunk.name])
+        self.read_bytes += pages(gradient.nbytes)
 
     def write(self, chunk: Chunk, gradient: Tensor) -> None:
         """See Sums."""
         self._file.write_from(gradient, self._offsets[chunk.name])
+        self.written_bytes += pages(gradient.nbytes)
 
     def keep_totals(self, step: int, totals: bytes) -> None:
         """See Sums. They outlive the process, not the machine."""

@@ -233,6 +233,10 @@ class DiskNode:
     def settle(self, step: int) -> None:
         """Every step has ended when it returns."""
 
+    def read(self) -> Mapping[str, float]:
+        """The folder has a meter of its own."""
+        return {}
+
     def close(self) -> None:
         """The file has no name, so it ends with the process."""
 
