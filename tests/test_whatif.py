@@ -31,7 +31,9 @@ def test_a_change_is_what_the_file_would_say(change: str, old: str, new: str) ->
     assert changed(CLUSTER, [change]).nodes == clusters.loads(TEXT.replace(old, new)).nodes
 
 
-SERVED = TEXT + """
+SERVED = (
+    TEXT
+    + """
 [[nodes]]
 device = "cpu"
 cores = 8
@@ -39,6 +41,7 @@ memory = "16GiB"
 role = "optimizer"
 disks = [{ path = "/d", write = 1e9, read = 2e9, iops = 1e4 }]
 """
+)
 
 
 def test_machines_of_other_roles_change_like_those_that_train() -> None:

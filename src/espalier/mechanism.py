@@ -53,6 +53,7 @@ class Build:
         sharding, optimizer, schedule, agreement: what trains it; None until a mechanism has made it.
         folder: of the run; None: nothing is kept.
         meters: what every step says of itself besides, by name of the event's field.
+        stalled: seconds in all that forward and backward passes have waited for other ranks.
     """
 
     recipe: Recipe
@@ -75,6 +76,7 @@ class Build:
     mechanisms: tuple[Mechanism, ...] = field(default=())
     folder: Path | None = None
     meters: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    stalled: Callable[[], float] = float
 
 
 class Mechanism:

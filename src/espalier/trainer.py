@@ -139,9 +139,12 @@ class Trainer:
         seed_step(self.setting.device, hash((recipe.train.seed, self.step, rank)) & 0x7FFF_FFFF_FFFF_FFFF)
         if not self.built.model.training:
             self.built.model.train()
+        stalled = self.built.context.stalled
         with comm.phase("forward and backward"):
             self.built.sharding.clear()
+            before = stalled()
             outcome = self.built.schedule.run(self.built.model, batches, self.workload.loss)
+            waited = stalled() - before
         with comm.phase("agreement"):
             rate = schedules.factor(recipe.train.schedule, self.step, self.total)
             following = min(self.built.agreement.following(self.step), self.steps)
@@ -152,7 +155,7 @@ class Trainer:
             raise not_finite(self, agreed, batches)
         self.tokens += round(self.step_tokens * (following - self.step))
         self.step = following
-        return agreed
+        return agreed._replace(exposed=agreed.exposed + waited)
 
     def sum(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         """Adds `values` up over the ranks of `group`, in place."""

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import pytest
 from asked import decoder
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from test_search import every_layout
 from espalier import cluster as clusters
 from espalier.cluster import Cluster
 from espalier.compose import Refusal
-from espalier.config import DiLoCo, Eager, Pin
+from espalier.config import Auto, DiLoCo, Eager, Pin
 from espalier.errors import UserError
 from espalier.plan import collective_time, offload, optimizer_node, search
 from espalier.plan.base import RESIDENT, Offload, Plan, Rank, dumps, loads
@@ -357,3 +358,53 @@ def test_rounds_at_nodes_are_as_long_as_makes_their_exchange_short() -> None:
         decide(replace(request, sync=DiLoCo()), with_nodes(1))
     with pytest.raises(UserError, match="cannot run rounds of the method 'eager'"):
         decide(replace(request, sync=Eager()), cluster)
+
+
+def test_machines_of_different_speed_have_samples_by_their_speed_and_the_nodes_all_layers() -> None:
+    cluster = with_nodes(2, memory=8, between="10Gbit/s")
+    slow = msgspec.structs.replace(cluster.nodes[0], count=1)
+    device = slow.device
+    quick = msgspec.structs.replace(
+        slow, device=msgspec.structs.replace(device, name="quick", flops={k: 4 * v for k, v in device.flops.items()})
+    )
+    request = replace(decoder(1024, 8, 256, 40), pin=Pin(offload="node", ranks=2), sync=Auto())
+    plan = decide(request, msgspec.structs.replace(cluster, nodes=(quick, slow))).taken
+    counts = [stop - start for start, stop in (plan.ranks[rank].share for rank in plan.trainers)]
+    assert sum(counts) == 40
+    assert counts[0] > 2 * counts[1] > 0
+    assert plan.ranks[-1] == Rank(role="optimizer", node=2, threads=2, layers=(0, 8))
+
+
+def of_two(link: str, per_machine: int = 4) -> tuple[Request, Cluster]:
+    """Two machines of so many workers each, and a node behind that link."""
+    kind = f'[[nodes]]\ndevice = "cpu"\ncores = {per_machine}\nmemory = "16GiB"\n'
+    disks = 'disks = [{ path = "/d", write = 8e9, read = 8e9, iops = 1e4 }]\n'
+    text = f'{kind}count = 2\n{kind}role = "optimizer"\n{disks}[links]\nbetween = "{link}"\n'
+    pin = Pin(offload="node", ranks=2 * per_machine, threads=1)
+    return replace(decoder(1024, 8, 256, 16), pin=pin), clusters.loads(text)
+
+
+def aggregators(plan: Plan) -> list[int]:
+    return [one.node for one in plan.ranks if one.role == "aggregator"]
+
+
+def test_machines_of_several_workers_get_an_aggregator_where_a_step_is_shorter_by_it() -> None:
+    found = {link: aggregators(decide(*of_two(link)).taken) for link in ("1Gbit/s", "100000Gbit/s")}
+    assert found == {"1Gbit/s": [0, 1], "100000Gbit/s": []}
+    request, cluster = of_two("1Gbit/s")
+    without = replace(request, pin=msgspec.structs.replace(request.pin, roles=()))
+    with_, plain = (decide(one, cluster).taken for one in (request, without))
+    assert aggregators(plain) == []
+    assert with_.predicted is not None
+    assert plain.predicted is not None
+    assert with_.predicted.step_seconds < plain.predicted.step_seconds
+
+
+def test_machines_of_one_worker_get_no_aggregator_and_others_do_where_it_is_pinned() -> None:
+    request, cluster = of_two("10Gbit/s", per_machine=1)
+    assert aggregators(decide(request, cluster).taken) == []
+    pinned = replace(request, pin=msgspec.structs.replace(request.pin, roles=("aggregator",)))
+    assert aggregators(decide(pinned, cluster).taken) == []
+    request, cluster = of_two("100000Gbit/s")
+    pinned = replace(request, pin=msgspec.structs.replace(request.pin, roles=("aggregator",)))
+    assert aggregators(decide(pinned, cluster).taken) == [0, 1]

@@ -101,3 +101,42 @@ def test_what_fewer_cannot_hold_or_share_is_refused_by_name():
         replan.plan_on(replace(asked, memory=1e5), cluster, plan, [0, 1, 2], replan.equal(plan))
     with pytest.raises(UserError, match="cannot be shared by 0 ranks"):
         replan.plan_on(asked, cluster, plan, [], replan.equal(plan))
+
+
+def on_nodes(samples: list[int], roles: tuple[str, ...] = ("optimizer",)) -> plans.Plan:
+    cuts = [sum(samples[:one]) for one in range(len(samples) + 1)]
+    workers = (plans.Rank(share=(cuts[one], cuts[one + 1])) for one in range(len(samples)))
+    return plans.Plan(ranks=(*workers, *(plans.Rank(role=role) for role in roles)), micro_batch=2)  # type: ignore[arg-type]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(2, 5), st.integers(5, 40), st.booleans(), st.data())
+def test_workers_of_optimizer_nodes_share_the_batch_anew_and_their_nodes_stay(workers, samples, standby, data):
+    roles = ("optimizer", "standby") if standby else ("optimizer",)
+    plan = on_nodes([samples // workers] * (workers - 1) + [samples - samples // workers * (workers - 1)], roles)
+    own = data.draw(st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=workers, max_size=workers))
+    found = replan.speeds(plan, own)
+    assert found.slower[workers:] == (1.0,) * len(roles)
+    kept = sorted(data.draw(st.sets(st.integers(0, workers - 1), min_size=1)))
+    serving = [*range(workers, len(plan.ranks))]
+    made = replan.plan_on(request(samples), machine(), plan, [*kept, *serving], found)
+    plans.check(made, samples)
+    assert made.ranks[len(kept) :] == plan.ranks[workers:]
+    best = replan.seconds(request(samples), machine(), made, found.of([*kept, *serving]))
+    for giving in range(len(kept)):  # no other share of a sample is better
+        for taking in set(range(len(kept))) - {giving}:
+            other = shares(made)[: len(kept)]
+            other[giving], other[taking] = other[giving] - 1, other[taking] + 1
+            if other[giving]:
+                changed = on_nodes(other, roles)
+                assert replan.seconds(request(samples), machine(), changed, found.of([*kept, *serving])) >= best
+
+
+def test_a_slow_worker_of_an_optimizer_node_has_fewer_samples_or_is_left_out_and_the_node_never_is():
+    plan = on_nodes([8, 8])
+    best = replan.options(request(16), machine(), plan, replan.speeds(plan, [8.0, 24.0]))[0]
+    assert best.kept == (0, 1, 2)
+    assert shares(best.plan) == [12, 4, 0]
+    assert best.ratio == 0.5
+    with pytest.raises(UserError, match=r"Rank 2 \(optimizer\) serves the others"):
+        replan.plan_on(request(16), machine(), plan, [0, 1], replan.equal(plan))

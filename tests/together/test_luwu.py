@@ -9,22 +9,26 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from struck import Struck, plan_of, recipe_of, same, write_corpus
+from struck import Fewer, Struck, plan_of, recipe_of, same, write_corpus
 
+from espalier import cluster as clusters
 from espalier import trainer, worker
 from espalier.config import Recipe
-from espalier.errors import UserError
+from espalier.errors import Interrupted, UserError
 from espalier.language.workload import open_language
 from espalier.launch import base as launch
+from espalier.launch import supervisor
+from espalier.launch.resize import RunShape
 from espalier.plan import base as plans
+from espalier.plan import replan, request_from_recipe
 from espalier.rank_setup import RankSetup
 from espalier.shard.luwu import client, role, session, standby, wire
 from espalier.store.generations import Generations
@@ -32,6 +36,7 @@ from espalier.testing.faults import Fault
 from espalier.track.events import Log
 
 STEPS, STRUCK = 10, 6
+MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"'
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +54,31 @@ def on_node(recipe: Recipe, workers: int, **more: Any) -> plans.Plan:
     return plans.Plan(ranks=ranks, micro_batch=2, precision="fp32", **more)
 
 
+class FewerOnNode(Fewer):
+    """See there: workers of the node share the batch anew."""
+
+    def without(self, ranks: Collection[int]) -> RunShape:
+        kept = tuple(rank for rank in range(len(self.current.ranks)) if rank not in ranks)
+        asked, machine = request_from_recipe.of_recipe(self.run.recipe), clusters.loads(MACHINE)
+        self.made = replan.plan_on(asked, machine, self.current, kept, replan.equal(self.current))
+        places = launch.places(self.made, self.run.folder / "logs")
+        return RunShape(self.run.life(self.made), places, kept, True, 1.5, str(len(kept)), f"{len(kept)} ranks")
+
+    def adopt(self, shape: RunShape) -> None:
+        self.current = self.made
+
+
 @dataclass
 class OnNode(Struck):
     """`killed`: the node dies as it commits that step, or has: "before", "after". `arm`: is called in its process."""
 
     killed: tuple[int, str] | None = None
     arm: Callable[[launch.RankSpec], None] | None = None
+
+    @property
+    def care(self) -> supervisor.RestartOptions:
+        fewer = None if self.dead is None else FewerOnNode(self, self.plan or on_node(self.recipe, self.world - 1))
+        return replace(super().care, shapes=fewer)
 
     def life(self, plan: plans.Plan) -> launch.Entrypoint:
         workload = open_language(self.recipe)
@@ -117,6 +141,22 @@ def test_a_killed_worker_changes_no_bit(corpus: Path, tmp_path: Path, whole: OnN
     run = OnNode(asked, 3, tmp_path / "run", (Fault(1, STRUCK, "kill"),), plan=on_node(asked, 2)).run()
     assert same(run, whole)
     assert run.all("recovered")[0]["step"] >= STRUCK - 2
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_worker_that_always_dies_is_left_out_and_the_others_go_on_from_the_nodes_step(
+    corpus: Path, tmp_path: Path, dead: int
+) -> None:
+    asked = recipe(corpus)
+    run = OnNode(asked, 3, tmp_path / "run", plan=on_node(asked, 2), restarts=1, dead=(dead, STRUCK)).run()
+    assert f"place {dead}" in run.all("incident")[-1]["action"]
+    taken_up = run.all("recovered")[-1]["step"]
+    assert taken_up >= STRUCK - 2
+
+    with pytest.raises(Interrupted):
+        OnNode(asked, 3, tmp_path / "other", plan=on_node(asked, 2), restarts=0, stop_after=taken_up).run()
+    fewer = OnNode(asked, 2, tmp_path / "other", plan=on_node(asked, 1)).run()
+    assert same(fewer, run)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

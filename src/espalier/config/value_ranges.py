@@ -63,9 +63,7 @@ def check(recipe: config.Recipe) -> None:
     own = model_kinds.of(recipe.model)
     for kind in model_kinds.KINDS:
         for section in () if kind is own else kind.sections:
-            if section == "store" and _of_states(recipe.store):
-                continue
-            if getattr(recipe, section) is not None:
+            if getattr(recipe, section) is not None and not (section == "store" and _of_states(recipe.store)):
                 *first, last = (f'"{tag}"' for tag in kind.tags)
                 raise UserError(f"[{section}] belongs to {kind.name}.", do=f"model.kind = {', '.join(first)} or {last}")
     own.check(recipe)

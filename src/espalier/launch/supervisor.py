@@ -224,7 +224,7 @@ class Supervisor:
 
     def _compare(self, now: float) -> None:
         """Names ranks that hold the others up, and asks all to save and end where another plan pays."""
-        signs = self.pulses.read()
+        signs = [sign for sign, place in zip(self.pulses.read(), self.places, strict=True) if place.role == "trainer"]
         if not all(sign.usual for sign in signs):
             return
         restart_advice.ready()  # a tenth of a second, while nothing waits for it

@@ -4,6 +4,7 @@ After FlashFlex (arXiv 2409.01143), which plans for unequal devices, and Acme (a
 search and the cost model are those of any plan: each rank becomes a device of its own, slowed by what was measured.
 Where we deviate: only data-parallel ranks of one machine; what slowness has nothing to do with (precision, micro-batch,
 recomputation, whether states are whole) stays as it was where that fits, so that only what was measured decides.
+Workers of optimizer nodes hold no state: they share the batch anew, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -75,11 +76,15 @@ def equal(plan: Plan) -> Speeds:
 
 
 def speeds(plan: Plan, own: Sequence[float]) -> Speeds:
-    """Of ranks that spend `own` seconds a step on their samples."""
-    each = [seconds / (rank.share[1] - rank.share[0]) for seconds, rank in zip(own, plan.ranks, strict=True)]
+    """Of ranks that train and spend `own` seconds a step on their samples. Those that serve them count as equal."""
+    ranks = [plan.ranks[rank] for rank in plan.trainers]
+    each = [seconds / (rank.share[1] - rank.share[0]) for seconds, rank in zip(own, ranks, strict=True)]
     middle = statistics.median_low(each)
     ratios = [one / middle if middle > 0 else 1.0 for one in each]
-    return Speeds(tuple(1.0 if 1 / NOISE <= ratio <= NOISE else ratio for ratio in ratios))
+    found = [1.0] * len(plan.ranks)
+    for rank, ratio in zip(plan.trainers, ratios, strict=True):
+        found[rank] = 1.0 if 1 / NOISE <= ratio <= NOISE else ratio
+    return Speeds(tuple(found))
 
 
 def with_link(request: Request, cluster: Cluster, plan: Plan, found: Speeds, excess: float) -> Speeds:
@@ -96,7 +101,10 @@ def with_link(request: Request, cluster: Cluster, plan: Plan, found: Speeds, exc
 
 
 def seconds(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> float:
-    """Of a step of `plan` with the shares it has, by the cost model at the speeds `found`: its slowest rank's."""
+    """Of a step of `plan` with the shares it has, by the cost model at the speeds `found`: its slowest rank's. Of
+    workers of optimizer nodes in units of a usual worker's sample: links are as before."""
+    if _serving(plan):
+        return max(found.slower[one] * (plan.ranks[one].share[1] - plan.ranks[one].share[0]) for one in plan.trainers)
     threads = plan.ranks[0].threads
     on = collective_time.fleet(measured(cluster, plan.ranks, found), len(plan.ranks), threads)
     shares = [rank.share[1] - rank.share[0] for rank in plan.ranks]
@@ -116,6 +124,8 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
             f"A batch of {request.global_batch} samples cannot be shared by {len(kept)} ranks.",
             do="train.batch_tokens as it is, on at least one rank",
         )
+    if _serving(plan):
+        return _shared(request, plan, kept, found)
     ranks = [plan.ranks[rank] for rank in kept]
     there = measured(cluster, ranks, found.of(kept))
     pinned = Pin(
@@ -143,20 +153,51 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
 
 def options(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> list[Replan]:
     """Plans for the same run on the same places or without the slowest, at the speeds `found`; the fastest first."""
-    there = len(plan.ranks)
+    there = len(plan.trainers)
     now = seconds(request, cluster, plan, found)
-    slowest = sorted(range(there), key=lambda rank: (-found.slower[rank], -rank))
+    slowest = sorted(plan.trainers, key=lambda rank: (-found.slower[rank], -rank))
     made = []
     for count in sorted({*range(FEWER + 1), there // 2, there - 1}):
-        kept = tuple(sorted(slowest[count:]))
-        if not kept:
+        if count >= there:
             continue
+        kept = (*sorted(slowest[count:]), *_serving(plan))
         try:
             one = plan_on(request, cluster, plan, kept, found)
         except UserError:
             continue  # fewer cannot hold it
         made.append(Replan(one, kept, seconds(request, cluster, one, found.of(kept)) / now))
     return sorted(made, key=lambda one: one.ratio)
+
+
+def _serving(plan: Plan) -> list[int]:
+    """Ranks that hold the model for the others."""
+    return [rank for rank, one in enumerate(plan.ranks) if one.role != "trainer"]
+
+
+def _shared(request: Request, plan: Plan, kept: Sequence[int], found: Speeds) -> Plan:
+    """`plan` whose workers `kept` share the batch by their speeds. Raises UserError where one that serves is lost."""
+    lost = next((rank for rank in _serving(plan) if rank not in kept), None)
+    if lost is not None:
+        raise UserError(
+            f"Rank {lost} ({plan.ranks[lost].role}) serves the others.", do="mend its place and run the same command"
+        )
+    workers = [rank for rank in kept if plan.ranks[rank].role == "trainer"]
+    if not 0 < len(workers) <= request.global_batch:
+        raise UserError(
+            f"A batch of {request.global_batch} samples cannot be shared by {units.plural(len(workers), 'worker')}.",
+            do="train.batch_tokens as it is, on at least one worker",
+        )
+    samples = dict.fromkeys(workers, 1)
+    for _ in range(request.global_batch - len(workers)):
+        samples[min(workers, key=lambda rank: (samples[rank] + 1) * found.slower[rank])] += 1
+    ranks, at = [], 0
+    for rank in kept:
+        share = at, at + samples.get(rank, 0)
+        at = share[1]
+        own = rank in samples
+        ranks.append(msgspec.structs.replace(plan.ranks[rank], share=share) if own else plan.ranks[rank])
+    made = msgspec.structs.replace(plan, ranks=tuple(ranks), stages=(), predicted=None, runners_up=())
+    return plans.check(made, request.global_batch, "the new plan")
 
 
 def measured(cluster: Cluster, ranks: Sequence[plans.Rank], found: Speeds) -> Cluster:

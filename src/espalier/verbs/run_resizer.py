@@ -50,8 +50,9 @@ class RunResizer:
     @property
     def planned_wait(self) -> float | None:
         """See `Resizer.planned_wait`. Of states that are whole: others are waited for elsewhere too."""
-        predicted = self.job.plan.predicted
-        return predicted.terms.get("all_reduce") if predicted is not None and self.job.plan.replicated else None
+        plan = self.job.plan
+        whole = plan.replicated and len(plan.trainers) == len(plan.ranks)
+        return plan.predicted.terms.get("all_reduce") if plan.predicted is not None and whole else None
 
     def without(self, ranks: Collection[int]) -> RunShape:
         """See `Resizer.without`: without further ranks, the last first, where the batch or the memory wants it so."""
@@ -99,7 +100,7 @@ class RunResizer:
 
     def _offer(self, option: replan.Replan) -> RunShape:
         made, before = option.plan, len(self.job.plan.ranks)
-        shares = ", ".join(str(rank.share[1] - rank.share[0]) for rank in made.ranks)
+        shares = ", ".join(str(one.share[1] - one.share[0]) for one in map(made.ranks.__getitem__, made.trainers))
         count = f"{len(made.ranks)} of {before}" if len(made.ranks) < before else f"all {before}"
         run_plan.refuse_elsewhere(made, None)
         shape = RunShape(

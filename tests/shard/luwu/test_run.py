@@ -109,7 +109,8 @@ def test_workers_with_unequal_shares_train_as_one(tmp_path: Path) -> None:
     how = plan(4, 1, 2)
     shares = ((0, 3), (3, 4), (0, 0))
     how = msgspec.structs.replace(
-        how, ranks=tuple(msgspec.structs.replace(one, share=share) for one, share in zip(how.ranks, shares, strict=True))
+        how,
+        ranks=tuple(msgspec.structs.replace(one, share=share) for one, share in zip(how.ranks, shares, strict=True)),
     )
     ranks = run(asked, how, tmp_path / "run", 10)
     assert ranks[0].steps == ranks[1].steps

@@ -281,6 +281,7 @@ class ModelOnNodes(Mechanism):
         """Makes the window. Raises UserError for a model that cannot be held by layers."""
         assert context.model is not None
         context.window = window = make_window(context, self.connect)
+        context.stalled = lambda: window.stalled
         context.meters["node"] = lambda: {**window.read(), **window.client.read()}
         if context.plan.outer is not None:
             context.sharding = LocalSharding(context.model, window)
