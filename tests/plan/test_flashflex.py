@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass
 
 import pytest
-from flashflex_costs import Card, ReleasedCosts
 
 from espalier.errors import UserError
 from espalier.plan.flashflex import Search, fastest_path, partitions, place
@@ -21,6 +20,8 @@ from espalier.plan.pipeline_solver import (
     share_micro_batches,
     solve_layers,
 )
+
+from .flashflex_costs import Card, ReleasedCosts
 
 NOTE = [DeviceClass("A100", 0, 3), DeviceClass("4090", 1, 3), DeviceClass("3090", 2, 2)]
 CARDS = [Card(312, 80, 200), Card(165.2, 24, 2), Card(80, 24, 2)]

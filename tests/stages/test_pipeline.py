@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 
 import msgspec
@@ -298,20 +297,6 @@ def test_more_stages_than_layers_are_refused_with_the_nearest_number() -> None:
 def test_stages_that_leave_out_layers_are_refused(ends) -> None:
     with pytest.raises(UserError, match="its stages hold layers"):
         check_layers(pipelines(Cut(ends).plan()), 4)
-
-
-@pytest.mark.parametrize("ends", [(1, 4), (4,), (1, 2, 4)])
-def test_pipelines_that_are_cut_at_different_layers_are_refused(folder, ends) -> None:
-    """Also where one has fewer stages or more: the trainer sums gradients over the ranks of one stage."""
-    one, first = Cut((2, 4)).plan(), 2
-    other = tuple(
-        plans.Stage(pipeline=1, ranks=(first + at,), layers=layers)
-        for at, layers in enumerate(itertools.pairwise((0, *ends)))
-    )
-    shares = [plans.Rank(share=(0, 4))] * 2 + [plans.Rank(share=(4, 8))] * len(ends)
-    with pytest.raises(UserError, match="its pipelines are cut at different layers") as refused:
-        train(recipe_of(folder), msgspec.structs.replace(one, ranks=tuple(shares), stages=(*one.stages, *other)))
-    assert refused.value.do == "the same layers in each pipeline"
 
 
 def test_a_plan_whose_ranks_would_wait_without_end_is_refused(folder) -> None:

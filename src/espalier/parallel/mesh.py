@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
+from espalier import plain_collectives
 from espalier.errors import UserError
 
 if TYPE_CHECKING:
@@ -293,6 +294,17 @@ class ProcessMesh:
             self._made[ranks] = _new_group(self.channel, ranks)
         found: dist.ProcessGroup = self._made[ranks]
         return found
+
+    def number_groups_alike(self) -> None:
+        """Gives the ranks of a replica, all of which call this, as many process groups: groups of their own to those
+        that have fewer. torch names a group by its ranks and by how many groups its process has, so ranks that have
+        made unlike numbers of them could make no further one together."""
+        from torch.distributed.distributed_c10d import _world
+
+        if self.channel is not None:
+            here = len(_world.pg_names)
+            for _ in range(max(plain_collectives.all_gather(here, self.replica)) - here):
+                _new_group(self.channel, (self.rank,))
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of `ranks`, among them this one; None where it is alone."""

@@ -71,12 +71,15 @@ class ModelCut:
         slabs: of each parameter that is cut, its part here.
         holders: of each parameter that other ranks of the cut hold too.
         stream: how the residual stream lies on the ranks that share matrices; None: each has all of it.
+        peers: where pipelines are cut at different layers, the ranks of the run that hold the same part of each
+            parameter, in order; empty: those of the mesh do.
     """
 
     replica: dist.ProcessGroup
     slabs: dict[str, Slab] = field(default_factory=dict)
     holders: dict[str, Holders] = field(default_factory=dict)
     stream: ShardedStream | None = None
+    peers: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """A tensor of the shape of parameter `name`, of which this rank has a part. All ranks that share it call this;

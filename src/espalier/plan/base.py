@@ -276,6 +276,14 @@ class Plan(PlanStruct, frozen=True):
         return len({self.ranks[index].device.split(":")[0] for index in self.trainers}) > 1
 
     @property
+    def unequal(self) -> bool:
+        """Whether its pipelines are cut at different layers, or share matrices over unequal numbers of ranks."""
+        cuts: dict[int, set[tuple[int, int, int]]] = {}
+        for one in self.stages:
+            cuts.setdefault(one.pipeline, set()).add((*one.layers, one.tensor))
+        return any(cut != cuts[min(cuts)] for cut in cuts.values())
+
+    @property
     def replicated(self) -> bool:
         """Whether every rank holds all states."""
         return all(len(unit.optimizer) <= 1 for unit in self.units)

@@ -40,14 +40,15 @@ RECORD = Record(
     aliases=("hexiscale", "flash-flex"),
     paper="arXiv 2409.01143",
     question="Who does what?",
-    files=("plan/flashflex.py", "plan/pipeline_solver.py"),
+    files=("plan/flashflex.py", "plan/pipeline_solver.py", "shard/ragged.py"),
     chosen="devices or links of a job differ enough that equal shares leave the fast ones waiting",
     cost="pipeline of S stages and n micro-batches: sum of stage times + (n-1)*slowest stage, transfers between stages "
     "in them; step = slowest pipeline + gradient exchange per layer between its holders",
     law="layers and shares are those of brute force; gradients weighted by samples equal those of one device",
-    law_test="tests/plan/test_flashflex.py::test_small_clusters_are_placed_as_by_enumeration",
+    law_test="tests/stages/test_flashflex.py::test_unequal_pipelines_train_as_one_rank_does",
     state="partly",
-    remark="the search is there (espalier.plan.place); no run trains by its layouts yet",
+    remark="the search is there (espalier.plan.place), and runs train by plans of unequal pipelines; no recipe is "
+    "planned so by itself yet",
 )
 
 EXHAUSTIVE = 8

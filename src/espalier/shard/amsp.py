@@ -281,13 +281,10 @@ class Amsp:
         state is sharded the square of the norm. Without the last it travels behind the gradients. Of a model that is
         cut, totals and square are summed by a second one, over all ranks that hold a part of it.
         """
-        assert self._channel is not None
-        slots = sorted((slot for flat in self.flats for slot in flat.slots), key=lambda slot: slot.number)
-        host, flags = _host(self._channel, slots), [slot.used for slot in slots]
-        control = steering = ControlMessage(self._channel, totals if self.cut is None else None, flags, host)
+        control = steering = self.flags(totals if self.cut is None else None)
         sharded = self.cut is not None or any(flat.optimizer.length < flat.length for flat in self.flats)
         if self.cut is not None:
-            steering = ControlMessage(self.cut.replica, totals, [], host)
+            steering = ControlMessage(self.cut.replica, totals, [], control.device)
         if control is not steering or not sharded:
             control.launch()
         self._reducing.finish()
@@ -295,16 +292,32 @@ class Amsp:
             if carried and flat in carried:
                 flat.result().add_(carried[flat])
         if sharded:
-            steering.launch(self._square())
+            steering.launch(self.square())
         used, square = control.wait()
         if control is not steering:
             _, square = steering.wait()
         self._norm = math.sqrt(square) if sharded else None
-        for flat in self.flats:
-            flat.deliver(used)
+        self.deliver(used)
         return used
 
-    def _square(self) -> float:
+    def flags(self, totals: Tensor | None = None) -> ControlMessage:
+        """The message that tells the ranks which parameters were used, with `totals`; not sent yet."""
+        assert self._channel is not None
+        slots = sorted((slot for flat in self.flats for slot in flat.slots), key=lambda slot: slot.number)
+        host = _host(self._channel, slots)
+        return ControlMessage(self._channel, totals, [slot.used for slot in slots], host)
+
+    def complete(self) -> None:
+        """Returns when the exchange of gradients is through; `deliver` hands them on."""
+        self._ended = None
+        self._reducing.finish()
+
+    def deliver(self, used: Sequence[bool]) -> None:
+        """Hands the summed gradients to what is owned. `used`: of each trainable parameter, whether any rank did."""
+        for flat in self.flats:
+            flat.deliver(used)
+
+    def square(self) -> float:
         """This rank's part of the squared 2-norm of the summed gradient: what several ranks hold counts once."""
         total = torch.zeros((), dtype=torch.float64, device=self.flats[0].full.device)
         for flat in self.flats:
@@ -426,7 +439,7 @@ class ControlMessage:
     def __init__(
         self, channel: dist.ProcessGroup, totals: Tensor | None, used: Sequence[bool], device: torch.device
     ) -> None:
-        self._channel, self._totals, self._count, self._device = channel, totals, len(used), device
+        self._channel, self._totals, self._count, self.device = channel, totals, len(used), device
         per = int(flags_per_value(channel.size()))
         self._digits = np.int64(channel.size() + 1) ** np.arange(per, dtype=np.int64)
         flags = np.zeros(-(-len(used) // per) * per, dtype=np.int64)
@@ -440,7 +453,7 @@ class ControlMessage:
         parts = [torch.tensor([square], dtype=torch.float64), self._counts]
         if self._totals is not None:
             parts.append(self._totals)
-        self._vector = torch.cat(parts).to(self._device)
+        self._vector = torch.cat(parts).to(self.device)
         with traffic(Traffic.CONTROL):
             self._work = self._channel.allreduce([self._vector], AllreduceOptions())
 

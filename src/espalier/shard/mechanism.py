@@ -10,6 +10,7 @@ from espalier.mechanism import Build, Mechanism
 from espalier.shard import cost as priced
 from espalier.shard import placement_plan as spreading
 from espalier.shard.amsp import Amsp
+from espalier.shard.ragged import RaggedStates
 
 if TYPE_CHECKING:
     from espalier.config import Recipe
@@ -33,6 +34,10 @@ class ShardedStates(Mechanism):
         """Makes the sharding."""
         assert context.model is not None
         mesh = context.mesh
+        if context.cut is not None and context.cut.peers:
+            nodes = [one.node for one in context.plan.ranks]
+            context.sharding = RaggedStates(context.model, mesh, spread(context), context.cut, nodes)
+            return
         channel = mesh.same_parameters if context.cut is None else mesh.same_parameters or mesh.alone
         context.sharding = Amsp(context.model, channel, spread(context), context.cut)
 

@@ -23,7 +23,7 @@ from espalier.stages import schedules
 from espalier.stages.action_list import ActionLists, Pipeline
 from espalier.stages.cost import hand_overs
 from espalier.stages.messages import Messages
-from espalier.stages.model_stages import ModelStages, check_borrowed, check_layers, no_pieces, pipelines
+from espalier.stages.model_stages import ModelStages, check_borrowed, check_layers, no_pieces, peers, pipelines
 from espalier.stages.pipeline import Passes, PipelineSchedule
 from espalier.stages.split_backward import WeightGradients
 
@@ -79,6 +79,8 @@ class CutModel(Mechanism):
         context.cut = context.cut or ModelCut(mesh.replica)
         context.stages = ModelStages(model, again, own, rank, context.cut.stream)
         check_borrowed(context.stages)
+        if context.plan.unequal:
+            context.cut.peers = peers(context.stages, placed, _alike(mesh), mesh.rank)
 
 
 class Pipelined(Mechanism):

@@ -52,7 +52,7 @@ def pipelines(plan: Plan, tasks: int = 1) -> list[Placed]:
 
 
 def check_layers(placed: Sequence[Placed], layers: int, origin: str = "plan.json") -> None:
-    """Raises UserError unless the stages of each pipeline hold all `layers` once, in order, and alike in each."""
+    """Raises UserError unless the stages of each pipeline hold all `layers` once, in order."""
     for _, held in placed:
         if len(held) > layers:
             raise UserError(
@@ -68,12 +68,6 @@ def check_layers(placed: Sequence[Placed], layers: int, origin: str = "plan.json
                 why=f"the stages of a pipeline hold each of the {layers} layers once",
                 do=f"delete {origin}; it is then planned again",
             )
-    if len({held for _, held in placed}) > 1:
-        raise UserError(
-            f"{origin} cannot be run: its pipelines are cut at different layers.",
-            why="gradients are summed over the ranks that hold the same stage",
-            do="the same layers in each pipeline",
-        )
 
 
 class Elsewhere(nn.Module):
@@ -109,6 +103,7 @@ class ModelStages:
     Attributes:
         held: the stages of this rank.
         borrowed: parameters that this rank lends or borrows.
+        first_use: of each parameter of the model, the first piece that uses it: 0 the embedding, then the layers.
 
     Raises:
         UserError: a parameter belongs to no piece.
@@ -133,6 +128,7 @@ class ModelStages:
                     f"{type(model).__name__} cannot be cut into stages: {name} is in none of its pieces.",
                     do="name its module in `Pieces.modules`, or plan.pin.pp=1",
                 )
+        self.first_use = _first_use(model, pieces())
         own: set[int] = set().union(*(uses[stage] for stage in self.held))
         self.borrowed = list(self._shared(uses))
         _free(model, own, everywhere)
@@ -201,6 +197,58 @@ class ModelStages:
                     _replace(self.model, parameter, copy)
                     uses[user].add(id(copy))
                     yield Borrowed(name, owner, user, copy, copy.dtype)
+
+
+def _first_use(model: nn.Module, pieces: Pieces) -> dict[str, int]:
+    number: dict[int, int] = {}
+    for piece, modules in enumerate(pieces.modules):
+        for module in modules:
+            for parameter in module.parameters():
+                number.setdefault(id(parameter), piece)
+    return {name: number[id(one)] for name, one in model.named_parameters() if id(one) in number}
+
+
+def peers(
+    stages: ModelStages, placed: Sequence[Placed], alike: Mapping[int, int], rank: int
+) -> dict[str, tuple[int, ...]]:
+    """The ranks that hold the same part of each parameter as `rank` does, one in each pipeline: gradients are summed
+    over them, as FlashFlex does layer by layer (arXiv 2409.01143). The loss is divided by the weight of the whole batch
+    before backward, so pipelines with more samples count more by themselves.
+
+    Args:
+        stages: what this rank holds.
+        placed: all pipelines, by ranks of the first replica.
+        alike: of each rank of this replica, the one of the first replica in its place.
+        rank: this one.
+
+    Raises:
+        UserError: pipelines cut the matrices of a layer over unequal numbers of ranks.
+    """
+    here = {first: one for one, first in alike.items()}
+    found = {}
+    for piece in sorted(set(stages.first_use.values())):
+        groups = [_holders(one, piece) for one in placed]
+        own = next((group for group in groups if alike[rank] in group), None)
+        if own is None:
+            continue
+        widths = {len(group) for group in groups}
+        if len(widths) > 1:
+            raise UserError(
+                f"Pipelines share matrices of layer {max(0, piece - 1)} over {min(widths)} and {max(widths)} ranks.",
+                why="gradients are summed over ranks that hold the same part of a matrix",
+                do="the same `tensor` for that layer in each pipeline",
+            )
+        place = own.index(alike[rank])
+        found[piece] = tuple(sorted(here[group[place]] for group in groups))
+    return {name: found[piece] for name, piece in stages.first_use.items() if piece in found}
+
+
+def _holders(placed: Placed, piece: int) -> tuple[int, ...]:
+    """The ranks of the stage that has a piece of the model: 0 the embedding, then the layers, then the head."""
+    last = placed.layers[-1][1]
+    layer = min(max(piece - 1, 0), last - 1)
+    stage = next(number for number, (first, end) in enumerate(placed.layers) if first <= layer < end)
+    return placed.pipeline.stages[stage]
 
 
 def check_borrowed(stages: ModelStages) -> None:

@@ -1,0 +1,112 @@
+"""Pipelines of different depth side by side train as one rank does."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from espalier.errors import UserError
+from espalier.plan import base as plans
+from espalier.testing import same
+
+from .runs import Trained, corpus, recipe_of, together, train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path) -> Trained:
+    return train(recipe_of(folder), plans.Plan(ranks=(plans.Rank(share=(0, 8)),), precision="fp64"))[0]
+
+
+def ragged(pipelines: Sequence[tuple[Sequence[int], int]], **fields: object) -> plans.Plan:
+    """A plan of (layer at which each stage ends, samples) for each pipeline; fields: of the plan."""
+    ranks: list[plans.Rank] = []
+    stages, at = [], 0
+    for number, (ends, samples) in enumerate(pipelines):
+        for layers in itertools.pairwise((0, *ends)):
+            stages.append(plans.Stage(pipeline=number, ranks=(len(ranks),), layers=layers))
+            ranks.append(plans.Rank(share=(at, at + samples)))
+        at += samples
+    plan = plans.Plan(ranks=tuple(ranks), stages=tuple(stages), precision="fp64")
+    return plans.check(msgspec.structs.replace(plan, **fields), at)
+
+
+def drawn(seed: int) -> plans.Plan:
+    """A random plan of at most 6 ranks for 4 layers and 8 samples."""
+    draw = random.Random(seed)
+    while True:
+        depths = [draw.randint(1, 4) for _ in range(draw.randint(2, 3))]
+        if sum(depths) <= 6 and len(set(depths)) + len(depths) > 2:
+            break
+    cuts = sorted(draw.sample(range(1, 8), len(depths) - 1))
+    samples = [b - a for a, b in itertools.pairwise([0, *cuts, 8])]
+    ends = [(*sorted(draw.sample(range(1, 4), depth - 1)), 4) for depth in depths]
+    split = draw.choice([(), (0, 1), (0, 1, 2)])
+    return ragged(
+        list(zip(ends, samples, strict=True)),
+        units=(plans.Unit(optimizer=split),),
+        schedule=draw.choice(["1f1b", "zero_bubble", "gpipe"]),
+        micro_batch=draw.choice([1, 1, 2, 3]),
+        recompute=draw.choice(["none", "none", "block"]),
+    )
+
+
+def as_one(ranks: Sequence[Trained], one: Trained) -> None:
+    assert ranks[0].losses == pytest.approx(one.losses, rel=1e-10)
+    assert ranks[-1].norms == pytest.approx(one.norms, rel=1e-10)
+    assert ranks[0].validation == pytest.approx(one.validation, rel=1e-10)
+    same(together(ranks), one.weights, relative=1e-10)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ragged([((2, 4), 5), ((4,), 3)]),
+        ragged([((2, 4), 4), ((1, 4), 2), ((4,), 2)], micro_batch=2),
+        ragged([((1, 3, 4), 4), ((2, 4), 4)], schedule="zero_bubble", units=(plans.Unit(optimizer=(0, 1)),)),
+        drawn(7),
+    ],
+)
+def test_unequal_pipelines_train_as_one_rank_does(folder: Path, one_rank: Trained, plan: plans.Plan) -> None:
+    as_one(train(recipe_of(folder), plan), one_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(50))
+def test_random_unequal_pipelines_train_as_one_rank_does(folder: Path, one_rank: Trained, seed: int) -> None:
+    as_one(train(recipe_of(folder), drawn(seed)), one_rank)
+
+
+def test_parameters_that_are_gathered_are_refused(folder: Path) -> None:
+    plan = ragged([((2, 4), 4), ((4,), 4)], units=(plans.Unit(params=(0, 1), grads=(0, 1), optimizer=(0, 1)),))
+    with pytest.raises(UserError, match="different layers shard optimizer states only"):
+        train(recipe_of(folder), plan)
+
+
+@pytest.mark.parametrize("ends", [(2, 3), (0, 4)])
+def test_a_plan_that_leaves_a_layer_nowhere_is_refused(folder: Path, ends: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match="its stages hold layers"):
+        train(recipe_of(folder), ragged([(ends, 5), ((4,), 3)]))
+
+
+def test_more_stages_than_layers_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="5 stages for 4 layers"):
+        train(recipe_of(folder), ragged([((1, 2, 3, 4, 5), 4), ((4,), 4)]))
+
+
+def test_matrices_that_pipelines_cut_differently_are_refused(folder: Path) -> None:
+    plan = ragged([((2, 4), 5), ((4,), 3)])
+    ranks = (*plan.ranks, plans.Rank(share=(5, 8)))
+    wide = msgspec.structs.replace(plan.stages[2], ranks=(2, 3), tensor=2)
+    other = msgspec.structs.replace(plan, ranks=ranks, stages=(*plan.stages[:2], wide), algorithm="megatron")
+    with pytest.raises(UserError, match=r"share matrices of layer [012] over 1 and 2 ranks"):
+        train(recipe_of(folder, {"tied": False}), other)
