@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier.config import Gpt, defaults, recipe_file
+from espalier.language.decoder_workload import new_model
 from espalier.language.gpt import GPT
-from espalier.language.workload import new_model
 from espalier.shard.amsp import Amsp
 from espalier.shard.placement import ShardFactors
 from espalier.shard.placement_plan import Spread

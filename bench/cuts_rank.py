@@ -22,7 +22,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from espalier.config import Gpt, Recipe, defaults, recipe_file
-from espalier.language.workload import LanguageWorkload, Windows, new_model
+from espalier.language.decoder_workload import Windows, new_model
+from espalier.language.workload import LanguageWorkload
 from espalier.launch import base as launch
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup

@@ -99,6 +99,7 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
         nargs="?",
         help="text to go on from; of a graph: nodes, pairs or graphs (default all); @FILE; -: each line of stdin",
     )
+    made["predict"].add_argument("--chat", action="store_true", help="a chat: lines of the terminal, until Ctrl-D")
     made["predict"].add_argument("--tokens", type=int, default=200, help="tokens to generate (default 200)")
     made["predict"].add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest (default)")
     made["predict"].add_argument("--top-k", type=int, help="sample among the k likeliest only; links of a node")
@@ -110,13 +111,17 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     made["report"].add_argument("--port", type=int, default=0, help="port for --serve (default: any free one)")
     made["export"].add_argument(
         "--to",
-        choices=("hf", "safetensors", "embeddings"),
-        help="hf (Llama-format folder; of text the default), safetensors (any run), embeddings (of a graph's nodes)",
+        choices=FORMS,
+        help="hf (Llama-format folder; of text the default), gguf (llama.cpp, Ollama), peft, safetensors, embeddings",
     )
     made["export"].add_argument("--out", help="folder to write (default RUN/export-FORMAT)")
     made["explain"].add_argument("names", nargs="*", metavar="NAME", help="systems, such as amsp (default: all twenty)")
     made["diagnose"].add_argument("logs", nargs="+", metavar="LOG", help="logs, or a run's folder")
     made["diagnose"].add_argument("--rules", metavar="FILE", help="rules and incidents of your own")
+
+
+FORMS = ("hf", "safetensors", "embeddings", "peft", "gguf", "gguf-q8_0", "gguf-q4_0")
+"""What `export --to` writes."""
 
 
 def main(argv: Sequence[str] | None = None, begin: Callable[[], None] = lambda: None) -> int:

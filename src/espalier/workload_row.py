@@ -175,7 +175,9 @@ class Row:
         exports: format -> (workload, model, folder), which writes the model there and says how to load it.
         contents: name -> hash of the data's files, compared when a run is taken up again.
         tokenizer: of the workload, for tasks that ask questions in text.
-        usage: how people ask a trained model, as (word, what follows `espalier predict RUN`).
+        usage: of the recipe's tables, how people ask a trained model: (word, what follows `espalier predict RUN`).
+        reply: (workload, model, turns of a chat as (role, text), sampling) -> the next answer in pieces; raises
+            UserError for a run that was not trained on conversations. None: no run of this kind is.
     """
 
     open: Callable[[Recipe, Opening], Workload]
@@ -189,4 +191,5 @@ class Row:
     exports: Mapping[str, Callable[[Workload, nn.Module, Path], str]] = field(default_factory=dict)
     contents: Callable[[Recipe, Workload], Mapping[str, str]] = _fingerprint
     tokenizer: Callable[[Workload], Any] | None = None
-    usage: tuple[str, str] = ("answers", "")
+    usage: Callable[[Mapping[str, Any]], tuple[str, str]] = lambda recipe: ("answers", "")
+    reply: Callable[[Workload, nn.Module, Sequence[tuple[str, str]], Sampling], Iterator[str]] | None = None

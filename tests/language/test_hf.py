@@ -91,7 +91,7 @@ def test_loading_an_export_gives_the_same_bits_and_options(tmp_path, changes, dt
     hf.load_into(again, tmp_path / "out")
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
     assert (options.depth, options.width, options.kv_heads, options.context) == (2, 32, 2, 16)
-    hf.require_same(hf._options_of(model.size), options, "there")
+    hf.require_same(hf.options_of(model.size), options, "there")
 
 
 def test_large_weights_are_split_with_an_index(tmp_path, monkeypatch):

@@ -15,7 +15,8 @@ from espalier import cluster, mechanisms, trainer, worker
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.config import defaults, recipe_file
 from espalier.errors import Interrupted, UserError
-from espalier.language.workload import LanguageWorkload, Windows, open_language
+from espalier.language.decoder_workload import Windows
+from espalier.language.workload import LanguageWorkload, open_language
 from espalier.launch import agent
 from espalier.launch import base as launch
 from espalier.plan import base as plans

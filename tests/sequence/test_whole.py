@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier import config
-from espalier.language.workload import new_model
+from espalier.language.decoder_workload import new_model
 from espalier.sequence.base import Where
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from espalier.comm import Channel
 from espalier.config import Gpt, Moe
+from espalier.language.decoder_workload import new_model
 from espalier.language.gpt import GPT, recompute, roles
-from espalier.language.workload import new_model
 from espalier.parallel.mesh import Degrees, ProcessMesh, regular
 from espalier.parallel.model_cut import ModelCut
 from espalier.tensor.cut import cut_model

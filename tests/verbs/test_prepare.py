@@ -11,7 +11,7 @@ import torch
 
 from espalier import config
 from espalier.config import decoder_shapes, defaults
-from espalier.language import workload as language
+from espalier.language import decoder_workload as language
 from espalier.optim.base import names_of
 from espalier.verbs import prepare
 

@@ -20,6 +20,7 @@ from espalier.config.graphs import Sage as Sage
 from espalier.config.model_kinds import KINDS
 from espalier.config.modules import Module as Module
 from espalier.config.sections import Adamw as Adamw
+from espalier.config.sections import Adapters as Adapters
 from espalier.config.sections import Auto as Auto
 from espalier.config.sections import ByRounds as ByRounds
 from espalier.config.sections import Checkpoint as Checkpoint
@@ -30,12 +31,15 @@ from espalier.config.sections import Constant as Constant
 from espalier.config.sections import Cosine as Cosine
 from espalier.config.sections import Data as Data
 from espalier.config.sections import DiLoCo as DiLoCo
+from espalier.config.sections import Dpo as Dpo
 from espalier.config.sections import Eager as Eager
 from espalier.config.sections import EveryStep as EveryStep
 from espalier.config.sections import Faults as Faults
+from espalier.config.sections import Full as Full
 from espalier.config.sections import GraphOptions as GraphOptions
 from espalier.config.sections import Launch as Launch
 from espalier.config.sections import LocalSgd as LocalSgd
+from espalier.config.sections import Lora as Lora
 from espalier.config.sections import Muon as Muon
 from espalier.config.sections import Options as Options
 from espalier.config.sections import Pin as Pin
@@ -51,6 +55,7 @@ from espalier.config.sections import StreamingDiLoCo as StreamingDiLoCo
 from espalier.config.sections import Sync as Sync
 from espalier.config.sections import Track as Track
 from espalier.config.sections import Train as Train
+from espalier.config.sections import Tuning as Tuning
 
 if TYPE_CHECKING:
     from espalier.config.sections import Model as Model

@@ -6,11 +6,13 @@ One dial, `model.depth`, sets the rest (after nanochat's `--depth`): width, head
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
 from espalier.config.base import Draft, Kind, RecipeBase
 from espalier.config.decoder_shapes import Gpt, Moe, active_parameter_count, parameter_count, published
+from espalier.config.sections import Adapters, Dpo, Lora
 from espalier.errors import UserError
 
 DEPTH = 4
@@ -24,12 +26,23 @@ TOKENS_PER_PARAMETER = 20  # Chinchilla, arXiv 2203.15556, table 3: compute-opti
 SMALLEST_BATCH, LARGEST_BATCH = 2_048, 4_194_304  # tokens; 4 Mi is Llama 2's (arXiv 2307.09288)
 
 
+_TUNING_RATES = {
+    (Lora, True): (2e-4, "adapters learn at ten times the rate of whole matrices: QLoRA's (arXiv 2305.14314, table 9)"),
+    (Dpo, True): (5e-6, "that of TRL's DPO script with adapters"),
+    (Dpo, False): (1e-6, "DPO's authors' (arXiv 2305.18290, appendix B)"),
+}
+"""The learning rate of each kind of tuning, with adapters or without, and where it is from."""
+
+
 def _fill(draft: Draft) -> None:
     _model(draft)
     width = draft.get("model.width")
     rate = float(f"{3e-3 * 192 / width:.3g}")
     falling = f"3e-3 at width 192, falling as 1/width (GPT-3's table 2.1 falls so): width {width}"
-    if draft.get("model.initial") is None:
+    tune = draft.recipe.tune
+    if isinstance(tune, Adapters):
+        draft.rates(*_TUNING_RATES[type(tune), tune.rank > 0])
+    elif draft.get("model.initial") is None:
         draft.rates(rate, falling)
     else:
         draft.rates(rate, falling, FINE_TUNING, "; a tenth of it, as training goes on from model.initial")
@@ -158,6 +171,8 @@ def _check(recipe: RecipeBase) -> None:
         raise UserError(
             f"model.active = {model.active} is not possible.", why=why, do=f"model.active = {model.experts}"
         )
+    if isinstance(recipe.tune, Adapters):
+        _adapters(recipe.tune, model)
     context, sequence = model.context, recipe.train.sequence
     if context and sequence and sequence > context:
         raise UserError(
@@ -165,6 +180,41 @@ def _check(recipe: RecipeBase) -> None:
             why=f"model.context = {context}",
             do=f"train.sequence = {context}",
         )
+
+
+def _adapters(tune: Adapters, model: Gpt | Moe) -> None:
+    kind = type(tune).__struct_config__.tag
+    if isinstance(model, Moe):
+        raise UserError(f'tune.kind = "{kind}" is not possible with experts.', do='tune.kind = "full"')
+    if model.initial is None:
+        raise UserError(
+            f'tune.kind = "{kind}" has no model to start from.',
+            why="frozen weights, and a reference, are those of a trained model",
+            do="model.initial = FOLDER (Hugging Face format)",
+        )
+    if tune.rank < (1 if isinstance(tune, Lora) else 0):
+        raise UserError(f"tune.rank = {tune.rank} is not possible.", do="tune.rank = 16")
+    if model.width and tune.rank > model.width:
+        raise UserError(f"tune.rank = {tune.rank} is more than model.width = {model.width}.", do="tune.rank = 16")
+    if tune.alpha is not None and tune.alpha <= 0:
+        raise UserError(f"tune.alpha = {tune.alpha} is not possible.", do="leave it out for 2 x rank")
+    if isinstance(tune, Dpo) and tune.beta <= 0:
+        raise UserError(f"tune.beta = {tune.beta} is not possible.", why="it has to be above 0", do="tune.beta = 0.1")
+    if tune.dora and tune.frozen != "fp32":
+        raise UserError(
+            f'tune.dora is not possible with tune.frozen = "{tune.frozen}".',
+            why="the lengths of the rows of whole matrices are trained",
+            do='tune.frozen = "fp32", or tune.dora = false',
+        )
+
+
+def _usual(table: dict[str, Any]) -> dict[str, Any]:
+    """Fine-tuning uses AdamW without decay where no optimizer is named, as TRL and PEFT do."""
+    train = table.get("train", {})
+    given = train.get("optimizer", {}) if isinstance(train, dict) else None
+    if "tune" not in table or not isinstance(given, dict) or "kind" in given:
+        return table
+    return {**table, "train": {**train, "optimizer": {"kind": "adamw", "weight_decay": 0.0, **given}}}
 
 
 def _divisors(width: int) -> str:
@@ -180,6 +230,8 @@ KIND = Kind(
     row="espalier.language.workload_row",
     fill=_fill,
     check=_check,
+    sections=("tune",),
+    usual=_usual,
     validation=_validation,
     unit="tokens",
     data="python:stdlib",

@@ -85,6 +85,55 @@ class Store(Options, frozen=True):
     resample: float = 0.0
 
 
+# --- [tune] ------------------------------------------------------------------------------------------------------
+
+
+class Tuning(Choice, frozen=True):
+    """Training on conversations, with a loss on the assistant's tokens only.
+
+    `longer`: what becomes of a conversation of more than `train.sequence` tokens: it is left out (`"drop"`) or loses
+    its end (`"cut"`). `template`: a file with a Jinja chat template (default: the tokenizer's own, else ChatML).
+    """
+
+    longer: Literal["drop", "cut"] = "drop"
+    template: str | None = None
+
+
+class Full(Tuning, frozen=True, tag="full"):
+    """All weights are trained."""
+
+
+class Adapters(Tuning, frozen=True):
+    """Low-rank adapters beside frozen weights (LoRA, arXiv 2106.09685). Only they are exchanged and saved.
+
+    `rank`: columns of an adapter's two matrices; `alpha`: its product is scaled by alpha / rank (default: 2 x rank), or
+    with `rslora` by alpha / sqrt(rank) (arXiv 2312.03732); `targets`: linear layers that get one (default: all of a
+    block); `dora`: directions and lengths of columns are trained apart (arXiv 2402.09353); `frozen`: how the frozen
+    matrices are stored: as they are, or as int8 or int4 codes with a scale for each row or group of columns.
+    """
+
+    rank: int = 16
+    alpha: float | None = None
+    targets: tuple[Literal["query", "key", "value", "out", "gate", "up", "down"], ...] = ()
+    rslora: bool = False
+    dora: bool = False
+    frozen: Literal["fp32", "int8", "int4"] = "fp32"
+
+
+class Lora(Adapters, frozen=True, tag="lora"):
+    """Adapters are trained."""
+
+
+class Dpo(Adapters, frozen=True, tag="dpo"):
+    """Direct preference optimization (arXiv 2305.18290) from pairs of answers, of which one is preferred.
+
+    `beta`: how far the model may go from the reference, which is the model before training. `rank = 0` trains all
+    weights, and keeps a frozen copy of them as the reference.
+    """
+
+    beta: float = 0.1
+
+
 # --- [train] -----------------------------------------------------------------------------------------------------
 
 
@@ -344,6 +393,7 @@ class RecipeBase(Options, frozen=True):
     data: tuple[Data, ...] = ()
     graph: GraphOptions | None = None
     store: Store | None = None
+    tune: Full | Lora | Dpo | None = None
     name: str = "run"
     train: Train = Train()
     plan: Planning = Planning()

@@ -21,6 +21,7 @@ from torch import Tensor
 from espalier import cache_dir, config
 from espalier.config.decoder_shapes import Sizes
 from espalier.errors import UserError
+from espalier.language import gguf_file
 from espalier.language.gpt import GPT
 
 FILE_BYTES = 5 * 10**9
@@ -76,6 +77,20 @@ def export(model: GPT, tokenizer: SavedTokenizer, folder: str | Path) -> None:
         _compare(partial, tensors)
 
     cache_dir.export(Path(folder), CONFIG, fill)
+
+
+def opened(folder: str | Path) -> Path:
+    """`folder`, or the folder that a GGUF file of that name was made into."""
+    found = Path(folder)
+    return gguf_file.folder_of(found) if found.suffix == gguf_file.SUFFIX else found
+
+
+def copy(folder: Path, target: Path) -> None:
+    """Copies what `load_into` reads of `folder` into the new folder `target`."""
+    folder = opened(folder)
+    target.mkdir()
+    for file in (folder / CONFIG, *([folder / INDEX] if (folder / INDEX).exists() else []), *_files(folder)):
+        shutil.copyfile(file, target / file.name)
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], table: Mapping[str, Any]) -> None:
@@ -161,7 +176,7 @@ def load(folder: str | Path, dtype: torch.dtype) -> tuple[config.Gpt | config.Mo
     """
     found = options(folder)
     state = {}
-    for name, tensor in _stored(Path(folder)):
+    for name, tensor in _stored(opened(folder)):
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and found.tied):
             continue  # positions are computed; a tied head is the embedding itself
         state[_renamed(name, _OURS)] = tensor.to(dtype)
@@ -172,7 +187,7 @@ def load_into(model: GPT, folder: str | Path) -> None:
     """Fills `model` with the weights of `folder`. Raises UserError naming every option that differs."""
     weight = model.embedding.weight
     found, state = load(folder, weight.dtype)
-    require_same(_options_of(model.size), found, str(folder))
+    require_same(options_of(model.size), found, str(folder))
     missing, unknown = model.load_state_dict(state, strict=False)
     if missing or unknown:
         named = ", ".join([f"{name} is missing" for name in missing] + [f"{name} is not known" for name in unknown])
@@ -183,14 +198,14 @@ def load_into(model: GPT, folder: str | Path) -> None:
 
 def weights_of(model: GPT, folder: Path) -> Callable[[str], Tensor]:
     """Reads the weights of `folder` one by one, as fp32, by the names in `model`. Raises UserError as `load_into`."""
-    require_same(_options_of(model.size), options(folder), str(folder))
+    require_same(options_of(model.size), options(folder), str(folder))
 
     def value(name: str) -> Tensor:
         theirs = _renamed(name, _THEIRS)
-        for file in _files(folder):
-            with safe_open(file, "pt") as opened:
-                if theirs in opened.keys():  # noqa: SIM118 - not a dict
-                    tensor: Tensor = opened.get_tensor(theirs)
+        for file in _files(opened(folder)):
+            with safe_open(file, "pt") as stored:
+                if theirs in stored.keys():  # noqa: SIM118 - not a dict
+                    tensor: Tensor = stored.get_tensor(theirs)
                     return tensor.float()
         raise UserError(f"{folder} does not hold the weights its {CONFIG} describes.", why=f"{name} is missing")
 
@@ -218,7 +233,7 @@ def require_same(wanted: config.Gpt | config.Moe, found: config.Gpt | config.Moe
 
 def options(folder: str | Path) -> config.Gpt | config.Moe:
     """The model options that the `config.json` in `folder` says, every one of them set."""
-    table = _read_json(Path(folder) / CONFIG)
+    table = _read_json(opened(folder) / CONFIG)
     kind = table.get("model_type")
     if kind not in ("llama", "mixtral"):
         why = "Llama and Mixtral formats can be loaded"
@@ -248,7 +263,7 @@ def options(folder: str | Path) -> config.Gpt | config.Moe:
 
 def tokenizer_of(folder: str | Path) -> Path | None:
     """The `tokenizer.json` beside the weights in `folder`; None where there is none."""
-    file = Path(folder) / "tokenizer.json"
+    file = opened(folder) / "tokenizer.json"
     return file if file.is_file() else None
 
 
@@ -275,7 +290,8 @@ def _refuse_foreign(table: Mapping[str, Any], folder: str) -> None:
             raise UserError(f"{folder}/{CONFIG} says {name} = {value!r}.", why=why, do="start from another model")
 
 
-def _options_of(size: Sizes) -> config.Gpt | config.Moe:
+def options_of(size: Sizes) -> config.Gpt | config.Moe:
+    """The model options that say `size`."""
     names = (
         "width",
         "heads",
@@ -319,6 +335,16 @@ def _beside(folder: Path, name: str) -> Path:
     if name in ("", "..") or name != Path(name).name:
         raise UserError(f"{folder / INDEX} names {name!r}, which is no file of the folder.", do="download it again")
     return folder / name
+
+
+def renamed(name: str) -> str:
+    """Their name for our tensor `name`."""
+    return _renamed(name, _THEIRS)
+
+
+def ours(name: str) -> str:
+    """Our name for their tensor `name`."""
+    return _renamed(name, _OURS)
 
 
 def _renamed(name: str, table: Mapping[str, str]) -> str:

@@ -239,6 +239,15 @@ def _files(data: Data, listed: Listing) -> Iterator[Document]:
         before += entry.size
 
 
+def numbered_lines(entry: SourceFile) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not empty, with their numbers from 1, of a file that may be compressed. Raises UserError."""
+    try:
+        with open(entry.path, "rb") as raw:
+            yield from ((number, line) for number, line in enumerate(_lines(raw, entry.name), start=1) if line.strip())
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise _unreadable(entry.path, error) from None
+
+
 def _json_lines(entry: SourceFile, key: str, before: int) -> Iterator[Document]:
     row = msgspec.defstruct("Row", [("text", str)], rename={"text": key})
     decoder = msgspec.json.Decoder(row)
@@ -298,11 +307,7 @@ def _zstd_pieces(raw: io.BufferedReader) -> Iterator[bytes]:
 
 
 def _hub(data: Data) -> Listing:
-    try:
-        import datasets
-    except ImportError:
-        raise missing_extra("datasets", "hub", f"data.path = {data.path!r}") from None
-    rows = _load(datasets, data)
+    rows = hub_table(data)
     if data.field not in rows.column_names:
         near = nearest(data.field, rows.column_names)
         raise UserError(
@@ -312,6 +317,15 @@ def _hub(data: Data) -> Listing:
         )
     entry = SourceFile(f"{data.path}@{data.split} {rows._fingerprint}", "", len(rows), 0)
     return Listing(_origin(data, data.path), (entry,), rows=rows.select_columns([data.field]))
+
+
+def hub_table(data: Data) -> Any:
+    """All columns of a data set of the hub. Raises UserError."""
+    try:
+        import datasets
+    except ImportError:
+        raise missing_extra("datasets", "hub", f"data.path = {data.path!r}") from None
+    return _load(datasets, data)
 
 
 def _load(datasets: Any, data: Data) -> Any:

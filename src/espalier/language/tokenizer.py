@@ -57,6 +57,11 @@ class Tokenizer(Protocol):
         """`encode` of each text, on all cores where the tokenizer can."""
         ...
 
+    def encode_marked(self, texts: Sequence[str]) -> list[tuple[Ids, NDArray[np.int64]]]:
+        """Ids of texts in which names of special tokens mean these tokens, and the characters `[start, stop)` that each
+        id stands for, [tokens, 2]."""
+        ...
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, boundaries left out, broken characters replaced by U+FFFD."""
         ...
@@ -130,6 +135,15 @@ class ByteTokenizer:
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
 
+    def encode_marked(self, texts: Sequence[str]) -> list[tuple[Ids, NDArray[np.int64]]]:
+        """There are no special tokens: each byte is one id of its character."""
+        found = []
+        for text in texts:
+            sizes = [len(letter.encode()) for letter in text]
+            letters = np.repeat(np.arange(len(text), dtype=np.int64), sizes)
+            found.append((self.encode(text.encode()), np.stack([letters, letters + 1], 1)))
+        return found
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, boundaries left out, broken characters replaced."""
         return bytes(int(token) for token in ids if token).decode("utf-8", "replace")
@@ -167,6 +181,8 @@ class HfTokenizer:
         inner.post_processor = None  # what it adds to texts is not how they are encoded
         self._text = _boundary(inner, path)
         self._inner, self._path, self.name = inner, path, name
+        self.folder = path.parent if path else None
+        """Where its file lies, beside which a chat template may stand."""
         table = inner.get_vocab(with_added_tokens=True)
         self.vocabulary = max(table.values()) + 1
         self.boundary = int(table[self._text])
@@ -189,6 +205,17 @@ class HfTokenizer:
         return [
             np.concatenate([np.zeros(0, self.dtype), *(np.array(next(encoded).ids, self.dtype) for _ in parts)])
             for parts in pieces
+        ]
+
+    def encode_marked(self, texts: Sequence[str]) -> list[tuple[Ids, NDArray[np.int64]]]:
+        """See `Tokenizer.encode_marked`."""
+        self._inner.encode_special_tokens = False
+        try:
+            encoded = self._inner.encode_batch(list(texts), add_special_tokens=False)
+        finally:
+            self._inner.encode_special_tokens = True
+        return [
+            (np.array(one.ids, self.dtype), np.array(one.offsets, np.int64).reshape(len(one.ids), 2)) for one in encoded
         ]
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,25 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from espalier.artifacts import Artifact, Text
-from espalier.config import Gpt, Moe, Recipe
-from espalier.config.decoder_shapes import sizes
-from espalier.cost import Work
+from espalier.config import Recipe
 from espalier.errors import UserError
-from espalier.language import generate, gpt, hf, mixture, moe, token_store
-from espalier.language.operation_counts import DecoderLoad
+from espalier.language import generate, gpt, mixture, token_store
+from espalier.language.decoder_workload import DecoderWorkload, Rows, Windows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
-from espalier.sequence.base import Where
-from espalier.sequence.slots import SequenceSlots, shares_of
-from espalier.workload import Pieces, Plain, Progress, Role, Shard, Skeleton, to_device
-
-
-class Windows(NamedTuple):
-    """A micro-batch: tokens int64 [batch, sequence], what follows each of them, int64 [batch, sequence], and where they
-    stand (None: each row is whole and one document)."""
-
-    tokens: Tensor
-    targets: Tensor
-    where: Where | None = None
+from espalier.workload import Progress, Shard, to_device
 
 
 class Kept(NamedTuple):
@@ -41,25 +27,14 @@ class Kept(NamedTuple):
     windows: NDArray[Any]
 
 
-class LanguageWorkload(Plain):
+class LanguageWorkload(DecoderWorkload):
     """One decoder, one mixture of corpora: their `stores`, or what a run has `kept` of them, which is evaluated but not
     trained on."""
 
-    whole_evaluation = False
-
     def __init__(self, recipe: Recipe, stores: Sequence[token_store.TokenStore], kept: Kept | None = None) -> None:
-        assert isinstance(recipe.model, Gpt | Moe)
-        assert recipe.train.sequence is not None
-        assert recipe.train.batch_tokens is not None
-        self.recipe = recipe
-        self.options = recipe.model
+        super().__init__(recipe, stores[0].tokenizer if kept is None else kept.tokenizer)
         self.stores = stores
-        self.sequence = recipe.train.sequence
-        self.global_batch = recipe.train.batch_tokens // self.sequence
-        self.nominal_weight = float(self.global_batch * self.sequence)
-        self.tokenizer: Tokenizer = stores[0].tokenizer if kept is None else kept.tokenizer
         self._kept = kept
-        _check_vocabulary(self.tokenizer, self.options)
         self.splits = [store.train for store in stores]
         weights = [source.weight for source in recipe.data]
         names = [source.path for source in recipe.data]
@@ -74,55 +49,6 @@ class LanguageWorkload(Plain):
             self.held_out += [(store.validation, int(start)) for start in starts]
         self._byte_lengths = torch.from_numpy(np.asarray(self.tokenizer.byte_lengths, dtype=np.float64))
 
-    # --- the model -----------------------------------------------------------------------------------------------
-
-    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """The decoder, initialised from the seed or from `model.initial` (a Llama-format folder)."""
-        model = new_model(self.options, self.recipe.train.seed, device)
-        if self.options.initial is not None:
-            hf.load_into(model, Path(self.options.initial))
-        return model.to(dtype)
-
-    def skeleton(self) -> Skeleton:
-        """The decoder on the meta device but for its positions, and its weights one by one."""
-        model, seed = new_model(self.options, self.recipe.train.seed, torch.device("meta")), self.recipe.train.seed
-        model.rotation.to_empty(device="cpu")
-        if self.options.initial is not None:
-            return Skeleton(model, hf.weights_of(model, Path(self.options.initial)))
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-
-        def value(name: str) -> Tensor:
-            drawn = torch.empty(shapes[name])
-            gpt.initialise(model, seed, {name: drawn})
-            return drawn
-
-        return Skeleton(model, value)
-
-    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The decoder's layers."""
-        assert isinstance(model, gpt.GPT)
-        return list(model.blocks)
-
-    def pieces(self, model: nn.Module) -> Pieces:
-        """The table, the layers, and the last norm with the head."""
-        assert isinstance(model, gpt.GPT)
-        return model.pieces()
-
-    def roles(self, model: nn.Module) -> Mapping[str, Role]:
-        """Heads, the feed-forward's columns and the vocabulary are divided; norms see each rank's tokens."""
-        assert isinstance(model, gpt.GPT)
-        return gpt.roles(model)
-
-    def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
-        """The token table and the head."""
-        assert isinstance(model, gpt.GPT)
-        return embeddings(model)
-
-    def recompute(self, model: nn.Module, mode: str) -> None:
-        """Activation checkpointing of the layers."""
-        assert isinstance(model, gpt.GPT)
-        gpt.recompute(model, mode)
-
     # --- the data ------------------------------------------------------------------------------------------------
 
     def _part(self, rows: Tensor, shard: Shard) -> Windows:
@@ -135,11 +61,7 @@ class LanguageWorkload(Plain):
             begins = tokens == self.tokenizer.boundary
             documents = begins.cumsum(1)
             positions = positions - torch.where(begins, positions, 0).cummax(1).values
-        heads = shard.sequence_heads
-        shares = shares_of(shard.sequence_speeds, heads)
-        slots = SequenceSlots(tokens.shape[1], shard.sequence_slots // heads, heads, True, *shares)
-        own = [slots.take(one, shard.sequence_slot) for one in (tokens, targets, positions)]
-        return Windows(own[0], own[1], Where(own[2], documents, slots))
+        return Rows(tokens, targets, positions, documents).part(shard)
 
     def batches(self, step: int, shard: Shard) -> list[Windows]:
         """Windows of the global order, cut into micro-batches."""
@@ -188,15 +110,6 @@ class LanguageWorkload(Plain):
         count = self.validation_samples()
         return self._read_held_out(0, count).numpy() if count else np.zeros((0, self.sequence + 1), np.int64)
 
-    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
-        """Loss, bits per byte and perplexity."""
-        loss = totals["loss"]
-        return {
-            "loss": loss,
-            "bits_per_byte": totals["nats_per_byte"] / math.log(2),
-            "perplexity": math.exp(min(loss, 700.0)),
-        }
-
     def sample(self, model: nn.Module) -> list[Artifact]:
         """A short continuation of `track.sample` (or of the first held-out words)."""
         assert isinstance(model, gpt.GPT)
@@ -225,11 +138,6 @@ class LanguageWorkload(Plain):
             found += _split_documents(store, self.sequence) if self.packed else []
         return found
 
-    def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
-        """See the model's own `work`."""
-        kind = moe if isinstance(self.options, Moe) else gpt
-        return kind.work(DecoderLoad(sizes(self.options), self.sequence, micro_batch, recompute, precision)).whole
-
 
 def open_language(
     recipe: Recipe, progress: Progress | None = None, tokenizer: Tokenizer | None = None
@@ -254,31 +162,6 @@ def thaw(recipe: Recipe, folder: Path) -> Kept:
 
 
 _WINDOWS = "held_out.npy"
-
-
-def _check_vocabulary(tokenizer: Tokenizer, options: Gpt | Moe) -> None:
-    if options.vocabulary is not None and tokenizer.vocabulary > options.vocabulary:
-        raise UserError(
-            f"data.tokenizer = {tokenizer.name!r} has {tokenizer.vocabulary} tokens, and the model's table has "
-            f"{options.vocabulary}.",
-            why="a token without a row in the table cannot be read",
-            do="leave model.vocabulary out, or the tokenizer that the weights were trained with",
-        )
-
-
-def new_model(options: Gpt | Moe, seed: int, device: torch.device) -> gpt.GPT:
-    """The decoder of resolved `options`; its weights are filled from `seed` unless `device` is meta."""
-    with torch.device(device):
-        model = moe.MOE(options) if isinstance(options, Moe) else gpt.GPT(options)
-    if device.type != "meta":
-        gpt.initialise(model, seed)
-    return model
-
-
-def embeddings(model: gpt.GPT) -> list[nn.Parameter]:
-    """The token table and, unless tied to it, the head."""
-    layers = [model.embedding, model.head]
-    return [parameter for layer in layers if layer is not None for parameter in layer.parameters()]
 
 
 def _split_documents(store: token_store.TokenStore, sequence: int) -> list[str]:

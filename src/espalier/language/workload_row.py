@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,19 @@ import torch
 from torch import nn
 
 from espalier import data_hash
-from espalier.config import Gpt, Moe, Recipe, decoder_shapes, defaults
+from espalier.config import Adapters, Dpo, Gpt, Moe, Recipe, decoder_shapes, defaults
 from espalier.config.base import Derivation
 from espalier.cost import Anatomy, Cut
 from espalier.errors import UserError
-from espalier.language import generate, gpt, hf, moe, text_sources, token_store
+from espalier.language import generate, gguf_export, gpt, hf, moe, text_sources, token_store
+from espalier.language.decoder_workload import DecoderWorkload, embeddings, new_model
 from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer, open_tokenizer
-from espalier.language.workload import LanguageWorkload, embeddings, freeze, new_model, open_language, thaw
+from espalier.language.tune import dpo, peft
+from espalier.language.tune import opening as tuning
+from espalier.language.tune import workload as tuned
+from espalier.language.tune.workload import TuneWorkload, adapted
+from espalier.language.workload import LanguageWorkload, freeze, open_language, thaw
 from espalier.shard.wrap_policy import deeper, sizes_of
 from espalier.workload import Workload
 from espalier.workload_row import Answer, Opening, Prepared, Profile, Row, Sampling, tally
@@ -32,12 +38,20 @@ def _options(recipe: Recipe) -> Gpt | Moe:
 
 def _prepare(recipe: Recipe, opening: Opening) -> Prepared:
     derived: Sequence[Derivation] = ()
-    if _options(recipe).initial is not None:
-        recipe, derived = _with_initial(recipe, _options(recipe).initial or "")
+    if (initial := _initial(recipe, opening)) is not None:
+        recipe, derived = _with_initial(recipe, initial)
+    if recipe.tune is not None:
+        return tuning.prepare(recipe, opening, derived, _kept_tokenizer(recipe, opening))
     if not recipe.data or _options(recipe).vocabulary is not None:
         return Prepared(recipe, derivations=derived)
     stores = token_store.build_all(recipe.data, progress=opening.progress, tokenizer=_kept_tokenizer(recipe, opening))
     return Prepared(recipe, stores[0].tokenizer.vocabulary, stores, derived)
+
+
+def _initial(recipe: Recipe, opening: Opening) -> str | None:
+    """Where the weights are that training begins with."""
+    base = tuning.base_of(opening)
+    return str(base) if base is not None else _options(recipe).initial
 
 
 def _kept_tokenizer(recipe: Recipe, opening: Opening) -> Tokenizer | None:
@@ -93,7 +107,9 @@ BYTES = 256
 """Tokens of plain bytes."""
 
 
-def _open(recipe: Recipe, opening: Opening) -> LanguageWorkload:
+def _open(recipe: Recipe, opening: Opening) -> Workload:
+    if recipe.tune is not None:
+        return tuning.open_tuning(recipe, opening, _kept_tokenizer(recipe, opening))
     if opening.kept is not None and not opening.reads:
         model = msgspec.structs.replace(_options(recipe), initial=None)  # a checkpoint has taken the weights' place
         return LanguageWorkload(msgspec.structs.replace(recipe, model=model), [], thaw(recipe, opening.kept))
@@ -103,12 +119,17 @@ def _open(recipe: Recipe, opening: Opening) -> LanguageWorkload:
 
 
 def _freeze(workload: Workload, folder: Path) -> None:
+    if isinstance(workload, TuneWorkload):
+        tuned.freeze(workload, folder)
+        return
     assert isinstance(workload, LanguageWorkload)
     freeze(workload, folder)
 
 
 def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
     """Of each file of the corpora; what has no files is one by its tokens."""
+    if isinstance(workload, TuneWorkload):
+        return tuned.contents(recipe, workload)
     assert isinstance(workload, LanguageWorkload)
     found: dict[str, str] = {}
     for data, store in zip(recipe.data, workload.stores, strict=True):
@@ -128,20 +149,30 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     assert sequence is not None
     assert recipe.train.batch_tokens is not None
     size, kind = decoder_shapes.sizes(options), moe if isinstance(options, Moe) else gpt
+    passes = dpo.ROWS if isinstance(recipe.tune, Dpo) else 1
 
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
-        return kind.work(DecoderLoad(size, sequence, micro_batch, recompute, precision, cut))
+        return kind.work(DecoderLoad(size, sequence, micro_batch * passes, recompute, precision, cut))
 
     # Its blocks are alike, so one and two of them are built, on the meta device.
-    models = [new_model(msgspec.structs.replace(options, depth=depth), 0, torch.device("meta")) for depth in (1, 2)]
+    models = [
+        adapted(new_model(msgspec.structs.replace(options, depth=depth), 0, torch.device("meta")), recipe)
+        for depth in (1, 2)
+    ]
     one, two = (tally(model, embeddings(model)) for model in models)
     few, several = (sizes_of(model, list(model.blocks), embeddings(model)) for model in models)
     depth, tables = options.depth or 1, 1 if size.tied else 2
-    return Profile(
+    frozen = isinstance(recipe.tune, Adapters)
+    found = Profile(
         tally=replace(one.with_more(two, depth - 1), sizes=few if depth == 1 else deeper(several, depth)),
-        global_batch=recipe.train.batch_tokens // sequence,
-        tokens_per_sample=float(sequence),
+        global_batch=recipe.train.batch_tokens // sequence if recipe.tune is None else tuned.batch_of(recipe),
+        tokens_per_sample=float(sequence * passes),
         anatomy=anatomy,
+    )
+    if frozen:  # ranks have all of the frozen weights
+        return found
+    return replace(
+        found,
         layers=size.layers,
         outside=tables * size.vocabulary * size.width + size.width,
         tables=tables,
@@ -157,6 +188,8 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
 
 def _answer(workload: Workload, model: nn.Module, text: str | None, sampling: Sampling) -> Answer:
     assert isinstance(model, gpt.GPT)
+    if isinstance(workload, TuneWorkload):
+        return tuning.answer(workload, model, text, sampling)
     if text is None:
         raise UserError("espalier predict needs a prompt.", do="espalier predict RUN 'def '")
     tokenizer = _tokenizer(workload)
@@ -192,14 +225,38 @@ def _as_it_comes(prompt: str, fresh: Iterator[Any], tokenizer: Tokenizer) -> Ite
 
 
 def _tokenizer(workload: Workload) -> Tokenizer:
-    assert isinstance(workload, LanguageWorkload)
+    assert isinstance(workload, DecoderWorkload)
     return workload.tokenizer
 
 
 def _export(workload: Workload, model: nn.Module, folder: Path) -> str:
     assert isinstance(model, gpt.GPT)
-    hf.export(model, _tokenizer(workload), folder)
+    if isinstance(workload, TuneWorkload):
+        tuned.export(workload, model, folder)
+    else:
+        hf.export(model, _tokenizer(workload), folder)
     return f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}) loads it."
+
+
+def _reply(workload: Workload, model: nn.Module, turns: Sequence[tuple[str, str]], sampling: Sampling) -> Iterator[str]:
+    assert isinstance(model, gpt.GPT)
+    if not isinstance(workload, TuneWorkload):
+        raise UserError(
+            "The run was trained on plain text, which has no turns.",
+            why="a chat template says where questions and answers begin",
+            do="a recipe with [tune] (docs/tune.md), or espalier predict RUN 'text to go on from'",
+        )
+    return tuning.reply(workload, model, turns, sampling)
+
+
+def _to_gguf(kind: str, workload: Workload, model: nn.Module, folder: Path) -> str:
+    assert isinstance(model, gpt.GPT)
+    template = workload.chats.template.text if isinstance(workload, TuneWorkload) else None
+    apart = gguf_export.export(tuned.plain(model), _tokenizer(workload), template, folder, kind)
+    return (
+        f"`ollama create NAME -f {folder}/Modelfile` and llama.cpp's `llama-cli -m {folder}/model.gguf` load it; its "
+        f"logits are within {apart:.2g} of the checkpoint's."
+    )
 
 
 ROW = Row(
@@ -211,7 +268,12 @@ ROW = Row(
     evaluates=True,
     contents=_contents,
     answer=_answer,
-    exports={"hf": _export},
+    exports={
+        "hf": _export,
+        "peft": peft.export,
+        **{name: partial(_to_gguf, kind) for name, kind in gguf_export.FORMS.items()},
+    },
     tokenizer=_tokenizer,
-    usage=("go on", " 'def '"),
+    usage=lambda recipe: ("ask", " --chat") if recipe.get("tune") else ("go on", " 'def '"),
+    reply=_reply,
 )

@@ -108,7 +108,8 @@ class Progress:
         kind = event.get("event")
         if kind == "run":
             self._until = event.get("until", self.total)
-            self._unit = "tok/s" if event.get("workload", "language") == "language" else "samples/s"
+            words = event.get("workload", "language") in ("language", "tune")
+            self._unit = "tok/s" if words else "samples/s"
         elif kind == "step":
             self._take(event)
         elif kind == "validation":

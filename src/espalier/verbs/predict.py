@@ -1,5 +1,5 @@
 """`espalier predict RUN INPUT`: text that goes on from INPUT; what nodes, links or graphs named by INPUT are. With `-`
-each line of standard input is an input, and is answered as it comes."""
+each line of standard input is an input, and is answered as it comes; with `--chat` lines are the turns of a chat."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from espalier.workload_row import Sampling
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the answers as they are made. 2 where some line of standard input has none."""
+    if arguments.chat:
+        return _chat(arguments)
     prompts = _lines() if arguments.input == "-" else [None if arguments.input is None else _prompt(arguments.input)]
     trained = open_trained(arguments.run, arguments.trust)
     answer = workload_registry.row(trained.recipe).answer
@@ -29,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
             why="the inputs of the module are not known",
             do=f"load {arguments.run}/checkpoints with torch.distributed.checkpoint in your own code",
         )
-    sampling = Sampling(arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed)
+    sampling = _sampling(arguments)
     failed = False
     for prompt in prompts:
         try:
@@ -44,6 +46,56 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 say(f"espalier: {error}", file=sys.stderr, flush=True)
     return 2 if failed else 0
+
+
+def _sampling(arguments: argparse.Namespace) -> Sampling:
+    return Sampling(arguments.tokens, arguments.temperature, arguments.top_k, arguments.seed)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    """Answers lines of standard input in their turn, each seeing all before. An empty line begins anew."""
+    if arguments.input is not None:
+        raise UserError(
+            "--chat takes its questions from standard input.", do="leave the input out, or leave out --chat"
+        )
+    trained = open_trained(arguments.run, arguments.trust)
+    reply = workload_registry.row(trained.recipe).reply
+    if reply is None:
+        raise UserError(f"The run in {arguments.run} does not answer in text.", do=f"espalier predict {arguments.run}")
+    turns: list[tuple[str, str]] = []
+    reply(trained.workload, trained.model, turns, _sampling(arguments))  # refused before anything is asked
+    people = sys.stdin.isatty() and not arguments.json
+    if people:
+        say("Ask; an empty line begins a new chat, Ctrl-D ends.", flush=True)
+    while (line := _asked(people)) is not None:
+        if not line:
+            turns = []
+            continue
+        turns.append(("user", line))
+        pieces = list(_shown(reply(trained.workload, trained.model, turns, _sampling(arguments)), arguments.json))
+        turns.append(("assistant", "".join(pieces)))
+        if arguments.json:
+            print(json.dumps({"question": line, "text": turns[-1][1], "step": trained.step}), flush=True)
+    return 0
+
+
+def _asked(people: bool) -> str | None:
+    """The next line without its end; None where there is none."""
+    if people:
+        sys.stdout.write("> ")
+        sys.stdout.flush()
+    read = sys.stdin.buffer.readline()
+    return read.decode("utf-8", "replace").rstrip("\r\n") if read else None
+
+
+def _shown(pieces: Iterator[str], silent: bool) -> Iterator[str]:
+    """`pieces` as they come, printed as well."""
+    for piece in pieces:
+        if not silent:
+            _print(iter([piece]))
+        yield piece
+    if not silent:
+        _print(iter(["\n"]))
 
 
 def _print(answer: Mapping[str, Any] | Iterator[str]) -> None:

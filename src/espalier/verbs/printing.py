@@ -216,7 +216,7 @@ def finished(folder: Path, page: Path, seconds: float) -> None:
     kind = model_kinds.tagged((run.recipe.get("model") or {}).get("kind"))
     row = None if kind is None else workload_registry.row_of(kind)
     if row is not None and row.answer is not None:
-        word, question = row.usage
+        word, question = row.usage(run.recipe)
         say(f"  {word:<8}  espalier predict {folder}{question}")
     say(f"  evaluate  espalier eval {folder}")
     if row is not None and "hf" in row.exports:

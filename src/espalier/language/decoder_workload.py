@@ -1,0 +1,152 @@
+"""The half of a language workload that says how its decoder is built, cut and counted; the other half is its data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from espalier.config import Gpt, Moe, Recipe
+from espalier.config.decoder_shapes import sizes
+from espalier.cost import Work
+from espalier.errors import UserError
+from espalier.language import gpt, hf, moe
+from espalier.language.operation_counts import DecoderLoad
+from espalier.language.tokenizer import Tokenizer
+from espalier.sequence.base import Where
+from espalier.sequence.slots import SequenceSlots, shares_of
+from espalier.workload import Pieces, Plain, Role, Shard, Skeleton
+
+
+class Windows(NamedTuple):
+    """A micro-batch: tokens int64 [batch, sequence], what follows each of them, int64 [batch, sequence], and where they
+    stand (None: each row is whole and one document)."""
+
+    tokens: Tensor
+    targets: Tensor
+    where: Where | None = None
+
+
+class Rows(NamedTuple):
+    """Whole rows of a batch, each int64 [rows, sequence]; positions may be [sequence]. `documents`: see `Where`."""
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+    documents: Tensor | None = None
+
+    def part(self, shard: Shard) -> Windows:
+        """What a rank that holds one slot of the sequence takes of them."""
+        heads = shard.sequence_heads
+        shares = shares_of(shard.sequence_speeds, heads)
+        slots = SequenceSlots(self.tokens.shape[1], shard.sequence_slots // heads, heads, True, *shares)
+        own = [slots.take(one, shard.sequence_slot) for one in self[:3]]
+        return Windows(own[0], own[1], Where(own[2], self.documents, slots))
+
+
+class DecoderWorkload(Plain):
+    """The answers of the Workload Protocol that know of the model only. `recipe` is resolved."""
+
+    whole_evaluation = False
+
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
+        assert isinstance(recipe.model, Gpt | Moe)
+        assert recipe.train.sequence is not None
+        assert recipe.train.batch_tokens is not None
+        self.recipe = recipe
+        self.options = recipe.model
+        self.sequence = recipe.train.sequence
+        self.global_batch = recipe.train.batch_tokens // self.sequence
+        self.nominal_weight = float(self.global_batch * self.sequence)
+        self.tokenizer = tokenizer
+        _check_vocabulary(tokenizer, self.options)
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The decoder, initialised from the seed or from `model.initial` (a Llama-format folder)."""
+        model = new_model(self.options, self.recipe.train.seed, device)
+        if self.options.initial is not None:
+            hf.load_into(model, Path(self.options.initial))
+        return model.to(dtype)
+
+    def skeleton(self) -> Skeleton:
+        """The decoder on the meta device but for its positions, and its weights one by one."""
+        model, seed = new_model(self.options, self.recipe.train.seed, torch.device("meta")), self.recipe.train.seed
+        model.rotation.to_empty(device="cpu")
+        if self.options.initial is not None:
+            return Skeleton(model, hf.weights_of(model, Path(self.options.initial)))
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+
+        def value(name: str) -> Tensor:
+            drawn = torch.empty(shapes[name])
+            gpt.initialise(model, seed, {name: drawn})
+            return drawn
+
+        return Skeleton(model, value)
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The decoder's layers."""
+        assert isinstance(model, gpt.GPT)
+        return list(model.blocks)
+
+    def pieces(self, model: nn.Module) -> Pieces | None:
+        """The table, the layers, and the last norm with the head."""
+        assert isinstance(model, gpt.GPT)
+        return model.pieces()
+
+    def roles(self, model: nn.Module) -> Mapping[str, Role] | None:
+        """Heads, the feed-forward's columns and the vocabulary are divided; norms see each rank's tokens."""
+        assert isinstance(model, gpt.GPT)
+        return gpt.roles(model)
+
+    def embeddings(self, model: nn.Module) -> Sequence[nn.Parameter]:
+        """The token table and the head."""
+        assert isinstance(model, gpt.GPT)
+        return embeddings(model)
+
+    def recompute(self, model: nn.Module, mode: str) -> None:
+        """Activation checkpointing of the layers."""
+        assert isinstance(model, gpt.GPT)
+        gpt.recompute(model, mode)
+
+    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+        """Loss, bits per byte and perplexity."""
+        loss = totals["loss"]
+        return {
+            "loss": loss,
+            "bits_per_byte": totals["nats_per_byte"] / math.log(2),
+            "perplexity": math.exp(min(loss, 700.0)),
+        }
+
+    def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
+        """See the model's own `work`."""
+        kind = moe if isinstance(self.options, Moe) else gpt
+        return kind.work(DecoderLoad(sizes(self.options), self.sequence, micro_batch, recompute, precision)).whole
+
+
+def _check_vocabulary(tokenizer: Tokenizer, options: Gpt | Moe) -> None:
+    if options.vocabulary is not None and tokenizer.vocabulary > options.vocabulary:
+        raise UserError(
+            f"data.tokenizer = {tokenizer.name!r} has {tokenizer.vocabulary} tokens, and the model's table has "
+            f"{options.vocabulary}.",
+            why="a token without a row in the table cannot be read",
+            do="leave model.vocabulary out, or the tokenizer that the weights were trained with",
+        )
+
+
+def new_model(options: Gpt | Moe, seed: int, device: torch.device) -> gpt.GPT:
+    """The decoder of resolved `options`; its weights are filled from `seed` unless `device` is meta."""
+    with torch.device(device):
+        model = moe.MOE(options) if isinstance(options, Moe) else gpt.GPT(options)
+    if device.type != "meta":
+        gpt.initialise(model, seed)
+    return model
+
+
+def embeddings(model: gpt.GPT) -> list[nn.Parameter]:
+    """The token table and, unless tied to it, the head."""
+    layers = [model.embedding, model.head]
+    return [parameter for layer in layers if layer is not None for parameter in layer.parameters()]

@@ -1,0 +1,180 @@
+"""GGUF files out: what llama.cpp and Ollama load. A file is read again, and its logits are compared."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from espalier import cache_dir
+from espalier.errors import UserError
+from espalier.language import gguf_file, gpt, hf
+
+FORMS = {"gguf": "F16", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}
+"""What `espalier export --to` calls each type of matrices."""
+_BLOCK = 32
+"""Columns that share a scale in Q8_0 and Q4_0."""
+_PROBE = 32
+"""Tokens whose logits are compared."""
+
+
+def export(model: gpt.GPT, tokenizer: Any, template: str | None, target: Path, kind: str) -> float:
+    """Writes `model.gguf` of `kind` (F16, Q8_0, Q4_0) and a `Modelfile` into the folder `target`, reads the file again
+    and compares its logits. Returns the largest difference from those of `model`.
+
+    Raises UserError for a tokenizer that GGUF cannot hold, a folder of something else or a full disk.
+    """
+    words = _words(tokenizer)
+    wanted = _exported(model, kind)
+    differences: list[float] = []
+
+    def fill(partial: Path) -> None:
+        _write(partial / "model.gguf", model, words, template, wanted)
+        differences.append(_compare(partial / "model.gguf", model, wanted))
+        stop = f'PARAMETER stop "{words["eos"]}"\n' if words["eos"].isprintable() else ""
+        (partial / "Modelfile").write_text(f"FROM ./model.gguf\n{stop}", encoding="utf-8")
+
+    cache_dir.export(target, "model.gguf", fill)
+    return differences[0]
+
+
+def _exported(model: gpt.GPT, kind: str) -> dict[str, tuple[NDArray[Any], Any]]:
+    """GGUF's name to (the values as stored, their type)."""
+    library, size = gguf_file.library(), model.size
+    types = library.GGMLQuantizationType
+    found = {}
+    for name, value in _own(model):
+        part = name.split(".")[-2]
+        array = value.detach().float().cpu().numpy()
+        if part in ("attn_q", "attn_k"):
+            array = gguf_file.interleaved(array, size.heads if part == "attn_q" else size.kv_heads)
+        own = types.F32 if array.ndim == 1 else types[kind] if array.shape[-1] % _BLOCK == 0 else types.F16
+        found[name] = library.quants.quantize(np.ascontiguousarray(array), own), own
+    return found
+
+
+def _own(model: gpt.GPT) -> Iterator[tuple[str, Tensor]]:
+    theirs = {other: name for name, other in gguf_file.NAMES.items()}
+    for name, value in model.state_dict().items():
+        parts = hf.renamed(name).split(".")
+        pattern = ".".join("{}" if one.isdigit() else one for one in parts)
+        if pattern not in theirs:
+            raise UserError(
+                f"GGUF's llama has no place for {name}.", why="dense decoders are written", do="export --to hf"
+            )
+        yield theirs[pattern].format(*(one for one in parts if one.isdigit())), value
+
+
+def _words(tokenizer: Any) -> dict[str, Any]:
+    """What GGUF says of a byte-level BPE: tokens, types, merges, and how text is split."""
+    with TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        table = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
+        stated = json.loads((Path(folder) / "tokenizer_config.json").read_text(encoding="utf-8"))
+    model, split = table["model"], table.get("pre_tokenizer")
+    known = next((name for name, one in gguf_file.SPLITS.items() if _same(one, split)), None)
+    if not model.get("merges") and model.get("type") == "BPE":
+        known = "gpt-2"  # without merges it does not matter where text is split
+    if model.get("type") != "BPE" or known is None:
+        raise UserError(
+            f"GGUF has no name for the tokenizer {tokenizer.name}.",
+            why="byte-level BPE is written, split as GPT-2, SmolLM, Llama 3 or Qwen 2 do",
+            do="espalier export --to hf, then llama.cpp's convert_hf_to_gguf.py",
+        )
+    tokens = {number: token for token, number in model["vocab"].items()}
+    added = {one["id"]: one for one in table.get("added_tokens", ())}
+    tokens |= {number: one["content"] for number, one in added.items()}
+    count = max(tokens) + 1
+    eos = stated.get("eos_token")
+    name = eos["content"] if isinstance(eos, dict) else eos
+    return {
+        "tokens": [tokens.get(number, f"[PAD{number}]") for number in range(count)],
+        "types": [
+            5 if number not in tokens else 1 if number not in added else 3 if added[number]["special"] else 4
+            for number in range(count)
+        ],
+        "merges": [one if isinstance(one, str) else " ".join(one) for one in model["merges"]],
+        "split": known,
+        "boundary": tokenizer.boundary,
+        "eos": name or tokens[tokenizer.boundary],
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal in what is no default."""
+    free = ("trim_offsets",)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(_same(one.get(key), other.get(key)) for key in {*one, *other} if key not in free)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def _write(
+    file: Path,
+    model: gpt.GPT,
+    words: Mapping[str, Any],
+    template: str | None,
+    tensors: Mapping[str, tuple[NDArray[Any], Any]],
+) -> None:
+    size, writer = model.size, gguf_file.library().GGUFWriter(file, "llama")
+    writer.add_block_count(size.layers)
+    writer.add_context_length(size.context)
+    writer.add_embedding_length(size.width)
+    writer.add_feed_forward_length(size.feed_forward)
+    writer.add_head_count(size.heads)
+    writer.add_head_count_kv(size.kv_heads)
+    writer.add_layer_norm_rms_eps(size.norm_epsilon)
+    writer.add_rope_freq_base(size.rope_theta)
+    writer.add_rope_dimension_count(size.head_size)
+    writer.add_vocab_size(size.vocabulary)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(words["split"])
+    missing = size.vocabulary - len(words["tokens"])
+    writer.add_token_list([*words["tokens"], *(f"[PAD{number}]" for number in range(missing))])
+    writer.add_token_types([*words["types"], *[5] * missing])
+    writer.add_token_merges(words["merges"])
+    writer.add_bos_token_id(words["boundary"])
+    writer.add_eos_token_id(words["tokens"].index(words["eos"]))
+    writer.add_add_bos_token(template is None)
+    if template is not None:
+        writer.add_chat_template(template)
+    for name, (value, kind) in tensors.items():
+        writer.add_tensor(name, value, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    os.chmod(file, 0o644)
+
+
+@torch.no_grad()
+def _compare(file: Path, model: gpt.GPT, wanted: Mapping[str, tuple[NDArray[Any], Any]]) -> float:
+    """Reads the file back. Raises OSError where logits are not those of what was written."""
+    library = gguf_file.library()
+    _, tensors = gguf_file.opened(file)
+    given = {name: library.quants.dequantize(value, kind) for name, (value, kind) in wanted.items()}
+    for name, value in tensors:
+        if not np.array_equal(value, given[name].reshape(value.shape)):
+            raise OSError(f"{name} was read back changed")
+    if {name for name, _ in tensors} != set(wanted):
+        raise OSError("the file was read back with other tensors")
+    size = model.size
+    heads = {"attn_q": size.heads, "attn_k": size.kv_heads}
+    again = gpt.GPT(hf.options_of(size))
+    state = {}
+    for name, value in tensors:
+        state[hf.ours(gguf_file.renamed(name, file))] = gguf_file.in_order(name, value, heads)
+    again.load_state_dict(state)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(size.vocabulary, (1, min(_PROBE, size.context)), generator=generator)
+    ours, theirs = (one.eval()(tokens).float() for one in (model.to("cpu").float(), again))
+    return float((ours - theirs).abs().max())

@@ -1,0 +1,228 @@
+"""LoRA: frozen matrices, each with a trained product of two thin ones beside it (arXiv 2106.09685).
+
+y = x W' + alpha / rank * (x A') B', with A [rank, in] drawn as PEFT draws it and B [out, rank] zero, so that training
+begins at the model's own answers. rsLoRA (arXiv 2312.03732) scales by alpha / sqrt(rank). DoRA (arXiv 2402.09353)
+trains the length of each row of W + scale * B A by itself. Frozen matrices may be kept in 8 or 4 bits (QLoRA's idea,
+arXiv 2305.14314, here with integer codes and a scale for each row, or for 64 columns of it).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from espalier.config import Adapters
+from espalier.language.gpt import GPT
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Float32, Int8
+
+TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
+GROUP = 64
+"""Columns that share a scale in 4 bits."""
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer of a frozen `weight`, with an adapter. `active = False` computes without the adapter."""
+
+    def __init__(self, inner: nn.Linear, options: Adapters) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = inner.in_features, inner.out_features
+        self.rank, self.active = options.rank, True
+        self.scale = scale_of(options)
+        self.weight = inner.weight
+        self.weight.requires_grad_(False)
+        self.register_parameter("bias", None)
+        place: dict[str, Any] = {"device": inner.weight.device, "dtype": torch.float32}
+        self.lora_a = nn.Parameter(torch.empty(options.rank, self.in_features, **place))
+        self.lora_b = nn.Parameter(torch.zeros(self.out_features, options.rank, **place))
+        self.magnitude = nn.Parameter(torch.empty(self.out_features, **place)) if options.dora else None
+
+    def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
+        """The frozen layer's answer and the adapter's."""
+        plain = F.linear(x, self.weight)
+        if not self.active:
+            return plain
+        answer = plain + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)
+        if self.magnitude is None:
+            return answer
+        length = self.merged_directions().norm(dim=1).detach()  # a constant in backward (section 4.3 of the paper)
+        return answer * (self.magnitude / length)
+
+    def merged_directions(self) -> Float[Tensor, "out in"]:
+        """The frozen matrix and the product of the adapter's."""
+        return self.weight + self.scale * self.lora_b @ self.lora_a
+
+    @torch.no_grad()
+    def merged(self) -> Float[Tensor, "out in"]:
+        """The matrix that computes what this layer does."""
+        found = self.merged_directions()
+        if self.magnitude is not None:
+            found = found * (self.magnitude / found.norm(dim=1))[:, None]
+        return found
+
+    @torch.no_grad()
+    def begin(self, seed: int) -> None:
+        """Fills the adapter: A uniform within 1 / sqrt(in) (`kaiming_uniform_(a=sqrt(5))`, as PEFT does), B zero."""
+        generator = torch.Generator().manual_seed(seed)
+        bound = 1 / math.sqrt(self.in_features)
+        drawn = torch.empty(self.lora_a.shape).uniform_(-bound, bound, generator=generator)
+        self.lora_a.copy_(drawn)
+        self.lora_b.zero_()
+        if self.magnitude is not None:
+            self.magnitude.copy_(self.weight.norm(dim=1))
+
+
+def scale_of(options: Adapters) -> float:
+    """What an adapter's product is multiplied by."""
+    alpha = 2.0 * options.rank if options.alpha is None else options.alpha
+    return alpha / (math.sqrt(options.rank) if options.rslora else options.rank)
+
+
+def adapt(model: GPT, options: Adapters, seed: int) -> GPT:
+    """`model` with all its weights frozen and an adapter beside each of `options.targets`, in place.
+
+    Frozen weights are no part of its `state_dict`: whoever loads that builds the model from the same weights first.
+    """
+    targets = options.targets or TARGETS
+    model.requires_grad_(False)
+    for name, layer in [*model.named_modules()]:
+        parent, _, own = name.rpartition(".")
+        if own in targets and isinstance(layer, nn.Linear):
+            adapted = LoraLinear(layer, options)
+            if not layer.weight.is_meta:
+                adapted.begin(zlib.crc32(f"{seed} {name}".encode()))
+                if options.frozen != "fp32":
+                    compress(adapted, 8 if options.frozen == "int8" else 4)
+            setattr(model.get_submodule(parent), own, adapted)
+    leave_out_frozen(model)
+    return model
+
+
+def leave_out_frozen(model: nn.Module) -> None:
+    """Makes `state_dict` and `load_state_dict` of `model` those of its trainable parameters and its buffers."""
+
+    def saved(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                state.pop(prefix + name, None)
+
+    def loaded(module: nn.Module, keys: Any) -> None:
+        frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        keys.missing_keys[:] = [key for key in keys.missing_keys if key not in frozen]
+
+    model.register_state_dict_post_hook(saved)
+    model.register_load_state_dict_post_hook(loaded)
+
+
+def layers(model: nn.Module) -> dict[str, LoraLinear]:
+    """The adapted layers by name."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLinear)}
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Computes as the frozen model does."""
+    adapted = list(layers(model).values())
+    for layer in adapted:
+        layer.active = False
+    try:
+        yield
+    finally:
+        for layer in adapted:
+            layer.active = True
+
+
+@torch.no_grad()
+def merge(model: GPT) -> dict[str, Tensor]:
+    """The state of a plain decoder that computes what `model` does: name to tensor."""
+    adapted = layers(model)
+    own = {f"{name}.{part}" for name in adapted for part in ("lora_a", "lora_b", "magnitude", "codes", "scales")}
+    found = {name: value.detach() for name, value in model.named_parameters() if name not in own}
+    return found | {f"{name}.weight": layer.merged() for name, layer in adapted.items()}
+
+
+# --- few bits for the frozen matrices --------------------------------------------------------------------------------
+
+
+class FrozenLinear(torch.autograd.Function):
+    """x W' for a W of codes and scales, which is made whole for one product at a time and never kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+        """The product."""
+        ctx.save_for_backward(codes, scales)
+        ctx.bits, ctx.columns = bits, x.shape[-1]
+        return F.linear(x, whole(codes, scales, bits, ctx.columns).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of x."""
+        codes, scales = ctx.saved_tensors
+        weight = whole(codes, scales, ctx.bits, ctx.columns)
+        return gradients[0] @ weight.to(gradients[0].dtype), None, None, None
+
+
+class CompressedLora(LoraLinear):
+    """A `LoraLinear` whose frozen matrix is codes and scales."""
+
+    codes: Tensor
+    scales: Tensor
+    bits: int
+
+    def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
+        """See `LoraLinear`."""
+        plain: Tensor = FrozenLinear.apply(x, self.codes, self.scales, self.bits)
+        return plain + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b) if self.active else plain
+
+    def merged_directions(self) -> Float[Tensor, "out in"]:
+        """See `LoraLinear`."""
+        return whole(self.codes, self.scales, self.bits, self.in_features) + self.scale * self.lora_b @ self.lora_a
+
+
+@torch.no_grad()
+def compress(layer: LoraLinear, bits: int) -> None:
+    """Keeps codes of `bits` bits (8 or 4) in place of the frozen matrix of `layer`."""
+    codes, scales = quantized(layer.weight.float(), bits)
+    del layer.weight
+    layer.bits = bits  # type: ignore[assignment]
+    layer.register_buffer("codes", codes, persistent=False)
+    layer.register_buffer("scales", scales, persistent=False)
+    layer.__class__ = CompressedLora
+
+
+def quantized(
+    weight: Float[Tensor, "out in"], bits: int
+) -> tuple[Int8[Tensor, "out m"], Float32[Tensor, "out groups"]]:
+    """Codes nearest to `weight` and their scales: in 8 bits one scale for each row and a code in each byte; in 4 bits
+    one for each `GROUP` columns and two codes in each byte, the even column in the low half.
+
+    The error of a value is at most half a scale, which is the largest magnitude of its row or group / 127 (or / 7).
+    """
+    rows, columns = weight.shape
+    levels, group = (127, columns) if bits == 8 else (7, GROUP)
+    padded = F.pad(weight, (0, -columns % group)).view(rows, -1, group)
+    scales = padded.abs().amax(2) / levels
+    codes = (padded / scales.clamp(min=1e-30)[..., None]).round().clamp(-levels, levels).to(torch.int8)
+    flat = codes.view(rows, -1)
+    if bits == 8:
+        return flat, scales
+    low, high = flat[:, 0::2], flat[:, 1::2]
+    return (low & 15) | (high << 4), scales
+
+
+def whole(
+    codes: Int8[Tensor, "out m"], scales: Float32[Tensor, "out groups"], bits: int, columns: int
+) -> Float32[Tensor, "out in"]:
+    """The matrix of `columns` columns that `quantized` made them of."""
+    if bits == 8:
+        return codes.float() * scales
+    halves = torch.stack([(codes << 4) >> 4, codes >> 4], 2).view(len(codes), -1, GROUP)
+    return (halves.float() * scales[..., None]).view(len(codes), -1)[:, :columns]

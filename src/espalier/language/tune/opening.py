@@ -1,0 +1,153 @@
+"""What a recipe with a `[tune]` table leaves open and its conversations decide, and how its workload is opened."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from espalier.config import Dpo, Gpt, Moe, Recipe
+from espalier.config.base import Derivation
+from espalier.errors import UserError
+from espalier.language import generate, gpt
+from espalier.language.tokenizer import Tokenizer, open_tokenizer
+from espalier.language.tune import chat_rows
+from espalier.language.tune import workload as tuning
+from espalier.language.tune.workload import ReadChats, TuneWorkload
+from espalier.workload_row import Answer, Opening, Prepared, Sampling
+
+LONGEST, SHORTEST = 2048, 64
+"""Tokens of a derived `train.sequence`, at most and at least."""
+ROWS = 16
+"""Rows of a derived batch, at most."""
+
+
+def prepare(recipe: Recipe, opening: Opening, derived: Sequence[Derivation], tokenizer: Tokenizer | None) -> Prepared:
+    """Reads the conversations; sequence, batch and steps that are open follow from them. Raises UserError."""
+    assert isinstance(recipe.model, Gpt | Moe)
+    if not recipe.data:
+        raise UserError("The recipe has no [data].", do='[data] path = "chats.jsonl", or "python:docstrings"')
+    tokenizer = tokenizer or open_tokenizer(recipe.data[0].tokenizer)
+    if opening.kept is not None and recipe.train.steps is not None and not opening.reads:
+        return Prepared(recipe, tokenizer.vocabulary, None, derived)
+    chats = tuning.read(recipe, tokenizer, opening.kept, opening.progress)
+    found = list(derived)
+    train = recipe.train
+    if train.sequence is None:
+        bound = min(LONGEST, recipe.model.context or LONGEST)
+        longest = max(int(one.lengths.max(initial=1)) for one in chats.found)
+        sequence = min(bound, max(SHORTEST, math.ceil(longest / 64) * 64))
+        train = msgspec.structs.replace(train, sequence=sequence)
+        found.append(
+            Derivation(
+                "train.sequence", sequence, f"the longest conversation has {longest:,} tokens; at most {bound:,}"
+            )
+        )
+    recipe = msgspec.structs.replace(recipe, train=train)
+    recipe, more = _batch_and_steps(recipe, chats)
+    return Prepared(recipe, tokenizer.vocabulary, chats, [*found, *more])
+
+
+def _batch_and_steps(recipe: Recipe, chats: ReadChats) -> tuple[Recipe, list[Derivation]]:
+    train, found = recipe.train, []
+    assert train.sequence is not None
+    if train.batch_tokens is not None and train.steps is not None:
+        return recipe, []
+    both = tuning.chats_of(recipe, chats)
+    assert both.train is not None
+    pairs = isinstance(recipe.tune, Dpo)
+    rows = len(both.train) // 2 if pairs else len(chat_rows.packed(both.train.lengths, train.sequence))
+    what = "pairs" if pairs else f"rows of {train.sequence} tokens"
+    if train.batch_tokens is None:
+        batch = max(1, min(ROWS, rows // 4))
+        tokens = batch * train.sequence * (2 if pairs else 1)
+        train = msgspec.structs.replace(train, batch_tokens=tokens)
+        found.append(Derivation("train.batch_tokens", tokens, f"{batch} of the {rows} {what}"))
+    recipe = msgspec.structs.replace(recipe, train=train)
+    if train.steps is None:
+        steps = math.ceil(tuning.EPOCHS * rows / tuning.batch_of(recipe))
+        train = msgspec.structs.replace(train, steps=steps)
+        found.append(Derivation("train.steps", steps, f"{tuning.EPOCHS} passes over {rows} {what}"))
+    return msgspec.structs.replace(recipe, train=train), found
+
+
+def open_tuning(recipe: Recipe, opening: Opening, tokenizer: Tokenizer | None) -> TuneWorkload:
+    """The workload; of a run that has `kept` its preprocessing, without the data where that is not read."""
+    base = base_of(opening)
+    if opening.kept is not None:
+        # A checkpoint has taken the place of weights that are trained; frozen ones are with the run.
+        initial = str(base) if base is not None else recipe.model.initial if opening.reads else None  # type: ignore[attr-defined]
+        recipe = msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, initial=initial))
+        if not opening.reads:
+            return TuneWorkload(recipe, tuning.thaw(recipe, opening.kept))
+    chats = opening.data
+    if not isinstance(chats, ReadChats):
+        tokenizer = tokenizer or open_tokenizer(recipe.data[0].tokenizer)
+        chats = tuning.read(recipe, tokenizer, opening.kept, opening.progress)
+    return TuneWorkload(recipe, tuning.chats_of(recipe, chats))
+
+
+def base_of(opening: Opening) -> Path | None:
+    """The frozen weights that a run keeps; None: it keeps none."""
+    base = None if opening.kept is None else opening.kept / tuning.BASE
+    return base if base is not None and base.is_dir() else None
+
+
+def answer(workload: TuneWorkload, model: nn.Module, asked: str | None, sampling: Sampling) -> Answer:
+    """The answer to one question."""
+    assert isinstance(model, gpt.GPT)
+    if asked is None:
+        raise UserError("espalier predict needs a question.", do="espalier predict RUN 'What is …?', or --chat")
+    pieces = reply(workload, model, [("user", asked)], sampling)
+
+    def record() -> Mapping[str, Any]:
+        return {"prompt": asked, "text": "".join(pieces)}
+
+    return Answer(_line(pieces), record)
+
+
+def _line(pieces: Iterator[str]) -> Iterator[str]:
+    yield from pieces
+    yield "\n"
+
+
+def reply(
+    workload: TuneWorkload, model: gpt.GPT, turns: Sequence[tuple[str, str]], sampling: Sampling
+) -> Iterator[str]:
+    """The assistant's next answer in a chat of (role, text), in pieces as it is made."""
+    ending, tokenizer = workload.endings, workload.tokenizer
+    stop = ending[0] if len(ending) == 1 else None
+    fresh = generate.generate(
+        model,
+        workload.prompt(turns),
+        tokens=sampling.tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop=stop,
+    )
+    made: list[int] = []
+    shown = ""
+    for token in before(fresh, ending):
+        made.append(token)
+        text = tokenizer.decode(made)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is still incomplete
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(made)[len(shown) :]
+
+
+def before(tokens: Iterator[int], ending: Sequence[int]) -> Iterator[int]:
+    """`tokens` up to the sequence `ending`, each as soon as it is known to be no part of it."""
+    waiting: list[int] = []
+    for token in tokens:
+        waiting.append(token)
+        while waiting and waiting != list(ending[: len(waiting)]):
+            yield waiting.pop(0)
+        if len(waiting) == len(ending):
+            return
+    yield from waiting

@@ -1,0 +1,348 @@
+"""The Workload Protocol's answer for fine-tuning: rows of conversations, a loss on answers, adapters or all weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from espalier import data_hash
+from espalier.artifacts import Artifact, Text
+from espalier.config import Adapters, Dpo, Recipe, Tuning
+from espalier.cost import Work
+from espalier.errors import UserError
+from espalier.language import generate, gpt, hf, text_sources
+from espalier.language.decoder_workload import DecoderWorkload, Rows, Windows
+from espalier.language.tokenizer import Tokenizer, kept_tokenizer
+from espalier.language.tune import chat_rows, dpo, lora
+from espalier.language.tune.chat_rows import ChatTokens
+from espalier.language.tune.chat_template import FILE, ChatTemplate, open_template
+from espalier.language.tune.conversations import Turn
+from espalier.workload import Pieces, Progress, Role, Shard, Skeleton, to_device, whole_skeleton
+
+BASE = "base"
+"""The folder, beside what preprocessing decided, of the weights that are frozen under adapters."""
+EPOCHS = 3
+"""Passes over the conversations by default, as transformers' Trainer makes."""
+_HELD_OUT = "held_out.npz"
+
+
+class Chats(NamedTuple):
+    """What is trained on, what is held out, and what the user should know of both."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    train: ChatTokens | None
+    held_out: ChatTokens
+    notes: Sequence[str] = ()
+
+
+class TuneWorkload(DecoderWorkload):
+    """One decoder and its conversations. Samples are rows, or with preferences pairs."""
+
+    def __init__(self, recipe: Recipe, chats: Chats) -> None:
+        super().__init__(recipe, chats.tokenizer)
+        assert recipe.tune is not None
+        self.tune: Tuning = recipe.tune
+        self.chats, self.pairs = chats, isinstance(recipe.tune, Dpo)
+        self.global_batch = batch_of(recipe)
+        self.held_rows = self._rows_of(chats.held_out)
+        self.train_rows = [] if chats.train is None else self._rows_of(chats.train)
+        self._ordered = lru_cache(2)(self._order)
+        self._byte_lengths = torch.from_numpy(np.asarray(self.tokenizer.byte_lengths, dtype=np.float64))
+        answers = 1.0 if self.pairs or chats.train is None else chats.train.answers.sum() / len(self.train_rows)
+        self.nominal_weight = max(1.0, float(self.global_batch * answers))
+
+    # --- the model -----------------------------------------------------------------------------------------------
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The decoder of `model.initial`, adapted as the recipe says."""
+        model = super().build(device, dtype)
+        assert isinstance(model, gpt.GPT)
+        return adapted(model, self.recipe)
+
+    def skeleton(self) -> Skeleton:
+        """As it is built: frozen weights are on every rank."""
+        return whole_skeleton(self.build(torch.device("cpu"), torch.float32))
+
+    def pieces(self, model: nn.Module) -> Pieces | None:
+        """Of a decoder that is trained whole on answers; None: a frozen part has no optimizer, pairs no stages."""
+        return super().pieces(model) if _plain(self.recipe) else None
+
+    def roles(self, model: nn.Module) -> Mapping[str, Role] | None:
+        """As `pieces`."""
+        return super().roles(model) if _plain(self.recipe) else None
+
+    def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
+        """Of so many rows, or pairs of rows."""
+        return super().work(micro_batch * (dpo.ROWS if self.pairs else 1), recompute, precision)
+
+    # --- the data ------------------------------------------------------------------------------------------------
+
+    def _rows_of(self, found: ChatTokens) -> list[list[int]]:
+        if self.pairs:
+            return [[one, one + 1] for one in range(0, len(found), 2)]
+        return chat_rows.packed(found.lengths, self.sequence)
+
+    def _order(self, epoch: int) -> Any:
+        return np.random.default_rng([self.recipe.train.seed, epoch]).permutation(len(self.train_rows))
+
+    def _chosen(self, step: int, shard: Shard) -> list[list[int]]:
+        """The conversations of each row, or pair, of the shard."""
+        assert self.train_rows, "a run that is only evaluated has no training data"
+        first = step * self.global_batch
+        places = (divmod(one, len(self.train_rows)) for one in range(first + shard.start, first + shard.stop))
+        return [self.train_rows[self._ordered(epoch)[place]] for epoch, place in places]
+
+    def _batch(self, found: ChatTokens, rows: Sequence[Sequence[int]], shard: Shard) -> Windows:
+        if not self.pairs:
+            arrays = chat_rows.filled(found, rows, self.sequence, self.tokenizer.boundary)
+        else:
+            sides = [[one] for row in rows for one in row]
+            longest = max((int(found.lengths[side[0]]) for side in sides), default=1)
+            arrays = chat_rows.filled(found, sides, min(self.sequence, -(-longest // 64) * 64), self.tokenizer.boundary)
+        return Rows(*map(torch.from_numpy, arrays)).part(shard)
+
+    def batches(self, step: int, shard: Shard) -> list[Windows]:
+        """Rows in an order that is drawn anew for each epoch."""
+        rows, train = self._chosen(step, shard), self.chats.train
+        assert train is not None
+        return [self._batch(train, rows[start - shard.start : stop - shard.start], shard) for start, stop in shard.cuts]
+
+    def documents(self, step: int, shard: Shard) -> list[str]:
+        """Names of the conversations."""
+        assert self.chats.train is not None
+        return [self.chats.train.names[one] for row in self._chosen(step, shard) for one in row]
+
+    def loss(self, model: nn.Module, batch: Windows) -> tuple[Tensor, Tensor]:
+        """Sum of cross entropies of the answers' tokens in nats, and their number; of preferences, see `dpo`."""
+        assert isinstance(model, gpt.GPT)
+        if isinstance(self.tune, Dpo):
+            found = dpo.losses(model, batch, self.tune.beta).loss
+            return found.sum(), torch.tensor(len(found))
+        return model.loss_sum(*batch), (batch.targets != gpt.IGNORED).sum()
+
+    def validation_samples(self) -> int:
+        """Held-out rows or pairs, up to `train.validate_tokens`."""
+        each = self.sequence * (dpo.ROWS if self.pairs else 1)
+        return min(len(self.held_rows), max(1, self.recipe.train.validate_tokens // each))
+
+    def evaluate(self, model: nn.Module, shard: Shard) -> Mapping[str, tuple[float, float]]:
+        """Of answers `loss` in nats per token and `nats_per_byte`; of preferences `loss`, `margin`, `preferred`."""
+        assert isinstance(model, gpt.GPT)
+        device = next(model.parameters()).device
+        totals: dict[str, list[float]] = {}
+        for start, stop in shard.cuts:
+            batch = self._batch(self.chats.held_out, self.held_rows[start:stop], shard)
+            for name, (total, weight) in self._figures(model, to_device(batch, device)).items():
+                before = totals.setdefault(name, [0.0, 0.0])
+                totals[name] = [before[0] + total, before[1] + weight]
+        names = dpo.PairLosses._fields if self.pairs else ("loss", "nats_per_byte")
+        return {name: (totals.get(name, [0.0, 0.0])[0], totals.get(name, [0.0, 0.0])[1]) for name in names}
+
+    def _figures(self, model: gpt.GPT, batch: Windows) -> dict[str, tuple[float, float]]:
+        if isinstance(self.tune, Dpo):
+            found = dpo.losses(model, batch, self.tune.beta)
+            return {name: (float(one.sum()), float(len(one))) for name, one in found._asdict().items()}
+        nats = float(model.loss_sum(*batch))
+        answers = batch.targets[batch.targets != gpt.IGNORED].cpu()
+        return {"loss": (nats, float(len(answers))), "nats_per_byte": (nats, float(self._byte_lengths[answers].sum()))}
+
+    def summary(self, totals: Mapping[str, float]) -> Mapping[str, float]:
+        """Of answers loss, bits per byte and perplexity; of preferences what `evaluate` gives."""
+        return totals if self.pairs else super().summary(totals)
+
+    def sample(self, model: nn.Module) -> list[Artifact]:
+        """An answer to the first held-out question, or to `track.sample`."""
+        assert isinstance(model, gpt.GPT)
+        held, asked = self.chats.held_out, self.recipe.track.sample
+        if asked:
+            start = self.prompt([("user", asked)])
+        else:
+            tokens, answers = held.tokens[: held.starts[1]], held.answers[: held.starts[1]]
+            start = tokens[: int(np.flatnonzero(answers)[0])].tolist()
+        made = list(generate.generate(model, start, tokens=100, stop=self.endings[-1]))
+        return [Text(self.tokenizer.decode([*start, *made]))]
+
+    # --- chatting ------------------------------------------------------------------------------------------------
+
+    def prompt(self, turns: Sequence[tuple[str, str]]) -> list[int]:
+        """The tokens up to the next answer of a chat of (role, text)."""
+        text = self.chats.template.render([Turn(*turn) for turn in turns], answering=True)
+        return [int(one) for one in self.tokenizer.encode_marked([text])[0][0]]
+
+    @property
+    def endings(self) -> list[int]:
+        """The tokens that end an answer."""
+        ids = self.tokenizer.encode_marked([self.chats.template.ending])[0][0]
+        return [int(one) for one in ids] or [self.tokenizer.boundary]
+
+    # --- what is said and compared -------------------------------------------------------------------------------
+
+    def fingerprint(self) -> str:
+        """Of both sides, and of what tokens are answers."""
+        each = [one.fingerprint for one in (self.chats.train, self.chats.held_out) if one is not None]
+        return "-".join([self.tokenizer.fingerprint, *each])
+
+    def notes(self) -> list[str]:
+        """What was left out, how full the rows are, and one conversation with its answers between marks."""
+        return list(self.chats.notes)
+
+
+def adapted(model: gpt.GPT, recipe: Recipe) -> gpt.GPT:
+    """`model` as `recipe.tune` trains it: with adapters, with a reference, or as it is."""
+    tune = recipe.tune
+    if isinstance(tune, Adapters) and tune.rank:
+        return lora.adapt(model, tune, recipe.train.seed)
+    return dpo.with_reference(model) if isinstance(tune, Dpo) else model
+
+
+def _plain(recipe: Recipe) -> bool:
+    return not isinstance(recipe.tune, Adapters)
+
+
+def batch_of(recipe: Recipe) -> int:
+    """Rows, or pairs, in a global batch."""
+    assert recipe.train.batch_tokens is not None
+    assert recipe.train.sequence is not None
+    rows = recipe.train.batch_tokens // recipe.train.sequence
+    return max(1, rows // dpo.ROWS) if isinstance(recipe.tune, Dpo) else rows
+
+
+# --- opening -----------------------------------------------------------------------------------------------------
+
+
+class ReadChats(NamedTuple):
+    """The conversations of a recipe before its sequence is known."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    found: Sequence[ChatTokens]
+
+
+def read(recipe: Recipe, tokenizer: Tokenizer, kept: Path | None, progress: Progress | None) -> ReadChats:
+    """Reads all `[[data]]`. Raises UserError."""
+    assert recipe.tune is not None
+    if any(one.weight != 1 for one in recipe.data):
+        raise UserError(
+            "data.weight is not possible with [tune].", why="an epoch takes every conversation once", do="leave it out"
+        )
+    template = open_template(recipe.tune.template, tokenizer, kept)
+    pairs = isinstance(recipe.tune, Dpo)
+    return ReadChats(
+        tokenizer, template, [chat_rows.read(one, tokenizer, template, pairs, progress) for one in recipe.data]
+    )
+
+
+def chats_of(recipe: Recipe, chats: ReadChats) -> Chats:
+    """Both sides of the conversations. Raises UserError where nothing fits into `train.sequence`."""
+    assert recipe.tune is not None
+    assert recipe.train.sequence is not None
+    sides = [
+        chat_rows.divided(found, data.validation, recipe.train.sequence, recipe.tune.longer)
+        for found, data in zip(chats.found, recipe.data, strict=True)
+    ]
+    train = chat_rows.joined([side[0] for side in sides])
+    held_out = chat_rows.joined([side[1] for side in sides])
+    notes = [*(note for side in sides for note in side[2]), *_notes(chats, train)]
+    return Chats(chats.tokenizer, chats.template, train, held_out, notes)
+
+
+def _notes(chats: ReadChats, train: ChatTokens) -> list[str]:
+    skipped = [one for found in chats.found for one in found.skipped]
+    said = []
+    if skipped:
+        few = "; ".join(f"{name}: {why}" for name, why in skipped[:3])
+        said.append(f"{len(skipped)} conversations are left out ({few}{'; …' if len(skipped) > 3 else ''})")
+    share = train.answers.mean()
+    said.append(
+        f"{len(train):,} conversations of {len(train.tokens):,} tokens by the template of {chats.template.origin}; the "
+        f"loss is on the {share:.0%} of them that are answers, between ⟦ and ⟧ in this one: {shown(chats, train)}"
+    )
+    return said
+
+
+def shown(chats: ReadChats, found: ChatTokens, most: int = 1000) -> str:
+    """The first conversation of `found` with its answers between ⟦ and ⟧."""
+    stop = int(found.starts[1])
+    told, inside = "", False
+    tokens, answers = found.tokens[:stop].tolist(), found.answers[:stop].tolist()
+    runs: list[tuple[bool, list[int]]] = []
+    for token, answer in zip(tokens, answers, strict=True):
+        if not runs or runs[-1][0] != answer:
+            runs.append((answer, []))
+        runs[-1][1].append(token)
+    for inside, ids in runs:
+        text = chats.tokenizer.decode(ids)
+        told += f"⟦{text}⟧" if inside else text
+    return json.dumps(told[:most] + ("…" if len(told) > most else ""), ensure_ascii=False)
+
+
+def freeze(workload: TuneWorkload, folder: Path) -> None:
+    """Writes what `thaw` reads: the tokenizer, the template, the held-out conversations, and frozen weights."""
+    workload.tokenizer.save(folder)
+    (folder / FILE).write_text(workload.chats.template.text, encoding="utf-8")
+    (folder / _HELD_OUT).write_bytes(chat_rows.dumps(workload.chats.held_out))
+    if isinstance(workload.tune, Adapters) and workload.options.initial is not None:
+        hf.copy(Path(workload.options.initial), folder / BASE)
+
+
+def thaw(recipe: Recipe, folder: Path) -> Chats:
+    """What `freeze` wrote into `folder`."""
+    tokenizer = kept_tokenizer(recipe.data[0].tokenizer, folder)
+    held_out = chat_rows.loads((folder / _HELD_OUT).read_bytes(), isinstance(recipe.tune, Dpo))
+    return Chats(tokenizer, open_template(None, tokenizer, folder), None, held_out)
+
+
+def contents(recipe: Recipe, workload: TuneWorkload) -> Mapping[str, str]:
+    """Hashes of the files of all `[[data]]`; what has no files of its own is one by its tokens."""
+    found: dict[str, str] = {}
+    for data in recipe.data:
+        listed = [] if ":" in data.path else [one for one in text_sources.listing(data).entries if one.path]
+        found |= data_hash.hashes({one.path: one.path for one in listed}) or {data.path: workload.fingerprint()}
+    return found
+
+
+class _Templated(NamedTuple):
+    """A tokenizer with the chat template that belongs to the model."""
+
+    tokenizer: Tokenizer
+    template: str
+
+    @property
+    def boundary(self) -> int:
+        """See `Tokenizer`."""
+        return self.tokenizer.boundary
+
+    def save(self, folder: Path) -> None:
+        """Writes both."""
+        self.tokenizer.save(folder)
+        (folder / FILE).write_text(self.template, encoding="utf-8")
+
+
+def export(workload: TuneWorkload, model: gpt.GPT, folder: Path) -> None:
+    """Writes a plain decoder, adapters merged into its matrices, with the chat template, as `hf.export` does."""
+    hf.export(plain(model), _Templated(workload.tokenizer, workload.chats.template.text), folder)
+
+
+def plain(model: gpt.GPT) -> gpt.GPT:
+    """A decoder without adapters and reference that computes what `model` does."""
+    if dpo.REFERENCE not in model._modules and not lora.layers(model):
+        return model
+    found = copy.deepcopy(model)
+    found._modules.pop(dpo.REFERENCE, None)
+    for name, layer in lora.layers(found).items():
+        parent, _, own = name.rpartition(".")
+        whole = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+        whole.weight = nn.Parameter(layer.merged())
+        setattr(found.get_submodule(parent), own, whole)
+    found._state_dict_hooks.clear()
+    found._load_state_dict_post_hooks.clear()
+    return found.requires_grad_(True)

@@ -1,0 +1,141 @@
+"""A GGUF file holds the model that it was made from, and transformers reads it as we do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from espalier import config
+from espalier.config import defaults
+from espalier.errors import UserError
+from espalier.language import gguf_export, gpt, hf
+from espalier.language.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+
+gguf = pytest.importorskip("gguf")
+TEXT = "def f(x): return 12 + x  # naïve 你好\n\n" * 4
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def made(vocabulary: int = 256, **changes: object) -> gpt.GPT:
+    size = {"depth": 2, "width": 64, "heads": 4, "kv_heads": 2, "feed_forward": 96, "context": 64, "rope_theta": 5e4}
+    recipe = config.Recipe(model=config.Gpt(**{**size, "vocabulary": vocabulary, **changes}))  # type: ignore[arg-type]
+    options = defaults.resolve(recipe)[0].model
+    assert isinstance(options, config.Gpt)
+    model = gpt.GPT(options)
+    gpt.initialise(model, 1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A byte-pair tokenizer that splits as SmolLM's does."""
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    splits = tokenizers.pre_tokenizers
+    inner.pre_tokenizer = splits.Sequence(
+        [splits.Digits(individual_digits=True), splits.ByteLevel(add_prefix_space=False)]
+    )
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=splits.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator([TEXT], trainer)
+    folder = tmp_path_factory.mktemp("words")
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    return open_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_read_again_is_what_was_written_and_the_tokenizer_is_the_same(
+    kind: str, tied: bool, words: Tokenizer, tmp_path: Path
+) -> None:
+    model = made(words.vocabulary, tied=tied).eval()
+    apart = gguf_export.export(model, words, "a template", tmp_path / "out", kind)
+    file = tmp_path / "out" / "model.gguf"
+    assert hf.options(file) == hf.options_of(model.size)
+    state = hf.load(file, torch.float32)[1]
+    types = gguf.GGMLQuantizationType
+    for name, value in model.state_dict().items():
+        given = value.numpy()
+        if given.ndim == 2:
+            given = gguf.quants.dequantize(gguf.quants.quantize(given, types[kind]), types[kind])
+        assert np.array_equal(state[name].numpy(), given), name
+    again = gpt.GPT(hf.options_of(model.size)).eval()  # type: ignore[arg-type]
+    hf.load_into(again, file)
+    tokens = torch.randint(words.vocabulary, (1, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert float((again(tokens) - model(tokens)).abs().max()) == pytest.approx(apart)
+    assert apart < {"F16": 2e-3, "Q8_0": 0.05, "Q4_0": 1.0}[kind]
+    theirs = open_tokenizer(str(hf.tokenizer_of(file)))
+    assert theirs.table() == words.table()
+    assert theirs.encode(TEXT.encode()).tolist() == words.encode(TEXT.encode()).tolist()
+    assert theirs.boundary == words.boundary
+    assert (tmp_path / "out" / "Modelfile").read_text() == 'FROM ./model.gguf\nPARAMETER stop "<|im_end|>"\n'
+
+
+def test_written_read_and_written_again_it_is_the_same_file(words: Tokenizer, tmp_path: Path) -> None:
+    gguf_export.export(made(words.vocabulary), words, None, tmp_path / "one", "F16")
+    file = tmp_path / "one" / "model.gguf"
+    model = gpt.GPT(hf.options(file))  # type: ignore[arg-type]
+    hf.load_into(model, file)
+    gguf_export.export(model, open_tokenizer(str(hf.tokenizer_of(file))), None, tmp_path / "two", "F16")
+    assert (tmp_path / "two" / "model.gguf").read_bytes() == file.read_bytes()
+
+
+def test_transformers_reads_the_file_as_we_do(words: Tokenizer, tmp_path: Path) -> None:
+    model = made(words.vocabulary).eval()
+    gguf_export.export(model, words, None, tmp_path / "out", "F16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers = pytest.importorskip("transformers")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32
+        ).eval()
+    again = gpt.GPT(hf.options_of(model.size)).eval()  # type: ignore[arg-type]
+    hf.load_into(again, tmp_path / "out" / "model.gguf")
+    tokens = torch.randint(words.vocabulary, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_bytes_are_a_tokenizer_without_merges(tmp_path: Path) -> None:
+    gguf_export.export(made(), ByteTokenizer(), None, tmp_path / "out", "F16")
+    theirs = open_tokenizer(str(hf.tokenizer_of(tmp_path / "out" / "model.gguf")))
+    assert theirs.encode(TEXT.encode()).tolist() == list(TEXT.encode())
+
+
+def test_what_is_not_read_or_written_is_named(words: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        hf.options(tmp_path / "none.gguf")
+    (tmp_path / "bad.gguf").write_bytes(b"no such thing" * 100)
+    with pytest.raises(UserError, match="is no GGUF file"):
+        hf.options(tmp_path / "bad.gguf")
+    gguf_export.export(made(words.vocabulary), words, None, tmp_path / "out", "F16")
+    whole = (tmp_path / "out" / "model.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"is no GGUF file|is cut off"):
+        hf.options(tmp_path / "cut.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "rwkv")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(UserError, match="'rwkv' model"):
+        hf.options(tmp_path / "other.gguf")

@@ -1,0 +1,128 @@
+"""Adapters begin at the model's own answers, merge into plain matrices, and are all that is trained and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from espalier import config
+from espalier.language import gpt
+from espalier.language.tune import lora
+from espalier.language.tune.workload import TuneWorkload, plain
+
+TOKENS = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(3))
+KINDS = [
+    config.Lora(rank=4),
+    config.Lora(rank=3, alpha=5.0, rslora=True, targets=("query", "down")),
+    config.Lora(rank=4, dora=True),
+    config.Lora(rank=4, frozen="int8"),
+    config.Lora(rank=4, frozen="int4"),
+]
+
+
+def model_of(workload: TuneWorkload, dtype: torch.dtype = torch.float32) -> gpt.GPT:
+    model = workload.build(torch.device("cpu"), dtype)
+    assert isinstance(model, gpt.GPT)
+    return model
+
+
+def stirred(model: gpt.GPT) -> gpt.GPT:
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize("tune", KINDS)
+def test_training_begins_at_the_frozen_model_and_merging_changes_nothing(
+    opened: Callable[..., TuneWorkload], tune: config.Lora
+) -> None:
+    workload = opened(tune)
+    model = model_of(workload)
+    with torch.no_grad(), lora.without_adapters(model):
+        before = model(TOKENS)
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS), before, rtol=0, atol=1e-6 if tune.dora else 0)
+        adapted = stirred(model)(TOKENS)
+        assert (adapted - before).abs().max() > 1e-3
+        torch.testing.assert_close(plain(model)(TOKENS), adapted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tune", KINDS)
+def test_only_adapters_have_gradients_and_are_in_the_state(
+    opened: Callable[..., TuneWorkload], tune: config.Lora
+) -> None:
+    model = model_of(opened(tune))
+    model(TOKENS).square().sum().backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    parts = {"lora_a", "lora_b", *(["magnitude"] if tune.dora else [])}
+    targets = tune.targets or lora.TARGETS
+    assert {name.rpartition(".")[2] for name in trained} == parts
+    assert len(trained) == 2 * len(targets) * len(parts)
+    assert set(model.state_dict()) == trained
+    other = model_of(opened(tune))
+    other.load_state_dict(stirred(model).state_dict())
+    with torch.no_grad():
+        assert torch.equal(other(TOKENS), model(TOKENS))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_gradients_are_those_of_finite_differences(dora: bool) -> None:
+    inner = torch.nn.Linear(5, 4, bias=False).double()
+    layer = lora.LoraLinear(inner, config.Lora(rank=2, dora=dora)).double()
+    layer.begin(1)
+    with torch.no_grad():
+        layer.lora_b.normal_(generator=torch.Generator().manual_seed(2))
+    x = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    if not dora:  # DoRA's lengths are constants in backward
+        names = ("lora_a", "lora_b")
+        values = [getattr(layer, name).detach().clone().requires_grad_() for name in names]
+
+        def answer(x: torch.Tensor, *each: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(layer, dict(zip(names, each, strict=True)), (x,))  # type: ignore[no-any-return]
+
+        assert torch.autograd.gradcheck(answer, (x, *values))
+        return
+    layer(x).sum().backward()
+    assert layer.magnitude is not None
+    direction = layer.merged_directions()
+    expected = (F.linear(x, direction) / direction.norm(dim=1)).sum(0)
+    torch.testing.assert_close(layer.magnitude.grad, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_at_full_rank_the_first_step_is_that_of_the_whole_matrix() -> None:
+    """With orthogonal A and alpha = rank, a step of B moves W by what plain descent does."""
+    generator = torch.Generator().manual_seed(1)
+    inner = torch.nn.Linear(6, 4, bias=False).double()
+    layer = lora.LoraLinear(inner, config.Lora(rank=6, alpha=6.0)).double()
+    x = torch.randn(8, 6, dtype=torch.float64, generator=generator)
+    with torch.no_grad():
+        layer.lora_a.copy_(torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64, generator=generator))[0])
+    whole = inner.weight.detach().clone().requires_grad_()
+    F.linear(x, whole).pow(3).sum().backward()
+    layer(x).pow(3).sum().backward()
+    assert whole.grad is not None
+    moved = layer.lora_b.grad @ layer.lora_a
+    torch.testing.assert_close(moved, whole.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("bits", "columns"), [(8, 48), (4, 64), (4, 48), (4, 150)])
+def test_codes_are_within_half_a_scale_and_multiply_as_the_matrix_they_stand_for(bits: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(bits + columns)
+    weight = torch.randn(7, columns, generator=generator)
+    codes, scales = lora.quantized(weight, bits)
+    again = lora.whole(codes, scales, bits, columns)
+    group = columns if bits == 8 else lora.GROUP
+    each = scales.repeat_interleave(group, 1)[:, :columns]
+    assert ((again - weight).abs() <= each / 2 * (1 + 1e-5)).all()
+    assert codes.numel() == 7 * (columns if bits == 8 else -(-columns // lora.GROUP) * lora.GROUP // 2)
+    x = torch.randn(3, columns, generator=generator, requires_grad=True)
+    answer = lora.FrozenLinear.apply(x, codes, scales, bits)
+    assert torch.equal(answer, F.linear(x, again))
+    answer.square().sum().backward()
+    torch.testing.assert_close(x.grad, 2 * answer.detach() @ again)
