@@ -221,3 +221,24 @@ def test_what_the_client_counts_is_what_it_sent() -> None:
         assert 12 * elements < worker.sent < 12 * elements * 1.2
         assert 12 * elements < worker.received < 12 * elements * 1.2
         worker.close()
+
+
+def test_without_room_for_what_rounding_leaves_8_bit_gradients_are_rounded_at_random_and_nothing_is_kept() -> None:
+    """The same node serves a worker that keeps it and one that does not."""
+    one = job(push="int8", workers=2)
+    with node(one) as (_, address), ThreadPoolExecutor(2) as pool:
+        workers = [client(address, one, rank) for rank in range(2)]
+        workers[1].feedback = False
+        for step in range(3):
+            given = [gradient(one, layer, 0, 1) for layer in range(3)]
+            list(pool.map(lambda worker, step=step, given=given: push_all(worker, step, given), workers))
+            told = list(pool.map(lambda worker, step=step: worker.totals(step, torch.zeros(1)), workers))
+            exact = torch.stack(
+                [torch.linalg.vector_norm(2 * v) for n in range(3) for v in one.layers[n].views(given[n])]
+            )
+            assert told[0][1].sub(exact).abs().max() < 0.02 * exact.max()
+            for worker in workers:
+                worker.move(step, 1.0, 1.0)
+        assert [len(worker._residuals) for worker in workers] == [3, 0]
+        for worker in workers:
+            worker.close()

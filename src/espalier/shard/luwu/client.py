@@ -31,6 +31,8 @@ from espalier.shard.luwu.state_file import PULLED
 from espalier.shard.luwu.wire import RAW, Address, Frame, Kind, Times
 from espalier.store.direct_io import bytes_of
 
+CODING = 3
+"""Chunks of pushed integers on their way to one node."""
 _BACK = 2
 """Steps that nodes may lose: one that was not committed, and one whose generation is damaged."""
 
@@ -72,12 +74,15 @@ class Client:
         times: seconds of the protocol.
 
     Attributes:
+        feedback: of 8-bit pushes what rounding leaves is kept for the next step, 4 bytes a parameter; else they are
+            rounded at random.
         step: that the nodes stand at, or are on their way to; at first, the one that this worker begins with.
         ledger: bytes sent by traffic class; `received` and `sent` count all bytes of the links.
         pushed_as: the class of pushes.
     """
 
     pushed_as = Traffic.GRADIENTS
+    feedback = True
 
     def __init__(
         self,
@@ -241,31 +246,34 @@ class Client:
 
     # Encoding
 
-    def encode(self, push: _Push, chunk: Chunk, values: Tensor, agreed: Agreed) -> tuple[Tensor, int]:
-        """A chunk of a gradient as it is sent, and the width of a value."""
+    def encode(self, push: _Push, chunk: Chunk, agreed: Agreed, out: Tensor) -> tuple[Tensor, int]:
+        """A chunk of a gradient as it is sent, if need be in the memory `out`, and the width of a value."""
+        values = self.corrected(push, chunk)
         if self.job.push == "fp32" and agreed.workers == 1:
             return values, RAW
         bits = BITS[self.job.push]
         form = (bits, fixed_point.shift(bits, agreed.workers))
-        if self.job.push == "int8":
-            residual = self._residual(push.layer)[chunk.start : chunk.stop]
-            return fixed_point.encode(values, agreed.shared, form, residual), 1
-        if self.job.push == "int8:stochastic":
+        if bits == 8 and not self._feeds_back:
             key = xxhash.xxh3_64_intdigest(repr((self.rank, push.step, push.layer, chunk.index)).encode())
-            return fixed_point.encode_stochastic(values, agreed.shared, form, key), 1
-        return fixed_point.encode(values, agreed.shared, form), bits // 8
+            return fixed_point.encode_stochastic(values, agreed.shared, form, key, out), 1
+        residual = self._residual(push.layer, chunk) if bits == 8 else None
+        return fixed_point.encode(values, agreed.shared, form, residual, out), bits // 8
 
-    def corrected(self, push: _Push) -> Tensor:
-        """The gradient as it is to be sent: weighted, with what earlier steps left out."""
-        values = push.values.detach().reshape(-1).to("cpu", torch.float32).contiguous()
+    @property
+    def _feeds_back(self) -> bool:
+        return self.job.push == "int8" and self.feedback
+
+    def corrected(self, push: _Push, chunk: Chunk) -> Tensor:
+        """A chunk of a gradient as it is to be sent: weighted, with what earlier steps left out."""
+        values = push.values[chunk.start : chunk.stop]
         if push.samples:
             values = values * push.samples
-        return values + self._residual(push.layer) if self.job.push == "int8" else values
+        return values + self._residual(push.layer, chunk) if self._feeds_back else values
 
-    def _residual(self, layer: int) -> Tensor:
+    def _residual(self, layer: int, chunk: Chunk) -> Tensor:
         if layer not in self._residuals:
             self._residuals[layer] = torch.zeros(self.job.layers[layer].numel)
-        return self._residuals[layer]
+        return self._residuals[layer][chunk.start : chunk.stop]
 
 
 class _Connection:
@@ -287,7 +295,11 @@ class _Connection:
         self._error: EspalierError | None = None
         self._threads: list[threading.Thread] = []
         self._preparing: SimpleQueue[tuple[_Push, int] | None] = SimpleQueue()
-        self._pushing: SimpleQueue[tuple[_Push, int, Tensor] | None] = SimpleQueue()
+        self._pushing: SimpleQueue[tuple[_Push, int] | None] = SimpleQueue()
+        self._free: SimpleQueue[Tensor | None] = SimpleQueue()
+        size = max((chunk.elements for one in self.chunks for chunk in one), default=0) * BITS[job.push] // 8
+        for _ in range(CODING):
+            self._free.put(torch.empty(size, dtype=torch.uint8))
 
     def start(self) -> None:
         """Connects, and begins to send."""
@@ -304,7 +316,8 @@ class _Connection:
         handle = Handle(f"the arrival of the gradient of layer {layer} at step {step}", len(self.chunks[local]))
         with self._changed:
             self.handles.add(handle)
-        self._preparing.put((_Push(layer, step, self.round, what[0], what[1], handle), local))
+        values = what[0].detach().reshape(-1).to("cpu", torch.float32).contiguous()
+        self._preparing.put((_Push(layer, step, self.round, values, what[1], handle), local))
         return handle
 
     def pull(self, layer: int, local: int, step: int, out: Tensor) -> Handle:
@@ -360,8 +373,8 @@ class _Connection:
 
     def close(self) -> None:
         """At once."""
-        self._preparing.put(None)
-        self._pushing.put(None)
+        for queue in (self._preparing, self._pushing, self._free):
+            queue.put(None)
         self.session.close()
 
     # Threads
@@ -375,15 +388,14 @@ class _Connection:
     def _prepare(self) -> None:
         while (found := self._preparing.get()) is not None:
             push, local = found
-            values = self.client.corrected(push)
-            parts = [fixed_point.exponents(values[chunk.start : chunk.stop]) for chunk in self.chunks[local]]
+            parts = [fixed_point.exponents(self.client.corrected(push, chunk)) for chunk in self.chunks[local]]
             shared = torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
             self.session.ask(Frame(Kind.EXPONENTS, local, push.round, count=1, payload=shared.numpy().data))
-            self._pushing.put((push, local, values))
+            self._pushing.put((push, local))
 
     def _push(self) -> None:
         while (found := self._pushing.get()) is not None:
-            push, local, values = found
+            push, local = found
             key = (push.round, local)
             what = f"the exponents of layer {push.layer} at step {push.step}, which other workers have to push too,"
             self.wait(lambda: key in self._agreed, what)  # noqa: B023
@@ -392,15 +404,23 @@ class _Connection:
                 stop = at + fixed_point.blocks(chunk.elements)
                 mine = Agreed(agreed.shared[at:stop], agreed.workers)
                 at = stop
-                codes, width = self.client.encode(push, chunk, values[chunk.start : chunk.stop], mine)
+                room = self._free.get()
+                if room is None:
+                    return
+                codes, width = self.client.encode(push, chunk, mine, room)
                 payload = bytes_of(codes)
                 frame = Frame(Kind.GRADIENT, local, push.round, chunk.index, width, push.samples, payload)
                 self.session.links["push"].send(
-                    frame, partial(self._part, push.handle, codes), wait=self.client.times.answer
+                    frame, partial(self._pushed, push.handle, room, codes), wait=self.client.times.answer
                 )
                 self.client.ledger.add(self.client.pushed_as, "send", payload.nbytes)
 
-    def _part(self, handle: Handle, *_: object) -> None:
+    def _pushed(self, handle: Handle, room: Tensor, codes: Tensor) -> None:
+        """`codes`: what was sent, which had to live until now."""
+        self._free.put(room)
+        self._part(handle)
+
+    def _part(self, handle: Handle) -> None:
         with self._changed:
             handle.left -= 1
             if not handle.left:

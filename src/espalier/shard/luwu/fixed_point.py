@@ -49,15 +49,26 @@ def exponents_plain(values: Tensor) -> Tensor:
     return ((padded.view(torch.int32) >> 23) & 0xFF).amax(1).to(torch.uint8)
 
 
-def encode(values: Tensor, shared: Tensor, form: tuple[int, int], residual: Tensor | None = None) -> Tensor:
+def encode(
+    values: Tensor,
+    shared: Tensor,
+    form: tuple[int, int],
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """[n] float32 to integers: `form` is their bits and `shift`. What is lost is left in `residual`, which was added to
-    `values` before."""
+    `values` before. `out`: memory for the integers, bytes."""
     from espalier.shard.luwu import fixed_point_cpu as kernels
 
     bits, places = form
-    codes = torch.empty(values.numel(), dtype=WIDTHS[bits])
+    codes = _codes(values, bits, out)
     kernels.encode(codes, values, shared, places, values.new_empty(0) if residual is None else residual)
     return codes
+
+
+def _codes(values: Tensor, bits: int, out: Tensor | None) -> Tensor:
+    count = values.numel()
+    return torch.empty(count, dtype=WIDTHS[bits]) if out is None else out[: count * bits // 8].view(WIDTHS[bits])
 
 
 def encode_plain(values: Tensor, shared: Tensor, form: tuple[int, int]) -> Tensor:
@@ -70,15 +81,17 @@ def encode_plain(values: Tensor, shared: Tensor, form: tuple[int, int]) -> Tenso
     ).to(WIDTHS[bits])
 
 
-def encode_stochastic(values: Tensor, shared: Tensor, form: tuple[int, int], key: int) -> Tensor:
+def encode_stochastic(
+    values: Tensor, shared: Tensor, form: tuple[int, int], key: int, out: Tensor | None = None
+) -> Tensor:
     """As `encode`, rounded up or down at random, so that the mean of many roundings is the value: no residual is
-    needed. Random numbers are drawn from `key` alone, so the same step done again sends the same bytes."""
+    needed. Random numbers (SplitMix64) are drawn from `key` alone, so the same step done again sends the same bytes."""
+    from espalier.shard.luwu import fixed_point_cpu as kernels
+
     bits, places = form
-    step = torch.ldexp(torch.ones(values.numel(), dtype=torch.float64), _each(shared, values.numel()) - 126 - places)
-    noise = torch.from_numpy(np.random.Generator(np.random.Philox(key)).random(values.numel(), np.float32))
-    most = 2**places - 1
-    codes = (values / step + noise).floor().clamp(-most, most).nan_to_num(0.0).to(WIDTHS[bits])
-    return codes * (_each(shared, values.numel()) != NOT_FINITE).to(WIDTHS[bits])
+    codes = _codes(values, bits, out)
+    kernels.encode_stochastic(codes, values, shared, places, np.uint64(key))
+    return codes
 
 
 def add(total: Tensor, codes: Tensor) -> None:

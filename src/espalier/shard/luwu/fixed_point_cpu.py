@@ -50,6 +50,23 @@ def encode(codes: Any, values: Any, shared: Any, places: int, residual: Any) -> 
                 residual[i] = np.float32(np.float64(values[i]) - code * down)
 
 
+@jit("(int8[::1], float32[::1], uint8[::1], int64, uint64)")
+def encode_stochastic(codes: Any, values: Any, shared: Any, places: int, key: Any) -> None:
+    """Fills `codes`, rounded up with the probability of what is over."""
+    most, state = float(2**places - 1), key
+    for block in range(shared.size):
+        first = block * BLOCK
+        last = min(values.size, first + BLOCK)
+        finite = shared[block] != _NOT_FINITE
+        up = math.ldexp(1.0, places + 126 - int(shared[block])) if finite else 0.0
+        for i in range(first, last):
+            state += np.uint64(0x9E3779B97F4A7C15)
+            mixed = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            drawn = np.float64((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(40)) / 16777216.0
+            codes[i] = np.int32(min(max(np.floor(np.float64(values[i]) * up + drawn), -most), most)) if finite else 0
+
+
 @jit("(int8[::1], int32[::1])", "(int16[::1], int32[::1])", "(int32[::1], int32[::1])")
 def add(codes: Any, total: Any) -> None:
     """Adds `codes` to `total`."""

@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from espalier import units
 from espalier.compose import Claim
 from espalier.config import Adamw
 from espalier.errors import UserError
-from espalier.hardware import malloc_trim, resource_limits
+from espalier.hardware import malloc_trim
 from espalier.mechanism import Build, Mechanism
 from espalier.optim.base import Owned
 from espalier.optim.schedules import factor
 from espalier.records import Record
 from espalier.shard.luwu.base import Client, Layer, LocalClient, StepLost, layers_of
-from espalier.shard.luwu.window import HeldLayer, LayerWindow, window_size
+from espalier.shard.luwu.window import HeldLayer, LayerWindow, rank_memory, window_size
 
 if TYPE_CHECKING:
     from espalier.checkpoint.base import Stateful
@@ -49,9 +48,9 @@ RECORD = Record(
     law_test="tests/shard/luwu/test_run.py::test_one_worker_and_its_nodes_train_to_the_last_bit_as_plain_adamw",
     bench="bench/luwu.py",
     state="partly",
-    remark="on processors; models that come in pieces; with int8 pushes a worker keeps what rounding left, four bytes "
-    "a parameter; unequal workers only in a program of one's own; a node reaches 0.79 of what link, disk and AdamW "
-    "allow (goal 0.9)",
+    remark="on processors; models that come in pieces; workers are replaced while a run goes on only on one machine; "
+    "a node reaches 0.79 of what link, disk and AdamW allow (goal 0.9), and a step takes longer than predicted "
+    "(docs/benchmarks.md)",
 )
 CLAIM = Claim(
     "luwu",
@@ -329,15 +328,6 @@ def make_window(context: Build, connect: Connect) -> LayerWindow:
     malloc_trim.map_blocks()
     client = connect(context, layers)
     return LayerWindow(client, hold(model, layers, parameters), uses, size)
-
-
-def rank_memory(context: Build) -> float:
-    """Bytes that this rank may hold: `plan.memory`, or its part of the machine's (or container's), and no more than the
-    rest of the address space that the process may have."""
-    ranks, asked = context.plan.ranks, context.recipe.plan.memory
-    here = sum(one.node == ranks[context.mesh.rank].node for one in ranks)
-    most = resource_limits.memory() / here if asked is None else float(units.size(asked, "plan.memory"))
-    return min(most, resource_limits.address_space())
 
 
 class OptimizerOnNodes(Mechanism):

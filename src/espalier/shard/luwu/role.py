@@ -26,6 +26,7 @@ from espalier import plain_collectives
 from espalier.cache_dir import unwritable
 from espalier.config import Adamw
 from espalier.errors import RunFailed, UserError
+from espalier.hardware import malloc_trim
 from espalier.shard.luwu.aggregator import Aggregator
 from espalier.shard.luwu.base import Client as Connected
 from espalier.shard.luwu.base import Layer, filler, layers_of
@@ -35,6 +36,7 @@ from espalier.shard.luwu.local_steps import LocalSteps, Round
 from espalier.shard.luwu.node import OptimizerNode
 from espalier.shard.luwu.standby import Replica, Standby
 from espalier.shard.luwu.state_file import open_state, open_sums, read_layer
+from espalier.shard.luwu.window import rank_memory
 from espalier.shard.luwu.wire import Address, Times
 
 if TYPE_CHECKING:
@@ -153,6 +155,7 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
 
     Raises UserError where its files are of another model, or cannot be written.
     """
+    malloc_trim.map_blocks()
     model, value = place.workload.skeleton()
     pieces = place.workload.pieces(model)
     layers = layers_of(model, pieces.modules)[0] if pieces is not None else []
@@ -353,6 +356,9 @@ def connect(context: Build, layers: Sequence[Layer]) -> Connected:
     times = TIMES if plan.outer is None else replace(TIMES, answer=LONGEST_ROUND)
     client = Client(addresses, rank, job, _token(posts), times)
     client.ledger = getattr(context.mesh.channel, "ledger", client.ledger)
+    predicted = {} if plan.predicted is None else plan.predicted.memory_bytes
+    spare = rank_memory(context) - sum(predicted.values())
+    client.feedback = sum(4 * layer.numel for layer in layers) <= spare
     return client if plan.outer is None else _local(context, plan.outer, client)
 
 

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from espalier import units
 from espalier.errors import UserError
+from espalier.hardware import resource_limits
+from espalier.mechanism import Build
 from espalier.shard.luwu.base import Client, Layer, StepLost
 from espalier.shard.luwu.cost import PUSHES
 from espalier.units import show_size
@@ -276,3 +279,12 @@ def window_size(layers: Sequence[Layer], uses: Sequence[Sequence[int]], wanted: 
     typical = max(4 * layer.numel for layer in layers)
     room = int((memory - largest) // typical) if memory != float("inf") else 3
     return max(needed, wanted or min(3, max(1, room)))
+
+
+def rank_memory(context: Build) -> float:
+    """Bytes that this rank may hold: `plan.memory`, or its part of the machine's (or container's), and no more than the
+    rest of the address space that the process may have."""
+    ranks, asked = context.plan.ranks, context.recipe.plan.memory
+    here = sum(one.node == ranks[context.mesh.rank].node for one in ranks)
+    most = resource_limits.memory() / here if asked is None else float(units.size(asked, "plan.memory"))
+    return min(most, resource_limits.address_space())
