@@ -8,15 +8,20 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from espalier import trainer, worker
-from espalier.config import Recipe, Store
+from espalier.config import Adamw, Recipe, Store
 from espalier.language.workload import open_language
 from espalier.launch import agent
 from espalier.launch import base as launch
+from espalier.optim.schedules import factor
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
 from espalier.shard.luwu.cost import Layers, pushed_bytes
+from espalier.testing import forks
+from espalier.workload import Shard
 
 from .test_window import plain, plan, recipe
 
@@ -142,3 +147,44 @@ def test_a_node_whose_files_are_on_two_disks_serves_the_same_bits(tmp_path: Path
     assert one.steps == striped.steps
     sizes = [(tmp_path / name / "node-0" / "state").stat().st_size for name in ("a", "b")]
     assert min(sizes) > 0.4 * sum(sizes)
+
+
+def fully_sharded(asked: Recipe, steps: int) -> list[float]:
+    """Losses of two ranks of FSDP2 over Gloo, each with half of the samples."""
+    samples = asked.train.batch_tokens // asked.train.sequence  # type: ignore[operator]
+    options, workload = asked.train.optimizer, open_language(asked)
+    assert isinstance(options, Adamw)
+
+    def life(channel: Any) -> list[float]:
+        rank = channel.rank()
+        model, found = workload.build(torch.device("cpu"), torch.float32), []
+        for block in (*workload.blocks(model), model):
+            fully_shard(block, reshard_after_forward=True)
+        kinds = [[one for one in model.parameters() if (one.ndim >= 2) is matrix] for matrix in (True, False)]
+        groups = [{"params": kinds[0], "weight_decay": options.weight_decay}, {"params": kinds[1], "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(
+            groups, lr=options.learning_rate, betas=options.betas, eps=options.epsilon, fused=True
+        )
+        for step in range(steps):
+            (batch,) = workload.batches(step, Shard(rank * samples // 2, (rank + 1) * samples // 2, samples // 2))
+            value, weight = workload.loss(model, batch)
+            (2 * value / workload.nominal_weight).backward()  # FSDP2 divides by the number of ranks
+            rate = factor(asked.train.schedule, step, asked.train.steps or 0)
+            for group in optimizer.param_groups:
+                group["lr"] = options.learning_rate * rate
+            optimizer.step()
+            optimizer.zero_grad()
+            sums = torch.stack([value.detach().double(), weight.double()])
+            dist.all_reduce(sums)
+            found.append(float(sums[0] / sums[1]))
+        return found
+
+    return forks(2, life)[0]
+
+
+def test_two_workers_lose_what_fully_sharded_ranks_do_within_rounding(tmp_path: Path) -> None:
+    asked = recipe(tmp_path / "data", steps=10, clip=0.0, optimizer={"kind": "adamw", "learning_rate": 0.002})
+    peers = fully_sharded(asked, 10)
+    ranks = run(asked, plan(4, 2, 2), tmp_path / "run", 10)
+    for (loss, _), like in zip(ranks[0].steps, peers, strict=True):
+        assert abs(loss - like) <= 1e-6 * abs(like)

@@ -14,6 +14,7 @@ import torch
 from nodes import FAST, again, free_port
 from torch import nn
 
+from espalier.comm.base import Traffic
 from espalier.errors import UserError
 from espalier.shard import luwu
 from espalier.shard.luwu import user_loop
@@ -98,6 +99,28 @@ def test_a_loop_on_a_node_is_the_plain_loop_to_the_last_bit(nodes: Any, again: b
     loop.detach()
     for name, value in model.named_parameters():
         assert torch.equal(value, plain.get_parameter(name)), name
+    loop.close()
+
+
+@pytest.mark.parametrize("frozen", [(), ("table",), ("table", "blocks.1", "blocks.2.inner")])
+def test_frozen_parameters_stay_as_they_are_and_send_no_byte(nodes: Any, frozen: tuple[str, ...]) -> None:
+    def part() -> tuple[Net, torch.optim.AdamW]:
+        model, optimizer = made()
+        for name in frozen:
+            model.get_submodule(name).requires_grad_(False)
+        return model, optimizer
+
+    model, optimizer = part()
+    plain, trained = steps(model, optimizer, range(5)), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    other, its = part()
+    job = luwu.job_of(other, its)
+    assert sum(layer.numel for layer in job.layers) == trained
+    client = nodes(job, other)
+    loop = luwu.attach(other, its, client)
+    assert steps(other, its, range(5)) == plain
+    assert client.ledger.bytes[Traffic.GRADIENTS, "send"] == 5 * 4 * trained
+    loop.detach()
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
     loop.close()
 
 

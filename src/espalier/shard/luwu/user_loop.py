@@ -60,7 +60,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer, client: Connected
     """Takes the parameters of `model` to the nodes behind `client`; the loop goes on as before.
 
     Args:
-        model: its parameters are freed; they may be on the meta device.
+        model: its trainable parameters are freed; they may be on the meta device. Frozen ones stay, and are not sent.
         optimizer: the one that `job_of` was given. Its `step` moves the parameters on the nodes, at its learning rate.
         client: made with the same job (`Client(addresses, rank, job, token)`); `client.step` steps were made before.
         clip: the most that the global norm of the gradient may be; 0: any. `clip_grad_norm_` sees no gradients here.
@@ -82,7 +82,7 @@ class AttachedLoop:
         self.base = float(optimizer.param_groups[0]["lr"])
         found = _layers(model)
         held = hold(model, [layer for layer, _ in found], [own for _, own in found])
-        self.blocks = [block for block in blocks_of(model) if any(True for _ in block.parameters())]
+        self.blocks = _trained(model)
         self.root = next((index for index, one in enumerate(held) if one.layer.name == OUTSIDE), None)
         self.first = 0 if self.root is None else 1
         size = min(len(held), self.first + 3)
@@ -214,7 +214,7 @@ class AttachedLoop:
 
 def _layers(model: nn.Module) -> list[tuple[Layer, list[nn.Parameter]]]:
     """What is outside of blocks first, then each block, with its trainable parameters."""
-    blocks = [block for block in blocks_of(model) if any(True for _ in block.parameters())]
+    blocks = _trained(model)
     member = Membership(model, blocks)
     groups: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
@@ -228,6 +228,11 @@ def _layers(model: nn.Module) -> list[tuple[Layer, list[nn.Parameter]]]:
         )
         for block, own in sorted(groups.items())
     ]
+
+
+def _trained(model: nn.Module) -> list[nn.Module]:
+    """The blocks that have a layer of their own."""
+    return [block for block in blocks_of(model) if any(one.requires_grad for one in block.parameters())]
 
 
 def _options(optimizer: torch.optim.Optimizer) -> Adamw:
