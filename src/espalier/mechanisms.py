@@ -19,6 +19,7 @@ from espalier import compose, units
 from espalier.compose import Claim
 from espalier.config import Precision
 from espalier.errors import UserError
+from espalier.experts import mechanism as expert_parallel
 from espalier.mechanism import Build, Choose, Mechanism
 from espalier.optim import adamw, muon
 from espalier.optim.loss_scale import LossScale
@@ -188,6 +189,12 @@ CUT_LAYERS = Claim(
     needs=frozenset({"a schedule of stages"}),
     changes=frozenset({"the model is cut"}),
 )
+SPREAD_EXPERTS = Claim(
+    "spread_experts",
+    question="experts",
+    needs=frozenset({"tokens reach their experts"}),
+    changes=frozenset({"the model is cut"}),
+)
 COPIES = Claim("faults.memory", question="copies", changes=frozenset({"states are copied"}))
 ROLLBACK = Claim("faults.rollback", question="rollback", changes=frozenset({"steps are taken back"}))
 UNMET = frozenset({"parameters wait in host memory"})
@@ -222,6 +229,7 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
         (SINGLES, outer is not None and all(len(ranks) == 1 for ranks in outer.replicas)),
         (CUT_MATRICES, any(one.tensor > 1 for one in plan.stages)),
         (CUT_SEQUENCES, any(one.sequence > 1 for one in plan.stages)),
+        (SPREAD_EXPERTS, len(plan.experts) > 1),
         (CUT_LAYERS, len({one.layers for one in plan.stages}) > 1),
         (COPIES, set(astuple(plan.offload)) == HERE if memory == "auto" else units.size(memory, "faults.memory") > 0),
         (PARAMETERS_ON_HOST, plan.offload.parameters == "host"),
@@ -243,6 +251,7 @@ TABLE: tuple[Choose, ...] = (
     muon.choose,
     outer_rounds.choose,
     loongtrain.choose,
+    expert_parallel.choose,
 )
 """Rows that a recipe or a plan asks for."""
 AWAY: tuple[Choose, ...] = (

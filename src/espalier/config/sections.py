@@ -214,6 +214,7 @@ class Pin(Options, frozen=True):
     sp: int | None = None
     hp: int | None = None
     cp: int | None = None
+    ep: int | None = None
     window: int | None = None
     placement: Literal["head_first", "context_first", "interleaved"] | None = None
     pp: int | None = None

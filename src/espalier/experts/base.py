@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from espalier.errors import UserError
+
 if TYPE_CHECKING:
+    import torch
     from jaxtyping import Float, Int
     from torch import Tensor, nn
 
@@ -28,3 +33,45 @@ class Route(Protocol):
         `experts` maps rows `[rows, width]` to rows; with expert parallelism, those that this rank holds.
         """
         ...
+
+
+@dataclass(frozen=True)
+class ExpertMap:
+    """Which rank of a group holds which experts. Immutable.
+
+    Attributes:
+        ranks: of each rank its experts, in its own order; every expert is held once, numbered from 0.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def count(self) -> int:
+        """Experts in all."""
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Experts of each rank."""
+        return [len(experts) for experts in self.ranks]
+
+    def positions(self, device: torch.device) -> Tensor:
+        """int64 [experts]: where each stands, rank after rank."""
+        import torch
+
+        held = torch.tensor([expert for experts in self.ranks for expert in experts])
+        found = torch.empty_like(held)
+        found[held] = torch.arange(len(held))
+        return found.to(device)
+
+
+def spread_evenly(experts: int, ranks: int) -> ExpertMap:
+    """Consecutive experts on each rank; where ranks do not divide them, the first ranks hold one more.
+
+    Raises UserError for fewer experts than ranks.
+    """
+    if not 1 <= ranks <= experts:
+        raise UserError(f"{experts} experts cannot be held by {ranks} ranks.", do=f"ep = {max(1, min(ranks, experts))}")
+    few, over = divmod(experts, ranks)
+    ends = [rank * few + min(rank, over) for rank in range(ranks + 1)]
+    return ExpertMap(tuple(tuple(range(first, last)) for first, last in itertools.pairwise(ends)))

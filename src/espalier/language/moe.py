@@ -49,7 +49,7 @@ class Experts(nn.Module):
         scores = scores if scores.dtype == torch.float64 else scores.float()
         best, chosen = scores.topk(self.active, -1)
         flat = x.flatten(0, 1), chosen.flatten(0, 1), best.softmax(-1).flatten(0, 1)
-        return self.route(*flat, list(self.experts)).view_as(x), imbalance(scores, chosen, self.total)
+        return self.route(*flat, list(self.experts.children())).view_as(x), imbalance(scores, chosen, self.total)
 
 
 def own(counts: Tensor) -> Tensor:

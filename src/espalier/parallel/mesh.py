@@ -182,7 +182,7 @@ def of_plan(plan: Plan) -> Mesh:
         inside, last = {rank: Coordinates(dp=index) for index, rank in enumerate(replicas[0])}, set(replicas[0])
     like = {rank: replicas[0][index] for ranks in replicas for index, rank in enumerate(ranks)}
     found = {rank: inside[like[rank]]._replace(replica=n) for n, ranks in enumerate(replicas) for rank in ranks}
-    mesh = _made(roles, found, {rank for rank in found if like[rank] in last}, 1)
+    mesh = _made(roles, found, {rank for rank in found if like[rank] in last}, len(plan.experts) or 1)
     speeds = {
         rank: stage.speeds[index // stage.tensor % stage.sequence]
         for stage in plan.stages

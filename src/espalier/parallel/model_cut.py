@@ -6,7 +6,7 @@ follow it, whatever cut the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -70,14 +70,16 @@ class ModelCut:
         replica: the ranks that hold one model together: norms and a step's totals are sums over them.
         slabs: of each parameter that is cut, its part here.
         holders: of each parameter that other ranks of the cut hold too.
+        idle: what takes part in a forward pass of other ranks without one of its own.
         stream: how the residual stream lies on the ranks that share matrices; None: each has all of it.
-        peers: where pipelines are cut at different layers, the ranks of the run that hold the same part of each
-            parameter, in order; empty: those of the mesh do.
+        peers: where pipelines are cut at different layers or experts spread over ranks, the ranks of the run that hold
+            the same part of each parameter, in order; empty: those of the mesh do.
     """
 
     replica: dist.ProcessGroup
     slabs: dict[str, Slab] = field(default_factory=dict)
     holders: dict[str, Holders] = field(default_factory=dict)
+    idle: list[Callable[[], None]] = field(default_factory=list)
     stream: ShardedStream | None = None
     peers: dict[str, tuple[int, ...]] = field(default_factory=dict)
 

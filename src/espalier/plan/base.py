@@ -147,6 +147,7 @@ class Layout(PlanStruct, frozen=True):
     tp: int = 1
     sp: int = 1
     pp: int = 1
+    ep: int = 1
     cp: int = 1
     window: int = 1
     placement: Placement = "head_first"
@@ -171,6 +172,7 @@ class Layout(PlanStruct, frozen=True):
         parts += [f"heads {self.heads}"] * (self.heads > 1) + [f"context {self.cp}"] * (self.cp > 1)
         parts += [f"window {self.window}"] * (1 < self.window < self.cp)
         parts += [self.placement.replace("_", " ")] * (self.placement != "head_first")
+        parts += [f"ep {self.ep}"] * (self.ep > 1)
         parts += [f"pp {self.pp}"] * (self.pp > 1) + [self.schedule] * (self.schedule != "1f1b")
         return (*parts, *[f"interleave {self.interleave}"] * (self.interleave > 1))
 
@@ -236,6 +238,9 @@ class Plan(PlanStruct, frozen=True):
     ranks: tuple[Rank, ...] = (Rank(),)
     units: tuple[Unit, ...] = (Unit(),)
     stages: tuple[Stage, ...] = ()
+    experts: tuple[tuple[int, ...], ...] = ()
+    """Of each rank of an expert group, the experts of every layer that it holds; empty: every rank holds all. The groups
+    are consecutive ranks of those that hold the same parameters."""
     exchanges: tuple[Exchange, ...] = ()
     outer: Outer | None = None
     rules: tuple[AdaptiveRule, ...] = ()
@@ -290,8 +295,9 @@ class Plan(PlanStruct, frozen=True):
 
     @property
     def rounds(self) -> int | None:
-        """Micro-batches of every rank where all must have as many (parameters or gradients are exchanged in each)."""
-        if not any(len(unit.grads) > 1 for unit in self.units):
+        """Micro-batches of every rank where all must have as many (parameters, gradients or tokens of experts are
+        exchanged in each)."""
+        if not self.experts and not any(len(unit.grads) > 1 for unit in self.units):
             return None
         shares = (self.ranks[index].share for index in self.trainers)
         return max(-(-(stop - start) // self.micro_batch) for start, stop in shares)
@@ -309,6 +315,7 @@ class Plan(PlanStruct, frozen=True):
             tp=stage.tensor,
             sp=stage.sequence,
             pp=len({one.layers for one in stages}) // self.interleave,
+            ep=max(1, len(self.experts)),
             cp=stage.context,
             window=stage.window,
             placement=self.placement,
@@ -366,7 +373,12 @@ def check(plan: Plan, samples: int, origin: str = "plan.json") -> Plan:
     fewest = min(plan.ranks[index].share[1] - plan.ranks[index].share[0] for index in plan.trainers)
     if plan.rounds is not None and fewest < plan.rounds:
         few = f"a rank has {fewest} samples for {plan.rounds} micro-batches"
-        raise _nonsense(origin, f"{few}; with sharded gradients every rank needs one for each")
+        what = "experts on several ranks" if plan.experts else "sharded gradients"
+        raise _nonsense(origin, f"{few}; with {what} every rank needs one for each")
+    held = sorted(expert for experts in plan.experts for expert in experts)
+    if held != list(range(len(held))):
+        told = ", ".join(map(str, held))
+        raise _nonsense(origin, f"its expert ranks hold the experts {told}; each is held once, numbered from 0")
     return plan
 
 

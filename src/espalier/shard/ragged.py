@@ -50,9 +50,9 @@ class RaggedStates:
         self.cut: ModelCut | None = cut
         if any(max(one.params, one.grads) > 1 for _, one in spread.factors):
             raise UserError(
-                "Pipelines that are cut at different layers shard optimizer states only.",
-                why="parameters and gradients are exchanged in every micro-batch, and pipelines have unlike numbers of "
-                "them",
+                "Pipelines that are cut at different layers, and spread experts, shard optimizer states only.",
+                why="parameters and gradients are exchanged in every micro-batch, and unlike sets of ranks have unlike "
+                "numbers of them",
                 do="plan.pin.shard.params=1 and plan.pin.shard.grads=1",
             )
         of_holders: dict[tuple[int, ...], set[int]] = {}
@@ -135,8 +135,10 @@ class RaggedStates:
             part.settle()
 
     def idle(self, times: int) -> None:
-        """See `Sharding.idle`: no parameter is gathered in a forward pass."""
+        """See `Sharding.idle`: no parameter is gathered in a forward pass, but tokens may go to experts here."""
         self.settle()
+        for take_part in self.cut.idle * times if self.cut is not None else ():
+            take_part()
 
     # --- the whole model ---------------------------------------------------------------------------------------------
 

@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from espalier import plain_collectives
-from espalier.checkpoint.tensor_slice import Slice
+from espalier.checkpoint.all_names import AllNames
 from espalier.comm import codecs
-from espalier.comm.base import Traffic, traffic
+from espalier.comm.base import Traffic
 from espalier.compose import Claim
 from espalier.errors import UserError
 from espalier.mechanism import Build, Mechanism
@@ -129,7 +126,7 @@ class Pipelined(Mechanism):
             if name.startswith("feedback"):
                 found[f"{name} of stage {stages.held[0]}"] = part
             else:
-                found[name] = AllStages(part, group)
+                found[name] = AllNames(part, group)
         return found
 
 
@@ -165,49 +162,6 @@ def _encode(context: Build) -> None:
                 )
             group: Any = context.mesh.replica
             group.use(Traffic.ACTIVATIONS, codecs.codec(one.codec))
-
-
-class AllStages:
-    """A part of a checkpoint with the names of all stages: this rank has nothing of what others hold. Stateful.
-
-    Args:
-        part: of this rank's stages.
-        group: the ranks of the other stages, all of which call this together.
-    """
-
-    def __init__(self, part: Stateful, group: dist.ProcessGroup | None) -> None:
-        self._part, self._group = part, group
-
-    def state_dict(self) -> dict[str, Any]:
-        """Slices of what is here, and empty ones of what is not."""
-        own = self._part.state_dict()
-        mine = {
-            name: (list(one.size()), str(one.dtype)) for name, one in own.items() if isinstance(one, Tensor | Slice)
-        }
-        with traffic(Traffic.CONTROL):
-            everyone = plain_collectives.all_gather(mine, self._group)
-        found: dict[str, Any] = {}
-        for names in everyone:
-            for name, (shape, dtype) in names.items():
-                if name not in found:
-                    found[name] = self._entry(own.get(name), torch.Size(shape), dtype, name, everyone)
-        return found | {name: one for name, one in own.items() if name not in mine}
-
-    def _entry(self, own: Any, shape: torch.Size, dtype: str, name: str, everyone: list[Any]) -> Any:
-        if own is None:
-            nothing = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
-            return Slice(nothing, shape, 0, writes=False)
-        alone = sum(name in names for names in everyone) == 1
-        return Slice(own.detach().reshape(-1), shape, 0) if isinstance(own, Tensor) and alone else own
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what is this rank's."""
-        own = self._part.state_dict()
-        self._part.load_state_dict({name: _whole(state[name], like) for name, like in own.items()})
-
-
-def _whole(value: Any, like: Any) -> Any:
-    return value.local.view(like.shape) if isinstance(like, Tensor) and isinstance(value, Slice) else value
 
 
 def _members(mesh: ProcessMesh) -> list[int]:

@@ -1,0 +1,59 @@
+"""A rank's part of a checkpoint under the names of the whole model, where other ranks hold other parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from espalier import plain_collectives
+from espalier.checkpoint.tensor_slice import Slice
+from espalier.comm.base import Traffic, traffic
+
+if TYPE_CHECKING:
+    from espalier.checkpoint.base import Stateful
+
+
+class AllNames:
+    """A part of a checkpoint with the names of the whole model: this rank has nothing of what others hold. Stateful.
+
+    Args:
+        part: of what this rank holds.
+        group: the ranks that hold the rest, all of which call this together.
+    """
+
+    def __init__(self, part: Stateful, group: dist.ProcessGroup | None) -> None:
+        self._part, self._group = part, group
+
+    def state_dict(self) -> dict[str, Any]:
+        """Slices of what is here, and empty ones of what is not."""
+        own = self._part.state_dict()
+        mine = {
+            name: (list(one.size()), str(one.dtype)) for name, one in own.items() if isinstance(one, Tensor | Slice)
+        }
+        with traffic(Traffic.CONTROL):
+            everyone = plain_collectives.all_gather(mine, self._group)
+        found: dict[str, Any] = {}
+        for names in everyone:
+            for name, (shape, dtype) in names.items():
+                if name not in found:
+                    found[name] = self._entry(own.get(name), torch.Size(shape), dtype, name, everyone)
+        return found | {name: one for name, one in own.items() if name not in mine}
+
+    def _entry(self, own: Any, shape: torch.Size, dtype: str, name: str, everyone: list[Any]) -> Any:
+        if own is None:
+            nothing = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            return Slice(nothing, shape, 0, writes=False)
+        alone = sum(name in names for names in everyone) == 1
+        return Slice(own.detach().reshape(-1), shape, 0) if isinstance(own, Tensor) and alone else own
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what is this rank's."""
+        own = self._part.state_dict()
+        self._part.load_state_dict({name: _whole(state[name], like) for name, like in own.items()})
+
+
+def _whole(value: Any, like: Any) -> Any:
+    return value.local.view(like.shape) if isinstance(like, Tensor) and isinstance(value, Slice) else value

@@ -1,0 +1,126 @@
+"""Expert parallelism as a mechanism: each rank keeps the experts that the plan gives it, and tokens go to them.
+
+Experts lie on consecutive ranks of those that hold the same parameters otherwise (DeepSpeed-MoE, arXiv 2201.05596): these
+sum all other gradients together, and the gradients of an expert only with the ranks that hold it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from espalier.checkpoint.all_names import AllNames
+from espalier.compose import Claim
+from espalier.errors import UserError
+from espalier.experts.alltoall import AllToAll
+from espalier.experts.base import ExpertMap
+from espalier.mechanism import Build, Mechanism
+from espalier.optim.base import names_of
+from espalier.parallel.model_cut import DataGroup, ModelCut
+from espalier.parallel.seams import Filled, Seam, fields_of
+
+if TYPE_CHECKING:
+    from espalier.checkpoint.base import Stateful
+    from espalier.config import Recipe
+    from espalier.parallel.mesh import ProcessMesh
+    from espalier.plan.base import Plan
+
+CLAIM = Claim(
+    "expert_parallel",
+    question="route",
+    needs=frozenset({"a model"}),
+    changes=frozenset({"tokens reach their experts"}),
+    forbids=frozenset({"parameters are gathered", "matrices are cut", "sums are encoded", "compiles blocks"}),
+    after=frozenset({"model stages"}),
+    instead=("local",),
+)
+"""Ranks that validate fewer batches than others take part in dispatches only, and gather no parameters beside them."""
+
+
+class ExpertParallel(Filled):
+    """A rank keeps its own experts, and tokens go to the ranks that hold theirs."""
+
+    claim = CLAIM
+    record = "flashmoe"
+    seam: Seam = "route"
+
+    def __init__(self, held: ExpertMap) -> None:
+        self.held = held
+
+    def wrap(self, context: Build) -> None:
+        """Frees the others' experts; the model was built whole, so initial weights are the same whatever the map.
+        Raises UserError where the plan's map is not of this model."""
+        model, mesh = context.model, context.mesh
+        assert model is not None
+        assert mesh.replica is not None, "an expert group has several ranks"
+        cut = context.cut = context.cut or ModelCut(mesh.replica)
+        cut.names = tuple(names_of(model).values())
+        data = holders(mesh, [rank.node for rank in context.plan.ranks])
+        names = {id(module): name for name, module in model.named_modules()}
+        own = self.held.ranks[mesh.mesh.expert_group(mesh.rank).index(mesh.rank)]
+        for module, _ in fields_of(model, self.seam):
+            keep(module, own, self.held.count)
+            prefix = f"{names[id(module)]}.experts."
+            cut.data |= {prefix + name: data for name, _ in module.get_submodule("experts").named_parameters()}
+        super().wrap(context)
+        cut.idle = [getattr(module, field).idle for module, field in fields_of(model, self.seam)]
+
+    def replacement(self, context: Build, module: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Dispatch among the ranks of this one's expert group."""
+        mesh = context.mesh
+        group = mesh.of(mesh.mesh.expert_group(mesh.rank))
+        assert group is not None
+        experts = list(module.get_submodule("experts").children())
+        return ExpertGroup(AllToAll(group, self.held), module, experts)
+
+    def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
+        """Under the names of all experts; stages of a pipeline see to that themselves."""
+        if context.stages is not None:
+            return parts
+        return {name: AllNames(part, context.mesh.replica) for name, part in parts.items()}
+
+
+class ExpertGroup:
+    """A route that a rank can also take part in without tokens of its own. Has state: what the last rows looked like.
+
+    Args:
+        route: the exchange; module: whose seam it fills, for its dtype and width; experts: those of this rank.
+    """
+
+    def __init__(self, route: Callable[..., Any], module: nn.Module, experts: list[nn.Module]) -> None:
+        self.route, self.experts = route, experts
+        self._rows = next(module.parameters()).detach().new_empty(0, next(module.parameters()).shape[-1])
+
+    def __call__(self, x: Any, chosen: Any, weights: Any, experts: list[nn.Module]) -> Any:
+        """See `experts.base.Route`."""
+        self._rows = x.detach()[:0]
+        return self.route(x, chosen, weights, experts)
+
+    def idle(self) -> None:
+        """One dispatch of other ranks' tokens. Validation only."""
+        nothing = self._rows.new_empty(0, 1)
+        self.route(self._rows, nothing.long(), nothing, self.experts)
+
+
+def keep(module: nn.Module, own: tuple[int, ...], count: int) -> None:
+    """Leaves the experts `own` in `module.experts`, under their names. Raises UserError where there are not `count`."""
+    experts = dict(module.get_submodule("experts").named_children())
+    if len(experts) != count:
+        raise UserError(
+            f"The plan's map has {count} experts, and a layer of the model has {len(experts)}.",
+            do="delete plan.json; it is then planned again",
+        )
+    module.experts = nn.ModuleDict({str(number): experts[str(number)] for number in own})
+
+
+def holders(mesh: ProcessMesh, nodes: list[int]) -> DataGroup:
+    """The ranks that hold the same experts as this one."""
+    ranks = mesh.mesh.same_experts(mesh.rank)
+    return DataGroup(mesh.of(ranks) or mesh.alone, tuple(nodes[rank] for rank in ranks))
+
+
+def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
+    """Where the plan spreads the experts."""
+    return ExpertParallel(ExpertMap(plan.experts)) if len(plan.experts) > 1 else None

@@ -1,0 +1,109 @@
+"""A mixture of experts whose experts are spread over ranks trains as it does on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from espalier.experts.base import spread_evenly
+from espalier.plan import base as plans
+
+from ..stages.runs import Trained, corpus, recipe_of, train
+
+TOLERANCE = 1e-9
+EXPERTS = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def moe_recipe(folder: Path, **rows: Any) -> Any:
+    model = {"kind": "moe", "depth": 2, "width": 16, "experts": EXPERTS, "active": 2, "feed_forward": 24}
+    return recipe_of(folder, model, {"clip": 0.5, "optimizer": {"kind": "adamw", "learning_rate": 0.002}} | rows)
+
+
+def plan_of(count: int, experts: Any, shard: tuple[int, int, int] = (1, 1, 1), **changes: Any) -> plans.Plan:
+    shares = [(8 * number // count, 8 * (number + 1) // count) for number in range(count)]
+    groups = [tuple(range(size)) if size > 1 else () for size in shard]
+    units = (plans.Unit(pattern="*.experts.*"), plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups))))
+    plan = plans.Plan(
+        units=units if experts else units[1:],
+        experts=experts,
+        **{"micro_batch": 2, "precision": "fp64", "ranks": tuple(plans.Rank(share=share) for share in shares)} | changes,
+    )
+    return plans.check(plan, 8)
+
+
+def even(ranks: int) -> tuple[tuple[int, ...], ...]:
+    return spread_evenly(EXPERTS, ranks).ranks
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Trained:
+    return train(moe_recipe(folder), plan_of(1, ()))[0]
+
+
+def same(found: list[Trained], alone: Trained) -> None:
+    for one in found:
+        assert one.losses == pytest.approx(alone.losses, rel=TOLERANCE)
+        assert one.norms == pytest.approx(alone.norms, rel=TOLERANCE)
+        assert one.validation == pytest.approx(alone.validation, rel=TOLERANCE)
+        for name, value in one.weights.items():
+            torch.testing.assert_close(value, alone.weights[name], rtol=1e-7, atol=TOLERANCE)
+    assert {name for one in found for name in one.weights} == set(alone.weights)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts"),
+    [(2, ((0, 1, 2), (3, 4))), (4, even(2)), (3, ((4, 0), (2,), (3, 1)))],
+    ids=["two ranks", "two groups of two", "three uneven ranks in any order"],
+)
+def test_experts_over_ranks_train_as_on_one(folder, alone, ranks, experts):
+    found = train(moe_recipe(folder), plan_of(ranks, experts))
+    same(found, alone)
+    held = [{int(name.split(".")[4]) for name in one.weights if ".experts." in name} for one in found]
+    assert held == [set(experts[rank % len(experts)]) for rank in range(ranks)]
+
+
+def test_a_checkpoint_goes_on_with_experts_elsewhere(folder, alone, tmp_path):
+    maps = [(2, even(2)), (3, even(3)), (1, ()), (4, even(2))]
+    recipe, losses = moe_recipe(folder, steps=4), []
+    for step, (ranks, experts) in enumerate(maps, start=1):
+        found = train(recipe, plan_of(ranks, experts), tmp_path, until=step)
+        losses += found[0].losses
+    whole = train(recipe, plan_of(1, ()))[0]
+    assert losses == pytest.approx(whole.losses, rel=TOLERANCE)
+    for one in found:
+        for name, value in one.weights.items():
+            torch.testing.assert_close(value, whole.weights[name], rtol=1e-7, atol=TOLERANCE)
+
+
+def test_other_states_may_be_sharded_beside_experts(folder, alone):
+    same(train(moe_recipe(folder), plan_of(4, even(2), shard=(1, 2, 4))), alone)
+
+
+def test_experts_over_the_ranks_of_each_stage(folder, alone):
+    ranks = tuple(plans.Rank(share=share) for _ in range(2) for share in ((0, 4), (4, 8)))
+    stages = tuple(plans.Stage(ranks=(2 * one, 2 * one + 1), layers=(one, one + 1)) for one in range(2))
+    plan = plan_of(4, even(2), ranks=ranks, stages=stages)
+    found = train(moe_recipe(folder), plan)
+    assert found[2].losses == pytest.approx(alone.losses, rel=TOLERANCE)
+    assert found[2].norms == pytest.approx(alone.norms, rel=TOLERANCE)
+
+
+def test_experts_beside_sequences_that_ranks_share(folder, alone):
+    stage = plans.Stage(ranks=(0, 1, 2, 3), layers=(0, 2), heads=1, context=2, window=1)
+    ranks = tuple(plans.Rank(share=share) for share in ((0, 4), (0, 4), (4, 8), (4, 8)))
+    same(train(moe_recipe(folder), plan_of(4, even(4), ranks=ranks, stages=(stage,))), alone)
+
+
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+def test_recomputed_layers_dispatch_again(folder, alone, recompute):
+    same(train(moe_recipe(folder), plan_of(2, even(2), recompute=recompute)), alone)
