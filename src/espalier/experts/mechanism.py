@@ -14,7 +14,7 @@ from torch import nn
 from espalier.checkpoint.all_names import AllNames
 from espalier.compose import Claim
 from espalier.errors import UserError
-from espalier.experts.alltoall import AllToAll
+from espalier.experts.flashmoe import FlashMoE
 from espalier.experts.base import ExpertMap
 from espalier.mechanism import Build, Mechanism
 from espalier.optim.base import names_of
@@ -73,7 +73,7 @@ class ExpertParallel(Filled):
         group = mesh.of(mesh.mesh.expert_group(mesh.rank))
         assert group is not None
         experts = list(module.get_submodule("experts").children())
-        return ExpertGroup(AllToAll(group, self.held), module, experts)
+        return ExpertGroup(FlashMoE(group, self.held), module, experts)
 
     def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
         """Under the names of all experts; stages of a pipeline see to that themselves."""

@@ -1,0 +1,331 @@
+"""A layer of experts over ranks: dispatch, the experts' tiles and combine as one task graph on each rank.
+
+After FlashMoE (arXiv 2506.04667), which is forward only. A rank tells every other how many rows come, sends them in
+tiles, and runs whatever tile has come, the others' before its own, whose tokens never leave it; each answer goes back
+as soon as it is there. There is no barrier and no collective. Backward is the same machine with the roles turned:
+gradients of outputs go to the experts, those of inputs come back. Deviations: no capacity, so that no token is dropped;
+a token for two experts of one rank is sent once; answers are kept by choice and added up in the order of the choices,
+where the original adds atomically, so that the result has the same bits in whatever order messages come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from espalier.experts.base import ExpertMap
+from espalier.experts.flashmoe.cells import Outgoing, Tile, outgoing, tile_rows, tiles_of
+from espalier.experts.flashmoe.protocol import Pass, Task
+from espalier.experts.flashmoe.transport import Messages, Transport
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+HEADER, REFS, WEIGHTS, ROWS = 0, 2, 4, 16
+"""Tags: what goes ahead of rows, and the first tag of rows; answers have odd numbers from there, rows even ones."""
+
+
+@dataclass
+class FlashMoE:
+    """See `experts.base.Route`; `experts` are those that this rank holds, in the order of the map. Has state.
+
+    Attributes:
+        group: the ranks of the map, all of which call this together, backward passes too.
+        transport: of messages among them; None: the group's own point-to-point.
+        load: rows that each expert here has got so far.
+    """
+
+    group: dist.ProcessGroup
+    held: ExpertMap
+    transport: Transport | None = None
+    load: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.links: Transport = self.transport or Messages(self.group)
+        self.load = [0] * len(self.held.ranks[self.group.rank()])
+
+    def __call__(
+        self,
+        x: Float[Tensor, "tokens width"],
+        chosen: Int[Tensor, "tokens active"],
+        weights: Float[Tensor, "tokens active"],
+        experts: Sequence[nn.Module],
+    ) -> Float[Tensor, "tokens width"]:
+        """Sum over a token's chosen experts of weight times expert(token), in x's dtype, or autocast's."""
+        assert len(experts) == len(self.load), f"{len(experts)} experts for {self.held.ranks[self.group.rank()]}"
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # halves what crosses the links
+        parameters = list(dict.fromkeys(p for expert in experts for p in expert.parameters() if p.requires_grad))
+        # A number that wants a gradient: then every rank comes to the backward pass, also one without tokens.
+        anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
+        layer = Layer(self, experts, parameters, torch.is_grad_enabled())
+        found: Tensor = _Route.apply(x, weights.to(x.dtype), anchor, chosen, layer, *parameters)
+        return found
+
+
+class Done(NamedTuple):
+    """A tile that was run: what went in and came out, with its graph."""
+
+    rows: Tensor
+    answer: Tensor
+
+
+class Layer:
+    """One call of a layer on this rank. Has state: its tables, and from forward to backward what its tiles keep.
+
+    Attributes:
+        out: what this rank sends to each; tiles: those of each source for this rank's experts.
+    """
+
+    def __init__(
+        self, route: FlashMoE, experts: Sequence[nn.Module], parameters: Sequence[nn.Parameter], keeps: bool
+    ) -> None:
+        self.links, self.me, self.experts, self.parameters = route.links, route.group.rank(), experts, parameters
+        self.held, self.keeps, self.load = route.held, keeps, route.load
+        self.others = [(self.me + turn) % len(route.held.ranks) for turn in range(1, len(route.held.ranks))]
+        self.out: list[Outgoing] = []
+        self.sent: list[list[Tile]] = []
+        self.tiles: dict[int, list[Tile]] = {}
+        self.rows: dict[int, Tensor] = {}
+        self.refs: dict[int, Tensor] = {}
+        self.done: dict[Task, Done] = {}
+        self.active = 1
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """[tokens x active, width] the answer to every choice."""
+        self.active = chosen.shape[1]
+        rows = tile_rows(x.shape[1], x.element_size())
+        self.out = outgoing(chosen, self.held)
+        self.sent = [tiles_of(one.counts, rows) for one in self.out]
+        self.tiles[self.me] = self.sent[self.me]
+        answers = x.new_empty(chosen.numel(), x.shape[1])
+        here = len(self.experts)
+        headers = {peer: torch.empty(2 * here, dtype=torch.int32) for peer in self.others}
+        for peer in self.others:
+            self.links.expect(headers[peer], peer, HEADER, ("heard", peer))
+        for peer in self.others:
+            self.links.send(self.out[peer].header, peer, HEADER)
+        self._send_rows(x, refs=True)
+        now = Pass(self.me, {peer: len(self.sent[peer]) for peer in self.others}, len(self.tiles[self.me]))
+
+        def heard(peer: int) -> None:
+            numbers = headers[peer].tolist()
+            counts = list(zip(numbers[::2], numbers[1::2], strict=True))
+            tiles = self.tiles[peer] = tiles_of(counts, rows)
+            self.rows[peer] = x.new_empty(sum(new for new, _ in counts), x.shape[1])
+            self.refs[peer] = torch.empty(sum(again for _, again in counts), dtype=torch.int32)
+            if len(self.refs[peer]):
+                self.links.expect(self.refs[peer], peer, REFS, ("referred", peer))
+            self._expect_rows(peer, self.rows[peer])
+            now.heard(peer, [tile.until > tile.fresh for tile in tiles], len(self.refs[peer]) > 0)
+
+        def run(task: Task) -> None:
+            tile = self.tiles[task.source][task.number]
+            self.load[tile.expert] += tile.stop - tile.start
+            answer = self._forward(task, tile, x)
+            self._answer(task, answer, answers)
+
+        self._expect_answers(answers)
+        self._through(now, heard, run, answers)
+        return answers
+
+    def _forward(self, task: Task, tile: Tile, x: Tensor) -> Tensor:
+        rows = self._taken(task, tile, x if task.source == self.me else self.rows[task.source])
+        # A graph of its own: recomputation of the layers around must not see in which order tiles ran.
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.set_grad_enabled(self.keeps):
+            rows = rows.detach().requires_grad_(self.keeps)
+            answer = self.experts[tile.expert](rows).to(rows.dtype)
+        if self.keeps:
+            self.done[task] = Done(rows, answer)
+        return answer.detach()
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def backward(self, pull: Tensor, weights: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The gradients of every choice's row [tokens x active, width], and of the experts' parameters here.
+
+        Args:
+            pull: [tokens, width] the gradient of the output; weights: [tokens, active].
+        """
+        found = pull.new_empty(weights.numel(), pull.shape[1])
+        flat, factors, pulls = weights.flatten(), dict[int, Tensor](), dict[int, Tensor]()
+        factors[self.me] = flat[self.out[self.me].choices]
+        for peer in self.others:
+            if self.sent[peer]:
+                self.links.send(flat[self.out[peer].choices], peer, WEIGHTS)
+        self._send_rows(pull, refs=False)
+        now = Pass(self.me, {peer: len(self.sent[peer]) for peer in self.others}, len(self.tiles[self.me]))
+        for peer in self.others:
+            tiles, pulls[peer] = self.tiles[peer], torch.empty_like(self.rows[peer])
+            factors[peer] = pull.new_empty(tiles[-1].stop if tiles else 0)
+            if tiles:
+                self.links.expect(factors[peer], peer, WEIGHTS, ("referred", peer))
+            self._expect_rows(peer, pulls[peer])
+            now.heard(peer, [tile.until > tile.fresh for tile in tiles], bool(tiles))
+        order = [Task(source, number) for source in sorted(self.tiles) for number in range(len(self.tiles[source]))]
+        sums = FixedOrderSum(order, self.parameters)
+
+        def run(task: Task) -> None:
+            tile = self.tiles[task.source][task.number]
+            rows = self._taken(task, tile, pull if task.source == self.me else pulls[task.source])
+            gradient = rows * factors[task.source][tile.start : tile.stop].unsqueeze(1)
+            done = self.done.pop(task)
+            mine, *others = torch.autograd.grad(
+                done.answer, [done.rows, *self.parameters], gradient, allow_unused=True
+            )
+            sums.add(task, others)
+            self._answer(task, torch.zeros_like(done.rows) if mine is None else mine, found)
+
+        self._expect_answers(found)
+        self._through(now, None, run, found)
+        return found, sums.total()
+
+    # --- both --------------------------------------------------------------------------------------------------------
+
+    def _send_rows(self, x: Tensor, refs: bool) -> None:
+        """The fresh rows of all tiles, in turns: every link has work from the beginning. With `refs`, these first."""
+        for peer in self.others if refs else ():
+            if len(self.out[peer].refs):
+                self.links.send(self.out[peer].refs, peer, REFS)
+        for number in range(max((len(self.sent[peer]) for peer in self.others), default=0)):
+            for peer in self.others:
+                if number < len(self.sent[peer]) and (tile := self.sent[peer][number]).until > tile.fresh:
+                    rows = x.index_select(0, self.out[peer].tokens[tile.fresh : tile.until])
+                    self.links.send(rows, peer, ROWS + 2 * number)
+
+    def _expect_rows(self, peer: int, room: Tensor) -> None:
+        for number, tile in enumerate(self.tiles[peer]):
+            if tile.until > tile.fresh:
+                event = ("arrived", Task(peer, number))
+                self.links.expect(room[tile.fresh : tile.until], peer, ROWS + 2 * number, event)
+
+    def _expect_answers(self, like: Tensor) -> None:
+        self._rooms: dict[Task, Tensor] = {}
+        for number in range(max((len(self.sent[peer]) for peer in self.others), default=0)):
+            for peer in self.others:
+                if number < len(self.sent[peer]):
+                    tile, task = self.sent[peer][number], Task(peer, number)
+                    room = self._rooms[task] = like.new_empty(tile.stop - tile.start, like.shape[1])
+                    self.links.expect(room, peer, ROWS + 2 * number + 1, ("answered", task))
+
+    def _answer(self, task: Task, answer: Tensor, found: Tensor) -> None:
+        """Sends what a tile gave to its source; here it is put where it belongs."""
+        if task.source == self.me:
+            self._put(task, answer, found)
+        else:
+            self.links.send(answer.contiguous(), task.source, ROWS + 2 * task.number + 1)
+
+    def _put(self, task: Task, answer: Tensor, found: Tensor) -> None:
+        tile = self.sent[task.source][task.number]
+        found.index_copy_(0, self.out[task.source].choices[tile.start : tile.stop], answer)
+
+    def _taken(self, task: Task, tile: Tile, source: Tensor) -> Tensor:
+        """The rows of a tile, out of a source's fresh rows, or for this rank's own out of all tokens."""
+        if task.source == self.me:
+            return source.index_select(0, self._tokens[tile.start : tile.stop])
+        fresh = source[tile.fresh : tile.until]
+        if tile.refs == tile.refs_until:
+            return fresh
+        return torch.cat([fresh, source.index_select(0, self.refs[task.source][tile.refs : tile.refs_until])])
+
+    @property
+    def _tokens(self) -> Tensor:
+        """int64 [entries] of this rank's own tokens for its own experts."""
+        own = self.out[self.me]
+        return torch.div(own.choices, self.active, rounding_mode="floor")
+
+    def _through(
+        self, now: Pass, heard: Callable[[int], None] | None, run: Callable[[Task], None], found: Tensor
+    ) -> None:
+        """Runs what is ready and takes what comes, until the pass has ended."""
+        while not now.done:
+            task = now.take()
+            while (event := self.links.next(wait=task is None)) is not None:
+                kind, what = event
+                if kind == "heard":
+                    assert heard is not None
+                    heard(what)
+                elif kind == "referred":
+                    now.referred(what)
+                elif kind == "arrived":
+                    now.arrived(what)
+                else:
+                    self._put(what, self._rooms.pop(what), found)
+                    now.answered(what)
+                if task is None:
+                    break
+            if task is not None:
+                run(task)
+                now.ran()
+        self.links.ended()
+
+
+class FixedOrderSum:
+    """Gradients of parameters, added up in a fixed order of tiles whatever the order in which these ran. Has state: the
+    sums so far, and what has to wait for its turn."""
+
+    def __init__(self, order: Sequence[Task], parameters: Sequence[nn.Parameter]) -> None:
+        self._order, self._turn, self._parameters = order, 0, parameters
+        self._waiting: dict[Task, Sequence[Tensor | None]] = {}
+        self._sums: list[Tensor | None] = [None] * len(parameters)
+
+    def add(self, task: Task, gradients: Sequence[Tensor | None]) -> None:
+        """The gradients of one tile; None for parameters of other experts."""
+        self._waiting[task] = gradients
+        while self._turn < len(self._order) and self._order[self._turn] in self._waiting:
+            found = self._waiting.pop(self._order[self._turn])
+            for index, gradient in enumerate(found):
+                if gradient is not None:
+                    total = self._sums[index]
+                    self._sums[index] = gradient if total is None else total.add_(gradient)
+            self._turn += 1
+
+    def total(self) -> list[Tensor]:
+        """The sums; zeros for an expert without tokens."""
+        pairs = zip(self._sums, self._parameters, strict=True)
+        return [torch.zeros_like(parameter) if one is None else one for one, parameter in pairs]
+
+
+class _Route(torch.autograd.Function):
+    """The layer in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, anchor: Tensor, chosen: Tensor, layer: Layer, *_: Any) -> Tensor:
+        """[tokens, width] to the same."""
+        answers = layer.forward(x, chosen)
+        # What tiles keep hangs on a tensor that autograd saves: with recomputation it goes and comes with it.
+        handle: Any = torch.empty(0)
+        handle.layer = layer
+        ctx.save_for_backward(handle, weights, answers)
+        return _combined(answers, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *pulls: Tensor) -> Any:
+        """Gradients of the tokens, the weights and the experts' parameters."""
+        (handle, weights, answers), pull = ctx.saved_tensors, pulls[0].contiguous()
+        rows, sums = handle.layer.backward(pull, weights)
+        shape = (*weights.shape, pull.shape[1])
+        own = _wide(rows).view(shape).sum(1).to(pull.dtype)
+        scores = (_wide(answers).view(shape) * _wide(pull).unsqueeze(1)).sum(-1).to(weights.dtype)
+        return own, scores, None, None, None, *sums
+
+
+def _combined(answers: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of each token's answers, in the order of its choices and in fp32 at least."""
+    by_choice = _wide(answers).view(*weights.shape, answers.shape[1])
+    return torch.bmm(_wide(weights).unsqueeze(1), by_choice).squeeze(1).to(answers.dtype)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
