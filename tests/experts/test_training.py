@@ -32,9 +32,9 @@ def moe_recipe(folder: Path, **rows: Any) -> Any:
 def plan_of(count: int, experts: Any, shard: tuple[int, int, int] = (1, 1, 1), **changes: Any) -> plans.Plan:
     shares = [(8 * number // count, 8 * (number + 1) // count) for number in range(count)]
     groups = [tuple(range(size)) if size > 1 else () for size in shard]
-    units = (plans.Unit(pattern="*.experts.*"), plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups))))
+    units = (plans.Unit(**dict(zip(("params", "grads", "optimizer"), groups, strict=True))),)
     plan = plans.Plan(
-        units=units if experts else units[1:],
+        units=units,
         experts=experts,
         **{"micro_batch": 2, "precision": "fp64", "ranks": tuple(plans.Rank(share=share) for share in shares)} | changes,
     )
@@ -86,7 +86,7 @@ def test_a_checkpoint_goes_on_with_experts_elsewhere(folder, alone, tmp_path):
 
 
 def test_other_states_may_be_sharded_beside_experts(folder, alone):
-    same(train(moe_recipe(folder), plan_of(4, even(2), shard=(1, 2, 4))), alone)
+    same(train(moe_recipe(folder), plan_of(4, even(2), shard=(1, 1, 4))), alone)
 
 
 def test_experts_over_the_ranks_of_each_stage(folder, alone):

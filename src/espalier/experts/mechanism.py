@@ -17,14 +17,12 @@ from espalier.errors import UserError
 from espalier.experts.flashmoe import FlashMoE
 from espalier.experts.base import ExpertMap
 from espalier.mechanism import Build, Mechanism
-from espalier.optim.base import names_of
-from espalier.parallel.model_cut import DataGroup, ModelCut
+from espalier.parallel.model_cut import ModelCut
 from espalier.parallel.seams import Filled, Seam, fields_of
 
 if TYPE_CHECKING:
     from espalier.checkpoint.base import Stateful
     from espalier.config import Recipe
-    from espalier.parallel.mesh import ProcessMesh
     from espalier.plan.base import Plan
 
 CLAIM = Claim(
@@ -32,11 +30,11 @@ CLAIM = Claim(
     question="route",
     needs=frozenset({"a model"}),
     changes=frozenset({"tokens reach their experts"}),
-    forbids=frozenset({"parameters are gathered", "matrices are cut", "sums are encoded", "compiles blocks"}),
+    forbids=frozenset({"gradients are scattered", "matrices are cut", "compiles blocks"}),
     after=frozenset({"model stages"}),
     instead=("local",),
 )
-"""Ranks that validate fewer batches than others take part in dispatches only, and gather no parameters beside them."""
+"""Ranks hold unlike parameters, so that only optimizer states are sharded beside them (`shard.ragged`)."""
 
 
 class ExpertParallel(Filled):
@@ -56,14 +54,15 @@ class ExpertParallel(Filled):
         assert model is not None
         assert mesh.replica is not None, "an expert group has several ranks"
         cut = context.cut = context.cut or ModelCut(mesh.replica)
-        cut.names = tuple(names_of(model).values())
-        data = holders(mesh, [rank.node for rank in context.plan.ranks])
+        everyone, same = mesh.mesh.same_parameters(mesh.rank), mesh.mesh.same_experts(mesh.rank)
         names = {id(module): name for name, module in model.named_modules()}
         own = self.held.ranks[mesh.mesh.expert_group(mesh.rank).index(mesh.rank)]
+        own_names: set[str] = set()
         for module, _ in fields_of(model, self.seam):
             keep(module, own, self.held.count)
             prefix = f"{names[id(module)]}.experts."
-            cut.data |= {prefix + name: data for name, _ in module.get_submodule("experts").named_parameters()}
+            own_names |= {prefix + name for name, _ in module.get_submodule("experts").named_parameters()}
+        cut.peers = {name: same if name in own_names else everyone for name, _ in model.named_parameters()}
         super().wrap(context)
         cut.idle = [getattr(module, field).idle for module, field in fields_of(model, self.seam)]
 
@@ -113,12 +112,6 @@ def keep(module: nn.Module, own: tuple[int, ...], count: int) -> None:
             do="delete plan.json; it is then planned again",
         )
     module.experts = nn.ModuleDict({str(number): experts[str(number)] for number in own})
-
-
-def holders(mesh: ProcessMesh, nodes: list[int]) -> DataGroup:
-    """The ranks that hold the same experts as this one."""
-    ranks = mesh.mesh.same_experts(mesh.rank)
-    return DataGroup(mesh.of(ranks) or mesh.alone, tuple(nodes[rank] for rank in ranks))
 
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:

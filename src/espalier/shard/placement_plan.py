@@ -151,7 +151,8 @@ def claim(units: Iterable[PlannedUnit]) -> Claim:
     found = SPLIT if any(len(unit.optimizer) > 1 and not unit.whole for unit in units) else WHOLE
     cut = any(len(ranks) > 1 for unit in units for ranks in (unit.params, unit.grads, unit.optimizer))
     gathered = {"parameters are gathered"} if any(len(unit.params) > 1 for unit in units) else set()
-    return replace(found, changes=found.changes | {"states are cut"} | gathered) if cut else found
+    scattered = {"gradients are scattered"} if any(len(unit.grads) > 1 for unit in units) else set()
+    return replace(found, changes=found.changes | {"states are cut"} | gathered | scattered) if cut else found
 
 
 class ParameterGroup(NamedTuple):
