@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -36,7 +35,8 @@ def plan_of(count: int, experts: Any, shard: tuple[int, int, int] = (1, 1, 1), *
     plan = plans.Plan(
         units=units,
         experts=experts,
-        **{"micro_batch": 2, "precision": "fp64", "ranks": tuple(plans.Rank(share=share) for share in shares)} | changes,
+        **{"micro_batch": 2, "precision": "fp64", "ranks": tuple(plans.Rank(share=share) for share in shares)}
+        | changes,
     )
     return plans.check(plan, 8)
 

@@ -1,7 +1,7 @@
 """Expert parallelism as a mechanism: each rank keeps the experts that the plan gives it, and tokens go to them.
 
-Experts lie on consecutive ranks of those that hold the same parameters otherwise (DeepSpeed-MoE, arXiv 2201.05596): these
-sum all other gradients together, and the gradients of an expert only with the ranks that hold it too.
+Experts lie on consecutive ranks of those that hold the same parameters otherwise (DeepSpeed-MoE, arXiv 2201.05596):
+these sum all other gradients together, and the gradients of an expert only with the ranks that hold it too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import nn
 from espalier.checkpoint.all_names import AllNames
 from espalier.compose import Claim
 from espalier.errors import UserError
-from espalier.experts.flashmoe import FlashMoE
 from espalier.experts.base import ExpertMap
+from espalier.experts.flashmoe import FlashMoE
 from espalier.mechanism import Build, Mechanism
 from espalier.parallel.model_cut import ModelCut
 from espalier.parallel.seams import Filled, Seam, fields_of

@@ -239,8 +239,8 @@ class Plan(PlanStruct, frozen=True):
     units: tuple[Unit, ...] = (Unit(),)
     stages: tuple[Stage, ...] = ()
     experts: tuple[tuple[int, ...], ...] = ()
-    """Of each rank of an expert group, the experts of every layer that it holds; empty: every rank holds all. The groups
-    are consecutive ranks of those that hold the same parameters."""
+    """Of each rank of an expert group, the experts of every layer that it holds; empty: every rank holds all. The
+    groups are consecutive ranks of those that hold the same parameters."""
     exchanges: tuple[Exchange, ...] = ()
     outer: Outer | None = None
     rules: tuple[AdaptiveRule, ...] = ()

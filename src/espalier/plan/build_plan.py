@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from espalier.experts.base import spread_evenly
+from espalier.experts.cost import ExpertLoad, expected, sent_bytes
 from espalier.plan import collective_time, explain, optimizer_node
 from espalier.plan.base import Plan, Predicted, Rank, Stage, Unit
 from espalier.plan.calibrate import DATASHEET, Calibration, own_stack
@@ -40,6 +42,7 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
             ),
         ),
         stages=_stages(request, option),
+        experts=(held := _experts(request)),
         exchanges=exchanges(request.crossings) if layout.shards > 1 else (),
         algorithm=layout.algorithm,
         placement=layout.placement,
@@ -53,8 +56,12 @@ def make(request: Request, found: Found, option: Option, calibration: Calibratio
         recompute="none" if request.offload.parameters != "device" else layout.recompute,
         precision=request.precision,
         compile=request.compile,
-        predicted=predicted,
-        why=(*explain.why(request, found, option), *filter(None, [calibration.doubt(own_stack(option.cluster))])),
+        predicted=predicted if not held else _with_messages(request, option, predicted, held),
+        why=(
+            *explain.why(request, found, option),
+            *_spread(held),
+            *filter(None, [calibration.doubt(own_stack(option.cluster))]),
+        ),
         runners_up=tuple(explain.runners_up(request, found, option)),
     )
 
@@ -73,6 +80,34 @@ def predict(request: Request, option: Option, calibration: Calibration) -> Predi
         price_per_hour=price,
         sources={**predicted.sources, "coefficients": calibration.source},
     )
+
+
+def _experts(request: Request) -> tuple[tuple[int, ...], ...]:
+    """Who holds which experts; empty: every rank all of them."""
+    ep = request.pin.ep or 1
+    return spread_evenly(request.experts, ep).ranks if ep > 1 else ()
+
+
+def _with_messages(request: Request, option: Option, predicted: Predicted, held: Sequence[Sequence[int]]) -> Predicted:
+    """The prediction with the bytes of experts' messages, for routing that is even."""
+    layout, load = option.layout, ExpertLoad(request.width, request.compute)
+    tokens = max(_samples(request, option)) * request.tokens_per_sample / layout.sp
+    routed = expected(tokens, request.active, [len(experts) for experts in held])
+    layers = -(-request.layers // layout.pp)
+    sent = layers * sent_bytes(load, routed, 1.0 + (layout.recompute != "none"))
+    return msgspec.structs.replace(predicted, sent_bytes={**predicted.sent_bytes, "experts": sent})
+
+
+def _spread(held: Sequence[Sequence[int]]) -> list[str]:
+    """Why experts lie where they lie, and what of it is not priced."""
+    if not held:
+        return []
+    told = " and ".join(dict.fromkeys(str(len(experts)) for experts in held))
+    return [
+        f"Experts are spread over groups of {len(held)} ranks ({told} each), as pinned: plan.pin.ep = {len(held)}. The "
+        "prediction has the bytes of their messages for even routing, not their seconds, and memory and gradients as "
+        "if every rank held all experts."
+    ]
 
 
 def _serving(request: Request, option: Option, predicted: Predicted, trainers: Sequence[Rank]) -> Iterator[Rank]:

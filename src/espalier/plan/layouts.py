@@ -205,9 +205,10 @@ def grid(algorithm: str, world: int, per_node: int, limits: Limits) -> Iterator[
             one[..., :6] = (dp, tp, hp, cp, window, pp)
             one[..., 6:9] = factors[:, None, :]
             one[..., 9] = sizes[None, :]
-            # Sharded gradients are exchanged in every micro-batch, so the smallest share needs a sample for each.
+            # Sharded gradients and tokens of experts are exchanged in every micro-batch, so the smallest share needs
+            # a sample for each.
             most, fewest = -(-limits.global_batch // dp), limits.global_batch // dp
-            shared = (factors[:, None, 1] > 1) & (-(-most // sizes) > fewest)[None, :]
+            shared = ((factors[:, None, 1] > 1) | (limits.experts > 1)) & (-(-most // sizes) > fewest)[None, :]
             rows.append(one[~shared])
     table = np.concatenate(rows).T if rows else np.empty((10, 0))
     if not table.size:
@@ -243,6 +244,7 @@ class Limits:
         threads: of each rank.
         per_node: ranks on one machine.
         redundancy: ranks that must hold each optimizer shard.
+        experts: ranks of an expert group; more than 1: states beside them are sharded for the optimizer only.
         pins: names of `layout` -> the value asked for.
     """
 
@@ -259,6 +261,7 @@ class Limits:
     per_node: int = 1
     threads: int = 1
     redundancy: int = 1
+    experts: int = 1
     pins: tuple[tuple[str, int], ...] = ()
 
     def _pinned(self, name: str, values: list[int]) -> list[int]:
@@ -291,7 +294,9 @@ class Limits:
         elif algorithm == "isp":
             found = [(1, *one) for sp in divisors(ranks) if sp > 1 for one in self._sequences(1, sp)]
         else:
-            tensor = [d for d in divisors(ranks) if d > 1 and self._heads(d) and self.sequence % d == 0]
+            tensor = [
+                d for d in divisors(ranks) if d > 1 and self.experts == 1 and self._heads(d) and self.sequence % d == 0
+            ]
             found = [
                 (tp, *one)
                 for tp in tensor
@@ -350,6 +355,8 @@ class Limits:
     def factors(self, found: np.ndarray[Any, Any], ranks: int) -> np.ndarray[Any, Any]:
         """Of nested factors those that pins and redundancy allow."""
         keep = ranks // found[:, 2] >= self.redundancy
+        if self.experts > 1:
+            keep = keep & (ranks % self.experts == 0) & (found[:, 1] == 1)
         for column, name in enumerate(("params", "grads", "optimizer")):
             wanted = dict(self.pins).get(name)
             if wanted is not None:

@@ -25,6 +25,7 @@ def check(request: Request, cluster: Cluster) -> None:
     for name in ("tp", "sp", "hp", "cp", "pp", "dp"):
         if (value := getattr(pin, name)) is not None:
             _check_degree(request, name, value, there)
+    _check_experts(request)
     _check_ring(pin)
     _check_stages(request)
     if pin.shard is not None:
@@ -84,6 +85,27 @@ def _check_degree(request: Request, name: str, value: int, there: int) -> None:
         raise _no_division(f"plan.pin.{name}", value, "ranks", ranks)
     if there and not ranks:
         _at_most(name, value, there, "devices of the cluster")
+
+
+def _check_experts(request: Request) -> None:
+    """Whether there are experts to spread, and ranks that may hold them."""
+    pin, ep = request.pin, request.pin.ep or 1
+    if ep == 1:
+        return
+    if not request.experts:
+        raise UserError(
+            f"plan.pin.ep = {ep} spreads experts, and this model has none.", do='model.kind = "moe", or leave it out'
+        )
+    _at_most("ep", ep, request.experts, "experts of a layer")
+    if pin.ranks and pin.ranks % ep:
+        raise _no_division("plan.pin.ep", ep, "ranks", pin.ranks)
+    if (pin.tp or 1) > 1:
+        raise UserError(
+            f"plan.pin.ep = {ep} and plan.pin.tp = {pin.tp} do not run together.",
+            why="ranks share whole experts or parts of each, not both",
+            do="plan.pin.tp=1, or plan.pin.ep=1",
+        )
+    _at_most("ep", ep, request.global_batch, "samples of the global batch", "a larger train.batch_tokens")
 
 
 def _check_stages(request: Request) -> None:

@@ -68,6 +68,7 @@ class Request:
         outside: trainable parameters outside the layers, in `tables` tables (2: embedding and head).
         heads, kv_heads, width, kv_width: of a decoder; 0: a module.
         tensor: ranks that share a module's matrices by its own plan, as pinned; the search takes no other number.
+        experts: of each layer, of which each token has `active`; 0: none.
         storage: bytes per parameter; None: what Espalier's own trainer keeps.
         temporaries: bytes per parameter that the optimizer step needs for a moment (torch's foreach AdamW: 4).
         fsdp: sharded parameters are PyTorch's FSDP's: fp32 masters and gradients, and in pipelines stages that stay
@@ -119,6 +120,8 @@ class Request:
     width: int = 0
     kv_width: int = 0
     tensor: int = 1
+    experts: int = 0
+    active: int = 0
     storage: StateBytes | None = None
     temporaries: float = 0.0
     fsdp: bool = False

@@ -351,6 +351,7 @@ def _limits(request: Request, on: collective_time.Fleet, threads: int) -> Limits
         per_node=on.per_node,
         threads=threads,
         redundancy=request.redundancy,
+        experts=pin.ep or 1,
         pins=tuple((name, value) for name, value in names.items() if value is not None),
     )
 

@@ -103,7 +103,11 @@ def outgoing(chosen: Int[Tensor, "tokens active"], held: ExpertMap) -> list[Outg
     order = (2 * position + again).flatten().argsort(stable=True)
     counts = (2 * position + again).flatten().bincount(minlength=2 * held.count).view(-1, 2)
     base = torch.arange(tokens).unsqueeze(1) * active
-    flat_again, parent, slots = again.flatten()[order], (base + first).flatten()[order], (base + choice).flatten()[order]
+    flat_again, parent, slots = (
+        again.flatten()[order],
+        (base + first).flatten()[order],
+        (base + choice).flatten()[order],
+    )
     row = torch.empty(tokens * active, dtype=torch.int64)
     found, at = [], 0
     for mine in counts.split(held.sizes):

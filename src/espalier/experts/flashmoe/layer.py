@@ -22,9 +22,28 @@ from espalier.experts.base import ExpertMap
 from espalier.experts.flashmoe.cells import Outgoing, Tile, outgoing, tile_rows, tiles_of
 from espalier.experts.flashmoe.protocol import Pass, Task
 from espalier.experts.flashmoe.transport import Messages, Transport
+from espalier.records import Record
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+
+RECORD = Record(
+    name="flashmoe",
+    title="FlashMoE: dispatch, experts and combine as one asynchronous graph of tile tasks",
+    aliases=("flash-moe", "flashdmoe"),
+    paper="NeurIPS 2025, arXiv 2506.04667",
+    question="How does a token reach its expert?",
+    files=("experts/flashmoe/", "experts/mechanism.py", "experts/alltoall.py", "experts/cost.py"),
+    chosen="experts are spread over ranks (plan.pin.ep)",
+    cost="per layer and micro-batch: counts, fresh rows and answers forward, weights, gradients of fresh rows and of "
+    "inputs backward; only real rows, a token for two experts of one rank once",
+    law="outputs and gradients equal those of the experts run on one rank, for every map of experts, with the same "
+    "bits in whatever order messages come",
+    law_test="tests/experts/test_flashmoe.py::test_ranks_equal_all_experts_on_one",
+    state="partly",
+    remark="runs and trains on processors, forward and backward; the planner does not choose the number of expert "
+    "ranks and prices bytes only; no shared-memory transport, no benchmark and no kernel for GPUs yet",
+)
 
 HEADER, REFS, WEIGHTS, ROWS = 0, 2, 4, 16
 """Tags: what goes ahead of rows, and the first tag of rows; answers have odd numbers from there, rows even ones."""
@@ -177,9 +196,7 @@ class Layer:
             rows = self._taken(task, tile, pull if task.source == self.me else pulls[task.source])
             gradient = rows * factors[task.source][tile.start : tile.stop].unsqueeze(1)
             done = self.done.pop(task)
-            mine, *others = torch.autograd.grad(
-                done.answer, [done.rows, *self.parameters], gradient, allow_unused=True
-            )
+            mine, *others = torch.autograd.grad(done.answer, [done.rows, *self.parameters], gradient, allow_unused=True)
             sums.add(task, others)
             self._answer(task, torch.zeros_like(done.rows) if mine is None else mine, found)
 

@@ -1,0 +1,60 @@
+"""What spread experts cost: bytes that a rank sends, by its routing or as a planner expects them. NumPy; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import NamedTuple
+
+COUNT_BYTES = 4
+
+
+class Routed(NamedTuple):
+    """What a rank and one of the others send each other in a layer, in rows. Numbers may be means.
+
+    Attributes:
+        experts: of the other; fresh: rows to it; again: references to rows that it has got; answers: rows back to it,
+            its own tokens for the experts here.
+    """
+
+    experts: int
+    fresh: float
+    again: float
+    answers: float
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """A layer as far as its messages are concerned: the width of a token and the bytes of a value."""
+
+    width: int
+    element_bytes: int
+
+
+def sent_bytes(load: ExpertLoad, others: Sequence[Routed], forwards: float = 1.0, backward: bool = True) -> float:
+    """Payload bytes that a rank sends in a layer of a micro-batch (`experts.flashmoe`), as on its ledger.
+
+    Forward: two counts for each expert, references, fresh rows, and answers. Backward: a weight for each entry, the
+    gradients of fresh rows, and those of inputs. Nothing is padded. `forwards`: 2 where the layer is recomputed.
+    """
+    row = load.width * load.element_bytes
+    there = sum(2 * COUNT_BYTES * one.experts + COUNT_BYTES * one.again + row * one.fresh for one in others)
+    back = sum(row * one.answers for one in others)
+    again = sum(load.element_bytes * (one.fresh + one.again) + row * one.fresh for one in others)
+    return forwards * (there + back) + backward * (again + back)
+
+
+def expected(tokens: float, active: int, sizes: Sequence[int], me: int = 0) -> list[Routed]:
+    """What rank `me` of ranks with `sizes` experts sends if every set of `active` experts is equally likely.
+
+    A token has an expert on a rank of n experts out of E with probability 1 - C(E - n, k) / C(E, k).
+    """
+    every, found = sum(sizes), []
+    for rank, size in enumerate(sizes):
+        if rank == me:
+            continue
+        entries, answers = tokens * active * size / every, tokens * active * sizes[me] / every
+        fresh = tokens * (1 - comb(every - size, active) / comb(every, active))
+        found.append(Routed(size, fresh, entries - fresh, answers))
+    return found
