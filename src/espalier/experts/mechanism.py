@@ -32,7 +32,6 @@ CLAIM = Claim(
     changes=frozenset({"tokens reach their experts"}),
     forbids=frozenset({"gradients are scattered", "matrices are cut", "compiles blocks"}),
     after=frozenset({"model stages"}),
-    instead=("local",),
 )
 """Ranks hold unlike parameters, so that only optimizer states are sharded beside them (`shard.ragged`)."""
 
