@@ -175,7 +175,7 @@ def test_a_slip_in_any_known_key_is_an_error_that_names_it(key: str) -> None:
     node[slip[-1]] = 1
     said = problem(table)
     assert ".".join(slip) in said
-    pairs = {f"plan.pin.{one}pp": (f"plan.pin.{one}p", "plan.pin.pp") for one in "cdh"}  # as near the one as the other
+    pairs = {f"plan.pin.{one}pp": (f"plan.pin.{one}p", "plan.pin.pp") for one in "cdeh"}  # as near the one as the other
     near = pairs.get(".".join(slip), (key,))
     assert any(f"did you mean {one}?" in said for one in near) or (last == "kind" and "did you mean" in said)
 

@@ -50,7 +50,7 @@ class RaggedStates:
         self.cut: ModelCut | None = cut
         if any(max(one.params, one.grads) > 1 for _, one in spread.factors):
             raise UserError(
-                "Pipelines that are cut at different layers, and spread experts, shard optimizer states only.",
+                "Spread experts and pipelines that are cut at different layers shard optimizer states only.",
                 why="parameters and gradients are exchanged in every micro-batch, and unlike sets of ranks have unlike "
                 "numbers of them",
                 do="plan.pin.shard.params=1 and plan.pin.shard.grads=1",

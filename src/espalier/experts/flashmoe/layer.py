@@ -159,7 +159,8 @@ class Layer:
         rows = self._taken(task, tile, x if task.source == self.me else self.rows[task.source])
         # A graph of its own: recomputation of the layers around must not see in which order tiles ran.
         with torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.set_grad_enabled(self.keeps):
-            rows = rows.detach().requires_grad_(self.keeps)
+            # With a version of its own: what comes into its source's other tiles is no change of this one.
+            rows = rows.data.requires_grad_(self.keeps)
             answer = self.experts[tile.expert](rows).to(rows.dtype)
         if self.keeps:
             self.done[task] = Done(rows, answer)
