@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from espalier import config
+from espalier.errors import UserError
 from espalier.experts.base import spread_evenly
 from espalier.plan import base as plans
+from espalier.plan import pins
 
+from ..plan import asked
 from ..stages.runs import Trained, corpus, recipe_of, train
 
 TOLERANCE = 1e-9
@@ -107,3 +112,30 @@ def test_experts_beside_sequences_that_ranks_share(folder, alone):
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 def test_recomputed_layers_dispatch_again(folder, alone, recompute):
     same(train(moe_recipe(folder), plan_of(2, even(2), recompute=recompute)), alone)
+
+
+@pytest.mark.parametrize(
+    ("model", "pin", "said"),
+    [
+        ("gpt", {"ep": 2}, "this model has none"),
+        ("moe", {"ep": 9}, "plan.pin.ep=8 or less"),
+        ("moe", {"ep": 2, "ranks": 3}, "does not divide"),
+        ("moe", {"ep": 2, "tp": 2}, "do not run together"),
+    ],
+)
+def test_pins_that_cannot_be_met_say_what_can(model, pin, said):
+    request = replace(asked.decoder(batch=16), pin=config.Pin(**pin), experts=8 * (model == "moe"), active=2)
+    with pytest.raises(UserError, match=said):
+        pins._check_experts(request)
+
+
+def test_a_map_of_another_model_or_with_an_expert_twice_is_refused(folder):
+    with pytest.raises(UserError, match="a layer of the model has 5"):
+        train(moe_recipe(folder), plan_of(2, ((0, 1), (2, 3))))
+    with pytest.raises(UserError, match="each is held once"):
+        plan_of(2, ((0, 1), (1, 2)))
+
+
+def test_sharded_gradients_beside_experts_are_refused_by_name(folder):
+    with pytest.raises(UserError, match="expert_parallel"):
+        train(moe_recipe(folder), plan_of(2, even(2), shard=(1, 2, 2)))
