@@ -1,7 +1,9 @@
 """Offload beside the mechanisms that own, cut, save and compute again what waits elsewhere: no bit changes."""
 
 import itertools
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from espalier.launch import agent
 from espalier.launch import base as launch
 from espalier.plan import base as plans
 from espalier.rank_setup import RankSetup
+from espalier.store.direct_io import DirectFile
 
 STEPS = 5
 DISK = plans.Offload(optimizer="disk")
@@ -47,6 +50,12 @@ def plan_of(offload=DISK, ranks=1, shard=(), **changes):
     return plans.Plan(ranks=shares, units=(unit,), offload=offload, **{"micro_batch": 4} | changes)
 
 
+def counted_by_the_kernel():
+    """Bytes that this process has read from storage and written to it."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return np.array([int(counts["read_bytes"]), int(counts["write_bytes"])])
+
+
 def train(recipe, plan, folder=None, stop_after=None):
     """Of rank 0: (losses, parameters and optimizer states by name at the end, step events)."""
     workload = open_language(recipe)
@@ -56,7 +65,7 @@ def train(recipe, plan, folder=None, stop_after=None):
 
         def emit(event, **fields):
             if event == "step":
-                events.append(fields)
+                events.append({**fields, "kernel": counted_by_the_kernel()})
 
         with worker.joined(place, 90.0) as channel:
             one = trainer.Trainer(
@@ -155,17 +164,17 @@ UNTIED = {"depth": 3, "width": 32, "heads": 4, "feed_forward": 64, "tied": False
 
 
 def alike(one, other):
-    """Not to the bit: one ulp of the gradient's norm was seen to differ between several ranks in memory and on disk."""
+    """The exchange adds up more than two ranks' gradients in an order that depends on where they lie in a unit."""
     assert one[0] == pytest.approx(other[0], rel=1e-6)
     for name, value in one[1].items():
-        torch.testing.assert_close(value, other[1][name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(value, other[1][name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("micro_batch", [4, 2])
-def test_parameters_on_the_disks_of_several_ranks_follow_the_resident_run(corpus, micro_batch):
+@pytest.mark.parametrize(("micro_batch", "ranks", "equal"), [(4, 2, same), (2, 2, same), (2, 4, alike)])
+def test_parameters_on_the_disks_of_several_ranks_change_no_bit_of_two(corpus, micro_batch, ranks, equal):
     recipe = recipe_of(corpus, model=UNTIED)
-    resident = train(recipe, plan_of(plans.Offload(), ranks=2, micro_batch=micro_batch))
-    alike(train(recipe, plan_of(PARAMETERS, ranks=2, micro_batch=micro_batch)), resident)
+    resident = train(recipe, plan_of(plans.Offload(), ranks=ranks, micro_batch=micro_batch))
+    equal(train(recipe, plan_of(PARAMETERS, ranks=ranks, micro_batch=micro_batch)), resident)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +189,7 @@ def test_parameters_on_disk_resharded_follow_the_curve_of_the_same_change_in_mem
         first, second = ((one if away else plans.Offload(), ranks) for one, ranks in (before, after))
         train(recipe, plan_of(*first), folder, stop_after=3)
         found.append(train(recipe, plan_of(*second), folder))
-    alike(*found)
+    same(*found)
 
 
 @pytest.mark.parametrize("micro_batch", [8, 2])
@@ -225,3 +234,17 @@ def test_copies_in_memory_are_refused_where_the_recipe_asks_for_them(corpus):
     assert "states are copied" not in brought(plan_of())
     assert "states are copied" in brought(plan_of(plans.Offload()))
     assert mechanisms.recovery(recipe_of(corpus), plan_of(ranks=2)) == ""
+
+
+@pytest.mark.parametrize("offload", [DISK, PARAMETERS, ACTIVATIONS], ids=["states", "parameters", "activations"])
+def test_the_kernel_counts_the_bytes_that_steps_tell(corpus, tmp_path, offload):
+    with DirectFile(tmp_path / "probe", "create") as probe:
+        if not probe.direct:
+            pytest.skip("the page cache would answer")
+    recipe = recipe_of(corpus, model={**UNTIED, "width": 256, "feed_forward": 1024})
+    plan = plan_of(offload, recompute="block" if offload == ACTIVATIONS else "none")
+    events = train(recipe, plan)[2]
+    tiers = [fields[what]["disk"] for fields in events[1:] for what in ("offload", "activations") if what in fields]
+    told = [sum(one[way] for one in tiers) for way in ("read", "written")]
+    assert told == pytest.approx(events[-1]["kernel"] - events[0]["kernel"], rel=0.02)
+    assert min(told) > 100 << 20

@@ -114,12 +114,15 @@ class Amsp:
         """What states each parameter has, on all ranks; None while that may still change."""
         if self._channel is None:
             self.owned: Sequence[Owned] = owned_by(model)
+            self._in_order = self.owned
             return
         same_start(model, self._channel)
         self._running = BufferSync(model, self._channel)
         self._reducing, self._moving = Exchanges(), Exchanges()
         self.flats = self._units(self._channel)
-        self.owned = [moved.owned for flat in self.flats for moved in flat.moved]
+        moved = [one for flat in self.flats for one in flat.moved]
+        self.owned = [one.owned for one in moved]
+        self._in_order = [one.owned for one in sorted(moved, key=lambda one: one.slot.number)]
         self.together = cut is not None or any(flat.sharded for flat in self.flats)
         for flat in self.flats:
             for slot in flat.slots:
@@ -333,7 +336,8 @@ class Amsp:
         """See `Sharding.norm`."""
         if self._norm is not None:
             return self._norm
-        return float(torch.nn.utils.get_total_norm([o.tensor.grad for o in self.owned if o.tensor.grad is not None]))
+        grads = [one.tensor.grad for one in self._in_order if one.tensor.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads))  # in the model's order: the same bits for any units
 
     def refresh(self) -> None:
         """See `Sharding.refresh`."""
