@@ -126,16 +126,16 @@ class Checkpoints:
         ones are DTensors; what differs by rank goes into a part whose name does too. `meta` is JSON. Waits for an
         earlier save first, and raises its error if it failed: UserError for a full disk or an unwritable folder; what
         `alike` raises, where ranks do not hold the same, of which nothing is kept.
-        With `wait`, or where some tensors are not in memory and so are not copied, returns when the checkpoint is on
-        the disk.
+        With `wait`, or where some tensors are not in memory, of which none is copied then, returns when the checkpoint
+        is on the disk.
         """
         began = time.monotonic()
         self.wait()
         tensors, skeletons = state_tree.flatten(parts)
-        state = {**self._stage.copy(tensors), **skeletons}
+        stored = any(isinstance(one, StoredSlice) for one in tensors.values())
+        state = {**self._stage.copy(tensors, changing=not stored), **skeletons}
         loss = None if loss is None or not math.isfinite(loss) else loss
-        job = WriteJob(step, state, dict(meta), loss)
-        wait = wait or any(isinstance(one, StoredSlice) for one in tensors.values())
+        job, wait = WriteJob(step, state, dict(meta), loss), wait or stored
         self._writing = f"checkpoint-{step}", self._writer.submit(self._run, job, began, wait)
         if wait:
             self.wait()

@@ -85,13 +85,13 @@ class StagingBuffers:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def copy(self, tensors: Mapping[str, Kept]) -> dict[str, Kept]:
+    def copy(self, tensors: Mapping[str, Kept], changing: bool = True) -> dict[str, Kept]:
         """Copies of `tensors` (of this rank's part where they are cut) that stay as they are until the next call; what
-        is not in memory as it is."""
+        is not in memory as it is. Not `changing`: nor is what is in this memory, as training waits."""
         copies: dict[str, Kept] = {}
         fresh: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            if isinstance(tensor, StoredSlice):
+            if isinstance(tensor, StoredSlice) or not (changing or local(tensor).is_cuda):
                 copies[name] = tensor
                 continue
             own = local(tensor)
