@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import statistics
@@ -176,6 +177,14 @@ def measured(trainer: Trainer | None, setting: RankSetup) -> dict[str, float]:
     return {**trainer.built.sharding.held(), "optimizer": states, "peak": peak}
 
 
+def _write_rate(setting: RankSetup) -> float:
+    """Bytes/s that this rank writes of a checkpoint at most: its share of its machine's."""
+    if setting.recipe.checkpoint.rate is None:
+        return math.inf
+    nodes = [one.node for one in setting.plan.ranks]
+    return units.rate(setting.recipe.checkpoint.rate, "checkpoint.rate") / nodes.count(nodes[setting.place.rank])
+
+
 def live(trainer: Trainer) -> dict[str, Any]:
     """Everything between joining and leaving. Returns the steps and tokens done."""
     setting = trainer.setting
@@ -190,7 +199,7 @@ def live(trainer: Trainer) -> dict[str, Any]:
             group=saving_group(trainer.mesh.trainers),
             on_event=setting.emit,
         )
-        saved.trust = setting.trust
+        saved.trust, saved.rate = setting.trust, _write_rate(setting)
         why = recovery(recipe, setting.plan)
         saved.alike = _alike(trainer, saved.team) if why == "alike" else None
         if place.refuge is not None:

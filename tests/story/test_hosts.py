@@ -276,3 +276,66 @@ def test_workers_reach_two_nodes_on_other_hosts_through_the_aggregator_of_theirs
     assert served == pytest.approx(together, rel=1e-5)
     assert len(list((home / "runs" / "served" / "optimizer").glob("node-*/state"))) == 2
     assert none_left(lab)
+
+
+PACKED = """
+[model]
+kind = "sage"
+width = 16
+
+[data]
+path = "planted:nodes=20000,degree=8,features=64,train=0.1"
+
+[graph]
+fanout = [5, 5]
+
+[store]
+memory = "16MiB"
+path = "packed"
+resample = 0.5
+
+[train]
+steps = 20
+batch_tokens = 256
+validate_every = 20
+
+[plan]
+trial = false
+
+[plan.pin]
+threads = 1
+
+[comm]
+codec = "exact"
+
+[sync]
+kind = "every_step"
+
+[launch]
+command = "ip netns exec {host} sh -c {command}"
+"""
+HOSTS = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "4GiB"\n'
+
+
+def test_two_hosts_train_on_packed_batches_as_as_many_local_ranks_do(lab, home) -> None:
+    """Two ranks on the first share a set, and the second packs its own; half of each is drawn anew for every epoch."""
+    (home / "packed.toml").write_text(PACKED)
+    (home / "two.toml").write_text(HOSTS + HOSTS + '[links]\nbetween = "50Mbit/s"\n')
+    (home / "one.toml").write_text(HOSTS)
+    first, second, *_ = lab.split(",")
+    pinned = ["plan.pin.ranks=3", "plan.cluster=two.toml", "--run", "runs/apart"]
+    done = espalier(home, "train", "packed.toml", *pinned, "--hosts", f"{first}:2,{second}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranks = json.loads((home / "runs" / "apart" / "plan.json").read_text())["ranks"]
+    assert [one.get("node", 0) for one in ranks] == [0, 0, 1]
+    sets = list((home / "packed").glob("packed-*"))
+    assert len(sets) == 2
+    assert all(list(one.glob("epoch-*")) for one in sets)
+    local = espalier(home, "train", "packed.toml", "plan.pin.ranks=3", "plan.cluster=one.toml", "--run", "runs/beside")
+    assert local.returncode == 0, local.stderr
+    apart, beside = ([one["loss"] for one in events(home, run, "step")] for run in ("apart", "beside"))
+    assert len(apart) == 20
+    period = -(-2000 // 256)
+    assert apart[:period] == pytest.approx(beside[:period], rel=1e-5)
+    assert all(event["store"]["packed"] > 0 for event in events(home, "apart", "step")[1:])
+    assert none_left(lab)

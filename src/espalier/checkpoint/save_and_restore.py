@@ -99,6 +99,8 @@ class Checkpoints:
         self._failure: EspalierError | None = None
         self.trust = False
         """Whether checkpoints of format 1 are read, whose pickles run whatever their author put there."""
+        self.rate = math.inf
+        """Bytes/s that this rank writes at most."""
         self.wrote = 0.0
         """Seconds that the last save took to be written, on this rank."""
 
@@ -135,7 +137,7 @@ class Checkpoints:
         stored = any(isinstance(one, StoredSlice) for one in tensors.values())
         state = {**self._stage.copy(tensors, changing=not stored), **skeletons}
         loss = None if loss is None or not math.isfinite(loss) else loss
-        job, wait = WriteJob(step, state, dict(meta), loss), wait or stored
+        job, wait = WriteJob(step, state, dict(meta), loss, self.rate), wait or stored
         self._writing = f"checkpoint-{step}", self._writer.submit(self._run, job, began, wait)
         if wait:
             self.wait()
@@ -271,11 +273,13 @@ class Checkpoints:
         try:
             if self.alike is not None:
                 self.alike.agreed(self.team, {key: one for key, one in job.state.items() if not isinstance(one, bytes)})
-            count = Write(self.place, self.team, job).run()
+            written = Write(self.place, self.team, job).run()
             took, path = time.monotonic() - began, self.place.path(name)
             self.wrote = took
             blocked = (time.monotonic() if waits else began) - asked
-            self._event("checkpoint", step=job.step, seconds=took, blocked=blocked, bytes=count, path=path)
+            rate = written.bytes / max(written.seconds, 1e-9)
+            told = {"seconds": took, "blocked": blocked, "bytes": written.bytes, "rate": rate, "path": path}
+            self._event("checkpoint", step=job.step, **told)
             self._prune(name)
         except EspalierError as error:
             self._failure = error

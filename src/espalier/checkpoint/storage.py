@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from espalier.cache_dir import sync_folder
 from espalier.checkpoint import manifest
+from espalier.checkpoint.write_rate import WriteLimit
 from espalier.errors import UserError, missing_extra
 
 _FOLDER = re.compile(r"^step-(\d{8,})$")
@@ -39,8 +40,8 @@ class Storage(Protocol):
         """Removes what broken saves left, and anything that would stand in the way of `name`. One rank only."""
         ...
 
-    def publish(self, name: str, files: Sequence[str]) -> None:
-        """Brings this rank's `files` of `name` to where all ranks see them."""
+    def publish(self, name: str, files: Sequence[str], limit: WriteLimit | None = None) -> None:
+        """Brings this rank's `files` of `name` to where all ranks see them, no faster than `limit` says."""
         ...
 
     def commit(self, name: str, content: manifest.Manifest) -> None:
@@ -115,7 +116,7 @@ class Folder:
             for entry in self.root.glob("step-*.tmp"):
                 shutil.rmtree(entry)
 
-    def publish(self, name: str, files: Sequence[str]) -> None:
+    def publish(self, name: str, files: Sequence[str], limit: WriteLimit | None = None) -> None:
         """Nothing to bring: the writer has synced the files, and all ranks see the folder."""
 
     def commit(self, name: str, content: manifest.Manifest) -> None:
@@ -200,11 +201,15 @@ class Remote:
             if folder == name or not self.fs.exists(self._at(folder, manifest.NAME)):
                 self.remove(folder)
 
-    def publish(self, name: str, files: Sequence[str]) -> None:
-        """See Place."""
+    def publish(self, name: str, files: Sequence[str], limit: WriteLimit | None = None) -> None:
+        """See Place. With a limit a file goes up piece by piece, else as the store does it best."""
         self.fs.makedirs(self._at(name), exist_ok=True)
         for file in files:
-            self.fs.put_file(str(self._local[name] / file), self._at(name, file))
+            if limit is None:
+                self.fs.put_file(str(self._local[name] / file), self._at(name, file))
+                continue
+            with (self._local[name] / file).open("rb") as source, self.fs.open(self._at(name, file), "wb") as target:
+                limit.copy(source, target)
 
     def commit(self, name: str, content: manifest.Manifest) -> None:
         """See Place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,21 +18,30 @@ from espalier.checkpoint import manifest
 from espalier.checkpoint.coordination import Coordinator
 from espalier.checkpoint.dcp_metadata import NAME as METADATA
 from espalier.checkpoint.dcp_planners import SavePlanner
-from espalier.checkpoint.storage import Storage, folder_name
+from espalier.checkpoint.storage import Folder, Storage, folder_name
+from espalier.checkpoint.write_rate import LimitedFileSystem, WriteLimit
 from espalier.errors import EspalierError
 
 
 class WriteJob(NamedTuple):
-    """What to write: flat names to CPU tensors (or DTensors of them) and bytes."""
+    """What to write: flat names to CPU tensors (or DTensors of them) and bytes. `rate`: bytes/s at most."""
 
     step: int
     state: dict[str, Any]
     meta: dict[str, Any]
     loss: float | None
+    rate: float = math.inf
 
 
-_Share = tuple[list[Any], dict[str, tuple[int, str]]]
-"""What one rank wrote, as plain values: the results, and bytes and hash of each file."""
+_Share = tuple[list[Any], dict[str, tuple[int, str]], float]
+"""What one rank wrote, as plain values: the results, bytes and hash of each file, and the seconds that it took."""
+
+
+class Written(NamedTuple):
+    """A checkpoint: its bytes, and the seconds of the rank that wrote longest, in which these went out."""
+
+    bytes: int
+    seconds: float
 
 
 class Write:
@@ -43,12 +53,13 @@ class Write:
         self._planner = SavePlanner()
         self._metadata: Metadata | None = None
         self._folder: Path | None = None
+        self._limit = WriteLimit(job.rate) if job.rate < math.inf else None
 
-    def run(self) -> int:
-        """Writes and commits; bytes of the whole checkpoint. On an error nothing of it stays."""
+    def run(self) -> Written:
+        """Writes and commits. On an error nothing of it stays."""
         try:
             plan = self.team.agree("planning the checkpoint", self._plan, self._join)
-            return self.team.agree("writing the checkpoint", lambda: self._write(plan), self._commit)
+            return Written(*self.team.agree("writing the checkpoint", lambda: self._write(plan), self._commit))
         finally:
             # After a commit only a temporary copy is left to abandon.
             self.place.abandon(self.name)
@@ -65,20 +76,22 @@ class Write:
         return [_plan_items(plan) for plan in joined]
 
     def _write(self, items: list[Any]) -> _Share:
+        begun = time.monotonic()
         with _Explained(self.place.path(self.name)):
             writer = self._writer()
             # The writer names files after the plan's place in the list of all ranks' plans.
             plan = writer.prepare_global_plan([SavePlan([])] * self.team.rank + [_save_plan(items)])[-1]
             results = writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
             files = self._publish(sorted({result.storage_data.relative_path for result in results}))
-            return _result_rows(results), {name: (file.bytes, file.xxh3) for name, file in files.items()}
+            hashes = {name: (file.bytes, file.xxh3) for name, file in files.items()}
+            return _result_rows(results), hashes, time.monotonic() - begun
 
-    def _commit(self, shares: list[_Share]) -> list[int]:
+    def _commit(self, shares: list[_Share]) -> list[tuple[int, float]]:
         assert self._metadata is not None, "rank 0 joins the plans before it commits"
         with _Explained(self.place.path(self.name)):
-            self._writer().finish(self._metadata, [_write_results(rows) for rows, _ in shares])
+            self._writer().finish(self._metadata, [_write_results(rows) for rows, *_ in shares])
             files = self._publish([METADATA])
-            for _, written in shares:
+            for _, written, _ in shares:
                 files.update({name: manifest.FileHash(*file) for name, file in written.items()})
             content = manifest.Manifest(
                 step=self.job.step,
@@ -89,19 +102,21 @@ class Write:
                 files=files,
             )
             self.place.commit(self.name, content)
-        return [content.bytes] * self.team.world
+        return [(content.bytes, max(seconds for *_, seconds in shares))] * self.team.world
 
     def _writer(self) -> FileSystemWriter:
         if self._folder is None:
             self._folder = self.place.begin(self.name)
         writer = FileSystemWriter(self._folder, per_thread_copy_ahead=0)  # all is in host memory already
+        if self._limit is not None and isinstance(self.place, Folder):  # else it is what goes up that is limited
+            writer.fs = LimitedFileSystem(self._limit)
         writer.set_up_storage_writer(self.team.rank == 0)
         return writer
 
     def _publish(self, files: list[str]) -> dict[str, manifest.FileHash]:
         assert self._folder is not None, "files are written before they are published"
         digests = {file: manifest.digest_path(self._folder / file) for file in files}
-        self.place.publish(self.name, files)
+        self.place.publish(self.name, files, self._limit)
         return digests
 
 

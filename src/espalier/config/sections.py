@@ -252,13 +252,15 @@ class Planning(Options, frozen=True):
 class Checkpoint(Options, frozen=True):
     """When the state is saved, and where. `target` is a folder or any fsspec URL.
 
-    `every`: steps, or `"auto"`: from what saves are measured to cost and how often something fails.
+    `every`: steps, or `"auto"`: from what saves are measured to cost and how often something fails. `rate`: bytes per
+    second that a machine writes at most, as `"200MB/s"`; None: as fast as its disk or network goes.
     """
 
     every: int | Literal["auto"] = "auto"
     keep: int = 2
     keep_best: bool = True
     target: str | None = None
+    rate: str | None = None
 
 
 class Comm(Options, frozen=True):

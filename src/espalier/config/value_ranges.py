@@ -140,6 +140,10 @@ def _places(recipe: config.Recipe) -> None:
             why="it is [from, to], the first step is 1, and both are included",
             do="track.profile = [10, 12]",
         )
+    if recipe.checkpoint.rate is not None and units.rate(recipe.checkpoint.rate, "checkpoint.rate") <= 0:
+        raise UserError(
+            f"checkpoint.rate = {recipe.checkpoint.rate!r} writes nothing.", do='checkpoint.rate = "200MB/s"'
+        )
     if target is not None and target.startswith("memory:"):
         raise UserError(
             f"checkpoint.target = {target!r} is not possible.",

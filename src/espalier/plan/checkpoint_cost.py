@@ -7,6 +7,7 @@ whether a plan fits: a run keeps none where they take more than it allows them (
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -28,8 +29,9 @@ COPIES = "copies"
 LEAST, MOST = 1, 1_000_000
 
 
-def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster) -> Plan:
-    """The plan with the rule that its checkpoints follow, and why; as it is where `every` says how often."""
+def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster, limit: float | None = None) -> Plan:
+    """The plan with the rule that its checkpoints follow, and why; as it is where `every` says how often. `limit`:
+    bytes/s that a machine writes at most."""
     if every != "auto" or plan.predicted is None or plan.offload == NODE:
         return plan  # the files of optimizer nodes are the checkpoint
     state = sum(plan.predicted.state_bytes.values())
@@ -38,12 +40,14 @@ def paced(plan: Plan, every: int | Literal["auto"] | None, cluster: Cluster) -> 
     seconds = state / PCIE if gpus(cluster) else 2 * state * beside / bandwidth
     step = plan.predicted.step_seconds
     disks = [disk.write for node in cluster.nodes for disk in node.disks if disk.write]
-    written = checkpoint_bytes(plan) / min(disks) if disks else 0.0
+    limits = [limit * len({rank.node for rank in plan.ranks})] if limit else []
+    written = checkpoint_bytes(plan) / min([*disks, *limits], default=math.inf)
+    writer = "checkpoint.rate" if limits and limits[0] < min(disks, default=math.inf) else "the disk"
     found = save_interval.choose(seconds, written, step, young_daly.ASSUMED)
     often = "every step" if found.steps == 1 else f"every {found.steps} steps"
     why = (
         f"A checkpoint {often} at first: a copy of {units.show_size(state)} should take {units.show_seconds(seconds)}, "
-        + (f"the disk writes one in {units.show_seconds(written)}, " if written else "")
+        + (f"{writer} writes one in {units.show_seconds(written)}, " if written else "")
         + "and one failure an hour is assumed; what saves really cost corrects it."
     )
     rule = AdaptiveRule(name=NAME, start=float(found.steps), low=LEAST, high=MOST, signal="cost of a save, failures")

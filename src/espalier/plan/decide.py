@@ -112,7 +112,7 @@ def decide(
         from espalier.plan import packed_features  # loads torch
 
         plan = packed_features.with_levels(plan, request.stored, cluster)
-    plan = checkpoint_cost.paced(plan, request.saves, cluster)
+    plan = checkpoint_cost.paced(plan, request.saves, cluster, request.write_rate)
     plan = checkpoint_cost.with_copies(plan, request.copies, cluster)
     told = plan_summary.sentences(plan, cluster if plan.outer is None else replicas)
     why = (*told, *plan.why, *(precision.faster(request, found.found) if there else ()))

@@ -90,7 +90,8 @@ class Request:
         running: bytes of buffers that every step moves.
         loaded: bytes of libraries that only this kind of workload loads, in host memory.
         stored: features of a graph that wait on disk.
-        saves: steps between checkpoints, or `auto`; None: who trains saves by other means.
+        saves: steps between checkpoints, or `auto`; None: who trains saves by other means. write_rate: bytes/s that a
+            machine writes of them at most; None: any.
         copies: bytes that copies of the state may take of a machine's memory (`faults.memory`); 0: there are none.
         with_sequence: the same with so many tokens in a sample; None: they cannot be chosen.
         refuses: why whoever trains cannot run a plan; None where it can. Without it all plans can be run.
@@ -145,6 +146,7 @@ class Request:
     loaded: int = 0
     stored: StoredFeatures | None = None
     saves: int | Literal["auto"] | None = None
+    write_rate: float | None = None
     copies: int | Literal["auto"] = 0
     with_sequence: Callable[[int], Request] | None = None
     refuses: Callable[[Plan], Refusal | None] | None = None

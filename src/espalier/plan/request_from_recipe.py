@@ -69,6 +69,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         codec=recipe.comm.codec,
         sync=recipe.sync,
         saves=recipe.checkpoint.every,
+        write_rate=None if (rate := recipe.checkpoint.rate) is None else units.rate(rate, "checkpoint.rate"),
         copies="auto" if recipe.faults.memory == "auto" else units.size(recipe.faults.memory, "faults.memory"),
         sizes=sizes,
         running=_running_bytes(counted.running, train.precision),

@@ -26,7 +26,8 @@ writes these; a reader ignores names and fields it does not know:
 | data       | changed (files that are not what they were when the run was begun), action |
 | phase      | name, step (its first), steps (its last), parameters: a phase begins; a plan of its own follows |
 | validation | step, loss, bits_per_byte (language) and whatever else the workload's `summary` says |
-| checkpoint | step, seconds (in the background), blocked (seconds training stood still), bytes, path |
+| checkpoint | step, seconds (in the background), blocked (seconds training stood still), bytes, path, |
+|            | rate (bytes/s of all ranks together while they wrote) |
 | incident   | kind, what, rank, step, action; of ranks that failed also why and attempt, and of their diagnosis |
 |            | category, reason, calls_for (its action), suspect (host to test), root (line that shows the cause); |
 |            | where a run is to go on by another plan also before and predicted (seconds of a step), cost (of the |

@@ -41,7 +41,7 @@ def environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals |= {"show_seconds": units.show_seconds, "show_size": units.show_size}
+    made.globals |= {name: getattr(units, name) for name in ("show_rate", "show_seconds", "show_size")}
     made.filters |= {"moment": moment, "percent": signed, "coded": _coded, "place": place}
     return made
 

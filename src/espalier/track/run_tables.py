@@ -82,7 +82,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Table:
-        """One row per checkpoint: step, seconds, blocked, bytes, path."""
+        """One row per checkpoint: step, seconds, blocked, bytes, rate, path."""
         return self.table("checkpoints")
 
     @property
