@@ -151,10 +151,10 @@ def fleet(cluster: Cluster, ranks: int, threads: int = 1) -> Fleet:
         nodes=len(on_node),
         per_node=min(on_node.values()),
         kinds=tuple(said),
-        inside=_reached(cluster.slowest(used, "inside"), "inside"),
-        between=_reached(cluster.slowest(used, "between"), "between") if across else None,
+        inside=reached(cluster.slowest(used, "inside"), "inside"),
+        between=reached(cluster.slowest(used, "between"), "between") if across else None,
         optimizers=cluster.optimizers,
-        serving=_reached(cluster.slowest(used, "between"), "between") if cluster.optimizers else None,
+        serving=reached(cluster.slowest(used, "between"), "between") if cluster.optimizers else None,
     )
 
 
@@ -164,7 +164,7 @@ def kinds(placed: Sequence[Place]) -> list[tuple[int, int]]:
     return [(id(place.table), on_device[place.rank]) for place in placed]
 
 
-def _reached(link: Link, level: Literal["inside", "between"]) -> Link:
+def reached(link: Link, level: Literal["inside", "between"]) -> Link:
     """The link as a collective finds it: a declared one less what protocols take."""
     share = 1.0 if link.measured else link.share or LINK_SHARE[level]
     return msgspec.structs.replace(link, bandwidth=link.bandwidth * share)

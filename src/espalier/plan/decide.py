@@ -32,6 +32,7 @@ from espalier.plan import (
     rounds_at_nodes,
     search,
     trials,
+    unequal,
 )
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import DATASHEET, Calibration
@@ -104,7 +105,7 @@ def decide(
         except refusals.DoesNotFit as error:
             raise refusals.of_rounds(error, request, replicas) from None
     else:
-        found = _every_step(request, cluster, calibration, trials)
+        found = _or_unequal(_every_step(request, cluster, calibration, trials), calibration)
         if isinstance(request.sync, Auto) and replicas.machines > 1 and found.fits:
             found = _if_rounds_pay(found, request, replicas, calibration)
     plan = found.plan
@@ -250,6 +251,25 @@ def _every_step(
     remarks = (*request.remarks, *told, *explain.seating(cluster))
     why = (*found.plan.why, *remarks)
     return replace(found, plan=msgspec.structs.replace(found.plan, why=why))
+
+
+def _or_unequal(found: PlanDecision, calibration: Calibration) -> PlanDecision:
+    """Pipelines of unequal depth instead, where devices differ and these are faster, or the only ones that fit."""
+    request, cluster = replace(found.request, factors=calibration.factors), found.cluster
+    if unequal.asked(request, cluster):
+        return found
+    made = unequal.best(request, cluster)
+    if made is None:
+        return found
+    plan, wanted = unequal.plan_of(*made), request.pin.pipelines == "unequal"
+    refused = None if request.refuses is None else request.refuses(plan)
+    equal = found.plan.predicted.step_seconds if found.fits and found.plan.predicted is not None else None
+    slower = equal is not None and made[1].seconds * unequal.FASTER > equal
+    if refused is not None or (slower and not wanted):
+        return found
+    beside = "" if equal is None else f" With the best equal layout a step takes {units.show_seconds(equal)}."
+    why = (*plan.why[:1], *((beside.strip(),) if beside else ()), *plan.why[1:], *request.remarks)
+    return replace(found, plan=msgspec.structs.replace(plan, why=why), fits=True)
 
 
 def _searched(request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None) -> PlanDecision:

@@ -51,6 +51,8 @@ RECORD = Record(
     "planned so by itself yet",
 )
 
+TENSOR = (1, 2, 4, 8)
+"""Tensor degrees that are tried: a group stays inside one class, and so inside one machine."""
 EXHAUSTIVE = 8
 """Devices up to which every partition is tried."""
 PERMUTED = 4
@@ -77,10 +79,11 @@ class Search:
     Args:
         classes: the devices.
         costs: the model on them.
+        whole: layouts that leave devices out do not count.
     """
 
-    def __init__(self, classes: Sequence[DeviceClass], costs: StageCosts) -> None:
-        self.classes, self.costs = tuple(classes), costs
+    def __init__(self, classes: Sequence[DeviceClass], costs: StageCosts, whole: bool = False) -> None:
+        self.classes, self.costs, self.whole = tuple(classes), costs, whole
         self.there = tuple(one.devices if costs.degrees(number) else 0 for number, one in enumerate(self.classes))
         self.priced = 0
         self._pipelines: dict[Counts, SolvedPipeline | None] = {}
@@ -196,6 +199,9 @@ class Search:
 
     def layout(self, parts: Sequence[Counts]) -> UnequalLayout | None:
         """The layout of one pipeline for each of `parts`, with the best shares; None where one cannot be."""
+        used = [sum(part[kind] for part in parts) for kind in range(len(self.classes))]
+        if self.whole and used != list(self.counts):
+            return None
         found = [self.pipeline(part) for part in parts]
         made = [one for one in found if one is not None]
         if len(made) < len(found) or not made:
@@ -205,7 +211,6 @@ class Search:
             return None
         pipelines = tuple(replace(one, micro_batches=share) for one, share in zip(made, shares, strict=True))
         sync = self.costs.sync(pipelines)
-        used = [sum(part[kind] for part in parts) for kind in range(len(self.classes))]
         unused = {kind: there - count for kind, (there, count) in enumerate(zip(self.counts, used, strict=True))}
         seconds = self.costs.step(max(one.seconds for one in pipelines), sync)
         return UnequalLayout(pipelines, seconds, sync, {kind: count for kind, count in unused.items() if count})
@@ -453,13 +458,14 @@ def _sum(one: Counts, other: Counts) -> Counts:
     return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
-def place(classes: Sequence[DeviceClass], costs: StageCosts) -> UnequalLayout:
+def place(classes: Sequence[DeviceClass], costs: StageCosts, whole: bool = False) -> UnequalLayout:
     """The fastest pipelines of unequal devices that this search finds. Pure: the same input gives the same layout.
 
     Args:
         classes: the devices; those of one machine and speed are one class.
         costs: seconds and memory of the model on them: `espalier.plan.unequal.EngineCosts` has the planner's, for a
             request on a cluster; any object with these methods will do.
+        whole: no device may be left out.
 
     Returns:
         Pipelines with stages, layers and micro-batches; what is left out; seconds of a step.
@@ -469,4 +475,4 @@ def place(classes: Sequence[DeviceClass], costs: StageCosts) -> UnequalLayout:
     """
     if not classes or sum(one.devices for one in classes) < 1:
         raise UserError("There are no devices to place a model on.", do="DeviceClass(name, machine, devices)")
-    return Search(classes, costs).best()
+    return Search(classes, costs, whole).best()

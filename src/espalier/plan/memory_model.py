@@ -66,13 +66,13 @@ def held(step: CostInputs, size: Number, in_flight: Number) -> dict[str, Number]
 def ends(step: CostInputs, size: Number, in_flight: Number) -> tuple[dict[str, Number], dict[str, Number]]:
     """Bytes by kind on the first stage and on the last; the same object where no layout has more than one."""
     anatomy = step.request.anatomy(size, step.layouts.recompute, step.request.precision, step.cut)
-    first = _stage(step, anatomy, in_flight, is_first=True)
+    first = stage(step, anatomy, in_flight, is_first=True)
     if np.all(np.asarray(step.layouts.pp) == 1):
         return first, first
-    return first, _stage(step, anatomy, in_flight, is_first=False)
+    return first, stage(step, anatomy, in_flight, is_first=False)
 
 
-def _stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: bool) -> dict[str, Number]:
+def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: bool) -> dict[str, Number]:
     """Of the first stage (or the last), with so many micro-batches in a step."""
     request, layouts, factors = step.request, step.layouts, step.on.factors
     pp, device, storage = np.asarray(layouts.pp), step.kind.table.device, step.storage

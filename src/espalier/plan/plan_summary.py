@@ -189,6 +189,11 @@ def _mechanisms(plan: Plan) -> Iterator[tuple[str, dict[str, str], list[tuple[in
     yield "Sharding the optimizer", {"refresh": "for gathers of new parameters"}, [unit.optimizer]
     yield "Summing gradients", {"all_reduce": "beyond what backward hides"}, alike
     waiting = {"pipeline": "to fill and drain", "send": "for messages"}
-    yield f"The pipeline of {plan.layout.pp} stages", waiting, list(zip(*(one.ranks for one in stages), strict=True))
+    columns = [
+        column
+        for number in dict.fromkeys(one.pipeline for one in stages)
+        for column in zip(*(one.ranks[:: one.tensor] for one in stages if one.pipeline == number), strict=False)
+    ]
+    yield f"The pipeline of {plan.layout.pp} stages", waiting, columns
     replicas = plan.outer.replicas if plan.outer is not None else ()
     yield "Agreeing by rounds", {"outer": "a step beyond what local steps hide"}, list(zip(*replicas, strict=True))

@@ -137,6 +137,12 @@ def _passes(step: CostInputs, size: Number) -> tuple[Pass, dict[str, Number]]:
     return layer, {name: layers * value + getattr(rest, name) for name, value in layer.parts.items()}
 
 
+def micro_batch(step: CostInputs, size: Number) -> tuple[Number, Number]:
+    """Seconds of a micro-batch of `size` samples in one layer, and in all that is outside the layers."""
+    whole, stage = _passes(step, size)
+    return whole.total, sum(stage.values()) - step.stage_layers * whole.total
+
+
 def compute(step: CostInputs, work: Work) -> Pass:
     """Seconds of forward, backward and recomputation of `work`, alone on its device."""
     device, setting, precision = step.kind.table.device, step.kind.setting, step.request.precision
@@ -385,7 +391,7 @@ def _once(step: CostInputs, last: Mapping[str, Number]) -> dict[str, Number]:
     return {
         "all_reduce": reduce,
         "refresh": _awaited(step, refresh(step), last["forward"]),
-        "optimizer": _optimizer(step) + 0.0 * reduce,
+        "optimizer": optimizer(step) + 0.0 * reduce,
     }
 
 
@@ -413,7 +419,7 @@ def refresh(step: CostInputs) -> Number:
     return _owner_by_owner(step, size, ranks, layouts.tp * layouts.params, step.request.tensors)
 
 
-def _optimizer(step: CostInputs) -> Number:
+def optimizer(step: CostInputs) -> Number:
     """Seconds of the optimizer step on a rank's shard, clipping included."""
     request, device, setting = step.request, step.kind.table.device, step.kind.setting
     muon = request.matrix_parameters / max(1, request.trainable) if request.optimizer == "muon" else 0.0
