@@ -189,7 +189,7 @@ def whole_step(monkeypatch: pytest.MonkeyPatch, layouts: dict[str, Any], micro_b
     monkeypatch.setattr(collective_time, "CHAIN", 0.0)
     layer = step_time.Pass(**{**LAYER, "forward": micro_batch / 20})
     stage = {name: 20 * value for name, value in vars(layer).items()}
-    monkeypatch.setattr(step_time, "_passes", lambda step, size: (layer, stage))
+    monkeypatch.setattr(step_time, "passes", lambda step, size: (layer, stage))
     found = step_time.step_seconds(step(layouts), 4)
     return {name: float(np.asarray(value)) for name, value in found.items() if name != "optimizer"}
 

@@ -110,3 +110,27 @@ def test_matrices_that_pipelines_cut_differently_are_refused(folder: Path) -> No
     other = msgspec.structs.replace(plan, ranks=ranks, stages=(*plan.stages[:2], wide), algorithm="megatron")
     with pytest.raises(UserError, match=r"share matrices of layer [012] over 1 and 2 ranks"):
         train(recipe_of(folder, {"tied": False}), other)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [plans.Plan(ranks=(plans.Rank(share=(0, 8)),), precision="fp64"), ragged([((4,), 3), ((1, 4), 5)])],
+)
+def test_a_checkpoint_is_taken_up_under_another_cut(
+    folder: Path, one_rank: Trained, tmp_path: Path, second: plans.Plan
+) -> None:
+    first = ragged([((2, 4), 5), ((4,), 3)], units=(plans.Unit(optimizer=(0, 1)),))
+    begun = train(recipe_of(folder), first, tmp_path, until=2)
+    ended = train(recipe_of(folder), second, tmp_path)
+    assert [*begun[0].losses, *ended[0].losses] == pytest.approx(one_rank.losses, rel=1e-10)
+    same(together(ended), one_rank.weights, relative=1e-10)
+
+
+def test_gradients_cross_by_the_codec_of_the_plan(folder: Path, one_rank: Trained) -> None:
+    exchange = plans.Exchange(traffic="gradients", codec="bf16")
+    ranks = train(recipe_of(folder, train={"precision": "fp32"}), _single(ragged([((2, 4), 5), ((4,), 3)]), exchange))
+    assert ranks[0].losses == pytest.approx(one_rank.losses, rel=2e-2)
+
+
+def _single(plan: plans.Plan, exchange: plans.Exchange) -> plans.Plan:
+    return msgspec.structs.replace(plan, precision="fp32", exchanges=(exchange,))

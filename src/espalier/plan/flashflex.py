@@ -40,15 +40,15 @@ RECORD = Record(
     aliases=("hexiscale", "flash-flex"),
     paper="arXiv 2409.01143",
     question="Who does what?",
-    files=("plan/flashflex.py", "plan/pipeline_solver.py", "shard/ragged.py"),
+    files=("plan/flashflex.py", "plan/pipeline_solver.py", "plan/unequal.py", "shard/ragged.py"),
     chosen="devices or links of a job differ enough that equal shares leave the fast ones waiting",
     cost="pipeline of S stages and n micro-batches: sum of stage times + (n-1)*slowest stage, transfers between stages "
     "in them; step = slowest pipeline + gradient exchange per layer between its holders",
     law="layers and shares are those of brute force; gradients weighted by samples equal those of one device",
     law_test="tests/stages/test_flashflex.py::test_unequal_pipelines_train_as_one_rank_does",
     state="partly",
-    remark="the search is there (espalier.plan.place), and runs train by plans of unequal pipelines; no recipe is "
-    "planned so by itself yet",
+    remark="recipes are planned and trained with unequal pipelines; missing: unequal tensor degrees of one layer, "
+    "planning anew when a device is lost or slow, the import of FlashFlex's JSON, and a measured comparison",
 )
 
 TENSOR = (1, 2, 4, 8)

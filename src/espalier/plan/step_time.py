@@ -86,11 +86,11 @@ def step_seconds(step: CostInputs, samples: Number) -> dict[str, Number]:
     layouts = step.layouts
     size = np.minimum(np.maximum(1, np.asarray(layouts.micro_batch)), samples)
     full, rest = samples // size, samples % size
-    whole, stage = _passes(step, size)
+    whole, stage = passes(step, size)
     terms = {name: full * value for name, value in stage.items()}
     last = stage
     if np.any(rest > 0):
-        _, part = _passes(step, np.maximum(rest, 1))
+        _, part = passes(step, np.maximum(rest, 1))
         terms = {name: value + (rest > 0) * part[name] for name, value in terms.items()}
         last = {name: np.where(rest > 0, part[name], stage[name]) for name in stage}
     micro_batches = full + (rest > 0)
@@ -127,7 +127,7 @@ def _elsewhere(step: CostInputs, terms: Mapping[str, Number], rounds: Number) ->
 # --- one micro-batch ---------------------------------------------------------------------------------------------
 
 
-def _passes(step: CostInputs, size: Number) -> tuple[Pass, dict[str, Number]]:
+def passes(step: CostInputs, size: Number) -> tuple[Pass, dict[str, Number]]:
     """One layer's pass, and the seconds by part of a micro-batch in the stage that has all the rest too."""
     request, layouts = step.request, step.layouts
     anatomy = request.anatomy(size, layouts.recompute, request.precision, step.cut)
@@ -135,12 +135,6 @@ def _passes(step: CostInputs, size: Number) -> tuple[Pass, dict[str, Number]]:
     rest = _together(step, replace(compute(step, anatomy.rest), tensor=ends_seconds(step, anatomy.rest.tokens)))
     layers = step.stage_layers
     return layer, {name: layers * value + getattr(rest, name) for name, value in layer.parts.items()}
-
-
-def micro_batch(step: CostInputs, size: Number) -> tuple[Number, Number]:
-    """Seconds of a micro-batch of `size` samples in one layer, and in all that is outside the layers."""
-    whole, stage = _passes(step, size)
-    return whole.total, sum(stage.values()) - step.stage_layers * whole.total
 
 
 def compute(step: CostInputs, work: Work) -> Pass:

@@ -29,6 +29,8 @@ from espalier.plan.layouts import Layouts
 from espalier.plan.pipeline_solver import DeviceClass, Group, Slot, SolvedPipeline, SolvedStage, UnequalLayout
 from espalier.plan.request import Request, exchanges
 
+MOST = 64
+"""Devices up to which unequal pipelines are considered by themselves: planning then takes seconds."""
 FASTER = 1.03
 """By how much unequal pipelines must be faster than the best equal ones, which have fewer moving parts."""
 SIZES = 4
@@ -112,8 +114,8 @@ class EngineCosts:
 
     def _seconds(self, kind: int) -> tuple[float, float]:
         if kind not in self._layers:
-            layer, rest = step_time.micro_batch(self.inputs(kind), self.size)
-            self._layers[kind] = float(layer), float(rest)
+            layer, stage = step_time.passes(step := self.inputs(kind), self.size)
+            self._layers[kind] = float(layer.total), float(sum(stage.values()) - step.stage_layers * layer.total)
         return self._layers[kind]
 
     def layer(self, group: Group) -> float:
@@ -237,15 +239,19 @@ def asked(request: Request, cluster: Cluster) -> str:
     """Why unequal pipelines are not considered; empty: they are."""
     pin = request.pin
     devices = [place.table.device for place in cluster.devices()]
-    alike = cluster.same_speed and len({one.memory for one in devices}) == 1 and cluster.machines == 1
+    alike = cluster.same_speed and len({one.memory for one in devices}) == 1
     if pin.pipelines == "equal" or len(devices) < 2:
         return "equal pipelines were asked for"
+    if pin.pipelines is None and len(devices) > MOST:
+        return f"there are more than {MOST} devices"
     if pin.pipelines is None and (alike or any(getattr(pin, name) is not None for name in OTHER_PINS)):
         return "devices are alike, or a layout of equal pipelines is pinned"
     if request.width == 0 or request.layers < 2:
         return "nothing is known of the model's layers"
     if request.offload != RESIDENT or request.storage is not None or request.redundancy > 1 or request.outer:
         return "states lie elsewhere, or are not Espalier's own"
+    if (request.max_devices or len(devices)) < len(devices):
+        return f"plan.max_devices = {request.max_devices}"
     if pin.ranks is not None and pin.ranks != len(devices):
         return f"plan.pin.ranks = {pin.ranks}, and there are {len(devices)} devices"
     return ""

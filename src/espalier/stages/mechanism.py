@@ -115,12 +115,16 @@ class Pipelined(Mechanism):
         made = PipelineSchedule(alike[mesh.rank], stages, messages, lists, passes)
         made.actions(stages.pipeline.micro_batches)
         context.schedule = made
+        if context.plan.unequal:  # the groups that checkpoints ask for, of unlike numbers of ranks
+            self.state(context, {})
+            mesh.number_groups_alike()
 
     def state(self, context: Build, parts: Mapping[str, Stateful]) -> Mapping[str, Stateful]:
         """The parts with the names of the whole model; what a codec keeps back is each stage's own."""
         stages, alike = context.stages, _alike(context.mesh)
         assert stages is not None
-        group = context.mesh.of(tuple(sorted(rank for rank in alike if alike[rank] in stages.pipeline.ranks)))
+        ranks = tuple(sorted(rank for rank in alike if alike[rank] in stages.pipeline.ranks))
+        group = context.mesh.of(ranks) or context.mesh.alone
         found: dict[str, Stateful] = {}
         for name, part in parts.items():
             if name.startswith("feedback"):
