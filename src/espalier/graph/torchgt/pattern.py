@@ -1,0 +1,288 @@
+"""Attention pattern: which tokens each token attends to. Edges, self-loops, a path, expanders, virtual nodes.
+
+Expander edges after Exphormer (arXiv 2303.06147, section 3.1): the union of random permutations, both ways. A virtual
+token attends to all tokens, and all to it. The path through the tokens in their order makes the conditions true under
+which sparse attention approximates what full attention does (Yun et al., arXiv 2006.04862).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from espalier.errors import UserError
+from espalier.sparse import CSR
+
+ROWS = 16
+"""Rows of a window, as in `window_kernels`."""
+HUB = 1024
+"""Entries of a row from which on it is computed by a dense product, as long as such rows are few."""
+
+
+class Windows(NamedTuple):
+    """Windows of 16 rows with the columns that enough of them read, compacted, and the entries that are left over.
+
+    Attributes:
+        windows: int64 [windows + 1], where each window's columns begin; columns: int32.
+        masks: int32, of each column, which of the window's rows read it.
+        starts: int64 [columns + 1], where each column's entries begin; entries: int64, their numbers in the pattern.
+        rest: the pattern without them; rest_entries: int64, the numbers of its entries.
+    """
+
+    windows: Tensor
+    columns: Tensor
+    masks: Tensor
+    starts: Tensor
+    entries: Tensor
+    rest: CSR
+    rest_entries: Tensor
+
+    @property
+    def cuts(self) -> Any:
+        """int64: windows that cut the work into pieces with about as many columns."""
+        before = self.windows.numpy() + np.arange(len(self.windows))
+        wanted = np.linspace(0, before[-1], 65)[1:-1]
+        inner = np.searchsorted(before, wanted)
+        return np.unique(np.concatenate([[0], inner, [len(self.windows) - 1]])).astype(np.int64)
+
+
+def windows_of(matrix: CSR, least: int) -> Windows:
+    """The windows of `matrix` with the columns that at least `least` rows of a window read."""
+    rows, columns = matrix.rows.numpy(), matrix.indices.numpy()
+    keys = (rows // ROWS) * np.int64(matrix.shape[1]) + columns
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    first = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else np.zeros(0, np.int64)
+    sizes = np.diff(np.append(first, len(keys)))
+    dense = sizes >= least
+    kept = np.repeat(dense, sizes)
+    masks = np.bitwise_or.reduceat(1 << (rows[order] % ROWS), first) if len(keys) else first
+    window = keys[first[dense]] // matrix.shape[1]
+    count = -(-matrix.shape[0] // ROWS)
+    windows = np.concatenate([[0], np.cumsum(np.bincount(window, minlength=count))])
+    left = np.sort(order[~kept])
+    rest = CSR(_offsets(rows[left], matrix.shape[0]), matrix.indices[torch.from_numpy(left)], matrix.shape)
+    arrays = (
+        windows.astype(np.int64),
+        columns[order[first[dense]]].astype(np.int32),
+        masks[dense].astype(np.int32),
+        np.concatenate([[0], np.cumsum(sizes[dense])]).astype(np.int64),
+        order[kept].astype(np.int64),
+    )
+    a, b, c, d, e = map(torch.from_numpy, arrays)
+    return Windows(a, b, c, d, e, rest, torch.from_numpy(left))
+
+
+def _offsets(rows: Any, count: int) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))]).astype(np.int64))
+
+
+class Divided(NamedTuple):
+    """A pattern for one plan: rows computed densely, and for forward and backward the windows or all else as entries.
+
+    Attributes:
+        hubs: int64, rows that are computed densely; hub_entries: where the entries of each stand in the pattern.
+        columns: int32, of all entries of the pattern.
+        rest: the other rows' entries; entries: int64, their numbers in the pattern.
+        by_row, by_column: windows of `rest` and of its transpose; None: entry by entry.
+    """
+
+    hubs: Tensor
+    hub_entries: tuple[slice, ...]
+    columns: Tensor
+    rest: CSR
+    entries: Tensor | None
+    by_row: Windows | None
+    by_column: Windows | None
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Which tokens each token attends to. Immutable; keeps what plans have made of it.
+
+    Attributes:
+        matrix: [tokens, tokens], row = the token that attends; None: every token attends to all.
+        tokens: how many there are.
+        kinds: int8 [entries], 0 a self-loop, 1 an edge of the graph, 2 added (path, expander), 3 a virtual token's.
+    """
+
+    matrix: CSR | None
+    tokens: int
+    kinds: Tensor | None = None
+
+    @classmethod
+    def full(cls, tokens: int) -> Pattern:
+        """Every token attends to every one."""
+        return cls(None, tokens)
+
+    @classmethod
+    def of(cls, matrix: CSR) -> Pattern:
+        """The entries of a square matrix, no more. Raises UserError where it is not square."""
+        if matrix.shape[0] != matrix.shape[1]:
+            raise UserError(
+                f"A pattern of attention is square; this matrix is {matrix.shape[0]} x {matrix.shape[1]}.",
+                do="one row and one column for each token",
+            )
+        return cls(matrix.binary() if matrix.values is not None else matrix, matrix.shape[0])
+
+    @property
+    def entries(self) -> int:
+        """Pairs of tokens."""
+        return self.tokens**2 if self.matrix is None else self.matrix.entries
+
+    @property
+    def device(self) -> torch.device:
+        """Where its arrays are."""
+        return torch.device("cpu") if self.matrix is None else self.matrix.device
+
+    @cached_property
+    def identity(self) -> str:
+        """Of what is in it: 16 hexadecimal digits."""
+        digest = xxhash.xxh3_64(str(self.tokens).encode())
+        for array in () if self.matrix is None else self.matrix.arrays:
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
+
+    @cached_property
+    def hubs(self) -> Tensor:
+        """int64: rows with so many entries that they are computed densely (an exact plan may do without)."""
+        assert self.matrix is not None
+        degrees = self.matrix.degrees
+        return torch.nonzero((degrees >= HUB) & (degrees * 4 >= self.tokens)).flatten()
+
+    @cached_property
+    def _divided(self) -> dict[int, Divided]:
+        return {}
+
+    def divided(self, least: int) -> Divided:
+        """For a plan whose windows hold the columns that `least` of their rows read; 0: neither windows nor hubs."""
+        if least not in self._divided:
+            self._divided[least] = self._divide(least)
+        return self._divided[least]
+
+    def _divide(self, least: int) -> Divided:
+        matrix = self.matrix
+        assert matrix is not None
+        hubs = self.hubs if least > 1 else torch.zeros(0, dtype=torch.int64)
+        slices = tuple(slice(int(matrix.indptr[one]), int(matrix.indptr[one + 1])) for one in hubs)
+        rest, entries = matrix, None
+        if len(hubs):
+            kept = torch.ones(matrix.entries, dtype=torch.bool)
+            for one in slices:
+                kept[one] = False
+            degrees = matrix.degrees.clone()
+            degrees[hubs] = 0
+            indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
+            rest, entries = CSR(indptr, matrix.indices[kept], matrix.shape), torch.nonzero(kept).flatten()
+        if not least or least > ROWS:
+            return Divided(hubs, slices, matrix.indices, rest, entries, None, None)
+        both = (windows_of(one, least) for one in (rest, rest.transpose.pattern))
+        return Divided(hubs, slices, matrix.indices, rest, entries, *both)
+
+    def dense_columns(self, least: int) -> tuple[int, int]:
+        """How many columns of windows at least `least` rows read, and how many entries they hold; makes nothing."""
+        assert self.matrix is not None
+        dense = self._column_sizes[self._column_sizes >= least]
+        return len(dense), int(dense.sum())
+
+    @cached_property
+    def _column_sizes(self) -> Any:
+        """int64: of each column that a window reads, how many of its rows do."""
+        assert self.matrix is not None
+        keys = np.sort((self.matrix.rows // ROWS * self.tokens + self.matrix.indices).numpy())
+        return np.diff(np.concatenate([[-1], np.flatnonzero(keys[1:] != keys[:-1]), [len(keys) - 1]]))
+
+    def entry(self, sources: Any, targets: Any) -> Tensor:
+        """int64: the number of each entry [target, source], to fill in a bias. Raises UserError for one that is not
+        in the pattern."""
+        assert self.matrix is not None, "a full pattern has a dense bias"
+        asked = torch.as_tensor(targets).long() * self.tokens + torch.as_tensor(sources).long()
+        keys = self.matrix.rows * self.tokens + self.matrix.indices
+        found = torch.searchsorted(keys, asked).clamp(max=max(0, len(keys) - 1))
+        wrong = torch.nonzero(keys[found] != asked).flatten() if len(keys) else torch.arange(len(asked))
+        if len(wrong):
+            pair = int(asked[wrong[0]]) % self.tokens, int(asked[wrong[0]]) // self.tokens
+            raise UserError(f"The pattern has no entry {pair[0]} -> {pair[1]}.", do="the edges it was made of")
+        return found
+
+    def dense(self) -> Tensor:
+        """bool [tokens, tokens]: the mask of dense attention."""
+        if self.matrix is None:
+            return torch.ones(self.tokens, self.tokens, dtype=torch.bool)
+        return self.matrix.to_dense() > 0
+
+
+@dataclass(frozen=True)
+class Additions:
+    """What a pattern holds besides the edges of a graph.
+
+    Attributes:
+        loops: every token attends to itself.
+        path: each token and the next attend to one another.
+        virtual: tokens behind the last one that attend to all, and all to them.
+        expander: random permutations whose edges are added, both ways (each adds 2 to the degree).
+        seed: of the permutations.
+    """
+
+    loops: bool = True
+    path: bool = False
+    virtual: int = 0
+    expander: int = 0
+    seed: int = 0
+
+
+def pattern(edges: Any, nodes: int, additions: Additions | None = None) -> Pattern:
+    """The pattern of a graph's edges int64 [2, edges], sources above targets, and of what `additions` names.
+
+    Its tokens are the nodes, then the virtual ones. An edge given twice is one entry.
+
+    Raises UserError: ids outside the graph, no node, negative counts.
+    """
+    added = additions or Additions()
+    if nodes < 1 or added.virtual < 0 or added.expander < 0:
+        raise UserError(
+            f"nodes = {nodes}, virtual = {added.virtual} and expander = {added.expander} make no pattern.",
+            do="at least one node, and counts that are not negative",
+        )
+    edges = torch.as_tensor(edges).long().reshape(2, -1)
+    if edges.numel() and (int(edges.min()) < 0 or int(edges.max()) >= nodes):
+        raise UserError(
+            f"edges names nodes from {int(edges.min())} to {int(edges.max())}; there are {nodes}.",
+            do="ids from 0 to nodes - 1",
+        )
+    tokens, every = nodes + added.virtual, torch.arange(nodes)
+    pieces, kinds = [edges[:, edges[0] != edges[1]]], [1]
+    if added.loops:
+        pieces, kinds = [torch.arange(tokens).expand(2, -1), *pieces], [0, *kinds]
+    else:
+        pieces, kinds = [edges[:, edges[0] == edges[1]], *pieces], [0, *kinds]
+    if added.path:
+        pieces, kinds = [*pieces, _both(every[:-1], every[1:])], [*kinds, 2]
+    for number in range(added.expander):
+        order = torch.from_numpy(np.random.default_rng([added.seed, number]).permutation(nodes))
+        pieces, kinds = [*pieces, _both(order, order.roll(1))], [*kinds, 2]
+    for number in range(nodes, tokens):
+        pieces, kinds = [*pieces, _both(torch.full_like(every, number), every)], [*kinds, 3]
+    whole = torch.cat(pieces, 1)
+    kind = torch.repeat_interleave(
+        torch.tensor(kinds, dtype=torch.int8), torch.tensor([one.shape[1] for one in pieces])
+    )
+    keys = whole[1] * tokens + whole[0]
+    order = torch.argsort(keys, stable=True)  # the first of several is kept: an edge stays an edge
+    keys = keys[order]
+    fresh = torch.ones(len(keys), dtype=torch.bool)
+    fresh[1:] = keys[1:] != keys[:-1]
+    kept = order[fresh]
+    rows, columns = whole[1][kept], whole[0][kept]
+    matrix = CSR(_offsets(rows.numpy(), tokens), columns.int(), (tokens, tokens))
+    return Pattern(matrix, tokens, kind[kept])
+
+
+def _both(left: Tensor, right: Tensor) -> Tensor:
+    return torch.cat([torch.stack([left, right]), torch.stack([right, left])], 1)

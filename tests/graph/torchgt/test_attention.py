@@ -1,0 +1,193 @@
+"""Attention over a pattern: every plan is dense masked attention, in outputs and gradients, for any order of tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from espalier import graph
+from espalier.errors import UserError
+from espalier.graph.torchgt import attention as operator
+from espalier.graph.torchgt import pattern as patterns
+from espalier.graph.torchgt.attention import AttentionPlan, attention, reference
+from espalier.graph.torchgt.over_ranks import RankedAttention
+from espalier.graph.torchgt.pattern import Additions, Pattern, pattern
+from espalier.sparse import CSR
+from espalier.testing import ranks
+
+PLANS = ("edge", "block", "hybrid", AttentionPlan("hybrid", 2), AttentionPlan("hybrid", 16), "auto")
+PATTERNS = {
+    "edges": Additions(),
+    "no loops": Additions(loops=False),
+    "everything": Additions(path=True, virtual=2, expander=2),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_hubs(monkeypatch):
+    monkeypatch.setattr(patterns, "HUB", 8)
+
+
+def made(nodes: int, edges: int, additions=None, seed: int = 0) -> Pattern:
+    drawn = torch.Generator().manual_seed(seed)
+    return pattern(torch.randint(0, nodes, (2, edges), generator=drawn), nodes, additions)
+
+
+def inputs(tokens: int, heads: int, width: int, dtype=torch.float64, seed: int = 1):
+    drawn = torch.Generator().manual_seed(seed)
+    return [torch.randn(tokens, heads, width, dtype=dtype, generator=drawn).requires_grad_() for _ in range(3)]
+
+
+def outcome(function, leaves, gradient):
+    out = function()
+    return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+
+
+def compare(found, wanted, tolerance):
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", PATTERNS)
+@pytest.mark.parametrize("shape", [(37, 150, 3, 5), (50, 12, 2, 16), (1, 0, 2, 4)])
+def test_every_plan_is_dense_masked_attention_in_float64(shape, kind, biased):
+    nodes, edges, heads, width = shape
+    known = made(nodes, edges, PATTERNS[kind])
+    q, k, v = inputs(known.tokens, heads, width)
+    bias = torch.randn(known.entries, heads, dtype=torch.float64, requires_grad=True) if biased else None
+    leaves, gradient = [q, k, v, *([bias] if biased else [])], torch.randn_like(q)
+    wanted = outcome(lambda: reference(q, k, v, known, bias), leaves, gradient)
+    for plan in PLANS:
+        compare(outcome(lambda p=plan: attention(q, k, v, known, bias=bias, plan=p), leaves, gradient), wanted, 1e-10)
+
+
+def test_the_reference_is_scaled_dot_product_attention():
+    known = made(40, 160)
+    q, k, v = inputs(40, 2, 8)
+    found = functional.scaled_dot_product_attention(
+        *(one.transpose(0, 1) for one in (q, k, v)), attn_mask=known.dense()
+    )
+    torch.testing.assert_close(reference(q, k, v, known), found.transpose(0, 1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("plan", ["edge", "block", "hybrid"])
+def test_float32_is_near_float64(plan):
+    known = made(200, 2000, Additions(virtual=1))
+    q, k, v = inputs(known.tokens, 4, 16, torch.float32)
+    gradient = torch.randn_like(q)
+    found = outcome(lambda: attention(q, k, v, known, plan=plan), [q, k, v], gradient)
+    wide = [one.detach().double().requires_grad_() for one in (q, k, v)]
+    wanted = outcome(lambda: reference(*wide, known), wide, gradient.double())
+    compare([one.double() for one in found], wanted, 1e-5)
+
+
+def test_a_full_pattern_is_full_attention_with_its_bias():
+    q, k, v = inputs(20, 2, 4)
+    bias = torch.randn(2, 20, 20, dtype=torch.float64, requires_grad=True)
+    gradient = torch.randn_like(q)
+    full = Pattern.full(20)
+    found = outcome(lambda: attention(q, k, v, full, bias=bias), [q, k, v, bias], gradient)
+    compare(found, outcome(lambda: reference(q, k, v, full, bias), [q, k, v, bias], gradient), 1e-10)
+    every = Pattern.of(CSR.from_torch(torch.ones(20, 20)))
+    compare([attention(q, k, v, every, plan="block")], [attention(q, k, v, full)], 1e-10)
+
+
+@pytest.mark.parametrize("plan", ["edge", "hybrid"])
+def test_the_order_of_the_tokens_does_not_matter(plan):
+    edges = torch.randint(0, 60, (2, 400), generator=torch.Generator().manual_seed(3))
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(4))
+    place = torch.empty_like(order)
+    place[order] = torch.arange(60)
+    q, k, v = inputs(60, 2, 8)
+    here = attention(q, k, v, pattern(edges, 60), plan=plan)
+    there = attention(q[order], k[order], v[order], pattern(place[edges], 60), plan=plan)
+    torch.testing.assert_close(there, here[order], rtol=0, atol=1e-12)
+
+
+def test_the_gradient_of_a_bias_of_minus_infinity_is_zero_and_its_entry_is_gone():
+    known = made(10, 30)
+    q, k, v = inputs(10, 2, 4)
+    bias = torch.zeros(known.entries, 2, dtype=torch.float64)
+    bias[known.matrix.rows == 3] = -torch.inf
+    bias[0] = -torch.inf
+    bias.requires_grad_()
+    for plan in ("edge", "block"):
+        out, *gradients = outcome(
+            lambda p=plan: attention(q, k, v, known, bias=bias, plan=p), [q, k, v, bias], None or q.detach()
+        )
+        assert not out[3].any()
+        assert all(bool(one.isfinite().all()) for one in gradients)
+        assert not gradients[3][0].any()
+
+
+def test_a_bias_finds_its_entries():
+    known = pattern(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3)
+    at = known.entry([0, 1], [1, 2])
+    assert known.matrix.rows[at].tolist() == [1, 2]
+    assert known.matrix.indices[at].tolist() == [0, 1]
+    with pytest.raises(UserError, match="no entry 2 -> 1"):
+        known.entry([2], [1])
+
+
+def test_counts_choose_windows_where_rows_read_the_same_columns():
+    cliques = torch.block_diag(*[torch.ones(32, 32)] * 4)
+    assert operator.by_counts(Pattern.of(CSR.from_torch(cliques))).name == "hybrid"
+    assert operator.by_counts(made(400, 4000)).name == "edge"
+    columns, entries = Pattern.of(CSR.from_torch(cliques)).dense_columns(1)
+    assert (columns, entries) == (4 * 2 * 32, 4 * 32 * 32)
+
+
+def test_windows_hold_each_entry_once():
+    known = made(70, 900, Additions(virtual=1))
+    for least in (1, 3, 6):
+        windows = known.divided(least).by_row
+        both = torch.cat([windows.entries, windows.rest_entries])
+        assert sorted(both.tolist()) == list(range(known.divided(least).rest.entries))
+
+
+def test_what_a_pattern_adds():
+    known = pattern(torch.tensor([[0], [1]]), 4, Additions(path=True, virtual=1, expander=1))
+    dense = known.dense()
+    assert dense.diagonal().all()
+    assert dense[4].all()
+    assert dense[:, 4].all()
+    assert all(dense[i, i + 1] and dense[i + 1, i] for i in range(3))
+    assert known.kinds[known.entry([0], [1])].item() == 1
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("world", "pieces"), [(1, [31]), (2, [20, 11]), (4, [9, 0, 15, 7])])
+def test_any_number_of_ranks_equals_one(world, pieces, biased):
+    known = made(30, 160, Additions(virtual=1))
+    q, k, v = inputs(31, 5, 8)  # 5 heads: uneven
+    bias = torch.randn(known.entries, 5, dtype=torch.float64) if biased else None
+    gradient = torch.randn_like(q)
+    wanted = outcome(lambda: attention(q, k, v, known, bias=bias), [q, k, v], gradient)
+
+    def one(channel):
+        rank, cut = channel.rank(), RankedAttention(known, pieces)
+        own = [one.detach().split(pieces)[rank].clone().requires_grad_() for one in (q, k, v)]
+        return outcome(lambda: cut(*own, bias=bias), own, gradient.split(pieces)[rank])
+
+    found = [torch.cat(parts) for parts in zip(*ranks(world, one), strict=True)]
+    compare(found, wanted, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda q, p: graph.attention(q, q, q[:3], p), "v is"),
+        (lambda q, p: graph.attention(q[:3], q, q, p), "tokens"),
+        (lambda q, p: graph.attention(q, q, q, p, plan="egde"), "edge"),
+        (lambda q, p: graph.attention(q, q, q, p, bias=q[:, :, 0]), "bias is"),
+        (lambda q, p: graph.attention(q.half(), q.half(), q.half(), p), "float"),
+        (lambda q, p: pattern(torch.tensor([[0], [9]]), 5), "9"),
+        (lambda q, p: pattern(torch.zeros(2, 0), 0), "at least one node"),
+        (lambda q, p: Pattern.of(CSR.from_edges([[0], [1]], (2, 3))), "square"),
+    ],
+)
+def test_bad_input_is_named(call, said):
+    with pytest.raises(UserError, match=said):
+        call(torch.randn(5, 2, 4), made(5, 9))
