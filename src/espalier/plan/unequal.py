@@ -35,7 +35,20 @@ FASTER = 1.03
 """By how much unequal pipelines must be faster than the best equal ones, which have fewer moving parts."""
 SIZES = 4
 """Sizes of a micro-batch that are tried, at most."""
-OTHER_PINS = ("dp", "sp", "hp", "cp", "pp", "window", "placement", "interleave", "algorithm", "shard", "accumulate")
+OTHER_PINS = (
+    "ranks",
+    "dp",
+    "sp",
+    "hp",
+    "cp",
+    "pp",
+    "window",
+    "placement",
+    "interleave",
+    "algorithm",
+    "shard",
+    "accumulate",
+)
 """Pins of equal layouts: with one of them only these are asked for."""
 
 
