@@ -60,7 +60,12 @@ def test_the_page_says_what_the_planner_says(title: str) -> None:
     _, _, rest = PAGE.partition(f"## {title}\n")
     shown = rest.partition("\n## ")[0].strip()
     fresh = "\n".join(advice.section(QUESTIONS[title])).partition(f"## {title}\n")[2].strip()
-    assert shown == fresh, "make docs"
+    assert without_order(shown) == without_order(fresh), "make docs"
+
+
+def without_order(text: str) -> str:
+    """`text` without the figures of a graph's order, which are not the same on every processor."""
+    return re.sub(r"holds [\d.]+% of|become [\d,]+|gain [\d.]+ is", "…", text)
 
 
 # --- text = numbers --------------------------------------------------------------------------------------------------
