@@ -60,7 +60,7 @@ bench: setup-dev
 
 docs: setup-dev
 	$(BIN)/python bench/systems.py > docs/systems.md
-	$(BIN)/python bench/advice.py > docs/advice.md
+	NPY_DISABLE_CPU_FEATURES='X86_V3 X86_V4 AVX512_ICL AVX512_SPR' $(BIN)/python bench/advice.py > docs/advice.md
 
 pictures: setup
 	$(BIN)/espalier report $(RUN)
