@@ -33,7 +33,7 @@ CLAIM = Claim(
     forbids=frozenset({"gradients are scattered", "matrices are cut", "compiles blocks"}),
     after=frozenset({"model stages"}),
 )
-"""Ranks hold unlike parameters, so that only optimizer states are sharded beside them (`shard.ragged`)."""
+"""Ranks hold unlike parameters, so that only optimizer states are sharded beside them (`shard.layer_holders`)."""
 
 
 class ExpertParallel(Filled):

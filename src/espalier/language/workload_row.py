@@ -21,8 +21,8 @@ from espalier.language import generate, gguf_export, gpt, hf, moe, text_sources,
 from espalier.language.decoder_workload import DecoderWorkload, embeddings, new_model
 from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer, open_tokenizer
+from espalier.language.tune import chat_recipe as tuning
 from espalier.language.tune import dpo, peft
-from espalier.language.tune import opening as tuning
 from espalier.language.tune import workload as tuned
 from espalier.language.tune.workload import TuneWorkload, adapted
 from espalier.language.workload import LanguageWorkload, freeze, open_language, thaw

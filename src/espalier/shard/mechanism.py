@@ -10,7 +10,7 @@ from espalier.mechanism import Build, Mechanism
 from espalier.shard import cost as priced
 from espalier.shard import placement_plan as spreading
 from espalier.shard.amsp import Amsp
-from espalier.shard.ragged import RaggedStates
+from espalier.shard.layer_holders import RaggedStates
 
 if TYPE_CHECKING:
     from espalier.config import Recipe

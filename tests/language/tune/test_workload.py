@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from espalier import config
 from espalier.language import gpt, hf
 from espalier.language.tune import workload as tuning
-from espalier.language.tune.opening import before
+from espalier.language.tune.chat_recipe import before
 from espalier.language.tune.workload import TuneWorkload
 from espalier.workload import Shard
 
