@@ -84,11 +84,17 @@ CONSTANT = "train.schedule.kind=constant"
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    [("lora", "rank = 2"), pytest.param("full", "", marks=SLOW), pytest.param("dpo", "rank = 2", marks=SLOW)],
+    [
+        ("lora", "rank = 2"),
+        pytest.param("full", "", marks=SLOW),
+        pytest.param("dpo", "rank = 2", marks=SLOW),
+        pytest.param("dpo", "rank = 0", marks=SLOW),
+    ],
 )
 def test_a_stopped_run_goes_on_to_the_same_bits_and_works_elsewhere(
     home: Path, tmp_path: Path, kind: str, more: str
 ) -> None:
+    shutil.rmtree(home / "runs" / kind, ignore_errors=True)
     recipe(home, kind, kind, more)
     said = ran(home, "train", f"{kind}.toml", CONSTANT)
     assert ("1 conversations are left out" in said) == (kind != "dpo")

@@ -34,7 +34,7 @@ def stirred(model: gpt.GPT) -> gpt.GPT:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
     return model
 
 
@@ -126,3 +126,27 @@ def test_codes_are_within_half_a_scale_and_multiply_as_the_matrix_they_stand_for
     assert torch.equal(answer, F.linear(x, again))
     answer.square().sum().backward()
     torch.testing.assert_close(x.grad, 2 * answer.detach() @ again)
+
+
+def test_at_full_rank_a_whole_decoder_s_first_step_is_that_of_full_fine_tuning(
+    opened: Callable[..., TuneWorkload],
+) -> None:
+    """Of every matrix that reads the residual stream (width 32): orthogonal A, alpha = rank, plain descent."""
+    targets = ("query", "key", "value", "out", "gate", "up")
+    adapted = model_of(opened(config.Lora(rank=32, alpha=32.0, targets=targets)), torch.float64)
+    whole = model_of(opened(config.Full()), torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    for layer in lora.layers(adapted).values():
+        drawn = torch.randn(32, 32, dtype=torch.float64, generator=generator)
+        layer.lora_a.data = torch.linalg.qr(drawn)[0]
+    for model in (whole, adapted):
+        model.loss_sum(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
+    expected = {name: one.grad for name, one in whole.named_parameters()}
+    layers = lora.layers(adapted)
+    assert len(layers) == 2 * len(targets)
+    for name, layer in layers.items():
+        assert layer.lora_b.grad is not None
+        torch.testing.assert_close(layer.lora_b.grad @ layer.lora_a, expected[f"{name}.weight"], rtol=1e-6, atol=1e-9)
+    with torch.no_grad():
+        logits = stirred(adapted)(TOKENS)
+        torch.testing.assert_close(plain(adapted)(TOKENS), logits, rtol=1e-9, atol=1e-9)

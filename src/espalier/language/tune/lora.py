@@ -40,7 +40,8 @@ class LoraLinear(nn.Linear):
         self.weight = inner.weight
         self.weight.requires_grad_(False)
         self.register_parameter("bias", None)
-        place: dict[str, Any] = {"device": inner.weight.device, "dtype": torch.float32}
+        wide = torch.promote_types(inner.weight.dtype, torch.float32)
+        place: dict[str, Any] = {"device": inner.weight.device, "dtype": wide}
         self.lora_a = nn.Parameter(torch.empty(options.rank, self.in_features, **place))
         self.lora_b = nn.Parameter(torch.zeros(self.out_features, options.rank, **place))
         self.magnitude = nn.Parameter(torch.empty(self.out_features, **place)) if options.dora else None
