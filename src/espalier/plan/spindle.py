@@ -1,0 +1,271 @@
+"""Spindle: several tasks and towers trained in waves on changing groups of devices. Pure; no torch.
+
+After Spindle (arXiv 2409.03365, ASPLOS 2025), which contracts the operators of a step to MetaOps, gives each of them
+devices level by level, and executes the result in waves. Where we deviate:
+
+- Up to twelve MetaOps a linear program over configurations finds the allocation, with a repair to whole operators; the
+  paper's greedy wavefront is the default beyond, and the plan never is slower than that or than a static partition.
+- A MetaOp that nobody waits for may run in any later level, so that levels are better filled.
+- A wave is no barrier: a slice starts when its devices are free and its inputs are there (`simulate`).
+- `static` and `sequential` are the plain forms: one group of devices for some tasks each, all devices for one after the
+  other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal
+
+from espalier.errors import UserError
+from espalier.plan.metaops import EPSILON, MetaOp, Span, components, spans
+from espalier.plan.wave_placement import Devices, place_waves, reshard
+from espalier.plan.wave_solver import Share, Slice, Wave, allocate, greedy, repair, solve_program
+from espalier.records import Record
+
+RECORD = Record(
+    name="spindle",
+    title="Spindle: several tasks and towers trained in waves on changing groups of devices",
+    aliases=("multi-task waves",),
+    paper="ASPLOS 2025, arXiv 2409.03365",
+    question="Who does what?",
+    files=("plan/spindle.py", "plan/metaops.py", "plan/wave_solver.py", "plan/wave_placement.py"),
+    chosen="a recipe with several tasks or towers whose sizes differ, on more devices than the small ones can use",
+    cost="T_m(n) = a + b/n per tower and group size, fitted to measurements; per level the towers end together at C* "
+    "with sum of n = N; step = sum of the waves + re-sharding between them",
+    law="any plan of waves gives the loss and gradients of running the tasks one after the other",
+    state="partly",
+    remark="espalier.plan.waves plans the waves of a step; missing: recipes with several towers, and the execution of "
+    "waves over ranks",
+)
+
+Method = Literal["program", "greedy", "static", "sequential"]
+PROGRAM = 12
+"""MetaOps up to which the linear program is the default."""
+PARTITIONS = 5
+"""Tasks up to which every way to put them into groups is tried for a static partition."""
+
+
+@dataclass(frozen=True)
+class WavePlan:
+    """Waves of a step.
+
+    Attributes:
+        waves: slices with their devices. Operators of a MetaOp are in order over the waves.
+        seconds: of the step, from the first slice to the last.
+        method: which solver's waves these are.
+        ideal: sum over levels of the continuous optimum, where devices and operators could be divided.
+        fractional: what the linear program takes with operators that can be divided; 0 where it was not asked.
+        compared: seconds of each method's waves that were considered.
+        held: bytes on each device.
+        spans: of each slice, in the order of `waves`, when it starts and ends.
+    """
+
+    waves: tuple[Wave, ...]
+    seconds: float
+    method: Method
+    ideal: float
+    fractional: float = 0.0
+    compared: Mapping[str, float] = field(default_factory=dict)
+    held: tuple[float, ...] = ()
+    spans: tuple[tuple[float, float], ...] = ()
+
+
+def waves(metaops: Sequence[MetaOp], devices: int | Devices, method: Method | None = None) -> WavePlan:
+    """The waves of a step of several tasks and towers. Pure: the same input gives the same plan.
+
+    Args:
+        metaops: see `MetaOp`; `contract` makes them of single operators.
+        devices: how many, or `Devices` with their nodes, memory and links.
+        method: `program` (linear program and repair, default up to 12 MetaOps), `greedy` (wavefront, default beyond),
+            `static` (the best partition of the devices among tasks), `sequential` (all devices for each in turn). Those
+            that stand later are considered with each, and the fastest is returned.
+
+    Raises:
+        UserError: a MetaOp has no operators or no valid number of devices, MetaOps need one another in a circle, there
+            are no devices, or no plan fits into their memory.
+    """
+    devices = Devices((0,) * devices) if isinstance(devices, int) else devices
+    _check(metaops, devices)
+    span, count = spans(metaops), len(devices.nodes)
+    order: tuple[Method, ...] = ("program", "greedy", "static", "sequential")
+    chosen: Method = method or ("program" if len(metaops) <= PROGRAM else "greedy")
+    levels = [[one for one in metaops if span[one.name].first == level] for level in _levels(span)]
+    wavefront = [(level, wave) for level, own in enumerate(levels) for wave in greedy(own, count)]
+    fractional, best, compared = 0.0, None, dict[str, float]()
+    fewest = math.inf
+    for name in order[order.index(chosen) :]:
+        if name == "program":
+            seeds = [(level, {one: size for one, size, _ in wave}) for level, wave in wavefront]
+            program = solve_program(metaops, span, count, seeds)
+            fractional, shares = program.seconds, repair(metaops, span, count, program)
+        elif name == "greedy":
+            shares = [wave for _, wave in wavefront]
+        for candidate in _candidates(metaops, devices, name, shares if name in order[:2] else []):
+            placed = place_waves(metaops, candidate, devices)
+            fewest = min(fewest, placed.most)
+            if placed.most > devices.memory:
+                continue
+            timed = simulate(metaops, placed.waves, devices)
+            seconds = max((end for _, end in timed), default=0.0)
+            compared[name] = min(seconds, compared.get(name, math.inf))
+            if best is None or seconds < best.seconds * (1 - EPSILON):
+                best = WavePlan(placed.waves, seconds, name, 0.0, held=placed.bytes, spans=tuple(timed))
+    if best is None:
+        raise UserError(
+            f"No waves fit into {devices.memory:.3g} bytes per device: the least that a plan needs is {fewest:.3g}.",
+            do="smaller batches of the tasks, or more devices",
+        )
+    ideal = sum(allocate(level, count).seconds for level in levels)
+    return WavePlan(best.waves, best.seconds, best.method, ideal, fractional, compared, best.held, best.spans)
+
+
+def _check(metaops: Sequence[MetaOp], devices: Devices) -> None:
+    if not metaops or not devices.nodes:
+        raise UserError("Waves need MetaOps and devices.", do="waves([MetaOp(...), ...], devices=2)")
+    for one in metaops:
+        if one.operators < 1 or not one.seconds or min(one.seconds.values()) <= 0:
+            raise UserError(
+                f"The MetaOp {one.name!r} has {one.operators} operators and seconds {dict(one.seconds)}.",
+                do="at least one operator, and positive seconds for at least one number of devices",
+            )
+        if min(one.seconds) < 1 or min(one.seconds) > len(devices.nodes):
+            raise UserError(
+                f"The MetaOp {one.name!r} runs on {min(one.seconds)} devices at least; there are {len(devices.nodes)}.",
+                do="its seconds for fewer devices",
+            )
+
+
+def _levels(span: Mapping[str, Span]) -> range:
+    return range(1 + max(one.first for one in span.values()))
+
+
+def simulate(metaops: Sequence[MetaOp], planned: Sequence[Wave], devices: Devices) -> list[tuple[float, float]]:
+    """When each slice starts and ends. A slice waits for its devices, for the operators before its own, for what its
+    MetaOp needs, and for the activations that come from other devices."""
+    by_name = {one.name: one for one in metaops}
+    free = [0.0] * len(devices.nodes)
+    done: dict[str, tuple[float, tuple[int, ...]]] = {}
+    found = []
+    for one in (slice_ for wave in planned for slice_ in wave):
+        metaop = by_name[one.metaop]
+        sources = [one.metaop] if one.first else list(metaop.needs)
+        ready = max((free[device] for device in one.devices), default=0.0)
+        for name in sources:
+            ended, where = done[name]
+            ready = max(ready, ended + reshard(by_name[name].output, where, one.devices, devices))
+        end = ready + metaop.curve.within(one.size)[1] * one.operators
+        for device in one.devices:
+            free[device] = end
+        done[one.metaop] = (end, one.devices)
+        found.append((ready, end))
+    return found
+
+
+def _candidates(
+    metaops: Sequence[MetaOp], devices: Devices, method: Method, shares: Sequence[Sequence[Share]]
+) -> Iterator[list[Wave]]:
+    """Waves of one method."""
+    count = len(devices.nodes)
+    if method == "sequential":
+        yield _static_waves([components(metaops)], [tuple(range(count))])
+    elif method == "static":
+        yield from _static(metaops, count)
+    else:
+        yield _numbered(shares)
+
+
+def _numbered(shares: Sequence[Sequence[Share]]) -> list[Wave]:
+    """Slices whose operators follow one another."""
+    at: dict[str, int] = {}
+    found: list[Wave] = []
+    for wave in shares:
+        made = []
+        for name, size, operators in wave:
+            made.append(Slice(name, at.get(name, 0), operators, size))
+            at[name] = at.get(name, 0) + operators
+        found.append(tuple(made))
+    return found
+
+
+# --- plain forms ---------------------------------------------------------------------------------------------------
+
+
+def _static(metaops: Sequence[MetaOp], count: int) -> Iterator[list[Wave]]:
+    """The best partition of the devices into fixed groups, each for some of the tasks one after the other."""
+    tasks = components(metaops)
+    best: tuple[float, list[list[int]], list[int]] | None = None
+    for groups in _groupings(tasks, count):
+        sizes = _group_sizes([[tasks[k] for k in group] for group in groups], count)
+        if sizes is None:
+            continue
+        seconds = max(_alone([tasks[k] for k in group], size) for group, size in zip(groups, sizes, strict=True))
+        if best is None or seconds < best[0] * (1 - EPSILON):
+            best = (seconds, groups, sizes)
+    if best is not None:
+        ends = [sum(best[2][: k + 1]) for k in range(len(best[2]))]
+        ranks = [tuple(range(end - size, end)) for end, size in zip(ends, best[2], strict=True)]
+        yield _static_waves([[tasks[k] for k in group] for group in best[1]], ranks)
+
+
+def _alone(tasks: Sequence[Sequence[MetaOp]], size: int) -> float:
+    """Seconds of tasks one after the other on a group."""
+    return sum(one.operators * one.curve.within(size)[1] for task in tasks for one in task)
+
+
+def _groupings(tasks: Sequence[Sequence[MetaOp]], count: int) -> Iterator[list[list[int]]]:
+    """Ways to put tasks into groups: all of them where tasks are few, else the longest tasks first into the group with
+    the least work, for each number of groups."""
+    if len(tasks) <= PARTITIONS:
+        yield from islice(_set_partitions(list(range(len(tasks)))), 1000)
+        return
+    work = [sum(one.operators * one.curve(1) for one in task) for task in tasks]
+    for groups in range(1, min(len(tasks), count) + 1):
+        loads, found = [0.0] * groups, [list[int]() for _ in range(groups)]
+        for k in sorted(range(len(tasks)), key=lambda one: -work[one]):
+            least = loads.index(min(loads))
+            found[least].append(k)
+            loads[least] += work[k]
+        yield found
+
+
+def _set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    if not items:
+        yield []
+        return
+    for rest in _set_partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for k, group in enumerate(rest):
+            yield [*rest[:k], [items[0], *group], *rest[k + 1 :]]
+
+
+def _group_sizes(groups: Sequence[Sequence[Sequence[MetaOp]]], count: int) -> list[int] | None:
+    """Devices of each group, so that the slowest is fastest: each the fewest that will do, then the slowest gets
+    more as long as it gains."""
+    sizes = [max(min(one.curve.sizes) for task in group for one in task) for group in groups]
+    if sum(sizes) > count:
+        return None
+    while True:
+        times = [_alone(group, size) for group, size in zip(groups, sizes, strict=True)]
+        slowest, free = times.index(max(times)), count - sum(sizes)
+        better = (sizes[slowest] + more for more in range(1, free + 1))
+        larger = next((size for size in better if _alone(groups[slowest], size) < times[slowest]), None)
+        if larger is None:
+            return sizes
+        sizes[slowest] = larger
+
+
+def _static_waves(groups: Sequence[Sequence[Sequence[MetaOp]]], ranks: Sequence[tuple[int, ...]]) -> list[Wave]:
+    """Wave number k holds the k-th MetaOp of each group."""
+    chains = [[one for task in group for one in task] for group in groups]
+    found: list[Wave] = []
+    for k in range(max(map(len, chains))):
+        wave = []
+        for chain, own in zip(chains, ranks, strict=True):
+            if k < len(chain):
+                size = chain[k].curve.within(len(own))[0]
+                wave.append(Slice(chain[k].name, 0, chain[k].operators, size, own[:size]))
+        found.append(tuple(wave))
+    return found
