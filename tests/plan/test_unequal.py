@@ -75,6 +75,62 @@ def test_equal_devices_are_planned_as_before() -> None:
     assert decide(asked("equal"), processors((4e10, GIB), (1e10, GIB)), DATASHEET).taken.planner == "search"
 
 
+def cards(tied: bool = False) -> tuple[Request, Cluster]:
+    """LLaMA-7B on cards of three kinds."""
+    model = {"depth": 32, "width": 4096, "heads": 32, "feed_forward": 11008, "vocabulary": 32000, "tied": tied}
+    train = {"sequence": 4096, "batch_tokens": 24 * 4096, "precision": "bf16", "optimizer": {"kind": "adamw"}}
+    pin = {"pipelines": "unequal", "micro_batch": 1}
+    table = {"model": model, "data": {"path": "python:stdlib"}, "train": train, "plan": {"pin": pin}}
+    there = clusters.loads("""
+nodes = [
+    { device = "A100-80GB", devices = 3 },
+    { device = "RTX 4090", devices = 3 },
+    { device = "RTX 3090", devices = 2 },
+]
+links = { between = "10Gbit/s" }
+""")
+    return request_from_recipe.of_recipe(defaults.resolve(recipe_file.from_table(table))[0]), there
+
+
+def test_stages_of_one_pipeline_share_matrices_over_unequal_numbers_of_devices() -> None:
+    request, there = cards()
+    made = unequal.best(request, there)
+    assert made is not None
+    plan = plans.check(unequal.plan_of(*made), 24)
+    assert {one.tensor for one in plan.stages} == {1, 2}
+    for layer in range(32):  # in every pipeline alike
+        held = {one.tensor for one in plan.stages if one.layers[0] <= layer < one.layers[1]}
+        assert len(held) == 1
+    alike = [
+        unequal.flashflex.place(costs.classes, costs).seconds for costs in (unequal.EngineCosts(request, there, 1),)
+    ]
+    assert made[1].seconds < min(alike)
+
+
+def test_pipelines_that_cut_a_layer_differently_cost_what_cannot_be_run() -> None:
+    request, there = cards()
+    costs = unequal.EngineCosts(request, there, 1, (1, 2), "block")
+    search = unequal.flashflex.Search(costs.classes, costs)
+    wide, narrow = ([unequal.Group(0, 2), unequal.Group(1)], [unequal.Group(kind) for kind in (0, 1, 1, 2, 2)])
+    made = [search.in_order(one, 10.0) for one in (wide, narrow)]
+    assert costs.sync([one for one in made if one is not None]) == float("inf")
+    tied, _ = cards(tied=True)
+    assert all(len(one) == 1 for one in unequal._degrees(tied, there)), "what two stages share is cut alike in both"
+
+
+def test_where_equal_pipelines_do_not_fit_the_refusal_says_that_unequal_ones_do() -> None:
+    small = processors((4e10, 330 * 2**20), (1e10, 260 * 2**20))
+    assert decide(asked(None), small, DATASHEET).taken.planner == "flashflex"
+    with pytest.raises(UserError, match="does not fit") as caught:
+        decide(asked("equal"), small, DATASHEET).taken  # noqa: B018
+    assert caught.value.do.startswith('plan.pin.pipelines="unequal" (')
+
+
+def test_asked_for_in_vain_is_told() -> None:
+    plan = decide(asked("unequal"), processors((4e10, GIB)), DATASHEET).taken
+    assert any("Unequal pipelines are not possible here" in why for why in plan.why)
+
+
 def test_no_plan_holds_more_than_its_devices_may() -> None:
     """200 random clusters, some of which are too small for any plan."""
     draw, made = random.Random(3), 0
@@ -91,7 +147,7 @@ def test_no_plan_holds_more_than_its_devices_may() -> None:
         for one in layout.pipelines:
             for number, stage in enumerate(one.stages):
                 slot = unequal.Slot(number, len(one.stages))
-                held, limit = costs.held(stage.group.kind, slot, stage.layers)
+                held, limit = costs.held(stage.group, slot, stage.layers)
                 assert float(sum(held.values())) <= limit
     assert 50 < made < 200
 

@@ -103,6 +103,23 @@ def test_more_stages_than_layers_are_refused(folder: Path) -> None:
         train(recipe_of(folder), ragged([((1, 2, 3, 4, 5), 4), ((4,), 4)]))
 
 
+def test_stages_share_matrices_over_unequal_numbers_of_ranks(folder: Path) -> None:
+    """Layers 0 and 1 over two ranks in both pipelines, 2 and 3 on one; in the second pipeline on one each."""
+    ends, stages, ranks = [(2, 4), (2, 3, 4)], [], []
+    for number, (pipeline, share) in enumerate(zip(ends, [(0, 5), (5, 8)], strict=True)):
+        for layers in itertools.pairwise((0, *pipeline)):
+            wide = 2 if layers == (0, 2) else 1
+            held = tuple(range(len(ranks), len(ranks) + wide))
+            stages.append(plans.Stage(pipeline=number, ranks=held, layers=layers, tensor=wide))
+            ranks += [plans.Rank(share=share)] * wide
+    plan = plans.Plan(ranks=tuple(ranks), stages=tuple(stages), precision="fp64", algorithm="megatron")
+    recipe = recipe_of(folder, {"tied": False})
+    one = train(recipe, plans.Plan(ranks=(plans.Rank(share=(0, 8)),), precision="fp64"))[0]
+    found = train(recipe, plans.check(plan, 8))
+    assert found[0].losses == pytest.approx(one.losses, rel=1e-10)
+    assert found[-1].norms == pytest.approx(one.norms, rel=1e-10)
+
+
 def test_matrices_that_pipelines_cut_differently_are_refused(folder: Path) -> None:
     plan = ragged([((2, 4), 5), ((4,), 3)])
     ranks = (*plan.ranks, plans.Rank(share=(5, 8)))

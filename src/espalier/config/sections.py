@@ -228,7 +228,7 @@ class Pin(Options, frozen=True):
     recompute: Recompute | None = None
     offload: Literal["none", "host", "disk", "node"] | None = None
     roles: tuple[Literal["aggregator", "standby"], ...] | None = None
-    pipelines: Literal["equal", "unequal"] | None = None
+    pipelines: str | None = None
 
 
 class Planning(Options, frozen=True):

@@ -24,6 +24,7 @@ from espalier.plan import (
     co2,
     codecs,
     explain,
+    flashflex_json,
     memory_model,
     pins,
     plan_summary,
@@ -254,22 +255,31 @@ def _every_step(
 
 
 def _or_unequal(found: PlanDecision, calibration: Calibration) -> PlanDecision:
-    """Pipelines of unequal depth instead, where devices differ and these are faster, or the only ones that fit."""
+    """Pipelines of unequal depth instead, where devices differ and these are faster, or the only ones that fit; or
+    those of a file."""
     request, cluster = replace(found.request, factors=calibration.factors), found.cluster
-    if unequal.asked(request, cluster):
-        return found
-    made = unequal.best(request, cluster)
-    if made is None:
-        return found
-    plan, wanted = unequal.plan_of(*made), request.pin.pipelines == "unequal"
+    asked = request.pin.pipelines or "unless slower"
+    if asked not in ("unless slower", "equal", "unequal"):
+        made = flashflex_json.layout(flashflex_json.read(asked), request, cluster, asked)
+        return _taken(found, unequal.plan_of(*made), (f"The pipelines are those of {asked}.",))
+    wanted, why_not = asked == "unequal", unequal.asked(request, cluster)
+    best = None if why_not else unequal.best(request, cluster)
+    if best is None:
+        told = f"Unequal pipelines are not possible here: {why_not or 'none of them fits'}."
+        return _taken(found, found.plan, (told,)) if wanted and found.fits else found
+    plan = unequal.plan_of(*best)
     refused = None if request.refuses is None else request.refuses(plan)
     equal = found.plan.predicted.step_seconds if found.fits and found.plan.predicted is not None else None
-    slower = equal is not None and made[1].seconds * unequal.FASTER > equal
+    slower = equal is not None and best[1].seconds * unequal.FASTER > equal
     if refused is not None or (slower and not wanted):
         return found
-    beside = "" if equal is None else f" With the best equal layout a step takes {units.show_seconds(equal)}."
-    why = (*plan.why[:1], *((beside.strip(),) if beside else ()), *plan.why[1:], *request.remarks)
+    beside = "" if equal is None else f"With the best equal layout a step takes {units.show_seconds(equal)}."
+    why = (*plan.why[:1], *((beside,) if beside else ()), *plan.why[1:], *request.remarks)
     return replace(found, plan=msgspec.structs.replace(plan, why=why), fits=True)
+
+
+def _taken(found: PlanDecision, plan: Plan, told: tuple[str, ...]) -> PlanDecision:
+    return replace(found, plan=msgspec.structs.replace(plan, why=(*told, *plan.why)), fits=True)
 
 
 def _searched(request: Request, cluster: Cluster, calibration: Calibration, trials: Trials | None) -> PlanDecision:

@@ -40,15 +40,22 @@ RECORD = Record(
     aliases=("hexiscale", "flash-flex"),
     paper="arXiv 2409.01143",
     question="Who does what?",
-    files=("plan/flashflex.py", "plan/pipeline_solver.py", "plan/unequal.py", "shard/layer_holders.py"),
+    files=(
+        "plan/flashflex.py",
+        "plan/flashflex_json.py",
+        "plan/pipeline_solver.py",
+        "plan/unequal.py",
+        "shard/layer_holders.py",
+    ),
     chosen="devices or links of a job differ enough that equal shares leave the fast ones waiting",
     cost="pipeline of S stages and n micro-batches: sum of stage times + (n-1)*slowest stage, transfers between stages "
     "in them; step = slowest pipeline + gradient exchange per layer between its holders",
     law="layers and shares are those of brute force; gradients weighted by samples equal those of one device",
     law_test="tests/stages/test_flashflex.py::test_unequal_pipelines_train_as_one_rank_does",
     state="partly",
-    remark="recipes are planned and trained with unequal pipelines; missing: unequal tensor degrees of one layer, "
-    "planning anew when a device is lost or slow, the import of FlashFlex's JSON, and a measured comparison",
+    remark="recipes are planned and trained with unequal pipelines, also those of FlashFlex's JSON, whose stages may "
+    "have unequal tensor degrees; missing: unequal tensor degrees of one layer in two pipelines, planning anew when a "
+    "device is lost or slow, and a measured comparison",
 )
 
 TENSOR = (1, 2, 4, 8)
@@ -170,18 +177,9 @@ class Search:
 
     def in_order(self, order: Sequence[Group], weight: float) -> SolvedPipeline | None:
         """The pipeline of stages in this order, with the best layers."""
-        costs, last = self.costs, len(order) - 1
-        rates = []
-        for number, group in enumerate(order):
-            slot = Slot(number, len(order))
-            extra = costs.extra(group, slot) + (costs.send(group, order[number + 1]) if number < last else 0.0)
-            rates.append(StageRate(costs.layer(group), extra, costs.most_layers(group, slot)))
-        layers = solve_layers(costs.layers, rates, weight)
-        if layers is None:
-            return None
-        seconds = [one.extra + n * one.layer for one, n in zip(rates, layers, strict=True)]
-        stages = tuple(SolvedStage(*one) for one in zip(order, layers, seconds, strict=True))
-        return SolvedPipeline(stages, *costs.profile(seconds))
+        rates = stage_rates(order, self.costs)
+        layers = solve_layers(self.costs.layers, rates, weight)
+        return None if layers is None else pipeline_of(order, layers, rates, self.costs)
 
     def _by_links(self, groups: Sequence[Group]) -> tuple[Group, ...]:
         """Stages machine by machine, the machines along the path whose slowest hand-over is fastest."""
@@ -213,6 +211,8 @@ class Search:
         sync = self.costs.sync(pipelines)
         unused = {kind: there - count for kind, (there, count) in enumerate(zip(self.counts, used, strict=True))}
         seconds = self.costs.step(max(one.seconds for one in pipelines), sync)
+        if math.isinf(seconds):
+            return None
         return UnequalLayout(pipelines, seconds, sync, {kind: count for kind, count in unused.items() if count})
 
     @cached_property
@@ -245,7 +245,7 @@ class Search:
 
     def _polished(self, layout: UnequalLayout) -> UnequalLayout:
         """The layout with layers and orders for the micro-batches that its pipelines turned out to have."""
-        better = []
+        better: list[SolvedPipeline] = []
         for one in layout.pipelines:
             groups = [stage.group for stage in one.stages]
             weight = max(1.0, one.micro_batches - 1)
@@ -347,6 +347,25 @@ class Search:
                         yield [*rest, _less(parts[n], kind, count), _only(parts[n], [kind])]
             elif any(spare):
                 yield [*at, spare]
+
+
+def stage_rates(order: Sequence[Group], costs: StageCosts) -> list[StageRate]:
+    """What is known of each stage of a pipeline of these groups."""
+    rates, last = [], len(order) - 1
+    for number, group in enumerate(order):
+        slot = Slot(number, len(order))
+        extra = costs.extra(group, slot) + (costs.send(group, order[number + 1]) if number < last else 0.0)
+        rates.append(StageRate(costs.layer(group), extra, costs.most_layers(group, slot)))
+    return rates
+
+
+def pipeline_of(
+    order: Sequence[Group], layers: Sequence[int], rates: Sequence[StageRate], costs: StageCosts
+) -> SolvedPipeline:
+    """The pipeline of stages in this order with these layers."""
+    seconds = [one.extra + n * one.layer for one, n in zip(rates, layers, strict=True)]
+    stages = tuple(SolvedStage(*one) for one in zip(order, layers, seconds, strict=True))
+    return SolvedPipeline(stages, *costs.profile(seconds))
 
 
 def _faster(one: SolvedPipeline | None, other: SolvedPipeline | None, weight: float) -> SolvedPipeline | None:

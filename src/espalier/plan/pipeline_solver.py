@@ -73,7 +73,7 @@ class StageCosts(Protocol):
         """(fixed, each): a pipeline of stages that take so many seconds takes `fixed + micro-batches * each`."""
 
     def sync(self, pipelines: Sequence[SolvedPipeline]) -> float:
-        """Seconds of summing gradients layer by layer, and of the optimizer."""
+        """Seconds of summing gradients layer by layer, and of the optimizer; infinite: these cannot run together."""
 
     def step(self, pipelines: float, sync: float) -> float:
         """Seconds of a step, of its slowest pipeline's and those of `sync`."""

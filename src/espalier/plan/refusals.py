@@ -15,7 +15,7 @@ from espalier import units
 from espalier.cluster import Cluster
 from espalier.config import EveryStep, Pin
 from espalier.errors import UserError
-from espalier.plan import collective_time, memory_model, offload, pins, precision, search
+from espalier.plan import collective_time, memory_model, offload, pins, precision, search, unequal
 from espalier.plan.base import RESIDENT
 from espalier.plan.collective_time import gpus, seats
 from espalier.plan.cost_inputs import CostInputs
@@ -99,7 +99,7 @@ def of_rounds(error: DoesNotFit, request: Request, cluster: Cluster) -> DoesNotF
 def _no_layout(request: Request, cluster: Cluster) -> UserError:
     """The error when pins and demands leave no layout: which one it is, and the nearest value that leaves some."""
     for name, value in pins.given(request.pin):
-        if name in ("threads", "prefetch", "offload"):
+        if name in ("threads", "prefetch", "offload", "pipelines"):
             continue
         others = search.search(replace(request, pin=_without(request.pin, name)), cluster)
         there = sorted({_value(option.layout, name) for option in others.options})
@@ -160,6 +160,7 @@ def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
     """Changes after which a plan fits, the cheapest first; each was planned. Last what only money helps with."""
     changes = [*_on_host(request, cluster), *_lifted(request), *_held_less(request, cluster)]
     told = [f"{words} ({cost})" for words, change in changes if (cost := _planned(change(request), cluster))]
+    told = [*_unequal(request, cluster), *told]
     told = [*_room_on_disk(request, cluster), *(told or _together(request, cluster))]
     if more := _more_devices(request, cluster):
         told.append(more)
@@ -168,6 +169,17 @@ def cures(request: Request, cluster: Cluster, nearest: Option) -> list[str]:
     if not told or request.memory is None:
         told.append(f"devices with {units.show_size(enough)} of memory or a smaller model")
     return told
+
+
+def _unequal(request: Request, cluster: Cluster) -> Iterator[str]:
+    """Pipelines of unequal depth, where devices differ and the recipe keeps them out."""
+    asked = replace(request, pin=Pin(pipelines="unequal"))
+    if cluster.same_speed or not unequal.asked(request, cluster) or unequal.asked(asked, cluster):
+        return
+    if (made := unequal.best(asked, cluster)) is not None:
+        others = [name for name, _ in pins.given(request.pin) if name != "pipelines"]
+        out = f" and leave {', '.join(f'plan.pin.{name}' for name in others)} out" if others else ""
+        yield f'plan.pin.pipelines="unequal"{out} ({units.show_seconds(made[1].seconds)} a step)'
 
 
 def _room_on_disk(request: Request, cluster: Cluster) -> Iterator[str]:

@@ -1,15 +1,16 @@
 """Unequal pipelines for unequal devices: FlashFlex's search (`plan.flashflex`) with the planner's costs, as a plan. No
 torch.
 
-Seconds of a layer, of an exchange and bytes held are those of any plan, for each kind of device. Every stage of a plan
-has as many ranks to a matrix, since gradients are summed over ranks that hold the same part of it. Sums of gradients
-count in full, as nothing is known of what hides them.
+Seconds of a layer, of an exchange and bytes held are those of any plan, for each kind of device. Stages may have
+unequal numbers of ranks to a matrix; a layer has as many in every pipeline, since gradients are summed over ranks that
+hold the same part of it. Sums of gradients count in full, as nothing is known of what hides them.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -75,10 +76,13 @@ class EngineCosts:
     was priced so far.
 
     Args:
-        size: samples of a micro-batch; tensor: ranks to a matrix, in every stage.
+        size: samples of a micro-batch.
+        tensor: degrees that stages may have.
     """
 
-    def __init__(self, request: Request, cluster: Cluster, size: int, tensor: int = 1, recompute: str = "none") -> None:
+    def __init__(
+        self, request: Request, cluster: Cluster, size: int, tensor: Sequence[int] = (1,), recompute: str = "none"
+    ) -> None:
         self.request, self.cluster, self.size, self.tensor, self.recompute = request, cluster, size, tensor, recompute
         self.layers, self.micro_batches = request.layers, request.global_batch // size
         self.places: list[list[Place]] = []
@@ -92,32 +96,33 @@ class EngineCosts:
         self.classes = [
             DeviceClass(_name(places[0], cluster.machines), places[0].node, len(places)) for places in self.places
         ]
-        self._layers: dict[int, tuple[float, float]] = {}
-        self._most: dict[tuple[int, bool, bool, int], int] = {}
+        self._layers: dict[Group, tuple[float, float]] = {}
+        self._most: dict[tuple[Group, bool, bool, int], int] = {}
         self._links: dict[frozenset[int], Link] = {}
-        self._steps: dict[tuple[int, bool, bool, int], float] = {}
+        self._steps: dict[tuple[Group, bool, bool, int], float] = {}
 
     def degrees(self, kind: int) -> Sequence[int]:
         """See `StageCosts.degrees`."""
-        return (self.tensor,) if self.tensor <= self.classes[kind].devices else ()
+        return tuple(one for one in self.tensor if one <= self.classes[kind].devices)
 
-    def inputs(self, kind: int, pp: int = 2, layers: Number = 1, outside: float = 0.0) -> StageInputs:
-        """What is priced of a stage on a class."""
+    def inputs(self, group: Group, pp: int = 2, layers: Number = 1, outside: float = 0.0) -> StageInputs:
+        """What is priced of a stage on a group."""
+        kind, tensor = group
         table = self.places[kind][0].table
         threads = self.threads(kind)
-        alone = msgspec.structs.replace(table, count=1, devices=max(1, self.tensor), name="")
-        on = collective_time.fleet(Cluster(nodes=(alone,)), self.tensor, threads)
+        alone = msgspec.structs.replace(table, count=1, devices=tensor, name="")
+        on = collective_time.fleet(Cluster(nodes=(alone,)), tensor, threads)
         use = replace(on.kinds[0].setting, processes=1) if table.device.kind == "cpu" else on.kinds[0].setting
         layouts = Layouts(
-            algorithm="megatron" if self.tensor > 1 else "data",
+            algorithm="megatron" if tensor > 1 else "data",
             recompute=self.recompute,
-            tp=self.tensor,
+            tp=tensor,
             pp=pp,
             micro_batch=self.size,
             threads=threads,
         )
         on = replace(on, factors=self.request.factors)
-        return StageInputs(self.request, on, DeviceGroup(table, use, self.tensor), layouts, 1.0, layers, outside)
+        return StageInputs(self.request, on, DeviceGroup(table, use, tensor), layouts, 1.0, layers, outside)
 
     def threads(self, kind: int) -> int:
         """Of each rank: all cores of a processor."""
@@ -125,32 +130,31 @@ class EngineCosts:
         cores = table.cores if table.device.kind == "cpu" else table.cores // table.devices
         return self.request.pin.threads or max(1, cores)
 
-    def _seconds(self, kind: int) -> tuple[float, float]:
-        if kind not in self._layers:
-            layer, stage = step_time.passes(step := self.inputs(kind), self.size)
-            self._layers[kind] = float(layer.total), float(sum(stage.values()) - step.stage_layers * layer.total)
-        return self._layers[kind]
+    def _seconds(self, group: Group) -> tuple[float, float]:
+        if group not in self._layers:
+            layer, stage = step_time.passes(step := self.inputs(group), self.size)
+            self._layers[group] = float(layer.total), float(sum(stage.values()) - step.stage_layers * layer.total)
+        return self._layers[group]
 
     def layer(self, group: Group) -> float:
         """See `StageCosts.layer`."""
-        return self._seconds(group.kind)[0]
+        return self._seconds(group)[0]
 
     def extra(self, group: Group, slot: Slot) -> float:
         """See `StageCosts.extra`: embedding, head and loss count where the head is."""
-        return self._seconds(group.kind)[1] if slot.last else 0.0
+        return self._seconds(group)[1] if slot.last else 0.0
 
-    @property
-    def message_bytes(self) -> float:
-        """Of what a stage hands over for one micro-batch."""
-        request = self.request
+    def message_bytes(self, group: Group, following: Group) -> float:
+        """Of what a rank hands over for one micro-batch: its part of the stream, all of it to another degree."""
+        request, parts = self.request, group.tensor if group.tensor == following.tensor else 1
         each = request.bytes_each if request.low else request.compute  # states are whole, so the stream keeps fp32
-        return self.size * request.tokens_per_sample * request.width * each / self.tensor
+        return self.size * request.tokens_per_sample * request.width * each / parts
 
     def send(self, group: Group, following: Group) -> float:
         """See `StageCosts.send`."""
         link = self.link((group.kind, following.kind))
         stall = self.request.factors.stall * step_time.STALL
-        return 2 * (link.launch + link.latency + self.message_bytes / link.bandwidth + stall)
+        return 2 * (link.launch + link.latency + self.message_bytes(group, following) / link.bandwidth + stall)
 
     def link(self, kinds: Sequence[int]) -> Link:
         """The slowest link that devices of these classes meet over, as an exchange finds it."""
@@ -166,9 +170,9 @@ class EngineCosts:
         request = self.request
         return request.outside * min(1.0, (slot.first + slot.last) / max(1, request.tables))
 
-    def held(self, kind: int, slot: Slot, layers: Number) -> tuple[Mapping[str, Number], float]:
+    def held(self, group: Group, slot: Slot, layers: Number) -> tuple[Mapping[str, Number], float]:
         """(bytes by kind, what a rank may hold) of a stage of so many layers."""
-        inputs = self.inputs(kind, slot.stages, layers, self.outside(slot))
+        inputs = self.inputs(group, slot.stages, layers, self.outside(slot))
         anatomy = self.request.anatomy(self.size, self.recompute, self.request.precision, inputs.cut)
         flying = slot.stages - slot.number
         return (
@@ -178,9 +182,9 @@ class EngineCosts:
 
     def most_layers(self, group: Group, slot: Slot) -> int:
         """See `StageCosts.most_layers`."""
-        key = group.kind, slot.first, slot.last, slot.stages - slot.number
+        key = group, slot.first, slot.last, slot.stages - slot.number
         if key not in self._most:
-            held, limit = self.held(group.kind, slot, np.arange(1, self.layers + 1))
+            held, limit = self.held(group, slot, np.arange(1, self.layers + 1))
             self._most[key] = int(np.count_nonzero(np.asarray(sum(held.values())) <= limit))
         return self._most[key]
 
@@ -189,10 +193,11 @@ class EngineCosts:
         return sum(seconds) - max(seconds), max(seconds)
 
     def sync(self, pipelines: Sequence[SolvedPipeline]) -> float:
-        """See `StageCosts.sync`: of the rank that spends most."""
+        """See `StageCosts.sync`: of the rank that spends most. Infinite where pipelines cut a layer's matrices over
+        unequal numbers of ranks, which cannot be run."""
         gradients = self.gradients(pipelines)
         return max(
-            gradients[at] + self.optimizer(stage.group.kind, Slot(number, len(one.stages)), stage.layers)
+            gradients[at] + self.optimizer(stage.group, Slot(number, len(one.stages)), stage.layers)
             for at, (one, number, stage) in enumerate(_numbered(pipelines))
         )
 
@@ -205,11 +210,13 @@ class EngineCosts:
         ends = sorted({end for one in cuts for end in one})
         for first, last in itertools.pairwise(ends if count > 1 else ()):
             numbers = [bisect.bisect_left(at, last) - 1 for at in cuts]
+            groups = [one.stages[n].group for one, n in zip(pipelines, numbers, strict=True)]
+            parts = groups[0].tensor if len({one.tensor for one in groups}) == 1 else 0
             size = (last - first) * self.request.layer_parameters
             size += self.request.outside / max(1, self.request.tables) * ((first == 0) + (last == self.layers))
-            moved = 2 * (count - 1) / count * size * self._storage / self.tensor
+            moved = 2 * (count - 1) / count * size * self._storage / parts if parts else math.inf
             if seconds:
-                link = self.link([one.stages[n].group.kind for one, n in zip(pipelines, numbers, strict=True)])
+                link = self.link([one.kind for one in groups])
                 moved = link.launch + 2 * (count - 1) * link.latency + moved / link.bandwidth
             for start, number in zip(first_stage, numbers, strict=False):
                 found[start + number] += moved
@@ -218,13 +225,13 @@ class EngineCosts:
     @cached_property
     def _storage(self) -> float:
         """Bytes of a gradient."""
-        return float(np.max(self.inputs(0).storage.grads))
+        return float(np.max(self.inputs(Group(0)).storage.grads))
 
-    def optimizer(self, kind: int, slot: Slot, layers: int) -> float:
+    def optimizer(self, group: Group, slot: Slot, layers: int) -> float:
         """Seconds of a stage's optimizer step."""
-        key = kind, slot.first, slot.last, layers
+        key = group, slot.first, slot.last, layers
         if key not in self._steps:
-            self._steps[key] = float(step_time.optimizer(self.inputs(kind, slot.stages, layers, self.outside(slot))))
+            self._steps[key] = float(step_time.optimizer(self.inputs(group, slot.stages, layers, self.outside(slot))))
         return self._steps[key]
 
     def step(self, pipelines: float, sync: float) -> float:
@@ -298,12 +305,15 @@ def _sizes(request: Request) -> list[int]:
     return (every or [request.global_batch])[:SIZES]
 
 
-def _degrees(request: Request, cluster: Cluster) -> list[int]:
-    """Ranks to a matrix: what is pinned, else those that divide the heads and fit into a machine."""
+def _degrees(request: Request, cluster: Cluster) -> list[tuple[int, ...]]:
+    """Ranks to a matrix, the same in all stages: what is pinned, else those that divide the heads and fit into a
+    machine; then stages of any of them, where no parameter is in two of them (tied embeddings are)."""
     if request.pin.tp is not None:
-        return [request.pin.tp]
+        return [(request.pin.tp,)]
     most = max(table.devices for table in cluster.nodes) if gpus(cluster) else 1
-    return [one for one in flashflex.TENSOR if one <= most and request.heads % one == 0 and request.kv_heads % one == 0]
+    fitting = [n for n in flashflex.TENSOR if n <= most and request.heads % n == 0 and request.kv_heads % n == 0]
+    alike: list[tuple[int, ...]] = [(one,) for one in fitting]
+    return [*alike, tuple(fitting)] if len(fitting) > 1 and request.tables > 1 else alike
 
 
 def plan_of(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) -> Plan:
@@ -347,7 +357,7 @@ def plan_of(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) -> P
         units=(Unit(whole=request.optimizer == "muon"),),
         stages=tuple(stages),
         exchanges=exchanges(request.crossings) if several else (),
-        algorithm="megatron" if costs.tensor > 1 else "data",
+        algorithm="megatron" if any(one.tensor > 1 for one in stages) else "data",
         schedule=request.pin.schedule or "1f1b",
         micro_batch=costs.size,
         recompute=costs.recompute,
@@ -365,7 +375,7 @@ def predicted(costs: EngineCosts, layout: UnequalLayout, spread: float = 0.0) ->
     stage, count = slowest.stages[at], slowest.micro_batches
     sends = costs.send(stage.group, slowest.stages[at + 1].group) if at + 1 < len(slowest.stages) else 0.0
     computing = stage.seconds - sends
-    optimizer = min(layout.sync, costs.optimizer(stage.group.kind, Slot(at, len(slowest.stages)), stage.layers))
+    optimizer = min(layout.sync, costs.optimizer(stage.group, Slot(at, len(slowest.stages)), stage.layers))
     terms = {
         "forward": count * computing / 3,
         "backward": count * computing * 2 / 3,
@@ -402,7 +412,7 @@ def _used(layout: UnequalLayout) -> dict[int, int]:
 def _fullest(costs: EngineCosts, layout: UnequalLayout) -> tuple[dict[str, float], float]:
     """Bytes by kind of the stage that is nearest to its limit, and the limit."""
     every = [
-        costs.held(stage.group.kind, Slot(number, len(one.stages)), stage.layers)
+        costs.held(stage.group, Slot(number, len(one.stages)), stage.layers)
         for one, number, stage in _numbered(layout.pipelines)
     ]
     held, limit = max(every, key=lambda one: float(sum(one[0].values())) / one[1])
@@ -411,14 +421,13 @@ def _fullest(costs: EngineCosts, layout: UnequalLayout) -> tuple[dict[str, float
 
 def _sent(costs: EngineCosts, layout: UnequalLayout) -> dict[str, float]:
     """Payload bytes of the rank that sends most of each class."""
-    messages = [
-        one.micro_batches * ((number > 0) + (number + 1 < len(one.stages)))
-        for one, number, _ in _numbered(layout.pipelines)
-    ]
+    most = 0.0
+    for one in layout.pipelines:
+        groups = [stage.group for stage in one.stages]
+        between = [costs.message_bytes(*pair) for pair in itertools.pairwise(groups)]
+        most = max(most, *(one.micro_batches * sum(pair) for pair in itertools.pairwise((0.0, *between, 0.0))))
     found = {"gradients": max(costs.gradients(layout.pipelines, seconds=False))}
-    if max(messages):
-        found["activations"] = max(messages) * costs.message_bytes
-    return found
+    return found | ({"activations": most} if most else {})
 
 
 # --- reasons ------------------------------------------------------------------------------------------------------
@@ -442,9 +451,14 @@ def reasons(costs: EngineCosts, layout: UnequalLayout) -> list[str]:
         there, name = costs.classes[kind].devices, costs.classes[kind].name
         what = f"{name} is" if there == 1 else f"{count} of {there} {name} are"
         if kind in layout.with_unused:
-            before, after = (units.show_seconds(one) for one in (layout.with_unused[kind], layout.seconds))
+            before, after = (_fine(one) for one in (layout.with_unused[kind], layout.seconds))
             pronoun = "it" if count == 1 else "them"
             said.append(f"{what} left out: with {pronoun} a step takes {before}, without {after}.")
         else:
             said.append(f"{what} left out: no pipeline that uses {'it' if count == 1 else 'them'} holds the model.")
     return said
+
+
+def _fine(seconds: float) -> str:
+    """Seconds with two places, as both of a comparison could read alike with one."""
+    return f"{seconds:.2f} s" if 0.9995 <= seconds < 59.95 else units.show_seconds(seconds)
