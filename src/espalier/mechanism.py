@@ -53,6 +53,7 @@ class Build:
         sharding, optimizer, schedule, agreement: what trains it; None until a mechanism has made it.
         folder: of the run; None: nothing is kept.
         meters: what every step says of itself besides, by name of the event's field.
+        damaged: what was damaged in files that outlive ranks, of which the step before was taken.
         stalled: seconds in all that forward and backward passes have waited for other ranks.
     """
 
@@ -76,6 +77,7 @@ class Build:
     mechanisms: tuple[Mechanism, ...] = field(default=())
     folder: Path | None = None
     meters: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
     stalled: Callable[[], float] = float
 
 

@@ -50,6 +50,7 @@ SAVING = timedelta(minutes=30)
 """How long ranks wait for each other while a checkpoint is written."""
 
 
+_DAMAGED = "go on from the step before, which is whole"
 LONGEST = timedelta(days=1)
 """How long ranks wait for one that computes, whatever `comm.timeout` says of one that does not."""
 
@@ -213,9 +214,7 @@ def live(trainer: Trainer) -> dict[str, Any]:
     trainer.built.agreement.follow(place.recall)
     place.pulse.begins(trainer.step, trainer.source.startswith("memory"))
     found: dict[str, Any] = {"until": trainer.steps, **({"source": trainer.source} if trainer.source else {})}
-    setting.emit("run", step=trainer.step, steps=trainer.total, pid=os.getpid(), **found, **setting.about)
-    predicted = setting.plan.predicted
-    setting.emit("plan", predicted=msgspec.to_builtins(predicted) if predicted else None)
+    _begin(trainer, found)
     _replay(trainer, saved)
     while True:
         try:
@@ -236,6 +235,16 @@ def live(trainer: Trainer) -> dict[str, Any]:
     for artifact in shown if place.rank == 0 else ():
         setting.emit("sample", step=trainer.step, **artifact.fields)
     return {"step": trainer.step, "tokens": trainer.tokens}
+
+
+def _begin(trainer: Trainer, found: Mapping[str, Any]) -> None:
+    """Says that steps are made from now on, and of what."""
+    setting, place = trainer.setting, trainer.setting.place
+    setting.emit("run", step=trainer.step, steps=trainer.total, pid=os.getpid(), **found, **setting.about)
+    for what in trainer.built.context.damaged:
+        setting.emit("incident", kind="damaged", what=what, rank=place.rank, step=trainer.step, action=_DAMAGED)
+    predicted = setting.plan.predicted
+    setting.emit("plan", predicted=msgspec.to_builtins(predicted) if predicted else None)
 
 
 def _replay(trainer: Trainer, saved: Checkpoints | None) -> None:

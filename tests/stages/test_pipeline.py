@@ -15,7 +15,7 @@ from espalier.errors import Anomaly, UserError
 from espalier.language.workload import open_language
 from espalier.plan import base as plans
 from espalier.stages.mechanism import ahead
-from espalier.stages.model_stages import ModelStages, Placed, check_layers, pipelines
+from espalier.stages.model_stages import ModelStages, Placed, check_layers, check_trained, pipelines
 from espalier.stages.schedules import action_lists
 from espalier.testing import same
 from espalier.workload import Pieces, in_sequence
@@ -337,6 +337,14 @@ def test_a_parameter_of_no_piece_is_named() -> None:
     placed = Placed(pipelines(Cut((1, 2)).plan())[0].pipeline, ((0, 1), (1, 2)))
     with pytest.raises(UserError, match="TwoTowers cannot be cut into stages: scale is in none of its pieces"):
         ModelStages(model, lambda: in_sequence([model.left, model.right]), placed, 0)
+
+
+def test_a_piece_that_is_frozen_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    check_trained(model, in_sequence(list(model)))
+    model[2].requires_grad_(False)
+    with pytest.raises(UserError, match=r"(?s)all parameters of its piece 3 are frozen.*try: plan\.pin\.pp=1"):
+        check_trained(model, in_sequence(list(model)))
 
 
 def test_only_the_modules_of_a_rank_stay_and_keep_their_names() -> None:

@@ -131,6 +131,18 @@ def test_a_flipped_bit_is_named_and_the_step_before_is_restored(tmp_path: Path) 
         assert (store.step, store.restored, values(store)) == (2, "", {12})
 
 
+def test_a_flipped_bit_in_the_newest_header_is_told_and_the_step_before_holds(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with Generations.create(path, SIZES) as store:
+        for step in range(2):
+            write_all(store, 10 + step)
+            store.commit(step)
+        flip(path, store._layout.header_at(store._header) + 20)
+    with Generations(path, verify=True) as store:
+        assert "header of the step after 0 is not whole" in store.restored
+        assert (store.step, values(store)) == (0, {10})
+
+
 def test_where_no_step_is_whole_the_damaged_extent_is_named(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with Generations.create(path, SIZES) as store:

@@ -9,114 +9,28 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from struck import Fewer, Struck, plan_of, recipe_of, same, write_corpus
+from node_runs import STEPS, STRUCK, OnNode, on_node, recipe
+from struck import Struck, plan_of, same, write_corpus
 
-from espalier import cluster as clusters
-from espalier import trainer, worker
 from espalier.config import Recipe
 from espalier.errors import Interrupted, UserError
-from espalier.language.workload import open_language
 from espalier.launch import base as launch
-from espalier.launch import supervisor
-from espalier.launch.resize import RunShape
 from espalier.plan import base as plans
-from espalier.plan import replan, request_from_recipe
-from espalier.rank_setup import RankSetup
 from espalier.shard.luwu import client, role, session, standby, wire
 from espalier.store.generations import Generations
 from espalier.testing.faults import Fault
-from espalier.track.events import Log
-
-STEPS, STRUCK = 10, 6
-MACHINE = '[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"'
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("luwu") / "corpus")
-
-
-def recipe(corpus: Path, **tables: Any) -> Recipe:
-    train = {"steps": STEPS, "optimizer": {"kind": "adamw", "learning_rate": 0.002}} | tables.pop("train", {})
-    return recipe_of(corpus, train=train, checkpoint={"every": 4}, **tables)
-
-
-def on_node(recipe: Recipe, workers: int, **more: Any) -> plans.Plan:
-    ranks = (*plan_of(recipe, workers).ranks, plans.Rank(role="optimizer"))
-    return plans.Plan(ranks=ranks, micro_batch=2, precision="fp32", **more)
-
-
-class FewerOnNode(Fewer):
-    """See there: workers of the node share the batch anew."""
-
-    def without(self, ranks: Collection[int]) -> RunShape:
-        kept = tuple(rank for rank in range(len(self.current.ranks)) if rank not in ranks)
-        asked, machine = request_from_recipe.of_recipe(self.run.recipe), clusters.loads(MACHINE)
-        self.made = replan.plan_on(asked, machine, self.current, kept, replan.equal(self.current))
-        places = launch.places(self.made, self.run.folder / "logs")
-        return RunShape(self.run.life(self.made), places, kept, True, 1.5, str(len(kept)), f"{len(kept)} ranks")
-
-    def adopt(self, shape: RunShape) -> None:
-        self.current = self.made
-
-
-@dataclass
-class OnNode(Struck):
-    """`killed`: the node dies as it commits that step, or has: "before", "after". `arm`: is called in its process."""
-
-    killed: tuple[int, str] | None = None
-    arm: Callable[[launch.RankSpec], None] | None = None
-
-    @property
-    def care(self) -> supervisor.RestartOptions:
-        fewer = None if self.dead is None else FewerOnNode(self, self.plan or on_node(self.recipe, self.world - 1))
-        return replace(super().care, shapes=fewer)
-
-    def life(self, plan: plans.Plan) -> launch.Entrypoint:
-        workload = open_language(self.recipe)
-
-        def life(place: launch.RankSpec) -> Any:
-            log = Log(self.folder / "events.jsonl") if place.rank == 0 else None
-            emit = log.write if log else lambda event, **fields: None
-            setting = RankSetup(self.recipe, plan, workload, place, self.folder, emit, self.stop_after)
-            with worker.joined(place, self.timeout) as channel:
-                if place.role == "optimizer":
-                    self._arm_node()
-                    if self.arm is not None:
-                        self.arm(place)
-                    return worker.as_optimizer(setting, channel)
-                self._arm(workload, place)
-                self.trainer = one = trainer.Trainer(setting, channel)
-                worker.live(one)
-                one.built.sharding.detach()
-                found = {name: value.clone() for name, value in one.built.model.state_dict().items()}
-                one.built.close()
-                return found
-
-        return life
-
-    def _arm_node(self) -> None:
-        plain, marker, killed = Generations.commit, self.folder / "node-killed", self.killed
-
-        def commit(state: Generations, step: int) -> None:
-            due = killed is not None and step == killed[0] and not marker.exists()
-            if due:
-                marker.touch()
-            if due and killed[1] == "before":
-                os.kill(os.getpid(), signal.SIGKILL)
-            plain(state, step)
-            if due:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        Generations.commit = commit  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,15 @@ from espalier.stages import schedules
 from espalier.stages.action_list import ActionLists, Pipeline
 from espalier.stages.cost import hand_overs
 from espalier.stages.messages import Messages
-from espalier.stages.model_stages import ModelStages, check_borrowed, check_layers, no_pieces, peers, pipelines
+from espalier.stages.model_stages import (
+    ModelStages,
+    check_borrowed,
+    check_layers,
+    check_trained,
+    no_pieces,
+    peers,
+    pipelines,
+)
 from espalier.stages.pipeline import Passes, PipelineSchedule
 from espalier.stages.split_backward import WeightGradients
 
@@ -64,6 +72,7 @@ class CutModel(Mechanism):
         pieces = workload.pieces(model)
         if pieces is None:
             raise no_pieces(model)
+        check_trained(model, pieces)
         placed = pipelines(context.plan, len(workload.tasks()))
         check_layers(placed, len(pieces.blocks))
         rank = _alike(mesh)[mesh.rank]

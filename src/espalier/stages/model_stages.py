@@ -263,6 +263,18 @@ def check_borrowed(stages: ModelStages) -> None:
             )
 
 
+def check_trained(model: nn.Module, pieces: Pieces) -> None:
+    """Raises UserError where all parameters of a piece are frozen."""
+    for number, modules in enumerate(pieces.modules):
+        own = [one.requires_grad for module in modules for one in module.parameters()]
+        if own and not any(own):
+            raise UserError(
+                f"{type(model).__name__} cannot be cut into stages: all parameters of its piece {number} are frozen.",
+                why="a stage trains what it holds",
+                do="plan.pin.pp=1",
+            )
+
+
 def _replace(model: nn.Module, parameter: nn.Parameter, copy: Tensor) -> None:
     """Puts `copy` wherever `parameter` is, as a plain attribute."""
     for module in model.modules():

@@ -23,6 +23,7 @@ from espalier.store.direct_io import File, Where, aligned, bytes_of, checksum, f
 from espalier.store.extents import DamagedExtent, damaged
 
 MAGIC = b"espalier generations 1\n"
+_GO_BACK = "run the same command again: it goes on from the step before, if that is whole"
 _PLACE_BYTES = 32
 """Upper bound of what a header says of one extent: its place and its checksum as msgpack."""
 
@@ -77,6 +78,8 @@ class Generations(Closing):
             raise UserError(f"{self.path} is too short: {missing} bytes are missing.", do="restore it from a copy")
         self._use(headers[0])
         if verify:
+            if len(headers) < 2 and self._layout.written(self._file) > 1:
+                self.restored = f"{self.path} is damaged: the header of the step after {self.step} is not whole."
             self._choose(headers)
 
     def _use(self, header: _Header) -> None:
@@ -86,21 +89,21 @@ class Generations(Closing):
 
     def _choose(self, headers: list[_Header]) -> None:
         """Uses the newest step that is whole."""
-        first: DamagedExtent | None = None
+        found: list[DamagedExtent] = []
         for header in headers:
             self._use(header)
             try:
                 self._check_all()
             except DamagedExtent as error:
-                first = first or error
+                found.append(error)
             else:
-                if first is not None:
-                    self.restored = first.what
+                if found:
+                    self.restored = found[0].what
                     # in the place of the damaged step's header, so that it never comes back in force
                     self._write_header(msgspec.structs.replace(header, sequence=header.sequence + 1))
                 return
-        assert first is not None
-        raise first
+        why = ", and ".join(str(error.why) for error in found) + "; no step is whole"
+        raise DamagedExtent(found[0].what, why=why, do="put back a copy of the file, or start a new run")
 
     def _check_all(self) -> None:
         for name, size in self._sizes.items():
@@ -160,7 +163,7 @@ class Generations(Closing):
         with self._lock:
             self.read_bytes += pages(size)
         if checksum(flat_bytes(buffer)[:size]) != expected:
-            raise damaged(self.path, name, f"its checksum does not match in step {self.step}")
+            raise damaged(self.path, name, f"its checksum does not match in step {self.step}", _GO_BACK)
 
     def write(self, name: str, buffer: Tensor) -> None:
         """Writes the first bytes of `buffer` as `name`, in place of what was written since the last commit."""
@@ -234,14 +237,20 @@ class _Layout:
 
     def headers(self, file: File) -> list[_Header]:
         """The whole headers, newest first."""
-        found = []
-        for slot in range(2):
-            page = aligned(self._header_bytes)
-            file.read_into(page, self.table_bytes + slot * self._header_bytes)
-            text = _framed(bytes(bytes_of(page)))
-            if text is not None:
-                found.append(msgspec.msgpack.decode(text, type=_Header))
+        texts = [_framed(slot) for slot in self._slots(file)]
+        found = [msgspec.msgpack.decode(text, type=_Header) for text in texts if text is not None]
         return sorted(found, key=lambda header: -header.sequence)
+
+    def written(self, file: File) -> int:
+        """How many headers were ever written."""
+        return sum(any(slot) for slot in self._slots(file))
+
+    def _slots(self, file: File) -> list[bytes]:
+        page, found = aligned(self._header_bytes), []
+        for slot in range(2):
+            file.read_into(page, self.table_bytes + slot * self._header_bytes)
+            found.append(bytes(bytes_of(page)))
+        return found
 
 
 def _read_table(path: Path, file: File) -> _Table:

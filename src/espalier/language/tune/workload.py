@@ -73,11 +73,11 @@ class TuneWorkload(DecoderWorkload):
         return whole_skeleton(self.build(torch.device("cpu"), torch.float32))
 
     def pieces(self, model: nn.Module) -> Pieces | None:
-        """Of a decoder that is trained whole on answers; None: a frozen part has no optimizer, pairs no stages."""
-        return super().pieces(model) if _plain(self.recipe) else None
+        """Of a decoder that is trained on answers; None: of pairs, whose loss calls the model twice."""
+        return None if self.pairs else super().pieces(model)
 
     def roles(self, model: nn.Module) -> Mapping[str, Role] | None:
-        """As `pieces`."""
+        """Of a decoder that is trained whole; None: a frozen part has no optimizer."""
         return super().roles(model) if _plain(self.recipe) else None
 
     def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:

@@ -160,6 +160,16 @@ def layers_of(
     return layers, uses, [[one for _, one in own] for _, own in ordered]
 
 
+def no_layers(model: nn.Module) -> UserError:
+    """The error for a model that has no pieces."""
+    return UserError(
+        f"{type(model).__name__} cannot be held in layers.",
+        why="nothing says which of its modules come one after the other, each once in a forward pass",
+        do="return `pieces` from model.build, or keep its parameters on the ranks: leave role = "
+        '"optimizer" out of the cluster, plan.pin.offload=none',
+    )
+
+
 def _common(names: Sequence[str]) -> str:
     """What the names of a layer's parameters begin with."""
     parts = [name.split(".") for name in names]

@@ -22,7 +22,7 @@ from espalier.mechanism import Build, Mechanism
 from espalier.optim.base import Owned
 from espalier.optim.schedules import factor
 from espalier.records import Record
-from espalier.shard.luwu.base import Client, Layer, LocalClient, StepLost, layers_of
+from espalier.shard.luwu.base import Client, Layer, LocalClient, StepLost, layers_of, no_layers
 from espalier.shard.luwu.window import HeldLayer, LayerWindow, rank_memory, window_size
 
 if TYPE_CHECKING:
@@ -217,14 +217,15 @@ class NodeState:
         return {"step": self.sharding.steps, "tensors": tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises UserError where the nodes' files are of another model, or of an earlier step."""
+        """Raises UserError where the nodes' files are of another model, or of an earlier step than one that was damaged
+        explains."""
         here = self.state_dict()
         if state["tensors"] != here["tensors"]:
             raise UserError(
                 "The optimizer node holds another model than the checkpoint names.",
                 do="give the node the folder of this run, or start a new run with --run FOLDER",
             )
-        if state["step"] > here["step"]:
+        if state["step"] > here["step"] + 1:
             raise UserError(
                 f"The optimizer node's files are of step {here['step']}, and the checkpoint is of step "
                 f"{state['step']}.",
@@ -316,12 +317,7 @@ def make_window(context: Build, connect: Connect) -> LayerWindow:
     assert model is not None
     pieces = context.workload.pieces(model)
     if pieces is None:
-        raise UserError(
-            f"{type(model).__name__} cannot be held in layers.",
-            why="it is no nn.Sequential, and nothing says which of its modules come one after the other",
-            do="return `pieces` from model.build, or keep its parameters on the ranks: leave role = "
-            '"optimizer" out of the cluster, plan.pin.offload=none',
-        )
+        raise no_layers(model)
     layers, uses, parameters = layers_of(model, pieces.modules)
     _check_precision(parameters)
     size = window_size(layers, uses, context.plan.layer_window, rank_memory(context))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -29,7 +30,7 @@ from espalier.errors import RunFailed, UserError
 from espalier.hardware import malloc_trim
 from espalier.shard.luwu.aggregator import Aggregator
 from espalier.shard.luwu.base import Client as Connected
-from espalier.shard.luwu.base import Layer, filler, layers_of
+from espalier.shard.luwu.base import Layer, filler, layers_of, no_layers
 from espalier.shard.luwu.client import Client
 from espalier.shard.luwu.layout import Job, outer_method, push_of
 from espalier.shard.luwu.local_steps import LocalSteps, Round
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from espalier.launch.base import RankSpec
     from espalier.mechanism import Build
     from espalier.plan.base import Outer, Plan
+    from espalier.store.generations import Generations
     from espalier.workload import Workload
 
 _LOOK = 0.02
@@ -60,12 +62,13 @@ TIMES = Times()
 
 class Post(msgspec.Struct, frozen=True):
     """Where a process serves others, as it tells every rank at the beginning: an address for each node that it is or
-    stands before, the token it would choose, and the step of its files."""
+    stands before, the token it would choose, the step of its files, and what was damaged in the step after that."""
 
     rank: int
     addresses: tuple[Address, ...]
     token: str
     step: int = 0
+    restored: str = ""
 
 
 @dataclass(frozen=True)
@@ -153,12 +156,14 @@ def job_of(recipe: Recipe, plan: Plan, layers: Sequence[Layer]) -> Job:
 def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable[[int], None]) -> int:
     """The life of such a process: returns its step when all workers have left. `stepped` is called with each new step.
 
-    Raises UserError where its files are of another model, or cannot be written.
+    Raises UserError where the model has no layers, and where its files are of another or cannot be written.
     """
     malloc_trim.map_blocks()
     model, value = place.workload.skeleton()
     pieces = place.workload.pieces(model)
-    layers = layers_of(model, pieces.modules)[0] if pieces is not None else []
+    if pieces is None:
+        raise no_layers(model)
+    layers = layers_of(model, pieces.modules)[0]
     whole = job_of(place.recipe, place.plan, layers)
     parts = whole.part(len(ranks_of(place.plan, "optimizer")))
     jobs = [replace(whole, layers=tuple(layers[number] for number in numbers)) for numbers in parts]
@@ -178,7 +183,8 @@ def serve(place: NodePlace, channel: dist.ProcessGroup | None, stepped: Callable
                 f"{place.folder} is of step {state.step}, and the run is new.",
                 do="name another folder in store.path, or the run's own with --run FOLDER",
             )
-        posts, (door,) = _posted(place, channel, opened, state.step)
+        _tell_restored(state)
+        posts, (door,) = _posted(place, channel, opened, (state.step, state.restored))
         token, rank = _token(posts), place.spec.rank
         pair = serving(place.plan, {one.rank: one.step for one in posts.values()})[place.number]
         kept = state, open_sums(place.folder, job)
@@ -200,7 +206,7 @@ def _aggregate(
 ) -> int:
     """One aggregator for each node, for the workers of this machine."""
     with ExitStack() as opened:
-        posts, doors = _posted(place, channel, opened, 0, len(jobs))
+        posts, doors = _posted(place, channel, opened, (0, ""), len(jobs))
         pairs = serving(place.plan, {one.rank: one.step for one in posts.values()})
         workers = sum(site_of(place.plan, rank) == place.spec.rank for rank in place.plan.trainers)
         made = []
@@ -258,7 +264,7 @@ def _gone(place: NodePlace) -> UserError:
 
 
 def _posted(
-    place: NodePlace, channel: dist.ProcessGroup | None, opened: ExitStack, step: int, doors: int = 1
+    place: NodePlace, channel: dist.ProcessGroup | None, opened: ExitStack, state: tuple[int, str], doors: int = 1
 ) -> tuple[dict[int, Post], list[socket.socket]]:
     """What all such processes say of themselves, by rank, and the sockets at which this one listens. It is kept in the
     folder, so that a process that is started alone again serves where it did."""
@@ -267,11 +273,16 @@ def _posted(
         posts = {one.rank: one for one in msgspec.json.decode(file.read_bytes(), type=list[Post])}
         return posts, [opened.enter_context(socket.create_server(one)) for one in posts[own].addresses]
     found = [opened.enter_context(_door(place)) for _ in range(doors)]
-    mine = Post(own, tuple(door.getsockname()[:2] for door in found), secrets.token_hex(16), step)
+    mine = Post(own, tuple(door.getsockname()[:2] for door in found), secrets.token_hex(16), *state)
     posts = {one.rank: one for one in _told(mine, channel)}
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:  # the token is in it
         out.write(msgspec.json.encode(list(posts.values())))
     return posts, found
+
+
+def _tell_restored(state: Generations) -> None:
+    if state.restored:
+        sys.stderr.write(f"{state.restored} The state of step {state.step} is whole.\n")
 
 
 def _token(posts: Mapping[int, Post]) -> str:
@@ -321,6 +332,7 @@ def load_into(model: nn.Module, workload: Workload, recipe: Recipe, plan: Plan, 
                     do="copy them there from the host of that node",
                 )
             state = max(states, key=lambda one: one.step)
+            _tell_restored(state)
             steps.append(state.step)
             for local, number in enumerate(numbers):
                 values = read_layer(state, job, local)[0]
@@ -346,6 +358,7 @@ def connect(context: Build, layers: Sequence[Layer]) -> Connected:
     plan, rank = context.plan, context.mesh.rank
     job = job_of(context.recipe, plan, layers)
     posts = {one.rank: one for one in _told(None, context.mesh.channel)}
+    context.damaged += [one.restored for one in posts.values() if one.restored]
     pairs, site = ranks_of(plan, "optimizer"), site_of(plan, rank)
     if not set(pairs) <= set(posts):
         raise RunFailed("A rank is planned as an optimizer node, and does not say where it listens.")
