@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from espalier import cli
+from espalier.config import recipe_file
 from espalier.errors import HostLost, RunFailed
 from espalier.verbs import multihost
 
@@ -55,6 +56,17 @@ def home(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     return tmp_path
+
+
+@pytest.mark.parametrize("model", ['kind = "sage"', 'kind = "gin"', "depth = 1"])
+def test_the_hosts_are_given_the_recipe_as_it_is(home, monkeypatch, model) -> None:
+    """A value that the defaults of its task fill in later is not the one that the key has by itself."""
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(multihost, "_attempt", lambda recipe, chosen, message, folder: sent.append(message) or 0)
+    (home / "recipe.toml").write_text(f"[model]\n{model}\n")
+    cli.main(["train", "recipe.toml", "--hosts", "a,b"])
+    received = json.loads(json.dumps(sent[0]))
+    assert recipe_file.from_table(received["recipe"], received["origin"]) == recipe_file.load("recipe.toml")
 
 
 def losses(home: Path, run: str) -> list[float]:

@@ -53,7 +53,7 @@ def _train(arguments: argparse.Namespace, named: Sequence[hosts.Host]) -> int:
     message = {
         "is": "task",
         "task": "train",
-        "recipe": recipe_file.to_table(recipe),
+        "recipe": msgspec.to_builtins(recipe),  # with what is None, which is not always the default
         "origin": str(arguments.recipe),
         "beside": str(Path(arguments.recipe).absolute().parent),
         "folder": os.getcwd(),
