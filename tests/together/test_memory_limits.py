@@ -104,7 +104,10 @@ cluster = "CLUSTER"
 trial = false
 [plan.pin]
 ranks = 1
+micro_batch = 1
 """
+"""The micro-batch is pinned: with less memory the planner takes a smaller one, whose gradients are summed in another
+order."""
 
 
 @pytest.fixture(scope="module")
