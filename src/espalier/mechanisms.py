@@ -197,13 +197,6 @@ SPREAD_EXPERTS = Claim(
 )
 COPIES = Claim("faults.memory", question="copies", changes=frozenset({"states are copied"}))
 ROLLBACK = Claim("faults.rollback", question="rollback", changes=frozenset({"steps are taken back"}))
-UNMET = frozenset({"parameters wait in host memory"})
-"""Needs that no mechanism meets yet: plans with them are refused by `compose`."""
-
-
-PARAMETERS_ON_HOST = Claim(
-    "parameters_on_host", question="parameters", needs=frozenset({"parameters wait in host memory"})
-)
 HERE = {"device"}
 """Of a plan in which nothing waits elsewhere."""
 
@@ -232,7 +225,6 @@ def properties(recipe: Recipe, plan: Plan) -> list[Claim]:
         (SPREAD_EXPERTS, len(plan.experts) > 1),
         (CUT_LAYERS, len({one.layers for one in plan.stages}) > 1),
         (COPIES, set(astuple(plan.offload)) == HERE if memory == "auto" else units.size(memory, "faults.memory") > 0),
-        (PARAMETERS_ON_HOST, plan.offload.parameters == "host"),
         (ROLLBACK, recipe.faults.rollback != "never"),
     )
     return [claim for claim, holds in asked if holds]

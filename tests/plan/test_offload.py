@@ -99,9 +99,11 @@ def random_case(seed: int) -> tuple[Request, Cluster]:
 
 
 def held_so(way: Offload, layout: Layouts) -> bool:
-    """Whether states of such a layout may wait so: ranks with a window of layers hold no shards."""
+    """Whether a layout may wait so: ranks with a window of layers hold no shards, and activations wait where blocks are
+    computed again."""
     whole = (layout.algorithm, layout.recompute, layout.pp, layout.optimizer) == ("data", "block", 1, 1)
-    return whole or not offload.windowed(way)
+    again = (layout.recompute, layout.pp) == ("block", 1) or way.activations == "device"
+    return again and (whole or not offload.windowed(way))
 
 
 def brute_force(request: Request, cluster: Cluster) -> float:

@@ -145,15 +145,16 @@ ACTIVATIONS = plans.Offload(optimizer="disk", activations="disk")
 
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 @pytest.mark.parametrize(("ranks", "shard"), [(1, ()), (2, (2, 2, 2))], ids=["1", "zero 3"])
-def test_activations_on_disk_change_no_bit_and_are_read_once(corpus, recompute, ranks, shard):
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_activations_elsewhere_change_no_bit_and_are_read_once(corpus, recompute, ranks, shard, tier):
     recipe = recipe_of(corpus, model=UNTIED)
     resident = train(recipe, plan_of(plans.Offload(), ranks, shard, recompute=recompute))
-    away = train(recipe, plan_of(ACTIVATIONS, ranks, shard, recompute=recompute))
+    away = train(recipe, plan_of(plans.Offload(activations=tier), ranks, shard, recompute=recompute))
     same(away, resident)
     rows = 2 * 8 // 2 // ranks  # samples of 32 tokens and 32 numbers, from two of three blocks
     for fields in away[2]:
-        assert fields["activations"]["disk"]["read"] == fields["activations"]["disk"]["written"]
-        assert fields["activations"]["disk"]["written"] == 2 * rows * 32 * 32 * 4
+        assert fields["activations"][tier]["read"] == fields["activations"][tier]["written"]
+        assert fields["activations"][tier]["written"] == 2 * rows * 32 * 32 * 4
 
 
 def test_activations_wait_only_where_they_are_computed_again(corpus):
@@ -172,11 +173,18 @@ def alike(one, other):
         torch.testing.assert_close(value, other[1][name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("micro_batch", "ranks", "equal"), [(4, 2, same), (2, 2, same), (2, 4, alike)])
-def test_parameters_on_the_disks_of_several_ranks_change_no_bit_of_two(corpus, micro_batch, ranks, equal):
+ON_HOST = plans.Offload(optimizer="host", parameters="host")
+"""What is on a GPU's host; a processor copies within its memory, by the same code."""
+
+
+@pytest.mark.parametrize(
+    ("away", "micro_batch", "ranks", "equal"),
+    [(PARAMETERS, 4, 2, same), (PARAMETERS, 2, 2, same), (PARAMETERS, 2, 4, alike), (ON_HOST, 2, 2, same)],
+)
+def test_parameters_elsewhere_of_several_ranks_change_no_bit_of_two(corpus, away, micro_batch, ranks, equal):
     recipe = recipe_of(corpus, model=UNTIED)
     resident = train(recipe, plan_of(plans.Offload(), ranks=ranks, micro_batch=micro_batch))
-    equal(train(recipe, plan_of(PARAMETERS, ranks=ranks, micro_batch=micro_batch)), resident)
+    equal(train(recipe, plan_of(away, ranks=ranks, micro_batch=micro_batch)), resident)
 
 
 @pytest.mark.parametrize(
@@ -195,16 +203,20 @@ def test_parameters_on_disk_resharded_follow_the_curve_of_the_same_change_in_mem
 
 
 @pytest.mark.parametrize("micro_batch", [8, 2])
-def test_parameters_on_disk_change_no_bit(corpus, micro_batch):
+def test_parameters_elsewhere_change_no_bit(corpus, micro_batch):
     recipe = recipe_of(corpus, model=UNTIED)
     resident = train(recipe, plan_of(plans.Offload(), micro_batch=micro_batch))
     same(train(recipe, plan_of(PARAMETERS, micro_batch=micro_batch)), resident)
+    on_host = train(recipe, plan_of(ON_HOST, micro_batch=micro_batch))
+    same(on_host, resident)
+    assert all(fields["offload"]["host"]["read"] > 0 for fields in on_host[2])
 
 
-def test_parameters_on_disk_are_saved_and_restored_like_those_in_memory(corpus, tmp_path):
+def test_parameters_elsewhere_are_saved_and_restored_like_those_in_memory(corpus, tmp_path):
     recipe = recipe_of(corpus, model=UNTIED)
     whole = train(recipe, plan_of(plans.Offload()))
-    for first, second in ((PARAMETERS, plans.Offload()), (plans.Offload(), PARAMETERS), (DISK, PARAMETERS)):
+    resident = plans.Offload()
+    for first, second in ((PARAMETERS, resident), (resident, ON_HOST), (DISK, PARAMETERS), (ON_HOST, PARAMETERS)):
         folder = tmp_path / f"{first} then {second}".replace(" ", "-")
         folder.mkdir()
         before = train(recipe, plan_of(first), folder, stop_after=3)

@@ -190,7 +190,7 @@ class CostInputs:
     def waiting(self) -> Mapping[str, Number]:
         """Bytes of sharded states that wait outside the device, by kind."""
         found = offload.waiting(self.request.offload, self.sharded)
-        if self.request.offload.parameters == "disk":  # each rank has a share of all
+        if self.request.offload.parameters in ("host", "disk"):  # each rank has a share of all
             found = {kind: size / np.asarray(self.layouts.dp) for kind, size in found.items()}
         if self.request.offload.activations != "device":
             each = -(-self.request.global_batch // np.asarray(self.layouts.dp))

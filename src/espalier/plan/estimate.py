@@ -212,7 +212,7 @@ def sent(step: CostInputs, samples: int, nodes: Sequence[int]) -> dict[str, floa
     if codecs and step.states.sizes and not np.any(step.states.cut):
         chosen = Shards(int(layout.params), int(layout.grads), int(layout.optimizer))
         found = dict(wire_bytes(step.states, chosen, nodes, codecs, rounds=rounds))
-    if request.offload.parameters == "disk":
+    if request.offload.parameters in ("host", "disk"):
         gathered = ring_bytes("all_gather", float(np.max(step.sharded["params"])), int(layout.dp))
         found["parameters"] = (1 + offload.again(request)) * gathered
     found |= {name: size for name, size in step_time.pipeline(step, 1, samples).sent.items() if size}

@@ -49,7 +49,7 @@ def rate(kind: DeviceGroup, tier: Tier, free: float | None = None) -> TierRate:
 
 def ways(request: Request, cluster: Cluster) -> list[Offload]:
     """What may wait elsewhere, the least first: on tiers that are pinned, else on those that all machines are known to
-    have."""
+    have. A tier that is pinned for GPUs holds states."""
     pinned = request.pin.offload
     cuda = any(table.device.kind == "cuda" for table in cluster.nodes)
     used = [table for table in cluster.nodes if (table.device.kind == "cuda") == cuda]
@@ -59,8 +59,8 @@ def ways(request: Request, cluster: Cluster) -> list[Offload]:
     holding = (*cluster.optimizers, *cluster.standbys) or (used if pinned == "node" else ())
     nodes = [NODE] * (pinned in (None, "node") and bool(holding) and all(table.disks for table in holding))
     made = [Offload(optimizer=tier) for tier in tiers]
-    if "disk" in tiers and not cuda and request.heads and request.recompute in (None, "block"):
-        made += [Offload(activations="disk"), Offload(optimizer="disk", activations="disk")]
+    if request.heads and request.recompute in (None, "block") and not (cuda and pinned):
+        made += [Offload(optimizer=one, activations=tier) for tier in tiers for one in ("device", tier)]
     return [*made, *(Offload(optimizer=tier, parameters=tier) for tier in tiers), *nodes]
 
 

@@ -118,7 +118,7 @@ def _elsewhere(step: CostInputs, terms: Mapping[str, Number], rounds: Number) ->
     )
     rate = offload.rate(step.kind, offload.tier_of(way))
     found = {"offload": offload_cost.seconds(step.waiting, rate, beside)}
-    if way.parameters == "disk":
+    if way.parameters in ("host", "disk"):
         gathered = step.wire("all_gather", step.sharded["params"], step.layouts.dp, 1, "parameters")
         found["weights"] = (1 + beside.again) * gathered
     return found

@@ -140,7 +140,7 @@ class Vertical(Whole):
 
     def _advance(self, piece: int, one: _Pass) -> None:
         """A piece's forward pass; what backward needs of it is kept."""
-        state = torch.get_rng_state()
+        state = _generators()
         taken = one.x
         if piece not in self._keeps or self._keeps[piece]:
             with torch.enable_grad(), _saving() as saved, self.context():
@@ -153,7 +153,7 @@ class Vertical(Whole):
         else:
             with self.context():
                 made = self._computed(piece, one)
-        drawn = None if torch.equal(state, torch.get_rng_state()) else state
+        drawn = None if all(map(torch.equal, state, _generators())) else state
         one.kept.append(("input", taken, drawn))
         one.x = _leaves(made)
 
@@ -279,18 +279,29 @@ def _same(saved: Tensor) -> Tensor:
     return saved
 
 
+def _generators() -> list[Tensor]:
+    """States of the generators that layers draw from: the processor's, and the current GPU's where there is one."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def _set_generators(states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
 @contextmanager
-def _drawing(state: Tensor | None) -> Iterator[None]:
+def _drawing(states: Sequence[Tensor] | None) -> Iterator[None]:
     """Random numbers as the forward pass drew them."""
-    if state is None:
+    if states is None:
         yield
         return
-    after = torch.get_rng_state()
-    torch.set_rng_state(state)
+    after = _generators()
+    _set_generators(states)
     try:
         yield
     finally:
-        torch.set_rng_state(after)
+        _set_generators(after)
 
 
 class VerticalModel(Mechanism):
@@ -314,5 +325,6 @@ class VerticalModel(Mechanism):
 
 def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
     """Where the model's layers are held by ranks of their own, or on disk."""
-    away = plan.layer_window or plan.offload.parameters == "disk" or any(one.role == "optimizer" for one in plan.ranks)
+    offloaded = plan.offload.parameters in ("host", "disk")
+    away = plan.layer_window or offloaded or any(one.role == "optimizer" for one in plan.ranks)
     return VerticalModel() if away else None

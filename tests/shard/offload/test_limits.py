@@ -20,7 +20,7 @@ from espalier.optim import adamw
 from espalier.optim.base import OptimizerGroup, Owned
 from espalier.shard.luwu.base import Layer
 from espalier.shard.offload.optimizer import StateFolder
-from espalier.shard.offload.parameters import DiskNode
+from espalier.shard.offload.parameters import OffloadNode
 from pathlib import Path
 
 MIB = 2**20
@@ -48,7 +48,7 @@ if what == "layers":
     fill = lambda index, flat: flat.fill_(index)
 
     def train(layers, step):
-        node = DiskNode(layers, options, fill, states)
+        node = OffloadNode(layers, options, fill, states)
         for index, layer in enumerate(layers):
             out = torch.empty(layer.numel)
             node.wait(node.pull(index, step, out))

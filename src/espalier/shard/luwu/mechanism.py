@@ -23,7 +23,7 @@ from espalier.optim.base import Owned
 from espalier.optim.schedules import factor
 from espalier.records import Record
 from espalier.shard.luwu.base import Client, Layer, LocalClient, StepLost, layers_of, no_layers
-from espalier.shard.luwu.window import HeldLayer, LayerWindow, rank_memory, window_size
+from espalier.shard.luwu.window import HOST, HeldLayer, LayerWindow, rank_memory, window_size
 
 if TYPE_CHECKING:
     from espalier.checkpoint.base import Stateful
@@ -234,8 +234,14 @@ class NodeState:
             )
 
 
-def hold(model: nn.Module, layers: Sequence[Layer], parameters: Sequence[Sequence[nn.Parameter]]) -> list[HeldLayer]:
-    """The layers of `model`, none of them here. Parameters on the meta device are replaced by some on the CPU."""
+def hold(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    parameters: Sequence[Sequence[nn.Parameter]],
+    device: torch.device = HOST,
+) -> list[HeldLayer]:
+    """The layers of `model`, none of them here. Parameters on the meta device are replaced; all else goes to a
+    GPU too."""
     fresh: dict[int, nn.Parameter] = {}
     for one in (one for own in parameters for one in own):
         fresh[id(one)] = nn.Parameter(torch.empty(0, dtype=one.dtype)) if one.is_meta else one
@@ -243,7 +249,12 @@ def hold(model: nn.Module, layers: Sequence[Layer], parameters: Sequence[Sequenc
         for name, held in module._parameters.items():
             if held is not None and id(held) in fresh:
                 module._parameters[name] = fresh[id(held)]
-    return [HeldLayer(layer, [fresh[id(one)] for one in own]) for layer, own in zip(layers, parameters, strict=True)]
+    found = [
+        HeldLayer(layer, [fresh[id(one)] for one in own], device) for layer, own in zip(layers, parameters, strict=True)
+    ]
+    if device != HOST:
+        model.to(device)
+    return found
 
 
 Connect = Callable[[Build, Sequence[Layer]], Client]
@@ -323,7 +334,7 @@ def make_window(context: Build, connect: Connect) -> LayerWindow:
     size = window_size(layers, uses, context.plan.layer_window, rank_memory(context))
     malloc_trim.map_blocks()
     client = connect(context, layers)
-    return LayerWindow(client, hold(model, layers, parameters), uses, size)
+    return LayerWindow(client, hold(model, layers, parameters, context.device), uses, size)
 
 
 class OptimizerOnNodes(Mechanism):
@@ -362,8 +373,8 @@ def choose(recipe: Recipe, plan: Plan) -> Mechanism | None:
 
 
 def choose_skeleton(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """The model without values, where the plan has optimizer nodes, or parameters wait on disk."""
-    return ModelSkeleton() if on_nodes(plan) or plan.offload.parameters == "disk" else None
+    """The model without values, where the plan has optimizer nodes, or parameters wait elsewhere."""
+    return ModelSkeleton() if on_nodes(plan) or plan.offload.parameters in ("host", "disk") else None
 
 
 def choose_optimizer(recipe: Recipe, plan: Plan) -> Mechanism | None:

@@ -23,6 +23,8 @@ from espalier.shard.luwu.base import Client, Layer, StepLost
 from espalier.shard.luwu.cost import PUSHES
 from espalier.units import show_size
 
+HOST = torch.device("cpu")
+
 
 class HeldLayer:
     """A layer on a worker. Has state: whether its values are here, and its gradient while backward passes add to it.
@@ -30,15 +32,16 @@ class HeldLayer:
     Args:
         layer: which parameters.
         parameters: those of the model; their data becomes views of `flat`.
+        device: where it computes.
     """
 
-    def __init__(self, layer: Layer, parameters: Sequence[nn.Parameter]) -> None:
-        self.layer, self.parameters = layer, list(parameters)
+    def __init__(self, layer: Layer, parameters: Sequence[nn.Parameter], device: torch.device = HOST) -> None:
+        self.layer, self.parameters, self.device = layer, list(parameters), device
         self.renew()
 
     def renew(self) -> None:
         """In memory of its own, whatever may still be on its way into what it had."""
-        self.flat = torch.empty(self.layer.numel)
+        self.flat = torch.empty(self.layer.numel, device=self.device)
         self.pulling: tuple[Any] | None = None
         for parameter, view in zip(self.parameters, self.layer.views(self.flat), strict=True):
             parameter.data, parameter.grad = view, None
@@ -62,7 +65,7 @@ class HeldLayer:
 
     def gradient(self) -> Tensor:
         """[numel] the gradients of its parameters, which lose them; zeros of those that were not used."""
-        flat = torch.empty(self.layer.numel)
+        flat = torch.empty(self.layer.numel, device=self.device)
         for parameter, view in zip(self.parameters, self.layer.views(flat), strict=True):
             if parameter.grad is None:
                 view.zero_()
@@ -282,9 +285,14 @@ def window_size(layers: Sequence[Layer], uses: Sequence[Sequence[int]], wanted: 
 
 
 def rank_memory(context: Build) -> float:
-    """Bytes that this rank may hold: `plan.memory`, or its part of the machine's (or container's), and no more than the
-    rest of the address space that the process may have."""
+    """Bytes that this rank may hold: `plan.memory`, or its GPU's, or its part of the machine's (or container's), and no
+    more than the rest of the address space that the process may have."""
     ranks, asked = context.plan.ranks, context.recipe.plan.memory
     here = sum(one.node == ranks[context.mesh.rank].node for one in ranks)
-    most = resource_limits.memory() / here if asked is None else float(units.size(asked, "plan.memory"))
-    return min(most, resource_limits.address_space())
+    if asked is not None:
+        most = float(units.size(asked, "plan.memory"))
+    elif context.device.type == "cuda":
+        most = float(torch.cuda.get_device_properties(context.device).total_memory)
+    else:
+        most = resource_limits.memory() / here
+    return most if context.device.type == "cuda" else min(most, resource_limits.address_space())

@@ -1,12 +1,13 @@
-"""Host memory: optimizer states of a GPU in pinned memory, copied to it and back extent by extent in a step.
+"""Host memory: what does not fit on a GPU waits in pinned memory, and is copied to it and back extent by extent.
 
 Copies in and out have a stream each, so that they run beside computation and beside one another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +22,17 @@ from espalier.shard.offload.state_file import Job, StateFile, TransferMeter, job
 class HostStates:
     """Where the states of a device wait. Has state: what was copied. See `optimizer.StateFolder`."""
 
-    def __init__(self, device: torch.device, chunk: int = CHUNK) -> None:
-        self._device, self._chunk, self.meter = device, chunk, TransferMeter("host")
+    def __init__(self, device: torch.device, chunk: int = CHUNK, streams: Streams | None = None) -> None:
+        self.device, self.chunk, self.meter, self._streams = device, chunk, TransferMeter("host"), streams
 
     def group(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned], kinds: StateKinds) -> OffloadedGroup:
         """See `optim.base.MakeGroup`."""
-        found = lay_out(owned, len(kinds.shaped), self._chunk if kinds.batches is None else None)
-        return OffloadedGroup(optimizer, owned, kinds, HostMemory(found, self._device, self.meter))
+        found = lay_out(owned, len(kinds.shaped), self.chunk if kinds.batches is None else None)
+        return OffloadedGroup(optimizer, owned, kinds, self.file(owned, found))
+
+    def file(self, owned: Sequence[Owned], laid_out: Sequence[Extent], kept: int = 0) -> HostMemory:
+        """Memory for extents of `owned`; `kept`: rows that steps only read."""
+        return HostMemory(laid_out, self.device, self.meter, self._streams, kept)
 
 
 class Streams:
@@ -77,9 +82,14 @@ class HostMemory:
     """Extents in pinned memory, all zeros at first; see `state_file.States`. Has state: the memory and the streams."""
 
     def __init__(
-        self, extents: Sequence[Extent], device: torch.device, meter: TransferMeter, streams: Streams | None = None
+        self,
+        extents: Sequence[Extent],
+        device: torch.device,
+        meter: TransferMeter,
+        streams: Streams | None = None,
+        kept: int = 0,
     ) -> None:
-        self.extents, self._device, self._meter = list(extents), device, meter
+        self.extents, self._device, self._meter, self._first = list(extents), device, meter, kept
         size = sum(extent.bytes for extent in extents)
         self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._streams = streams or streams_of(device)
@@ -98,20 +108,44 @@ class HostMemory:
         self._streams.finish()
 
     def _copy(self, way: int, job: Job, views: Sequence[Tensor]) -> None:
-        """Begins to copy to the device (0) or back (1)."""
+        """Begins to copy to the device (0), or back (1) what steps change."""
         if way == 0:
             self._meter.read_bytes += job_bytes(job)
         else:
-            self._meter.written_bytes += job_bytes(job)
+            self._meter.written_bytes += sum(extent.bytes - self._first * extent.row_bytes for extent in job)
         with self._streams.beside(way):
             for extent, view in zip(job, views, strict=True):
                 host = self._memory[extent.offset : extent.offset + extent.bytes].view_as(view)
-                (view if way == 0 else host).copy_(host if way == 0 else view, non_blocking=True)
+                if way == 0:
+                    view.copy_(host, non_blocking=True)
+                else:
+                    host[self._first :].copy_(view[self._first :], non_blocking=True)
+
+    def _row(self, extent: Extent, row: int) -> Tensor:
+        first = extent.offset + row * extent.row_bytes
+        return self._memory[first : first + extent.row_bytes]
 
     def row(self, extent: Extent, row: int, change: bool = False) -> Tensor:
         """See `States.row`."""
-        first = extent.offset + row * extent.row_bytes
-        return self._memory[first : first + extent.row_bytes]
+        self._streams.finish()
+        return self._row(extent, row)
+
+    def fetch(self, extent: Extent, row: int, out: Tensor) -> Callable[[], None]:
+        """See `States.fetch`."""
+        self._meter.read_bytes += out.nbytes
+        with self._streams.beside(0):
+            out.copy_(self._row(extent, row)[: out.nbytes].view(out.dtype), non_blocking=True)
+        return partial(self._streams.wait, 0)
+
+    def store(self, extent: Extent, row: int, values: Tensor) -> Callable[[], None]:
+        """See `States.store`."""
+        self._meter.written_bytes += values.nbytes
+        with self._streams.beside(1):
+            self._row(extent, row)[: values.nbytes].view(values.dtype).copy_(values, non_blocking=True)
+        return partial(self._streams.wait, 1)
+
+    def settle(self) -> None:
+        """See `States.settle`."""
 
 
 class DeviceFile:
@@ -119,7 +153,7 @@ class DeviceFile:
     written. See `state_file.States`. Has state: the file's."""
 
     def __init__(self, file: StateFile, device: torch.device, streams: Streams | None = None) -> None:
-        self.extents, self.row = file.extents, file.row
+        self.extents, self.row, self.settle = file.extents, file.row, file.settle
         self._file, self._device, self._streams = file, device, streams or streams_of(device)
 
     def walk(self, jobs: Sequence[Job]) -> Iterator[list[Tensor]]:
@@ -135,6 +169,31 @@ class DeviceFile:
                 for view, one in zip(views, given, strict=True):
                     view.copy_(one, non_blocking=True)
             self._streams.finish()
+
+    def fetch(self, extent: Extent, row: int, out: Tensor) -> Callable[[], None]:
+        """See `States.fetch`: it is copied when it was read."""
+        host = self._host(out)
+        arrived = self._file.fetch(extent, row, host)
+
+        def there() -> None:
+            arrived()
+            with self._streams.beside(0):
+                out.copy_(host, non_blocking=True)
+            self._streams.wait(0)
+
+        return there
+
+    def store(self, extent: Extent, row: int, values: Tensor) -> Callable[[], None]:
+        """See `States.store`: it is written when it was copied."""
+        host = self._host(values)
+        with self._streams.beside(1):
+            host.copy_(values, non_blocking=True)
+        self._streams.finish()
+        return self._file.store(extent, row, host)
+
+    def _host(self, like: Tensor) -> Tensor:
+        """[elements] in pinned memory, which is kept until copies from it have ended."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._device.type == "cuda")
 
 
 def device_views(jobs: Sequence[Job], device: torch.device) -> list[list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Offload as mechanisms: what of a run waits on disk, as its plan says."""
+"""Offload as mechanisms: what of a run waits on disk or in host memory, as its plan says."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import espalier.shard.luwu.mechanism as luwu
 from espalier.compose import Claim
 from espalier.config import Adamw
 from espalier.mechanism import Build, Mechanism
 from espalier.shard.luwu.base import Client, Layer, filler
-from espalier.shard.offload.activations import ActivationFile
+from espalier.shard.offload.activations import FilePlaces, HostPlaces, Places, SavedActivations
 from espalier.shard.offload.host_memory import DeviceFile, HostStates
 from espalier.shard.offload.optimizer import StateFolder
-from espalier.shard.offload.parameters import DiskNode, DiskSharding
+from espalier.shard.offload.parameters import OffloadNode, OffloadSharding
 from espalier.shard.offload.state_file import TransferMeter
 
 if TYPE_CHECKING:
     from espalier.config import Recipe
-    from espalier.plan.base import Plan
+    from espalier.plan.base import Plan, Tier
 
 OPTIMIZER = Claim(
     "offload_optimizer",
@@ -38,7 +38,7 @@ PARAMETERS = Claim(
     "offload_parameters",
     question="shard",
     needs=frozenset({"a model"}),
-    changes=frozenset({"gradients are summed", "a window of layers", "parameters are on disk", "states are on disk"}),
+    changes=frozenset({"gradients are summed", "a window of layers", "parameters are offloaded", "states are on disk"}),
     forbids=frozenset(
         {
             "the model is cut",
@@ -47,7 +47,6 @@ PARAMETERS = Claim(
             "compiles blocks",
             "replicas differ between rounds",
             "states are copied",
-            "computes on GPUs",
         }
     ),
     after=frozenset({"attend", "aggregate", "route", "precision", "matrices"}),
@@ -57,10 +56,11 @@ ACTIVATIONS = Claim(
     "offload_activations",
     question="activations",
     needs=frozenset({"a model", "recomputes activations"}),
-    forbids=frozenset({"computes on GPUs"}),
     after=frozenset({"precision"}),
 )
-ADAMW = Claim("adamw_on_disk", question="optimizer", needs=frozenset({"parameters are on disk"}), instead=("adamw",))
+ADAMW = Claim(
+    "adamw_offloaded", question="optimizer", needs=frozenset({"parameters are offloaded"}), instead=("adamw",)
+)
 
 
 class OptimizerOnDisk(Mechanism):
@@ -70,12 +70,9 @@ class OptimizerOnDisk(Mechanism):
 
     def wrap(self, context: Build) -> None:
         """Says where optimizers keep their states."""
-        device = context.device
-        folder = StateFolder(*place(context))
-        if device.type != "cpu":
-            folder = StateFolder(*place(context), through=partial(DeviceFile, device=device))
+        folder = states_of(context, "disk")
         context.group = folder.group
-        context.meters["offload"] = folder.tier.meter.read
+        context.meters["offload"] = folder.meter.read
 
 
 class OptimizerOnHost(Mechanism):
@@ -91,53 +88,62 @@ class OptimizerOnHost(Mechanism):
             context.meters["offload"] = folder.meter.read
 
 
-class ParametersOnDisk(Mechanism):
-    """Parameters, gradients and optimizer states wait in a file; a window of layers is in memory."""
+class OffloadedParameters(Mechanism):
+    """Parameters, gradients and optimizer states wait on a tier; a window of layers is on the device."""
 
     claim = PARAMETERS
 
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+
     def wrap(self, context: Build) -> None:
-        """Makes the file and the window."""
+        """Makes the file, or takes the memory, and makes the window."""
         options = context.recipe.train.optimizer
         assert isinstance(options, Adamw), "composition refuses others"
-        folder = StateFolder(*place(context))
+        folder = states_of(context, self.tier)
 
         def connect(context: Build, layers: Sequence[Layer]) -> Client:
             fill = filler(layers, context.workload.skeleton().value)
-            return DiskNode(layers, options, fill, folder, context.mesh.same_parameters)
+            return OffloadNode(layers, options, fill, folder, context.mesh.same_parameters)
 
         assert context.model is not None
         context.window = window = luwu.make_window(context, connect)
-        context.sharding = DiskSharding(context.model, window)
-        context.meters["offload"] = folder.tier.meter.read
+        context.sharding = OffloadSharding(context.model, window)
+        context.meters["offload"] = folder.meter.read
 
 
-class AdamwOnDisk(Mechanism):
+class AdamwOffloaded(Mechanism):
     """AdamW on what waits there."""
 
     claim = ADAMW
 
     def wrap(self, context: Build) -> None:
         """Makes what steps it."""
-        assert isinstance(context.sharding, DiskSharding)
+        assert isinstance(context.sharding, OffloadSharding)
         context.optimizer = luwu.NodeOptimizer(context.sharding)
 
 
-class ActivationsOnDisk(Mechanism):
-    """What one block gives to the next waits in a file until backward."""
+class OffloadedActivations(Mechanism):
+    """What one block gives to the next waits in a file, or in host memory, until backward."""
 
     claim = ACTIVATIONS
 
+    def __init__(self, tier: Literal["host", "disk"]) -> None:
+        self.tier = tier
+
     def wrap(self, context: Build) -> None:
-        """Puts the file beside forward passes."""
+        """Puts what keeps them beside forward passes."""
         assert context.model is not None
         folder, name = place(context)
-        meter, before = TransferMeter("disk"), context.forward
-        file = ActivationFile(folder / f"{name}.activations", context.workload.blocks(context.model), meter)
+        meter, before, device = TransferMeter(self.tier), context.forward, context.device
+        places: Places = HostPlaces(device)
+        if self.tier == "disk":
+            places = FilePlaces(folder / f"{name}.activations", device)
+        saved = SavedActivations(places, context.workload.blocks(context.model), meter)
 
         @contextmanager
         def forward() -> Iterator[None]:
-            with before(), file.saving():
+            with before(), saved.saving():
                 yield
 
         context.forward = forward
@@ -151,18 +157,32 @@ def place(context: Build) -> tuple[Path, str]:
     return context.folder / "offload", f"rank{context.mesh.rank}"
 
 
+def states_of(context: Build, tier: Tier) -> StateFolder | HostStates:
+    """What keeps states of this rank on a tier."""
+    device = context.device
+    if tier == "host":
+        return HostStates(device)
+    if device.type == "cpu":
+        return StateFolder(*place(context))
+    folder = StateFolder(*place(context), through=partial(DeviceFile, device=device))
+    folder.device = device
+    return folder
+
+
 def choose_optimizer(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """What keeps the optimizer's states on disk, or steps what is there whole."""
-    if plan.offload.parameters == "disk":
-        return AdamwOnDisk() if isinstance(recipe.train.optimizer, Adamw) else None
+    """What keeps the optimizer's states elsewhere, or steps what is there whole."""
+    if plan.offload.parameters in ("host", "disk"):
+        return AdamwOffloaded() if isinstance(recipe.train.optimizer, Adamw) else None
     return {"disk": OptimizerOnDisk(), "host": OptimizerOnHost()}.get(plan.offload.optimizer)
 
 
 def choose_parameters(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """What keeps parameters on disk."""
-    return ParametersOnDisk() if plan.offload.parameters == "disk" else None
+    """What keeps parameters elsewhere."""
+    tier = plan.offload.parameters
+    return OffloadedParameters(tier) if tier in ("host", "disk") else None
 
 
 def choose_activations(recipe: Recipe, plan: Plan) -> Mechanism | None:
-    """Where the plan has them wait on disk."""
-    return ActivationsOnDisk() if plan.offload.activations == "disk" else None
+    """Where the plan has them wait elsewhere."""
+    tier = plan.offload.activations
+    return OffloadedActivations(tier) if tier in ("host", "disk") else None

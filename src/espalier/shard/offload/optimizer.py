@@ -27,29 +27,32 @@ class StateFolder:
     """Where the states of this process wait. Has state: the queue, and the number of files.
 
     Attributes:
-        tier: what transfers go through, and are counted by.
+        tier: what transfers go through; meter: what counts them.
         chunk: bytes of an extent at most.
-        through: what brings extents to the device that moves them.
+        device: what moves the states.
+        through: what brings extents to that device.
     """
+
+    device = torch.device("cpu")
 
     def __init__(
         self, folder: Path, name: str, chunk: int = CHUNK, through: Callable[[StateFile], States] = lambda file: file
     ) -> None:
         self._folder, self._name, self._count, self._through = folder, name, 0, through
         self.tier, self.chunk = DiskTier(IoQueue(), TransferMeter("disk")), chunk
+        self.meter = self.tier.meter
 
     def group(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned], kinds: StateKinds) -> OffloadedGroup:
         """See `optim.base.MakeGroup`."""
         chunk = self.chunk if kinds.batches is None else None
-        file = self.file(owned, lay_out(owned, len(kinds.shaped), chunk))
-        return OffloadedGroup(optimizer, owned, kinds, self._through(file))
+        return OffloadedGroup(optimizer, owned, kinds, self.file(owned, lay_out(owned, len(kinds.shaped), chunk)))
 
-    def file(self, owned: Sequence[Owned], laid_out: Sequence[Extent], kept: int = 0) -> StateFile:
+    def file(self, owned: Sequence[Owned], laid_out: Sequence[Extent], kept: int = 0) -> States:
         """A new file for extents of `owned`; `kept`: rows that steps only read."""
         self._count += 1
         path = self._folder / f"{self._name}-{self._count}.states"
         names = [owned[extent.pieces[0].number].name for extent in laid_out]
-        return StateFile(path, laid_out, names, self.tier, kept)
+        return self._through(StateFile(path, laid_out, names, self.tier, kept))
 
 
 def lay_out(owned: Sequence[Owned], rows: int, chunk: int | None) -> list[Extent]:

@@ -1,11 +1,11 @@
-"""Parameter offload: a model whose layers wait on disk with their gradients and optimizer states, and pass through
-memory one after the other.
+"""Parameter offload: a model whose layers wait on disk or in host memory with their gradients and optimizer states, and
+pass through the device one after the other.
 
 After ZeRO-Infinity (arXiv 2104.07857), in the form of LuWu's window of layers (`shard.luwu.window`) whose node is a
-file of this process: forward and backward read a layer's values ahead of their use, backward writes its gradient, and
-the optimizer takes values, gradients and states through memory extent by extent. Of several ranks each has a file with
-its share of every parameter (AMSP's, arXiv 2311.00257, with all three states over all ranks): values are gathered when
-they were read, and gradients summed before each rank writes its share of them.
+file of this process, or the memory of a GPU's host: forward and backward read a layer's values ahead of their use,
+backward writes its gradient, and the optimizer takes values, gradients and states through the device extent by extent.
+Of several ranks each has a file with its share of every parameter (AMSP's, arXiv 2311.00257, with all three states over
+all ranks): values are gathered when they were read, and gradients summed before each rank writes its share of them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from espalier.optim.base import Optimizer, Owned, StateKinds
 from espalier.shard.luwu.base import Fill, Layer, step_lost
 from espalier.shard.luwu.mechanism import NodeSharding
 from espalier.shard.luwu.window import LayerWindow
+from espalier.shard.offload.host_memory import HostStates
 from espalier.shard.offload.layout import LINE, Elements, Extent, Piece, extents
 from espalier.shard.offload.optimizer import OffloadedGroup, StateFolder
 from espalier.shard.sharded_state_dict import fill as fill_from
@@ -96,14 +97,15 @@ def shares(layer: Layer, rank: int, ranks: int) -> list[Share]:
     return found
 
 
-class DiskNode:
-    """See `shard.luwu.base.Client`: the node is a file of this process. Has state: the file, and norms of gradients.
+class OffloadNode:
+    """See `shard.luwu.base.Client`: the node is a file of this process, or its memory. Has state: that, and norms of
+    gradients.
 
     Args:
         layers: of the model.
         options: of AdamW; resolved.
         fill: writes the initial values of a layer.
-        folder: where the file is made.
+        folder: where the file is made, or what gives memory.
         channel: ranks that have a share each; None: this one has all.
     """
 
@@ -112,7 +114,7 @@ class DiskNode:
         layers: Sequence[Layer],
         options: Adamw,
         fill: Fill,
-        folder: StateFolder,
+        folder: StateFolder | HostStates,
         channel: dist.ProcessGroup | None = None,
     ) -> None:
         self.step, self._layers, self.channel = 0, layers, channel
@@ -122,7 +124,7 @@ class DiskNode:
         self._extents: list[list[Extent]] = []
         self._norms: dict[int, list[Tensor]] = {}
         self._folder = folder
-        nothing = torch.zeros(())
+        nothing = torch.zeros((), device=folder.device)
         owned = [
             Owned(
                 name, nn.Parameter(nothing.expand(shape if ranks == 1 else (stop - start,))), torch.Size(shape), start
@@ -138,7 +140,7 @@ class DiskNode:
             fill(index, values)
             for arrived in self._store(index, VALUE, self._share(index, values)):
                 arrived()
-        folder.tier.meter.read()
+        folder.meter.read()
 
     def _group(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned], kinds: StateKinds) -> LayerGroup:
         number = offset = 0
@@ -172,7 +174,7 @@ class DiskNode:
         if self.channel is None:
             return [self.file.fetch(extent, VALUE, part) for extent, part in self._parts(layer, out)]
         room = max(own[-1].at + own[-1].stop - own[-1].start for own in self._shares[layer])
-        own = torch.empty(room)
+        own = torch.empty(room, device=out.device)
         last = self._own[layer][-1]
         parts = self._parts(layer, own[: last.at + last.stop - last.start])
         return [
@@ -241,12 +243,12 @@ class DiskNode:
         """The file has no name, so it ends with the process."""
 
 
-class DiskSharding(NodeSharding):
+class OffloadSharding(NodeSharding):
     """See `NodeSharding`. Checkpoints hold the state, of which every rank writes and reads its share."""
 
     def __init__(self, model: nn.Module, window: LayerWindow) -> None:
         super().__init__(model, window)
-        assert isinstance(window.client, DiskNode)
+        assert isinstance(window.client, OffloadNode)
         self.together = window.client.channel is not None
 
     def idle(self, times: int) -> None:
@@ -262,14 +264,14 @@ class DiskSharding(NodeSharding):
     def parts(self, optimizer: Optimizer) -> Mapping[str, Stateful]:
         """See `Sharding.parts`: under the names of a model in memory."""
         node = self.client
-        assert isinstance(node, DiskNode)
-        return {"model": LayersOnDisk(self, node), "optimizer": node.group}
+        assert isinstance(node, OffloadNode)
+        return {"model": OffloadedLayers(self, node), "optimizer": node.group}
 
 
-class LayersOnDisk:
+class OffloadedLayers:
     """The model's parameters, where they wait, and its buffers. Stateful."""
 
-    def __init__(self, sharding: DiskSharding, node: DiskNode) -> None:
+    def __init__(self, sharding: OffloadSharding, node: OffloadNode) -> None:
         self._sharding, self._node = sharding, node
 
     def state_dict(self) -> dict[str, Any]:

@@ -40,11 +40,10 @@ class TransferMeter:
         return {self.tier: found}
 
 
-def wait_for(pending: Sequence[Future[None]], meter: TransferMeter) -> None:
-    """Returns when all are done; computation waits meanwhile."""
+def wait_for(done: Callable[[], object], meter: TransferMeter) -> None:
+    """Returns when `done` does; computation waits meanwhile."""
     begun = time.perf_counter()
-    for one in pending:
-        one.result()
+    done()
     meter.stalled += time.perf_counter() - begun
 
 
@@ -58,6 +57,15 @@ class States(Protocol):
 
     def row(self, extent: Extent, row: int, change: bool = False) -> Tensor:
         """uint8 [row bytes] in host memory: one row, valid until another one is asked for. `change`: it is put back."""
+
+    def fetch(self, extent: Extent, row: int, out: Tensor) -> Callable[[], None]:
+        """Begins to read the used bytes of a row; computation may use them once what is returned was called."""
+
+    def store(self, extent: Extent, row: int, values: Tensor) -> Callable[[], None]:
+        """Begins to write the used bytes of a row; `values` may be changed once what is returned was called."""
+
+    def settle(self) -> None:
+        """What `row` gave to be changed is there."""
 
 
 class DiskTier(NamedTuple):
@@ -149,12 +157,13 @@ class StateFile:
             )
 
     def _wait(self, pending: Sequence[Future[None]]) -> None:
-        wait_for(pending, self._meter)
+        for one in pending:
+            wait_for(one.result, self._meter)
 
     # --- parts of rows, in the background ----------------------------------------------------------------------------
 
     def fetch(self, extent: Extent, row: int, out: Tensor) -> Callable[[], None]:
-        """Begins to read the used bytes of a row; what is returned waits for them."""
+        """See `States.fetch`."""
         self._meter.read_bytes += out.nbytes
         written = self._sums.get(_place(extent, row))
         pending = self._queue.read(self._file, _place(extent, row), out)
@@ -166,7 +175,7 @@ class StateFile:
         return arrived
 
     def store(self, extent: Extent, row: int, values: Tensor) -> Callable[[], None]:
-        """Begins to write the used bytes of a row; what is returned waits for that."""
+        """See `States.store`."""
         self._meter.written_bytes += values.nbytes
         self._sums[_place(extent, row)] = checksum(values)
         pending = self._queue.write(self._file, _place(extent, row), values)
@@ -186,7 +195,7 @@ class StateFile:
         return self._row[2]
 
     def settle(self) -> None:
-        """Writes back what was changed by `row`."""
+        """See `States.settle`."""
         if self._row is not None and self._changed:
             extent, row, values = self._row
             self._sums[_place(extent, row)] = checksum(values[: extent.used])
