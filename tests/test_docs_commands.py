@@ -50,6 +50,7 @@ OWN = {
     "rounds.md": 2,
     "sparse.md": 5,
     "store.md": 3,
+    "tasks.md": 1,
     "tensor-parallel.md": 2,
 }
 """Python blocks that the normal suite runs, of each page."""

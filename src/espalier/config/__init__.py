@@ -19,6 +19,7 @@ from espalier.config.graphs import Network as Network
 from espalier.config.graphs import Sage as Sage
 from espalier.config.model_kinds import KINDS
 from espalier.config.modules import Module as Module
+from espalier.config.multitask import Multitask as Multitask
 from espalier.config.sections import Adamw as Adamw
 from espalier.config.sections import Adapters as Adapters
 from espalier.config.sections import Auto as Auto
@@ -53,6 +54,8 @@ from espalier.config.sections import Stable as Stable
 from espalier.config.sections import Store as Store
 from espalier.config.sections import StreamingDiLoCo as StreamingDiLoCo
 from espalier.config.sections import Sync as Sync
+from espalier.config.sections import TaskOptions as TaskOptions
+from espalier.config.sections import Tower as Tower
 from espalier.config.sections import Track as Track
 from espalier.config.sections import Train as Train
 from espalier.config.sections import Tuning as Tuning

@@ -14,6 +14,7 @@ ROWS = (
     "espalier.config.decoder_defaults",
     "espalier.config.modules",
     "espalier.config.graphs",
+    "espalier.config.multitask",
 )
 
 KINDS: tuple[Kind, ...] = tuple(import_module(row).KIND for row in ROWS)

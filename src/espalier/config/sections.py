@@ -85,6 +85,38 @@ class Store(Options, frozen=True):
     resample: float = 0.0
 
 
+# --- [[towers]] and [[tasks]] ------------------------------------------------------------------------------------
+
+
+class Tower(Options, frozen=True):
+    """One tower of a model of several tasks: `depth` blocks of `width` columns.
+
+    `kind`: what it reads of a sample: the `text`, the `image`, or the node and its neighbours in a `graph`. `takes`:
+    towers whose outputs stand before what it reads itself.
+    """
+
+    name: str
+    kind: Literal["text", "image", "graph"] = "text"
+    width: int = 64
+    depth: int = 2
+    takes: tuple[str, ...] = ()
+
+
+class TaskOptions(Options, frozen=True):
+    """One of several tasks: its data, the towers whose outputs its loss takes, samples in a step, and its weight.
+
+    `data`: `python:glyphs` (pictures of named characters), a text or a graph as `[data]` has them, or
+    `module:function`, which returns a dataset of dictionaries.
+    """
+
+    name: str
+    data: str
+    towers: tuple[str, ...]
+    loss: Literal["contrastive", "next_token", "classes"]
+    batch: int = 32
+    weight: float = 1.0
+
+
 # --- [tune] ------------------------------------------------------------------------------------------------------
 
 
@@ -398,6 +430,8 @@ class RecipeBase(Options, frozen=True):
     graph: GraphOptions | None = None
     store: Store | None = None
     tune: Full | Lora | Dpo | None = None
+    towers: tuple[Tower, ...] | None = None
+    tasks: tuple[TaskOptions, ...] | None = None
     name: str = "run"
     train: Train = Train()
     plan: Planning = Planning()

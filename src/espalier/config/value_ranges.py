@@ -65,7 +65,8 @@ def check(recipe: config.Recipe) -> None:
         for section in () if kind is own else kind.sections:
             if getattr(recipe, section) is not None and not (section == "store" and _of_states(recipe.store)):
                 *first, last = (f'"{tag}"' for tag in kind.tags)
-                raise UserError(f"[{section}] belongs to {kind.name}.", do=f"model.kind = {', '.join(first)} or {last}")
+                tags = f"{', '.join(first)} or {last}" if first else last
+                raise UserError(f"[{section}] belongs to {kind.name}.", do=f"model.kind = {tags}")
     own.check(recipe)
     _batch(recipe.train)
     _places(recipe)

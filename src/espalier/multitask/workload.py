@@ -1,0 +1,171 @@
+"""Several tasks on several towers as a workload: `[model] kind = "multitask"` with `[[towers]]` and `[[tasks]]`.
+
+A step has one micro-batch of each task. Its loss is the sum of the tasks' losses, each times its weight, divided by the
+samples of all. To the planner a step is one sample: what is divided over ranks are the parts of the tasks, in waves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from espalier.config import Recipe
+from espalier.config.multitask import with_inputs
+from espalier.cost import Product, Work
+from espalier.import_function import Author
+from espalier.module.parts import Parts, Task, collated, length
+from espalier.module.workload import ModuleWorkload
+from espalier.multitask import sources
+from espalier.multitask.towers import Figures, Multitask, Shapes, TowerModule
+from espalier.shard.wrap_policy import profile
+from espalier.workload import Shard, Tagged, Workload, to_device
+from espalier.workload_row import Opening, Profile, Row
+
+
+class MultitaskWorkload(ModuleWorkload):
+    """See above. `train.batch_tokens` says nothing here: each task has its own batch."""
+
+    def __init__(self, recipe: Recipe, parts: Parts, author: Author) -> None:
+        super().__init__(recipe, parts, author)
+        self.batch = [one.batch for one in recipe.tasks or ()]
+        self.global_batch = 1
+        self.nominal_weight = float(sum(self.batch))
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The blocks of all towers."""
+        assert isinstance(model, Multitask)
+        return [block for tower in model.towers.values() if isinstance(tower, TowerModule) for block in tower.blocks]
+
+    def batches(self, step: int, shard: Shard) -> list[Any]:
+        """One micro-batch of each task."""
+        if shard.stop <= shard.start:
+            return []
+        with self.author.answers("while its dataset was read"):
+            return [
+                Tagged(k, collated(task.dataset, self._drawn(k, step, length(task.dataset))))
+                for k, task in self._numbered()
+            ]
+
+    def _drawn(self, task: int, step: int, size: int) -> list[int]:
+        """Samples of a seeded permutation per epoch."""
+        first, found = step * self.batch[task], []
+        for number in range(first, first + self.batch[task]):
+            epoch, place = divmod(number, size)
+            found.append(int(self._permutation(task, epoch, size)[place]))
+        return found
+
+    def documents(self, step: int, shard: Shard) -> list[str]:
+        """The samples' indices."""
+        return [
+            f"sample {one} of {name}"
+            for k, (name, task) in enumerate(self._tasks.items())
+            for one in self._drawn(k, step, length(task.dataset))
+        ]
+
+    def figures(self, model: nn.Module, batch: Tagged) -> Figures:
+        """The figures of a task's micro-batch."""
+        found: Figures = model(batch.task, to_device(batch.batch, dtype=self._dtype))
+        return found
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """See `Workload.loss`."""
+        return self.figures(model, batch)["loss"]
+
+    def _held_out(
+        self, model: nn.Module, k: int, task: Task, samples: range, device: torch.device
+    ) -> dict[str, Tensor]:
+        """(sum, weight) of each figure, from one forward pass for each of the task's batches."""
+        found = {name: torch.zeros(2, dtype=torch.float64) for name in ("loss", *self._counted.metrics[k])}
+        size = self.batch[k]
+        for first in range(0, len(samples), size):
+            batch = to_device(collated(task.held_out, samples[first : first + size]), device)
+            for name, pair in self.figures(model, Tagged(k, batch)).items():
+                found[name] += torch.tensor([float(one) for one in pair], dtype=torch.float64)
+        return found
+
+    def _share(self, task: Task, start: int, stop: int) -> range:
+        """All held-out samples: nobody else has any."""
+        return range(length(task.held_out) if task.held_out is not None else 0)
+
+    def validation_samples(self) -> int:
+        """A validation is one, as a step is."""
+        return 1
+
+    def work(self, micro_batch: Any, recompute: str, precision: str) -> Work:
+        """That of all batches."""
+        whole = super().work(micro_batch * max(self.batch), recompute, precision)
+        return Work(
+            products=tuple(Product(one.rows, 1, 1) for one in whole.products),
+            attention=0.0,
+            moved=whole.moved,
+            kept=whole.kept,
+            transient=0.0,
+            again=0.0,
+            samples=micro_batch,
+            tokens=micro_batch * sum(self.batch),
+        )
+
+
+def _loss(task: int, model: nn.Module, fields: Any) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = model(task, fields)["loss"]
+    return found
+
+
+def _metrics(task: int, model: nn.Module, fields: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: pair for name, pair in model(task, fields).items() if name != "loss"}
+
+
+def open_multitask(recipe: Recipe, folder: Path | None = None) -> MultitaskWorkload:
+    """Reads the tasks' data and builds the towers. Raises UserError for what does not fit together."""
+    options, towers = recipe.tasks or (), recipe.towers or ()
+    kinds = {one.name: one.kind for one in towers}
+    tasks: dict[str, Task] = {}
+    shape: dict[str, tuple[int, ...]] = {}
+    classes: dict[str, int] = {}
+    for k, one in enumerate(options):
+        dataset, held_out = sources.load(one, recipe, folder)
+        sample = dataset[0]
+        sources.check_fields(one, [kinds[name] for name in with_inputs(one.towers, list(towers))], sample)
+        shape |= {name: tuple(value.shape) for name, value in sample.items()}
+        if one.loss == "classes":
+            classes[one.name] = 1 + max(int(dataset[index]["label"]) for index in range(length(dataset)))
+        metrics = None if one.loss == "next_token" else partial(_metrics, k)
+        tasks[one.name] = Task(dataset, partial(_loss, k), held_out, one.weight, metrics)
+    text, image, nodes = (shape.get(name) for name in ("text", "image", "nodes"))
+    shapes = Shapes(
+        length=text[0] if text else 1,
+        side=image[-1] if image else 28,
+        channels=image[0] if image else 1,
+        columns=nodes[-1] if nodes else 1,
+        classes=classes,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.train.seed)
+        model = Multitask(recipe, shapes)
+    return MultitaskWorkload(recipe, Parts(model, tasks=tasks), Author("tasks", ""))
+
+
+# --- the table of kinds --------------------------------------------------------------------------------------------
+
+
+def _open(recipe: Recipe, opening: Opening) -> MultitaskWorkload:
+    return open_multitask(recipe, opening.folder)
+
+
+def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
+    workload = opened()
+    assert isinstance(workload, MultitaskWorkload)
+    return profile(workload, workload.anatomy)
+
+
+def _contents(recipe: Recipe, workload: Workload) -> Mapping[str, str]:
+    assert isinstance(workload, MultitaskWorkload)
+    return workload.contents()
+
+
+ROW = Row(open=_open, profile=_profile, contents=_contents, reading="Reading the data of all tasks")
