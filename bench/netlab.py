@@ -50,7 +50,7 @@ class Shape:
 
     Attributes:
         nodes, hosts: how many nodes, and hosts on each.
-        rate: bits/s of a node's uplink, each way; 0: unlimited.
+        rate: bits/s of a node's uplink, each way; 0: unlimited. rates: those of the first nodes, where they differ.
         delay: seconds from a node to another.
         loss: share of the frames between nodes that is lost; the kernel hands over up to 64 KiB of packets as one.
         cpu: cores that each host may use (empty: all there are); repeated until all hosts have one.
@@ -62,6 +62,7 @@ class Shape:
     delay: float = 0.0
     loss: float = 0.0
     cpu: tuple[float, ...] = ()
+    rates: tuple[float, ...] = ()
 
     @property
     def node_of(self) -> list[int]:
@@ -124,8 +125,8 @@ class Lab:
             _bridge(hub)
             _cable(hub, "uplink", self._wire, f"u{node}")
             _run("ip", "-n", hub, "link", "set", "uplink", "master", "bridge")
-            self._limit(hub, "uplink")
-            self._limit(self._wire, f"u{node}")
+            self._limit(hub, "uplink", node)
+            self._limit(self._wire, f"u{node}", node)
         for index, node in enumerate(self.shape.node_of):
             self._add_host(index, self._hub(node))
         if self.shape.delay or self.shape.loss:
@@ -150,8 +151,8 @@ class Lab:
                 known = ("lladdr", _mac(other).hex(":"), "dev", "eth0", "nud", "permanent")
                 _run("ip", "-n", space, "neigh", "replace", _address(other), *known)
 
-    def _limit(self, space: str, device: str) -> None:
-        rate = self.shape.rate
+    def _limit(self, space: str, device: str, node: int) -> None:
+        rate = (*self.shape.rates, *[self.shape.rate] * self.shape.nodes)[node]
         if rate:
             burst, queue = 66_000, int(max(rate / 8 * QUEUE, 4 * 66_000))  # a burst holds one offloaded segment
             settings = ("rate", f"{int(rate)}bit", "burst", str(burst), "limit", str(queue))

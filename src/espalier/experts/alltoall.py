@@ -7,7 +7,6 @@ nothing is padded and no token is dropped, and every exchange is a barrier of it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,42 +14,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from espalier.comm.base import Traffic, traffic
-from espalier.experts.base import ExpertMap
+from espalier.experts.base import OverRanks, Tokens
 from espalier.experts.local import combined, run
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Int
 
 
-@dataclass(frozen=True)
-class AllToAll:
-    """See `experts.base.Route`; `experts` are those that this rank holds, in the order of the map.
+class AllToAll(OverRanks):
+    """See `experts.base.OverRanks`."""
 
-    Attributes:
-        group: the ranks of the map, all of which call this together, backward passes too.
-    """
-
-    group: dist.ProcessGroup
-    held: ExpertMap
-
-    def __call__(
-        self,
-        x: Float[Tensor, "tokens width"],
-        chosen: Int[Tensor, "tokens active"],
-        weights: Float[Tensor, "tokens active"],
-        experts: Sequence[nn.Module],
-    ) -> Float[Tensor, "tokens width"]:
-        """Sum over a token's chosen experts of weight times expert(token), in x's dtype."""
-        mine, held = self.group.rank(), self.held
-        assert len(experts) == len(held.ranks[mine]), f"{len(experts)} experts for {held.ranks[mine]}"
+    def _routed(self, tokens: Tokens, experts: Sequence[nn.Module]) -> Tensor:
+        x, chosen, weights, anchor = tokens
+        held = self.held
         position = held.positions(chosen.device)[chosen].flatten()
         order = position.argsort(stable=True)
         counts = position.bincount(minlength=held.count)
         arriving = self._counts(counts)
         leaving = [int(part.sum()) for part in counts.split(held.sizes)]
         coming = [int(part.sum()) for part in arriving]
-        # A number that wants a gradient: then every rank's backward pass comes to both exchanges.
-        anchor = torch.zeros((), device=x.device, requires_grad=torch.is_grad_enabled())
         sent = x.index_select(0, order // chosen.shape[1])
         rows = _Exchange.apply(sent, anchor, leaving, coming, self.group)
         kinds = torch.cat([torch.arange(len(experts)).repeat_interleave(part) for part in arriving]).to(x.device)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from espalier.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
     from jaxtyping import Float, Int
     from torch import Tensor, nn
 
@@ -63,6 +64,49 @@ class ExpertMap:
         found = torch.empty_like(held)
         found[held] = torch.arange(len(held))
         return found.to(device)
+
+
+class Tokens(NamedTuple):
+    """What a rank brings to a layer: x, chosen and weights as in `Route`, and a number that wants a gradient where one
+    is recorded: then every rank comes to the backward pass, also one without tokens."""
+
+    x: Tensor
+    chosen: Tensor
+    weights: Tensor
+    anchor: Tensor
+
+
+@dataclass
+class OverRanks:
+    """A Route among ranks; its `experts` are those that this rank holds, in the order of the map.
+
+    Attributes:
+        group: the ranks of the map, all of which call this together, backward passes too.
+    """
+
+    group: dist.ProcessGroup
+    held: ExpertMap
+
+    def __call__(
+        self,
+        x: Float[Tensor, "tokens width"],
+        chosen: Int[Tensor, "tokens active"],
+        weights: Float[Tensor, "tokens active"],
+        experts: Sequence[nn.Module],
+    ) -> Float[Tensor, "tokens width"]:
+        """Sum over a token's chosen experts of weight times expert(token), in x's dtype, or autocast's."""
+        import torch
+
+        own = self.held.ranks[self.group.rank()]
+        assert len(experts) == len(own), f"{len(experts)} experts for {own}"
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # halves what crosses the links
+        anchor = torch.zeros((), device=x.device, requires_grad=torch.is_grad_enabled())
+        return self._routed(Tokens(x, chosen, weights, anchor), experts)
+
+    def _routed(self, tokens: Tokens, experts: Sequence[nn.Module]) -> Tensor:
+        """The answer's own exchange."""
+        raise AssertionError("each answer has its own")
 
 
 def spread_evenly(experts: int, ranks: int) -> ExpertMap:

@@ -26,10 +26,22 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """A layer as far as its messages are concerned: the width of a token and the bytes of a value."""
+    """A layer as far as its messages are concerned: the width of a token and the bytes of a value; `int8`: whether rows
+    go to experts in eight bits."""
 
     width: int
     element_bytes: int
+    int8: bool = False
+
+    @property
+    def row(self) -> int:
+        """Bytes of a row on its way back."""
+        return self.width * self.element_bytes
+
+    @property
+    def fresh(self) -> int:
+        """Bytes of a row on its way to an expert."""
+        return self.width + 4 if self.int8 else self.row
 
 
 def sent_bytes(load: ExpertLoad, others: Sequence[Routed], forwards: float = 1.0, backward: bool = True) -> float:
@@ -38,10 +50,9 @@ def sent_bytes(load: ExpertLoad, others: Sequence[Routed], forwards: float = 1.0
     Forward: two counts for each expert, references, fresh rows, and answers. Backward: a weight for each entry, the
     gradients of fresh rows, and those of inputs. Nothing is padded. `forwards`: 2 where the layer is recomputed.
     """
-    row = load.width * load.element_bytes
-    there = sum(2 * COUNT_BYTES * one.experts + COUNT_BYTES * one.again + row * one.fresh for one in others)
-    back = sum(row * one.answers for one in others)
-    again = sum(load.element_bytes * (one.fresh + one.again) + row * one.fresh for one in others)
+    there = sum(2 * COUNT_BYTES * one.experts + COUNT_BYTES * one.again + load.fresh * one.fresh for one in others)
+    back = sum(load.row * one.answers for one in others)
+    again = sum(load.element_bytes * (one.fresh + one.again) + load.fresh * one.fresh for one in others)
     return forwards * (there + back) + backward * (again + back)
 
 

@@ -10,22 +10,18 @@ where the original adds atomically, so that the result has the same bits in what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from espalier.experts.base import ExpertMap
+from espalier.experts.base import OverRanks, Tokens
 from espalier.experts.flashmoe.cells import Outgoing, Tile, outgoing, tile_rows, tiles_of
 from espalier.experts.flashmoe.protocol import Pass, Task
-from espalier.experts.flashmoe.transport import Messages, Transport
+from espalier.experts.flashmoe.transport import Messages, Transport, row_codec
 from espalier.records import Record
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
 
 RECORD = Record(
     name="flashmoe",
@@ -50,38 +46,30 @@ HEADER, REFS, WEIGHTS, ROWS = 0, 2, 4, 16
 
 
 @dataclass
-class FlashMoE:
-    """See `experts.base.Route`; `experts` are those that this rank holds, in the order of the map. Has state.
+class FlashMoE(OverRanks):
+    """See `experts.base.OverRanks`. Has state.
 
     Attributes:
-        group: the ranks of the map, all of which call this together, backward passes too.
-        transport: of messages among them; None: the group's own point-to-point.
+        transport: of messages among the ranks; None: the group's own point-to-point.
+        codec: of rows on their way to experts, tokens as well as gradients: `exact` or `int8` (`transport.Int8Rows`).
         load: rows that each expert here has got so far.
+
+    Raises:
+        UserError: another codec.
     """
 
-    group: dist.ProcessGroup
-    held: ExpertMap
     transport: Transport | None = None
+    codec: str = "exact"
     load: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.links: Transport = self.transport or Messages(self.group)
+        self.rows = row_codec(self.codec)
         self.load = [0] * len(self.held.ranks[self.group.rank()])
 
-    def __call__(
-        self,
-        x: Float[Tensor, "tokens width"],
-        chosen: Int[Tensor, "tokens active"],
-        weights: Float[Tensor, "tokens active"],
-        experts: Sequence[nn.Module],
-    ) -> Float[Tensor, "tokens width"]:
-        """Sum over a token's chosen experts of weight times expert(token), in x's dtype, or autocast's."""
-        assert len(experts) == len(self.load), f"{len(experts)} experts for {self.held.ranks[self.group.rank()]}"
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # halves what crosses the links
+    def _routed(self, tokens: Tokens, experts: Sequence[nn.Module]) -> Tensor:
+        x, chosen, weights, anchor = tokens
         parameters = list(dict.fromkeys(p for expert in experts for p in expert.parameters() if p.requires_grad))
-        # A number that wants a gradient: then every rank comes to the backward pass, also one without tokens.
-        anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
         layer = Layer(self, experts, parameters, torch.is_grad_enabled())
         found: Tensor = _Route.apply(x, weights.to(x.dtype), anchor, chosen, layer, *parameters)
         return found
@@ -105,7 +93,7 @@ class Layer:
         self, route: FlashMoE, experts: Sequence[nn.Module], parameters: Sequence[nn.Parameter], keeps: bool
     ) -> None:
         self.links, self.me, self.experts, self.parameters = route.links, route.group.rank(), experts, parameters
-        self.held, self.keeps, self.load = route.held, keeps, route.load
+        self.held, self.keeps, self.load, self.codec = route.held, keeps, route.load, route.rows
         self.others = [(self.me + turn) % len(route.held.ranks) for turn in range(1, len(route.held.ranks))]
         self.out: list[Outgoing] = []
         self.sent: list[list[Tile]] = []
@@ -138,7 +126,7 @@ class Layer:
             numbers = headers[peer].tolist()
             counts = list(zip(numbers[::2], numbers[1::2], strict=True))
             tiles = self.tiles[peer] = tiles_of(counts, rows)
-            self.rows[peer] = x.new_empty(sum(new for new, _ in counts), x.shape[1])
+            self.rows[peer] = self.codec.room(sum(new for new, _ in counts), x)
             self.refs[peer] = torch.empty(sum(again for _, again in counts), dtype=torch.int32)
             if len(self.refs[peer]):
                 self.links.expect(self.refs[peer], peer, REFS, ("referred", peer))
@@ -156,7 +144,7 @@ class Layer:
         return answers
 
     def _forward(self, task: Task, tile: Tile, x: Tensor) -> Tensor:
-        rows = self._taken(task, tile, x if task.source == self.me else self.rows[task.source])
+        rows = self._taken(task, tile, x, self.rows)
         # A graph of its own: recomputation of the layers around must not see in which order tiles ran.
         with torch.autograd.graph.saved_tensors_hooks(_same, _same), torch.set_grad_enabled(self.keeps):
             # With a version of its own: what comes into its source's other tiles is no change of this one.
@@ -194,7 +182,7 @@ class Layer:
 
         def run(task: Task) -> None:
             tile = self.tiles[task.source][task.number]
-            rows = self._taken(task, tile, pull if task.source == self.me else pulls[task.source])
+            rows = self._taken(task, tile, pull, pulls)
             gradient = rows * factors[task.source][tile.start : tile.stop].unsqueeze(1)
             done = self.done.pop(task)
             mine, *others = torch.autograd.grad(done.answer, [done.rows, *self.parameters], gradient, allow_unused=True)
@@ -216,7 +204,7 @@ class Layer:
             for peer in self.others:
                 if number < len(self.sent[peer]) and (tile := self.sent[peer][number]).until > tile.fresh:
                     rows = x.index_select(0, self.out[peer].tokens[tile.fresh : tile.until])
-                    self.links.send(rows, peer, ROWS + 2 * number)
+                    self.links.send(self.codec.pack(rows), peer, ROWS + 2 * number)
 
     def _expect_rows(self, peer: int, room: Tensor) -> None:
         for number, tile in enumerate(self.tiles[peer]):
@@ -244,14 +232,15 @@ class Layer:
         tile = self.sent[task.source][task.number]
         found.index_copy_(0, self.out[task.source].choices[tile.start : tile.stop], answer)
 
-    def _taken(self, task: Task, tile: Tile, source: Tensor) -> Tensor:
-        """The rows of a tile, out of a source's fresh rows, or for this rank's own out of all tokens."""
+    def _taken(self, task: Task, tile: Tile, own: Tensor, others: Mapping[int, Tensor]) -> Tensor:
+        """The rows of a tile, out of a source's fresh rows as they came, or for this rank's own out of all tokens."""
         if task.source == self.me:
-            return source.index_select(0, self._tokens[tile.start : tile.stop])
-        fresh = source[tile.fresh : tile.until]
-        if tile.refs == tile.refs_until:
-            return fresh
-        return torch.cat([fresh, source.index_select(0, self.refs[task.source][tile.refs : tile.refs_until])])
+            return own.index_select(0, self._tokens[tile.start : tile.stop])
+        source = others[task.source]
+        found = source[tile.fresh : tile.until]
+        if tile.refs < tile.refs_until:
+            found = torch.cat([found, source.index_select(0, self.refs[task.source][tile.refs : tile.refs_until])])
+        return self.codec.unpack(found, own)
 
     @property
     def _tokens(self) -> Tensor:

@@ -1,4 +1,5 @@
-"""Transport: messages of tiles, and the events by which a rank learns of them in the order in which they come."""
+"""Transport: messages of tiles, the events by which a rank learns of them in the order in which they come, and rows in
+eight bits."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from espalier.comm.base import Traffic, traffic
 from espalier.comm.comm_thread import CommThread
+from espalier.errors import UserError
 
 
 class Transport(Protocol):
@@ -93,3 +96,52 @@ def _tell(work: Any, event: Hashable, put: Callable[[Any], None]) -> None:
         put(error)
         raise
     put(event)
+
+
+class Rows:
+    """How rows cross the links: as they are."""
+
+    def room(self, count: int, like: Tensor) -> Tensor:
+        """Where `count` rows of `like`'s width arrive."""
+        return like.new_empty(count, like.shape[1])
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """[rows, width] as they are sent: still a row for each, so that they can be permuted."""
+        return rows
+
+    def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
+        """The rows again, in `like`'s dtype."""
+        return packed
+
+
+class Int8Rows(Rows):
+    """Eight bits for a value and one float32 scale for a row, of which a half at most is lost. Rows stay as they came
+    until the product of their tile reads them (as in DeepSeek-V3, arXiv 2412.19437, section 3.2.2, with fp8), and a row
+    with a value that is not finite comes out as NaN."""
+
+    def room(self, count: int, like: Tensor) -> Tensor:
+        """uint8 [count, width + 4]."""
+        return torch.empty(count, like.shape[1] + 4, dtype=torch.uint8, device=like.device)
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """uint8 [rows, width + 4]: codes, then the scale."""
+        values = rows.float()
+        scale = values.abs().amax(1, keepdim=True).div_(127) if rows.shape[1] else values.new_zeros(len(rows), 1)
+        codes = values.div(torch.where(scale > 0, scale, 1.0)).nan_to_num_(0.0).round_().to(torch.int8)
+        return torch.cat([codes.view(torch.uint8), scale.view(torch.uint8)], 1)
+
+    def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
+        """[rows, width]."""
+        scale = packed[:, -4:].contiguous().view(torch.float32)
+        return (packed[:, :-4].view(torch.int8) * scale).to(like.dtype)
+
+
+def row_codec(name: str) -> Rows:
+    """Raises UserError for a name that is not `exact` or `int8`."""
+    if name not in (found := {"exact": Rows, "int8": Int8Rows}):
+        raise UserError(
+            f"Rows of experts have no codec {name!r}.",
+            why="they are permuted as they are sent, so each row is encoded by itself",
+            do="exact, or int8",
+        )
+    return found[name]()
