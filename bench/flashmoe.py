@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
+from espalier.experts.cost import placed
 from flashmoe_rank import Outcome, Task
 from netlab import Lab, Shape, first_said, ranked
 from table import Row, arguments, compare, publish
@@ -101,32 +102,32 @@ def _int8(case: str, found: Outcome) -> list[Row]:
 
 def straggler(task: Task, note: str) -> list[Row]:
     """One link is four times as slow: seconds, and how long the other ranks wait; with the experts spread evenly, and
-    as the planner places them."""
+    as the planner places them by the links."""
+    rates = (RATE, RATE, RATE, RATE / 4)
+    case = f"layer, link of rank 3 at 50 Mbit/s{note}"
+    print(f"{case}:")
+    held = placed(rates, [1.0] * task.experts)
+    names = (OURS, f"{OURS}, placed", TITAN, f"{TITAN}, placed")
+    found = over_links(msgspec.structs.replace(task, contestants=names, held=held), rates)
     rows = []
-    for held, told in (((), ""), (placed(task), ", experts placed by links")):
-        case = f"layer, link of rank 3 at 50 Mbit/s{told}{note}"
-        print(f"{case}:")
-        asked = msgspec.structs.replace(task, contestants=(OURS, TITAN), held=held)
-        found = over_links(asked, (RATE, RATE, RATE, RATE / 4))
-        rows += rows_of(case, found)
-        mine, theirs = (statistics.mean(found.idle[name][: WORLD - 1]) for name in (OURS, TITAN))
-        count = len(found.seconds[OURS])
-        rows.append(Row(f"{case}: the others wait", TITAN, theirs, mine, theirs / mine, "s", f"means (n={count})"))
+    for ours in names[:2]:
+        told = ": experts placed by links" if ours.endswith("placed") else ""
+        rows += rows_of(case + told, found, ours, but=(OURS, f"{OURS}, placed"))
+        mine = statistics.mean(found.idle[ours][: WORLD - 1])
+        for theirs in names[2:]:
+            waited = statistics.mean(found.idle[theirs][: WORLD - 1])
+            spread = f"means (n={len(found.seconds[ours])})"
+            rows.append(Row(f"{case}{told}: the others wait", theirs, waited, mine, waited / mine, "s", spread))
     return rows
-
-
-def placed(task: Task) -> tuple[tuple[int, ...], ...]:
-    """Where the planner puts the experts of such links."""
-    return tuple(tuple(range(at, at + 5)) for at in (0, 5, 10)) + ((15,),)
 
 
 def step(task: Task, note: str) -> list[Row]:
     """Whole training steps of a decoder, over slow links and without."""
     rows = []
     for told, run in (("4 x 200 Mbit/s", over_links), ("loopback", on_loopback)):
-        case = f"training step of a decoder of {task.layers or 4} layers, {told}{note}"
+        case = f"training step of a decoder of 2 layers, {told}{note}"
         print(f"{case}:")
-        asked = msgspec.structs.replace(task, contestants=(OURS, PLAIN), layers=task.layers or 4, tokens=512)
+        asked = msgspec.structs.replace(task, contestants=(OURS, PLAIN), layers=2, tokens=256)
         rows += rows_of(case, run(asked))
     return rows
 
@@ -135,7 +136,7 @@ def loopback(task: Task, note: str) -> list[Row]:
     """No slow link: what the code itself takes."""
     case = f"layer of {task.experts} experts, {task.tokens} tokens a rank, loopback{note}"
     print(f"{case}:")
-    found = on_loopback(msgspec.structs.replace(task, contestants=(OURS, PLAIN, TITAN, PADDED, GATHER)))
+    found = on_loopback(msgspec.structs.replace(task, contestants=(OURS, PLAIN, TITAN, GATHER)))
     return rows_of(case, found)
 
 

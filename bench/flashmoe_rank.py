@@ -20,9 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+from espalier import config
+from espalier.config import defaults
 from espalier.experts.alltoall import AllToAll
 from espalier.experts.base import ExpertMap, spread_evenly
 from espalier.experts.flashmoe import FlashMoE
+from espalier.experts.mechanism import keep
+from espalier.language.moe import MOE, Experts
 from rank import late, run, stock
 
 CLOSE = 2e-4
@@ -44,7 +48,7 @@ class Task(msgspec.Struct, frozen=True):
     zipf: float = 1.0
     held: tuple[tuple[int, ...], ...] = ()
     layers: int = 0
-    limit: float = 60.0
+    limit: float = 100.0
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -180,9 +184,7 @@ def grouped_alltoall(x: Tensor, chosen: Tensor, weights: Tensor, held: ExpertMap
     return combined(back.index_select(0, inverse(order)), weights)
 
 
-def padded_alltoall(
-    x: Tensor, chosen: Tensor, weights: Tensor, experts: Stacked, factor: float = 0.0
-) -> Tensor:
+def padded_alltoall(x: Tensor, chosen: Tensor, weights: Tensor, experts: Stacked, factor: float = 0.0) -> Tensor:
     """Buffers of one capacity for each expert (Tutel, DeepSpeed-MoE): as large as the largest needs it (`factor` 0), or
     factor x choices / experts, beyond which tokens are dropped."""
     count, ranks = len(experts.parts[0]) * dist.get_world_size(), dist.get_world_size()
@@ -237,7 +239,7 @@ def inverse(order: Tensor) -> Tensor:
 
 
 def routing(task: Task, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, chosen experts and weights of a rank; experts are as popular as Zipf's law has it, in a shuffled order."""
+    """Tokens, chosen experts and weights of a rank; experts are as popular as Zipf's law has it, shuffled."""
     generator = torch.Generator().manual_seed(100 + rank)
     shuffled = torch.randperm(task.experts, generator=torch.Generator().manual_seed(3))
     popularity = (torch.arange(task.experts) + 1.0).pow(-task.zipf)[shuffled]
@@ -247,48 +249,54 @@ def routing(task: Task, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, chosen, weights / weights.sum(1, keepdim=True)
 
 
-def contestants(task: Task, channel: dist.ProcessGroup) -> dict[str, Callable[..., Tensor]]:
-    """Layers by name; each takes tokens, choices and weights. `.leaves` are the parameters of this rank."""
-    held = ExpertMap(task.held) if task.held else spread_evenly(task.experts, dist.get_world_size())
-    torch.manual_seed(0)
-    feeds = [Feed(task.width, task.inner) for _ in range(task.experts)]
-    own = [feeds[expert] for expert in held.ranks[dist.get_rank()]]
-    stacked = Stacked(own)
-    flash = {name: FlashMoE(channel, held, codec=name) for name in ("exact", "int8")}
-    plain = AllToAll(channel, held)
-    return {
-        "flashmoe": lambda *rows: flash["exact"](*rows, own),
-        "flashmoe int8": lambda *rows: flash["int8"](*rows, own),
-        "plain all-to-all": lambda *rows: plain(*rows, own),
-        "all-to-all + grouped mm": lambda *rows: grouped_alltoall(*rows, held, stacked),
-        "padded all-to-all": lambda *rows: padded_alltoall(*rows, stacked),
-        "padded all-to-all, factor 1.25": lambda *rows: padded_alltoall(*rows, stacked, 1.25),
-        "all-gather + reduce-scatter": lambda *rows: gathered_tokens(*rows, held, stacked),
-    } | {"": lambda: [*(p for feed in own for p in feed.parameters()), *stacked.parts], " links": lambda: flash}
+class Form:
+    """The experts of this rank in one map, in the layers that use it."""
+
+    def __init__(self, feeds: Sequence[Feed], held: ExpertMap, channel: dist.ProcessGroup) -> None:
+        own = [feeds[expert] for expert in held.ranks[dist.get_rank()]]
+        stacked = Stacked(own)
+        self.leaves = [*(p for feed in own for p in feed.parameters()), *stacked.parts]
+        self.flash = {name: FlashMoE(channel, held, codec=name) for name in ("exact", "int8")}
+        plain = AllToAll(channel, held)
+        self.layers: dict[str, Callable[..., Tensor]] = {
+            "flashmoe": lambda *rows: self.flash["exact"](*rows, own),
+            "flashmoe int8": lambda *rows: self.flash["int8"](*rows, own),
+            "plain all-to-all": lambda *rows: plain(*rows, own),
+            "all-to-all + grouped mm": lambda *rows: grouped_alltoall(*rows, held, stacked),
+            "padded all-to-all": lambda *rows: padded_alltoall(*rows, stacked),
+            "padded all-to-all, factor 1.25": lambda *rows: padded_alltoall(*rows, stacked, 1.25),
+            "all-gather + reduce-scatter": lambda *rows: gathered_tokens(*rows, held, stacked),
+        }
+
+    @property
+    def waited(self) -> float:
+        """Seconds that ours waited so far."""
+        return sum(one.links.idle for one in self.flash.values())
 
 
 def layers(task: Task, channel: dist.ProcessGroup) -> Outcome:
     """One layer, forward and backward."""
     rows = routing(task, dist.get_rank())
-    forms = contestants(task, channel)
-    leaves, flash = forms.pop("")(), forms.pop(" links")()
-    ledger, right = channel.ledger, forms["plain all-to-all"](*rows).detach()
+    torch.manual_seed(0)
+    feeds = [Feed(task.width, task.inner) for _ in range(task.experts)]
+    even = spread_evenly(task.experts, dist.get_world_size())
+    forms = {"": Form(feeds, even, channel), "placed": Form(feeds, ExpertMap(task.held or even.ranks), channel)}
+    ledger, right = channel.ledger, forms[""].layers["plain all-to-all"](*rows).detach()
     pull = torch.randn(right.shape, generator=torch.Generator().manual_seed(7))
 
-    def counted(name: str) -> tuple[float, float]:
+    def counted(form: Form) -> tuple[float, float]:
         """Bytes sent and seconds waited so far."""
-        links = flash["int8" if name.endswith("int8") else "exact"].links
-        ours = name.startswith("flashmoe")
-        sent = ledger.by_class().get("experts", 0.0)
-        return (sent, links.idle) if ours else (CLOCK.sent + sent, CLOCK.seconds)
+        return ledger.by_class().get("experts", 0.0) + CLOCK.sent, form.waited + CLOCK.seconds
 
     def turn(name: str) -> tuple[float, float, float]:
+        kind = name.removesuffix(", placed")
+        form = forms["placed" if name.endswith("placed") else ""]
         x, weights = rows[0].clone().requires_grad_(), rows[2].clone().requires_grad_()
         dist.barrier(stock())
-        before, begun = counted(name), time.perf_counter()
-        out = forms[name](x, rows[1], weights)
-        torch.autograd.grad(out, [x, weights, *leaves], pull, allow_unused=True)
-        after = counted(name)
+        before, begun = counted(form), time.perf_counter()
+        out = form.layers[kind](x, rows[1], weights)
+        torch.autograd.grad(out, [x, weights, *form.leaves], pull, allow_unused=True)
+        after = counted(form)
         dist.barrier(stock())
         seconds = time.perf_counter() - begun
         wrong = float((out.detach() - right).abs().max())
@@ -322,9 +330,50 @@ def measured(task: Task, turn: Callable[[str], tuple[float, float, float]]) -> O
     return Outcome(seconds, {k: (v / len(seconds[k])).tolist() for k, v in idle.items()}, sent, dropped)
 
 
+def steps(task: Task, channel: dist.ProcessGroup) -> Outcome:
+    """Whole training steps of a decoder: forward, backward, the sum of all other gradients, AdamW. Both contestants
+    train weights of their own from the same beginning on the same tokens."""
+    model = config.Moe(
+        depth=task.layers, width=task.width, heads=8, feed_forward=task.inner, vocabulary=256, context=128,
+        experts=task.experts, active=task.active,
+    )  # fmt: skip
+    options = defaults.resolve(config.Recipe(model=model))[0].model
+    held = spread_evenly(task.experts, dist.get_world_size())
+    text = torch.randint(256, (task.tokens // 128, 129), generator=torch.Generator().manual_seed(dist.get_rank()))
+    runs = {}
+    for name, route in (("flashmoe", FlashMoE(channel, held)), ("plain all-to-all", AllToAll(channel, held))):
+        torch.manual_seed(0)
+        decoder = MOE(options)
+        for block in decoder.modules():
+            if isinstance(block, Experts):
+                keep(block, held.ranks[dist.get_rank()], held.count)
+                block.route = route
+        own = [p for name, p in decoder.named_parameters() if ".experts." in name]
+        shared = [p for name, p in decoder.named_parameters() if ".experts." not in name]
+        runs[name] = decoder, shared, torch.optim.AdamW([*own, *shared], 1e-3), route
+
+    def turn(name: str) -> tuple[float, float, float]:
+        decoder, shared, optimizer, route = runs[name]
+        dist.barrier(stock())
+        before, begun = channel.ledger.by_class().get("experts", 0.0), time.perf_counter()
+        waited = route.links.idle if isinstance(route, FlashMoE) else 0.0
+        optimizer.zero_grad()
+        (decoder(text[:, :-1], targets=text[:, 1:]).sum() / text[:, 1:].numel()).backward()
+        flat = torch.cat([p.grad.flatten() for p in shared])
+        dist.all_reduce(flat, group=stock())
+        for p, part in zip(shared, flat.split([p.numel() for p in shared]), strict=True):
+            p.grad.copy_(part.view_as(p))
+        optimizer.step()
+        dist.barrier(stock())
+        waited = route.links.idle - waited if isinstance(route, FlashMoE) else 0.0
+        return time.perf_counter() - begun, channel.ledger.by_class()["experts"] - before, waited
+
+    return measured(task, turn)
+
+
 def measure(task: Task, channel: dist.ProcessGroup) -> Outcome:
     """Layers, or steps."""
-    return layers(task, channel)
+    return steps(task, channel) if task.layers else layers(task, channel)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Every interleaving of a small layer: ranks run `flashmoe.protocol.Pass` over links that keep no order but that of a
-tag (less than the transport promises), and each step of each rank is tried in each order (states that were seen are not looked at again)."""
+tag (less than the transport promises), and each step of each rank is tried in each order (states that were seen are not
+looked at again)."""
 
 from __future__ import annotations
 
@@ -105,12 +106,7 @@ class World:
             cell, coming = own[peer], self.cells[peer][me]
             if forward:
                 self.expect(me, peer, HEADER, ("heard", peer))
-                if cell.fresh or self.rules.says_nothing:
-                    self.send(me, peer, HEADER)
-                if cell.references:
-                    self.send(me, peer, REFS)
-            elif cell.fresh:
-                self.send(me, peer, WEIGHTS)
+            self.announce(me, peer, cell, forward)
             for number, fresh in enumerate(cell.fresh):
                 if fresh:
                     self.send(me, peer, f"{ROWS} {number}")
@@ -121,6 +117,14 @@ class World:
                     self.expect(me, peer, WEIGHTS, ("referred", peer))
                 self.expect_rows(me, peer, coming)
                 rank.now.heard(peer, list(coming.fresh), bool(coming.fresh))
+
+    def announce(self, me, peer, cell, forward):
+        if forward and (cell.fresh or self.rules.says_nothing):
+            self.send(me, peer, HEADER)
+        if forward and cell.references:
+            self.send(me, peer, REFS)
+        if not forward and cell.fresh:
+            self.send(me, peer, WEIGHTS)
 
     def expect_rows(self, me, peer, cell):
         for number, fresh in enumerate(cell.fresh):

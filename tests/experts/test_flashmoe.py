@@ -15,7 +15,7 @@ from espalier.experts.alltoall import AllToAll
 from espalier.experts.base import ExpertMap, spread_evenly
 from espalier.experts.cost import ExpertLoad, Routed, sent_bytes
 from espalier.experts.flashmoe import FlashMoE
-from espalier.experts.flashmoe.transport import Messages
+from espalier.experts.flashmoe.transport import Messages, row_codec
 from espalier.experts.local import local
 from espalier.testing import ranks
 
@@ -149,3 +149,110 @@ def test_the_ledger_has_the_bytes_of_real_tokens_only(choice):
             answers = sum(token.count(me) for token in to[peer])
             routed.append(Routed(len(held.ranks[peer]), fresh, entries - fresh, answers))
         assert sent == sent_bytes(ExpertLoad(width, 8), routed)
+
+
+def test_gradients_of_two_ranks_pass_gradcheck():
+    """Of all tokens, weights and parameters, by finite differences of one function that the ranks evaluate together."""
+    held, counts = ExpertMap(((2, 0), (1,))), [2, 1]
+    torch.manual_seed(0)
+    chosen = torch.stack([torch.randperm(3)[:2] for _ in range(3)])
+    inputs = [torch.randn(3, 2), torch.rand(3, 2), *[torch.randn(2, 2) for _ in range(3)]]
+    inputs = [one.double().requires_grad_() for one in inputs]
+
+    class Product(nn.Module):
+        def __init__(self, matrix):
+            super().__init__()
+            self.matrix = nn.Parameter(matrix)
+
+        def forward(self, x):
+            return torch.tanh(x @ self.matrix)
+
+    def together(x, weights, *matrices, pull=None):
+        def life(channel):
+            rank = channel.rank()
+            own = [Product(matrices[number].detach().clone()) for number in held.ranks[rank]]
+            leaves = [one.detach().split(counts)[rank].clone().requires_grad_() for one in (x, weights)]
+            out = FlashMoE(channel, held)(leaves[0], chosen.split(counts)[rank], leaves[1], own)
+            if pull is None:
+                return out.detach()
+            found = torch.autograd.grad(out, [*leaves, *(one.matrix for one in own)], pull.split(counts)[rank])
+            return found[:2], dict(zip(held.ranks[rank], found[2:], strict=True))
+
+        found = ranks(2, life)
+        if pull is None:
+            return torch.cat(found)
+        sums = found[0][1] | found[1][1]
+        return tuple(torch.cat(pair) for pair in zip(*(one[0] for one in found), strict=True)) + tuple(
+            sums[number] for number in range(3)
+        )
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *given):
+            ctx.save_for_backward(*given)
+            return together(*given)
+
+        @staticmethod
+        def backward(ctx, pull):
+            return together(*ctx.saved_tensors, pull=pull)
+
+    assert torch.autograd.gradcheck(Layer.apply, inputs, atol=1e-7)
+
+
+def test_outputs_have_the_same_bits_wherever_experts_lie():
+    """Any number of ranks that hold experts, any map: a source's tokens for an expert are in one tile."""
+    torch.manual_seed(5)
+    feeds = [nn.Linear(16, 16) for _ in range(6)]
+    rows = [(torch.randn(count, 16), *torch.randn(count, 6).softmax(-1).topk(3)) for count in (9, 7, 5)]
+    maps = [((0, 1, 2, 3, 4, 5), (), ()), ((3, 0), (5, 1), (2, 4)), ((), (1, 0, 2), (5, 3, 4))]
+
+    def life(channel):
+        x, weights, chosen = rows[channel.rank()]
+        found = []
+        for held in map(ExpertMap, maps):
+            own = [feeds[expert] for expert in held.ranks[channel.rank()]]
+            found.append(FlashMoE(channel, held)(x, chosen, weights, own).detach())
+        return all(torch.equal(one, found[0]) for one in found)
+
+    assert ranks(3, life) == [True] * 3
+
+
+@pytest.mark.parametrize("held", [((0, 1), (2,)), ((0, 1, 2), ())])
+def test_int8_rows_lose_half_a_step_of_their_scale_and_have_the_bytes_of_codes(held):
+    held = ExpertMap(held)
+    rows, feeds = made(6, [8, 6], 3, 2, torch.float32)
+
+    def life(channel):
+        own, row = [feeds[expert] for expert in held.ranks[channel.rank()]], rows[channel.rank()]
+        exact = gradients(FlashMoE(channel, held), row, own)
+        before = channel.ledger.by_class()["experts"]
+        route = FlashMoE(channel, held, codec="int8")
+        return exact, gradients(route, row, own), channel.ledger.by_class()["experts"] - before
+
+    owner = {expert: rank for rank, experts in enumerate(held.ranks) for expert in experts}
+    for me, (exact, rough, sent) in enumerate(ranks(2, life)):
+        torch.testing.assert_close(rough[0], exact[0], rtol=0.05, atol=0.03)
+        torch.testing.assert_close(rough[1][0], exact[1][0], rtol=0.1, atol=0.05)
+        there = [[owner[e] for e in token].count(1 - me) for token in rows[me][1].tolist()]
+        back = sum([owner[e] for e in token].count(me) for token in rows[1 - me][1].tolist())
+        fresh = sum(count > 0 for count in there)
+        load = ExpertLoad(WIDTH, 4, int8=True)
+        assert sent == sent_bytes(load, [Routed(len(held.ranks[1 - me]), fresh, sum(there) - fresh, back)])
+
+
+def test_int8_rows_with_a_value_that_is_not_finite_come_out_as_nan():
+    codec = row_codec("int8")
+    rows = torch.tensor([[1.0, float("inf")], [2.0, float("nan")], [0.0, 0.0], [127.0, -1.2]])
+    found = codec.unpack(codec.pack(rows), rows)
+    assert found[:2].isnan().all()
+    assert torch.equal(found[2:], torch.tensor([[0.0, 0.0], [127.0, -1.0]]))
+    shuffled = torch.tensor([3, 0, 2])
+    assert torch.equal(codec.unpack(codec.pack(rows)[shuffled], rows)[::2], found[shuffled][::2])
+
+
+@pytest.mark.parametrize("kind", [AllToAll, FlashMoE])
+@pytest.mark.parametrize("chosen", [0, 3], ids=["all tokens to one expert", "none for the first rank"])
+def test_a_router_that_sends_everything_to_one_expert(kind, chosen):
+    rows, feeds = made(7, [5, 4, 0], 4, 1)
+    rows = [(x, torch.full_like(picked, chosen), weights, pull) for x, picked, weights, pull in rows]
+    check(kind, ExpertMap(((0,), (1, 2), (3,))), rows, feeds)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import comb
 from typing import NamedTuple
+
+from espalier.errors import UserError
 
 COUNT_BYTES = 4
 
@@ -54,6 +57,38 @@ def sent_bytes(load: ExpertLoad, others: Sequence[Routed], forwards: float = 1.0
     back = sum(load.row * one.answers for one in others)
     again = sum(load.element_bytes * (one.fresh + one.again) + load.fresh * one.fresh for one in others)
     return forwards * (there + back) + backward * (again + back)
+
+
+def placed(
+    rates: Sequence[float], loads: Sequence[float], slots: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Which experts each rank holds, so that the slowest rank has done as early as it can (FlashMoE's placement by
+    measured speed and memory; here the largest expert first, each to the rank that would end first with it).
+
+    Args:
+        rates: work that each rank does in a second; loads: work of each expert, of any unit, alike where not known.
+        slots: experts that each rank has memory for; None: any number.
+
+    Raises:
+        UserError: fewer slots than experts.
+    """
+    room = [len(loads)] * len(rates) if slots is None else list(slots)
+    if sum(room) < len(loads):
+        raise UserError(
+            f"{len(loads)} experts do not fit into memory for {sum(room)}.",
+            do="more ranks (plan.pin.ep), or plan.pin.offload for states that wait elsewhere",
+        )
+    found: list[list[int]] = [[] for _ in rates]
+    work = [0.0] * len(rates)
+    for expert in sorted(range(len(loads)), key=lambda one: -loads[one]):
+        free = [rank for rank in range(len(rates)) if len(found[rank]) < room[rank]]
+        rank = min(free, key=lambda one: ((work[one] + loads[expert]) / rates[one], -rates[one]))
+        found[rank].append(expert)
+        work[rank] += loads[expert]
+    if len(set(loads)) == 1:  # alike: consecutive numbers
+        ends = list(accumulate(map(len, found), initial=0))
+        return tuple(tuple(range(first, last)) for first, last in pairwise(ends))
+    return tuple(tuple(sorted(one)) for one in found)
 
 
 def expected(tokens: float, active: int, sizes: Sequence[int], me: int = 0) -> list[Routed]:
