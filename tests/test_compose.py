@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from espalier import mechanisms
 from espalier.compose import Claim, Composition, Refusal, compose, require
+from espalier.config import recipe_file
 from espalier.errors import UserError
 
 PACKAGE = Path(__file__).parent.parent / "src" / "espalier"
@@ -177,6 +180,21 @@ def test_the_first_declared_choice_that_works_is_offered() -> None:
     check = claim("checksum", "faults", forbids={"drift"})
     known = (claim("co2", "sync", changes={"drift"}), claim("every_step", "sync"))
     assert refused(stale, check, known=known).instead == "sync = every_step instead of sylvie"
+
+
+def test_an_offer_is_in_the_words_of_a_command_line_where_there_are_any() -> None:
+    muon = claim("muon", "optimizer", forbids={"cuts"}, instead=("adamw",))
+    adamw = replace(claim("adamw", "optimizer"), option="train.optimizer.kind=adamw")
+    found = refused(muon, claim("tensor", changes={"cuts"}), known=[adamw])
+    assert found.instead == "train.optimizer.kind=adamw instead of muon"
+
+
+@pytest.mark.parametrize("option", sorted(filter(None, (one.option for one in mechanisms.KNOWN))))
+def test_every_option_that_is_offered_is_one_of_the_recipe(option: str) -> None:
+    key, _, value = option.partition("=")
+    assert (
+        str(dict(recipe_file._leaves(recipe_file.to_table(recipe_file.from_table({}, "it", [option]))))[key]) == value
+    )
 
 
 def test_one_name_for_two_mechanisms_is_our_mistake() -> None:

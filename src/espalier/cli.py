@@ -93,7 +93,8 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
         help="also multiple-choice questions in a JSONL file, or lm-eval:TASK (docs/evaluate.md)",
     )  # fmt: skip
     watch.add_argument("--workers", type=int, metavar="N", help="inference processes (default: one for each core)")
-    watch.add_argument("--data", metavar="PATH", help="evaluate on the held-out part of this data instead of the run's")
+    for name, what in (("eval", "evaluate on the held-out part of"), ("predict", "of a graph: predict for")):
+        made[name].add_argument("--data", metavar="PATH", help=f"{what} this data instead of the run's")
     made["predict"].add_argument(
         "input",
         nargs="?",

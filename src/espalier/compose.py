@@ -26,6 +26,7 @@ class Claim:
             "I, and nobody else".
         after: names or questions that are applied before it where they are present.
         instead: the choices nearest to it, best first, offered when it is refused.
+        option: how a recipe asks for it, as on a command line; empty: it does not by itself.
         alone: False lets other answers to the same question stand beside it.
     """
 
@@ -36,6 +37,7 @@ class Claim:
     forbids: frozenset[str] = frozenset()
     after: frozenset[str] = frozenset()
     instead: tuple[str, ...] = ()
+    option: str = ""
     alone: bool = True
 
 
@@ -181,7 +183,8 @@ def _instead(pair: tuple[str, str], present: Table, catalogue: Table) -> str:
         claim = present[name]
         same = [other.name for other in catalogue.values() if other.question == claim.question and other is not claim]
         for choice in dict.fromkeys((*claim.instead, *same)):
-            offer = f"{claim.question} = {choice} instead of {name}"
+            option = catalogue[choice].option if choice in catalogue else ""
+            offer = f"{option or f'{claim.question} = {choice}'} instead of {name}"
             if choice not in catalogue:
                 untried = untried or offer
                 continue

@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+RESUME = "run the same command again; it goes on from the newest checkpoint, where there is one"
+"""What to do about most failures. A run that broke down before it was saved begins anew."""
+
 
 class EspalierError(Exception):
     """Base of all errors meant for people. `str()` is the whole message, ready to print."""

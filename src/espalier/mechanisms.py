@@ -47,6 +47,7 @@ SELECTIVE = Claim(
     needs=frozenset({"a model"}),
     changes=frozenset({"recomputes activations"}),
     instead=("recompute_block",),
+    option="train.recompute=selective",
 )
 BLOCK = Claim(
     "recompute_block",
@@ -54,8 +55,9 @@ BLOCK = Claim(
     needs=frozenset({"a model"}),
     changes=frozenset({"recomputes activations"}),
     instead=("recompute_selective",),
+    option="train.recompute=block",
 )
-BF16 = Claim("bf16", question="precision")
+BF16 = Claim("bf16", question="precision", option="train.precision=bf16")
 FP16 = Claim(
     "fp16",
     question="precision",
@@ -266,6 +268,10 @@ PLAIN: tuple[Choose, ...] = (
 """Rows for questions that none of the others answers."""
 
 
+KNOWN = (placement_plan.WHOLE, adamw.CLAIM, every_step.CLAIM, SELECTIVE, BLOCK, BF16, pipelined.PIPELINE)
+"""What a refusal may offer beside what the recipe has."""
+
+
 def chosen(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> list[Mechanism]:
     """The mechanisms that `recipe` and `plan` ask for, and the plain ones beside them."""
     away = set(astuple(plan.offload)) != HERE or len(plan.trainers) < len(plan.ranks)
@@ -280,7 +286,7 @@ def chosen(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> list[
 def ordered(recipe: Recipe, plan: Plan, table: Sequence[Choose] = TABLE) -> tuple[Mechanism, ...]:
     """The same in the order in which they are applied. Raises UserError when they cannot run together."""
     found = chosen(recipe, plan, table)
-    names = compose.require((one.claim for one in found), known=[placement_plan.WHOLE])
+    names = compose.require((one.claim for one in found), known=KNOWN)
     return tuple(sorted(found, key=lambda one: names.index(one.claim.name)))
 
 
@@ -335,7 +341,7 @@ def refusal(recipe: Recipe, plan: Plan, *beside: Claim) -> compose.Refusal | Non
 @lru_cache(maxsize=4096)
 def _composed(claims: frozenset[Claim]) -> compose.Composition | compose.Refusal:
     """The planner asks of the same mechanisms again and again."""
-    return compose.compose(claims, known=[placement_plan.WHOLE])
+    return compose.compose(claims, known=KNOWN)
 
 
 def accepts(recipe: Recipe, plan: Plan, claim: Claim) -> bool:
@@ -345,7 +351,7 @@ def accepts(recipe: Recipe, plan: Plan, claim: Claim) -> bool:
 
 def require_beside(recipe: Recipe, plan: Plan, claim: Claim) -> None:
     """Raises UserError, with the reason, where `claim` cannot stand beside the mechanisms of a plan."""
-    compose.require([*(one.claim for one in chosen(recipe, plan)), claim], known=[placement_plan.WHOLE])
+    compose.require([*(one.claim for one in chosen(recipe, plan)), claim], known=KNOWN)
 
 
 def recovery(recipe: Recipe, plan: Plan) -> Literal["", "alike", "rounds"]:

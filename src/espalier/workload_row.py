@@ -170,6 +170,7 @@ class Row:
         prepare: looks at the data as far as options depend on it.
         freeze: (workload, empty folder), which writes what preprocessing decided there: tokenizer, classes, splits.
         evaluates: whether the frozen folder holds what evaluation reads too.
+        lacks: whether a frozen folder holds less than predictions and evaluation read.
         pack: of a recipe with a [store], (workload, shards of a machine's ranks, `PackStart`): packs their batches.
         answer: (workload, model, input, sampling) -> Answer. None: nobody knows what an input is.
         exports: format -> (workload, model, folder), which writes the model there and says how to load it.
@@ -186,6 +187,7 @@ class Row:
     prepare: Callable[[Recipe, Opening], Prepared] = _as_it_is
     freeze: Callable[[Workload, Path], None] = _nothing_to_freeze
     evaluates: bool = False
+    lacks: Callable[[Path], bool] = lambda kept: False
     pack: Callable[[Workload, Sequence[Shard], PackStart], None] = _nothing_to_pack
     answer: Callable[[Workload, nn.Module, str | None, Sampling], Answer] | None = None
     exports: Mapping[str, Callable[[Workload, nn.Module, Path], str]] = field(default_factory=dict)

@@ -126,6 +126,20 @@ def test_pyg_data_goes_there_and_back():
     assert np.array_equal(back.parts.test, graph.parts.test)
 
 
+def test_saved_data_of_pyg_is_read_without_unpickling(tmp_path):
+    pytest.importorskip("torch_geometric")
+    data = pyg.to_pyg(made())
+    torch.save(data, tmp_path / "one.pt")
+    same(load(str(tmp_path / "one.pt")), made())
+    data.y = torch.tensor([1])
+    torch.save([data, data], tmp_path / "two.pt")
+    assert load(str(tmp_path / "two.pt")).items == 2
+    data.more = SimpleNamespace()
+    torch.save(data, tmp_path / "odd.pt")
+    with pytest.raises(UserError, match="is pickled, and is not read"):
+        load(str(tmp_path / "odd.pt"))
+
+
 def test_a_heterogeneous_graph_is_refused_by_name():
     data = SimpleNamespace(edge_types=[("a", "to", "b")], node_types=["author", "paper"])
     with pytest.raises(UserError, match="node types author, paper"):

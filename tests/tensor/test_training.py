@@ -252,7 +252,7 @@ def test_what_cannot_stand_beside_cut_matrices_is_refused_by_name(corpus: Path) 
     refused = mechanisms.refusal(recipe, plan_of(recipe, 2, 2))
     assert refused is not None
     assert refused.pair == ("muon", "tensor_parallel")
-    assert refused.instead == "optimizer = adamw instead of muon"
+    assert refused.instead == "train.optimizer.kind=adamw instead of muon"
     recipe = recipe_of(corpus)
     assert mechanisms.refusal(recipe, plan_of(recipe, 2, 2)) is None
     refused = mechanisms.refusal(recipe, plan_of(recipe, 2, 2, compile=True))

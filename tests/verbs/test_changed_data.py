@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -58,6 +59,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for number in range(8):
         (text / f"{number}.txt").write_text(f"document {number}: " + "the same words again. " * 400)
     (tmp_path / "edges.csv").write_text("\n".join(f"{i},{(i * 7 + 1) % 40}" for i in range(40)) + "\n")
+    (tmp_path / "graph").mkdir()
+    (tmp_path / "graph" / "edges.csv").write_text((tmp_path / "edges.csv").read_text())
+    rows = "".join(f"{i},{('cat', 'dog')[i // 6 % 2]},{i / 40}\n" for i in range(40))
+    (tmp_path / "graph" / "nodes.csv").write_text("id,label,size\n" + rows)
+    rows = "".join(json.dumps({"text": f"row {i}: " + "words. " * 60}) + "\n" for i in range(20))
+    (tmp_path / "rows.jsonl").write_text(rows)
     (tmp_path / "numbers_of.py").write_text(THEIRS)
     (tmp_path / "lines.txt").write_text("\n".join(str(i) for i in range(40)))
     return tmp_path
@@ -66,6 +73,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 RECIPES = {
     "language": '[model]\ndepth = 1\nwidth = 16\nheads = 2\n[data]\npath = "{home}/text"\nvalidation = 0.2\n'
     "[train]\nsteps = 2\nsequence = 16\nbatch_tokens = 32\n",
+    "rows": '[model]\ndepth = 1\nwidth = 16\nheads = 2\n[data]\npath = "{home}/rows.jsonl"\nvalidation = 0.2\n'
+    "[train]\nsteps = 2\nsequence = 16\nbatch_tokens = 32\n",
+    "nodes": '[model]\nkind = "gcn"\n[data]\npath = "{home}/graph"\n[train]\nsteps = 2\n',
     "graph": '[model]\nkind = "gcn"\n[graph]\ntask = "link"\n[data]\npath = "{home}/edges.csv"\n[train]\nsteps = 2\n',
     "tensors": '[model]\nbuild = "numbers_of:tensors"\n[train]\nsteps = 2\nbatch_tokens = 4\n',
     "dataset": '[model]\nbuild = "numbers_of:lines"\n[train]\nsteps = 2\nbatch_tokens = 4\n',
@@ -77,7 +87,7 @@ def begin(home: Path, kind: str, *overrides: str) -> runs.RunFolder:
     file = home / "recipe.toml"
     file.write_text(RECIPES[kind].format(home=home) + "[plan]\ntrial = false\n")
     sys.modules.pop("numbers_of", None)
-    given = train.asked(prepare.resolve(file, list(overrides)), str(home / "run"), True)
+    given = train.asked(prepare.resolve(file, list(overrides), run=str(home / "run")), str(home / "run"), True)
     job = train.decided(given, lambda: MACHINE)
     job.folder.release()
     return job.folder
@@ -96,6 +106,20 @@ def one_more(home: Path) -> None:
     (home / "text" / "extra.txt").write_text("more words. " * 400)
 
 
+def renamed(home: Path) -> None:
+    (home / "text" / "3.txt").rename(home / "text" / "three.txt")
+
+
+def one_row_more(home: Path) -> None:
+    with (home / "rows.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "one more. " * 40}) + "\n")
+
+
+def labelled_anew(home: Path) -> None:
+    nodes = home / "graph" / "nodes.csv"
+    nodes.write_text(nodes.read_text().replace("7,cat", "7,dog"))
+
+
 def replaced(home: Path) -> None:
     (home / "edges.csv").write_text("\n".join(f"{i},{(i * 3 + 2) % 40}" for i in range(40)) + "\n")
 
@@ -108,6 +132,9 @@ CHANGES = [
     ("language", one_of_many, "text/3.txt has changed since"),
     ("language", half_deleted, r"text/4.txt has vanished \(and 3 more\) since"),
     ("language", one_more, "text/extra.txt is new since"),
+    ("language", renamed, r"text/3.txt has vanished \(and 1 more\) since"),
+    ("rows", one_row_more, "rows.jsonl has changed since"),
+    ("nodes", labelled_anew, "graph/nodes.csv has changed since"),
     ("graph", replaced, "edges.csv has changed since"),
     ("tensors", one_number, "The dataset has changed since"),
     ("dataset", one_number, "The dataset has changed since"),
@@ -128,6 +155,21 @@ def test_changed_data_is_refused_by_name_and_accepted_on_demand(
     (logged,) = [event for event in events.read(folder.events) if event["event"] == "data"]
     assert says.replace("\\", "").split(" ")[0] in logged["changed"][0]
     begin(home, kind)  # from now on this is its data
+
+
+def test_what_is_accepted_of_a_graph_is_mapped_or_refused_by_name(home: Path) -> None:
+    begin(home, "nodes")
+    nodes = home / "graph" / "nodes.csv"
+    table = nodes.read_text()
+    nodes.write_text(table.replace("dog", "bird"))
+    with pytest.raises(UserError, match="has the class 'bird', which the run does not know"):
+        begin(home, "nodes", "faults.changed_data=accept")
+    nodes.write_text(table.replace("size", "weight"))
+    with pytest.raises(UserError, match="'weight'"):
+        begin(home, "nodes", "faults.changed_data=accept")
+    nodes.unlink()
+    with pytest.raises(UserError):
+        begin(home, "nodes", "faults.changed_data=accept")
 
 
 def test_a_file_that_was_only_touched_is_the_same(home: Path) -> None:

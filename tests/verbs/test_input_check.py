@@ -15,7 +15,7 @@ import sys, time
 sys.modules["torch"] = None  # importing it raises
 from espalier.cli import main
 code = main(sys.argv[1:])
-assert time.process_time() < 1.5, time.process_time()
+print("seconds", time.process_time())
 sys.exit(code)
 """
 
@@ -26,6 +26,8 @@ def folder(tmp_path_factory):
     (found / "recipe.toml").write_text(RECIPE)
     (found / "graph.toml").write_text('[model]\nkind = "gin"\n[data]\npath = "nowhere.csv"\n')
     (found / "corpus.txt").write_text("text")
+    (found / "run").mkdir()
+    (found / "run" / "run.toml").write_text(RECIPE)
     return found
 
 
@@ -40,10 +42,18 @@ def folder(tmp_path_factory):
         ("plan recipe.toml --cluster nothing.toml", "No cluster file at nothing.toml"),
         ("predict runs/none text", "There is no run in runs/none"),
         ("export runs/none", "There is no run in runs/none"),
+        ("predict run @nothing.txt", "The input file nothing.txt cannot be read"),
+        ("predict run 0 --data nothing.csv", "--data 'nothing.csv' does not exist"),
+        ("eval run --data corpsu.txt", "did you mean corpus.txt"),
     ],
 )
-def test_a_mistake_is_answered_without_torch(folder: Path, words: str, said: str) -> None:
-    command = [sys.executable, "-c", PROGRAM, *words.split()]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2, done.stderr
-    assert said in done.stderr
+def test_a_mistake_is_answered_without_torch_in_0_3_seconds_of_cpu(folder: Path, words: str, said: str) -> None:
+    """Twice that is allowed, as other processes change CPU seconds; asked again where it took longer."""
+    for _ in range(5):
+        command = [sys.executable, "-c", PROGRAM, *words.split()]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2, done.stderr
+        assert said in done.stderr
+        if float(done.stdout.split("seconds")[1]) < 0.6:
+            return
+    raise AssertionError(done.stdout)

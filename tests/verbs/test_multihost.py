@@ -93,6 +93,21 @@ def test_two_hosts_train_as_two_ranks_of_one_machine_do_and_keep_one_log(home, c
     assert "hosta" not in out
 
 
+@pytest.mark.slow
+def test_hosts_go_on_with_the_tokenizer_of_the_run_when_the_text_has_changed(home, capfd) -> None:
+    command = ["train", "recipe.toml", "--hosts", "hosta,hostb", SAME, "data.tokenizer=bpe:300", "--run", "runs/far"]
+    assert cli.main(command) == 0
+    tokenizer = home / "runs" / "far" / "preprocessing" / "tokenizer.json"
+    table = tokenizer.read_bytes()
+    (home / "corpus" / "extra.txt").write_text("zebra quartz jukebox vixen. " * 400)
+    assert "corpus/extra.txt is new since" in refused(capfd, *command, "train.steps=6")
+    assert cli.main([*command, "train.steps=6", "faults.changed_data=accept"]) == 0
+    assert tokenizer.read_bytes() == table
+    (sent,) = (home / "xdg" / "espalier" / "runs").iterdir()
+    assert (sent / "preprocessing" / "tokenizer.json").read_bytes() == table
+    assert len(losses(home, "far")) == 6
+
+
 LACKING = """
 import pathlib, runpy, sys
 there = pathlib.Path.is_dir

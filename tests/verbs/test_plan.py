@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,22 @@ def test_what_if_an_option_were_another(tmp_path: Path, capsys: pytest.CaptureFi
     alone = json.loads(capsys.readouterr().out)
     assert both["what_if"]["predicted"]["step_seconds"] == alone["predicted"]["step_seconds"]
     assert both["predicted"]["step_seconds"] != alone["predicted"]["step_seconds"]
+
+
+def test_what_if_of_what_cannot_run_says_why_not_beside_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what it says to try is accepted as it stands."""
+    asked = planned(tmp_path, "", "train.optimizer.kind=muon")
+    assert cli.main([*asked, "--what-if", "plan.pin.tp=8"]) == 0
+    said = capsys.readouterr().out
+    assert "predicted step" in said
+    assert "What if: plan.pin.tp = 8 cannot run.\n  why: muon does not allow" in said
+    offered = re.findall(r"try: plan\.pin\.tp=1, or (\S+) instead of muon", said)
+    assert cli.main([*asked, "plan.pin.tp=8", *offered, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["tp"] == 8
+    assert cli.main([*asked, "--what-if", "plan.pin.tp=8", "--json"]) == 0
+    assert "muon" in json.loads(capsys.readouterr().out)["what_if"]["why"]
 
 
 def test_what_if_of_an_unknown_option_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from programs import MACHINE, forked
 from safetensors.torch import load_file
+from torch.distributed import HashStore
 
 import espalier
-from espalier import data_hash
+from espalier import data_hash, serialization
 from espalier import run as runs
+from espalier.config import recipe_file
 from espalier.errors import UserError
 from espalier.graph import kept_graph
 from espalier.graph import workload_row as _graphs  # noqa: F401 - loaded once, before programs are forked
@@ -24,11 +29,33 @@ from espalier.graph.link_prediction import Links, LinkTask
 from espalier.graph.workload import GraphWorkload, open_graph
 from espalier.language import workload_row as _language  # noqa: F401
 from espalier.language.tokenizer import kept_tokenizer
+from espalier.launch.base import RankSpec
 from espalier.module import workload as _modules  # noqa: F401
 from espalier.verbs import eval as _eval  # noqa: F401
-from espalier.verbs import export, load_run, predict, prepare, train  # noqa: F401
+from espalier.verbs import export, host_supervisor, kept_files, predict, prepare, run_data, train  # noqa: F401
 
 TEXT = "document {number}: the same words again and again, {number} times over. " * 60
+
+NETWORK = """
+import torch
+from torch import nn
+
+class Sum(nn.Module):
+    def __init__(self, features, classes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(features, 8), nn.Linear(8, classes)
+
+    def forward(self, x, edge_index):
+        x = self.first(x).relu()
+        return self.second(x + torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]]))
+
+def network(features, classes):
+    return Sum(features, classes)
+"""
+
+LEARNED = "zebras and vixens. " * 900
+"""Text whose hash keeps it in training: a tokenizer that is trained anew learns of it."""
 
 THEIRS = """
 from pathlib import Path
@@ -67,9 +94,19 @@ RECIPES = {
     "node": GRAPH.format("node"),
     "link": GRAPH.format("link"),
     "inductive": GRAPH.format("node") + "inductive = true\nfanout = [3, 3]\n",
+    "graphs": GRAPH.replace('"graph"', '"shapes.pt"').format("graph") + "pickle = true\n",
+    "messages": GRAPH.replace('"sage"\nwidth = 8', '"messages"\nbuild = "networks:network"').format("node"),
     "module": '[model]\nbuild = "numbers_of:build"\n',
 }
-INPUTS = {"bytes": "the", "bpe": "the", "node": "n3,n7", "link": "n3,n7", "inductive": "n3,n7"}
+INPUTS = {
+    "bytes": "the",
+    "bpe": "the",
+    "node": "n3,n7",
+    "link": "n3,n7",
+    "inductive": "n3,n7",
+    "graphs": "0,1",
+    "messages": "n3",
+}
 REST = """
 [train]
 steps = 2
@@ -91,6 +128,13 @@ def graph(folder: Path, classes: tuple[str, ...] = ("cat", "dog", "fish"), colum
     (folder / "edges.csv").write_text("source,target\n" + "\n".join(f"n{a},n{b}" for a, b in pairs) + "\n")
 
 
+def shapes(file: Path) -> None:
+    """A pickled list of triangles and paths, whose one feature is 1."""
+    kinds = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0, 1, 2], [1, 2, 0]])
+    graphs = [SimpleNamespace(edge_index=kinds[i % 2], x=torch.ones(3, 1), y=torch.tensor([i % 2])) for i in range(40)]
+    torch.save(graphs, file)
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, and a run of every workload in `runs`."""
@@ -99,8 +143,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(12):
         (home / "text" / f"{number}.txt").write_text(TEXT.format(number=number))
     graph(home / "graph")
+    shapes(home / "shapes.pt")
     (home / "numbers_of.py").write_text(THEIRS)
     (home / "layers.py").write_text(LAYERS)
+    (home / "networks.py").write_text(NETWORK)
     (home / "lines.txt").write_text("\n".join(str(i) for i in range(40)))
     (home / "machine.toml").write_text(MACHINE)
     for name, text in RECIPES.items():
@@ -125,7 +171,7 @@ def moved(home: Path, name: str, to: Path) -> Path:
 @pytest.fixture
 def without_data(home: Path) -> Any:
     """The data and the code are gone while the test runs."""
-    names = ["text", "graph", "lines.txt", "numbers_of.py", "layers.py"]
+    names = ["text", "graph", "shapes.pt", "lines.txt", "numbers_of.py", "layers.py", "networks.py"]
     away = home / "away"
     away.mkdir()
     for name in names:
@@ -231,20 +277,72 @@ def test_a_file_more_in_the_corpus_changes_no_prediction_and_no_evaluation(home:
     asked = ("predict", "runs/more", "the same", "--tokens", "8", "--json")
     before, tokenizer = said(home, *asked), home / "runs" / "more" / "preprocessing" / "tokenizer.json"
     table = tokenizer.read_bytes()
-    extra = home / "text" / "extra.txt"
-    extra.write_text("zebra quartz jukebox vixen. " * 900)
+    extra, learned = home / "text" / "extra.txt", home / "text" / "learned.txt"
+    extra.write_text("zebra quartz jukebox vixen. " * 900)  # is held out
+    learned.write_text(LEARNED)
     try:
         assert said(home, "eval", "runs/more", "--json") == evaluated
         assert said(home, *asked) == before
         resume = ("train", "bpe.toml", "--run", "runs/more", "train.steps=3")
-        assert "text/extra.txt is new since" in refused(home, *resume)
+        assert "text/extra.txt is new (and 1 more) since" in refused(home, *resume)
         assert said(home, "eval", "runs/more", "--data", "text", "--json")["loss"] != evaluated["loss"]
         accepted = forked(home, *resume, "faults.changed_data=accept")
         assert accepted.returncode == 0, accepted.stderr
         assert tokenizer.read_bytes() == table
     finally:
         extra.unlink()
+        learned.unlink()
         shutil.rmtree(home / "runs" / "more")
+
+
+def test_hosts_without_the_run_folder_are_given_what_the_run_keeps(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `faults.changed_data=accept` each host would train a tokenizer of its own on other text."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+    recipe = recipe_file.load(home / "bpe.toml", [f"data.path={home}/text", "faults.changed_data=accept"])
+    asked = {"recipe": recipe_file.to_table(recipe), "origin": "bpe.toml", "beside": str(home), "trust": False}
+    asked |= {"run": str(home / "runs" / "bpe"), "quiet": True, "kept": kept_files.packed(home / "runs" / "bpe")}
+    assert not kept_files.packed(tmp_path)
+    extra = home / "text" / "extra.txt"
+    extra.write_text(LEARNED)
+    try:
+        first = host_supervisor.opened(RankSpec(world=2), asked).workload
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        elsewhere = {**asked, "run": str(tmp_path / "run")}
+        second = host_supervisor.opened(RankSpec(1, 2), elsewhere).workload
+        alone = host_supervisor.opened(RankSpec(1, 2), {**elsewhere, "kept": ""}).workload
+    finally:
+        extra.unlink()
+    assert first.tokenizer.encode(b"the same").tolist() == kept_ids(home, "bpe", b"the same")
+    assert first.fingerprint() == second.fingerprint() != alone.fingerprint()
+
+
+@pytest.mark.parametrize("name", ["bpe", "node"])
+def test_what_a_run_keeps_reaches_ranks_on_other_hosts_through_the_store(
+    home: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kept_files, "_PIECE", 1000)
+    store, run = HashStore(), home / "runs" / name
+    assert kept_files.shared(store, "kept", run) == run / "preprocessing"
+    there = kept_files.shared(store, "kept", None)
+    assert there is not None
+    assert there.is_relative_to(tmp_path)
+    assert data_hash.in_folder(there) == data_hash.in_folder(run / "preprocessing")
+    (there / "hashes.json").write_text("{}")  # somebody has changed it
+    with pytest.raises(UserError, match="since it was written"):
+        kept_files.shared(store, "kept", None)
+    kept_files.shared(store, "none", tmp_path / "new")
+    assert kept_files.shared(store, "none", None) is None
+
+
+def test_files_that_lead_out_of_the_folder_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    data = base64.b64encode(zlib.compress(serialization.dumps({"../../../out": b"x"}))).decode()
+    with pytest.raises(UserError, match="in no run folder"):
+        kept_files.unpacked(data)
+    assert not list(tmp_path.rglob("out"))
 
 
 def kept(home: Path, name: str) -> kept_graph.KeptGraph:
@@ -254,7 +352,7 @@ def kept(home: Path, name: str) -> kept_graph.KeptGraph:
 
 
 def reopened(home: Path, name: str, folder: Path) -> GraphWorkload:
-    recipe = load_run._with_data(runs.find(home / "runs" / name).read(), str(folder))
+    recipe = run_data._with_data(runs.find(home / "runs" / name).read(), str(folder))
     return open_graph(recipe, kept=kept(home, name))
 
 
@@ -340,6 +438,57 @@ def test_code_in_a_run_of_another_user_does_not_run(home: Path, tmp_path: Path) 
     hashes = there / "run" / "preprocessing" / "hashes.json"
     hashes.write_text(json.dumps({k: v for k, v in data_hash.in_folder(hashes.parent).items() if k != "hashes.json"}))
     assert "was not begun by you" in refused(there, "export", "run")
+
+
+def test_a_run_trained_on_a_pickle_needs_neither_it_nor_trust(home: Path, tmp_path: Path) -> None:
+    there = moved(home, "graphs", tmp_path)
+    shutil.rmtree(there / "cache")  # another user's machine
+    asked = ("predict", "run", "0,1", "--json")
+    assert said(there, *asked) == said(home, "predict", "runs/graphs", "0,1", "--json")
+    assert not espalier.open(there / "run").model().training
+    said(there, "export", "run", "--json")
+    assert "graph.pickle = True" in refused(there, "eval", "run", "--data", str(home / "shapes.pt"))
+    assert said(there, "eval", "run", "--data", str(home / "shapes.pt"), "--trust", "--json")["loss"] > 0
+
+
+@pytest.fixture(scope="module")
+def large(home: Path) -> Path:
+    """A run of a graph that is too large to be kept whole."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_graph, "LIMIT", 100)
+        done = forked(home, "train", "node.toml", "--run", "runs/large", "train.steps=3")
+        assert done.returncode == 0, done.stderr
+        done = forked(home, "train", "graphs.toml", "--run", "runs/large-graphs", "train.steps=3")
+        assert done.returncode == 0, done.stderr
+    return home / "runs" / "large"
+
+
+def test_of_a_large_graph_the_model_needs_no_data_and_predictions_take_it_from_anywhere(
+    home: Path, large: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    asked = ("predict", "run", "n3,n7", "--json")
+    before, evaluated = said(home, *(str(large) if one == "run" else one for one in asked)), {}
+    for name in ("large", "large-graphs"):
+        moved(home, name, tmp_path / name)
+        evaluated[name] = said(home, "eval", f"runs/{name}", "--json")
+    state = espalier.open(large).model().state_dict()
+    shutil.copytree(home / "graph", tmp_path / "graph")
+    request.getfixturevalue("without_data")
+    for name in ("large", "large-graphs"):
+        assert exported(tmp_path / name, "run", "safetensors").keys() > {"model.safetensors", "graph.json"}
+    model = espalier.open(tmp_path / "large" / "run").model()
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    for words in (asked[:-1], ("eval", "run"), ("export", "run", "--to", "embeddings")):
+        message = refused(tmp_path / "large", *words)
+        assert "graph' does not exist" in message
+        assert "try: --data PATH" in message
+    there = ("--data", str(tmp_path / "graph"))
+    assert said(tmp_path / "large", *asked, *there) == before
+    assert said(tmp_path / "large", "eval", "run", "--json", *there) == {**evaluated["large"], "run": "run"}
+
+
+def test_text_is_predicted_without_data(home: Path) -> None:
+    assert "--data is for runs on graphs" in refused(home, "predict", "runs/bytes", "the", "--data", "text")
 
 
 def test_a_killed_replacement_leaves_the_folder_that_was_there(tmp_path: Path) -> None:

@@ -107,11 +107,20 @@ def test_a_stopped_run_goes_on_to_the_same_bits_and_works_elsewhere(
     shutil.rmtree(home / "runs" / "parts")
 
     shutil.copytree(home / "runs" / kind, tmp_path / "model")
+    if kind == "lora":
+        data = (home / "chats.jsonl").read_text()
+        (home / "chats.jsonl").write_text(data.replace("29?", "thirty?"))
+        done = forked(home, "train", "lora.toml", CONSTANT, "train.steps=6")
+        assert done.returncode == 2
+        assert "chats.jsonl has changed since" in done.stderr
+        (home / "chats.jsonl").write_text(data)
     here = json.loads(ran(home, "predict", f"runs/{kind}", "3?", "--tokens", "8", "--json"))
     (home / "base").rename(home / "away")
     try:
         there = json.loads(ran(tmp_path, "predict", "model", "3?", "--tokens", "8", "--json"))
         assert there == here
+        elsewhere = state(tmp_path / "model")
+        assert all(torch.equal(value, elsewhere[key]) for key, value in whole.items())
         lines = ran(
             tmp_path, "predict", "model", "--chat", "--json", "--tokens", "4", typed="3?\n4?\n\n3?\n"
         ).splitlines()

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from espalier import errors, plain_collectives
-from espalier.errors import EspalierError, RunFailed
+from espalier.errors import RESUME, EspalierError, RunFailed
 
 Given = TypeVar("Given")
 Answer = TypeVar("Answer")
@@ -77,4 +77,4 @@ def _attempt(phase: str, rank: int, work: Callable[[], Any]) -> tuple[Any, Espal
         return None, error
     except Exception as error:
         what = f"{phase} failed on rank {rank}: {type(error).__name__}: {error}"
-        return None, RunFailed(what, do="run the same command again; it resumes from the last good checkpoint")
+        return None, RunFailed(what, do=RESUME)

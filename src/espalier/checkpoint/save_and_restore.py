@@ -28,7 +28,7 @@ from espalier.checkpoint.reader import restore
 from espalier.checkpoint.storage import Folder, folder_name, open_place, step_of
 from espalier.checkpoint.stored_slice import StoredSlice
 from espalier.checkpoint.writer import Write, WriteJob
-from espalier.errors import EspalierError, RunFailed, UserError
+from espalier.errors import RESUME, EspalierError, RunFailed, UserError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -285,7 +285,7 @@ class Checkpoints:
             self._failure = error
         except Exception as error:
             what = f"The checkpoint of step {job.step} was not written: {type(error).__name__}: {error}"
-            self._failure = RunFailed(what, do="run the same command again; it resumes from the last checkpoint")
+            self._failure = RunFailed(what, do=RESUME)
 
     def _prune(self, newest: str) -> None:
         """Deletes what `keep` and `keep_best` do not hold, and steps after `newest`: an abandoned attempt's.

@@ -19,7 +19,7 @@ from torch import Tensor
 from espalier.comm.base import Codec
 from espalier.comm.codec_input import bytes_of
 from espalier.comm.finite_check import MARK, FiniteCheck
-from espalier.errors import RunFailed
+from espalier.errors import RESUME, RunFailed
 
 _LAYOUT = struct.Struct("<4sBBHIIQQQ")
 """Magic, version, raw, bytes of an element, collective, codec, elements, bytes of the second send, checksum of what the
@@ -127,7 +127,7 @@ def damaged(told: tuple[Bucket, int], why: str) -> RunFailed:
     return RunFailed(
         f"A message of class {bucket.kind!r} from rank {source} is damaged (collective {bucket.number} of its group).",
         why=why,
-        do="resume from the last checkpoint; if it happens again, test the memory and network of that rank's host",
+        do=f"{RESUME}; if it happens again, test the memory and network of that rank's host",
     )
 
 

@@ -8,14 +8,15 @@ from pathlib import Path
 from espalier.errors import UserError, nearest
 
 
-def missing(path: str, known: str) -> UserError:
-    """Of a path without a scheme; `known`: data that every machine has."""
+def missing(path: str, known: str = "", key: str = "data.path =") -> UserError:
+    """Of a path without a scheme; `known`: data that every machine has; `key`: where it was given."""
     place = Path(path).expanduser()
     parent = place.parent
     names = sorted(os.listdir(parent)) if parent.is_dir() and os.access(parent, os.R_OK) else []
     near = nearest(place.name, names)
+    otherwise = f"check the path, or use path = {known!r}" if known else "check the path"
     return UserError(
-        f"data.path = {path!r} does not exist.",
+        f"{key} {path!r} does not exist.",
         why="" if place.is_absolute() else f"looked from {os.getcwd()}",
-        do=f"did you mean {parent / near}?" if near else f"check the path, or use path = {known!r}",
+        do=f"did you mean {parent / near}?" if near else otherwise,
     )

@@ -1,7 +1,7 @@
 """Kept graph: what a run keeps of its graph (classes, features, split, edges), and other data mapped to it by name.
 
 `graph.json` has the names, `graph.npz` the arrays. A graph above `LIMIT` bytes stays where it is: of its arrays the
-labels and the split are kept.
+labels and the split are kept, with which the network is built; predictions need the graph itself.
 """
 
 from __future__ import annotations
@@ -43,13 +43,22 @@ class KeptGraph:
     widths: tuple[int, int]
     weighted: bool
 
+    def outlined(self) -> Graph:
+        """A graph of the run's sizes whose features are zeros without memory, and which has no edges: enough to build
+        the network of a run that does not keep the whole."""
+        width, edge_width = self.widths
+        known: dict[str, Any] = {"features": np.broadcast_to(np.float32(0), (self.graph.nodes, width))}
+        known["edge_features"] = np.zeros((0, edge_width), np.float32) if edge_width else None
+        known["weights"] = np.zeros(0, np.float32) if self.weighted else None
+        return replace(self.graph, **known)
+
 
 def write(folder: Path, graph: Graph, links: Links | None) -> None:
     """Keeps `graph` and its split in `folder`."""
     arrays = {name: getattr(graph, name) for name in _LARGE}
     whole = sum(0 if one is None else one.nbytes for one in arrays.values()) <= LIMIT
     arrays = arrays if whole else {}
-    arrays |= {"labels": graph.labels, "numbers": graph.numbers}
+    arrays |= {"labels": graph.labels, "numbers": graph.numbers, "starts": graph.starts}
     arrays["names"] = np.asarray(graph.names, str) if len(graph.names) else None
     for prefix, parts in (("part", graph.parts), ("link", links.parts if links is not None else None)):
         arrays |= {f"{prefix}_{name}": ids for name, ids in (parts.named() if parts is not None else ())}
@@ -61,6 +70,11 @@ def write(folder: Path, graph: Graph, links: Links | None) -> None:
     table |= {"whole": whole, "nodes": graph.nodes, "outputs": graph.outputs, "widths": _widths(graph)}
     table["weighted"] = graph.weights is not None
     (folder / _NAMES).write_text(json.dumps(table, indent=1), encoding="utf-8")
+
+
+def lacks(folder: Path) -> bool:
+    """Whether the graph itself is not in `folder`."""
+    return not json.loads((folder / _NAMES).read_text(encoding="utf-8"))["whole"]
 
 
 def read(folder: Path) -> KeptGraph:

@@ -1,7 +1,8 @@
 """To and from PyTorch Geometric: `Data` in, `Data` out, and saved files of it. Nothing of PyG is needed to convert.
 
 A heterogeneous graph is refused by name. Files are pickles: loading one may run any code, so they are read with
-torch's weights-only loader, and whole only if the user says so (`graph.pickle = true`).
+torch's weights-only loader, which PyG's own classes of data pass where it is installed, and whole only if the user says
+so (`graph.pickle = true`).
 """
 
 from __future__ import annotations
@@ -134,10 +135,10 @@ def to_pyg(graph: Graph) -> Any:
 def load(path: Path, *, pickle: bool, undirected: bool) -> Graph:
     """The graph in a file written by `torch.save` of a `Data`, a (data, slices) tuple, a dict, or a list of either.
 
-    Raises UserError for a file that needs unpickling of classes while `pickle` is False.
+    Raises UserError for a file that needs unpickling of other classes than PyG's while `pickle` is False.
     """
     try:
-        found = torch.load(path, weights_only=not pickle, map_location="cpu")
+        found = torch.load(path, weights_only=False, map_location="cpu") if pickle else _plain(path)
     except Exception as error:  # torch's and pickle's errors have no common base
         if pickle:
             raise UserError(
@@ -163,6 +164,20 @@ def load(path: Path, *, pickle: bool, undirected: bool) -> Graph:
         _refuse_kinds(found)
         found = _Named(found)
     return from_pyg(found, undirected=undirected, origin=str(path))
+
+
+def _plain(path: Path) -> Any:
+    """What is in the file, of tensors, plain values and PyG's classes of data, which hold nothing else."""
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        if "torch_geometric" not in str(error):
+            raise
+        from torch_geometric.data import Data, data, storage
+
+        known = [Data, data.DataEdgeAttr, data.DataTensorAttr, storage.GlobalStorage]
+        with torch.serialization.safe_globals(known):
+            return torch.load(path, weights_only=True, map_location="cpu")
 
 
 def dataset(name: str, root: Path, *, undirected: bool) -> Graph:

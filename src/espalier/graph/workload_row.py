@@ -83,8 +83,9 @@ def _pairs(task: LinkTask, text: str | None) -> list[tuple[int, int]]:
 
 def _open(recipe: Recipe, opening: Opening) -> GraphWorkload:
     kept = None if opening.kept is None else kept_graph.read(opening.kept)
-    if kept is not None and kept.whole and not opening.reads:
-        return GraphWorkload(recipe, kept.graph, opening.folder, links=kept.links)
+    if kept is not None and not opening.reads:
+        graph = kept.graph if kept.whole else kept.outlined()
+        return GraphWorkload(recipe, graph, opening.folder, links=kept.links)
     return open_graph(recipe, opening.folder, opening.progress, kept)
 
 
@@ -169,5 +170,6 @@ ROW = Row(
     exports={"embeddings": _embeddings},
     freeze=_freeze,
     evaluates=True,
+    lacks=kept_graph.lacks,
     pack=_pack,
 )

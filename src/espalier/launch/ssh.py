@@ -196,12 +196,18 @@ class Crowd:
         if late and not failing:
             raise unanswered(late[0].host, late[0].argv, seconds, late[0].last)
 
-    def prepare(self, message: Told) -> None:
+    def prepare(self, message: Told, first: str = "") -> None:
         """Tells every host what it is about and who is there, waits until all have opened their data, and compares what
-        they found."""
+        they found. `first`: what the first host says at once, which the others are told too."""
         there = {"nodes": self.nodes, "names": [far.host.name for far in self.all], "token": message_auth.token()}
         self.message = {**message, **there}
-        answers = self.ask(self.all, lambda far: self.message, "ready", PATIENCE)
+        self.all[0].tell(self.message)
+        if first:
+            (said,) = self.ask(self.all[:1], None, first, PATIENCE)
+            self.message[first] = said[first]
+        for far in self.all[1:]:
+            far.tell(self.message)
+        answers = self.ask(self.all, None, "ready", PATIENCE)
         compare(self.all, [(far, said["identity"]) for far, said in zip(self.all, answers, strict=True)])
 
     def carry_out(self) -> Told:

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from espalier.plan.base import Plan
 
 CLAIM = Claim(
-    "adamw", question="optimizer", needs=frozenset({"gradients are summed"}), after=frozenset({"optimizer states"})
+    "adamw",
+    question="optimizer",
+    needs=frozenset({"gradients are summed"}),
+    after=frozenset({"optimizer states"}),
+    option="train.optimizer.kind=adamw",
 )
 KINDS = StateKinds(("exp_avg", "exp_avg_sq"), ("step",))
 

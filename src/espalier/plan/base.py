@@ -334,10 +334,10 @@ class Plan(PlanStruct, frozen=True):
         )
 
 
-def dumps(plan: Plan, **beside: Plan) -> str:
+def dumps(plan: Plan, **beside: Plan | dict[str, str]) -> str:
     """The plan as indented JSON with its derived `layout`; equal plans give equal text. `beside`: more, by name."""
     tables = {
-        name: {**msgspec.to_builtins(one), "layout": msgspec.to_builtins(one.layout)}
+        name: {**msgspec.to_builtins(one), "layout": msgspec.to_builtins(one.layout)} if isinstance(one, Plan) else one
         for name, one in {"": plan, **beside}.items()
     }
     table = tables.pop("") | tables

@@ -13,6 +13,8 @@ STEPS, WARM = 20, 2
 """Steps of which the median is compared, and those before them that are not: they make groups and buffers."""
 SLOWER = 1.5
 """From this ratio on it is said what is slower, where the plan does not expect to be off by more."""
+OFF = 1.5
+"""From this ratio on, either way, trials on which the plan was based are measured anew."""
 EXCHANGES = ("tensor", "sequence", "weights", "send", "all_reduce", "refresh")
 
 

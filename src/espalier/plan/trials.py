@@ -10,6 +10,7 @@ from typing import NamedTuple
 from espalier import cluster as clusters
 from espalier.cache_dir import cache_folder, hashed, replace, table
 from espalier.config import Recipe, recipe_file
+from espalier.hardware import probe, resource_limits
 from espalier.plan.base import Plan, RunnerUp
 from espalier.plan.explain import slower
 from espalier.units import plural, show_seconds
@@ -40,6 +41,8 @@ class Key(NamedTuple):
 
 Measured = Mapping[Key, float]
 """Seconds of a step in trials."""
+LOAD = "/load"
+"""Ends the name under which is kept how many cores other programs used meanwhile."""
 ROUNDS = 2
 """How often each candidate runs, in turn with the others, so that the machine's mood strikes all alike."""
 
@@ -66,18 +69,38 @@ class Trials:
         file = cache_folder() / "trials.json"
         known, asked = table(file), self._asked()
         names = {key(plan): f"{asked}/{key(plan)}/{plan.recompute}/{plan.precision}" for plan in plans}
-        if self.run is not None and any(name not in known for name in names.values()):
+        if self.run is not None and (any(name not in known for name in names.values()) or self.doubtful()):
+            load = resource_limits.busy(probe.LOOK_SECONDS)
             rounds = [{names[key(plan)]: self.run(plan) for plan in plans} for _ in range(ROUNDS)]
+            load = round(max(load, resource_limits.busy(probe.LOOK_SECONDS)), 2)
             rounds.append(known)
-            known = known | {name: min(one[name] for one in rounds if name in one) for name in names.values()}
+            loads = {name + LOAD: min(load, known.get(name + LOAD, load)) for name in names.values()}
+            known = known | loads | {name: min(one[name] for one in rounds if name in one) for name in names.values()}
             file.parent.mkdir(parents=True, exist_ok=True)
             replace(file, json.dumps(known, indent=1))
         return {one: known[name] for one, name in names.items()} if known.keys() >= set(names.values()) else {}
 
     def known(self) -> dict[str, float]:
-        """What was measured so far of this recipe's candidates on this cluster."""
+        """What was measured so far of this recipe's candidates on this cluster, and under which load."""
         asked = self._asked()
         return {name: one for name, one in table(cache_folder() / "trials.json").items() if name.startswith(asked)}
+
+    @property
+    def load(self) -> float:
+        """Cores that other programs used while candidates were measured, at most."""
+        return max((one for name, one in self.known().items() if name.endswith(LOAD)), default=0.0)
+
+    def doubtful(self) -> bool:
+        """Whether the machine was busy when they were measured, and is not now."""
+        return self.load > probe.BUSY and resource_limits.busy(probe.LOOK_SECONDS) <= probe.BUSY
+
+    def forget(self) -> bool:
+        """Has the candidates measured anew when they are planned the next time, as steps took another time; whether
+        any was measured."""
+        file, old = cache_folder() / "trials.json", self.known()
+        if old:
+            replace(file, json.dumps({name: one for name, one in table(file).items() if name not in old}, indent=1))
+        return bool(old)
 
     def _asked(self) -> str:
         """Says everything that the speed of a plan depends on, besides the plan."""

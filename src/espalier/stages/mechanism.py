@@ -49,8 +49,9 @@ PIPELINE = Claim(
     question="stages",
     needs=frozenset({"gradients are summed", "layers of one stage"}),
     changes=frozenset({"a schedule of stages"}),
+    option="plan.pin.schedule=1f1b",
 )
-GPIPE = replace(PIPELINE, name="gpipe", instead=("1f1b",))
+GPIPE = replace(PIPELINE, name="gpipe", instead=("1f1b",), option="")
 ZERO_BUBBLE = replace(GPIPE, name="zero_bubble", forbids=frozenset({"compiles blocks", "parameters are gathered"}))
 """Gradients of weights are computed when their block is not at work any more: neither gathered nor compiled."""
 CLAIMS = {one.name: one for one in (PIPELINE, GPIPE, ZERO_BUBBLE)}

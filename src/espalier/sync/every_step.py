@@ -30,6 +30,7 @@ CLAIM = Claim(
     changes=frozenset({"owns the optimizer step", "replicas equal after each step"}),
     forbids=frozenset({"owns the optimizer step"}),
     after=frozenset({"optimizer", "stages"}),
+    option="sync.kind=every_step",
 )
 
 

@@ -28,7 +28,7 @@ from espalier.comm.abort import apart
 from espalier.comm.base import Codec, Ledger, Spent, Traffic
 from espalier.comm.comm_thread import QueuedWork
 from espalier.comm.compressed_collectives import Coded
-from espalier.errors import PeerLost
+from espalier.errors import RESUME, PeerLost
 from espalier.sync import rejoin
 
 GRACE = 3.0
@@ -435,7 +435,7 @@ class Members:
         return PeerLost(
             f"Replica {self.crew.member} lost its connections to the other replicas and to the store.",
             why=str(why).splitlines()[0],
-            do="run the same command again; it resumes from the last checkpoint",
+            do=RESUME,
         )
 
     def _survivors(self, space: Any) -> list[int]:

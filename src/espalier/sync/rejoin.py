@@ -67,7 +67,7 @@ def ask(store: Any, member: int, shard: int = 0, wait: float = WAIT) -> RejoinPo
     raise PeerLost(
         f"Replica {member} asked to rejoin and was not admitted within {wait:g} s.",
         why="the others have ended, have not detected the failure yet, or their round is longer",
-        do="a longer wait, or run all of them again: they resume from the last checkpoint",
+        do="a longer wait, or run all of them again; they go on from the newest checkpoint, where there is one",
     )
 
 

@@ -25,7 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
         return eval_watch.run(arguments)
     import torch
 
-    from espalier.verbs.load_run import DataChoice, open_trained
+    from espalier.verbs.load_run import open_trained
+    from espalier.verbs.run_data import DataChoice
     from espalier.workload import Shard
 
     trained = open_trained(arguments.run, arguments.trust, DataChoice(evaluates=True, path=arguments.data))

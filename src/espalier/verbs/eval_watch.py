@@ -29,6 +29,7 @@ from espalier.track.progress import Waiting
 from espalier.units import plural, show_seconds
 from espalier.verbs import load_run as opened
 from espalier.verbs import prepare
+from espalier.verbs.run_data import DataChoice
 from espalier.workload import Phase, Workload
 from espalier.workload_row import Row
 
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, phase: Phase | None = None) -> Workload:
     """The run's workload: of `phase`, else of the phase whose model the newest checkpoint holds."""
-    whole = opened.open_workload(folder, recipe, trust, opened.DataChoice(evaluates=True))
+    whole = opened.open_workload(folder, recipe, trust, DataChoice(evaluates=True))
     if phase is not None:
         return whole.at(phase)
     return phases.held(whole, phases.checkpoints(recipe, str(folder.checkpoints)))

@@ -39,5 +39,5 @@ def run(arguments: argparse.Namespace) -> int:
 def _word(word: records.Word) -> None:
     line(f"{word.name}: {word.meaning}")
     if word.option:
-        say(f"  option    {word.option} (espalier plan RECIPE {word.option}=… prices another choice)")
+        say(f"  option    {word.option} (espalier plan RECIPE --what-if {word.option}=… prices it or says why not)")
     say(f"  page      {word.page}")

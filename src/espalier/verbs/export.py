@@ -15,13 +15,14 @@ from espalier import cache_dir, workload_registry
 from espalier.errors import UserError
 from espalier.terminal import say
 from espalier.verbs.load_run import Trained, open_trained
+from espalier.verbs.run_data import DataChoice
 
 WEIGHTS = "model.safetensors"
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the folder and says where it is."""
-    trained = open_trained(arguments.run, arguments.trust)
+    trained = open_trained(arguments.run, arguments.trust, DataChoice(predicts=arguments.to == "embeddings"))
     known = workload_registry.row(trained.recipe).exports
     form = arguments.to or ("hf" if "hf" in known else "safetensors")
     if form not in known and form != "safetensors":

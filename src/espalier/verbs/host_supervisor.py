@@ -26,7 +26,8 @@ from espalier.launch.supervisor import RestartOptions
 from espalier.launch.supervisor_protocol import Meeting
 from espalier.launch.version_check import identity
 from espalier.plan import codecs
-from espalier.verbs import prepare, train
+from espalier.run import RunFolder
+from espalier.verbs import kept_files, prepare, train
 from espalier.verbs.run_start import RunStart
 
 _DECIDED = "espalier/decided"
@@ -86,10 +87,13 @@ class Post:
 
 
 def opened(place: RankSpec, asked: Told) -> train.OpenedRun:
-    """Opens the data on this host."""
+    """Opens the data on this host, with what the run has made of it before."""
     torch.set_num_threads(1)  # ranks are forked from here; see launch.agent
-    resolved = prepare.settle(recipe_file.from_table(asked["recipe"], asked["origin"]), Path(asked["beside"]))
-    resolved = replace(resolved, trust=asked["trust"])
+    recipe = recipe_file.from_table(asked["recipe"], asked["origin"])
+    run = RunFolder(Path(asked["run"]))
+    first = run.kept() if not place.rank and run.exists() else None
+    kept = kept_files.unpacked(asked["kept"]) if place.rank else first
+    resolved = replace(prepare.settle(recipe, Path(asked["beside"]), kept), trust=asked["trust"])
     if place.rank:
         return train.joining(resolved, asked["run"])
     return train.asked(resolved, asked["run"], asked["quiet"])

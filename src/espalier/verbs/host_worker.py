@@ -15,6 +15,7 @@ from espalier.errors import EspalierError, Interrupted, UserError
 from espalier.launch import host_agent
 from espalier.launch.base import RankSpec
 from espalier.launch.host_agent import Launcher, Told
+from espalier.verbs import kept_files
 
 
 def main() -> int:
@@ -52,6 +53,8 @@ def main() -> int:
 def _train(launcher: Launcher, place: RankSpec, asked: Told) -> Told:
     """As the supervisor of this host's ranks."""
     _enter(place, asked)
+    if not place.rank:
+        launcher.tell("kept", kept=kept_files.packed(Path(asked["run"])))
     from espalier.verbs import host_supervisor
 
     with _naming_the_folder(asked):

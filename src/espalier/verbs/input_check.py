@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import glob
+import os
 from pathlib import Path
 
 from espalier import cluster as clusters
 from espalier import run as runs
 from espalier.config import data_path, defaults, model_kinds, recipe_file
+from espalier.errors import UserError
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -24,11 +26,43 @@ def check(arguments: argparse.Namespace) -> None:
         known = model_kinds.of(recipe.model).data
         if known and arguments.verb == "train" and not elsewhere:
             for data in recipe.data:
-                place = Path(data.path).expanduser()
-                plain = data.path.strip() and ":" not in data.path and not glob.has_magic(data.path)
-                # A graph may be one of several in a folder: ind.NAME.graph.
-                if plain and not place.exists() and not any(place.parent.glob(f"*.{glob.escape(place.name)}.*")):
+                if _plain(data.path) and not _there(data.path):
                     raise data_path.missing(data.path, known)
     elif arguments.verb in ("eval", "predict", "export", "report"):
         for run in [arguments.run] if arguments.verb != "report" else arguments.runs:
             runs.find(run)
+        _check_inputs(arguments)
+
+
+def _check_inputs(arguments: argparse.Namespace) -> None:
+    """What is given beside a run."""
+    given = getattr(arguments, "data", None)
+    if given is not None and _plain(given) and not _there(given):
+        raise data_path.missing(given, key="--data")
+    if arguments.verb == "predict" and arguments.input not in (None, "-"):
+        prompt(arguments.input)
+
+
+def _plain(path: str) -> bool:
+    """Whether it can only be a path: no kind of source, no pattern."""
+    return bool(path.strip()) and ":" not in path and not glob.has_magic(path)
+
+
+def _there(path: str) -> bool:
+    """Whether there is something at `path`; a graph may be one of several in a folder: ind.NAME.graph."""
+    place = Path(path).expanduser()
+    return place.exists() or any(place.parent.glob(f"*.{glob.escape(place.name)}.*"))
+
+
+def prompt(text: str) -> str:
+    """The input of `predict`, of which `@FILE` is the text of a file. Raises UserError where that cannot be read."""
+    if not text.startswith("@"):
+        return os.fsencode(text).decode("utf-8", "replace")  # the shell may pass bytes that are not UTF-8
+    if text == "@":
+        raise UserError("The input @ names no file.", do="@FILE, such as @prompt.txt")
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        name = os.fsencode(text[1:]).decode("utf-8", "replace")
+        reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
+        raise UserError(f"The input file {name} cannot be read: {reason}.", do="check the path") from None

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import nn
 
-from espalier import phases
+from espalier import phases, workload_registry
 from espalier import run as runs
 from espalier.config import Recipe
 from espalier.errors import UserError
 from espalier.mechanisms import DTYPES
 from espalier.plan import base as plans
 from espalier.verbs import prepare, run_data
+from espalier.verbs.run_data import NOTHING, DataChoice
 from espalier.workload import Workload
 
 
@@ -31,22 +31,13 @@ class Trained:
     step: int
 
 
-@dataclass(frozen=True)
-class DataChoice:
-    """What of its data a run is opened with beside what its folder keeps: nothing; what evaluation needs (`evaluates`);
-    or the data at `path`, in place of its own."""
-
-    evaluates: bool = False
-    path: str | None = None
-
-
-def open_trained(path: str | Path, trust: bool = False, data: DataChoice = DataChoice()) -> Trained:
+def open_trained(path: str | Path, trust: bool = False, data: DataChoice = NOTHING) -> Trained:
     """As `trained`, in a process of its own, which computes on all cores."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     return trained(path, trust, data)
 
 
-def trained(path: str | Path, trust: bool = False, data: DataChoice = DataChoice()) -> Trained:
+def trained(path: str | Path, trust: bool = False, data: DataChoice = NOTHING) -> Trained:
     """The newest good checkpoint of the run in `path`. `trust`: who made the run is trusted, see `Checkpoints.trust`.
 
     Raises UserError when there is none.
@@ -76,21 +67,14 @@ def trained(path: str | Path, trust: bool = False, data: DataChoice = DataChoice
 
 def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: DataChoice) -> Workload:
     """The run's workload, with all its phases, as its folder keeps it. Raises UserError."""
-    if data.path is not None:
-        recipe = _with_data(recipe, data.path)
-    found = run_data.resolved(folder, recipe, trust)
-    reads = data.path is not None or found.kept is None or (data.evaluates and found.reads)
-    workload = prepare.open_workload(replace(found, reads=reads))
+    found = run_data.resolved(folder, recipe, trust, data)
+    try:
+        workload = prepare.open_workload(found)
+    except UserError as error:
+        if found.kept is None or data.path is not None or not workload_registry.row(recipe).lacks(found.kept):
+            raise
+        why = f"{folder.path} keeps of its data what the model needs; whole it keeps graphs of up to 1 GiB"
+        raise UserError(error.what, why=why, do="--data PATH (eval, predict), where the data is now") from None
     if found.kept is None and data.path is None:
         run_data.refuse_changed(folder, recipe, workload)
     return workload
-
-
-def _with_data(recipe: Recipe, path: str) -> Recipe:
-    if not recipe.data:
-        raise UserError(
-            f"--data {path} names no data of this run.",
-            why="the function that model.build names reads it",
-            do="leave --data out, or give that function another file in model.arguments of a new run",
-        )
-    return msgspec.structs.replace(recipe, data=(msgspec.structs.replace(recipe.data[0], path=path),))

@@ -87,7 +87,7 @@ def _attempt(
         if recipe.faults.restarts:
             crowd.returning = Returning(crowd, units.seconds(recipe.comm.timeout, "comm.timeout"), _say)
         _say(crowd.gather(chosen))
-        crowd.prepare(message)
+        crowd.prepare(message, "kept")
         crowd.log_to(log)
         try:
             done = crowd.carry_out()

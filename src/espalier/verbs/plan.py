@@ -57,8 +57,8 @@ def _decide(resolved: prepare.Resolved, cluster: clusters.Cluster, calibrate_on:
 
 def _what_if(
     arguments: argparse.Namespace, resolved: prepare.Resolved, cluster: clusters.Cluster
-) -> PlanDecision | None:
-    """With `--what-if`: changes of the cluster, and of the recipe's options."""
+) -> PlanDecision | UserError | None:
+    """With `--what-if`: changes of the cluster, and of the recipe's options; why these cannot run, where that is so."""
     if not arguments.what_if:
         return None
     sections = {key.partition(".")[0] for key in recipe_errors.known_keys()}
@@ -67,13 +67,22 @@ def _what_if(
         resolved = prepare.resolve(arguments.recipe, [*arguments.overrides, *options])
     others = [change for change in arguments.what_if if change not in options]
     changed = whatif.changed(cluster, others) if others else cluster
-    return _decide(resolved, changed, arguments.calibrate_on)
+    try:
+        return _decide(resolved, changed, arguments.calibrate_on)
+    except UserError as error:
+        return error
 
 
-def _tell(as_json: bool, resolved: prepare.Resolved, decision: PlanDecision, changed: PlanDecision | None) -> int:
+def _tell(
+    as_json: bool, resolved: prepare.Resolved, decision: PlanDecision, changed: PlanDecision | UserError | None
+) -> int:
     plan, refusal = decision.plan, None if decision.fits else decision.refusal()
     if as_json:
-        beside = {"what_if": changed.plan} if changed is not None else {}
+        beside: dict[str, plans.Plan | dict[str, str]] = {}
+        if isinstance(changed, PlanDecision):
+            beside["what_if"] = changed.plan
+        elif changed is not None:
+            beside["what_if"] = {"error": changed.what, "why": changed.why, "try": changed.do}
         print(plans.dumps(plan, **beside), end="", flush=True)
         if refusal is not None:
             say(f"espalier: {refusal}", file=sys.stderr)  # standard output holds one object, the plan
@@ -86,8 +95,10 @@ def _tell(as_json: bool, resolved: prepare.Resolved, decision: PlanDecision, cha
             derived.append(Derivation("train.precision", plan.precision, prepare.PRECISION))
         printing.plan(plan, derived, recipe.train.steps, model_kinds.of(recipe.model).unit)
         printing.sources(plan)
-        if changed is not None:
+        if isinstance(changed, PlanDecision):
             printing.beside(plan, changed.plan, changed.fits)
+        elif changed is not None:
+            say(f"\nWhat if: {changed}")
     return 0 if refusal is None else refusal.exit_code
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from espalier import run as runs
 from espalier import workload_registry
 from espalier.errors import UserError
 from espalier.terminal import say, visible
 from espalier.verbs.load_run import open_trained
+from espalier.verbs.run_data import DataChoice
 from espalier.workload_row import Sampling
 
 
@@ -22,27 +22,31 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the answers as they are made. 2 where some line of standard input has none."""
     if arguments.chat:
         return _chat(arguments)
-    prompts = _lines() if arguments.input == "-" else [None if arguments.input is None else _prompt(arguments.input)]
-    trained = open_trained(arguments.run, arguments.trust)
+    from espalier.verbs.input_check import prompt  # has asked already, without torch, whether it can be read
+
+    prompts = _lines() if arguments.input == "-" else [None if arguments.input is None else prompt(arguments.input)]
+    if arguments.data is not None and workload_registry.row(runs.find(arguments.run).read()).tokenizer is not None:
+        raise UserError("--data is for runs on graphs.", do=f"espalier predict {arguments.run} 'text to go on from'")
+    trained = open_trained(arguments.run, arguments.trust, DataChoice(predicts=True, path=arguments.data))
     answer = workload_registry.row(trained.recipe).answer
     if answer is None:
         raise UserError(
             f"The run in {arguments.run} holds a module of your own.",
             why="the inputs of the module are not known",
-            do=f"load {arguments.run}/checkpoints with torch.distributed.checkpoint in your own code",
+            do=f"in Python: espalier.open({arguments.run!r}).model(), which is your nn.Module",
         )
     sampling = _sampling(arguments)
     failed = False
-    for prompt in prompts:
+    for asked in prompts:
         try:
-            found = answer(trained.workload, trained.model, prompt, sampling)
+            found = answer(trained.workload, trained.model, asked, sampling)
             _print({**found.record(), "step": trained.step} if arguments.json else found.text)
         except UserError as error:
             if arguments.input != "-":
                 raise
             failed = True
             if arguments.json:
-                _print({"error": error.what, "try": error.do, "input": prompt})
+                _print({"error": error.what, "try": error.do, "input": asked})
             else:
                 say(f"espalier: {error}", file=sys.stderr, flush=True)
     return 2 if failed else 0
@@ -113,16 +117,3 @@ def _lines() -> Iterator[str]:
     for line in sys.stdin.buffer:
         if text := line.decode("utf-8", "replace").rstrip("\r\n"):
             yield text
-
-
-def _prompt(text: str) -> str:
-    if not text.startswith("@"):
-        return os.fsencode(text).decode("utf-8", "replace")  # the shell may pass bytes that are not UTF-8
-    if text == "@":
-        raise UserError("The input @ names no file.", do="@FILE, such as @prompt.txt")
-    try:
-        return Path(text[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        name = os.fsencode(text[1:]).decode("utf-8", "replace")
-        reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
-        raise UserError(f"The input file {name} cannot be read: {reason}.", do="check the path") from None

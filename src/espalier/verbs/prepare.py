@@ -32,7 +32,9 @@ def resolve(path: str | Path, overrides: Sequence[str], trust: bool = False, run
     """Reads a recipe and derives what it leaves open. `trust`: who made the run that is taken up again is trusted;
     `run`: its folder, where that is not the recipe's."""
     recipe = recipe_file.load(path, overrides)
-    return replace(settle(recipe, Path(path).absolute().parent, run_path(recipe, run)), trust=trust)
+    existing = RunFolder(run_path(recipe, run))
+    kept = existing.kept() if existing.exists() else None
+    return replace(settle(recipe, Path(path).absolute().parent, kept), trust=trust)
 
 
 def run_path(recipe: Recipe, run: str | None) -> Path:
@@ -40,10 +42,8 @@ def run_path(recipe: Recipe, run: str | None) -> Path:
     return Path(run or Path("runs") / recipe.name)
 
 
-def settle(recipe: Recipe, folder: Path | None, run: Path | None = None) -> Resolved:
-    """Derives what a recipe leaves open, as the run that is in `run` has done; `folder`: where its file lies."""
-    existing = RunFolder(run) if run is not None else None
-    kept = existing.kept() if existing is not None and existing.exists() else None
+def settle(recipe: Recipe, folder: Path | None, kept: Path | None = None) -> Resolved:
+    """Derives what a recipe leaves open, as its run has done where that `kept` it; `folder`: where its file lies."""
     return workload_registry.settle(recipe, folder, waiting, kept)
 
 

@@ -93,16 +93,51 @@ def refuse_changed(folder: runs.RunFolder, recipe: Recipe, workload: Workload) -
         )
 
 
-def resolved(folder: runs.RunFolder, recipe: Recipe, trust: bool = False) -> prepare.Resolved:
+@dataclass(frozen=True)
+class DataChoice:
+    """What of its data a run is opened with where its folder does not keep that: nothing; what evaluation needs
+    (`evaluates`), or predictions (`predicts`); or the data at `path`, in place of its own."""
+
+    evaluates: bool = False
+    predicts: bool = False
+    path: str | None = None
+
+    def reads(self, recipe: Recipe, kept: Path | None) -> bool:
+        """Whether the data itself is read, of a run that has `kept` this."""
+        if self.path is not None or kept is None:
+            return True
+        row = workload_registry.row(recipe)
+        return (self.evaluates and not row.evaluates) or ((self.evaluates or self.predicts) and row.lacks(kept))
+
+
+NOTHING = DataChoice()
+
+
+def resolved(
+    folder: runs.RunFolder, recipe: Recipe, trust: bool = False, data: DataChoice = NOTHING
+) -> prepare.Resolved:
     """The recipe of the run in `folder`, with the folder of the recipe file that it was begun from.
 
     Raises UserError where opening its workload would run the code of somebody who is not trusted (`run_seal`).
     """
     kept = folder.kept()
+    reads = data.reads(recipe, kept)
     begun = [event for event in events.read(folder.events) if event["event"] == "run"] if folder.events.exists() else []
     last = begun[-1] if begun else {}
     origin = Path(last["recipe_folder"]) if last.get("recipe_folder") else None
-    run_seal.check(recipe, run_seal.Origin(origin, kept), str(last.get("seal", "")), str(folder.path), trust)
+    source = run_seal.Origin(origin, kept, reads)
+    run_seal.check(recipe, source, str(last.get("seal", "")), str(folder.path), trust)
     place = origin if kept is None or unchanged_sources(kept, origin) else kept / KEPT_CODE
-    reads = kept is None or not workload_registry.row(recipe).evaluates
+    if data.path is not None:
+        recipe = _with_data(recipe, data.path)
     return prepare.Resolved(recipe, folder=place, trust=trust, kept=kept, reads=reads)
+
+
+def _with_data(recipe: Recipe, path: str) -> Recipe:
+    if not recipe.data:
+        raise UserError(
+            f"--data {path} names no data of this run.",
+            why="the function that model.build names reads it",
+            do="leave --data out, or give that function another file in model.arguments of a new run",
+        )
+    return msgspec.structs.replace(recipe, data=(msgspec.structs.replace(recipe.data[0], path=path),))

@@ -16,6 +16,7 @@ from espalier import phases
 from espalier import run as runs
 from espalier.config import Recipe
 from espalier.errors import UserError
+from espalier.hardware.probe import BUSY
 from espalier.launch import rank_assignment, version_check
 from espalier.plan import base as plans
 from espalier.plan import decision_cache
@@ -110,9 +111,13 @@ def choose(
     request, calibration = prepare.request(resolved, world, workload), measurements.calibration(resolved.recipe)
     code = f"{version_check.code()} torch {torch.__version__}"
     key = partial(decision_cache.key, request, cluster, calibration, code)
-    plan = decision_cache.read(key(None if trials is None else trials.known()))
+    again = trials is not None and trials.doubtful()
+    plan = None if again else decision_cache.read(key(None if trials is None else trials.known()))
     if plan is None:
         plan = decide(request, cluster, calibration, trials).taken
+        if trials is not None and trials.load > BUSY:
+            what = f"other programs used {trials.load:.1f} cores while steps were tried"
+            prepare.say(f"Note: {what}: they are tried again when these have ended.")
         # Trials that ran decide the same for whoever asks next.
         decision_cache.keep(key(None if trials is None else trials.known()), plan)
     return plan

@@ -19,15 +19,18 @@ from espalier.cache_dir import cache_folder, hashed
 from espalier.config import Recipe
 from espalier.errors import UserError
 from espalier.import_function import KEPT_CODE
+from espalier.run import located
 
 _KEY_BYTES = 32
 
 
 class Origin(NamedTuple):
-    """Where the code of a run is looked for: in `folder`, and before it in what the run keeps in `kept`."""
+    """Where the code of a run is looked for: in `folder`, and before it in what the run keeps in `kept`. `reads`:
+    whether its data is read, which may be a pickle."""
 
     folder: Path | None
     kept: Path | None = None
+    reads: bool = True
 
     def told(self) -> list[str | None]:
         """The folder, and the hash of the code that is kept."""
@@ -51,7 +54,7 @@ def seal(recipe: Recipe, origin: Origin) -> str:
 def check(recipe: Recipe, origin: Origin, sealed: str, run: str, trust: bool) -> None:
     """Raises UserError where opening the run in `run` would run code and neither did this user begin it nor is it
     trusted. `origin.folder`, `sealed`: as its first event has them."""
-    code = _code(recipe)
+    code = _code(recipe, origin.reads)
     if not code or trust or (sealed and hmac.compare_digest(sealed, seal(recipe, origin))):
         return
     says = ", ".join(f"{key} = {value!r}" for key, value in code.items())
@@ -62,13 +65,14 @@ def check(recipe: Recipe, origin: Origin, sealed: str, run: str, trust: bool) ->
     )
 
 
-def _code(recipe: Recipe) -> dict[str, str | bool]:
-    """The options that run code, by key."""
+def _code(recipe: Recipe, reads: bool = True) -> dict[str, str | bool]:
+    """The options that run code, by key. `reads`: the data is read."""
     found: dict[str, str | bool] = {}
     if (build := getattr(recipe.model, "build", None)) is not None:
         found["model.build"] = build
-    if recipe.graph is not None and recipe.graph.pickle:
-        found |= {"graph.pickle": True, "data.path": ", ".join(one.path for one in recipe.data or ())}
+    if reads and recipe.graph is not None and recipe.graph.pickle:
+        paths = [one.path for one in located(recipe).data]
+        found |= {"graph.pickle": True, "data.path": ", ".join(paths)}
     return found
 
 

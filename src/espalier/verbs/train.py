@@ -21,7 +21,7 @@ from espalier import config, mechanisms, phases, units, worker, workload_registr
 from espalier import run as runs
 from espalier.checkpoint.save_and_restore import Checkpoints
 from espalier.checkpoint.storage import open_place
-from espalier.config import Constant, Recipe, model_kinds
+from espalier.config import Constant, Recipe, model_kinds, recipe_file
 from espalier.config.base import Derivation
 from espalier.errors import EspalierError, Interrupted
 from espalier.hardware import multihost_probe
@@ -30,15 +30,16 @@ from espalier.launch import base as launch
 from espalier.launch.announcement import Announcement
 from espalier.plan import base as plans
 from espalier.plan import checkpoint_cost
-from espalier.plan.prediction_check import PredictionCheck
+from espalier.plan.prediction_check import OFF, PredictionCheck
 from espalier.plan.request import AUTO
+from espalier.plan.trials import Trials
 from espalier.run import RunFolder
 from espalier.terminal import line, say
 from espalier.track import report
 from espalier.track.events import Log
 from espalier.track.progress import Forgiving, Progress, trouble
+from espalier.verbs import kept_files, printing, run_data, run_plan, run_resizer
 from espalier.verbs import prepare as ready
-from espalier.verbs import printing, run_data, run_plan, run_resizer
 from espalier.verbs.run_start import RunStart
 from espalier.workload import Workload
 
@@ -165,9 +166,9 @@ def _fork(job: RunStart, hosts: Sequence[int]) -> bool:
 def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
     """Ranks that torchrun or its like has started; this process is the one at `place`."""
 
-    resolved = ready.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
     hosts = _hosts(place)
     names = list(dict.fromkeys(hosts))
+    resolved = _resolved(arguments, place if len(names) > 1 else None)
     measures = len(names) > 1 and resolved.recipe.plan.cluster is None
     measured = _measured(place, resolved.recipe) if measures else None
 
@@ -188,6 +189,18 @@ def _launched(arguments: argparse.Namespace, place: launch.RankSpec) -> Ranks:
     if place.rank == 0:
         return Ranks(lambda: announced(decide, others), run)
     return Ranks(lambda: heard(opened, others), run, first=False)
+
+
+def _resolved(arguments: argparse.Namespace, place: launch.RankSpec | None) -> ready.Resolved:
+    """The recipe of a command line. `place`: of this rank, where others are on other hosts, which may not have the
+    run's folder."""
+    if place is None:
+        return ready.resolve(arguments.recipe, arguments.overrides, arguments.trust, arguments.run)
+    recipe = recipe_file.load(arguments.recipe, arguments.overrides)
+    own = None if place.rank else ready.run_path(recipe, arguments.run)
+    kept = kept_files.shared(launch.store(place, WAIT), f"espalier/{place.keys}/kept", own)
+    settled = ready.settle(recipe, Path(arguments.recipe).absolute().parent, kept)
+    return replace(settled, trust=arguments.trust)
 
 
 def _live(place: launch.RankSpec, started: Sequence[str], job: RunStart, hosts: Sequence[int]) -> bool:
@@ -417,6 +430,12 @@ def _finished(job: RunStart, log: Log, seconds: float, as_json: bool) -> int:
     return 0
 
 
+def _doubt(folder: RunFolder, recipe: Recipe, ratio: float) -> None:
+    """Forgets trials that promised another time than steps take, by this `ratio`: the machine was busy then, or is."""
+    if not 1 / OFF < ratio < OFF and folder.cluster.exists():
+        Trials(recipe, clusters.read(folder.cluster)).forget()
+
+
 # --- the run log -----------------------------------------------------------------------------------------------------
 
 
@@ -445,5 +464,6 @@ def recording(
                 checks[:] = checks or [PredictionCheck(predicted)]
                 if (told := checks[0].event(fields)) is not None:
                     emit("prediction", **told)
+                    _doubt(folder, recipe, told["measured"] / told["predicted"])
 
         yield emit

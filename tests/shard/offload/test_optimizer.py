@@ -139,7 +139,7 @@ def test_a_flipped_bit_is_named(folder, monkeypatch):
     os.pwrite(os.open(f"/proc/self/fd/{file.fd}", os.O_WRONLY), content, 0)
     with pytest.raises(RunFailed, match=r"offloaded of 'p0' in .* is not what was written there") as caught:
         optimizer.step(1.0)
-    assert "resumes from the last checkpoint" in str(caught.value.do)
+    assert "goes on from the newest checkpoint, where there is one" in str(caught.value.do)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

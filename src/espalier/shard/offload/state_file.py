@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from espalier.cache_dir import unwritable
-from espalier.errors import RunFailed
+from espalier.errors import RESUME, RunFailed
 from espalier.shard.offload.layout import BUFFERS, Extent
 from espalier.store.direct_io import DirectFile, aligned, checksum
 from espalier.store.io_queue import IoQueue
@@ -153,7 +153,7 @@ class StateFile:
                 f"What was offloaded of {self._names[extent.offset]!r} in {self.path} is not what was written there "
                 f"(bytes {place} to {place + extent.row_bytes}).",
                 why="its checksum does not match: the disk or the memory has lost bits",
-                do="check the disk, then run the same command again; it resumes from the last checkpoint",
+                do=f"check the disk, then {RESUME}",
             )
 
     def _wait(self, pending: Sequence[Future[None]]) -> None:

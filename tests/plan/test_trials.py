@@ -1,0 +1,83 @@
+"""Trials of candidates: the best of several is kept with its load, and measured anew where steps disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from espalier import cluster as clusters
+from espalier.config import Gpt, Recipe, defaults
+from espalier.hardware import resource_limits
+from espalier.plan.base import Plan, Predicted, Rank
+from espalier.plan.trials import Trials
+from espalier.run import RunFolder
+from espalier.verbs import train
+
+CLUSTER = clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')
+PLANS = [Plan(ranks=tuple(Rank(threads=2 // count) for _ in range(count))) for count in (1, 2)]
+RECIPE = defaults.resolve(Recipe(model=Gpt(depth=1, vocabulary=256)))[0]
+
+
+@dataclass
+class Machine:
+    """Steps take `seconds`, while other programs use `load` cores; `runs` counts trials."""
+
+    seconds: float = 1.0
+    load: float = 0.0
+    runs: list[Plan] = field(default_factory=list)
+
+    def run(self, plan: Plan) -> float:
+        self.runs.append(plan)
+        return self.seconds * len(plan.ranks)
+
+    def tried(self) -> list[float]:
+        return sorted(Trials(RECIPE, CLUSTER, self.run)(PLANS).values())
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = Machine()
+    monkeypatch.setattr(resource_limits, "busy", lambda seconds: made.load)
+    return made
+
+
+def test_a_quiet_machine_is_measured_once(machine: Machine) -> None:
+    assert machine.tried() == machine.tried() == [1.0, 2.0]
+    assert len(machine.runs) == 4
+
+
+def test_what_a_busy_machine_said_is_measured_anew_once_it_is_quiet(machine: Machine) -> None:
+    machine.seconds, machine.load = 3.0, 1.5
+    assert machine.tried() == [3.0, 6.0]
+    assert Trials(RECIPE, CLUSTER).load == 1.5
+    machine.seconds = 1.0
+    assert machine.tried() == [3.0, 6.0], "still busy: another trial would be no better"
+    machine.load = 0.0
+    assert machine.tried() == [1.0, 2.0]
+    assert Trials(RECIPE, CLUSTER).load == 0.0
+    machine.seconds, machine.load = 9.0, 1.5
+    assert machine.tried() == [1.0, 2.0], "the best stays"
+
+
+@pytest.mark.parametrize(("seconds", "again"), [(1.1, 0), (1.6, 4), (0.5, 4)])
+def test_trials_that_disagree_with_steps_are_made_again(
+    machine: Machine, tmp_path: Path, seconds: float, again: int
+) -> None:
+    machine.tried()
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.cluster.write_text(clusters.dumps(CLUSTER))
+    predicted = Predicted(
+        step_seconds=1.0, tokens_per_second=1.0, tokens_per_second_per_device=1.0, mfu=0.1, terms={},
+        memory_bytes={}, memory_limit=1.0, sent_bytes={},
+    )  # fmt: skip
+    with train.recording(folder, RECIPE, True, predicted) as emit:
+        for step in range(30):
+            emit("step", step=step + 1, seconds=seconds, exposed=0.0, loss=1.0)
+    machine.runs.clear()
+    machine.tried()
+    assert len(machine.runs) == again
