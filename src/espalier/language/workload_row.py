@@ -22,7 +22,7 @@ from espalier.language.decoder_workload import DecoderWorkload, embeddings, new_
 from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer, open_tokenizer
 from espalier.language.tune import chat_recipe as tuning
-from espalier.language.tune import dpo, peft
+from espalier.language.tune import dpo, lora, peft
 from espalier.language.tune import workload as tuned
 from espalier.language.tune.workload import TuneWorkload, adapted
 from espalier.language.workload import LanguageWorkload, freeze, open_language, thaw
@@ -162,15 +162,16 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     one, two = (tally(model, embeddings(model)) for model in models)
     few, several = (sizes_of(model, list(model.blocks), embeddings(model)) for model in models)
     depth, tables = options.depth or 1, 1 if size.tied else 2
-    frozen = isinstance(recipe.tune, Adapters)
     found = Profile(
         tally=replace(one.with_more(two, depth - 1), sizes=few if depth == 1 else deeper(several, depth)),
         global_batch=recipe.train.batch_tokens // sequence if recipe.tune is None else tuned.batch_of(recipe),
         tokens_per_sample=float(sequence * passes),
         anatomy=anatomy,
     )
-    if frozen:  # ranks have all of the frozen weights
-        return found
+    if isinstance(recipe.tune, Adapters):  # ranks have all of the frozen weights
+        each = 8 if recipe.train.precision == "fp64" else 4
+        least, more = (lora.frozen_bytes(model, recipe.tune, each) for model in models)
+        return replace(found, frozen=least + (depth - 1) * (more - least))
     return replace(
         found,
         layers=size.layers,
