@@ -23,6 +23,7 @@ from espalier.language import generate, gpt, hf, text_sources
 from espalier.language.decoder_workload import DecoderWorkload, Rows, Windows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
 from espalier.language.tune import chat_rows, dpo, lora, peft
+from espalier.language.tune.answer_loss import answer_loss, row_log_probability
 from espalier.language.tune.chat_rows import ChatTokens
 from espalier.language.tune.chat_template import FILE, ChatTemplate, open_template
 from espalier.language.tune.conversations import Turn
@@ -202,6 +203,7 @@ class TuneWorkload(DecoderWorkload):
 def adapted(model: gpt.GPT, recipe: Recipe) -> gpt.GPT:
     """`model` as `recipe.tune` trains it: with adapters, with a reference, or as it is."""
     tune = recipe.tune
+    model.score = row_log_probability if isinstance(tune, Dpo) else answer_loss
     if isinstance(tune, Adapters) and tune.rank:
         model = lora.adapt(model, tune, recipe.train.seed)
         if isinstance(tune, Lora) and tune.adapter is not None and not model.embedding.weight.is_meta:
@@ -353,6 +355,7 @@ def plain(model: gpt.GPT) -> gpt.GPT:
         whole = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         whole.weight = nn.Parameter(layer.merged())
         setattr(found.get_submodule(parent), own, whole)
+    found.score = gpt.score
     found._state_dict_hooks.clear()
     found._load_state_dict_post_hooks.clear()
     return found.requires_grad_(True)
