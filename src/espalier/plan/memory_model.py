@@ -39,8 +39,6 @@ processor a share of what comes and goes in a step: of 12 recipes 0 to 0.64 of i
 that were live (glibc's malloc; bench/processors.py)."""
 COMMUNICATION = 2**28
 """Bytes of buffers that NCCL holds for each kind of group a rank is in. Assumed."""
-FROZEN = "frozen"
-"""Kind of memory: weights under adapters, and a reference."""
 CAST = 4
 """Bytes per parameter of 16-bit gradients that are cast for the update, all together."""
 
@@ -79,11 +77,8 @@ def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: b
     request, layouts, factors = step.request, step.layouts, step.on.factors
     pp, device, storage = np.asarray(layouts.pp), step.kind.table.device, step.storage
     found = dict(step.held)
-    if request.frozen is not None:
-        found[FROZEN] = float(request.frozen)
-    else:  # neither copied into low precision nor sharded by our trainer
-        each = request.bytes_each if request.storage is None else storage.params
-        found["params"] = found["params"] + each * (request.parameters - request.trainable) / layouts.tp / pp
+    for name, size in step.frozen.items():
+        found[name] = found.get(name, 0.0) + size
     waiting = np.minimum(pipeline_cost.kept(pp, layouts.chunks) if is_first else 1, micro_batches)
     if has_window := request.offload.parameters != "device":  # all micro-batches of a layer, then the next
         waiting = micro_batches
@@ -158,7 +153,7 @@ def sources(request: Request, on: Fleet) -> Mapping[str, str]:
         "params": f"{width} bytes per parameter{low}",
         "grads": f"{width} bytes per trainable parameter",
         "optimizer_state": f"{2 * width} bytes per AdamW parameter, {width} per Muon parameter",
-        **({} if request.frozen is None else {FROZEN: "weights that are not trained, as they are stored"}),
+        **({} if request.frozen is None else {"frozen": "weights that are not trained, as they are stored"}),
         "activations": "the workload's formula, for as many micro-batches as wait in the pipeline",
         "gathered": "two layers gathered at a time where parameters or gradients are sharded",
         "slack": f"{SLACK[device.kind]:.0%} for the allocator"
