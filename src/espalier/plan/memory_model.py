@@ -75,7 +75,7 @@ def ends(step: CostInputs, size: Number, in_flight: Number) -> tuple[dict[str, N
 def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: bool) -> dict[str, Number]:
     """Of the first stage (or the last), with so many micro-batches in a step."""
     request, layouts, factors = step.request, step.layouts, step.on.factors
-    pp, device, storage = np.asarray(layouts.pp), step.kind.table.device, step.storage
+    pp, device = np.asarray(layouts.pp), step.kind.table.device
     found = dict(step.held)
     for name, size in step.frozen.items():
         found[name] = found.get(name, 0.0) + size
