@@ -12,6 +12,25 @@ from typing import Any
 import torch
 
 
+def options_of(wanted: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "output_dir": str(Path(wanted["folder"]) / "trl"),
+        "max_steps": wanted["steps"],
+        "max_length": wanted["sequence"],
+        "learning_rate": 1e-4,
+        "weight_decay": 0.0,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
 def main() -> None:
     wanted = json.loads(sys.argv[1])
     torch.set_num_threads(wanted["threads"])
@@ -27,22 +46,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     lines = (folder / f"{wanted['data']}.jsonl").read_text().splitlines()
     rows = datasets.Dataset.from_list([json.loads(line) for line in lines])
-    own: dict[str, Any] = {
-        "output_dir": str(folder / "trl"),
-        "max_steps": wanted["steps"],
-        "max_length": wanted["sequence"],
-        "learning_rate": 1e-4,
-        "weight_decay": 0.0,
-        "lr_scheduler_type": "constant",
-        "optim": "adamw_torch_fused",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": [],
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
+    own = options_of(wanted)
     adapters = None
     if wanted["kind"] != "full":
         alpha = 2 * wanted["rank"]
