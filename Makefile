@@ -1,4 +1,4 @@
-# make setup | train | test | check | bench | docs | pictures
+# make setup | train | test | check | bench | pages | docs | wheel | pictures
 #
 #   make setup TORCH=keep   uses the PyTorch that is already installed (vendor containers)
 #   make train RECIPE=my.toml ARGS="train.steps=50"
@@ -8,6 +8,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 RECIPE ?= examples/language.toml
 ARGS   ?=
+SITE   ?= site
 
 ifeq ($(TORCH),keep)
 VENV_FLAGS := --system-site-packages
@@ -21,7 +22,7 @@ BROWSER ?= chromium
 RUN     ?= runs/language
 PICTURE := $(BROWSER) --headless --no-sandbox --hide-scrollbars --force-device-scale-factor=1
 
-.PHONY: setup setup-dev train test check bench docs pictures clean
+.PHONY: setup setup-dev train test check bench pages docs wheel pictures clean
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -58,9 +59,18 @@ bench: setup-dev
 	$(BIN)/python bench/processors.py $(ARGS)
 	$(BIN)/python bench/amsp.py $(ARGS)
 
-docs: setup-dev
+pages: setup-dev # those that are made from the code's records, measured tables and plans
 	$(BIN)/python bench/systems.py > docs/systems.md
 	NPY_DISABLE_CPU_FEATURES='X86_V3 X86_V4 AVX512_ICL AVX512_SPR' $(BIN)/python bench/advice.py > docs/advice.md
+
+docs: setup-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --site-dir $(SITE)
+	@echo "Open $(SITE)/index.html"
+
+wheel: setup-dev
+	$(BIN)/python -m hatchling build --target wheel
+	$(BIN)/python -m twine check --strict dist/*.whl
+	$(BIN)/python -m check_wheel_contents dist
 
 pictures: setup
 	$(BIN)/espalier report $(RUN)

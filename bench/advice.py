@@ -1,4 +1,4 @@
-"""Writes docs/advice.md (`make docs`): everyday questions about hardware, each answered by the planner itself."""
+"""Writes docs/advice.md (`make pages`): everyday questions about hardware, each answered by the planner itself."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ HEAD = """# What to expect from the hardware you have
 
 Fifteen everyday questions, each with a recipe, a cluster file and the planner's own answer.
 `espalier plan RECIPE --cluster FILE` answers the same way about files of yours, with more detail. All numbers are
-predictions from datasheets: nothing on this page was measured ([how the planner works](planner.md)). `make docs` writes
-the page, and a test compares it with a fresh run.
+predictions from datasheets: nothing on this page was measured ([how the planner works](planner.md)). `make pages`
+writes the page, and a test compares it with a fresh run.
 """
 HERE = Path(__file__).parent
 

@@ -1,4 +1,4 @@
-"""Writes docs/systems.md (`make docs`): the record of each of the twenty systems, and what its bench measured."""
+"""Writes docs/systems.md (`make pages`): the record of each of the twenty systems, and what its bench measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def page() -> str:
     lines = [
         "# The twenty systems",
         "",
-        "Made by `make docs` from the code's own records and the tables in docs/measured; a test compares the two.",
+        "Made by `make pages` from the code's own records and the tables in docs/measured; a test compares the two.",
         "`espalier explain NAME` prints one of them.",
         "",
         "| system | question | file | state | law's test | bench | last GPU run |",

@@ -62,7 +62,7 @@ def test_the_page_says_what_the_planner_says(title: str) -> None:
     _, _, rest = PAGE.partition(f"## {title}\n")
     shown = rest.partition("\n## ")[0].strip()
     fresh = answered(title).partition(f"## {title}\n")[2].strip()
-    assert shown == fresh, "make docs"
+    assert shown == fresh, "make pages"
 
 
 def answered(title: str) -> str:

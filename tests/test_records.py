@@ -105,7 +105,7 @@ def test_explaining_says_everything_that_is_recorded(name: str) -> None:
 def test_the_page_is_what_the_records_say() -> None:
     page = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
     made = subprocess.run([sys.executable, ROOT / "bench" / "systems.py"], capture_output=True, text=True, check=True)
-    assert page == made.stdout, "make docs"
+    assert page == made.stdout, "make pages"
 
 
 def test_the_record_beside_the_code_wins_over_the_table(tmp_path: Path) -> None:
