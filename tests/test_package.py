@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from programs import MACHINE, environment, known
+from programs import environment, known
 
 ROOT = Path(__file__).parent.parent
 
@@ -135,11 +135,11 @@ def test_the_site_is_searched_and_shown_in_light_and_dark_and_asks_nobody_else(s
 
 
 @pytest.mark.timeout(600)
-def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, monkeypatch):
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path, machine, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason="espalier[dev] is not installed")
     nbformat = pytest.importorskip("nbformat", reason="espalier[dev] is not installed")
     pytest.importorskip("ipykernel", reason="espalier[dev] is not installed")
-    known(tmp_path, {"text": MACHINE})
+    known(tmp_path, machine)
     monkeypatch.setenv("XDG_CACHE_HOME", environment(tmp_path)["XDG_CACHE_HOME"])
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
     for cell in notebook.cells:  # the kernel's PATH is not that of an activated environment
