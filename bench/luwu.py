@@ -7,8 +7,9 @@ no aggregator. All contestants are up at once and take turns of a few steps. FSD
 (`reshard_after_forward=True`), with Gloo's reduce-scatter and with one that sends half of its bytes (`direct`); ZeRO-1
 by hand overlaps its exchanges with forward and backward. `plain` is one process without links. Bytes per link and step
 are those of the interface, headers left out, beside the cost function's; seconds stand beside the planner's too, which
-is told what `plain` and the node's parts took. `tiny`: the same with a model of a few thousand numbers, and whether two
-runs leave the same files. `node`: four workers that compute nothing push and pull over the same links, and one over
+is told what `plain` and the node's parts took, and so do the seconds in which the first worker waits for pulls and
+pushes. Hosts use CUBIC, as Linux does by default. `tiny`: the same with a model of a few thousand numbers, and whether
+two runs leave the same files. `node`: four workers that compute nothing push and pull over the same links, and one over
 loopback; parameters/s beside the least of what link, disk and AdamW sustain alone. `stages`: threads that belong to
 steps beside threads that own layers, on the same O_DIRECT files. Needs root (bench/netlab.py).
 """
@@ -56,17 +57,6 @@ NAMES = {
 }
 ALONE = 1448 / 1514
 """Payload of a full packet: what `tc tbf` counts are whole frames."""
-
-
-class NodeLab(Lab):
-    """One host per node; the last node's uplink is as fast as all others together."""
-
-    def _limit(self, space: str, device: str) -> None:
-        plain, last = self.shape, self.shape.nodes - 1
-        if space == self._hub(last) or device == f"u{last}":
-            self.shape = Shape(plain.nodes, plain.hosts, plain.rate * last)
-        super()._limit(space, device)
-        self.shape = plain
 
 
 class Contestants:
@@ -118,8 +108,9 @@ class Contestants:
 
 @contextmanager
 def contest(rate: float) -> Iterator[Contestants]:
-    """A lab with nobody in it yet."""
-    with NodeLab(Shape(nodes=WORKERS + 1, hosts=1, rate=rate)) as lab:
+    """A lab with nobody in it yet; the last node's uplink is as fast as all others together."""
+    rates = (rate,) * WORKERS + (rate * WORKERS,)
+    with Lab(Shape(nodes=WORKERS + 1, hosts=1, rates=rates, congestion="cubic")) as lab:
         found = Contestants(lab)
         try:
             yield found
@@ -167,23 +158,27 @@ def links(task: Task, rate: float, pairs: int, steps: int) -> list[Row]:
                 )
             )
     for kind in kinds[:2]:
-        pair = [
-            (one.seconds, predicted(one, plain.seconds, rate, began))
-            for one, plain in zip(found[kind], found["plain"], strict=True)
+        planned = [
+            predicted(one, plain.seconds, rate, began) for one, plain in zip(found[kind], found["plain"], strict=True)
         ]
+        pair = [(one.seconds, sum(parts)) for one, parts in zip(found[kind], planned, strict=True)]
         rows.append(compare(f"{kind}: a step, {case}", "as predicted", "s", pair, higher_is_better=False))
+        waits = [(one.stalled, exposed) for one, (_, exposed) in zip(found[kind], planned, strict=True)]
+        what = f"{kind}: of a step, exposed waits for pulls and pushes, {case}"
+        rows.append(compare(what, "as predicted", "s", waits, higher_is_better=False))
     return rows
 
 
-def predicted(turn: Turn, plain: float, rate: float, alone: dict[str, float]) -> float:
-    """Seconds of a step by the cost function, from `plain` seconds of all workers' sequences one after the other: a
-    worker computes a third more (forward again in backward) on its share of this machine's cores."""
+def predicted(turn: Turn, plain: float, rate: float, alone: dict[str, float]) -> tuple[float, float]:
+    """Seconds of computing, and those that the cost function adds to them, from `plain` seconds of all workers'
+    sequences one after the other: a worker computes a third more (forward again in backward) on its share of this
+    machine's cores."""
     share = min(WORKERS, len(os.sched_getaffinity(0)))
     computing = plain * 4 / 3 / share
     layers = cost.Layers(turn.numel, turn.uses)
     wire = 4.0, turn.expected_sent / sum(turn.numel)
     rates = cost.Rates(rate / 8 * ALONE, alone["disk"] * cost.STATE_BYTES, alone["adam"])
-    return computing + float(cost.cost(layers, computing, rates, WORKERS, wire).seconds["pull and push"])
+    return computing, float(cost.cost(layers, computing, rates, WORKERS, wire).seconds["pull and push"])
 
 
 def tiny(task: Task, rate: float, pairs: int) -> list[Row]:

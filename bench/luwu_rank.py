@@ -53,8 +53,8 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """Seconds of a step on average; bytes that this host's link sent and received in one, headers left out, and what
-    the cost function says of both."""
+    """Seconds of a step on average, and those of them in which rank 0 waited for pulls and pushes; bytes that this
+    host's link sent and received in one, headers left out, and what the cost function says of both."""
 
     seconds: float = 0.0
     sent: float = 0.0
@@ -63,25 +63,34 @@ class Turn(msgspec.Struct, frozen=True):
     expected_received: float = 0.0
     numel: tuple[int, ...] = ()
     uses: tuple[tuple[int, ...], ...] = ()
+    stalled: float = 0.0
 
 
 class Contestant:
-    """What is timed: `step(number)`, `finish()` of what a step has left under way, and what is expected of it."""
+    """What is timed: `step(number)`, `finish()` of what a step has left under way, what is expected of it, and seconds
+    `stalled()` so far."""
 
-    def __init__(self, step: Callable[[int], None], expected: Turn, finish: Callable[[], None] = lambda: None) -> None:
-        self.step, self.expected, self.finish = step, expected, finish
+    def __init__(
+        self,
+        step: Callable[[int], None],
+        expected: Turn,
+        finish: Callable[[], None] = lambda: None,
+        stalled: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.step, self.expected, self.finish, self.stalled = step, expected, finish, stalled
         self.number = 0
 
     def turn(self, steps: int) -> Turn:
         """One step that is not counted, then those that are."""
         for one in range(steps + 1):
             if one == 1:
-                before, began = link_bytes(), time.perf_counter()
+                before, waited, began = link_bytes(), self.stalled(), time.perf_counter()
             self.step(self.number)
             self.number += 1
         seconds = (time.perf_counter() - began) / steps
         sent, received = ((after - first) / steps for after, first in zip(link_bytes(), before, strict=True))
-        return msgspec.structs.replace(self.expected, seconds=seconds, sent=sent, received=received)
+        stalled = (self.stalled() - waited) / steps
+        return msgspec.structs.replace(self.expected, seconds=seconds, sent=sent, received=received, stalled=stalled)
 
 
 def recipe_of(task: Task) -> Recipe:
@@ -146,7 +155,11 @@ def ours(task: Task, rank: int) -> Iterator[Contestant | None]:
         layers = cost.Layers(numel, uses)
         sent = cost.pushed_bytes(layers, 1 if exchanges else 4)
         expected = Turn(0.0, 0.0, 0.0, sent, cost.pulled_bytes(layers), numel, uses)
-        yield Contestant(lambda number: made.train_step(workload.batches(number, setting.shard)), expected)
+        yield Contestant(
+            lambda number: made.train_step(workload.batches(number, setting.shard)),
+            expected,
+            stalled=lambda: window.stalled,
+        )
         made.built.close()
 
 

@@ -35,6 +35,7 @@ QUEUE = 0.1
 """Seconds of its rate that a limited link holds in its queue."""
 CPU_PERIOD = 20_000
 """Microseconds in which a host may use its share of the processor."""
+ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 CLONE_NEWNET = 0x40000000
 SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
@@ -54,6 +55,7 @@ class Shape:
         delay: seconds from a node to another.
         loss: share of the frames between nodes that is lost; the kernel hands over up to 64 KiB of packets as one.
         cpu: cores that each host may use (empty: all there are); repeated until all hosts have one.
+        congestion: TCP's congestion control on all hosts (`cubic`, `bbr`); empty: this machine's.
     """
 
     nodes: int = 2
@@ -63,6 +65,7 @@ class Shape:
     loss: float = 0.0
     cpu: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
+    congestion: str = ""
 
     @property
     def node_of(self) -> list[int]:
@@ -79,6 +82,7 @@ class Lab:
         self._forwarder = 0
         self._groups: list[Path] = []
         self._made: list[Path] = []
+        self._allowed = ""
 
     def __enter__(self) -> Lab:
         if os.geteuid():
@@ -101,6 +105,8 @@ class Lab:
         for group in self._groups:
             with contextlib.suppress(OSError):
                 group.rmdir()
+        if self._allowed:
+            ALLOWED.write_text(self._allowed)
         for file in self._made:
             file.unlink()
             file.parent.rmdir()
@@ -118,6 +124,10 @@ class Lab:
         return f"{self._name}-wire"
 
     def _build(self) -> None:
+        allowed = ALLOWED.read_text().split()
+        if self.shape.congestion and self.shape.congestion not in allowed:  # else namespaces may not choose it
+            self._allowed = " ".join(allowed)
+            ALLOWED.write_text(f"{self._allowed} {self.shape.congestion}")
         _run("ip", "netns", "add", self._wire)
         for node in range(self.shape.nodes):
             hub = self._hub(node)
@@ -144,8 +154,9 @@ class Lab:
         _run("ip", "-n", space, "link", "set", "eth0", "address", _mac(index).hex(":"))
         _run("ip", "-n", space, "link", "set", "lo", "up")
         _run("ip", "-n", space, "addr", "add", f"{_address(index)}/24", "dev", "eth0")
-        tcp = "net.ipv4.tcp_congestion_control=cubic"
-        _run("ip", "netns", "exec", space, "sysctl", "-qw", tcp, check=False)
+        if self.shape.congestion:
+            tcp = f"net.ipv4.tcp_congestion_control={self.shape.congestion}"
+            _run("ip", "netns", "exec", space, "sysctl", "-qw", tcp)
         for other in range(len(self.shape.node_of)):
             if other != index:  # static neighbours: nobody need ask
                 known = ("lladdr", _mac(other).hex(":"), "dev", "eth0", "nud", "permanent")

@@ -153,9 +153,7 @@ class Adapters(Tuning, frozen=True):
 
 
 class Lora(Adapters, frozen=True, tag="lora"):
-    """Adapters are trained. `adapter`: a folder of adapters in PEFT's format that training goes on from."""
-
-    adapter: str | None = None
+    """Adapters are trained."""
 
 
 class Dpo(Adapters, frozen=True, tag="dpo"):

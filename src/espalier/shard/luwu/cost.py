@@ -101,27 +101,31 @@ def cost(layers: Layers, compute: Number, rates: Rates, workers: int, wire: Sequ
 def seconds(layers: Layers, compute: Number, rates: Rates, wire: Sequence[float]) -> Number:
     """Of a step, from its first pull until the node has moved all layers: only then the next step's pulls are answered.
 
-    Pulls, computing, pushes and the node each do one layer after the other, as soon as there is room in the window and
-    the one before them has done that layer. Of the computing of a piece a quarter is its forward pass.
+    Pulls, computing and pushes each do one layer after the other, as soon as there is room in the window and the one
+    before them has done that layer; a layer is pulled again after its forward pass. The node moves all layers after the
+    last push: clipping needs the norm of all gradients. (Steps that it takes ahead, where the norm did not exceed the
+    limit, are shorter by that.) Of the computing of a piece a quarter is its forward pass.
     """
     sizes, last = np.asarray(layers.numel, dtype=float), len(layers.uses) - 1
     node = min(rates.disk / STATE_BYTES, rates.adam)
     work = np.array([sum(sizes[[*own]]) * (piece not in layers.lookups) for piece, own in enumerate(layers.uses)])
     each = work * np.where(np.arange(last + 1) == last, 0.75, 1.0)
     share = each / max(each.sum(), 1.0)
-    pulled = computed = pushed = moved = 0.0 * compute
-    released, sent = [pulled] * WINDOW, [pushed] * PUSHES
+    pulled = computed = pushed = 0.0 * compute
+    released, sent, left = [pulled] * WINDOW, [pushed] * PUSHES, [pulled] * len(sizes)
     for turn, piece in enumerate([*range(last + 1), *range(last - 1, -1, -1)]):
         own = layers.uses[piece] if turn <= last or piece not in layers.lookups else ()
         for layer in own:
-            pulled = np.maximum(pulled, released[-WINDOW]) + wire[0] * sizes[layer] / rates.link
+            began = np.maximum(np.maximum(pulled, released[-WINDOW]), left[layer])
+            pulled = began + wire[0] * sizes[layer] / rates.link
         part = 1.0 if piece == last else 0.25 if turn < last else 0.75
         computed = np.maximum(computed, pulled) + compute * share[piece] * part
         released += [computed] * len(own)
+        for layer in own:
+            left[layer] = computed
         for layer in layers.uses[piece] if turn >= last else ():
             if all(layer not in earlier for earlier in layers.uses[:piece]):
                 computed = np.maximum(computed, sent[-PUSHES])
                 pushed = np.maximum(pushed, computed) + wire[1] * sizes[layer] / rates.link
                 sent.append(pushed)
-                moved = np.maximum(moved, pushed) + sizes[layer] / node
-    return moved
+    return pushed + sizes.sum() / node

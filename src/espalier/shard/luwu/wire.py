@@ -44,7 +44,8 @@ _SLICE = 1 << 18
 _WAKE = 1 << 17
 _OPENING = 5.0
 _FRAMES = 2
-"""So many frames are told at once, before the next heartbeat is due: with frames of 4 MiB that is next to nothing."""
+"""So many frames, or one of more than `_SLICE` bytes, are told at once, before the next heartbeat is due: the sender
+waits for that with its few buffers."""
 
 Address = tuple[str, int]
 Greeting = dict[str, Any]
@@ -152,7 +153,7 @@ class Link:
         self._one_reader = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
         self._socket: socket.socket | None = None
-        self._gap = self._hurry = False
+        self._gap = self._large = False
         self._told = (-1, -1)
         self._since = self._advanced = time.monotonic()
         self._next_beat = 0.0
@@ -284,7 +285,13 @@ class Link:
     def _due(self, now: float) -> bool:
         window = self.receiving
         many = window.expected - self._told[0] >= _FRAMES
-        return now >= self._next_beat or self._gap or many or (self.room is None and window.credit > self._told[1])
+        return (
+            now >= self._next_beat
+            or self._gap
+            or self._large
+            or many
+            or (self.room is None and window.credit > self._told[1])
+        )
 
     def _beat(self) -> tuple[int, int, int] | None:
         now = time.monotonic()
@@ -293,7 +300,7 @@ class Link:
             window.grant(window.expected + self.room)
         if not self._due(now):
             return None
-        gap, self._gap = self._gap, False
+        gap, self._gap, self._large = self._gap, False, False
         self._told = (window.expected, window.credit)
         self._next_beat = now + self.times.heartbeat
         return window.expected, window.credit, int(gap)
@@ -357,6 +364,7 @@ class Link:
         self.receiver.deliver(replace(frame, payload=memory))
         with self._changed:
             self.receiving.arrived()
+            self._large = self._large or size > _SLICE
             if self._due(time.monotonic()):
                 self._changed.notify_all()
 
