@@ -56,6 +56,7 @@ class Shape:
         loss: share of the frames between nodes that is lost; the kernel hands over up to 64 KiB of packets as one.
         cpu: cores that each host may use (empty: all there are); repeated until all hosts have one.
         congestion: TCP's congestion control on all hosts (`cubic`, `bbr`); empty: this machine's.
+        period: microseconds in which it may use them.
     """
 
     nodes: int = 2
@@ -66,6 +67,7 @@ class Shape:
     cpu: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
     congestion: str = ""
+    period: int = CPU_PERIOD
 
     @property
     def node_of(self) -> list[int]:
@@ -249,16 +251,17 @@ class Lab:
         """A control group that may use the host's share of the processor (version 1 or 2)."""
         if not self.shape.cpu:
             return None
-        quota = int(CPU_PERIOD * self.shape.cpu[index % len(self.shape.cpu)])
+        period = self.shape.period
+        quota = int(period * self.shape.cpu[index % len(self.shape.cpu)])
         first = Path("/sys/fs/cgroup/cpu")
         group = (first if first.is_dir() else first.parent) / f"{self._name}-{index}"
         group.mkdir(exist_ok=True)
         self._groups.append(group)
         if first.is_dir():
-            (group / "cpu.cfs_period_us").write_text(str(CPU_PERIOD))
+            (group / "cpu.cfs_period_us").write_text(str(period))
             (group / "cpu.cfs_quota_us").write_text(str(quota))
         else:
-            (group / "cpu.max").write_text(f"{quota} {CPU_PERIOD}")
+            (group / "cpu.max").write_text(f"{quota} {period}")
         return group
 
 

@@ -16,6 +16,23 @@ from espalier.plan import base as plans
 from espalier.resilience.slowdown import Evidence
 from espalier.verbs import run_resizer, train
 
+UNLIKE = "".join(
+    f"""[[nodes]]
+name = "here"
+cores = 1
+memory = "2GiB"
+inside = {{ bandwidth = "1Gbit/s", latency = "100us", launch = "100us" }}
+[nodes.device]
+name = "core {number}"
+kind = "cpu"
+memory = {2**31}
+memory_bandwidth = 1e10
+flops = {{ fp32 = {flops} }}
+peak = false
+"""
+    for number, flops in enumerate((8e9, 4e9, 4e9))
+)
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
@@ -30,11 +47,11 @@ def job(corpus, tmp_path):
 
     def make(ranks, **tables):
         (tmp_path / "cluster.toml").write_text('[[nodes]]\ndevice = "cpu"\ncores = 4\nmemory = "8GiB"')
-        tables["plan"] = {
-            "cluster": str(tmp_path / "cluster.toml"),
-            "trial": False,
-            "pin": {"ranks": ranks, "threads": 1},
-        }
+        pin = {"ranks": ranks, "threads": 1}
+        if tables.pop("unequal", False):
+            (tmp_path / "cluster.toml").write_text(UNLIKE)
+            pin["pipelines"] = "unequal"
+        tables["plan"] = {"cluster": str(tmp_path / "cluster.toml"), "trial": False, "pin": pin}
         recipe = recipe_of(corpus, **tables)
         path = tmp_path / "recipe.toml"
         path.write_text(recipe_file.dump(recipe))
@@ -138,3 +155,64 @@ def test_what_is_offered_names_shares_and_can_be_adopted(job):
     assert offers.saving() == 1.5
     assert all(len(one.kept) == 2 for one in found), "ranks that were asked for are kept"
     assert [one.rank for one in found[0].places] == list(range(len(found[0].kept)))
+
+
+def unequal(job, **tables):
+    return job(3, unequal=True, model={"depth": 4}, **tables)
+
+
+def test_unequal_pipelines_are_offered_without_a_rank_and_at_measured_speeds(job):
+    begun = unequal(job)
+    assert begun.plan.planner == "flashflex"
+    offers = run_resizer.RunResizer(begun, lambda job: len)
+    before, costs = offers.plan, offers.planned_wait
+    assert costs is None, "ranks of a pipeline wait for one another besides"
+    fewer = offers.without({1})
+    assert fewer.kept == (0, 2)
+    assert not fewer.copies, "layers lie elsewhere"
+    assert "2 of 3 ranks with" in fewer.says
+    assert "samples each step" in fewer.says
+    found, speeds = offers.faster(Evidence((0.1, 0.1, 0.8), 0.8, 0.0, (2,), False))
+    assert speeds[2] > 4
+    assert found
+    assert all(len(one.kept) == 3 for one in found), "ranks that were asked for are kept"
+    offers.adopt(found[0])
+    assert offers.plan == found[0].plan != before
+    assert plans.read(begun.folder.plan).planner == "flashflex"
+
+
+@pytest.mark.slow
+def test_a_rank_of_a_ragged_step_is_lost_and_the_others_do_its_micro_batches(monkeypatch, job):
+    def dies(seat, step, samples):
+        if seat == 1 and step >= 5:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    begun = unequal(job, faults={"restarts": 1})
+    events = struck(monkeypatch, begun, dies)
+    action = all_of(events, "incident")[-1]["action"]
+    assert "place 1" in action
+    assert "2 of 3 ranks with" in action
+    after = plans.read(begun.folder.plan)
+    assert len(after.ranks) == 2, "the same command goes on with it"
+    assert all_of(events, "run")[-1]["ranks"] == 2
+    whole = struck(monkeypatch, unequal(job), lambda *_: None)
+    assert losses(events) == pytest.approx(losses(whole), rel=1e-4)
+    assert set(losses(events)) == set(range(1, 9))
+
+
+@pytest.mark.slow
+def test_a_straggler_in_a_pipeline_is_named_and_planned_round(monkeypatch, job):
+    begun = unequal(job, train={"steps": 120}, faults={"heartbeat": "0.1s"})
+    events = struck(monkeypatch, begun, lambda seat, step, samples: time.sleep(0.03 * samples * (seat == 0)))
+    told = [event for event in all_of(events, "incident") if event["kind"] == "slow"]
+    assert told[0]["rank"] == 0
+    (switch,) = [event for event in all_of(events, "incident") if event["kind"] == "replanned"]
+    assert switch["gain"] > 0
+    (recovered,) = all_of(events, "recovered")
+    assert (recovered["kind"], recovered["lost_steps"]) == ("replanned", 0)
+    after = [event["seconds"] for event in all_of(events, "step") if event["step"] > switch["step"] + 5]
+    assert sorted(after)[len(after) // 2] < 0.9 * switch["before"]
+    whole = losses(struck(monkeypatch, unequal(job, train={"steps": 120}), lambda *_: None))
+    found, near = losses(events), range(1, switch["step"] + 11)  # rounding grows from step to step
+    assert [found[step] for step in near] == pytest.approx([whole[step] for step in near], rel=1e-3)

@@ -44,6 +44,7 @@ RECORD = Record(
         "plan/flashflex.py",
         "plan/flashflex_json.py",
         "plan/pipeline_solver.py",
+        "plan/replan_pipelines.py",
         "plan/unequal.py",
         "shard/layer_holders.py",
     ),
@@ -54,8 +55,8 @@ RECORD = Record(
     law_test="tests/stages/test_flashflex.py::test_unequal_pipelines_train_as_one_rank_does",
     state="partly",
     remark="recipes are planned and trained with unequal pipelines, also those of FlashFlex's JSON, whose stages may "
-    "have unequal tensor degrees; missing: unequal tensor degrees of one layer in two pipelines, planning anew when a "
-    "device is lost or slow, and a measured comparison",
+    "have unequal tensor degrees; a rank that is lost for good or stays slow is planned round on one machine; missing: "
+    "unequal tensor degrees of one layer in two pipelines, the same over several machines, and a measured comparison",
 )
 
 TENSOR = (1, 2, 4, 8)

@@ -2,9 +2,10 @@
 
 After FlashFlex (arXiv 2409.01143), which plans for unequal devices, and Acme (arXiv 2403.07648), section 6.1. The
 search and the cost model are those of any plan: each rank becomes a device of its own, slowed by what was measured.
-Where we deviate: only data-parallel ranks of one machine; what slowness has nothing to do with (precision, micro-batch,
-recomputation, whether states are whole) stays as it was where that fits, so that only what was measured decides.
-Workers of optimizer nodes hold no state: they share the batch anew, and nothing else changes.
+Where we deviate: only data-parallel ranks of one machine, and unequal pipelines (`replan_pipelines`); what slowness has
+nothing to do with (precision, micro-batch, recomputation, whether states are whole) stays as it was where that fits, so
+that only what was measured decides. Workers of optimizer nodes hold no state: they share the batch anew, and nothing
+else changes.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from typing import cast
 import msgspec
 
 from espalier import units
-from espalier.cluster import Cluster, Node, Place
+from espalier.cluster import Cluster
 from espalier.compose import Claim
 from espalier.config import EveryStep, Pin, Recompute, ShardPin
 from espalier.errors import UserError
 from espalier.plan import base as plans
-from espalier.plan import collective_time, device_model
+from espalier.plan import collective_time, replan_pipelines
 from espalier.plan.base import Plan
 from espalier.plan.calibrate import Calibration
 from espalier.plan.decide import decide
 from espalier.plan.estimate import Shares, price
 from espalier.plan.layouts import of_view
+from espalier.plan.measured_cluster import Speeds, equalised, measured
 from espalier.plan.request import Request
 
 CLAIM = Claim(
@@ -36,28 +38,14 @@ CLAIM = Claim(
     forbids=frozenset({"replicas differ between rounds", "the model is cut", "several machines"}),
 )
 """A run on fewer ranks, or on others, goes on from the same state: its ranks hold whole models, on one machine."""
+PIPELINES = Claim(
+    "replan", question="replan", forbids=frozenset({"replicas differ between rounds", "several machines"})
+)
+"""The same of unequal pipelines, which take up a checkpoint under another cut."""
 
-NOISE = 1.2
-"""A rank whose samples take at most this many times as long as the others' (or the inverse) counts as equal."""
 FEWER = 3
 """So many of the slowest are left out at most, one after the other; and all but one, and the slower half."""
 _FITTED, _MOST = 40, 1e6  # halvings of a factor between 1 and this
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """What ranks showed while they ran.
-
-    `slower`: by rank, how many times as long a sample takes there as on the rank in the middle; `link`: how many times
-    as long exchanges take as planned.
-    """
-
-    slower: tuple[float, ...]
-    link: float = 1.0
-
-    def of(self, kept: Sequence[int]) -> Speeds:
-        """Of some of the ranks, in that order."""
-        return Speeds(tuple(self.slower[rank] for rank in kept), self.link)
 
 
 @dataclass(frozen=True)
@@ -83,7 +71,7 @@ def speeds(plan: Plan, own: Sequence[float]) -> Speeds:
     ratios = [one / middle if middle > 0 else 1.0 for one in each]
     found = [1.0] * len(plan.ranks)
     for rank, ratio in zip(plan.trainers, ratios, strict=True):
-        found[rank] = 1.0 if 1 / NOISE <= ratio <= NOISE else ratio
+        found[rank] = equalised(ratio)
     return Speeds(tuple(found))
 
 
@@ -103,6 +91,8 @@ def with_link(request: Request, cluster: Cluster, plan: Plan, found: Speeds, exc
 def seconds(request: Request, cluster: Cluster, plan: Plan, found: Speeds) -> float:
     """Of a step of `plan` with the shares it has, by the cost model at the speeds `found`: its slowest rank's. Of
     workers of optimizer nodes in units of a usual worker's sample: links are as before."""
+    if replan_pipelines.pipelined(plan):
+        return replan_pipelines.seconds(request, cluster, plan, found)
     if _serving(plan):
         return max(found.slower[one] * (plan.ranks[one].share[1] - plan.ranks[one].share[0]) for one in plan.trainers)
     threads = plan.ranks[0].threads
@@ -124,6 +114,8 @@ def plan_on(request: Request, cluster: Cluster, plan: Plan, kept: Sequence[int],
             f"A batch of {request.global_batch} samples cannot be shared by {len(kept)} ranks.",
             do="train.batch_tokens as it is, on at least one rank",
         )
+    if replan_pipelines.pipelined(plan):
+        return replan_pipelines.plan_on(request, cluster, plan, kept, found)
     if _serving(plan):
         return _shared(request, plan, kept, found)
     ranks = [plan.ranks[rank] for rank in kept]
@@ -198,56 +190,6 @@ def _shared(request: Request, plan: Plan, kept: Sequence[int], found: Speeds) ->
         ranks.append(msgspec.structs.replace(plan.ranks[rank], share=share) if own else plan.ranks[rank])
     made = msgspec.structs.replace(plan, ranks=tuple(ranks), stages=(), predicted=None, runners_up=())
     return plans.check(made, request.global_batch, "the new plan")
-
-
-def measured(cluster: Cluster, ranks: Sequence[plans.Rank], found: Speeds) -> Cluster:
-    """A cluster of one device for each of `ranks`, all in one machine, as slow as `found` (in the same order)."""
-    places = [_place(cluster, rank) for rank in ranks]
-    used = [place.rank for place in places]
-    inside = cluster.slowest(used, "inside")
-    inside = msgspec.structs.replace(
-        inside,
-        bandwidth=inside.bandwidth / found.link,
-        latency=inside.latency * found.link,
-        launch=inside.launch * found.link,
-    )
-    tables = [
-        _table(place.table, rank.threads, used.count(place.rank), slower)
-        for place, rank, slower in zip(places, ranks, found.slower, strict=True)
-    ]
-    return Cluster(
-        nodes=tuple(msgspec.structs.replace(table, inside=inside) for table in tables), machine=cluster.machine
-    )
-
-
-def _place(cluster: Cluster, rank: plans.Rank) -> Place:
-    """Where a rank of a plan sits."""
-    kind, _, slot = rank.device.partition(":")
-    fitting = [place for place in cluster.devices() if place.node == rank.node and place.table.device.kind == kind]
-    for place in fitting:
-        if kind == "cpu" or place.slot == int(slot):
-            return place
-    raise UserError(f"The cluster has no device {rank.device} on machine {rank.node}.", do="delete cluster.toml")
-
-
-def _table(table: Node, threads: int, ranks: int, slower: float) -> Node:
-    """One rank's part of a device that `ranks` ranks of `threads` threads use, `slower` times as slow."""
-    device, cores = table.device, max(1, table.cores)
-    cuda = device.kind == "cuda"
-    sharing = 1 if cuda else ranks
-    left = min(1.0, cores / (threads * ranks))
-    portion = 1.0 if cuda else threads * left / cores
-    slowed = msgspec.structs.replace(
-        device,
-        memory=device.memory // sharing,
-        memory_bandwidth=device.memory_bandwidth / sharing / slower,
-        flops={precision: rate * portion / slower for precision, rate in device.flops.items()},
-        dispatch=device_model.issue_seconds(device) * slower,
-        rates=tuple(msgspec.structs.replace(rate, flops=rate.flops * left / slower) for rate in device.rates),
-        copies=tuple(msgspec.structs.replace(copy, bandwidth=copy.bandwidth * left / slower) for copy in device.copies),
-    )
-    cores = table.cores // table.devices if cuda else threads
-    return msgspec.structs.replace(table, device=slowed, count=1, devices=1, cores=cores, name="here")
 
 
 def _seated(made: Plan, ranks: Sequence[plans.Rank], samples: int) -> Plan:

@@ -117,6 +117,7 @@ class Pipelined(Mechanism):
         )
         _encode(context)
         messages = Messages(mesh.replica, places, context.device)
+        context.stalled = lambda: messages.waited
         more = ahead(context.plan, stages.layers)
 
         def lists(pipeline: Pipeline) -> ActionLists:
@@ -148,7 +149,7 @@ def ahead(plan: Plan, layers: Sequence[tuple[int, int]]) -> list[int]:
     """Further forward passes that each stage begins with, as the plan's links and free memory allow: see
     `schedules.warm_up_for_links`. None where nothing was predicted, or a rank holds several stages."""
     predicted, count = plan.predicted, max(1, plan.stages[0].micro_batches)
-    if predicted is None or plan.interleave > 1:
+    if predicted is None or plan.interleave > 1 or len(layers) == 1:
         return []
     each = sum(predicted.terms.get(name, 0.0) for name in PASSES) / count
     sizes = [last - first for first, last in layers]

@@ -6,6 +6,7 @@ Shapes follow from those of the micro-batch. They are sent once for each, ahead 
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -66,7 +67,7 @@ def shapes_of(inputs: Any) -> Hashable:
 
 
 class Messages:
-    """Has state: the forms that are known, and what is on its way.
+    """Has state: the forms that are known, what is on its way, and `waited`, the seconds of all waits for others.
 
     Args:
         group: the ranks of the pipelines; None where there is one.
@@ -77,6 +78,7 @@ class Messages:
         self._group, self._places, self._device = group, places, device
         self._known: dict[tuple[int, int, Hashable], Form] = {}
         self._under_way: deque[tuple[Any, Tensor]] = deque()
+        self.waited = 0.0
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, kind: Traffic = Traffic.ACTIVATIONS) -> None:
         """Begins to send; `finish` waits."""
@@ -90,8 +92,14 @@ class Messages:
 
     def receive(self, rooms: Sequence[Tensor], peer: int, tag: int, kind: Traffic = Traffic.ACTIVATIONS) -> None:
         """Fills `rooms` with what `peer` sends."""
-        for work in self.expect(rooms, peer, tag, kind):
+        self.wait(self.expect(rooms, peer, tag, kind))
+
+    def wait(self, works: Sequence[Any]) -> None:
+        """Until they are done."""
+        begun = time.perf_counter()
+        for work in works:
             work.wait()
+        self.waited += time.perf_counter() - begun
 
     def expect(self, rooms: Sequence[Tensor], peer: int, tag: int, kind: Traffic = Traffic.ACTIVATIONS) -> list[Any]:
         """Begins to receive; what is returned waits."""
@@ -133,6 +141,5 @@ class Messages:
 
     def finish(self) -> None:
         """Waits until all that was sent has left."""
-        for work, _ in self._under_way:
-            work.wait()
+        self.wait([work for work, _ in self._under_way])
         self._under_way.clear()

@@ -198,8 +198,7 @@ class _Step:
         stage, kind, number, peer = action
         key, boundary = (stage, number), self.boundary
         if action in self.expected:
-            for work in self.expected.pop(action):
-                work.wait()
+            boundary.messages.wait(self.expected.pop(action))
         elif kind is Kind.RECV_F:
             self.inputs[key] = boundary.receive(stage, peer, self._shapes(number))
         elif kind is Kind.SEND_F:

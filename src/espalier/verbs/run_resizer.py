@@ -13,7 +13,7 @@ from espalier import mechanisms
 from espalier.errors import UserError
 from espalier.launch import base as launch
 from espalier.launch.resize import RunShape
-from espalier.plan import codecs, replan
+from espalier.plan import codecs, replan, replan_pipelines
 from espalier.plan.base import Plan
 from espalier.plan.request import Request
 from espalier.resilience.slowdown import Evidence
@@ -51,13 +51,13 @@ class RunResizer:
     def planned_wait(self) -> float | None:
         """See `Resizer.planned_wait`. Of states that are whole: others are waited for elsewhere too."""
         plan = self.job.plan
-        whole = plan.replicated and len(plan.trainers) == len(plan.ranks)
+        whole = plan.replicated and len(plan.trainers) == len(plan.ranks) and not replan_pipelines.pipelined(plan)
         return plan.predicted.terms.get("all_reduce") if plan.predicted is not None and whole else None
 
     def without(self, ranks: Collection[int]) -> RunShape:
         """See `Resizer.without`: without further ranks, the last first, where the batch or the memory wants it so."""
         plan, request = self.job.plan, self._request()
-        mechanisms.require_beside(self.job.resolved.recipe, plan, replan.CLAIM)
+        self._refuse(plan)
         kept = [rank for rank in range(len(plan.ranks)) if rank not in ranks]
         speeds, refusal = replan.equal(plan), UserError("The run has no other rank.", do="run the same command again")
         for count in range(len(kept), 0, -1):
@@ -73,8 +73,11 @@ class RunResizer:
     def faster(self, evidence: Evidence) -> tuple[list[RunShape], Mapping[int, float]]:
         """See `Resizer.faster`. Ranks that the recipe asks for by number are all kept."""
         plan, request, cluster = self.job.plan, self._request(), self.job.cluster
-        mechanisms.require_beside(self.job.resolved.recipe, plan, replan.CLAIM)
-        found = replan.speeds(plan, evidence.own)
+        self._refuse(plan)
+        if replan_pipelines.pipelined(plan):
+            found = replan_pipelines.speeds(request, cluster, plan, evidence.own)
+        else:
+            found = replan.speeds(plan, evidence.own)
         if evidence.link and self.planned_wait is not None:
             found = replan.with_link(request, cluster, plan, found, evidence.wait - self.planned_wait)
         self._offered.clear()
@@ -98,20 +101,26 @@ class RunResizer:
         self.job.folder.write(self.job.resolved.recipe, self.job.cluster, plan)
         self._offered.clear()
 
+    def _refuse(self, plan: Plan) -> None:
+        """Raises UserError where the run cannot go on by another plan."""
+        claim = replan.PIPELINES if replan_pipelines.pipelined(plan) else replan.CLAIM
+        mechanisms.require_beside(self.job.resolved.recipe, plan, claim)
+
     def _offer(self, option: replan.Replan) -> RunShape:
         made, before = option.plan, len(self.job.plan.ranks)
-        shares = ", ".join(str(one.share[1] - one.share[0]) for one in map(made.ranks.__getitem__, made.trainers))
+        pipelined = replan_pipelines.pipelined(made)
+        samples = ", ".join(str(one.share[1] - one.share[0]) for one in map(made.ranks.__getitem__, made.trainers))
+        work = replan_pipelines.told(made) if pipelined else f"{samples} samples each step"
         count = f"{len(made.ranks)} of {before}" if len(made.ranks) < before else f"all {before}"
         run_plan.refuse_elsewhere(made, None)
         shape = RunShape(
             task=self._start(replace(self.job, plan=made)),
             places=launch.places(made, self.job.folder.logs),
             kept=option.kept,
-            copies=made.replicated and self.job.plan.replicated,
+            copies=made.replicated and self.job.plan.replicated and not pipelined,
             ratio=option.ratio,
             plan=_key(made),
-            says=f"{count} ranks with {shares} samples each step; by estimate a step takes {option.ratio:.2g} times as "
-            "long",
+            says=f"{count} ranks with {work}; by estimate a step takes {option.ratio:.2g} times as long",
         )
         self._offered.append((shape, made))
         return shape
@@ -125,4 +134,5 @@ class RunResizer:
 
 
 def _key(plan: Plan) -> str:
-    return " ".join(f"{rank.share[0]}-{rank.share[1]}" for rank in plan.ranks)
+    cuts = (f"{one.pipeline}:{one.layers[0]}-{one.layers[1]}" for one in plan.stages)
+    return " ".join((*(f"{rank.share[0]}-{rank.share[1]}" for rank in plan.ranks), *cuts))

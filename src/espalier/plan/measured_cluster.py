@@ -1,0 +1,90 @@
+"""A cluster as a run has found it: one device for each of its ranks, as slow as that was measured. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from espalier.cluster import Cluster, Node, Place
+from espalier.errors import UserError
+from espalier.plan import base as plans
+from espalier.plan import device_model
+
+NOISE = 1.2
+"""A rank whose samples take at most this many times as long as the others' (or the inverse) counts as equal."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What ranks showed while they ran.
+
+    `slower`: by rank, how many times as long a sample takes there as on the rank in the middle; `link`: how many times
+    as long exchanges take as planned.
+    """
+
+    slower: tuple[float, ...]
+    link: float = 1.0
+
+    def of(self, kept: Sequence[int]) -> Speeds:
+        """Of some of the ranks, in that order."""
+        return Speeds(tuple(self.slower[rank] for rank in kept), self.link)
+
+
+def equalised(ratio: float) -> float:
+    """A rank's seconds over the others', 1 where that is noise."""
+    return 1.0 if 1 / NOISE <= ratio <= NOISE else ratio
+
+
+def measured(
+    cluster: Cluster, ranks: Sequence[plans.Rank], found: Speeds, places: Sequence[Place] | None = None
+) -> Cluster:
+    """A cluster of one device for each of `ranks`, all in one machine, as slow as `found` (in the same order).
+    `places`: where they sit, if that is known."""
+    places = places or [_place(cluster, rank) for rank in ranks]
+    used = [place.rank for place in places]
+    inside = cluster.slowest(used, "inside")
+    inside = msgspec.structs.replace(
+        inside,
+        bandwidth=inside.bandwidth / found.link,
+        latency=inside.latency * found.link,
+        launch=inside.launch * found.link,
+    )
+    tables = [
+        _table(place.table, rank.threads, used.count(place.rank), slower)
+        for place, rank, slower in zip(places, ranks, found.slower, strict=True)
+    ]
+    return Cluster(
+        nodes=tuple(msgspec.structs.replace(table, inside=inside) for table in tables), machine=cluster.machine
+    )
+
+
+def _place(cluster: Cluster, rank: plans.Rank) -> Place:
+    """Where a rank of a plan sits."""
+    kind, _, slot = rank.device.partition(":")
+    fitting = [place for place in cluster.devices() if place.node == rank.node and place.table.device.kind == kind]
+    for place in fitting:
+        if kind == "cpu" or place.slot == int(slot):
+            return place
+    raise UserError(f"The cluster has no device {rank.device} on machine {rank.node}.", do="delete cluster.toml")
+
+
+def _table(table: Node, threads: int, ranks: int, slower: float) -> Node:
+    """One rank's part of a device that `ranks` ranks of `threads` threads use, `slower` times as slow."""
+    device, cores = table.device, max(1, table.cores)
+    cuda = device.kind == "cuda"
+    sharing = 1 if cuda else ranks
+    left = min(1.0, cores / (threads * ranks))
+    portion = 1.0 if cuda else threads * left / cores
+    slowed = msgspec.structs.replace(
+        device,
+        memory=device.memory // sharing,
+        memory_bandwidth=device.memory_bandwidth / sharing / slower,
+        flops={precision: rate * portion / slower for precision, rate in device.flops.items()},
+        dispatch=device_model.issue_seconds(device) * slower,
+        rates=tuple(msgspec.structs.replace(rate, flops=rate.flops * left / slower) for rate in device.rates),
+        copies=tuple(msgspec.structs.replace(copy, bandwidth=copy.bandwidth * left / slower) for copy in device.copies),
+    )
+    cores = table.cores // table.devices if cuda else threads
+    return msgspec.structs.replace(table, device=slowed, count=1, devices=1, cores=cores, name="here")
