@@ -79,10 +79,9 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
     plan.add_argument("--score", metavar="FILE", help="compare predictions with the measured steps in FILE (no recipe)")
     plan.add_argument("--out", metavar="FILE", help="where --score writes its rows (default FILE.scored.…)")
     made["train"].add_argument(
-        "--slurm",
-        metavar="OPTIONS",
+        "--slurm", metavar="OPTIONS",
         help='submit it as a batch job, with options of sbatch, such as "nodes=2 time=4:00:00"',
-    )
+    )  # fmt: skip
     made["train"].add_argument("--run", help="run folder (default runs/<recipe name>)")
     watch = made["eval"]
     watch.add_argument(
