@@ -39,7 +39,7 @@ CLAIM = Claim(
 )
 """A run on fewer ranks, or on others, goes on from the same state: its ranks hold whole models, on one machine."""
 PIPELINES = Claim(
-    "replan", question="replan", forbids=frozenset({"replicas differ between rounds", "several machines"})
+    "replan_pipelines", question="replan", forbids=frozenset({"replicas differ between rounds", "several machines"})
 )
 """The same of unequal pipelines, which take up a checkpoint under another cut."""
 

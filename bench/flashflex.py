@@ -1,0 +1,209 @@
+"""Training on unlike devices: our unequal pipelines beside an equal split, FlashFlex's own layer rule, and DDP.
+
+    python bench/flashflex.py [--quick] [--pairs N] [--json FILE] [--links 1000,200,50]
+
+Four hosts that may use 0.25, 0.25, 0.5 and 1.0 of a core (control groups), with links of so many Mbit/s between them
+(bench/netlab.py; needs root). Their speeds are to one another as those of two RTX 3090, an RTX 4090 and an A100, and
+what the planner is told of their memory is as that of these cards. All train the same decoder in float32 on the same
+tokens, in turn, in the same processes:
+
+- ours: the plan that the planner makes when it has to use all four hosts;
+- memory rule: our engine with the best plan whose layers are in proportion to memory, as FlashFlex's released scheduler
+  gives them (arXiv 2409.01143; layer_partition.py), shares of the batch by speed as ours;
+- equal split: torch.distributed.pipelining, 1F1B, equal stages, the head on the fastest host;
+- DDP: torch's, equal batches; it may hold the whole model on every host.
+
+Seconds of a layer come from a few passes on each host before (`speeds`). Planning is timed on 64 GPUs of six classes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parent))
+from espalier import cluster as clusters
+from espalier.cluster import Cluster, Link
+from espalier.config import Pin
+from espalier.hardware import probe
+from espalier.plan import base as plans
+from espalier.plan import flashflex, replan, request_from_recipe, unequal
+from espalier.plan.memory_model import CPU_MEMORY, CPU_RUNTIME
+from espalier.plan.pipeline_solver import Group, Slot, SolvedPipeline
+from espalier.plan.request import Request
+from flashflex_rank import PEERS, Outcome, Speeds, Task
+from netlab import Lab, Shape, first_said
+from table import Row, arguments, compare, publish
+
+CORES = (0.25, 0.25, 0.5, 1.0)
+MEMORY = (24, 24, 24, 80)
+"""GiB of the cards whose speeds are as these."""
+PERIOD = 5_000
+ROOM = 1.15
+"""The largest memory over what the whole model takes."""
+SIX = """
+nodes = [
+    { device = "A100-80GB", devices = 8, count = 2 },
+    { device = "A100-40GB", devices = 8 },
+    { device = "RTX 4090", devices = 8, count = 2 },
+    { device = "RTX 3090", devices = 8 },
+    { device = "RTX A6000", devices = 8 },
+    { device = "RTX 3080 Ti", devices = 8 },
+]
+links = { between = "25Gbit/s" }
+"""
+
+
+def started(task: Task, rate: float) -> str:
+    """What rank 0 said of `task` on the four hosts."""
+    with Lab(Shape(nodes=len(CORES), hosts=1, rate=rate * 1e6, cpu=CORES, period=PERIOD)) as lab:
+        command = [sys.executable, str(Path(__file__).parent / "flashflex_rank.py"), msgspec.json.encode(task).decode()]
+        return first_said(lab.start(command))
+
+
+# --- what the planner is told --------------------------------------------------------------------------------------
+
+
+def request_of(task: Task) -> Request:
+    """All hosts are to be used."""
+    pin = Pin(pipelines="unequal", ranks=len(CORES), threads=1, micro_batch=task.micro_batch, recompute="none")
+    return replace(request_from_recipe.of_recipe(task.recipe()), pin=pin)
+
+
+def hosts(request: Request, rate: float, slower: Sequence[float]) -> Cluster:
+    """The four hosts, each so many times as slow as half of this machine, with the memory that `MEMORY` says."""
+    ranks = [plans.Rank(device="cpu", node=0, threads=1)] * len(CORES)
+    made = replan.measured(probe.ready(), ranks, replan.Speeds(tuple(slower)))
+    link = Link(bandwidth=rate * 1e6 / 8, latency=clusters.default_link("cpu", "cpu").latency, source="declared")
+    nodes = [msgspec.structs.replace(one, inside=link) for one in made.nodes]
+    roomy = [_with_memory(one, 1 << 40) for one in nodes]
+    costs = unequal.EngineCosts(request, msgspec.structs.replace(made, nodes=tuple(roomy)), task_size(request))
+    held, _ = costs.held(Group(0), Slot(0, 1), request.layers)
+    own = ROOM * (float(sum(held.values())) - CPU_RUNTIME)
+    sizes = [int((CPU_RUNTIME + own * one / max(MEMORY)) / CPU_MEMORY) for one in MEMORY]
+    return msgspec.structs.replace(made, nodes=tuple(map(_with_memory, nodes, sizes)))
+
+
+def _with_memory(node: clusters.Node, size: int) -> clusters.Node:
+    return msgspec.structs.replace(node, memory=size, device=msgspec.structs.replace(node.device, memory=size))
+
+
+def task_size(request: Request) -> int:
+    """Samples of a micro-batch."""
+    return request.pin.micro_batch or 1
+
+
+def measured(task: Task, rate: float) -> list[float]:
+    """How many times as slow each host is as the cost model has half of this machine, from passes of the model."""
+    found = msgspec.json.decode(started(msgspec.structs.replace(task, passes=6), rate), type=Speeds)
+    request = request_of(task)
+    costs = unequal.EngineCosts(request, hosts(request, rate, (1.0,) * len(CORES)), task.micro_batch)
+    whole = task.depth * costs.layer(Group(0)) + costs.extra(Group(0), Slot(0, 1))
+    print(
+        f"  passes take {', '.join(f'{1e3 * one:.0f} ms' for one in found.seconds)}; by the probe {1e3 * whole:.0f} ms"
+    )
+    return [one / whole for one in found.seconds]
+
+
+class MemoryRule(flashflex.Search):
+    """Layers in proportion to memory, one after the other, what is left to the largest; memory that does not hold them
+    is a refusal."""
+
+    def in_order(self, order: Sequence[Group], weight: float) -> SolvedPipeline | None:
+        """The one pipeline of these stages that the rule gives."""
+        memory = [MEMORY[one.kind] * one.tensor for one in order]
+        layers, rates = by_memory(self.costs.layers, memory), flashflex.stage_rates(order, self.costs)
+        if min(layers) < 1 or any(n > one.most for n, one in zip(layers, rates, strict=True)):
+            return None
+        return flashflex.pipeline_of(order, layers, rates, self.costs)
+
+
+def by_memory(layers: int, memory: Sequence[float]) -> list[int]:
+    """Layers of each stage: a turn each while a stage has less than its share, the others by falling memory."""
+    found, share = [0] * len(memory), [layers * one / sum(memory) for one in memory]
+    while any(n + 1 <= most for n, most in zip(found, share, strict=True)):
+        found = [n + (n + 1 <= most) for n, most in zip(found, share, strict=True)]
+    largest = sorted(range(len(memory)), key=lambda at: (-memory[at], -at))
+    for number in range(layers - sum(found)):
+        found[largest[number % len(largest)]] += 1
+    return found
+
+
+def planned(task: Task, rate: float, slower: Sequence[float]) -> Task:
+    """`task` with our plan and that of the memory rule."""
+    request = request_of(task)
+    cluster = hosts(request, rate, slower)
+    made = []
+    for search in (flashflex.Search, MemoryRule):
+        costs = unequal.EngineCosts(request, cluster, task.micro_batch)
+        layout = search(costs.classes, costs, whole=True).best()
+        made.append(unequal.plan_of(costs, layout))
+        for one in layout.pipelines:
+            told = " + ".join(f"{stage.layers} on {CORES[stage.group.kind]}" for stage in one.stages)
+            print(f"  {search.__name__}: {told}; {one.micro_batches} micro-batches, {one.seconds:.3f} s")
+    return msgspec.structs.replace(task, ours=made[0], memory_rule=made[1])
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------
+
+
+def rows_of(task: Task, rate: float, note: str) -> list[Row]:
+    """One speed of the links."""
+    case = f"4 hosts of 0.25, 0.25, 0.5 and 1.0 cores, {rate:g} Mbit/s, {task.depth} layers, {task.batch} x "
+    case += f"{task.sequence} tokens{note}"
+    print(f"{case}:")
+    task = planned(task, rate, measured(task, rate))
+    found = msgspec.json.decode(started(task, rate), type=Outcome)
+    for name, seconds in found.seconds.items():
+        print(f"  {name:22} {statistics.median(seconds):7.3f} s ({min(seconds):.3f} to {max(seconds):.3f})")
+    ours = found.seconds["ours"]
+    rows = [
+        compare(case, name, "s/step", list(zip(ours, found.seconds[name], strict=True)), higher_is_better=False)
+        for name in PEERS
+    ]
+    assert task.ours is not None
+    assert task.ours.predicted is not None
+    expected = task.ours.predicted.step_seconds
+    pairs = [(one, expected) for one in ours]
+    return [*rows, compare(f"{case}: as predicted", "predicted", "s/step", pairs, higher_is_better=False)]
+
+
+def planning(rounds: int) -> Row:
+    """Seconds of planning 64 GPUs of six classes."""
+    recipe = Task(depth=32, width=4096, heads=32, batch=256, sequence=4096, vocabulary=32000).recipe()
+    request = replace(request_from_recipe.of_recipe(recipe), precision="bf16", pin=Pin(pipelines="unequal"))
+    cluster, taken = clusters.loads(SIX), []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        costs = unequal.EngineCosts(request, cluster, 1, (1,), "block")
+        found = flashflex.place(costs.classes, costs)
+        taken.append((time.perf_counter() - begun, 2.0))
+    case = f"planning 64 GPUs of 6 classes, Llama 7B: {len(found.pipelines)} pipelines, {found.priced} priced"
+    return compare(case, "goal", "s", taken, higher_is_better=False)
+
+
+def main() -> None:
+    """Runs the cases and prints their rows."""
+    asked = arguments(
+        (__doc__ or "").splitlines()[0], links={"default": "1000,200,50", "help": "Mbit/s, with commas; empty: none"}
+    )
+    rounds, note = (asked.pairs or 2, ", quick") if asked.quick else (asked.pairs or 7, "")
+    task, rows = Task(rounds=rounds), []
+    if asked.quick:
+        task = msgspec.structs.replace(task, batch=16)
+    try:
+        rows.append(planning(5))
+        for rate in (one for one in asked.links.split(",") if one):
+            rows += rows_of(task, float(rate), note)
+    finally:
+        publish(rows, asked.json)  # what is known when it is told to end
+
+
+if __name__ == "__main__":
+    main()
