@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from espalier import cluster as clusters
 from espalier.config import Gpt, Recipe, defaults
-from espalier.hardware import resource_limits
+from espalier.hardware import probe, resource_limits
 from espalier.plan.base import Plan, Predicted, Rank
 from espalier.plan.trials import Trials
 from espalier.run import RunFolder
@@ -64,10 +65,13 @@ def test_what_a_busy_machine_said_is_measured_anew_once_it_is_quiet(machine: Mac
 
 
 @pytest.mark.parametrize(("seconds", "again"), [(1.1, 0), (1.6, 4), (0.5, 4)])
-def test_trials_that_disagree_with_steps_are_made_again(
-    machine: Machine, tmp_path: Path, seconds: float, again: int
+@pytest.mark.parametrize("busy", [0.0, 1.5])
+def test_what_disagrees_with_steps_is_measured_again(
+    machine: Machine, tmp_path: Path, seconds: float, again: int, busy: float
 ) -> None:
+    """Trials whichever they promised; the machine where it was busy then and steps are faster."""
     machine.tried()
+    probe.save(msgspec.structs.replace(CLUSTER, machine=probe.identity(), busy=busy))
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     folder.cluster.write_text(clusters.dumps(CLUSTER))
@@ -81,3 +85,4 @@ def test_trials_that_disagree_with_steps_are_made_again(
     machine.runs.clear()
     machine.tried()
     assert len(machine.runs) == again
+    assert (probe.cached() is None) == (busy > 0 and seconds < 1 / 1.5)

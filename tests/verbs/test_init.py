@@ -26,6 +26,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text("{}")
     (tmp_path / "llama" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "base.gguf").write_bytes(b"GGUF")
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "one.jsonl").write_text(json.dumps(chat) + "\n")
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "b"}) + "\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.toml").write_text("")
     (tmp_path / "none.py").write_text("def make():\n    pass\n")
     return tmp_path
 
@@ -40,14 +48,20 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["planted:nodes=100"], config.Sage, ["planted:nodes=100"]),
         (["llama", "corpus"], config.Gpt, ["corpus"]),
         (["llama"], config.Gpt, ["python:stdlib"]),
+        (["rows.jsonl"], config.Gpt, ["rows.jsonl"]),
+        (["chats"], config.Gpt, ["chats"]),
+        (["base.gguf", "chats/one.jsonl"], config.Gpt, ["chats/one.jsonl"]),
+        (["llama", "pairs.jsonl"], config.Gpt, ["pairs.jsonl"]),
     ],
 )
 def test_the_recipe_of_a_path_can_be_used(home: Path, paths: list[str], kind: type, data: list[str] | None) -> None:
     assert cli.main(["init", *paths]) == 0
     made = recipe_file.load("recipe.toml", [])
     assert isinstance(made.model, kind)
-    if paths[0] == "llama":
-        assert getattr(made.model, "initial", None) == "llama"
+    tuned = {"chats": "full", "one": "full", "pairs": "dpo"}.get(Path(paths[-1]).stem)
+    assert (made.tune and made.tune.__struct_config__.tag) == tuned
+    if paths[0] in ("llama", "base.gguf"):
+        assert getattr(made.model, "initial", None) == paths[0]
     else:
         defaults.resolve(made)
     if data is not None:
@@ -65,6 +79,9 @@ def test_the_recipe_of_a_path_can_be_used(home: Path, paths: list[str], kind: ty
         (["llama", "links.csv"], "no one recipe"),
         (["llama", "llama", "corpus"], "leave the others out"),
         ([str(MINE)], "--out"),
+        (["run"], "espalier export run --to hf, then espalier init run/export-hf"),
+        (["pairs.jsonl"], "espalier init WEIGHTS pairs.jsonl"),
+        (["llama", "base.gguf", "chats"], "one folder of weights"),
     ],
 )
 def test_what_has_no_recipe_is_refused(

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import base64
 import json
+import os
 import re
 import shutil
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from programs import MACHINE, forked
+from programs import MACHINE, forked, launched
 from safetensors.torch import load_file
 from torch.distributed import HashStore
 
 import espalier
-from espalier import data_hash, serialization
+from espalier import cli, data_hash
 from espalier import run as runs
 from espalier.config import recipe_file
 from espalier.errors import UserError
@@ -27,6 +26,7 @@ from espalier.graph import workload_row as _graphs  # noqa: F401 - loaded once, 
 from espalier.graph.data import Graph
 from espalier.graph.link_prediction import Links, LinkTask
 from espalier.graph.workload import GraphWorkload, open_graph
+from espalier.hardware import multihost_probe
 from espalier.language import workload_row as _language  # noqa: F401
 from espalier.language.tokenizer import kept_tokenizer
 from espalier.launch.base import RankSpec
@@ -318,6 +318,43 @@ def test_hosts_without_the_run_folder_are_given_what_the_run_keeps(
     assert first.fingerprint() == second.fingerprint() != alone.fingerprint()
 
 
+def test_ranks_that_torchrun_started_on_another_host_go_on_with_what_the_run_keeps(home: Path, tmp_path: Path) -> None:
+    """The second host has the recipe and the text, and a cache of its own; the run's folder is on the first alone."""
+    there = tmp_path / "there"
+    shutil.copytree(home / "text", there / "text")
+    (home / "two.toml").write_text(2 * MACHINE.replace("cores = 2", "cores = 1") + '[links]\nbetween = "1Gbit/s"\n')
+    for folder in (home, there):
+        text = (home / "bpe.toml").read_text().replace("machine.toml", "two.toml").replace("ranks = 1", "ranks = 2")
+        (folder / "apart.toml").write_text(text)
+
+    def ran(*words: str) -> None:
+        def run() -> int:
+            rank = os.environ["RANK"]
+            multihost_probe.host = lambda: f"host{rank}"
+            if rank == "1":
+                os.chdir(there)
+                os.environ["XDG_CACHE_HOME"] = str(there / "cache")
+            target = f"checkpoint.target={home / 'saved'}"  # torchrun's ranks save on a file system that all see
+            return cli.main(["train", "apart.toml", "faults.changed_data=accept", target, *words])
+
+        for done in launched(home, run):
+            assert done.returncode == 0, done.stdout + done.stderr
+
+    ran()
+    kept = home / "runs" / "apart" / "preprocessing" / "tokenizer.json"
+    table, extra = kept.read_bytes(), [folder / "text" / "extra.txt" for folder in (home, there)]
+    for one in extra:
+        one.write_text(LEARNED)
+    try:
+        ran("train.steps=4")
+    finally:
+        extra[0].unlink()
+    assert kept.read_bytes() == table
+    assert not (there / "runs").exists()
+    (sent,) = (there / "cache" / "espalier" / "runs").iterdir()
+    assert (sent / "preprocessing" / "tokenizer.json").read_bytes() == table
+
+
 @pytest.mark.parametrize("name", ["bpe", "node"])
 def test_what_a_run_keeps_reaches_ranks_on_other_hosts_through_the_store(
     home: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -335,14 +372,6 @@ def test_what_a_run_keeps_reaches_ranks_on_other_hosts_through_the_store(
         kept_files.shared(store, "kept", None)
     kept_files.shared(store, "none", tmp_path / "new")
     assert kept_files.shared(store, "none", None) is None
-
-
-def test_files_that_lead_out_of_the_folder_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    data = base64.b64encode(zlib.compress(serialization.dumps({"../../../out": b"x"}))).decode()
-    with pytest.raises(UserError, match="in no run folder"):
-        kept_files.unpacked(data)
-    assert not list(tmp_path.rglob("out"))
 
 
 def kept(home: Path, name: str) -> kept_graph.KeptGraph:
@@ -375,6 +404,22 @@ def test_what_is_renamed_in_a_graph_is_refused_by_name(
         (tmp_path / "graph" / "nodes.csv").write_text("id,label,size\n" + text)
     with pytest.raises(UserError, match=re.compile(says, re.DOTALL)):
         reopened(home, "node", tmp_path / "graph")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"y": torch.tensor([2])}, "has the class '2'.*in the run: 0, 1"), ({"x": torch.ones(3, 2)}, "has 2 features")],
+    ids=["class", "column"],
+)
+def test_what_is_changed_in_a_list_of_graphs_is_refused_by_name(
+    home: Path, change: dict[str, torch.Tensor], says: str, tmp_path: Path
+) -> None:
+    graphs = torch.load(home / "shapes.pt", weights_only=False)
+    for one in graphs if "x" in change else graphs[-1:]:
+        vars(one).update(change)
+    torch.save(graphs, tmp_path / "shapes.pt")
+    with pytest.raises(UserError, match=re.compile(says, re.DOTALL)):
+        reopened(home, "graphs", tmp_path / "shapes.pt")
 
 
 def test_classes_columns_and_nodes_in_another_order_are_mapped_by_name(home: Path, tmp_path: Path) -> None:
@@ -487,24 +532,20 @@ def test_of_a_large_graph_the_model_needs_no_data_and_predictions_take_it_from_a
     assert said(tmp_path / "large", "eval", "run", "--json", *there) == {**evaluated["large"], "run": "run"}
 
 
+def test_checkpoints_that_were_elsewhere_are_copied_into_the_folder(home: Path, tmp_path: Path) -> None:
+    there = moved(home, "bytes", tmp_path)
+    recipe = there / "run" / "run.toml"
+    recipe.write_text(recipe.read_text().replace("[checkpoint]\n", '[checkpoint]\ntarget = "/nowhere/saved"\n'))
+    asked = ("predict", "run", "the", "--tokens", "8")
+    assert said(there, *asked, "--json") == said(home, "predict", "runs/bytes", *asked[2:], "--json")
+    (there / "run" / "checkpoints").rename(there / "gone")
+    message = refused(there, *asked)
+    assert "looked in /nowhere/saved" in message
+    assert "copy it to run/checkpoints" in message
+
+
 def test_text_is_predicted_without_data(home: Path) -> None:
     assert "--data is for runs on graphs" in refused(home, "predict", "runs/bytes", "the", "--data", "text")
-
-
-def test_a_killed_replacement_leaves_the_folder_that_was_there(tmp_path: Path) -> None:
-    folder = runs.RunFolder(tmp_path)
-    folder.freeze(lambda place: (place / "a").write_text("1") and None)
-
-    def fails(place: Path) -> None:
-        (place / "a").write_text("2")
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(UserError, match="disk is full"):
-        folder.freeze(fails)
-    assert (tmp_path / "preprocessing" / "a").read_text() == "1"
-    (tmp_path / "preprocessing").rename(tmp_path / "preprocessing.before")  # killed between the two renames
-    assert folder.kept() == tmp_path / "preprocessing"
-    assert {one.name for one in tmp_path.iterdir()} == {"preprocessing"}
 
 
 def test_a_run_of_an_earlier_version_reads_its_data_and_refuses_what_changed(home: Path, tmp_path: Path) -> None:

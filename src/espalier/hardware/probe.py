@@ -156,6 +156,13 @@ def save(cluster: Cluster, folder: Path | None = None, *, say: Say | None = None
     return file
 
 
+def forget_busy(folder: Path | None = None) -> None:
+    """Has this machine measured anew when it is asked about the next time, if it was busy when it was measured."""
+    found = cached(folder)
+    if found is not None and found.busy > BUSY:
+        cache_file(folder).unlink(missing_ok=True)
+
+
 # --- the measuring program ---------------------------------------------------------------------------------------
 
 

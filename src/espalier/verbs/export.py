@@ -32,7 +32,10 @@ def run(arguments: argparse.Namespace) -> int:
             do=f"espalier export {arguments.run} --to safetensors",
         )
     out = Path(arguments.out) if arguments.out else trained.folder.path / f"export-{form}"
-    loads = known[form](trained.workload, trained.model, out) if form in known else safetensors(trained, out)
+    if form in known:
+        loads = known[form](trained.workload, trained.model, out)
+    else:
+        loads = safetensors(trained, out, arguments.trust)
     if arguments.json:
         print(json.dumps({"folder": str(out), "step": trained.step}))
     else:
@@ -41,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def safetensors(trained: Trained, target: Path) -> str:
+def safetensors(trained: Trained, target: Path, trust: bool = False) -> str:
     """Writes the weights under the model's own names, with the recipe and what preprocessing decided, into `target`.
 
     An earlier export there is replaced. Raises UserError when the folder holds something else or cannot be written.
@@ -57,9 +60,8 @@ def safetensors(trained: Trained, target: Path) -> str:
             )
 
     cache_dir.export(target, WEIGHTS, fill)
-    return (
-        f"safetensors.torch.load_model(espalier.open({str(trained.folder.path)!r}).model(), {str(target / WEIGHTS)!r})"
-    )
+    model = f"espalier.open({str(trained.folder.path)!r}).model({'trust=True' if trust else ''})"
+    return f"safetensors.torch.load_model({model}, {str(target / WEIGHTS)!r})"
 
 
 def _compare(model: nn.Module, file: Path) -> None:

@@ -7,6 +7,7 @@ import ast
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +27,8 @@ LARGE = 2 << 20
 
 
 class Found(NamedTuple):
-    """What lies at a path: `text`, `graph`, `module` or `weights`, and a sentence on it. `needs`: the arguments of a
-    module's `function` that have no default."""
+    """What lies at a path: `text`, `chats`, `pairs`, `graph`, `module` or `weights`, and a sentence on it. `needs`: the
+    arguments of a module's `function` that have no default."""
 
     kind: str
     path: str
@@ -96,10 +97,35 @@ def look(path: str) -> Found:
             why="a graph is a table of edges, with features and labels in nodes.csv beside it; text is .txt or .jsonl",
             do="rename the columns to source and target, or write its text as JSON lines",
         )
-    return Found("text", path, f"text ({show_size(place.stat().st_size)})", place.stat().st_size)
+    size = show_size(place.stat().st_size)
+    if place.suffix == ".gguf":
+        return Found("weights", path, f"weights in GGUF's format ({size})")
+    kind, what = _rows(place)
+    return Found(kind, path, f"{what} ({size})", place.stat().st_size)
+
+
+def _rows(place: Path) -> tuple[str, str]:
+    """What a file of text is by the keys of its first row, and in words; see docs/tune.md."""
+    if place.suffix != ".jsonl":
+        return "text", "text"
+    with suppress(ValueError), place.open(encoding="utf-8", errors="replace") as file:
+        row = json.loads(file.readline(LARGE))
+        keys = set(row) if isinstance(row, dict) else set()
+        if keys >= {"chosen", "rejected"}:
+            return "pairs", "preferences between two answers"
+        pair = keys >= {"prompt", "completion"} or keys >= {"instruction", "output"}
+        if pair or keys & {"messages", "conversations"}:
+            return "chats", "conversations"
+    return "text", "text"
 
 
 def _folder(path: str, place: Path) -> Found:
+    if (place / "run.toml").exists():
+        raise UserError(
+            f"{path} holds a run.",
+            why="a recipe is for data, or for weights to begin with",
+            do=f"espalier export {path} --to hf, then espalier init {path}/export-hf; or espalier predict {path}",
+        )
     if (place / "config.json").exists() and any(place.glob("*.safetensors")):
         return Found("weights", path, "weights in Hugging Face's format")
     edges = [file for suffix in EDGES if (file := place / f"edges{suffix}").exists()]
@@ -109,7 +135,8 @@ def _folder(path: str, place: Path) -> Found:
     sizes = list(_sizes(place))
     if not sizes:
         raise UserError(f"{path} holds no files.", do="a folder with text, a graph or weights")
-    return Found("text", path, f"{plural(len(sizes), 'file')}, {show_size(sum(sizes))} of text", sum(sizes))
+    kind, what = next((_rows(one) for one in sorted(place.glob("*.jsonl"))), ("text", "text"))
+    return Found(kind, path, f"{plural(len(sizes), 'file')}, {show_size(sum(sizes))} of {what}", sum(sizes))
 
 
 def _sizes(place: Path) -> Iterator[int]:
@@ -166,7 +193,7 @@ def recipe(found: list[Found], target: Path) -> str:
     elif len(kinds - {"weights"}) > 1 or (kinds != {"text"} and len(data) > 1) or kinds >= {"weights", "graph"}:
         told = ", ".join(f"{one.path} ({one.kind})" for one in found)
         raise UserError("There is no one recipe for these.", why=told, do="espalier init for each, with --out")
-    make = {"text": _text, "graph": _graph, "module": _own}[data[0].kind]
+    make = {"text": _text, "chats": _tuned, "pairs": _tuned, "graph": _graph, "module": _own}[data[0].kind]
     head = "".join(f"# {one.path}: {one.says}.\n" for one in found)
     return f"{head}#\n#   espalier plan {target.name}\n#   espalier train {target.name}\n\n{make(found, data)}"
 
@@ -183,6 +210,20 @@ def _text(found: list[Found], data: list[Found]) -> str:
     head, weight = ("[[data]]", "weight = 1\n") if several else ("[data]", "")
     tables = [f"{head}\n{_key('path', one.path)}{weight}{bpe}" for one in data]
     return "\n".join([model, *tables, "[train]\n# steps = 1000\n"])
+
+
+def _tuned(found: list[Found], data: list[Found]) -> str:
+    weights = [one for one in found if one.kind == "weights"]
+    pairs = data[0].kind == "pairs"
+    if len(weights) != 1 and (weights or pairs):
+        raise UserError(
+            f"Tuning on {data[0].says} begins with one folder of weights.",
+            do=f"espalier init WEIGHTS {data[0].path}, where WEIGHTS is a Hugging Face folder or a .gguf file",
+        )
+    model = _key("initial", weights[0].path) if weights else '# depth = 6\n# initial = "FOLDER"        # weights\n'
+    full = 'kind = "full"               # or "lora", with rank = 8, beside weights\n'
+    kind = 'kind = "dpo"\nrank = 8\n' if pairs else full
+    return f"[model]\n{model}\n[tune]\n{kind}\n[data]\n{_key('path', data[0].path)}\n[train]\n# steps = 1000\n"
 
 
 def _graph(found: list[Found], data: list[Found]) -> str:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import nn
 
@@ -43,7 +44,7 @@ def trained(path: str | Path, trust: bool = False, data: DataChoice = NOTHING) -
     Raises UserError when there is none.
     """
     folder = runs.find(path)
-    recipe = folder.read()
+    recipe = _with_checkpoints(folder)
     workload = open_workload(folder, recipe, trust, data)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     saved = phases.checkpoints(recipe, str(folder.checkpoints))
@@ -55,7 +56,9 @@ def trained(path: str | Path, trust: bool = False, data: DataChoice = NOTHING) -
         raise UserError(
             f"The run in {path} has no checkpoint yet.",
             why=f"looked in {recipe.checkpoint.target or folder.checkpoints}",
-            do="let it train longer, or set checkpoint.every lower",
+            do="let it train longer, or set checkpoint.every lower"
+            if recipe.checkpoint.target is None
+            else f"bring that folder back (checkpoint.target), or copy it to {folder.checkpoints}",
         )
     step = int(loaded.meta["step"])
     if "model" in loaded.absent:  # it is with the run's optimizer nodes
@@ -63,6 +66,16 @@ def trained(path: str | Path, trust: bool = False, data: DataChoice = NOTHING) -
 
         step = role.load_into(model, workload, recipe, plans.read(folder.plan), folder.path)
     return Trained(folder, recipe, workload, model.eval(), step)
+
+
+def _with_checkpoints(folder: runs.RunFolder) -> Recipe:
+    """The recipe of the run. Its checkpoints are those in its folder where `checkpoint.target` is not there, as on a
+    machine to which both were copied."""
+    recipe = folder.read()
+    target = recipe.checkpoint.target
+    if target is None or "://" in target or os.path.exists(target) or not folder.checkpoints.exists():
+        return recipe
+    return msgspec.structs.replace(recipe, checkpoint=msgspec.structs.replace(recipe.checkpoint, target=None))
 
 
 def open_workload(folder: runs.RunFolder, recipe: Recipe, trust: bool, data: DataChoice) -> Workload:

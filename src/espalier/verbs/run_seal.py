@@ -57,11 +57,12 @@ def check(recipe: Recipe, origin: Origin, sealed: str, run: str, trust: bool) ->
     code = _code(recipe, origin.reads)
     if not code or trust or (sealed and hmac.compare_digest(sealed, seal(recipe, origin))):
         return
+    place = origin.kept / KEPT_CODE if origin.kept else origin.folder
     says = ", ".join(f"{key} = {value!r}" for key, value in code.items())
     raise UserError(
         f"The run in {run} was not begun by you on this machine, and opening it runs code.",
-        why=f"its recipe says {says}; looked for in {origin.kept or origin.folder}",
-        do=f"read that code; if you trust who wrote it: espalier eval {run} --trust (predict and export have it too)",
+        why=f"its recipe says {says}; looked for in {place}",
+        do=f"read that code; if you trust who wrote it, add --trust (Python: espalier.open({run!r}).model(trust=True))",
     )
 
 

@@ -24,7 +24,7 @@ from espalier.checkpoint.storage import open_place
 from espalier.config import Constant, Recipe, model_kinds, recipe_file
 from espalier.config.base import Derivation
 from espalier.errors import EspalierError, Interrupted
-from espalier.hardware import multihost_probe
+from espalier.hardware import multihost_probe, probe
 from espalier.launch import announcement, detect_launcher, rank_assignment, rank_process, supervisor, torchrun
 from espalier.launch import base as launch
 from espalier.launch.announcement import Announcement
@@ -431,9 +431,13 @@ def _finished(job: RunStart, log: Log, seconds: float, as_json: bool) -> int:
 
 
 def _doubt(folder: RunFolder, recipe: Recipe, ratio: float) -> None:
-    """Forgets trials that promised another time than steps take, by this `ratio`: the machine was busy then, or is."""
-    if not 1 / OFF < ratio < OFF and folder.cluster.exists():
-        Trials(recipe, clusters.read(folder.cluster)).forget()
+    """Forgets trials that promised another time than steps take, by this `ratio`: the machine was busy then, or is. So
+    is a measurement of this machine forgotten that was taken while it was busy, where steps are faster."""
+    if 1 / OFF < ratio < OFF or not folder.cluster.exists():
+        return
+    Trials(recipe, clusters.read(folder.cluster)).forget()
+    if ratio < 1 and recipe.plan.cluster is None:
+        probe.forget_busy()
 
 
 # --- the run log -----------------------------------------------------------------------------------------------------

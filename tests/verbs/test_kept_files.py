@@ -1,0 +1,38 @@
+"""What a run keeps of its preprocessing: whole or not at all, and nowhere but in its folder."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from pathlib import Path
+
+import pytest
+
+from espalier import run as runs
+from espalier import serialization
+from espalier.errors import UserError
+from espalier.verbs import kept_files
+
+
+def test_files_that_lead_out_of_the_folder_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    data = base64.b64encode(zlib.compress(serialization.dumps({"../../../out": b"x"}))).decode()
+    with pytest.raises(UserError, match="in no run folder"):
+        kept_files.unpacked(data)
+    assert not list(tmp_path.rglob("out"))
+
+
+def test_a_killed_replacement_leaves_the_folder_that_was_there(tmp_path: Path) -> None:
+    folder = runs.RunFolder(tmp_path)
+    folder.freeze(lambda place: (place / "a").write_text("1") and None)
+
+    def fails(place: Path) -> None:
+        (place / "a").write_text("2")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match="disk is full"):
+        folder.freeze(fails)
+    assert (tmp_path / "preprocessing" / "a").read_text() == "1"
+    (tmp_path / "preprocessing").rename(tmp_path / "preprocessing.before")  # killed between the two renames
+    assert folder.kept() == tmp_path / "preprocessing"
+    assert {one.name for one in tmp_path.iterdir()} == {"preprocessing"}
