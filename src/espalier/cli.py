@@ -114,6 +114,7 @@ def _options(made: dict[str, argparse.ArgumentParser]) -> None:
         choices=FORMS,
         help="hf (Llama-format folder; of text the default), gguf (llama.cpp, Ollama), peft, safetensors, embeddings",
     )
+    made["export"].add_argument("--merge", action="store_true", help="whole weights, with the adapters in them")
     made["export"].add_argument("--out", help="folder to write (default RUN/export-FORMAT)")
     made["explain"].add_argument("names", nargs="*", metavar="NAME", help="systems, such as amsp (default: all twenty)")
     made["diagnose"].add_argument("logs", nargs="+", metavar="LOG", help="logs, or a run's folder")

@@ -103,6 +103,7 @@ class Profile:
         tasks: trained together.
         tensor: ranks that are to share a module's matrices, which can.
         loaded: bytes of libraries that only this kind of workload loads.
+        frozen: bytes of weights that are not trained, on every rank and in no checkpoint; None: as parameters are.
         stored: features that wait on disk (`graph.diskgnn.cost.StoredFeatures`); None: there are none.
     """
 
@@ -121,6 +122,7 @@ class Profile:
     tasks: int = 1
     tensor: int = 1
     loaded: int = 0
+    frozen: int | None = None
     stored: Any = None
 
 

@@ -156,6 +156,35 @@ def test_frozen_weights_are_neither_sent_nor_saved(home: Path) -> None:
         torch.testing.assert_close(both[key], value, rtol=1e-4, atol=1e-6)
 
 
+def test_states_of_adapters_are_divided_over_ranks_and_a_run_goes_on_from_adapters(home: Path) -> None:
+    recipe(home, "whole", "lora", "rank = 2", steps=2, ranks=2)
+    recipe(home, "shares", "lora", "rank = 2", steps=2, ranks=2)
+    shards = ("plan.pin.shard.params=1", "plan.pin.shard.grads=2", "plan.pin.shard.optimizer=2")
+    ran(home, "train", "whole.toml")
+    ran(home, "train", "shares.toml", *shards)
+    whole, shares = (state(home / "runs" / name) for name in ("whole", "shares"))
+    for key, value in whole.items():
+        torch.testing.assert_close(shares[key], value, rtol=1e-5, atol=1e-7)
+    ran(home, "export", "runs/whole", "--to", "peft", "--out", "adapters")
+    recipe(home, "more", "lora", 'adapter = "adapters"', steps=1)
+    ran(home, "train", "more.toml", "train.optimizer.learning_rate=1e-12")
+    shutil.rmtree(home / "adapters")
+    for key, value in state(home / "runs" / "more").items():
+        torch.testing.assert_close(value, whole[key], rtol=0, atol=1e-9)
+    ran(home, "export", "runs/more", "--merge", "--out", "merged")
+    plain = gpt.GPT(hf.options(home / "merged"))  # type: ignore[arg-type]
+    hf.load_into(plain, home / "merged")
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(plain(tokens), espalier.open(home / "runs" / "more").model()(tokens))
+    done = forked(home, "export", "runs/more", "--merge", "--to", "peft")
+    assert done.returncode == 2
+    assert "writes adapters alone" in done.stderr
+    done = forked(home, "train", "more.toml", "--run", "runs/other")
+    assert done.returncode == 2
+    assert "holds no adapters" in done.stderr
+
+
 @pytest.mark.parametrize("form", ["gguf", "gguf-q8_0", "peft"])
 def test_a_run_is_exported_for_other_programs(home: Path, form: str) -> None:
     pytest.importorskip("gguf")

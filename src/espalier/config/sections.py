@@ -153,7 +153,9 @@ class Adapters(Tuning, frozen=True):
 
 
 class Lora(Adapters, frozen=True, tag="lora"):
-    """Adapters are trained."""
+    """Adapters are trained. `adapter`: a folder of adapters in PEFT's format that training goes on from."""
+
+    adapter: str | None = None
 
 
 class Dpo(Adapters, frozen=True, tag="dpo"):

@@ -21,8 +21,8 @@ from espalier.language import generate, gguf_export, gpt, hf, moe, text_sources,
 from espalier.language.decoder_workload import DecoderWorkload, embeddings, new_model
 from espalier.language.operation_counts import DecoderLoad
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer, open_tokenizer
+from espalier.language.tune import answer_loss, dpo, lora, peft
 from espalier.language.tune import chat_recipe as tuning
-from espalier.language.tune import dpo, peft
 from espalier.language.tune import workload as tuned
 from espalier.language.tune.workload import TuneWorkload, adapted
 from espalier.language.workload import LanguageWorkload, freeze, open_language, thaw
@@ -150,9 +150,11 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     assert recipe.train.batch_tokens is not None
     size, kind = decoder_shapes.sizes(options), moe if isinstance(options, Moe) else gpt
     passes = dpo.ROWS if isinstance(recipe.tune, Dpo) else 1
+    chunked = recipe.tune is not None and passes == 1
 
     def anatomy(micro_batch: Any, recompute: str, precision: str, cut: Cut) -> Anatomy:
-        return kind.work(DecoderLoad(size, sequence, micro_batch * passes, recompute, precision, cut))
+        whole = kind.work(DecoderLoad(size, sequence, micro_batch * passes, recompute, precision, cut))
+        return answer_loss.work(whole, size.vocabulary, size.width) if chunked else whole
 
     # Its blocks are alike, so one and two of them are built, on the meta device.
     models = [
@@ -162,15 +164,16 @@ def _profile(recipe: Recipe, opened: Callable[[], Workload]) -> Profile:
     one, two = (tally(model, embeddings(model)) for model in models)
     few, several = (sizes_of(model, list(model.blocks), embeddings(model)) for model in models)
     depth, tables = options.depth or 1, 1 if size.tied else 2
-    frozen = isinstance(recipe.tune, Adapters)
     found = Profile(
         tally=replace(one.with_more(two, depth - 1), sizes=few if depth == 1 else deeper(several, depth)),
         global_batch=recipe.train.batch_tokens // sequence if recipe.tune is None else tuned.batch_of(recipe),
         tokens_per_sample=float(sequence * passes),
         anatomy=anatomy,
     )
-    if frozen:  # ranks have all of the frozen weights
-        return found
+    if isinstance(recipe.tune, Adapters):  # ranks have all of the frozen weights
+        each = 8 if recipe.train.precision == "fp64" else 4
+        least, more = (lora.frozen_bytes(model, recipe.tune, each) for model in models)
+        return replace(found, frozen=least + (depth - 1) * (more - least))
     return replace(
         found,
         layers=size.layers,

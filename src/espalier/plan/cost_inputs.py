@@ -73,6 +73,16 @@ class CostInputs:
         return request.bytes_each * (2 * request.trainable - one_moment) / max(1, request.trainable)
 
     @property
+    def frozen(self) -> dict[str, Number]:
+        """Bytes of what is not trained: of weights under adapters as they are stored; else of whole parameters, which
+        our trainer neither shards nor copies into low precision."""
+        request, layouts = self.request, self.layouts
+        if request.frozen is not None:
+            return {"frozen": float(request.frozen)}
+        each = request.bytes_each if request.storage is None else request.storage.params
+        return {"params": each * (request.parameters - request.trainable) / layouts.tp / np.asarray(layouts.pp)}
+
+    @property
     def cuda(self) -> bool:
         """On a GPU."""
         return self.kind.table.device.kind == "cuda"

@@ -75,10 +75,10 @@ def ends(step: CostInputs, size: Number, in_flight: Number) -> tuple[dict[str, N
 def stage(step: CostInputs, anatomy: Anatomy, micro_batches: Number, is_first: bool) -> dict[str, Number]:
     """Of the first stage (or the last), with so many micro-batches in a step."""
     request, layouts, factors = step.request, step.layouts, step.on.factors
-    pp, device, storage = np.asarray(layouts.pp), step.kind.table.device, step.storage
+    pp, device = np.asarray(layouts.pp), step.kind.table.device
     found = dict(step.held)
-    frozen = request.parameters - request.trainable
-    found["params"] = found["params"] + storage.params * frozen / layouts.tp / pp
+    for name, size in step.frozen.items():
+        found[name] = found.get(name, 0.0) + size
     waiting = np.minimum(pipeline_cost.kept(pp, layouts.chunks) if is_first else 1, micro_batches)
     if has_window := request.offload.parameters != "device":  # all micro-batches of a layer, then the next
         waiting = micro_batches
@@ -153,6 +153,7 @@ def sources(request: Request, on: Fleet) -> Mapping[str, str]:
         "params": f"{width} bytes per parameter{low}",
         "grads": f"{width} bytes per trainable parameter",
         "optimizer_state": f"{2 * width} bytes per AdamW parameter, {width} per Muon parameter",
+        **({} if request.frozen is None else {"frozen": "weights that are not trained, as they are stored"}),
         "activations": "the workload's formula, for as many micro-batches as wait in the pipeline",
         "gathered": "two layers gathered at a time where parameters or gradients are sharded",
         "slack": f"{SLACK[device.kind]:.0%} for the allocator"

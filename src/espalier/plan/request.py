@@ -89,6 +89,7 @@ class Request:
         sizes: of the trainable tensors, in the model's order; empty: not known.
         running: bytes of buffers that every step moves.
         loaded: bytes of libraries that only this kind of workload loads, in host memory.
+        frozen: bytes of weights that are not trained, on every rank and in no checkpoint; None: as parameters are.
         stored: features of a graph that wait on disk.
         saves: steps between checkpoints, or `auto`; None: who trains saves by other means. write_rate: bytes/s that a
             machine writes of them at most; None: any.
@@ -144,6 +145,7 @@ class Request:
     sizes: Sequence[Sized] = ()
     running: int = 0
     loaded: int = 0
+    frozen: int | None = None
     stored: StoredFeatures | None = None
     saves: int | Literal["auto"] | None = None
     write_rate: float | None = None

@@ -74,6 +74,7 @@ def of_recipe(recipe: Recipe, workload: Callable[[], Workload] | None = None) ->
         sizes=sizes,
         running=_running_bytes(counted.running, train.precision),
         loaded=profile.loaded,
+        frozen=profile.frozen,
         stored=profile.stored,
         with_sequence=partial(_with_sequence, recipe, opened) if profile.heads else None,
         refuses=partial(mechanisms.refusal, recipe),

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_model
 from torch import nn
 
 from espalier import cache_dir, workload_registry
+from espalier.config import Adapters
 from espalier.errors import UserError
 from espalier.terminal import say
 from espalier.verbs.load_run import Trained, open_trained
@@ -31,6 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
             why="hf is for language models, embeddings for graphs",
             do=f"espalier export {arguments.run} --to safetensors",
         )
+    if arguments.merge:
+        _refuse_merging(trained, form)
     out = Path(arguments.out) if arguments.out else trained.folder.path / f"export-{form}"
     if form in known:
         loads = known[form](trained.workload, trained.model, out)
@@ -42,6 +45,17 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"{out}: the model after step {trained.step}, checked by reloading.")
         say(f"  {loads}")
     return 0
+
+
+def _refuse_merging(trained: Trained, form: str) -> None:
+    """Raises UserError where there is nothing to merge, or the form holds adapters alone."""
+    tune, path = trained.recipe.tune, trained.folder.path
+    if not isinstance(tune, Adapters) or not tune.rank:
+        raise UserError(
+            f"The run in {path} has no adapters to merge.", why='tune.kind = "lora" has', do=f"espalier export {path}"
+        )
+    if form in ("peft", "safetensors"):
+        raise UserError(f"--to {form} writes adapters alone.", do=f"espalier export {path} --merge --to hf")
 
 
 def safetensors(trained: Trained, target: Path, trust: bool = False) -> str:

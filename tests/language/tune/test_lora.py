@@ -8,10 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from espalier import cluster as clusters
 from espalier import config
 from espalier.language import gpt
 from espalier.language.tune import lora
 from espalier.language.tune.workload import TuneWorkload, plain
+from espalier.plan.decide import decide
+from espalier.plan.request_from_recipe import of_recipe
 
 TOKENS = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(3))
 KINDS = [
@@ -150,3 +153,25 @@ def test_at_full_rank_a_whole_decoder_s_first_step_is_that_of_full_fine_tuning(
     with torch.no_grad():
         logits = stirred(adapted)(TOKENS)
         torch.testing.assert_close(plain(adapted)(TOKENS), logits, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("tune", "precision"),
+    [(KINDS[0], "bf16"), (KINDS[1], "fp64"), (KINDS[3], "fp32"), (KINDS[4], "fp32"), (config.Dpo(rank=0), "fp32")],
+)
+def test_the_plan_prices_the_frozen_weights_as_they_are_stored_and_no_copies_of_them(
+    opened: Callable[..., TuneWorkload], tune: config.Adapters, precision: str
+) -> None:
+    workload = opened(tune, precision=precision)
+    model = model_of(workload, torch.float64 if precision == "fp64" else torch.float32)
+    frozen = [one for one in model.parameters() if not one.requires_grad]
+    codes = [one for name, one in model.named_buffers() if name.endswith(("codes", "scales"))]
+    request = of_recipe(workload.recipe)
+    assert request.frozen == sum(one.numel() * one.element_size() for one in (*frozen, *codes))
+    plan = decide(request, clusters.loads('[[nodes]]\ndevice = "cpu"\ncores = 2\nmemory = "8GiB"\n')).plan
+    assert plan.predicted is not None
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    each = {"fp32": 4, "bf16": 6, "fp64": 8}[precision]
+    assert plan.predicted.memory_bytes["frozen"] == request.frozen
+    assert plan.predicted.state_bytes["params"] <= each * trained
+    assert plan.predicted.sent_bytes.get("gradients", 0) <= each * trained * 1.1

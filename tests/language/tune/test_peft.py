@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -77,6 +78,51 @@ def test_adapters_of_another_model_are_refused_by_name(opened: Opened, tmp_path:
         peft.load(stirred(opened(config.Lora(rank=4, targets=("query",)))), tmp_path / "out")
     with pytest.raises(UserError, match="holds no adapters"):
         peft.load(stirred(workload), tmp_path / "none")
+
+
+def test_a_recipe_s_open_options_are_those_of_the_adapters_it_goes_on_from(opened: Opened, tmp_path: Path) -> None:
+    for tune in KINDS:
+        workload = opened(tune)
+        model, folder = stirred(workload), tmp_path / str(KINDS.index(tune))
+        peft.export(workload, model, folder)
+        found = peft.with_options(config.Lora(adapter=str(folder)), folder)
+        alpha = 2.0 * tune.rank if tune.alpha is None else tune.alpha
+        assert found == msgspec.structs.replace(tune, alpha=alpha, adapter=str(folder))
+        again = opened(found).build(torch.device("cpu"), torch.float32)
+        assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    with pytest.raises(UserError, match=r"tune\.rank = 2, but 4 there"):
+        peft.with_options(config.Lora(rank=2), tmp_path / "0")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"peft_type": "LOHA"}, "says peft_type = 'LOHA'"),
+        ({"modules_to_save": ["lm_head"]}, "says modules_to_save"),
+        ({"rank_pattern": {"q_proj": 3}}, "says rank_pattern"),
+        ({"target_modules": ["q_proj", "c_attn"]}, "has adapters on 'c_attn'"),
+        ({"target_modules": "all-linear"}, "has adapters on 'all-linear'"),
+    ],
+)
+def test_adapters_that_are_not_ours_are_refused_by_name(
+    opened: Opened, tmp_path: Path, change: dict[str, object], words: str
+) -> None:
+    workload = opened(KINDS[0])
+    peft.export(workload, stirred(workload), tmp_path / "out")
+    file = tmp_path / "out" / peft.CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError, match=words):
+        peft.with_options(config.Lora(), tmp_path / "out")
+
+
+def test_adapters_of_another_base_of_the_same_shape_are_refused_by_its_name(opened: Opened, tmp_path: Path) -> None:
+    workload = opened(KINDS[0])
+    model = stirred(workload)
+    peft.export(workload, model, tmp_path / "out")
+    with torch.no_grad():
+        model.embedding.weight[3, 4] += 1e-3
+    with pytest.raises(UserError, match=f"do not fit b: they were trained on {workload.options.initial}"):
+        peft.load(model, tmp_path / "out", "b")
 
 
 def test_a_model_without_adapters_has_none_to_write(opened: Opened, tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from espalier.config import Dpo, Gpt, Moe, Recipe
+from espalier.config import Dpo, Gpt, Lora, Moe, Recipe
 from espalier.config.base import Derivation
 from espalier.errors import UserError
 from espalier.language import generate, gpt
 from espalier.language.tokenizer import Tokenizer, open_tokenizer
-from espalier.language.tune import chat_rows
+from espalier.language.tune import chat_rows, peft
 from espalier.language.tune import workload as tuning
 from espalier.language.tune.workload import ReadChats, TuneWorkload
 from espalier.workload_row import Answer, Opening, Prepared, Sampling
@@ -28,6 +28,7 @@ ROWS = 16
 
 def prepare(recipe: Recipe, opening: Opening, derived: Sequence[Derivation], tokenizer: Tokenizer | None) -> Prepared:
     """Reads the conversations; sequence, batch and steps that are open follow from them. Raises UserError."""
+    recipe = _with_adapter(recipe, opening)
     assert isinstance(recipe.model, Gpt | Moe)
     if not recipe.data:
         raise UserError("The recipe has no [data].", do='[data] path = "chats.jsonl", or "python:docstrings"')
@@ -50,6 +51,15 @@ def prepare(recipe: Recipe, opening: Opening, derived: Sequence[Derivation], tok
     recipe = msgspec.structs.replace(recipe, train=train)
     recipe, more = _batch_and_steps(recipe, chats)
     return Prepared(recipe, tokenizer.vocabulary, chats, [*found, *more])
+
+
+def _with_adapter(recipe: Recipe, opening: Opening) -> Recipe:
+    """What adapters to go on from say of themselves; those of a run that has begun are with it."""
+    if not isinstance(recipe.tune, Lora) or recipe.tune.adapter is None:
+        return recipe
+    kept = None if opening.kept is None else opening.kept / tuning.ADAPTER
+    folder = kept if kept is not None and kept.is_dir() else Path(recipe.tune.adapter)
+    return msgspec.structs.replace(recipe, tune=peft.with_options(recipe.tune, folder))
 
 
 def _batch_and_steps(recipe: Recipe, chats: ReadChats) -> tuple[Recipe, list[Derivation]]:
@@ -82,6 +92,9 @@ def open_tuning(recipe: Recipe, opening: Opening, tokenizer: Tokenizer | None) -
         # A checkpoint has taken the place of weights that are trained; frozen ones are with the run.
         initial = str(base) if base is not None else recipe.model.initial if opening.reads else None  # type: ignore[attr-defined]
         recipe = msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, initial=initial))
+        if isinstance(recipe.tune, Lora) and recipe.tune.adapter is not None:
+            adapter = str(opening.kept / tuning.ADAPTER)
+            recipe = msgspec.structs.replace(recipe, tune=msgspec.structs.replace(recipe.tune, adapter=adapter))
         if not opening.reads:
             return TuneWorkload(recipe, tuning.thaw(recipe, opening.kept))
     chats = opening.data

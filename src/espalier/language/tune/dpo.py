@@ -10,18 +10,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.language.decoder_workload import Windows
-from espalier.language.gpt import GPT, IGNORED
+from espalier.language.gpt import GPT
 from espalier.language.tune import lora
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
 
 ROWS = 2
 """Rows of a pair: the chosen answer, and the rejected one."""
@@ -39,7 +36,7 @@ class PairLosses(NamedTuple):
 
 
 def with_reference(model: GPT) -> GPT:
-    """`model` with a frozen copy of itself, which is no part of its state."""
+    """`model`, which scores rows, with a frozen copy of itself, which is no part of its state."""
     model.add_module(REFERENCE, copy.deepcopy(model).requires_grad_(False))
     lora.leave_out_frozen(model)
     return model
@@ -56,20 +53,11 @@ def reference(model: GPT) -> Iterator[GPT]:
         yield model
 
 
-def log_probability(
-    logits: Float[Tensor, "rows seq vocabulary"], targets: Int[Tensor, "rows seq"]
-) -> Float[Tensor, " rows"]:
-    """The sum over each row of log p(target), targets of `IGNORED` left out."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
-    return -losses.view_as(targets).sum(1)
-
-
 def losses(model: GPT, batch: Windows, beta: float) -> PairLosses:
     """Of the pairs in `batch`: even rows are chosen answers, odd rows rejected ones."""
-    ours = log_probability(model(batch.tokens, where=batch.where), batch.targets)
+    ours = model(batch.tokens, where=batch.where, targets=batch.targets)
     with torch.no_grad(), reference(model) as before:
-        theirs = log_probability(before(batch.tokens, where=batch.where), batch.targets)
+        theirs = before(batch.tokens, where=batch.where, targets=batch.targets)
     gains = ours - theirs
     margin = beta * (gains[0::2] - gains[1::2])
     return PairLosses(-F.logsigmoid(margin), margin.detach(), margin.detach() > 0)

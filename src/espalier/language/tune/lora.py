@@ -141,13 +141,19 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.active = True
 
 
-@torch.no_grad()
-def merge(model: GPT) -> dict[str, Tensor]:
-    """The state of a plain decoder that computes what `model` does: name to tensor."""
-    adapted = layers(model)
-    own = {f"{name}.{part}" for name in adapted for part in ("lora_a", "lora_b", "magnitude", "codes", "scales")}
-    found = {name: value.detach() for name, value in model.named_parameters() if name not in own}
-    return found | {f"{name}.weight": layer.merged() for name, layer in adapted.items()}
+def frozen_bytes(model: nn.Module, options: Adapters, each: int) -> int:
+    """Bytes of the weights under the adapters of `model` (maybe on the meta device), of a reference beside it, and of
+    all else that is frozen: `each` for a value, or codes and scales as `compress` makes them."""
+    whole = sum(one.numel() for one in model.parameters() if not one.requires_grad)
+    coded = 0
+    if options.frozen != "fp32":
+        for layer in layers(model).values():
+            rows, columns = layer.weight.shape
+            whole -= rows * columns
+            group, codes = (columns, 1.0) if options.frozen == "int8" else (GROUP, 0.5)
+            groups = -(-columns // group)
+            coded += rows * groups * (int(group * codes) + 4)
+    return whole * each + coded
 
 
 # --- few bits for the frozen matrices --------------------------------------------------------------------------------

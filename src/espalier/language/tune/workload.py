@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 
 from espalier import data_hash
 from espalier.artifacts import Artifact, Text
-from espalier.config import Adapters, Dpo, Recipe, Tuning
+from espalier.config import Adapters, Dpo, Lora, Recipe, Tuning
 from espalier.cost import Work
 from espalier.errors import UserError
 from espalier.language import generate, gpt, hf, text_sources
 from espalier.language.decoder_workload import DecoderWorkload, Rows, Windows
 from espalier.language.tokenizer import Tokenizer, kept_tokenizer
-from espalier.language.tune import chat_rows, dpo, lora
+from espalier.language.tune import chat_rows, dpo, lora, peft
+from espalier.language.tune.answer_loss import answer_loss, row_log_probability
 from espalier.language.tune.chat_rows import ChatTokens
 from espalier.language.tune.chat_template import FILE, ChatTemplate, open_template
 from espalier.language.tune.conversations import Turn
@@ -29,6 +31,8 @@ from espalier.workload import Pieces, Progress, Role, Shard, Skeleton, to_device
 
 BASE = "base"
 """The folder, beside what preprocessing decided, of the weights that are frozen under adapters."""
+ADAPTER = "adapter"
+"""The folder of the adapters that training goes on from."""
 EPOCHS = 3
 """Passes over the conversations by default, as transformers' Trainer makes."""
 _HELD_OUT = "held_out.npz"
@@ -199,8 +203,12 @@ class TuneWorkload(DecoderWorkload):
 def adapted(model: gpt.GPT, recipe: Recipe) -> gpt.GPT:
     """`model` as `recipe.tune` trains it: with adapters, with a reference, or as it is."""
     tune = recipe.tune
+    model.score = row_log_probability if isinstance(tune, Dpo) else answer_loss
     if isinstance(tune, Adapters) and tune.rank:
-        return lora.adapt(model, tune, recipe.train.seed)
+        model = lora.adapt(model, tune, recipe.train.seed)
+        if isinstance(tune, Lora) and tune.adapter is not None and not model.embedding.weight.is_meta:
+            peft.load(model, Path(tune.adapter), f"model.initial = {recipe.model.initial!r}")  # type: ignore[attr-defined]
+        return model
     return dpo.with_reference(model) if isinstance(tune, Dpo) else model
 
 
@@ -292,6 +300,10 @@ def freeze(workload: TuneWorkload, folder: Path) -> None:
     (folder / _HELD_OUT).write_bytes(chat_rows.dumps(workload.chats.held_out))
     if isinstance(workload.tune, Adapters) and workload.options.initial is not None:
         hf.copy(Path(workload.options.initial), folder / BASE)
+    if isinstance(workload.tune, Lora) and workload.tune.adapter is not None:
+        (folder / ADAPTER).mkdir()
+        for name in (peft.CONFIG, peft.WEIGHTS):
+            shutil.copyfile(Path(workload.tune.adapter) / name, folder / ADAPTER / name)
 
 
 def thaw(recipe: Recipe, folder: Path) -> Chats:
@@ -343,6 +355,7 @@ def plain(model: gpt.GPT) -> gpt.GPT:
         whole = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         whole.weight = nn.Parameter(layer.merged())
         setattr(found.get_submodule(parent), own, whole)
+    found.score = gpt.score
     found._state_dict_hooks.clear()
     found._load_state_dict_post_hooks.clear()
     return found.requires_grad_(True)
